@@ -1,0 +1,29 @@
+# Two commands: `make demo` trains a real model and shows it; `make test` proves the rest.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test lint setup clean
+
+demo: setup
+	$(BIN)/trireme train experiments/mnist.yaml --again
+
+test: setup lint
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+setup: $(VENV)/.installed
+
+# Installs the tested versions (constraints.txt); again only when what is to be installed has changed.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "python3 cannot make a virtual environment here: apt-get install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[examples,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

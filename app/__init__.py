@@ -1,0 +1,1 @@
+"""The application: configuration, tasks, the training loop, launchers, checkpoints, tracking, command line."""

@@ -1,0 +1,74 @@
+"""Doing one thing on several ranks so that every rank learns how it went on each.
+
+A rank that fails and simply leaves would let the others wait in their next collective until the time-out.
+Here a failure is a value that is exchanged like a result, and then raised everywhere with the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from app.checkpoint.errors import said
+
+T = TypeVar("T")
+
+
+class RankFailed(Exception):
+    """What went wrong on each rank that failed: one line that names them."""
+
+
+class _Outcome(Generic[T]):
+    """A result, or reasons by rank; either pickles."""
+
+    def __init__(self, what: Callable[[], T], rank: int) -> None:
+        self.reasons: dict[int, str] = {}
+        try:
+            self.result: T = what()
+        except CheckpointException as error:  # DCP's own exchange: it knows who failed
+            self.reasons = {failed: said(cause) for failed, (cause, _) in error.failures.items()}
+        except BaseException as error:  # whatever it is, the others must hear of it
+            self.reasons = {rank: said(error)}
+
+
+class Ranks:
+    """All ranks of the job over a gloo group of its own, or this process alone.
+
+    Making one is a collective call when torch.distributed is initialised.
+    """
+
+    def __init__(self) -> None:
+        self.distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self.group = dist.new_group(backend="gloo") if self.distributed else None
+        self.rank = dist.get_rank() if self.distributed else 0
+
+    def all(self, what: Callable[[], T]) -> list[T]:
+        """Call `what` on every rank and give everybody all results, by rank. Raises RankFailed on all ranks."""
+        mine = _Outcome(what, self.rank)
+        outcomes: list[_Outcome[T]] = [mine]
+        if self.distributed:
+            outcomes = [mine] * dist.get_world_size(self.group)
+            dist.all_gather_object(outcomes, mine, group=self.group)
+        self._raise(outcomes)
+        return [outcome.result for outcome in outcomes]
+
+    def first(self, what: Callable[[], T]) -> T:
+        """Call `what` on rank 0 and give everybody its result. Raises RankFailed on all ranks."""
+        box = [_Outcome(what, 0) if self.rank == 0 else None]
+        if self.distributed:
+            dist.broadcast_object_list(box, src=0, group=self.group)
+        outcome = box[0]
+        assert outcome is not None
+        self._raise([outcome])
+        return outcome.result
+
+    def _raise(self, outcomes: list[_Outcome[T]]) -> None:
+        reasons: dict[int, str] = {}
+        for outcome in outcomes:
+            reasons.update(outcome.reasons)
+        if reasons:
+            named = [f"rank {rank}: {why}" if self.distributed else why for rank, why in sorted(reasons.items())]
+            raise RankFailed("; ".join(named))

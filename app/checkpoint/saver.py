@@ -1,0 +1,228 @@
+"""Saving: stage a copy, then write, hash and commit it in the background while training goes on.
+
+What the ranks do for one save, each in a thread and over a gloo group of its own, so that nothing of it
+interleaves with training's collectives:
+
+1. rank 0 chooses the folder and makes it
+2. each rank writes its shards (DCP) and its own state, hashing as it writes; all learn how it went on each
+3. if all went well and `fence()` still lets us, rank 0 writes the marker: now the checkpoint exists
+4. all learn that; then rank 0 removes what is no longer kept
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from app.checkpoint.commit import MARKER, Commit, File, encode, folder_name, survey
+from app.checkpoint.errors import CheckpointError, Unexchangeable, said
+from app.checkpoint.exchange import RankFailed, Ranks
+from app.checkpoint.files import Writer
+from app.checkpoint.prune import Mode, prune
+from app.checkpoint.staging import StagedPlanner, Stager
+from app.storage import Storage
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Staged:
+    """One save's content: nothing in it is shared with training."""
+
+    commit: Commit
+    """As it will be, but for folder, files and sequence number."""
+    state: dict[str, Any]
+    shards: dict[str, torch.Tensor]
+    own: bytes | None
+    """This rank's own state, pickled."""
+
+
+class Checkpointer:
+    """Saves checkpoints into a folder, one at a time, in the background.
+
+    With torch.distributed initialised, every rank makes one and calls save(), wait() and close() alike
+    (making one is a collective call); without it, it serves the one process.
+
+    folder: local path or URL that all ranks see.
+    keep_last, keep_best, mode: how many of the newest are kept, and whether the one with the best metric is.
+    attempt: names this incarnation of the run; part of the folders' names.
+    fence: asked on rank 0 just before committing; False means that another attempt has taken over.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        keep_last: int = 2,
+        keep_best: bool = True,
+        mode: Mode = "min",
+        attempt: str = "",
+        fence: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.last_stall_seconds = 0.0
+        """Time that the last save() held training up: waiting for the save before it, and copying."""
+        self.last_total_seconds = 0.0
+        """Time from the call of the last finished save until it was committed, or had failed."""
+        self.last_commit: Commit | None = None
+        """The last one that this object committed; every rank knows it."""
+        self._storage = Storage(folder)
+        self._keep_last, self._keep_best, self._mode = keep_last, keep_best, mode
+        self._attempt, self._fence = attempt, fence
+        self._stager = Stager()
+        self._ranks = Ranks()
+        self._pending: Future[Commit] | None = None
+
+    def save(
+        self, state: dict[str, Any], *, meta: dict[str, Any], per_rank: object = None, metric: float | None = None
+    ) -> None:
+        """Copy `state` and start to save it; when this returns, training may change the tensors.
+
+        state: nested dict of tensors, DTensors and numbers. Tensors of one name are the same on all ranks
+            (or DTensors of one whole); a name may exist on some ranks only (pipeline stages).
+        meta: JSON, with "step".
+        per_rank: anything picklable that belongs to this rank alone (its generators' states).
+        metric: what the checkpoint is judged by; rank 0's counts.
+        Raises CheckpointError if the save before this one failed; then nothing was started, on any rank, and the
+        call may be repeated.
+        """
+        started = time.perf_counter()
+        self.wait()
+        commit = Commit(int(meta["step"]), "", json.loads(json.dumps(meta)), {}, metric, self._attempt)
+        own = None if per_rank is None else _pickled(per_rank)
+        staged = _Staged(commit, *self._stager.stage(state), own)
+        self._pending = Future()
+        threading.Thread(
+            target=self._run, args=(staged, started, self._pending), name="checkpoint", daemon=True
+        ).start()
+        self.last_stall_seconds = time.perf_counter() - started
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._pending is not None and not self._pending.done()
+
+    def check(self) -> None:
+        """Raise CheckpointError if the last save has failed by now. Does not wait; and does not forget the failure,
+        since ranks get here at different times and must still agree in the next save()."""
+        if self._pending is not None and self._pending.done():
+            self._pending.result()
+
+    def wait(self) -> None:
+        """Wait until the save under way is committed. Raises CheckpointError, once, if it failed."""
+        if self._pending is not None:
+            try:
+                self._pending.result()
+            finally:
+                if self._pending.done():  # not when Ctrl-C ended the waiting
+                    self._pending = None
+
+    def close(self) -> None:
+        """Wait for the save under way and free the buffers. Raises CheckpointError if that save failed."""
+        try:
+            self.wait()
+        finally:
+            self._stager.close()
+
+    # -- in the background
+
+    def _run(self, staged: _Staged, started: float, outcome: Future[Commit]) -> None:
+        failure: CheckpointError | None = None
+        try:
+            self.last_commit = self._save(staged)
+        except BaseException as error:  # a thread's exception would be lost
+            why = str(error) if isinstance(error, RankFailed) else said(error)
+            verb = "was not committed" if why.endswith(_SUPERSEDED) else "could not be saved"
+            failure = CheckpointError(
+                f"the checkpoint of step {staged.commit.step} in {self._storage} {verb} ({why}); "
+                "those committed before are untouched"
+            )
+        self.last_total_seconds = time.perf_counter() - started
+        if failure:
+            outcome.set_exception(failure)
+        else:
+            assert self.last_commit is not None
+            outcome.set_result(self.last_commit)
+
+    def _save(self, staged: _Staged) -> Commit:
+        name = self._ranks.first(lambda: self._make_folder(staged.commit.step))
+        here = self._storage.join(name)
+        try:
+            written = self._ranks.all(lambda: self._write(here, staged))
+            files = {name: file for part in written for name, file in part.items()}
+            commit = self._ranks.first(lambda: self._commit(here, replace(staged.commit, path=here.url, files=files)))
+        except BaseException:
+            self._discard(here)
+            raise
+        if self._ranks.rank == 0:
+            self._prune()
+        return commit
+
+    def _make_folder(self, step: int) -> str:
+        name = folder_name(step, self._attempt, self._storage.list())
+        self._storage.make(name)
+        return name
+
+    def _write(self, here: Storage, staged: _Staged) -> dict[str, File]:
+        """Write this rank's part and say what it is. DCP exchanges its own failures."""
+        writer = Writer(here)
+        dcp.save(
+            staged.state,
+            storage_writer=writer,
+            planner=StagedPlanner(staged.shards),
+            process_group=self._ranks.group,
+            no_dist=not self._ranks.distributed,
+        )
+        if staged.own is not None:
+            with writer.fs.create_stream(own_name(self._ranks.rank), "wb") as stream:
+                stream.write(staged.own)
+        return writer.written
+
+    def _commit(self, here: Storage, commit: Commit) -> Commit:
+        before = survey(self._storage).commits
+        commit = replace(commit, sequence=max((c.sequence for c in before), default=0) + 1)
+        here.sync()
+        self._storage.sync()
+        if not self._fence():
+            raise Unexchangeable(_SUPERSEDED)
+        here.write_bytes(MARKER, encode(commit))
+        return commit
+
+    def _discard(self, here: Storage) -> None:
+        """Make room again after a failure (the disk may be full). What cannot be removed is swept later."""
+        if self._ranks.rank == 0:
+            try:
+                here.remove_tree()
+            except Exception as error:  # each object store library has its own exceptions
+                _log.warning("the unfinished checkpoint %s could not be removed (%s)", here, said(error))
+
+    def _prune(self) -> None:
+        try:
+            warnings = prune(self._storage, keep_last=self._keep_last, keep_best=self._keep_best, mode=self._mode)
+        except Exception as error:  # each object store library has its own exceptions
+            warnings = [f"old checkpoints in {self._storage} could not be looked through ({said(error)})"]
+        for warning in warnings:
+            _log.warning("%s", warning)
+
+
+_SUPERSEDED = "superseded: another attempt of this run has taken over"
+
+
+def own_name(rank: int) -> str:
+    """The file of a rank's own state."""
+    return f"rank-{rank}.pt"
+
+
+def _pickled(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()

@@ -1,0 +1,63 @@
+"""The command line. Each command is a module of its own, imported when it is called: `--help` needs none of them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+COMMANDS = {
+    "train": ("app.cli.train", "Train an experiment, or continue one that was stopped."),
+    "config": ("app.cli.config", "Show every key of an experiment, its value and what it means."),
+    "sync": ("app.cli.sync", "Deliver to MLflow what a run could not deliver while the server was away."),
+}
+
+
+class Lazy(click.Group):
+    """A group that knows its commands' names and one-line helps without importing them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        return importlib.import_module(COMMANDS[cmd_name][0]).command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            import difflib
+
+            near = difflib.get_close_matches(args[0], COMMANDS, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
+            raise click.UsageError(f"there is no command {args[0]!r}: {hint}")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="trireme", message="trireme %(version)s")
+def group() -> None:
+    """Train any PyTorch model on any Ray cluster, by any strategy, with one loss curve.
+
+    Shell completion: eval "$(_TRIREME_COMPLETE=bash_source trireme)" (or zsh_source, fish_source).
+    """
+
+
+def main() -> None:
+    """The console script: exit code 0 for success, 1 for a failed run, 2 for wrong input, 130 for a stopped run."""
+    try:
+        code = group.main(prog_name="trireme", standalone_mode=False)
+    except click.exceptions.Exit as exit_:
+        code = exit_.exit_code
+    except click.ClickException as error:
+        print(f"trireme: {error.format_message()}", file=sys.stderr)
+        code = 2
+    except click.Abort:
+        code = 130
+    sys.exit(code or 0)

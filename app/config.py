@@ -1,0 +1,190 @@
+"""Configuration: one tree of annotated dataclasses.
+
+    dataclass defaults  <  YAML file  <  key=value on the command line
+
+The string under a field is that field's documentation; `trireme config` prints it beside the
+resolved value. Unknown keys and wrong types fail with the key, what was expected, and the nearest
+valid key. Every field is annotated: an unannotated one would silently be no field at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+
+@dataclass
+class RunConfig:
+    name: str = ""
+    """Names the run: its folder in the storage, its MLflow run, and what a second call resumes.
+    Empty: the experiment file's name."""
+    storage: str = "runs"
+    """Where runs are kept: a folder (local or NFS), or s3://… or gs://…; every node must see it."""
+
+
+@dataclass
+class ParallelConfig:
+    dp_replicate: Optional[int] = None
+    """Copies of the model (or of its shards); gradients are averaged over them. null: the strategy decides."""
+    dp_shard: Optional[int] = None
+    """Workers that one copy's parameters, gradients and optimizer state are sharded over."""
+    tp: Optional[int] = None
+    """Workers that each layer's matrix products are split over (tensor parallelism)."""
+    pp: Optional[int] = None
+    """Stages that the model's blocks are split over (pipeline parallelism)."""
+    sequence_parallel: bool = True
+    """With tp: also split activations between the split layers along the sequence."""
+    loss_parallel: bool = True
+    """With tp: keep the logits split over the vocabulary and compute the loss on the parts."""
+    reshard_after_forward: Optional[bool] = None
+    """With dp_shard: free gathered parameters after forward (less memory, one more all-gather).
+    null: the strategy decides."""
+    offload: bool = False
+    """With dp_shard: keep parameters and optimizer state in host memory."""
+    reduce_dtype: str = "fp32"
+    """Type that gradients are reduced in: fp32 or bf16."""
+    compression: str = "none"
+    """With ddp: compress gradients on the wire: none, bf16 or powersgd (lossy)."""
+    bucket_mb: float = 25.0
+    """With ddp: size of a gradient bucket, in MiB; smaller starts communicating earlier."""
+
+
+@dataclass
+class TrainConfig:
+    steps: Optional[int] = None
+    """Optimizer steps to train for in all. Give this or train.epochs."""
+    epochs: Optional[float] = None
+    """Passes over the training data to train for in all. Give this or train.steps."""
+    global_batch_size: int = 64
+    """Samples per optimizer step, over all workers together."""
+    micro_batch_size: Optional[int] = None
+    """Samples one worker computes at once; the rest of its share is accumulated. null: its whole share."""
+    precision: str = "fp32"
+    """fp32, bf16 or fp16 (with loss scaling)."""
+    clip_norm: Optional[float] = None
+    """Scale the gradient down to this total norm when it is longer. null: never."""
+    compile: bool = False
+    """Compile each block with torch.compile."""
+    compile_backend: str = "inductor"
+    """Backend of torch.compile; aot_eager compiles nothing and starts quickly."""
+    activation_checkpointing: str = "none"
+    """Recompute activations in backward instead of keeping them: none, full (each block), or selective
+    (each block, but the results of matrix products are kept)."""
+    seed: int = 0
+    """Decides initial weights, data order and dropout; the same whatever the number of workers."""
+    deterministic: bool = False
+    """Ask torch for deterministic algorithms everywhere (slower on GPUs)."""
+    eval_every: Optional[int] = None
+    """Evaluate on the held-out data after every this many steps; always once at the end. null: only then."""
+    eval_batch_size: Optional[int] = None
+    """Samples one worker evaluates at once. null: as in training."""
+    log_every: int = 10
+    """Log the metrics of every this many-th step."""
+    data_workers: int = 0
+    """Processes per worker that load data, for datasets whose samples are costly to make. 0: a thread."""
+
+
+@dataclass
+class OptimizerConfig:
+    name: str = "adamw"
+    """adamw, adam, sgd, or the import path of a class (my_package.my_module:MyOptimizer)."""
+    lr: float = 1e-3
+    """Learning rate at the top of the schedule."""
+    weight_decay: float = 0.0
+    """Weight decay; parameters with fewer than two dimensions (biases, norms) are not decayed."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """Adam's decay rates of the first and second moment."""
+    eps: float = 1e-8
+    """Adam's epsilon."""
+    momentum: float = 0.9
+    """SGD's momentum."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments for an optimizer given by import path."""
+
+
+@dataclass
+class ScheduleConfig:
+    name: str = "constant"
+    """What the learning rate does after warm-up: constant, linear or cosine."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises from 0 to optimizer.lr."""
+    final_fraction: float = 0.0
+    """linear and cosine end at this fraction of optimizer.lr."""
+
+
+@dataclass
+class CheckpointConfig:
+    every_steps: Optional[int] = None
+    """Save after every this many steps. null: only at the end and when asked to stop."""
+    every_seconds: Optional[float] = 300.0
+    """Save when this many seconds have passed since the last save. null: never by time."""
+    keep_last: int = 2
+    """Committed checkpoints that are kept, newest first."""
+    keep_best: bool = True
+    """Also keep the one with the best checkpoint.metric."""
+    metric: str = "loss"
+    """Evaluation metric that decides which checkpoint is best."""
+    mode: str = "min"
+    """min or max: which value of checkpoint.metric is best."""
+    load: Optional[str] = None
+    """Folder of a committed checkpoint (or of a run) whose weights a new run starts from."""
+
+
+@dataclass
+class TrackingConfig:
+    enabled: bool = True
+    """Log to MLflow."""
+    uri: Optional[str] = None
+    """MLflow tracking URI. null: MLFLOW_TRACKING_URI, else a SQLite database in run.storage."""
+    experiment: Optional[str] = None
+    """MLflow experiment. null: MLFLOW_EXPERIMENT_NAME, else trireme."""
+    tags: dict[str, str] = field(default_factory=dict)
+    """Tags put on the MLflow run."""
+    log_model: bool = True
+    """Store the trained model as an MLflow model (mlflow.pytorch.load_model reads it)."""
+    system_metrics_every: float = 5.0
+    """Seconds between two samples of every node's CPU, memory and GPUs; 0: none."""
+    flush_timeout: float = 15.0
+    """Seconds to wait at the end for a tracking server that is away; what is left stays spooled on disk."""
+
+
+@dataclass
+class FaultConfig:
+    max_restarts: int = 3
+    """Restarts from the last checkpoint, after a worker or a node died, before the run gives up."""
+
+
+@dataclass
+class Config:
+    """An experiment: everything `trireme train` needs to know."""
+
+    task: str = ""
+    """What is trained: image_classification, language_modelling, tabular, or the import path of a class
+    of your own (my_package.my_module:MyTask)."""
+    task_args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the task; see the task's own documentation."""
+    strategy: str = "auto"
+    """How the work is split: single, ddp, …; auto: single with one worker, else ddp."""
+    workers: str = "auto"
+    """Number of workers. auto: every GPU of the cluster, else 2 CPU workers."""
+    resources_per_worker: dict[str, float] = field(default_factory=dict)
+    """Ray resources of one worker. Empty: one GPU where workers use GPUs, else one CPU."""
+    launcher: str = "auto"
+    """ray, local (this process), or torchrun (the environment torchrun or Slurm made). auto: torchrun where its
+    environment is found, else ray."""
+    run: RunConfig = field(default_factory=RunConfig)
+    """Name and place of the run."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Degrees of parallelism and how each kind behaves."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """The training loop."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The optimizer."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """The learning rate over time."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """What is saved, when, and what is kept."""
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    """MLflow."""
+    fault: FaultConfig = field(default_factory=FaultConfig)
+    """What happens when something breaks."""

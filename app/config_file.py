@@ -1,0 +1,235 @@
+"""Reads a `Config`: defaults < YAML files < key=value, each mistake one sentence that names its place."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import itertools
+import re
+import textwrap
+import typing
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
+
+from app import config as schema
+from app.config import Config
+from app.config_check import validate
+from app.errors import UserError
+
+
+def load_config(files: Iterable[str | Path], overrides: Iterable[str] = ()) -> Config:
+    """The configuration of `files`, merged in order, with `key=value` overrides on top.
+
+    Raises:
+        UserError: a file is missing or no mapping; a key is unknown; a value has the wrong type or range.
+    """
+    tree = OmegaConf.structured(Config)
+    paths = [Path(file) for file in files]
+    for file in paths:
+        tree = _merge(tree, _read_yaml(file), source=str(file))
+    for override in overrides:
+        tree = _merge(tree, _read_override(override), source="on the command line")
+    if not tree.run.name and paths:
+        tree.run.name = paths[0].stem
+    return _finished(tree)
+
+
+def from_dict(values: Mapping[str, Any], source: str = "the saved configuration") -> Config:
+    """The configuration that `to_dict` gave."""
+    return _finished(_merge(OmegaConf.structured(Config), OmegaConf.create(dict(values)), source=source))
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Plain nested dictionaries, ready for JSON and YAML."""
+    return dataclasses.asdict(config)
+
+
+def to_yaml(config: Config) -> str:
+    """The whole configuration as a YAML file that `load_config` reads back to the same tree."""
+    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True, width=120)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` -> `{"a.b": 1}`; empty mappings are left out."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+# --- documentation ----------------------------------------------------------------------------------------------
+
+
+@lru_cache
+def documentation() -> dict[str, str]:
+    """Every dotted key with the string that stands under its field."""
+    docs: dict[str, str] = {}
+
+    def visit(cls: type, prefix: str) -> None:
+        own = _field_docs(cls)
+        for name, hint in typing.get_type_hints(cls).items():
+            docs[prefix + name] = own.get(name, "")
+            if dataclasses.is_dataclass(hint):
+                visit(typing.cast(type, hint), f"{prefix}{name}.")
+
+    visit(Config, "")
+    return docs
+
+
+def _field_docs(cls: type) -> dict[str, str]:
+    module = ast.parse(inspect.getsource(schema))
+    body = next(node.body for node in module.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
+
+
+def explain(config: Config) -> str:
+    """The resolved configuration as YAML, each key under its documentation; also valid as an experiment file."""
+    docs, default = documentation(), to_dict(Config())
+    lines: list[str] = []
+
+    def visit(values: Mapping[str, Any], default: Any, prefix: str, indent: str) -> None:
+        for key, value in values.items():
+            lines.extend(f"{indent}# {line}" for line in _wrapped(docs.get(prefix + key, ""), 110 - len(indent)))
+            if isinstance(value, Mapping) and f"{prefix}{key}." in _SECTIONS:
+                lines.append(f"{indent}{key}:")
+                visit(value, default[key], f"{prefix}{key}.", indent + "  ")
+            else:
+                changed = isinstance(default, Mapping) and value != default.get(key)
+                lines.append(
+                    f"{indent}{key}: {_flow(value)}" + (f"  # default: {_flow(default[key])}" if changed else "")
+                )
+            if not indent:
+                lines.append("")
+
+    visit(to_dict(config), default, "", "")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+_SECTIONS = {
+    f"{field.name}." for field in dataclasses.fields(Config) if dataclasses.is_dataclass(field.default_factory)
+}
+
+
+def _flow(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
+    return text.removesuffix("...\n").strip()
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------
+
+
+def _read_yaml(file: Path) -> DictConfig:
+    if not file.exists():
+        near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.y*ml")], 1)
+        hint = f"; did you mean {file.parent / near[0]}?" if near else "; write the path of an experiment's YAML file"
+        raise UserError(f"there is no file {file}{hint}")
+    try:
+        values = yaml.safe_load(file.read_text())
+        tree = OmegaConf.create(values if values is not None else {})
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        where = getattr(error, "problem_mark", None)
+        place = f" at line {where.line + 1}" if where else ""
+        what = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise UserError(f"{file} is not valid YAML{place}: {what}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
+    if not isinstance(tree, DictConfig):
+        raise UserError(f"{file} holds no keys: write lines such as `task: image_classification`")
+    return tree
+
+
+def _read_override(override: str) -> DictConfig:
+    key, equals, _ = override.partition("=")
+    if not equals or not key.strip():
+        raise UserError(f"{override!r} is neither a YAML file nor key=value: write for instance train.steps=100")
+    try:
+        return OmegaConf.from_dotlist([override])
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"the value of {key} on the command line is not valid YAML: {override!r}") from error
+
+
+def _merge(tree: DictConfig, values: DictConfig, source: str) -> DictConfig:
+    at = source if source.startswith("on ") else f"in {source}"
+    try:
+        merged = OmegaConf.merge(tree, values)
+    except ConfigKeyError as error:
+        raise UserError(f"there is no key {error.full_key!r} ({at}){_nearest_key(error.full_key or '')}") from error
+    except (ValidationError, OmegaConfBaseException, TypeError, ValueError) as error:
+        raise UserError(_wrong_type(error, values, at)) from error
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _nearest_key(key: str) -> str:
+    known = list(documentation())
+    leaf = key.rsplit(".", 1)[-1]
+    near = difflib.get_close_matches(key, known, 1, 0.7) or [k for k in known if k.rsplit(".", 1)[-1] == leaf]
+    near = near or [k for k in known if k.rsplit(".", 1)[-1] in difflib.get_close_matches(leaf, _leaves(), 1, 0.7)]
+    return f"; did you mean {near[0]!r}?" if near else "; `trireme config` lists the keys"
+
+
+@lru_cache
+def _leaves() -> tuple[str, ...]:
+    return tuple(key.rsplit(".", 1)[-1] for key in documentation())
+
+
+def _wrong_type(error: Exception, values: DictConfig, at: str) -> str:
+    key = getattr(error, "full_key", None)
+    if not key:  # a section given as a value: OmegaConf does not say which
+        for section in _SECTIONS:
+            given = OmegaConf.select(values, section[:-1])
+            if given is not None and not isinstance(given, DictConfig):
+                return f"{section[:-1]} ({at}) is {given!r}, but it is a section: write {section}KEY=VALUE"
+        return f"the configuration ({at}) does not fit: {str(error).splitlines()[0]}"
+    given = OmegaConf.select(values, re.sub(r"\[\d+\]$", "", key), throw_on_resolution_failure=False)
+    return f"{key} ({at}) is {given!r}, but it must be {_expected(key)}"
+
+
+def _expected(key: str) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    hint: Any = Config
+    for part in re.sub(r"\[\d+\]", "", key).split("."):
+        if not dataclasses.is_dataclass(hint):
+            break
+        hint = typing.get_type_hints(hint).get(part, Any)
+    options = [kind for kind in typing.get_args(hint) if kind is not type(None)]
+    if typing.get_origin(hint) is list:
+        return "a list of numbers"
+    if typing.get_origin(hint) is dict:
+        return "a mapping of names to " + ("numbers" if options[1] is float else "values")
+    kind = options[0] if options else hint
+    null = " or null" if typing.get_origin(hint) is typing.Union and type(None) in typing.get_args(hint) else ""
+    return names.get(kind, getattr(kind, "__name__", str(kind))) + null
+
+
+def _finished(tree: DictConfig) -> Config:
+    try:
+        config = OmegaConf.to_object(tree)
+    except OmegaConfBaseException as error:
+        raise UserError(f"the configuration cannot be resolved: {str(error).splitlines()[0]}") from error
+    assert isinstance(config, Config)
+    validate(config)
+    return config

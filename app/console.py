@@ -1,0 +1,129 @@
+"""What the person sees: one live line on a terminal, elsewhere a line every few seconds, and nobody else's chatter."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+SECONDS_BETWEEN_LINES = 5.0
+
+
+class Console:
+    """Writes to the streams the process was started with, also while `capture` keeps everybody else's output away."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.quiet = quiet  # for --json and for ranks other than 0: no progress, no remarks
+        self._out: IO[str] = sys.stdout
+        self._err: IO[str] = sys.stderr
+        self._live = False
+        self._last_line = 0.0
+
+    @contextlib.contextmanager
+    def capture(self, log: Path) -> Iterator[None]:
+        """Sends file descriptors 1 and 2 (our own prints, Ray's C++ side, child processes) to `log`."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        saved = os.dup(1), os.dup(2)
+        # line buffered, so that lines appear when they are said
+        self._out, self._err = (os.fdopen(os.dup(fd), "w", buffering=1) for fd in saved)
+        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(target, 1)
+        os.dup2(target, 2)
+        os.close(target)
+        try:
+            yield
+        finally:
+            self._clear()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+            for fd, original in enumerate(saved, start=1):
+                os.dup2(original, fd)
+                os.close(original)
+            self._out.close()
+            self._err.close()
+            self._out, self._err = sys.stdout, sys.stderr
+
+    def say(self, text: str) -> None:
+        """A remark worth keeping."""
+        if not self.quiet:
+            self._clear()
+            print(text, file=self._out, flush=True)
+
+    def error(self, text: str) -> None:
+        """What went wrong; said even when quiet."""
+        self._clear()
+        print(text, file=self._err, flush=True)
+
+    def result(self, text: str) -> None:
+        """The answer itself (JSON for machines); said even when quiet."""
+        self._clear()
+        print(text, file=self._out, flush=True)
+
+    def status(self, text: str) -> None:
+        """What is going on just now: on a terminal the live line, elsewhere nothing."""
+        if not self.quiet and self._out.isatty():
+            self._rewrite(text)
+
+    def progress(self, event: dict[str, Any]) -> None:
+        """The state of training, from a worker's progress event."""
+        if self.quiet:
+            return
+        if self._out.isatty():
+            self._rewrite(progress_line(event))
+        elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES or event["step"] >= event["steps"]:
+            self._last_line = time.monotonic()
+            print(progress_line(event), file=self._out, flush=True)
+
+    def _rewrite(self, text: str) -> None:
+        width = max(20, os.get_terminal_size(self._out.fileno()).columns - 1)
+        self._out.write("\r\x1b[2K" + text[:width])
+        self._out.flush()
+        self._live = True
+
+    def _clear(self) -> None:
+        if self._live:
+            self._out.write("\r\x1b[2K")
+            self._live = False
+
+
+def progress_line(event: dict[str, Any]) -> str:
+    """`step 120/500  loss 0.2314  1,204 samples/s  0:41 left  310 MB`."""
+    parts = [f"step {event['step']:,}/{event['steps']:,}"]
+    if event.get("loss") is not None:
+        parts.append(f"loss {event['loss']:.4f}")
+    parts.append(f"{quantity(event['rate'])} {event['unit']}/s")
+    parts.append(f"{duration(event['seconds_left'])} left")
+    parts.append(f"{size(event['memory_bytes'])} per worker")
+    return "  ".join(parts)
+
+
+def quantity(value: float) -> str:
+    """Three significant digits, thousands separated: 1,204 or 0.532."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """0:41, 12:05, 3:07:00, 2 d 04:00:00."""
+    whole = round(seconds)
+    days, rest = divmod(whole, 86400)
+    hours, rest = divmod(rest, 3600)
+    minutes, secs = divmod(rest, 60)
+    if days:
+        return f"{days} d {hours:02}:{minutes:02}:{secs:02}"
+    return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
+
+
+def size(count: float) -> str:
+    """Bytes in the unit that reads best: 310 MB, 1.4 GB."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit in ("bytes", "kB", "MB") else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"

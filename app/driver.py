@@ -1,0 +1,117 @@
+"""The driver's side of a run: hears the workers' events, shows and tracks them, and knows when to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from app.config_file import flatten, to_dict, to_yaml
+from app.console import Console
+from app.run import Run
+from app.tracking.provenance import environment_text, provenance_tags
+from app.tracking.settings import Settings
+from app.tracking.tracker import Tracker
+
+
+class Driver:
+    """One object for one start of a run. It is a worker's Channel too, where worker and driver are one process."""
+
+    def __init__(self, run: Run, console: Console, settings: Settings) -> None:
+        self.run, self.console, self.settings = run, console, settings
+        self.started = time.monotonic()
+        self.first_step_seconds: float | None = None
+        self.step = 0
+        self.progressed = False  # whether the present start of the workers took a step
+        self.summary: dict[str, Any] = {}
+        self.stopping = 0  # how often somebody asked to stop: once is "save and stop", twice is "now"
+        self.tracker = Tracker(
+            run.local_folder / "tracking",
+            uri=settings.uri,
+            experiment=settings.experiment,
+            artifact_location=settings.artifact_location,
+            run_name=run.manifest.name,
+            run_uid=run.manifest.uid,
+            enabled=run.config.tracking.enabled,
+            tags=run.config.tracking.tags,
+        )
+
+    # --- Channel ------------------------------------------------------------------------------------------------
+
+    def emit(self, event: dict[str, Any]) -> None:
+        getattr(self, f"_on_{event['type']}")(event)
+
+    def stop_requested(self) -> bool:
+        return self.stopping > 0
+
+    # --- what workers say ---------------------------------------------------------------------------------------
+
+    def _on_start(self, event: dict[str, Any]) -> None:
+        self.progressed = False
+        self.tracker.tags({"trireme.device": event["device"], "trireme.parameters": str(event["parameters"])})
+        if event["resumed_from"] is not None:
+            self.console.say(f"continuing after step {event['resumed_from']:,} of {event['steps']:,}")
+            self.tracker.tags({"trireme.resumed_from": str(event["resumed_from"])})
+
+    def _on_progress(self, event: dict[str, Any]) -> None:
+        if self.first_step_seconds is None:
+            self.first_step_seconds = time.monotonic() - self.started
+        self.step, self.progressed = event["step"], True
+        self.console.progress(event)
+
+    def _on_metrics(self, event: dict[str, Any]) -> None:
+        self.tracker.metrics(event["step"], event["values"], event["time"])
+
+    def _on_system(self, event: dict[str, Any]) -> None:
+        self.tracker.emit(event["event"])
+
+    def _on_checkpoint(self, event: dict[str, Any]) -> None:
+        self.tracker.metrics(event["step"], {"checkpoint/stall_seconds": event["stall"]})
+
+    def _on_warning(self, event: dict[str, Any]) -> None:
+        self.console.say(f"note: {event['text']}")
+
+    def _on_done(self, event: dict[str, Any]) -> None:
+        self.summary = event["summary"]
+
+    # --- the run as a whole -------------------------------------------------------------------------------------
+
+    def begin_tracking(self) -> None:
+        """Starts the tracking writer, so that it loads MLflow while Ray starts."""
+        config = self.run.config
+        self.tracker.start()
+        self.tracker.tags(provenance_tags())
+        self.tracker.params(flatten(to_dict(config)))
+        self.tracker.text(to_yaml(config), "config.yaml")
+        self.tracker.text(environment_text(), "packages.txt")
+
+    def remember_mlflow_run(self) -> None:
+        run_id = self.tracker.run_id
+        if run_id and self.run.manifest.mlflow_run_id != run_id:
+            self.run.manifest.mlflow_run_id = run_id
+            self.run.save()
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        """Ctrl-C and SIGTERM ask the run to save and stop; a second one ends it at once."""
+
+        def ask(number: int, frame: object) -> None:
+            self.stopping += 1
+            if self.stopping == 1:
+                self.console.say("stopping: saving a checkpoint first (once more to stop at once)")
+            else:
+                raise KeyboardInterrupt
+
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @property
+    def weights(self) -> Path:
+        return self.run.local_folder / "model" / "weights.pt"

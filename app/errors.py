@@ -1,0 +1,21 @@
+"""Errors that are meant for a person: one sentence each, no traceback unless asked for."""
+
+
+class UserError(Exception):
+    """Something the person wrote or provided is wrong.
+
+    The message is one sentence: what was wrong, where, and what to write instead.
+    The command line prints it and ends with exit code 2.
+    """
+
+
+class RunFailed(Exception):
+    """Training started and could not go on; the command line ends with exit code 1."""
+
+
+class NonFiniteError(RunFailed):
+    """The loss or the gradient stopped being a finite number; trying again would not help."""
+
+
+class Interrupted(Exception):
+    """The person (or a scheduler) asked the run to stop; exit code 130. Its checkpoint is intact."""

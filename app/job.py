@@ -1,0 +1,73 @@
+"""What a worker is given: the job, its place among its peers, and a channel to the driver."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from app.config import Config
+from strategies.compose import Layout, Options
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained, decided by the driver before any worker starts."""
+
+    config: Config
+    layout: Layout
+    folder: str  # the run's folder in the storage
+    attempt: str  # this start of the run; a later one supersedes it
+    run_uid: str
+    steps: int  # optimizer steps in all
+
+    @property
+    def checkpoints(self) -> str:
+        return f"{self.folder}/checkpoints"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands among its peers."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+
+
+class Channel(Protocol):
+    """How a worker reaches the driver. Events of ranks other than 0 go nowhere, but for warnings."""
+
+    def emit(self, event: dict[str, Any]) -> None:
+        """Sends an event on its way and returns at once."""
+
+    def stop_requested(self) -> bool:
+        """Whether somebody asked this run to save and stop."""
+
+
+def options(config: Config) -> Options:
+    """The part of the configuration that strategies take."""
+    train, parallel = config.train, config.parallel
+    return Options(
+        activation_checkpointing=train.activation_checkpointing,
+        precision=train.precision,
+        compile=train.compile,
+        compile_backend=train.compile_backend,
+        reduce_dtype=parallel.reduce_dtype,
+        offload=parallel.offload,
+        sequence_parallel=parallel.sequence_parallel,
+        loss_parallel=parallel.loss_parallel,
+        reshard_after_forward=parallel.reshard_after_forward,
+        compression=parallel.compression,
+        bucket_mb=parallel.bucket_mb,
+    )
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Peak memory so far: allocated on the GPU, or resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

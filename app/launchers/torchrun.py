@@ -1,0 +1,149 @@
+"""Launcher: the processes that torchrun or Slurm has started. Every one of them runs `trireme train`.
+
+Rank 0 does what the driver does elsewhere (the run's folder, MLflow, the console) and hands the job to the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from app import train as verb
+from app import worker
+from app.config import Config
+from app.console import Console
+from app.driver import Driver
+from app.errors import Interrupted, UserError
+from app.job import Job, Place
+from app.launchers.output import worker_output
+from app.prepare import prepare, read_task
+from app.run import Run
+from app.storage import Storage
+from app.tracking.settings import resolve_tracking
+from app.tracking.system import SystemSampler
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What torchrun, or else Slurm, says of this process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    @classmethod
+    def read(cls, environ: Any = os.environ) -> Environment:
+        """Raises UserError where neither has started this process."""
+        for names in (
+            ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+            ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+        ):
+            if all(name in environ for name in names[:3]):
+                rank, size, local = (int(environ[name]) for name in names[:3])
+                return cls(rank, size, local, int(environ.get(names[3], size)))
+        raise UserError(
+            "launcher=torchrun finds neither RANK nor SLURM_PROCID in the environment: start with "
+            "torchrun --nproc-per-node 2 -m app train EXPERIMENT.yaml, or write launcher=ray"
+        )
+
+
+class Silence:
+    """The Channel of every rank but 0: nothing to say, but a signal may ask this process to stop."""
+
+    def __init__(self) -> None:
+        self.stopping = False
+
+    def emit(self, event: dict[str, Any]) -> None:
+        return
+
+    def stop_requested(self) -> bool:
+        return self.stopping
+
+
+def train(config: Config, console: Console) -> verb.Outcome:
+    """Trains in the processes there are; the outcome is rank 0's, and the others' says the same in short."""
+    here = Environment.read()
+    if config.workers not in ("auto", str(here.world_size)):
+        raise UserError(f"workers={config.workers}, but torchrun has started {here.world_size}: leave workers out")
+    os.environ |= {"RANK": str(here.rank), "WORLD_SIZE": str(here.world_size), "LOCAL_RANK": str(here.local_rank)}
+    device = torch.device("cuda", here.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+        raise UserError("MASTER_ADDR and MASTER_PORT are not set: torchrun sets them; under Slurm export both")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        place = Place(here.rank, here.world_size, here.local_rank, device)
+        if here.rank == 0:
+            return _first_rank(config, console, place, here.local_world_size)
+        return _other_rank(config, place)
+    finally:
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+def _first_rank(config: Config, console: Console, place: Place, per_node: int) -> verb.Outcome:
+    told = False
+
+    def tell(what: Job | Exception | None) -> None:
+        nonlocal told
+        told = True
+        dist.broadcast_object_list([what], src=0)
+
+    def launch(job: Job) -> None:
+        tell(job)
+        sampler = SystemSampler(driver.tracker.emit, "node-0", config.tracking.system_metrics_every)
+        try:
+            summary = worker.train(job, place, driver)
+        finally:
+            sampler.close()
+        driver.emit({"type": "done", "summary": summary})
+        if summary["stopped"]:
+            raise Interrupted(f"stopped after step {summary['step']:,}")
+
+    try:
+        run = Run(config)
+        settings = resolve_tracking(config.tracking, verb.run_storage(run))
+        run.storage.check_writable()
+        with console.capture(run.local_folder / "logs" / "driver.log"):
+            prepared = prepare(
+                config,
+                read_task(config),
+                place.world_size,
+                devices_per_node=per_node,
+            )
+            driver = Driver(run, console, settings)
+            kind = "GPU" if place.device.type == "cuda" else "CPU"
+            outcome = verb.carry_out(driver, prepared, launch, f"{place.world_size} {kind} processes of torchrun")
+        if not told:
+            tell(None)  # finished already
+        return outcome
+    except Exception as error:
+        if not told:
+            tell(error)
+        raise
+
+
+def _other_rank(config: Config, place: Place) -> verb.Outcome:
+    heard: list[Any] = [None]
+    dist.broadcast_object_list(heard, src=0)
+    job = heard[0]
+    if isinstance(job, Exception):
+        raise job
+    if job is None:
+        return verb.Outcome("already_finished", config.run.name, "", {}, {})
+    channel = Silence()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: setattr(channel, "stopping", True))
+    with worker_output(Storage(job.folder), place.rank):
+        summary = worker.train(job, place, channel)
+    if summary["stopped"]:
+        raise Interrupted(f"stopped after step {summary['step']:,}")
+    return verb.Outcome("finished", config.run.name, job.folder, summary, {})

@@ -1,0 +1,163 @@
+"""A decoder-only transformer.
+
+Pre-norm blocks (Radford et al. 2019), rotary position embeddings (Su et al. 2021), RMSNorm (Zhang and Sennrich
+2019) or LayerNorm, a SwiGLU feed-forward (Shazeer 2020), no biases in the linear layers: the shape of LLaMA.
+
+Shapes: B sequences in the batch, T tokens, D model width, H heads of size K, V vocabulary. Nothing outside a
+block remembers T or H: positions are computed from the input, and the number of heads is read off the
+projections' output, so a block works unchanged when it holds only some of the heads.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from app.errors import UserError
+
+NORMS: dict[str, type[nn.Module]] = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm}
+
+ROTARY_BASE = 10_000.0
+NORM_EPS = 1e-5
+
+TENSOR_PLAN = {
+    "embed": "embedding",
+    "blocks.*.attn_norm": "sequence",
+    "blocks.*.attn.q": "colwise",
+    "blocks.*.attn.k": "colwise",
+    "blocks.*.attn.v": "colwise",
+    "blocks.*.attn.out": "rowwise",
+    "blocks.*.mlp_norm": "sequence",
+    "blocks.*.mlp.gate": "colwise",
+    "blocks.*.mlp.up": "colwise",
+    "blocks.*.mlp.down": "rowwise",
+    "norm": "sequence",
+    "head": "head",
+}
+"""How tensor parallelism splits a GPT (see app/tasks/base.py)."""
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention: (B, T, D) to (B, T, D)."""
+
+    def __init__(self, d_model: int, n_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.head_dim = d_model // n_heads
+        self.dropout = dropout
+        self.q = nn.Linear(d_model, d_model, bias=False)
+        self.k = nn.Linear(d_model, d_model, bias=False)
+        self.v = nn.Linear(d_model, d_model, bias=False)
+        self.out = nn.Linear(d_model, d_model, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        q_BHTK, k_BHTK, v_BHTK = (
+            projection(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.q, self.k, self.v)
+        )
+        q_BHTK, k_BHTK = rotated(q_BHTK, k_BHTK)
+        dropout = self.dropout if self.training else 0.0
+        attended_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True, dropout_p=dropout)
+        return self.out(attended_BHTK.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) · up(x)), (B, T, D) to (B, T, D)."""
+
+    def __init__(self, d_model: int, d_hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(d_model, d_hidden, bias=False)
+        self.up = nn.Linear(d_model, d_hidden, bias=False)
+        self.down = nn.Linear(d_hidden, d_model, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each on the normalised input and added to it: (B, T, D) to (B, T, D)."""
+
+    def __init__(self, d_model: int, n_heads: int, d_hidden: int, norm: str, dropout: float) -> None:
+        super().__init__()
+        self.attn_norm = NORMS[norm](d_model, eps=NORM_EPS)
+        self.attn = Attention(d_model, n_heads, dropout)
+        self.mlp_norm = NORMS[norm](d_model, eps=NORM_EPS)
+        self.mlp = FeedForward(d_model, d_hidden)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.dropout(self.attn(self.attn_norm(x_BTD)))
+        return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
+
+
+class GPT(nn.Module):
+    """Token numbers (B, T), int64, to the logits of each next token (B, T, V)."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        d_model: int = 256,
+        n_layers: int = 4,
+        n_heads: int = 4,
+        d_hidden: int | None = None,
+        norm: str = "rmsnorm",
+        tie_weights: bool = False,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if d_model % n_heads or (d_model // n_heads) % 2:
+            raise UserError(
+                f"d_model {d_model} cannot be split into {n_heads} heads of an even size (rotary embeddings turn "
+                f"pairs of numbers); write a multiple of {2 * n_heads}."
+            )
+        if norm not in NORMS:
+            raise UserError(f"There is no norm {norm!r} for a GPT; write {' or '.join(NORMS)}.")
+        # Two thirds of the usual 4·D, since SwiGLU has three matrices; rounded up so that tp divides it.
+        d_hidden = d_hidden or 64 * math.ceil(8 * d_model / 3 / 64)
+        self.tied = tie_weights
+        self.embed = nn.Embedding(vocab_size, d_model)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleDict({str(i): Block(d_model, n_heads, d_hidden, norm, dropout) for i in range(n_layers)})
+        self.norm = NORMS[norm](d_model, eps=NORM_EPS)
+        self.head = nn.Linear(d_model, vocab_size, bias=False)
+        self._initialise(n_layers)
+        self.tie_weights()
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTD = self.dropout(self.embed(tokens_BT))
+        for block in self.blocks.values():
+            x_BTD = block(x_BTD)
+        return self.head(self.norm(x_BTD))
+
+    def tie_weights(self) -> None:
+        """With tie_weights=True: let the head use the embedding's table (Press and Wolf 2017)."""
+        if self.tied:
+            self.head.weight = self.embed.weight
+
+    def _initialise(self, n_layers: int) -> None:
+        """GPT-2's: normal of deviation 0.02, smaller by √(2·layers) where a residual branch ends."""
+        for name, module in self.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                ends_branch = name.endswith(("attn.out", "mlp.down"))
+                nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * n_layers) if ends_branch else 0.02)
+
+
+def rotated(q_BHTK: Tensor, k_BHTK: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn each pair (i, i + K/2) of a head's numbers by an angle that grows with the position.
+
+    Angles are computed here and not kept: a buffer would be lost when a model built on meta is materialised.
+    """
+    tokens, half = q_BHTK.shape[-2], q_BHTK.shape[-1] // 2
+    exponents = torch.arange(half, device=q_BHTK.device, dtype=torch.float32) / half
+    positions = torch.arange(tokens, device=q_BHTK.device, dtype=torch.float32)
+    angles_TK = torch.outer(positions, ROTARY_BASE**-exponents)
+    cos, sin = angles_TK.cos().to(q_BHTK.dtype), angles_TK.sin().to(q_BHTK.dtype)
+
+    def turn(x_BHTK: Tensor) -> Tensor:
+        first, second = x_BHTK.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+
+    return turn(q_BHTK), turn(k_BHTK)

@@ -1,0 +1,220 @@
+"""A run: one name, one folder, one MLflow run, however often it is started.
+
+FOLDER/run.json         what the run is and how it ended
+FOLDER/config.yaml      the resolved configuration of its latest start
+FOLDER/lease.json       which start may write here, and that its driver lives
+FOLDER/checkpoints/     see app/checkpoint
+FOLDER/logs/            the driver's and the workers' output
+FOLDER/model/           the trained weights
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from app.config import Config
+from app.config_file import flatten, to_dict, to_yaml
+from app.errors import UserError
+from app.storage import Storage
+
+HEARTBEAT_SECONDS = 10.0
+LEASE_SECONDS = 60.0  # a driver on another machine that has been silent for longer is taken for dead
+IDENTITY = ("task", "task_args", "train.seed", "optimizer.name")  # what a run cannot change and remain itself
+
+
+@dataclass
+class Manifest:
+    """What `run.json` holds."""
+
+    name: str
+    uid: str
+    created: float
+    identity: dict[str, Any]
+    status: str = "running"  # running, finished, stopped, failed
+    starts: int = 0
+    steps: int = 0  # optimizer steps that the latest start was to reach
+    mlflow_run_id: str | None = None
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+def run_folder(config: Config) -> Storage:
+    """Where a run lives. Relative paths are under the current folder; in a Ray job, whose current folder is a
+    temporary copy of what was shipped, under ~/trireme."""
+    storage = config.run.storage
+    if "://" not in storage and not os.path.isabs(os.path.expanduser(storage)) and in_shipped_folder():
+        storage = os.path.join("~", "trireme", storage)
+    return Storage(storage).join(config.run.name)
+
+
+def in_shipped_folder() -> bool:
+    """Whether this process runs in a folder that Ray unpacked for a job."""
+    return "runtime_resources" in Path.cwd().parts
+
+
+class Run:
+    """The driver's handle on a run. `open` starts it or starts it again; `end` says how it went."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.storage = run_folder(config)
+        self.attempt = uuid.uuid4().hex[:12]
+        self.manifest = self._read_or_new()
+        self._beating = threading.Event()
+
+    @property
+    def folder(self) -> str:
+        return self.storage.url
+
+    @property
+    def local_folder(self) -> Path:
+        """A folder on this machine for logs and the tracking spool, also when the storage is an object store."""
+        if self.storage.is_local:
+            return self.storage.local_path
+        cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+        return cache / "trireme" / "runs" / f"{self.manifest.name}-{self.manifest.uid[:8]}"
+
+    @property
+    def finished(self) -> bool:
+        return self.manifest.status == "finished"
+
+    def _read_or_new(self) -> Manifest:
+        identity = self._identity()
+        try:
+            saved = Manifest(**json.loads(self.storage.read_bytes("run.json")))
+        except FileNotFoundError:
+            return Manifest(self.config.run.name, uuid.uuid4().hex, time.time(), identity)
+        except (ValueError, TypeError) as error:
+            raise UserError(
+                f"{self.storage.url}/run.json is damaged ({error}): remove that folder or use another run.name"
+            ) from error
+        except OSError as error:
+            raise UserError(f"{self.storage.url} cannot be read ({error}): use another run.storage") from error
+        for key, value in identity.items():
+            if saved.identity.get(key) != value:
+                raise UserError(
+                    f"the run {saved.name!r} in {self.storage.url} was started with {_difference(key, saved, value)}; "
+                    "to train something else use another run.name"
+                )
+        return saved
+
+    def _identity(self) -> dict[str, Any]:
+        tree = to_dict(self.config)
+        flat = flatten(tree) | {"task_args": tree["task_args"]}
+        return json.loads(json.dumps({key: flat[key] for key in IDENTITY}, default=str))
+
+    def open(self) -> None:
+        """Takes the lease: from now on this start, and no earlier one, may write to the run's folder.
+
+        Raises:
+            UserError: the storage cannot be written, or another driver is training this run now.
+        """
+        self.storage.check_writable()
+        self._refuse_if_held()
+        self.manifest.starts += 1
+        self.manifest.status = "running"
+        self._write_lease()
+        self.save()
+        self.storage.write_bytes("config.yaml", to_yaml(self.config).encode())
+        threading.Thread(target=self._beat, daemon=True, name="lease").start()
+
+    def save(self) -> None:
+        self.storage.write_bytes("run.json", json.dumps(asdict(self.manifest), indent=1, default=str).encode())
+
+    def end(self, status: str, summary: dict[str, Any] | None = None) -> None:
+        self.manifest.status = status
+        if summary is not None:
+            self.manifest.summary = summary
+        self._beating.set()
+        self.save()
+        self.storage.remove("lease.json")
+
+    # --- the lease ----------------------------------------------------------------------------------------------
+
+    def _refuse_if_held(self) -> None:
+        lease = read_lease(self.storage)
+        if not lease:
+            return
+        here = lease["host"] == socket.gethostname()
+        alive = _is_alive(lease["pid"], lease["process_started"]) if here else _is_fresh(lease)
+        if alive:
+            raise UserError(
+                f"the run {self.manifest.name!r} is being trained by process {lease['pid']} on {lease['host']}: wait "
+                "for it, or use another run.name"
+            )
+
+    def _write_lease(self) -> None:
+        lease = {
+            "attempt": self.attempt,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "process_started": _process_started(os.getpid()),
+            "time": time.time(),
+        }
+        self.storage.write_bytes("lease.json", json.dumps(lease).encode())
+
+    def _beat(self) -> None:
+        while not self._beating.wait(HEARTBEAT_SECONDS):
+            try:
+                if not is_current(self.folder, self.attempt):
+                    return  # a later start has taken over
+                self._write_lease()
+            except OSError:
+                continue  # the storage is away; the next beat tries again
+
+
+def read_lease(storage: Storage) -> dict[str, Any] | None:
+    try:
+        return json.loads(storage.read_bytes("lease.json"))
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def is_current(folder: str, attempt: str) -> bool:
+    """Whether `attempt` holds the lease of the run in `folder`; a superseded start must not commit."""
+    lease = read_lease(Storage(folder))
+    return lease is not None and lease["attempt"] == attempt
+
+
+def _is_fresh(lease: dict[str, Any]) -> bool:
+    return time.time() - lease["time"] < LEASE_SECONDS
+
+
+def _is_alive(pid: int, started: float) -> bool:
+    """Whether the very process that took the lease lives (a pid alone may have been given to another)."""
+    return _process_started(pid) == started
+
+
+def _process_started(pid: int) -> float:
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return process.create_time() if process.status() != psutil.STATUS_ZOMBIE else 0.0
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
+def _difference(key: str, saved: Manifest, now: Any) -> str:
+    before = saved.identity.get(key)
+    if isinstance(before, dict) and isinstance(now, dict):
+        inner = next(k for k in [*before, *now] if before.get(k) != now.get(k))
+        return f"{key}.{inner}={before.get(inner)}, and this is {key}.{inner}={now.get(inner)}"
+    return f"{key}={before}, and this is {key}={now}"
+
+
+def free_name(config: Config) -> str:
+    """The first of NAME, NAME-2, NAME-3, … that is not a finished run."""
+    base, number = config.run.name, 1
+    while True:
+        config.run.name = base if number == 1 else f"{base}-{number}"
+        if not Run(config).finished:
+            return config.run.name
+        number += 1

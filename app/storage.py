@@ -1,0 +1,220 @@
+"""Where runs are kept: a local or shared folder, or an object store, behind the same few calls.
+
+    storage = Storage("s3://bucket/runs").join("mnist", "checkpoints")
+    storage.write_bytes("COMMIT.json", data)
+
+Thin over fsspec. Paths handed to a method are relative to the storage's own place; "" is that place itself.
+A whole file appears at once or not at all: locally by writing beside it, fsync and rename, and on an object
+store by a single put. Local folders go through the operating system directly, because durability needs
+fsync, which fsspec does not know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+from urllib.parse import urlsplit
+
+from app.errors import UserError
+
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
+"""Protocols that need one of our optional dependencies."""
+
+
+class Storage:
+    """A folder somewhere.
+
+    url: a local path (made absolute, `~` expanded), file://, memory://, s3://, gs://, or whatever else fsspec
+        knows. Credentials and endpoints come from where each library looks (AWS_*, GOOGLE_*, FSSPEC_*).
+    Raises UserError for a protocol that is unknown or whose package is missing.
+    """
+
+    def __init__(self, url: str | os.PathLike[str]) -> None:
+        text = os.fspath(url)
+        protocol = urlsplit(text).scheme if "://" in text else "file"
+        self.is_local = protocol == "file"
+        self._fs: Any = None
+        if self.is_local:
+            path = text[len("file://") :] if text.startswith("file://") else text
+            self.url = os.path.abspath(os.path.expanduser(path))
+        else:
+            self.url = text.rstrip("/")
+            self._fs = _file_system(protocol, text)
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __repr__(self) -> str:
+        return f"Storage({self.url!r})"
+
+    @property
+    def local_path(self) -> Path:
+        """The folder on this machine. Raises ValueError for an object store."""
+        if not self.is_local:
+            raise ValueError(f"{self.url} is not a local folder")
+        return Path(self.url)
+
+    def join(self, *parts: str) -> Storage:
+        """The storage of a folder (or file) below this one."""
+        return Storage(self._at("/".join(parts)))
+
+    def _at(self, path: str) -> str:
+        if self.is_local:
+            return os.path.join(self.url, path) if path else self.url
+        return f"{self.url}/{path.strip('/')}" if path else self.url
+
+    # -- reading
+
+    def exists(self, path: str = "") -> bool:
+        """Whether there is a file or a folder."""
+        if self.is_local:
+            return os.path.lexists(self._at(path))
+        self._fs.invalidate_cache()
+        return bool(self._fs.exists(self._at(path)))
+
+    def is_dir(self, path: str = "") -> bool:
+        if self.is_local:
+            return os.path.isdir(self._at(path))
+        self._fs.invalidate_cache()
+        return bool(self._fs.isdir(self._at(path)))
+
+    def size(self, path: str) -> int:
+        """Size of a file in bytes. Raises FileNotFoundError."""
+        if self.is_local:
+            return os.stat(self._at(path)).st_size
+        self._fs.invalidate_cache()
+        return int(self._fs.size(self._at(path)))
+
+    def list(self, path: str = "") -> list[str]:
+        """Names of what is in a folder, sorted; [] when it does not exist."""
+        try:
+            if self.is_local:
+                return sorted(os.listdir(self._at(path)))
+            self._fs.invalidate_cache()
+            here = self._fs._strip_protocol(self._at(path))
+            found = {str(entry).rstrip("/") for entry in self._fs.ls(here, detail=False)}
+            return sorted(entry.rsplit("/", 1)[-1] for entry in found if entry != here.rstrip("/"))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def read_bytes(self, path: str) -> bytes:
+        """Raises FileNotFoundError."""
+        with self.open(path) as file:
+            return file.read()
+
+    def open(self, path: str, mode: str = "rb") -> IO[bytes]:
+        """An open file; "wb" is not atomic and makes no folders."""
+        if self.is_local:
+            return cast(IO[bytes], open(self._at(path), mode))
+        return cast(IO[bytes], self._fs.open(self._at(path), mode))
+
+    # -- writing
+
+    def make(self, path: str = "") -> None:
+        """Make a folder and those above it; an object store has no folders."""
+        if self.is_local:
+            os.makedirs(self._at(path), exist_ok=True)
+        else:
+            self._fs.makedirs(self._at(path), exist_ok=True)
+
+    def write_bytes(self, path: str, data: bytes) -> None:
+        """Write a whole file atomically and durably, making the folders it needs."""
+        target = self._at(path)
+        if not self.is_local:
+            self._fs.pipe_file(target, data)
+            return
+        folder, name = os.path.split(target)
+        os.makedirs(folder, exist_ok=True)
+        temporary = os.path.join(folder, f".{name}.{uuid.uuid4().hex[:8]}.tmp")
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        sync_folder(folder)
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename a file over another. On an object store this copies."""
+        if self.is_local:
+            os.replace(self._at(old), self._at(new))
+        else:
+            self._fs.mv(self._at(old), self._at(new))
+
+    def remove(self, path: str) -> None:
+        """Remove a file; nothing happens if there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            if self.is_local:
+                os.unlink(self._at(path))
+            else:
+                self._fs.rm_file(self._at(path))
+
+    def remove_tree(self, path: str = "") -> None:
+        """Remove a folder with everything in it, or a file; nothing happens if there is none."""
+        if not self.is_local:
+            self._fs.invalidate_cache()
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm(self._at(path), recursive=True)
+        elif os.path.isdir(self._at(path)) and not os.path.islink(self._at(path)):
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(self._at(path))
+        else:
+            self.remove(path)
+
+    def sync(self, path: str = "") -> None:
+        """Make the names in a local folder durable; object stores are."""
+        if self.is_local:
+            sync_folder(self._at(path))
+
+    def check_writable(self) -> None:
+        """Raises UserError, in one sentence, if nothing can be written here."""
+        probe = f".writable-{uuid.uuid4().hex[:8]}"
+        with _as_user_error(self.url, "written"):
+            self.write_bytes(probe, b"trireme")
+            self.remove(probe)
+
+
+def sync_folder(folder: str) -> None:
+    """fsync a local folder, so that names made in it survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass  # some network file systems refuse to fsync a folder; they order names themselves
+    finally:
+        os.close(descriptor)
+
+
+def _file_system(protocol: str, url: str) -> Any:
+    import fsspec
+
+    try:
+        return fsspec.core.url_to_fs(url, **({"use_listings_cache": False} if _EXTRAS.get(protocol) else {}))[0]
+    except ImportError as error:
+        extra = _EXTRAS.get(protocol)
+        install = f"pip install 'trireme[{extra}]'" if extra else f"the package fsspec asks for ({error})"
+        raise UserError(f"the storage {url} needs a package that is not installed: {install}") from error
+    except ValueError as error:
+        known = "a local path, s3://… or gs://…"
+        raise UserError(f"the storage {url} is of an unknown kind ({protocol}://): use {known}") from error
+
+
+@contextlib.contextmanager
+def _as_user_error(url: str, verb: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # each object store library has its own exceptions
+        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
+        hint = "give another folder, or the right to write there"
+        raise UserError(f"the storage {url} cannot be {verb} ({said}): {hint}") from error

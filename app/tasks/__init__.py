@@ -1,0 +1,108 @@
+"""Tasks by name: the built-in ones, and a user's own by import path."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from typing import Any
+
+from app.errors import UserError
+from app.tasks.arguments import nearest
+from app.tasks.base import Task
+
+BUILT_IN = {
+    "image_classification": "app.tasks.vision:ImageClassification",
+    "language_modelling": "app.tasks.language:LanguageModelling",
+    "tabular": "app.tasks.tabular:Tabular",
+}
+
+
+def load_task(name: str, task_args: dict[str, Any]) -> Task:
+    """The task called `name` (built-in, or "package.module:Class") made with `task_args`.
+
+    Raises UserError, in one sentence, for a name that is not known or does not import, something that is not
+    a task, and arguments that it does not take or that are missing. What the task's own code raises is left
+    as it is.
+    """
+    task_class = find_task(name)
+    _check_arguments(name, task_class, task_args)
+    return task_class(**task_args)
+
+
+def find_task(name: str) -> type[Task]:
+    """The class of the task called `name`; raises UserError as load_task does."""
+    if not name:
+        raise UserError(f"No task is given; write task: {', '.join(BUILT_IN)} or the import path of your own class.")
+    module_name, colon, class_name = BUILT_IN.get(name, name).partition(":")
+    if not colon or not module_name or not class_name:
+        raise UserError(
+            f"There is no task {name!r}{nearest(name, list(BUILT_IN))}; write one of {', '.join(BUILT_IN)}, or the "
+            "import path of your own class as package.module:Class."
+        )
+    module = _import(name, module_name)
+    found = getattr(module, class_name, None)
+    if found is None:
+        classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
+        raise UserError(f"Task {name!r}: module {module_name} has no {class_name}{nearest(class_name, classes)}.")
+    if not (inspect.isclass(found) and issubclass(found, Task)):
+        raise UserError(f"Task {name!r} is not a task: {class_name} must be a subclass of app.tasks.base.Task.")
+    return found
+
+
+def _import(name: str, module_name: str) -> Any:
+    # A console script does not look for modules where it is started; `python -m app` does.
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise UserError(
+                f"Task {name!r} does not import: there is no module {error.name!r} on Python's path; start trireme "
+                "in the folder that holds it, or install it."
+            ) from error
+        raise UserError(
+            f"Task {name!r} does not import: {module_name} needs {error.name!r}, which is not installed."
+        ) from error
+    except Exception as error:
+        place = _last_place(error)
+        raise UserError(
+            f"Task {name!r} does not import: {type(error).__name__}{place}: {_first_line(error)}."
+        ) from error
+
+
+def _last_place(error: BaseException) -> str:
+    """Where the error was raised, " (file.py, line 3)", for the innermost frame."""
+    if isinstance(error, SyntaxError):
+        return f" ({error.filename}, line {error.lineno})"
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return f" ({trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno})" if trace else ""
+
+
+def _first_line(error: BaseException) -> str:
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    return (text.strip().splitlines() or ["no message"])[0].rstrip(".")
+
+
+def _check_arguments(name: str, task_class: type[Task], task_args: dict[str, Any]) -> None:
+    parameters = list(inspect.signature(task_class).parameters.values())
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    known = [parameter.name for parameter in named]
+    for key in task_args:
+        if key not in known:
+            takes = f"it takes {', '.join(known)}" if known else "it takes no arguments"
+            raise UserError(f"task_args.{key}: task {name!r} has no such argument{nearest(str(key), known)}; {takes}.")
+    missing = [p.name for p in named if p.default is p.empty and p.name not in task_args]
+    if missing:
+        raise UserError(f"Task {name!r} needs task_args.{missing[0]}, which is not given; add it to the experiment.")
+
+
+__all__ = ["BUILT_IN", "Task", "find_task", "load_task"]

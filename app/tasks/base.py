@@ -1,0 +1,118 @@
+"""What a task is: a model, data, a loss and metrics. Nothing else.
+
+A task is plain single-device PyTorch: it knows nothing of ranks, devices, precision or strategies. Write your
+own by subclassing Task with explicit keyword arguments, and name it in an experiment as
+`task: my_package.my_module:MyTask`:
+
+    class Parity(Task):
+        def __init__(self, *, bits: int = 8) -> None:
+            self.bits = bits
+
+        def build_model(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(self.bits, 32), nn.ReLU(), nn.Linear(32, 2))
+
+        def train_data(self) -> Dataset:
+            x = torch.randint(0, 2, (1000, self.bits), generator=torch.Generator().manual_seed(0))
+            return TensorDataset(x.float(), x.sum(1) % 2)
+
+        def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+            inputs, targets = batch
+            return F.cross_entropy(model(inputs), targets)
+
+A batch is a pytree of tensors, conventionally a tuple (inputs, targets). What a data set may offer beyond
+`__len__` and `__getitem__` to be faster is told in app/data/loader.py.
+
+A **tensor plan** says how tensor parallelism may split a model's modules. Keys are module names, where `*`
+stands for one component of a dotted name; values are one of
+
+| value | module | split |
+|---|---|---|
+| `embedding` | `nn.Embedding` | rows of the table (the vocabulary); output whole, or split along the sequence |
+| `colwise` | `nn.Linear` | output features; input whole (gathered along the sequence), output stays split |
+| `rowwise` | `nn.Linear` | input features, as colwise left them; output summed, whole or split along the sequence |
+| `sequence` | norm or dropout | parameters whole; under sequence parallelism it works on its part of the sequence |
+| `head` | `nn.Linear` | output features (the vocabulary); logits stay split for a parallel loss, else are gathered |
+
+Colwise modules with the same parent are called with the same input, so one gathering can serve them all.
+Activations have shape (batch, sequence, features). Each value is one input/output layout of
+torch.distributed.tensor.parallel (ColwiseParallel, RowwiseParallel, SequenceParallel); after Megatron-LM
+(Shoeybi et al. 2019; sequence parallelism: Korthikanti et al. 2022).
+
+A model in which two modules share a parameter has a method `tie_weights()` (Hugging Face's name for it),
+called without arguments to share again after parameters were replaced (from meta, or by distributed ones).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from app.data.loader import Batch, fetch, rows
+
+
+class Task:
+    """Base of all tasks; see the module's documentation. Only build_model, train_data and loss are required."""
+
+    unit: str = "samples"
+    """What `items` counts; names the throughput (train/samples_per_second): samples or tokens."""
+
+    items_vary: bool = False
+    """True if batches of equally many samples can hold different numbers of items (padding)."""
+
+    def build_model(self) -> nn.Module:
+        """A new model. Draws only from torch's global generator, which the caller has seeded; works on meta."""
+        raise NotImplementedError(f"{type(self).__name__} has no build_model")
+
+    def train_data(self) -> Dataset[Any]:
+        """The data to train on, map-style, in any fixed order: shuffling is not the data set's business."""
+        raise NotImplementedError(f"{type(self).__name__} has no train_data")
+
+    def eval_data(self) -> Dataset[Any] | None:
+        """The held-out data, or None if there is none."""
+        return None
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The mean loss over the batch's items, 0-dimensional."""
+        raise NotImplementedError(f"{type(self).__name__} has no loss")
+
+    def items(self, batch: Batch) -> int | Tensor:
+        """How many items the mean of `loss` and `metrics` is over; rows of the batch's first tensor by default."""
+        return rows(batch)
+
+    def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Evaluation figures by name, each a 0-dimensional mean over the batch's items; `loss` among them."""
+        return {"loss": self.loss(model, batch)}
+
+    def derived(self, means: dict[str, float]) -> dict[str, float]:
+        """Further figures, computed from metrics already averaged over all the data: such as exp(loss)."""
+        return {}
+
+    def blocks(self, model: nn.Module) -> list[str] | None:
+        """Names of the model's repeating blocks in order: the unit of sharding, checkpointing and stages.
+
+        By default the children of the model's `blocks`, where it has them. None: they are looked for (the longest
+        run of children of the same class).
+        """
+        found = getattr(model, "blocks", None)
+        return [f"blocks.{name}" for name, _ in found.named_children()] if isinstance(found, nn.Module) else None
+
+    def tensor_plan(self, model: nn.Module) -> dict[str, str] | None:
+        """How tensor parallelism may split the model, by module name; see above. None: it cannot."""
+        return None
+
+    def heads(self) -> int | None:
+        """Attention heads: what the degree of tensor parallelism must divide. None: no such condition."""
+        return None
+
+    def example_input(self) -> tuple[Any, ...]:
+        """One row of what the model is called with, as positional arguments."""
+        batch = fetch(self.train_data(), [(0, 0)])
+        return (batch[0],) if isinstance(batch, (tuple, list)) else (batch,)
+
+    def describe(self) -> str:
+        """The data in a few words, such as "5,000 images of 10 classes, 4,000 to train on"."""
+        held_out = self.eval_data()
+        held_out_size = 0 if held_out is None else len(held_out)  # type: ignore[arg-type]
+        return f"{len(self.train_data()):,} samples to train on, {held_out_size:,} held out"  # type: ignore[arg-type]

@@ -1,0 +1,157 @@
+"""Language modelling: predict the next token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from app.data.text import BYTES, find_files, tokenise
+from app.data.tokens import SUFFIXES, TOKEN_DTYPES, TokenFile, TokenWindows, check_ends, open_tokens
+from app.errors import UserError
+from app.models.gpt import GPT, NORMS, TENSOR_PLAN
+from app.tasks.arguments import checked_model, fraction, held_out, one_of, whole
+from app.tasks.base import Batch, Task
+
+DEFAULT_EVAL_FRACTION = 0.1
+DEFAULT_EVAL_SEQUENCES = 256
+
+
+class LanguageModelling(Task):
+    """A GPT that predicts each next token of a text.
+
+    data: text files as a path, a glob (`**` too) or a list of them; `python`, the source of Python's own library;
+        or one or more token files: .bin (bare numbers of `token_dtype`) or .npy, which may be far larger than
+        memory.
+    tokenizer: `bytes` (256 tokens) or the path of a Hugging Face tokenizers file; text is tokenised once and kept
+        in the cache.
+    token_dtype: `uint16`, `uint32` or `uint8`: the numbers in a .bin file.
+    vocab_size: size of the vocabulary; needed with token files, else at least the tokenizer's (its default).
+    sequence_length, d_model, n_layers, n_heads, d_hidden, norm (`rmsnorm` or `layernorm`), tie_weights, dropout:
+        the model; see app/models/gpt.py.
+    eval_samples or eval_fraction: sequences held out at the end of the text (default: a tenth, at most 256).
+
+    One sample is one sequence; `items` and the throughput count tokens.
+    """
+
+    unit = "tokens"
+
+    def __init__(
+        self,
+        *,
+        data: str | list[str],
+        tokenizer: str = BYTES,
+        token_dtype: str = "uint16",
+        vocab_size: int | None = None,
+        sequence_length: int = 256,
+        d_model: int = 256,
+        n_layers: int = 4,
+        n_heads: int = 4,
+        d_hidden: int | None = None,
+        norm: str = "rmsnorm",
+        tie_weights: bool = False,
+        dropout: float = 0.0,
+        eval_samples: int | None = None,
+        eval_fraction: float | None = None,
+    ) -> None:
+        one_of("token_dtype", token_dtype, TOKEN_DTYPES)
+        one_of("norm", norm, NORMS)
+        self.sequence_length = whole("sequence_length", sequence_length)
+        self.n_heads = whole("n_heads", n_heads)
+        model_args: dict[str, Any] = {
+            "d_model": whole("d_model", d_model),
+            "n_layers": whole("n_layers", n_layers),
+            "n_heads": n_heads,
+        }
+        model_args |= {"norm": norm, "tie_weights": tie_weights, "dropout": fraction("dropout", dropout)}
+        if d_hidden is not None:
+            model_args["d_hidden"] = whole("d_hidden", d_hidden)
+
+        self.data = data
+        files, least, self.bytes_per_token = _tokens(data, tokenizer, token_dtype, vocab_size)
+        self.vocab_size = least if vocab_size is None else whole("vocab_size", vocab_size)
+        if self.vocab_size < least:
+            raise UserError(
+                f"task_args.vocab_size is {vocab_size}, but the tokenizer has {least} tokens; write {least} or more."
+            )
+        self._build = checked_model(GPT, {"vocab_size": self.vocab_size}, model_args)
+        self._split(files, eval_samples, eval_fraction)
+
+    def _split(self, files: list[TokenFile], eval_samples: int | None, eval_fraction: float | None) -> None:
+        windows = TokenWindows(files, self.sequence_length, self.vocab_size)
+        total = len(windows)
+        if total < 1:
+            raise UserError(
+                f"task_args.data: {sum(file.length for file in files)} tokens do not fill one sequence of "
+                f"{self.sequence_length} and its next token; give more text, or a smaller sequence_length."
+            )
+        count = held_out(total, eval_fraction, eval_samples, DEFAULT_EVAL_FRACTION)
+        if eval_samples is None and eval_fraction is None:
+            count = min(count, DEFAULT_EVAL_SEQUENCES)
+        self._train = windows.part(0, total - count)
+        self._eval = windows.part(total - count, total) if count else None
+
+    def build_model(self) -> nn.Module:
+        return self._build()
+
+    def train_data(self) -> Dataset[Any]:
+        return self._train
+
+    def eval_data(self) -> Dataset[Any] | None:
+        return self._eval
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        inputs, targets = batch
+        logits_BTV = model(inputs)
+        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets.flatten())
+
+    def items(self, batch: Batch) -> int | Tensor:
+        return batch[1].numel()
+
+    def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        loss = self.loss(model, batch)
+        if self.bytes_per_token is None:
+            return {"loss": loss}
+        return {"loss": loss, "bits_per_byte": loss / (math.log(2) * self.bytes_per_token)}
+
+    def derived(self, means: dict[str, float]) -> dict[str, float]:
+        return {"perplexity": math.exp(min(means["loss"], 700.0))}
+
+    def tensor_plan(self, model: nn.Module) -> dict[str, str] | None:
+        return dict(TENSOR_PLAN)
+
+    def heads(self) -> int | None:
+        return self.n_heads
+
+    def describe(self) -> str:
+        named = self.data if isinstance(self.data, str) else ", ".join(self.data)
+        held = 0 if self._eval is None else len(self._eval)
+        sequences = len(self._train) + held
+        return (
+            f"{named}: {sequences * self.sequence_length:,} tokens of a vocabulary of {self.vocab_size:,} in sequences "
+            f"of {self.sequence_length}, {len(self._train):,} sequences to train on and {held:,} held out"
+        )
+
+
+def _tokens(
+    data: str | Sequence[str], tokenizer: str, token_dtype: str, vocab_size: int | None
+) -> tuple[list[TokenFile], int, float | None]:
+    """(token files, the least size of the vocabulary, bytes of text per token if known)."""
+    paths = find_files(data)
+    made_of_tokens = [path for path in paths if path.suffix in SUFFIXES]
+    if not made_of_tokens:
+        file, size, text_bytes = tokenise(paths, tokenizer)
+        return [file], size, text_bytes / file.length
+    if len(made_of_tokens) < len(paths):
+        text = next(path for path in paths if path not in made_of_tokens)
+        raise UserError(f"task_args.data mixes token files ({made_of_tokens[0]}) with text ({text}); give one kind.")
+    if vocab_size is None:
+        raise UserError(f"task_args.vocab_size is needed with a token file such as {made_of_tokens[0]}; write it.")
+    files = [open_tokens(path, token_dtype) for path in made_of_tokens]
+    for file in files:
+        check_ends(file, whole("vocab_size", vocab_size))
+    return files, 1, None

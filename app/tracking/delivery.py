@@ -1,0 +1,125 @@
+"""Delivering to the end: starting the writer process, waiting for it, and `sync` for what an earlier run left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.tracking.masking import mask_uri
+from app.tracking.settings import Settings, run_url
+from app.tracking.spool import Event, Reader, count_left
+from app.tracking.state import Delivered, Status
+
+_UPLOAD_PATIENCE = 900.0
+"""Seconds that one upload (a model) may take at the end while the server answers."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What became of a run's events.
+
+    Attributes:
+        run_id: the MLflow run; None if the server was never reached.
+        url: the run's page ("" while unknown).
+        complete: whether MLflow has everything.
+        left: events still in the spool; the next start of the run, or `sync`, delivers them.
+        spool: the spool's folder.
+        problem: one sentence: why something is left ("" otherwise).
+    """
+
+    run_id: str | None
+    url: str
+    complete: bool
+    left: int
+    spool: Path
+    problem: str = ""
+
+
+def sync(folder: Path, *, uri: str | None = None, timeout: float = 30.0) -> Delivery:
+    """Deliver what an earlier run left in its spool.
+
+    Args:
+        folder: the spool's folder.
+        uri: tracking URI, if it is another one now; by default the one of the run (with credentials from
+            MLFLOW_TRACKING_URI where the two differ in nothing else).
+        timeout: seconds to wait while nothing can be delivered.
+    """
+    folder = Path(folder).absolute()
+    start = last_start(folder)
+    if not start:
+        return Delivery(None, "", True, 0, folder)
+    environment = os.environ.get("MLFLOW_TRACKING_URI", "")
+    uri = uri or (environment if mask_uri(environment) == start["uri"] else start["uri"])
+    settings = Settings(uri, start["experiment"], start["artifact_location"], "")
+    return wait_for(spawn_writer(folder, uri, attempt=None), folder, settings, timeout)
+
+
+def last_start(folder: Path) -> Event:
+    """The first start event not yet delivered, else the one delivery is at; {} in an empty spool."""
+    delivered = Delivered.load(folder)
+    if delivered.start:
+        return delivered.start
+    for event, _ in Reader(folder, delivered.position).read():
+        if event["type"] == "start":
+            return event
+    return {}
+
+
+def spawn_writer(folder: Path, uri: str, *, attempt: str | None) -> subprocess.Popen[bytes]:
+    """Start the writer on a spool; without `attempt` it delivers what is there and ends."""
+    environment = {
+        **os.environ,
+        # By the environment, not by argument or file: the URI may hold a password.
+        "MLFLOW_TRACKING_URI": uri,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)]),
+    }
+    command = [sys.executable, "-m", "app.tracking.writer", str(folder), "--parent", str(os.getpid())]
+    command += ["--attempt", attempt] if attempt else []
+    with (folder / "writer.log").open("ab") as log:
+        # A session of its own: Ctrl-C in the terminal is for the driver alone.
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+
+
+def wait_for(writer: subprocess.Popen[bytes], folder: Path, settings: Settings, timeout: float) -> Delivery:
+    """Wait until the writer has delivered all, or has got nowhere for `timeout` seconds; then end it."""
+    _wake(writer)
+    begun = time.time()
+    while writer.poll() is None:
+        status = Status.load(folder)
+        patience = _UPLOAD_PATIENCE if status.upload and not status.away else timeout
+        if time.time() - max(begun, status.progress) > patience:
+            writer.terminate()
+            break
+        time.sleep(0.02)
+    try:
+        writer.wait(5)
+    except subprocess.TimeoutExpired:
+        writer.kill()
+        writer.wait()
+    if writer.stdin:
+        writer.stdin.close()
+    return _delivery(folder, settings)
+
+
+def _delivery(folder: Path, settings: Settings) -> Delivery:
+    status, delivered = Status.load(folder), Delivered.load(folder)
+    left = count_left(folder, delivered.position)
+    url = run_url(settings, delivered.experiment_id, delivered.run_id)
+    complete = left == 0 and not delivered.open
+    problem = "" if complete else status.problem or f"the tracking writer did not get that far; see {folder}/writer.log"
+    return Delivery(delivered.run_id, url, complete, left, folder, problem)
+
+
+def _wake(writer: subprocess.Popen[bytes]) -> None:
+    try:
+        if writer.stdin:
+            writer.stdin.write(b"\n")
+            writer.stdin.flush()
+    except OSError:
+        pass  # it has just ended; the caller sees that by itself

@@ -1,0 +1,84 @@
+"""Keeps passwords and tokens out of MLflow, of the spool and of the log."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+HIDDEN = "***"
+
+_SECRET_WORDS = {
+    "password", "passwd", "passphrase", "pwd", "token", "secret", "secrets", "key", "credential", "credentials",
+    "apikey", "accesskey", "secretkey", "privatekey", "authtoken", "accesstoken",
+}  # fmt: skip
+_SECRET_ENVIRONMENT = ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "DATABRICKS_TOKEN", "AWS_SECRET_ACCESS_KEY")
+
+_CREDENTIALS_IN_URI = re.compile(r"(?P<scheme>\b[a-zA-Z][a-zA-Z0-9+.-]*://)[^\s/@\"']+(?:@[^\s/@\"']+)*@")
+_SECRET_IN_QUERY = re.compile(
+    r"(?P<name>[?&](?:[\w.-]*[_.-])?(?:password|passwd|pwd|token|secret|key|credential|sig|signature)=)[^&\s\"']+", re.I
+)
+_ASSIGNMENT = re.compile(
+    r"(?P<before>(?:^|[\s{,(;])(?:--|export\s+)?[\"']?(?P<name>[A-Za-z_][\w.-]*)[\"']?\s*[:=]\s*)"
+    r"(?P<value>\"[^\"\n]*\"|'[^'\n]*'|[^\s,;{}\[\]\"'][^\n,;{}\[\]\"']*)",
+    re.M,
+)
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_NO_SECRET = {"", "null", "none", "true", "false", "~", HIDDEN}
+
+
+def looks_secret(name: str) -> bool:
+    """Whether a word of this dotted name is one of password, token, secret, key, credential and their like.
+
+    Whole words: `hf_token` and `apiKey` are secrets, `tokenizer` and `tokens_per_second` are not.
+    """
+    return any(word in _SECRET_WORDS for word in re.split(r"[^a-z0-9]+", _CAMEL.sub("_", name).lower()))
+
+
+def mask_uri(text: str) -> str:
+    """`scheme://user:password@host` anywhere in the text becomes `scheme://***@host`; likewise `?token=…`."""
+    text = _CREDENTIALS_IN_URI.sub(lambda match: f"{match['scheme']}{HIDDEN}@", text)
+    text = _SECRET_IN_QUERY.sub(lambda match: match["name"] + HIDDEN, text)
+    for variable in _SECRET_ENVIRONMENT:
+        value = os.environ.get(variable, "")
+        if len(value) >= 4:  # shorter ones would eat ordinary words
+            text = text.replace(value, HIDDEN)
+    return text
+
+
+def mask_text(text: str) -> str:
+    """Like `mask_uri`, and the value of every `key: value` or `key=value` whose key looks like a secret."""
+
+    def hide(match: re.Match[str]) -> str:
+        value = match["value"].strip().strip("\"'")
+        harmless = value.lower() in _NO_SECRET or _is_number(value)
+        return match[0] if harmless or not looks_secret(match["name"]) else match["before"] + HIDDEN
+
+    return _ASSIGNMENT.sub(hide, mask_uri(text))
+
+
+def mask_value(name: str, value: object) -> object:
+    """The value of a parameter or tag as it may be shown: masked if the name looks like a secret's."""
+    if looks_secret(name) and not (value is None or isinstance(value, (bool, int, float))) and value != "":
+        return HIDDEN
+    return mask_uri(value) if isinstance(value, str) else value
+
+
+def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Nested mappings as one level with dotted keys; lists stay whole; masked."""
+    flat: dict[str, object] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{key}."))
+        else:
+            flat[key] = mask_value(key, value)
+    return flat
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,231 @@
+"""One MLflow run, as the writer sees it: the only module (with `model.py`) that imports mlflow.
+
+Every call either succeeds or raises `Away` (try again: nobody answers, or not now), `Refused` (MLflow will never take
+this) or `Gone` (the run itself is no longer there). Called again after a failure nobody can be sure of, each leaves
+MLflow as one success would: SQL stores key metrics by all of (key, step, time, value), and the writer asks for the
+latest steps before it repeats metrics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlflow.entities import Metric, Param, RunTag, ViewType
+from mlflow.exceptions import MlflowException
+from mlflow.tracking.client import MlflowClient
+
+from app.tracking.masking import mask_uri
+from app.tracking.settings import sqlite_path
+from app.tracking.spool import Event
+from app.tracking.state import exclusive
+
+UID_TAG = "trireme.run_uid"
+METRICS_PER_CALL = 1000
+_PAIRS_PER_CALL = 100
+_TAG_CHARACTERS = 5000
+_PARAM_CHARACTERS = 6000
+_REFUSALS = {
+    "INVALID_PARAMETER_VALUE",
+    "BAD_REQUEST",
+    "MALFORMED_REQUEST",
+    "RESOURCE_ALREADY_EXISTS",
+    "RESOURCE_DOES_NOT_EXIST",
+    "INVALID_STATE",
+}
+
+Point = tuple[str, float, int, Any]
+"""Metric key, value, time (Unix milliseconds), step (None until the courier has given a sample its step)."""
+
+
+class Away(Exception):
+    """MLflow cannot take it now; the message is a sentence for a person."""
+
+
+class Refused(Exception):
+    """MLflow will never take this."""
+
+
+class Gone(Exception):
+    """The MLflow run was deleted by a person (`deleted`), or does not exist (its database was replaced)."""
+
+    def __init__(self, message: str, *, deleted: bool) -> None:
+        super().__init__(message)
+        self.deleted = deleted
+
+
+class MlflowRun:
+    """The run at one tracking URI. `open` before anything else."""
+
+    def __init__(self, uri: str) -> None:
+        self.uri = uri
+        self.shown = mask_uri(uri)
+        self.run_id = ""
+        self.experiment_id = ""
+        self.status = ""
+        self.began = 0.0
+        self._client: Any = None
+        self.known_params: dict[str, str] = {}
+        self.latest: list[Any] = []
+        """MLflow's own record of the last point of each metric, as of the last `refresh`."""
+
+    def client(self) -> Any:
+        """The client; a SQLite database is created by whoever comes first, under a lock."""
+        if self._client is None:
+            with self.speaking():
+                if self.uri.startswith("sqlite:"):
+                    database = sqlite_path(self.uri)
+                    database.parent.mkdir(parents=True, exist_ok=True)
+                    with exclusive(database.with_name(f"{database.name}.create.lock")):
+                        self._client = MlflowClient(self.uri)
+                        self._client.search_experiments(max_results=1)
+                else:
+                    self._client = MlflowClient(self.uri)
+        return self._client
+
+    def open(self, start: Event, run_id: str | None) -> dict[str, int]:
+        """Find the run (by id, else by its uid) or make it.
+
+        Returns: per metric the highest step that MLflow has.
+        Raises:
+            Gone: `run_id` was given and that run is no longer there.
+        """
+        if run_id:
+            self.run_id = run_id
+            return self.refresh()
+        client = self.client()
+        with self.speaking():
+            self.experiment_id = self._experiment(start)
+            found = self._search(start["run_uid"])
+            if not found:
+                client.create_run(
+                    self.experiment_id,
+                    start_time=int(start["time"] * 1000),
+                    run_name=start["run_name"],
+                    tags={UID_TAG: start["run_uid"], **start.get("tags", {})},
+                )
+                # Another host may have made one at the same moment: the earlier is everybody's, the later is removed.
+                found = self._search(start["run_uid"])
+                for surplus in found[1:]:
+                    client.delete_run(surplus)
+            self.run_id = found[0]
+        return self.refresh()
+
+    def _experiment(self, start: Event) -> str:
+        name = start["experiment"]
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
+            try:
+                return str(self._client.create_experiment(name, artifact_location=start["artifact_location"]))
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
+                experiment = self._client.get_experiment_by_name(name)
+        if experiment.lifecycle_stage != "active":
+            raise Away(
+                f"the MLflow experiment {name!r} was deleted: restore it with `mlflow experiments restore "
+                f"--experiment-id {experiment.experiment_id}`, or set tracking.experiment to another name."
+            )
+        return str(experiment.experiment_id)
+
+    def _search(self, uid: str) -> list[str]:
+        """Ids of the active runs with this uid, the earliest first."""
+        runs = self._client.search_runs(
+            [self.experiment_id], f"tags.`{UID_TAG}` = '{uid}'", ViewType.ACTIVE_ONLY, max_results=10
+        )
+        return [run.info.run_id for run in sorted(runs, key=lambda run: (run.info.start_time, run.info.run_id))]
+
+    def refresh(self) -> dict[str, int]:
+        """Ask MLflow what it has: status, parameters, and (returned) the highest step of each metric."""
+        client = self.client()
+        try:
+            with self.speaking():
+                run = client.get_run(self.run_id)
+        except Refused as error:
+            raise Gone(str(error), deleted=False) from None
+        if run.info.lifecycle_stage != "active":
+            raise Gone(f"the MLflow run {self.run_id} was deleted: restore it in MLflow, or start again", deleted=True)
+        self.experiment_id, self.status = run.info.experiment_id, run.info.status
+        self.began = run.info.start_time / 1000
+        self.known_params = dict(run.data.params)
+        self.latest = run.data._metric_objs
+        return {metric.key: metric.step for metric in self.latest}
+
+    def running(self) -> None:
+        """The run goes on (again)."""
+        if self.status != "RUNNING":
+            with self.speaking():
+                self.client().update_run(self.run_id, status="RUNNING")
+            self.status = "RUNNING"
+
+    def metrics(self, points: Sequence[Point]) -> None:
+        """Log at most 1,000 points in one call."""
+        with self.speaking():
+            self.client().log_batch(self.run_id, metrics=[Metric(*point) for point in points], synchronous=True)
+
+    def params(self, values: dict[str, str]) -> None:
+        """Log parameters; one that has another value already keeps it, and the new one becomes a tag."""
+        values = {valid_key(key): value[:_PARAM_CHARACTERS] for key, value in values.items()}
+        changed = {k: v for k, v in values.items() if k in self.known_params and self.known_params[k] != v}
+        fresh = [Param(k, v) for k, v in values.items() if k not in self.known_params]
+        for begin in range(0, len(fresh), _PAIRS_PER_CALL):
+            batch = fresh[begin : begin + _PAIRS_PER_CALL]
+            with self.speaking():
+                self.client().log_batch(self.run_id, params=batch, synchronous=True)
+            self.known_params.update({param.key: param.value for param in batch})
+        self.tags({f"trireme.param.{key}": value for key, value in changed.items()})
+
+    def tags(self, values: dict[str, str]) -> None:
+        tags = [RunTag(valid_key(key), value[:_TAG_CHARACTERS]) for key, value in values.items()]
+        for begin in range(0, len(tags), _PAIRS_PER_CALL):
+            with self.speaking():
+                self.client().log_batch(self.run_id, tags=tags[begin : begin + _PAIRS_PER_CALL], synchronous=True)
+
+    def artifact(self, path: Path, folder: str) -> None:
+        if not path.exists():
+            raise Refused(f"{path} is no longer there")
+        with self.speaking():
+            if path.is_dir():
+                self.client().log_artifacts(self.run_id, str(path), "/".join(filter(None, (folder, path.name))))
+            else:
+                self.client().log_artifact(self.run_id, str(path), folder or None)
+
+    def text(self, text: str, name: str) -> None:
+        with self.speaking():
+            self.client().log_text(self.run_id, text, name)
+
+    def finish(self, status: str, seconds: float) -> None:
+        """End the run with this status, at this Unix time."""
+        with self.speaking():
+            self.client().set_terminated(self.run_id, status, end_time=int(seconds * 1000))
+        self.status = status
+
+    @contextlib.contextmanager
+    def speaking(self) -> Iterator[None]:
+        """Sorts what a call may raise into `Away` and `Refused`."""
+        try:
+            yield
+        except (Away, Refused, Gone):
+            raise
+        except MlflowException as error:
+            sentence = self._sentence(error)
+            raise (Refused if error.error_code in _REFUSALS else Away)(sentence) from error
+        except (TypeError, ValueError, AttributeError, KeyError) as error:
+            raise Refused(self._sentence(error)) from error
+        except Exception as error:  # stores raise errors of their own libraries (boto3, Azure, …)
+            raise Away(self._sentence(error)) from error
+
+    def _sentence(self, error: Exception) -> str:
+        text = " ".join(mask_uri(str(error)).split())
+        if "failed with exception" in text or "failed with timeout" in text:
+            reason = "it took too long" if "timed out" in text or "timeout" in text else "no connection"
+            return f"MLflow at {self.shown} does not answer ({reason})"
+        return f"MLflow at {self.shown} said: {text[:300]}"
+
+
+def valid_key(key: str) -> str:
+    """The key with what MLflow does not allow in a name replaced by `_`, at most 250 characters."""
+    return re.sub(r"[^\w.\-/: ]", "_", key)[:250]

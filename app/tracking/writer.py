@@ -1,0 +1,192 @@
+"""The writer: `python -m app.tracking.writer FOLDER`, the one process that talks to MLflow for a run.
+
+A child of the driver in a session of its own. It tails the spool and delivers it in order; while MLflow is away it
+tries again and again. It ends when it has delivered the driver's `finish` event. When the driver is gone without one,
+it delivers what is there and ends the MLflow run as KILLED. Without `--attempt` it delivers what is there and ends.
+
+A lock on the spool makes it the only writer: one of an earlier driver that is still at work is waited for, and stops
+where the new driver's events begin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import select
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from app.tracking.masking import mask_text
+from app.tracking.spool import Position, Reader, segments
+from app.tracking.state import FileLock
+
+if TYPE_CHECKING:
+    from app.tracking.courier import Courier
+
+POLL_SECONDS = 0.25
+PACE_SECONDS = 1.0
+"""Points are let gather for this long: a call costs about the same for one as for many."""
+LINGER_SECONDS = 60.0
+"""How long a writer whose driver is gone waits for MLflow to come back."""
+_ENVIRONMENT = {
+    # Short, for this process alone: by MLflow's defaults one call to a server that is away blocks for four minutes.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_DATABRICKS_ENDPOINT_HTTP_RETRY_TIMEOUT": "10",
+    "MLFLOW_ENABLE_ASYNC_LOGGING": "false",
+    "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": "false",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "GIT_PYTHON_REFRESH": "quiet",
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+}
+_NOT_OURS = ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "MLFLOW_ACTIVE_MODEL_ID", "PYTEST_CURRENT_TEST")
+_log = logging.getLogger("writer")
+
+
+class Leave(Exception):
+    """Stop here; what is left is for the next writer."""
+
+
+class Driver:
+    """The process we write for: is it there, does it want us to hurry, has a newer one started the run?"""
+
+    def __init__(self, pid: int, folder: Path) -> None:
+        self._pid, self._folder = pid, folder
+        self._listening = True
+        self._gone_since = 0.0
+        self.hurry = False
+
+    def gone(self) -> bool:
+        if not self._gone_since and (os.getppid() != self._pid or not self._listening):
+            self._gone_since = time.monotonic()
+        return self._gone_since > 0
+
+    def pause(self, seconds: float) -> None:
+        """Sleep, but wake when the driver asks for haste (a byte on our stdin) or is gone (its end)."""
+        if not self._listening:
+            time.sleep(seconds)
+        elif select.select([0], [], [], seconds)[0]:
+            self._listening = bool(os.read(0, 4096))
+            self.hurry = True
+
+    def lives(self) -> bool:
+        """Whether any driver of this spool is alive: its lock dies with it."""
+        lock = FileLock(self._folder / "driver.lock")
+        free = lock.acquire()
+        lock.release()
+        return not free
+
+    def lingered(self) -> bool:
+        return self.gone() and time.monotonic() - self._gone_since > LINGER_SECONDS
+
+
+def serve(folder: Path, courier: Courier, driver: Driver) -> None:
+    """Deliver until nothing more can come.
+
+    Raises:
+        Superseded, Leave: what follows is another writer's.
+    """
+    from app.tracking.courier import Rewind
+
+    reader = Reader(folder, courier.delivered.position)
+    while not (courier.ours and not courier.delivered.open):  # until our finish event is delivered
+        try:
+            if events := reader.read():
+                courier.deliver(events)
+                reader.discard_delivered()
+            elif courier.attempt is None or driver.gone():
+                if courier.delivered.open and (courier.attempt is None or courier.ours) and not driver.lives():
+                    courier.killed()
+                return
+            else:
+                _wait_for_events(reader, driver)
+        except Rewind:
+            courier.rewind(Position((segments(folder) or [1])[0], 0))
+            reader = Reader(folder, courier.delivered.position)
+
+
+def _wait_for_events(reader: Reader, driver: Driver) -> None:
+    gathered = time.monotonic() + PACE_SECONDS
+    while not driver.gone() and (not reader.waiting() or (time.monotonic() < gathered and not driver.hurry)):
+        driver.pause(POLL_SECONDS)
+        if driver.hurry:
+            driver.pause(0.02)  # already in haste: do not spin while there is nothing yet
+
+
+def _back_off(driver: Driver, courier: Courier, folder: Path, seconds: float) -> None:
+    """Wait before the next try; leave when the driver is gone and nobody will wait for us."""
+    until = time.monotonic() + (min(seconds, 0.5) if driver.hurry else seconds)
+    while (left := until - time.monotonic()) > 0:
+        if driver.lingered():
+            raise Leave("the driver is gone and MLflow is away")
+        if driver.gone() and courier.ours and _newer_start(folder, courier):
+            raise Leave("a newer start of this run takes over")
+        driver.pause(min(POLL_SECONDS, left))
+
+
+def _newer_start(folder: Path, courier: Courier) -> bool:
+    ahead = Reader(folder, courier.delivered.position)
+    while events := ahead.read():
+        if any(event["type"] == "start" and event["attempt"] != courier.attempt for event, _ in events):
+            return True
+    return False
+
+
+class MaskedStream:
+    """A text stream that writes no passwords."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(mask_text(text))
+        self._stream.flush()
+        return len(text)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m app.tracking.writer", description="Deliver a run's spool to MLflow."
+    )
+    parser.add_argument("folder", type=Path, help="the spool")
+    parser.add_argument("--parent", type=int, default=os.getppid(), help="process id of the driver")
+    parser.add_argument("--attempt", help="the driver's start to serve; without it: deliver what is there and end")
+    arguments = parser.parse_args()
+    os.environ.update(_ENVIRONMENT)
+    for variable in _NOT_OURS:
+        os.environ.pop(variable, None)
+    os.nice(10)  # training comes first
+    sys.stdout, sys.stderr = MaskedStream(sys.stdout), MaskedStream(sys.stderr)  # type: ignore[assignment]
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    driver = Driver(arguments.parent, arguments.folder)
+    lock = FileLock(arguments.folder / "writer.lock")
+    while not lock.acquire():
+        time.sleep(0.1)
+
+    from app.tracking.courier import Courier, Superseded
+    from app.tracking.mlflow_run import MlflowRun
+
+    courier: Courier = Courier(
+        arguments.folder,
+        MlflowRun(os.environ["MLFLOW_TRACKING_URI"]),
+        attempt=arguments.attempt,
+        back_off=lambda seconds: _back_off(driver, courier, arguments.folder, seconds),
+    )
+    try:
+        serve(arguments.folder, courier, driver)
+    except Superseded:
+        _log.warning("a newer start of this run takes over")
+    except Leave as leave:
+        _log.warning("%s: the rest stays in the spool", leave)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""`trireme train`: from a configuration to a finished, resumed, stopped or failed run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from app.config import Config
+from app.config_check import check_trainable
+from app.console import Console, duration, quantity
+from app.errors import Interrupted, RunFailed, UserError
+from app.run import Run, free_name
+from app.tracking.settings import Settings, resolve_tracking, ui_command
+
+if TYPE_CHECKING:
+    from app.driver import Driver
+    from app.prepare import Prepared
+    from app.tasks.base import Task
+    from app.tracking.tracker import Delivery
+    from cluster.connect import Cluster
+
+T = TypeVar("T")
+
+
+@dataclass
+class Outcome:
+    """What became of `trireme train`; `--json` prints it."""
+
+    status: str  # finished, already_finished
+    run: str
+    folder: str
+    summary: dict[str, Any]
+    mlflow: dict[str, Any]
+
+
+def train(config: Config, console: Console, *, again: bool = False, verbose: bool = False) -> Outcome:
+    """Trains until done, continuing where an earlier call of the same run stopped.
+
+    again: when the run has finished, train it once more under a new name, instead of saying that it has.
+    verbose: leave everybody's output on the terminal.
+    Raises:
+        UserError: nothing was started, or what was started cannot go on with these inputs.
+        RunFailed: training failed; its last good checkpoint is intact.
+        Interrupted: stopped by Ctrl-C or SIGTERM, after saving.
+    """
+    check_trainable(config)
+    if again:
+        config.run.name = free_name(config)
+    launcher = chosen_launcher(config)
+    if launcher == "torchrun":
+        from app.launchers import torchrun
+
+        return torchrun.train(config, console)
+    run = Run(config)
+    settings = resolve_tracking(config.tracking, run_storage(run))
+    run.storage.check_writable()
+    log = run.local_folder / "logs" / "driver.log"
+    with contextlib.nullcontext() if verbose else console.capture(log):
+        try:
+            return (_in_ray if launcher == "ray" else _in_this_process)(run, console, settings)
+        except (UserError, RunFailed, Interrupted):
+            raise
+        except Exception as error:
+            if isinstance(error, ValueError) and type(error).__name__ in ("LayoutError", "ClusterError"):
+                raise
+            traceback.print_exc()
+            raise
+
+
+def run_storage(run: Run) -> str:
+    """The storage that the run's folder is in."""
+    return run.folder.rsplit("/", 1)[0]
+
+
+def chosen_launcher(config: Config) -> str:
+    """`launcher`, with auto resolved: torchrun or Slurm where its environment is found, else Ray."""
+    if config.launcher != "auto":
+        return config.launcher
+    return "torchrun" if "RANK" in os.environ and "WORLD_SIZE" in os.environ else "ray"
+
+
+def _in_this_process(run: Run, console: Console, settings: Settings) -> Outcome:
+    import torch
+
+    from app.driver import Driver
+    from app.launchers import process
+    from app.prepare import prepare, read_task
+
+    config = run.config
+    if config.workers not in ("auto", "1"):
+        raise UserError(
+            f"launcher=local is one process, but workers={config.workers}: write workers=1, launcher=ray, or start "
+            f"with torchrun --nproc-per-node {config.workers} -m app train …"
+        )
+    task = read_task(config)
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    prepared = prepare(config, task, 1, devices_per_node=torch.cuda.device_count() or None)
+    driver = Driver(run, console, settings)
+    return carry_out(driver, prepared, lambda job: process.launch(job, driver), f"1 process ({device_type})")
+
+
+def _in_ray(run: Run, console: Console, settings: Settings) -> Outcome:
+    from cluster.connect import check_fits, connect
+
+    config = run.config
+    console.status("reading the data and starting Ray")
+    # Ray starts its processes while this one imports torch and reads the data.
+    reading = Background(lambda: _read(config))
+    cluster = connect({"PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))})
+    try:
+        task = reading.result()
+        workers, per_worker = ask_for(config, cluster)
+        check_fits(cluster, workers, per_worker)
+        from app.driver import Driver
+        from app.launchers import ray_train
+        from app.prepare import prepare
+
+        gpus = per_worker.get("GPU", 0)
+        per_node = int(cluster.largest.get("GPU", 0) / gpus) if gpus else None
+        prepared = prepare(config, task, workers, devices_per_node=per_node)
+        driver = Driver(run, console, settings)
+        kind = "GPU" if gpus else "CPU"
+        where = f"{workers} {kind} worker{'s' if workers > 1 else ''} in Ray"
+        try:
+            return carry_out(
+                driver,
+                prepared,
+                lambda job: ray_train.launch(job, driver, workers=workers, per_worker=per_worker),
+                where,
+            )
+        finally:
+            ray_train.clean_up(run.folder)
+    finally:
+        import ray
+
+        ray.shutdown()
+
+
+def _read(config: Config) -> Task:
+    from app.prepare import read_task
+
+    return read_task(config)
+
+
+def ask_for(config: Config, cluster: Cluster) -> tuple[int, dict[str, float]]:
+    """How many workers, and the resources of each."""
+    per_worker = dict(config.resources_per_worker)
+    if config.workers == "auto":
+        per_worker = per_worker or ({"GPU": 1.0} if cluster.gpus else {"CPU": 1.0})
+        if per_worker.get("GPU"):
+            return max(1, int(cluster.gpus / per_worker["GPU"])), per_worker
+        return 2, per_worker
+    workers = int(config.workers)
+    return workers, per_worker or ({"GPU": 1.0} if cluster.gpus >= workers else {"CPU": 1.0})
+
+
+class Background:
+    """A function running in a thread; `result` waits for it, and raises what it raised."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+        def call() -> None:
+            try:
+                self._value = function()
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=call, daemon=True)
+        self._thread.start()
+
+    def result(self) -> Any:
+        self._thread.join()
+        if self._error:
+            raise self._error
+        return self._value
+
+
+def carry_out(driver: Driver, prepared: Prepared, launch: Callable[[Any], None], where: str) -> Outcome:
+    """One start of the run, from taking its lease to its end in the manifest and in MLflow."""
+    from app.job import Job
+
+    run, console = driver.run, driver.console
+    if run.finished and run.manifest.steps >= prepared.steps:
+        return _already_finished(driver)
+    run.manifest.steps = prepared.steps
+    run.open()
+    name = run.manifest.name
+    console.say(f"training {name} on {prepared.description}")
+    console.say(
+        f"{prepared.layout} on {where}; {prepared.steps:,} steps; everything else is in {run.local_folder / 'logs'}"
+    )
+    driver.begin_tracking()
+    job = Job(run.config, prepared.layout, run.folder, run.attempt, run.manifest.uid, prepared.steps)
+    with _ending(driver), driver.signals():
+        launch(job)
+    return _finished(driver)
+
+
+@contextlib.contextmanager
+def _ending(driver: Driver) -> Iterator[None]:
+    """Whatever happens, the manifest and MLflow say how the run ended."""
+    try:
+        yield
+    except (Interrupted, KeyboardInterrupt) as error:
+        _end(driver, "stopped", "KILLED", str(error) or "stopped at once")
+        again = "run the same command again to continue"
+        raise Interrupted(f"{error or 'stopped at once'}: {again}") from None
+    except BaseException as error:
+        _end(driver, "failed", "FAILED", str(error).splitlines()[0] if str(error) else type(error).__name__)
+        raise
+
+
+def _end(driver: Driver, status: str, mlflow_status: str, message: str = "") -> Delivery:
+    config = driver.run.config
+    driver.console.status("handing the last metrics to MLflow")
+    delivery = driver.tracker.finish(mlflow_status, message=message, timeout=config.tracking.flush_timeout)
+    driver.run.manifest.mlflow_run_id = delivery.run_id or driver.run.manifest.mlflow_run_id
+    driver.run.end(status, driver.summary or None)
+    if not delivery.complete:
+        driver.console.say(
+            f"note: MLflow has not got everything ({delivery.problem}); {delivery.left} entries wait in "
+            f"{delivery.spool}: `trireme sync {driver.run.folder}` delivers them"
+        )
+    return delivery
+
+
+def _finished(driver: Driver) -> Outcome:
+    run, summary = driver.run, driver.summary
+    summary |= {
+        "first_step_seconds": driver.first_step_seconds,
+        "total_seconds": time.monotonic() - driver.started,
+        "started": run.manifest.created,
+    }
+    if run.config.tracking.log_model and driver.weights.exists():
+        recipe = {"task": run.config.task, "task_args": run.config.task_args, "weights": str(driver.weights)}
+        driver.tracker.model(recipe | {"metrics": summary["metrics"]})
+    delivery = _end(driver, "finished", "FINISHED")
+    mlflow = {"run_id": delivery.run_id, "url": delivery.url, "complete": delivery.complete}
+    outcome = Outcome("finished", run.manifest.name, run.folder, summary, mlflow)
+    _say_how_it_went(driver, outcome)
+    return outcome
+
+
+def _say_how_it_went(driver: Driver, outcome: Outcome) -> None:
+    console, summary = driver.console, outcome.summary
+    metrics = summary["metrics"]
+    evaluated = {k.removeprefix("eval/"): v for k, v in metrics.items() if k.startswith("eval/")}
+    console.say("")
+    console.say(
+        f"  trained   {outcome.run}: {summary['parameters']:,} parameters, {summary['step']:,} steps"
+        + (f", continued after step {summary['resumed_from']:,}" if summary["resumed_from"] else "")
+    )
+    if evaluated:
+        console.say("  held out  " + ", ".join(_figure(name, value) for name, value in evaluated.items()))
+    rate = metrics.get("train/tokens_per_second") or metrics.get("train/samples_per_second", 0.0)
+    unit = "tokens" if "train/tokens_per_second" in metrics else "samples"
+    console.say(
+        f"  speed     {quantity(rate)} {unit}/s; {duration(summary['seconds'])} of training in "
+        f"{duration(summary['total_seconds'])} (first step after {summary['first_step_seconds'] or 0:.1f} s)"
+    )
+    console.say(f"  stored    {outcome.folder}")
+    if driver.run.config.tracking.enabled:
+        console.say(f"  MLflow    {ui_command(driver.settings)}")
+        if outcome.mlflow["url"]:
+            console.say(f"            then open {outcome.mlflow['url']}")
+
+
+def _figure(name: str, value: float) -> str:
+    return f"{name} {value:.2%}" if name == "accuracy" else f"{name} {value:.4g}"
+
+
+def _already_finished(driver: Driver) -> Outcome:
+    run = driver.run
+    driver.console.say(
+        f"{run.manifest.name} has finished already ({run.manifest.steps:,} steps, {run.folder}): raise train.steps or "
+        "train.epochs to train it further, or add --again to train it anew"
+    )
+    mlflow = {"run_id": run.manifest.mlflow_run_id, "url": "", "complete": True}
+    return Outcome("already_finished", run.manifest.name, run.folder, run.manifest.summary, mlflow)

@@ -1,0 +1,119 @@
+"""Reaches the Ray cluster that is meant, or starts Ray on this machine, and says what the cluster has."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+class ClusterError(Exception):
+    """The cluster cannot be reached or cannot ever give what is asked; one sentence for a person."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What Ray believes there is: totals over the nodes that are alive, in Ray's resource units."""
+
+    address: str
+    nodes: int
+    resources: Mapping[str, float]
+    largest: Mapping[str, float]  # per resource, the most that one node has
+    limits: Mapping[str, float]  # what an autoscaler may grow the cluster to; empty where there is none
+    started_here: bool
+
+    @property
+    def gpus(self) -> int:
+        return int(self.resources.get("GPU", 0))
+
+
+def connect(environment: Mapping[str, str]) -> Cluster:
+    """Connects to RAY_ADDRESS, else to the cluster running on this machine, else starts Ray here.
+
+    environment: variables for every process of this job, such as PYTHONPATH.
+    Raises:
+        ClusterError: there is an address, and nobody answers there.
+    """
+    import ray
+
+    if ray.is_initialized():
+        return describe(started_here=False)
+    options: dict[str, Any] = {
+        "namespace": "trireme",
+        "log_to_driver": False,  # workers write to files of their own; Ray would show every line of everybody
+        "configure_logging": True,
+        "logging_level": logging.ERROR,
+        "runtime_env": {"env_vars": dict(environment)},
+    }
+    address = os.environ.get("RAY_ADDRESS") or _running_here()
+    try:
+        if address:
+            ray.init(address=address, **options)
+        else:
+            # An own small Ray: no dashboard, and a small object store, since tensors never go through it.
+            ray.init(address="local", include_dashboard=False, object_store_memory=100_000_000, **options)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if address:
+            raise ClusterError(
+                f"no Ray cluster answers at {address} ({first}): `ray start --head` starts one, or unset RAY_ADDRESS"
+            ) from error
+        raise ClusterError(f"Ray does not start on this machine: {first}") from error
+    return describe(started_here=not address)
+
+
+def describe(*, started_here: bool) -> Cluster:
+    """The cluster that this process is connected to."""
+    import ray
+
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    largest: dict[str, float] = {}
+    for node in nodes:
+        for name, amount in node["Resources"].items():
+            largest[name] = max(largest.get(name, 0.0), amount)
+    address = ray.get_runtime_context().gcs_address
+    return Cluster(address, len(nodes), dict(ray.cluster_resources()), largest, _limits(), started_here)
+
+
+def _limits() -> dict[str, float]:
+    from ray._private.state import state
+
+    return dict(state.get_max_resources_from_cluster_config() or {})
+
+
+def check_fits(cluster: Cluster, workers: int, per_worker: Mapping[str, float]) -> None:
+    """Raises ClusterError if the cluster can never give `workers` bundles of `per_worker`.
+
+    An autoscaling cluster may yet get what is missing, so what counts there is its limit, as Ray was told it.
+    """
+    for name, amount in per_worker.items():
+        if amount <= 0:
+            continue
+        total, most = cluster.resources.get(name, 0.0), cluster.largest.get(name, 0.0)
+        if name in cluster.limits:
+            total, most = max(total, cluster.limits[name]), max(most, amount)
+        room = int(total / amount + 1e-9) if most >= amount else 0
+        if room < workers:
+            has = f"{total:g} {name} in all" if cluster.nodes == 1 else f"{total:g} {name} on {cluster.nodes} nodes"
+            raise ClusterError(
+                f"{workers} workers of {amount:g} {name} each do not fit on this cluster, which has {has}: write "
+                f"workers={room or 1} or a smaller resources_per_worker.{name}"
+            )
+
+
+def _running_here() -> str | None:
+    """Address of the cluster that `ray start` joined this machine to, if it still answers."""
+    from ray._private.utils import read_ray_address
+
+    address = read_ray_address()
+    if not address:
+        return None
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=1.0):
+            return address
+    except (OSError, ValueError):
+        return None  # left behind by a cluster that is gone

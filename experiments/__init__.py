@@ -1,0 +1,1 @@
+"""What is asked: experiment files, benchmarks, and later sweeps and scaling studies."""

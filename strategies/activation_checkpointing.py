@@ -1,0 +1,96 @@
+"""Activation checkpointing: forget what a block computed in forward, compute it again in backward.
+
+Backward needs every operation's inputs, O(blocks × activations of a block). Keeping only what flows *between* blocks
+and recomputing one block at a time needs O(blocks × boundary + activations of one block), for one more forward: a third
+more arithmetic. Chen et al. 2016, https://arxiv.org/abs/1604.06174.
+
+- `full`: every block; `every_N`: every N-th block, trading memory for time by block;
+- `selective`: by operator: every block is recomputed, except the results of matrix products, attention and
+  collectives, which are dear to compute and kept; what is recomputed (norms, activations, dropout) is cheap. Korthikanti
+  et al. 2022, https://arxiv.org/abs/2205.05198; `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
+
+The numbers are the same: the recomputation repeats the forward, its random numbers included. A block's `forward` is
+replaced in place, so no name changes, and hooks around the block (of sharding) run once, outside of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from strategies.costs import ModelSize
+from strategies.options import checkpoint_every
+
+_KEPT_NAMES = (
+    "aten.mm.default",
+    "aten.addmm.default",
+    "aten.bmm.default",
+    "aten.baddbmm.default",
+    "aten.convolution.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._scaled_dot_product_fused_attention_overrideable.default",
+    "_c10d_functional.all_reduce.default",
+    "_c10d_functional.all_gather_into_tensor.default",
+    "_c10d_functional.reduce_scatter_tensor.default",
+)
+
+
+def apply(module: nn.Module, blocks: list[str], mode: str) -> None:
+    """Replaces the forward of the blocks (of the whole module if there are none), in place."""
+    if mode == "none":
+        return
+    every = checkpoint_every(mode) or 1
+    for i, name in enumerate(blocks or [""]):
+        if i % every == 0:
+            block = module.get_submodule(name)
+            block.forward = _recomputed(block.forward, selective=mode == "selective")
+
+
+def _recomputed(forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
+    options: dict[str, Any] = {"use_reentrant": False}
+    if selective:
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep)
+
+    @functools.wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    return recomputed
+
+
+def _keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _kept() else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@functools.cache
+def _kept() -> frozenset[Any]:
+    """The operators of `_KEPT_NAMES` that this torch has."""
+    found = []
+    for name in _KEPT_NAMES:
+        space, operator, overload = name.split(".")
+        packet = getattr(getattr(torch.ops, space), operator, None)
+        if packet is not None and hasattr(packet, overload):
+            found.append(getattr(packet, overload))
+    return frozenset(found)
+
+
+def activation_bytes(size: ModelSize, mode: str, blocks: int) -> int:
+    """Estimate: what backward needs of one micro-batch. Selective keeps about half of a transformer block."""
+    if mode == "none" or not blocks:
+        return size.activation_bytes
+    block = size.activation_bytes // blocks
+    if mode == "selective":
+        return size.activation_bytes // 2 + block
+    every = checkpoint_every(mode) or 1
+    recomputed = -(-blocks // every)
+    return (blocks - recomputed) * block + recomputed * size.boundary_bytes + block

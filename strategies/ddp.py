@@ -1,0 +1,145 @@
+"""Distributed data parallelism: every worker holds the whole model and its share of the batch.
+
+    gᵣ = ∇ loss on worker r's share        ḡ = (1/R) Σᵣ gᵣ  (all-reduce)        every worker: θ ← θ - η·AdamW(ḡ)
+
+All begin with the same θ and apply the same ḡ, so they stay the same without ever sending θ. Gradients are gathered
+in buckets; a bucket is all-reduced as soon as it is full, while backward still computes the layers below. Of several
+micro-batches only the last communicates. Li et al. 2020, https://arxiv.org/abs/2006.15704;
+https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html.
+
+Choose it whenever the whole training state fits on a device: nothing is faster. It costs what `single` costs per rank
+(plus nothing for the buckets: gradients are views into them) and one all-reduce of the gradients per step.
+
+- *Static graph*: DDP is told that every step uses the same parameters in the same order. Its first backward may not
+  be without communication (it would assert), so the first step communicates for each micro-batch, which averages what
+  is averaged already and changes nothing.
+- *BatchNorm* normalises with the statistics of one worker's micro-batch, so it is not the same training on another
+  number of workers; running statistics are those of rank 0, broadcast before each forward. GroupNorm or SyncBatchNorm
+  do not depend on the split.
+- *Compression* sends gradients as bfloat16 (half the bytes), or as rank-1 products by PowerSGD with error feedback
+  (Vogels et al. 2019, https://arxiv.org/abs/1905.13727): that one is lossy by design.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from strategies.costs import Cost, ModelSize, all_reduce, replicated
+from strategies.dims import LayoutError
+from strategies.options import Options
+
+MicroStep = Callable[[bool], AbstractContextManager[Any]]
+
+
+def apply(
+    module: nn.Module, group: dist.ProcessGroup | None, device: torch.device, options: Options, spread: bool = False
+) -> DistributedDataParallel:
+    """Wraps a whole module; collective over `group`. spread: its parameters are on several devices."""
+    several = spread or device.type != "cuda"
+    wrapped = DistributedDataParallel(
+        module,
+        device_ids=None if several else [device],
+        process_group=group,
+        bucket_cap_mb=options.bucket_mb,
+        gradient_as_bucket_view=True,
+        static_graph=options.static_graph,
+    )
+    _compress(wrapped, group, options)
+    return wrapped
+
+
+def _compress(wrapped: DistributedDataParallel, group: dist.ProcessGroup | None, options: Options) -> None:
+    if options.compression == "powersgd":
+        state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif options.compression == "bf16" or options.reduce_dtype == "bf16":
+        wrapped.register_comm_hook(group or dist.group.WORLD, reduce_as_bfloat16)
+
+
+def reduce_as_bfloat16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Averages a bucket in bfloat16. (torch has such a hook, but refuses it by name anywhere but on NCCL.)"""
+    whole = bucket.buffer()
+    half = whole.to(torch.bfloat16).div_(group.size())
+    future = dist.all_reduce(half, group=group, async_op=True).get_future()
+    return future.then(lambda done: whole.copy_(done.value()[0]))
+
+
+# DDP compares these with the types themselves, and postponed annotations are strings.
+reduce_as_bfloat16.__annotations__.update(bucket=dist.GradBucket)
+reduce_as_bfloat16.__annotations__.update({"return": torch.futures.Future[torch.Tensor]})
+
+
+def micro_step(wrapped: DistributedDataParallel, options: Options, used: UsedParameters) -> MicroStep:
+    """What to put around forward and backward of a micro-batch: only the last one communicates."""
+    plain = contextlib.nullcontext()
+    state = {"begun": not options.static_graph, "watching": True}
+
+    def context(last: bool) -> AbstractContextManager[Any]:
+        if state["watching"]:
+            return first(last)
+        return plain if last else wrapped.no_sync()
+
+    @contextlib.contextmanager
+    def first(last: bool) -> Any:
+        sync = plain if last or not state["begun"] else wrapped.no_sync()
+        with sync:
+            yield
+        if torch.is_grad_enabled() and used.any():
+            state["begun"] = True
+            if last:
+                state["watching"] = False
+                used.close()
+
+    return context
+
+
+class UsedParameters:
+    """Notes, during the first step, which parameters received a gradient."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.missing = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.count = len(self.missing)
+        self.hooks = [p.register_post_accumulate_grad_hook(self._note(name)) for name, p in self.missing.items()]
+
+    def _note(self, name: str) -> Callable[[torch.Tensor], None]:
+        def note(_: torch.Tensor) -> None:
+            self.missing.pop(name, None)
+
+        return note
+
+    def any(self) -> bool:
+        return len(self.missing) < self.count
+
+    def close(self) -> None:
+        """Ends the watch.
+
+        Raises:
+            LayoutError: parameters without a gradient, which ddp cannot average.
+        """
+        for hook in self.hooks:
+            hook.remove()
+        if self.missing:
+            names = list(self.missing)
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise LayoutError(
+                f"the loss does not depend on parameter {names[0]}{others}, which ddp cannot average: use it in "
+                "forward, set its requires_grad to False, or write strategy=fsdp"
+            )
+
+
+def cost(size: ModelSize, replicas: int, options: Options | None = None, optimizer: str = "adamw") -> Cost:
+    """Exact: what one device holds, and one all-reduce of the gradients (buckets hold the gradients themselves)."""
+    whole = replicated(size, optimizer)
+    halved = options is not None and (options.compression == "bf16" or options.reduce_dtype == "bf16")
+    wire = whole.gradients // 2 if halved else whole.gradients
+    return replace(whole, sent={"all_reduce": all_reduce(wire, replicas)})

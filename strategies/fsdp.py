@@ -1,0 +1,149 @@
+"""Fully sharded data parallelism (ZeRO-3): parameters, gradients and optimizer state split over the workers.
+
+Worker r of R owns row-slice r of every parameter. Per block:
+
+    forward:   W = all-gather(Wᵣ)   y = f(x, W)   free W
+    backward:  W = all-gather(Wᵣ)   dx, dW = ∂f   free W   dWᵣ = reduce-scatter(dW) / R
+    step:      Wᵣ ← Wᵣ - η·AdamW(dWᵣ)        on the slice alone: AdamW is element by element
+
+An all-reduce is a reduce-scatter and an all-gather, so ZeRO-3 sends half as much again as DDP (two gathers and a
+scatter) and holds 16/R bytes per parameter instead of 16. While one block computes the next is being gathered: at most
+two blocks are whole at a time. Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054; Zhao et al. 2023,
+https://arxiv.org/abs/2304.11277; https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
+
+Choose it when the training state does not fit on one device: first among the sharded ones, as it scales to any size.
+The same function serves its relatives, which differ in when parameters are freed (zero.py) and in the shape of the
+mesh (hsdp.py).
+
+- *Units*: each repeating block; what is left (embeddings, the last norm, the head) is the root's, gathered for the
+  whole step. A weight used in two places must be in one unit: blocks that share a weight stay with the root.
+- *Padding*: each parameter is cut along dimension 0 as torch.chunk does, in slices of ⌈n/R⌉ rows, and a rank's memory
+  holds a full slice even where fewer or no rows are left: a bias of 10 over 4 ranks is 3+3+3+1, stored as 12.
+- *Accumulation*: of several micro-batches only the last reduce-scatters, and whole gradients wait until then
+  (`accumulate_sharded` trades that memory for communication).
+- *Buffers*, such as BatchNorm's running statistics, are not sharded and not synchronised: each worker keeps those of
+  its own micro-batches, and rank 0's are saved. GroupNorm or SyncBatchNorm do not depend on the split.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+
+from strategies import precision
+from strategies.blocks import separable
+from strategies.costs import STATES, Cost, ModelSize, ParameterSize, gather, step_bytes
+from strategies.options import Options
+
+MicroStep = Callable[[bool], AbstractContextManager[Any]]
+
+
+def apply(
+    module: nn.Module, mesh: DeviceMesh, blocks: list[str], options: Options, *, reshard_after_forward: bool
+) -> list[FSDPModule]:
+    """Shards the module in place over `mesh` (2-D: replicate × shard) and returns its units, the root first."""
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if options.offload else OffloadPolicy()
+    units: list[nn.Module] = []
+    for name in separable(module, blocks):
+        block = module.get_submodule(name)
+        if not any(True for _ in block.parameters()):
+            continue
+        policy = precision.shard_policy(options.precision, options.reduce_dtype)
+        fully_shard(
+            block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy, offload_policy=offload
+        )
+        units.append(block)
+    policy = precision.root_policy(options.precision, options.reduce_dtype)
+    fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
+    _prefetch(units)  # type: ignore[arg-type]
+    return [module, *units]  # type: ignore[list-item]
+
+
+def _prefetch(units: list[FSDPModule]) -> None:
+    """Each block gathers its neighbour's parameters while it computes, instead of only when the neighbour begins."""
+    for before, after in zip(units, units[1:]):
+        before.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([before])
+
+
+def micro_step(units: list[FSDPModule], *, accumulate_sharded: bool, keep_gathered: bool) -> MicroStep:
+    """What to put around forward and backward of a micro-batch.
+
+    accumulate_sharded: reduce every micro-batch's gradients. keep_gathered: parameters stay whole between
+    micro-batches (of one step: after the last the optimizer changes the shards).
+    """
+    root, nothing = units[0], contextlib.nullcontext()
+    state = {"last": True}
+
+    def context(last: bool) -> AbstractContextManager[Any]:
+        if last is not state["last"]:
+            state["last"] = last
+            root.set_is_last_backward(last)
+            if not accumulate_sharded:
+                root.set_requires_gradient_sync(last)
+            if keep_gathered:
+                root.set_reshard_after_backward(last)
+        return nothing
+
+    return context
+
+
+def shard_bytes(parameter: ParameterSize, ways: int) -> int:
+    """What a rank holds of a parameter: a full slice, padding included."""
+    return parameter.part(ways).bytes
+
+
+def rows_held(parameter: ParameterSize, ways: int, rank: int) -> int:
+    """Rows of dimension 0 that are the rank's, padding excluded."""
+    rows = (parameter.shape or (1,))[0]
+    part = -(-rows // ways)
+    return max(0, min(part, rows - rank * part))
+
+
+def cost(
+    size: ModelSize,
+    ways: int,
+    options: Options | None = None,
+    *,
+    reshard_after_forward: bool = True,
+    accumulate_sharded: bool = False,
+    micro_batches: int = 1,
+    optimizer: str = "adamw",
+) -> Cost:
+    """Exact for parameters (padded), gradients and optimizer state (of rank 0, whose slices are never short).
+
+    With several micro-batches and not `accumulate_sharded`, whole gradients wait for the last one: they are in
+    `transient`, as are the parameters gathered at the peak: all of them, or the root's and two blocks'.
+    """
+    options = options or Options()
+    parameters = sum(shard_bytes(p, ways) for p in size.parameters)
+    gradients = sum(shard_bytes(p, ways) for p in size.trainable)
+    states = STATES[optimizer] * gradients + step_bytes(size.trainable, optimizer)
+    compute = 4 if options.precision == "fp32" else 2
+    units = {unit: sum(p.numel for p in members) * compute for unit, members in size.units.items()}
+    root = units.pop("", 0)
+    blocks = sorted(units.values(), reverse=True)
+    gathered = root + (sum(blocks[:2]) if reshard_after_forward else sum(blocks))
+    waiting = 0 if accumulate_sharded or micro_batches == 1 else sum(p.bytes for p in size.trainable)
+    padded = sum(shard_bytes(p, ways) * ways // p.itemsize for p in size.parameters)
+    scattered = gradients * ways * (2 if options.reduce_dtype == "bf16" else 4) // 4
+    gathers = (root + (2 if reshard_after_forward else 1) * sum(blocks)) and padded * compute
+    passes = micro_batches * (2 if reshard_after_forward else 1) if reshard_after_forward else 1
+    return Cost(
+        parameters,
+        gradients,
+        states,
+        size.buffer_bytes,
+        transient=gathered + waiting,
+        sent={
+            "all_gather": gather(gathers, ways) * passes,
+            "reduce_scatter": gather(scattered, ways) * (micro_batches if accumulate_sharded else 1),
+        },
+    )

@@ -1,0 +1,125 @@
+"""What is orthogonal to the layout, and the checks that need no process."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from strategies.dims import LayoutError
+from strategies.names import SHARDED, Layout
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+REDUCE_DTYPES = ("fp32", "bf16")
+COMPRESSIONS = ("none", "bf16", "powersgd")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a layout behaves; the defaults train exactly as one device in float32 does."""
+
+    activation_checkpointing: str = "none"
+    """none, full (every block), every_N (every N-th block), or selective (every block, matrix products kept)."""
+    precision: str = "fp32"
+    """Type of the arithmetic: fp32, bf16 or fp16. Parameters, optimizer and loss stay float32."""
+    reduce_dtype: str = "fp32"
+    """Type that gradients are reduced in: fp32 or bf16."""
+    compile: bool = False
+    """torch.compile every block."""
+    compile_backend: str = "inductor"
+    offload: bool = False
+    """With dp_shard: parameters, gradients and optimizer state in host memory."""
+    sequence_parallel: bool = True
+    """With tp and a plan: activations between the split layers are split along the sequence."""
+    loss_parallel: bool = True
+    """With tp and a plan: logits stay split over the vocabulary."""
+    reshard_after_forward: bool | None = None
+    """With dp_shard: free gathered parameters after forward. None: as the name says (zero3 yes, zero1 and zero2 no)."""
+    accumulate_sharded: bool | None = None
+    """With dp_shard and several micro-batches: reduce-scatter each micro-batch's gradients instead of keeping whole
+    ones until the last (less memory, more communication). None: zero2 yes, the others no."""
+    compression: str = "none"
+    """With ddp: gradients on the wire: none, bf16 or powersgd (lossy)."""
+    bucket_mb: float = 25.0
+    """With ddp: size of a gradient bucket, MiB."""
+    static_graph: bool = True
+    """With ddp: every step uses the same parameters in the same order, which DDP exploits. False: it may change."""
+
+
+def check(
+    layout: Layout,
+    options: Options | None = None,
+    *,
+    global_batch_size: int | None = None,
+    heads: int | None = None,
+    blocks: int | None = None,
+    sequence_length: int | None = None,
+) -> None:
+    """Everything about a layout that can be known before a process starts; what is None is not checked.
+
+    Raises:
+        LayoutError: one sentence.
+    """
+    dims = layout.dims
+    if dims.pp > 1 or "pipeline" in layout.parts:
+        raise LayoutError(
+            "strategy pipeline (parallel.pp > 1) is not there yet: write strategy=fsdp, or fsdp+tensor with parallel.tp"
+        )
+    if heads is not None and heads % dims.tp:
+        divisors = ", ".join(str(d) for d in range(1, heads + 1) if heads % d == 0)
+        raise LayoutError(
+            f"parallel.tp is {dims.tp}, which does not divide the model's {heads} heads: write {divisors}"
+        )
+    if blocks is not None and blocks < dims.pp:
+        raise LayoutError(f"parallel.pp is {dims.pp}, but the model has only {blocks} blocks: write at most {blocks}")
+    if global_batch_size is not None and global_batch_size < dims.dp:
+        raise LayoutError(
+            f"train.global_batch_size is {global_batch_size}, but it is split over {dims.dp} data-parallel workers: "
+            f"write at least {dims.dp}, or fewer workers"
+        )
+    if sequence_length is not None and options and options.sequence_parallel and sequence_length % dims.tp:
+        raise LayoutError(
+            f"parallel.tp is {dims.tp}, which does not divide the sequence of {sequence_length}: write a length it "
+            "divides, or parallel.sequence_parallel=false"
+        )
+    if options is not None:
+        _check_options(layout, options)
+
+
+def _check_options(layout: Layout, options: Options) -> None:
+    _one_of("train.precision", options.precision, PRECISIONS)
+    _one_of("parallel.reduce_dtype", options.reduce_dtype, REDUCE_DTYPES)
+    _one_of("parallel.compression", options.compression, COMPRESSIONS)
+    checkpoint_every(options.activation_checkpointing)
+    if options.bucket_mb <= 0:
+        raise LayoutError(f"parallel.bucket_mb is {options.bucket_mb:g}, but a bucket holds more than 0 MiB")
+    sharded = bool(set(layout.parts) & set(SHARDED))
+    if options.offload and not sharded:
+        raise LayoutError(f"parallel.offload needs sharded parameters, but the strategy is {layout.name}: write fsdp")
+    if options.compression != "none" and layout.parts[0] not in ("ddp", "ddp_model_parallel"):
+        raise LayoutError(
+            f"parallel.compression={options.compression} is for ddp, but the strategy is {layout.name}: leave it out"
+            + (", or write parallel.reduce_dtype=bf16" if sharded else "")
+        )
+    if options.compression == "powersgd" and layout.dims.tp > 1:
+        raise LayoutError("parallel.compression=powersgd does not work with parallel.tp > 1: write bf16 or none")
+
+
+def checkpoint_every(value: str) -> int | None:
+    """For "every_N" the N, for "full" 1, else None (none, selective)."""
+    if value in ("none", "selective"):
+        return None
+    if value == "full":
+        return 1
+    head, _, number = value.partition("_")
+    if head == "every" and number.isdigit() and int(number) > 0:
+        return int(number)
+    raise LayoutError(
+        f"train.activation_checkpointing is {value!r}: write none, full, selective, or every_2 for every second block"
+    )
+
+
+def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        near = difflib.get_close_matches(value, allowed, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"write {', '.join(allowed)}"
+        raise LayoutError(f"{key} is {value!r}: {hint}")

@@ -1,0 +1,143 @@
+"""The one law, measured: every strategy trains the same model.
+
+A `Trial` is a small training run in plain terms: a model, a loss, the global batch of every step. `train` runs it
+under a layout, as the training loop does but with nothing around it, and returns the curve; `difference` holds one
+curve against another. The rows that are tried are in rows.py; `trireme parity` and the tests run both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from strategies.compose import Blocks, Layout, Options, Plan, parallelize
+from strategies.parallel import Parallel
+
+Batch = Any
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is trained.
+
+    build: the model, the same every time. loss: (model, batch) → mean over the batch's rows. batch: step, from 0 →
+    that step's global batch, a pytree of tensors with samples along dimension 0.
+    """
+
+    build: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Batch], torch.Tensor]
+    batch: Callable[[int], Batch]
+    steps: int = 20
+    micro_batches: int = 1
+    clip: float | None = None
+    blocks: Blocks = None
+    tensor_plan: Plan = None
+    # A larger epsilon than Adam's usual: a gradient that is zero but for rounding (the bias of attention's keys) would
+    # otherwise be scaled up to a step of full size in a random direction, on one device too.
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = field(
+        default=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-5)
+    )
+
+
+@dataclass
+class Curve:
+    """What a run leaves: per step the loss and the gradient norm (before clipping); at the end, rank 0's weights."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Relative differences of one curve from another, the largest over steps and over weights."""
+
+    loss: float
+    norm: float
+    weights: float
+
+    def within(self, tolerance: float) -> bool:
+        """Whether losses are. False for nan."""
+        return self.loss <= tolerance
+
+
+def train(trial: Trial, layout: Layout, options: Options, device: torch.device) -> Curve:
+    """Runs the trial under the layout; collective over its ranks. Weights are whole, and on rank 0 only."""
+    parallel = parallelize(
+        trial.build, layout, options, device=device, blocks=trial.blocks, tensor_plan=trial.tensor_plan
+    )
+    optimizer = trial.optimizer(parallel.parameters())
+    losses, norms = run_steps(trial, parallel, optimizer, range(trial.steps))
+    return Curve(losses, norms, parallel.full_model_state())
+
+
+def run_steps(
+    trial: Trial, parallel: Parallel, optimizer: torch.optim.Optimizer, steps: Iterable[int]
+) -> tuple[list[float], list[float]]:
+    """Loss and gradient norm of each of these steps."""
+    losses, norms = [], []
+    dims = parallel.layout.dims
+    rank = dims.data_rank(dist.get_rank()) if dims.world_size > 1 else 0
+    for step in steps:
+        batch = trial.batch(step)
+        micro_batches = _micro_batches(batch, rank, dims.dp, trial.micro_batches)
+        rows = _rows(batch)
+        total = torch.zeros((), device=parallel.device)
+        for i, part in enumerate(micro_batches):
+            part = tree_map(lambda t: t.to(parallel.device) if isinstance(t, torch.Tensor) else t, part)
+            with parallel.micro_step(last=i == len(micro_batches) - 1):
+                with parallel.autocast():
+                    loss = trial.loss(parallel.module, part)
+                (loss * (_rows(part) * dims.dp / rows)).backward()
+            total += loss.detach() * (_rows(part) / rows)
+        norms.append(parallel.grad_norm_(trial.clip))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(parallel.total(total))
+    return [float(loss) for loss in losses], [float(norm) for norm in norms]
+
+
+def difference(truth: Curve, curve: Curve) -> Difference:
+    """How far `curve` is from `truth`; nan or another set of names counts as infinitely far."""
+    if truth.weights.keys() != curve.weights.keys():
+        return Difference(float("inf"), float("inf"), float("inf"))
+    weights = max(
+        (_relative(truth.weights[name], curve.weights[name]) for name in truth.weights if truth.weights[name].numel()),
+        default=0.0,
+    )
+    return Difference(_largest(truth.losses, curve.losses), _largest(truth.norms, curve.norms), weights)
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference of an element beside the largest element."""
+    if not a.is_floating_point():
+        return 0.0 if torch.equal(a, b) else float("inf")
+    value = float((a.double() - b.double()).abs().max() / a.double().abs().max().clamp_min(1e-12))
+    return value if value == value else float("inf")
+
+
+def _largest(a: list[float], b: list[float]) -> float:
+    if len(a) != len(b):
+        return float("inf")
+    values = [abs(x - y) / max(abs(x), 1e-12) for x, y in zip(a, b)]
+    return max((value if value == value else float("inf") for value in values), default=0.0)
+
+
+def _rows(batch: Batch) -> int:
+    leaves = torch.utils._pytree.tree_leaves(batch)
+    return int(leaves[0].shape[0])
+
+
+def _micro_batches(batch: Batch, rank: int, ways: int, count: int) -> list[Batch]:
+    """This rank's contiguous share of the batch, in `count` parts."""
+
+    def part(tensor: torch.Tensor, index: int) -> torch.Tensor:
+        return tensor.tensor_split(ways)[rank].tensor_split(count)[index]
+
+    return [tree_map(lambda t, i=i: part(t, i), batch) for i in range(count)]

@@ -1,0 +1,106 @@
+"""The same initial weights under every layout, without the whole model on every device.
+
+`build()` is seeded, so whoever calls it gets the same weights. Replicated layouts call it on every rank. Sharded ones
+build the structure on `meta` (no memory), split it, give every rank memory for its own shards, and then stream the
+weights out of the one real model that rank 0 built on its host: one tensor at a time is broadcast and every rank keeps
+its part. A rank needs its shards and the largest single tensor; a model of 7 billion parameters needs 28 GB on rank
+0's host and nowhere else.
+
+Buffers travel too, also those that are not saved with the model (rotary tables), and so do tensors that a module keeps
+as plain attributes: on meta they would have stayed empty. A model that cannot be built on meta is built on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from strategies.dims import LayoutError
+from strategies.state import shard_of
+
+Build = Callable[[], nn.Module]
+
+
+def structure(build: Build) -> tuple[nn.Module, str]:
+    """The module on meta and ""; or, if it cannot be built there, the real one and why."""
+    try:
+        with torch.device("meta"):
+            module = build()
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        return build(), f"every worker builds the whole model first, because building it on meta fails: {error}"
+    return module, ""
+
+
+def require_parameters(module: nn.Module) -> None:
+    """Raises LayoutError if there is nothing to train."""
+    if not any(p.requires_grad for p in module.parameters()):
+        what = "only parameters with requires_grad=False" if any(True for _ in module.parameters()) else "no parameters"
+        raise LayoutError(f"the model {type(module).__name__} has {what}: there is nothing to train")
+
+
+def materialise(module: nn.Module, device: torch.device, parameter_device: torch.device | None = None) -> None:
+    """Gives meta tensors memory, uninitialised; a parameter shared by several modules stays shared."""
+    made: dict[int, torch.Tensor] = {}
+
+    def real(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
+        if id(tensor) not in made:
+            empty = torch.empty_like(tensor, device=place) if tensor.is_meta else tensor.to(place)
+            if isinstance(tensor, nn.Parameter) and tensor is not empty:
+                empty = nn.Parameter(empty.detach(), requires_grad=tensor.requires_grad)
+            made[id(tensor)] = empty
+            keep.append(tensor)
+        return made[id(tensor)]
+
+    keep: list[torch.Tensor] = []  # so that ids stay taken
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                owner._parameters[name] = real(parameter, parameter_device or device)  # type: ignore[assignment]
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = real(buffer, device)
+        for name, value in _attributes(owner):
+            owner.__dict__[name] = real(value, device)
+
+
+@torch.no_grad()
+def fill(module: nn.Module, source: nn.Module | None, device: torch.device) -> None:
+    """Streams every tensor of rank 0's `source` (None on other ranks) into the shards of `module`. Collective."""
+    whole = dict(_tensors(source)) if source is not None else {}
+    names = [list(whole)]
+    dist.broadcast_object_list(names, src=0, device=device)
+    own = dict(_tensors(module))
+    if own.keys() != set(names[0]):
+        odd = sorted(own.keys() ^ set(names[0]))[0]
+        raise LayoutError(f"the model is not the same on meta and for real: {odd} exists in one of them only")
+    done: dict[int, bool] = {}
+    for name in names[0]:
+        target = own[name]
+        if done.setdefault(id(target), False):
+            continue
+        done[id(target)] = True
+        value = torch.empty(target.shape, dtype=target.dtype, device=device)
+        if source is not None:
+            value.copy_(whole[name])
+        dist.broadcast(value, src=0)
+        if isinstance(target, DTensor):
+            target._local_tensor.copy_(shard_of(value, target))
+        else:
+            target.copy_(value)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Everything a module holds under the names its modules know it by; aliases too."""
+    for prefix, owner in module.named_modules():
+        dot = prefix + "." if prefix else ""
+        held = [*owner._parameters.items(), *owner._buffers.items(), *_attributes(owner)]
+        yield from ((dot + name, tensor) for name, tensor in held if tensor is not None)
+
+
+def _attributes(owner: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Tensors kept as plain attributes."""
+    return [(name, value) for name, value in vars(owner).items() if isinstance(value, torch.Tensor)]

@@ -1,0 +1,204 @@
+"""Model and optimizer state under plain names: what one device would call them.
+
+Wrappers leave marks in names (DDP and DataParallel `module.`, checkpoint wrappers, torch.compile); here nothing but
+DDP and DataParallel wraps at all, and state is read from inside them. So a checkpoint written by any layout is
+read by any other: names agree, tensors are whole or `DTensor`s, and torch.distributed.checkpoint moves the parts.
+https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+
+Optimizer state is keyed by parameter name instead of by position in a list: `{"state": {name: {"exp_avg": …}},
+"groups": {…}}`. Hyperparameters belong to the configuration and are not saved; numbers of a group that an optimizer
+itself keeps (a step count, an estimate of the learning rate) are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from strategies.dims import LayoutError
+
+CONFIGURED = frozenset(
+    {
+        "lr",
+        "initial_lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        "momentum",
+        "dampening",
+        "nesterov",
+        "foreach",
+        "fused",
+        "maximize",
+        "capturable",
+        "differentiable",
+        "amsgrad",
+        "decoupled_weight_decay",
+        "alpha",
+        "centered",
+        "rho",
+        "lambd",
+        "t0",
+        "etas",
+        "step_sizes",
+        "lr_decay",
+        "initial_accumulator_value",
+        "momentum_decay",
+    }
+)
+"""Entries of an optimizer's parameter groups that the configuration decides."""
+
+
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Each parameter once, under its first name."""
+    yield from module.named_parameters()
+
+
+def load_model_state(module: nn.Module, state: dict[str, Any]) -> None:
+    """Copies `state` in. A whole tensor is accepted where the module holds a shard; every name must be there.
+
+    Raises:
+        LayoutError: names or shapes that are not this model's.
+    """
+    own = module.state_dict()
+    for problem, names in (("lacks", own.keys() - state.keys()), ("has unknown", state.keys() - own.keys())):
+        if names:
+            raise LayoutError(f"the state {problem} {sorted(names)[0]!r} ({len(names)} in all): it is another model's")
+    with torch.no_grad():
+        for name, target in own.items():
+            source = state[name]
+            if not isinstance(target, torch.Tensor):
+                continue
+            if source.shape != target.shape:
+                raise LayoutError(
+                    f"{name} is {tuple(source.shape)} in the state and {tuple(target.shape)} in the model: it is "
+                    "another model's"
+                )
+            if source is not target:
+                copy_whole_or_shard(target, source)
+    module.load_state_dict(own)  # runs the hooks of modules that keep something beside tensors
+
+
+def copy_whole_or_shard(target: torch.Tensor, source: torch.Tensor) -> None:
+    """`target` ← `source`, both whole, both sharded alike, or the part of a whole `source` that `target` holds."""
+    if isinstance(target, DTensor):
+        local = source.to_local() if isinstance(source, DTensor) else shard_of(source, target)
+        target.to_local().copy_(local)
+    else:
+        target.copy_(source)
+
+
+def shard_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """The part of `whole` that this rank holds of a tensor distributed as `like`; no communication.
+
+    Sides of the mesh split in order, but a side marked strided (fsdp on top of tp) splits after those to its right.
+    Each cuts as torch.chunk does: equal parts, rounded up, the last ones smaller or empty.
+    """
+    mesh, placements = like.device_mesh, like.placements
+    sides = list(range(mesh.ndim))
+    strided = [i for i in sides if type(placements[i]).__name__ == "_StridedShard"]
+    for side in [i for i in sides if i not in strided] + strided:
+        placement = placements[side]
+        dim = getattr(placement, "dim", None)
+        if dim is None:
+            continue
+        size = whole.size(dim)
+        part = -(-size // mesh.size(side))
+        start = min(size, part * mesh.get_local_rank(side))
+        whole = whole.narrow(dim, start, min(part, size - start))
+    return whole
+
+
+def whole_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The whole of a tensor; collective where it is sharded."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.device_mesh.device_type != tensor.device.type:  # offloaded: gather on the mesh's own devices
+        local = tensor.to_local().to(device)
+        spec = (tensor.device_mesh, tensor.placements)
+        tensor = DTensor.from_local(local, *spec, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    return tensor.full_tensor()
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> dict[str, Any]:
+    """The optimizer's own tensors, by parameter name; made first where the optimizer has not stepped yet."""
+    _initialise(optimizer)
+    state = {
+        names[parameter]: dict(optimizer.state[parameter])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if optimizer.state.get(parameter)
+    }
+    groups = {
+        str(i): {key: value for key, value in group.items() if key != "params" and key not in CONFIGURED}
+        for i, group in enumerate(optimizer.param_groups)
+    }
+    return {"state": state, "groups": {key: value for key, value in groups.items() if value}}
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], names: dict[torch.Tensor, str]
+) -> None:
+    """Copies what `optimizer_state` gave into an optimizer over the same model, under any layout.
+
+    Raises:
+        LayoutError: state of another model or another optimizer.
+    """
+    _initialise(optimizer)
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                _load_parameter(optimizer.state.get(parameter, {}), state["state"], names[parameter])
+    for key, values in state.get("groups", {}).items():
+        optimizer.param_groups[int(key)].update(values)
+
+
+def _load_parameter(own: dict[str, Any], state: dict[str, Any], name: str) -> None:
+    if own and (name not in state or own.keys() != state[name].keys()):
+        raise LayoutError(f"the optimizer state does not fit {name!r}: it is another model's or another optimizer's")
+    for key, target in own.items():
+        source = state[name][key]
+        if not isinstance(target, torch.Tensor):
+            own[key] = source
+        elif source is not target:
+            copy_whole_or_shard(target, source if isinstance(source, torch.Tensor) else torch.as_tensor(source))
+
+
+@torch.no_grad()
+def _initialise(optimizer: torch.optim.Optimizer) -> None:
+    """Gives every parameter the state it would have before its first step.
+
+    Optimizers make their state inside `step`. A step with zero gradients and a learning rate of zero moves nothing;
+    the state it makes is then set to zero, as it is before a first step. (An optimizer whose state begins otherwise,
+    such as Adagrad, makes it on construction, and is left alone.)
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    missing = [p for p in parameters if not optimizer.state.get(p)]
+    if not missing or all("momentum" in g and not g["momentum"] for g in optimizer.param_groups):
+        return
+    gradients = [(p, p.grad) for p in parameters]
+    kept = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    for p in parameters:
+        p.grad = None
+    for p in missing:
+        p.grad = torch.zeros_like(p)
+    for group in optimizer.param_groups:
+        lr = group["lr"]
+        group["lr"] = torch.zeros_like(lr) if isinstance(lr, torch.Tensor) else 0.0
+    try:
+        optimizer.step()
+    finally:
+        for p, gradient in gradients:
+            p.grad = gradient
+        for group, values in zip(optimizer.param_groups, kept):
+            group.update(values)
+    for p in missing:
+        for key, value in optimizer.state.get(p, {}).items():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+            elif type(value) in (int, float):
+                optimizer.state[p][key] = type(value)(0)

@@ -1,0 +1,338 @@
+"""Checkpoints on one process: what is saved, what is kept, what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app import checkpoint
+from app.checkpoint import Checkpointer, CheckpointError, Commit, commit, prune, saver
+from app.checkpoint.staging import Stager
+from app.errors import RunFailed, UserError
+from app.storage import Storage
+
+
+def state_of(value: float) -> dict[str, Any]:
+    """A small training state whose every tensor tells `value`."""
+    value = float(value)
+    model = {"blocks.0.w": torch.full((4, 3), value), "b": torch.full((3,), value, dtype=torch.bfloat16)}
+    moments = {name: {"exp_avg": w * 2, "step": torch.tensor(value)} for name, w in model.items()}
+    optimizer = {"state": moments, "param_groups": {"blocks.0.w": {"lr": value, "betas": [0.9, 0.99]}}}
+    return {"model": model, "optimizer": optimizer, "scheduler": {"last_epoch": int(value)}}
+
+
+def save(folder: str | Path, *steps: int, metrics: dict[int, float] | None = None, **options: Any) -> None:
+    checkpointer = Checkpointer(str(folder), **options)
+    for step in steps:
+        checkpointer.save(state_of(step), meta={"step": step}, metric=(metrics or {}).get(step))
+    checkpointer.close()
+
+
+def steps(folder: str | Path) -> list[int]:
+    return [c.step for c in checkpoint.commits(str(folder))]
+
+
+@pytest.fixture(params=["local", "memory"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "c") if request.param == "local" else f"memory://{uuid.uuid4().hex}/c"
+
+
+def test_save_and_load(folder: str) -> None:
+    checkpointer = Checkpointer(folder, attempt="a/1")
+    meta = {"step": 3, "samples_seen": 96, "layout": {"tp": 1}}
+    checkpointer.save(state_of(3.0), meta=meta, per_rank={"rng": (1, "x")}, metric=0.5)
+    checkpointer.close()
+    (found,) = checkpoint.commits(folder)
+    assert (found.step, found.meta, found.metric, found.attempt) == (3, meta, 0.5, "a/1")
+    assert found == checkpointer.last_commit and checkpointer.last_total_seconds > 0
+    assert set(found.files) == {".metadata", "__0_0.distcp", "rank-0.pt"}
+    assert sorted(Storage(found.path).list()) == sorted([*found.files, "COMMIT.json"])
+    assert checkpoint.latest_good(folder, verify="sha256") == (found, [])
+    into = state_of(0.0)
+    tensor = into["model"]["b"]
+    checkpoint.load(found, into)
+    assert into["model"]["b"] is tensor, "tensors are filled in place"
+    assert json.dumps(_plain(into)) == json.dumps(_plain(state_of(3.0)))
+    assert checkpoint.load_per_rank(found, 0) == {"rng": (1, "x")}
+    assert checkpoint.load_per_rank(found, 1) is None
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    return [str(state.dtype), state.tolist()] if isinstance(state, torch.Tensor) else state
+
+
+def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    write = Checkpointer._write
+    monkeypatch.setattr(Checkpointer, "_write", lambda self, *args: go.wait(30) and write(self, *args))
+    checkpointer = Checkpointer(str(tmp_path))
+    state = state_of(1.0)
+    own = {"rng": torch.ones(2)}
+    whole = torch.ones(4)
+    state["model"]["view"] = whole[:2]
+    checkpointer.save(state, meta={"step": 1}, per_rank=own)
+    assert checkpointer.busy
+    for tensor in (state["model"]["b"], state["optimizer"]["state"]["b"]["step"], whole, own["rng"]):
+        tensor.fill_(9.0)
+    state["scheduler"]["last_epoch"] = 9
+    state["optimizer"]["param_groups"]["blocks.0.w"]["betas"][0] = 9
+    go.set()
+    checkpointer.close()
+    into = {**state_of(0.0), "model": {**state_of(0.0)["model"], "view": torch.zeros(2)}}
+    checkpoint.load(checkpoint.commits(str(tmp_path))[0], into)
+    expected = {**state_of(1.0), "model": {**state_of(1.0)["model"], "view": torch.ones(2)}}
+    assert _plain(into) == _plain(expected)
+    assert checkpoint.load_per_rank(checkpoint.commits(str(tmp_path))[0], 0)["rng"].tolist() == [1.0, 1.0]
+
+
+def test_buffers_are_reused_while_shapes_stay() -> None:
+    stager = Stager()
+    first, _ = stager.stage({"model": {"w": torch.ones(3)}})
+    address = first["model"]["w"].data_ptr()
+    second, _ = stager.stage({"model": {"w": torch.zeros(3)}})
+    assert second["model"]["w"].data_ptr() == address and second["model"]["w"].tolist() == [0.0] * 3
+    third, _ = stager.stage({"model": {"w": torch.ones(2, 2, dtype=torch.float64)}})
+    assert third["model"]["w"].dtype == torch.float64 and third["model"]["w"].shape == (2, 2)
+
+
+@pytest.mark.parametrize("name", ["_orig_mod.w", "blocks.0._checkpoint_wrapped_module.w"])
+def test_names_that_depend_on_wrapping_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="save the plain names"):
+        Checkpointer(str(tmp_path)).save({"model": {name: torch.ones(1)}}, meta={"step": 1})
+
+
+def test_torch_reads_it_too(tmp_path: Path) -> None:
+    """A plain DCP checkpoint: torch's own conversion gives the nested state back."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    save(tmp_path / "c", 2)
+    dcp_to_torch_save(checkpoint.commits(str(tmp_path / "c"))[0].path, tmp_path / "out.pt")
+    assert _plain(torch.load(tmp_path / "out.pt")) == _plain(state_of(2.0))
+
+
+# -- keeping and pruning
+
+
+def test_keeps_the_last_and_the_best(folder: str) -> None:
+    metrics = {1: 3.0, 2: 1.0, 3: 2.0, 4: math.nan, 5: 2.5}
+    save(folder, 1, 2, 3, 4, 5, metrics=metrics, keep_last=2, mode="min")
+    assert steps(folder) == [5, 4, 2]
+    assert len(Storage(folder).list()) == 3
+    save(folder, 6, 7, keep_last=1, keep_best=False, metrics={6: 0.0})
+    assert steps(folder) == [7]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "keep_last", "keep_best", "mode", "kept"),
+    [
+        ([None, None, None], 0, True, "min", [3]),  # never the newest
+        ([1.0, 2.0, 3.0], 1, True, "min", [1, 3]),
+        ([1.0, 2.0, 3.0], 1, True, "max", [3]),
+        ([1.0, 1.0, 3.0], 1, True, "min", [2, 3]),  # of equal ones the newest
+        ([1.0, None, None], 2, False, "min", [2, 3]),
+        ([1.0, None, None], 9, False, "min", [1, 2, 3]),
+    ],
+)
+def test_what_is_superfluous(
+    metrics: list[float | None], keep_last: int, keep_best: bool, mode: Any, kept: list[int]
+) -> None:
+    found = [Commit(i, f"/{i}", {}, {}, m, sequence=i) for i, m in enumerate(metrics, 1)][::-1]
+    gone = prune.superfluous(found, keep_last=keep_last, keep_best=keep_best, mode=mode)
+    assert sorted({1, 2, 3} - {c.step for c in gone}) == kept
+    assert [c.step for c in gone] == sorted(c.step for c in gone)
+
+
+def test_a_failure_to_prune_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(storage: Storage) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(prune, "remove", refuse)
+    with caplog.at_level(logging.WARNING):
+        save(tmp_path, 1, 2, keep_last=1, keep_best=False)
+    assert steps(tmp_path) == [2, 1]
+    assert "step-00000001 could not be removed" in caplog.text
+
+
+# -- repeating, superseding, sweeping
+
+
+def test_a_step_saved_again_stands_beside_the_old_until_committed(tmp_path: Path) -> None:
+    save(tmp_path, 5, attempt="a", keep_last=3)
+    save(tmp_path, 5, attempt="b", keep_last=3)
+    save(tmp_path, 5, attempt="b", keep_last=3)
+    names = [Path(c.path).name for c in checkpoint.commits(str(tmp_path))]
+    assert names == ["step-00000005-b-2", "step-00000005-b", "step-00000005-a"]
+    save(tmp_path / "plain", 5, 5)
+    assert [Path(c.path).name for c in checkpoint.commits(str(tmp_path / "plain"))] == [
+        "step-00000005-again-2",
+        "step-00000005",
+    ]
+
+
+def test_the_newest_is_the_one_written_last(tmp_path: Path) -> None:
+    """After a rewind behind a damaged checkpoint its step is the higher one, and it must not win for that."""
+    save(tmp_path, 100, 200, keep_last=3)
+    save(tmp_path, 150, keep_last=3)
+    assert steps(tmp_path) == [150, 200, 100]
+
+
+def test_a_superseded_attempt_does_not_commit(folder: str) -> None:
+    save(folder, 1)
+    checkpointer = Checkpointer(folder, fence=lambda: False)
+    checkpointer.save(state_of(2), meta={"step": 2})
+    with pytest.raises(CheckpointError, match=r"step 2 in .* was not committed \(superseded"):
+        checkpointer.wait()
+    assert steps(folder) == [1] and len(Storage(folder).list()) == 1
+
+
+def test_sweep_removes_what_is_not_committed(folder: str) -> None:
+    save(folder, 1, 2)
+    storage = Storage(folder)
+    newest = checkpoint.commits(folder)[0]
+    storage.write_bytes("step-00000003-x/__0_0.distcp", b"torn")
+    storage.write_bytes("step-00000003-x/.metadata.tmp", b"torn")
+    storage.write_bytes("notes/mine.txt", b"not ours")
+    newest.storage.write_bytes(".COMMIT.json.ab.tmp", b"{")
+    assert steps(folder) == [2, 1]
+    checkpoint.sweep(folder)
+    assert steps(folder) == [2, 1]
+    assert storage.list() == ["notes", "step-00000001", "step-00000002"]
+    assert ".COMMIT.json.ab.tmp" not in newest.storage.list()
+    assert checkpoint.latest_good(folder, verify="sha256")[0] == newest
+    checkpoint.sweep(folder + "/nothing-here")
+
+
+# -- failures
+
+
+def test_a_failure_surfaces_and_the_next_save_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpointer = Checkpointer(str(tmp_path))
+    checkpointer.save(state_of(1), meta={"step": 1})
+    checkpointer.wait()
+    with monkeypatch.context() as broken:
+        broken.setattr(saver, "dcp", _Broken())
+        checkpointer.save(state_of(2), meta={"step": 2})
+        with pytest.raises(CheckpointError):
+            checkpointer._pending.result(30)  # type: ignore[union-attr]
+    for _ in range(2):  # it is not forgotten by looking
+        with pytest.raises(CheckpointError, match=r"step 2 in .* \(No space left on device\)"):
+            checkpointer.check()
+    with pytest.raises(RunFailed, match="those committed before are untouched"):
+        checkpointer.save(state_of(3), meta={"step": 3})
+    checkpointer.check()
+    checkpointer.save(state_of(3), meta={"step": 3})
+    checkpointer.close()
+    assert steps(tmp_path) == [3, 1] and len(list(tmp_path.iterdir())) == 2
+
+
+class _Broken:
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    checkpointer = Checkpointer(str(tmp_path / "file" / "c"))
+    checkpointer.save(state_of(1), meta={"step": 1})
+    with pytest.raises(CheckpointError, match="Not a directory"):
+        checkpointer.close()
+
+
+def test_meta_must_be_json(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="JSON"):
+        Checkpointer(str(tmp_path)).save({"model": {}}, meta={"step": 1, "x": torch.ones(1)})
+
+
+# -- loading something else
+
+
+def _without(state: dict[str, Any], part: str, name: str) -> dict[str, Any]:
+    return {**state, part: {key: value for key, value in state[part].items() if key != name}}
+
+
+OTHERS = {
+    "shape": (
+        lambda s: s["model"].update({"blocks.0.w": torch.zeros(4, 4)}),
+        "is of another model: blocks.0.w is (4, 3) there and (4, 4) here; use another run.name",
+    ),
+    "missing": (
+        lambda s: s["model"].update({"head.w": torch.zeros(2)}),
+        "is of another model: head.w is not in it",
+    ),
+    "unexpected": (lambda s: s["model"].pop("b"), "is of another model: b is (3,) there and does not exist here"),
+    "scalar": (
+        lambda s: s["model"].update({"b": torch.tensor(1.0)}),
+        "is of another model: b is (3,) there and a single number here",
+    ),
+    "optimizer": (
+        lambda s: s["optimizer"]["state"]["b"].update({"exp_avg_sq": torch.zeros(3)}),
+        "is of another optimizer: optimizer.state.b.exp_avg_sq is not in it",
+    ),
+    "number": (lambda s: s["model"].update({"b": 1.0}), "is of another model: b is (3,) there and float here"),
+    "tensor": (
+        lambda s: s["scheduler"].update({"last_epoch": torch.zeros(1)}),
+        "scheduler.last_epoch is not a tensor there and (1,) here",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(OTHERS))
+def test_another_model_is_refused_before_anything_is_read(tmp_path: Path, case: str) -> None:
+    change, words = OTHERS[case]
+    save(tmp_path, 1)
+    into = state_of(0.0)
+    change(into)
+    with pytest.raises(UserError) as caught:
+        checkpoint.load(checkpoint.commits(str(tmp_path))[0], into)
+    assert words in str(caught.value) and "step-00000001 is" in str(caught.value) and "\n" not in str(caught.value)
+    assert into["optimizer"]["state"]["blocks.0.w"]["step"].item() == 0.0
+
+
+def test_weights_alone_and_numbers_that_are_new(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    found = checkpoint.commits(str(tmp_path))[0]
+    weights = {"model": state_of(0.0)["model"]}
+    checkpoint.load(found, weights)
+    assert weights["model"]["b"].tolist() == [1.0] * 3
+    into = state_of(0.0)
+    into["scheduler"]["added_later"] = 7
+    checkpoint.load(found, into)
+    assert into["scheduler"] == {"last_epoch": 1, "added_later": 7}
+
+
+# -- finding
+
+
+def test_find(tmp_path: Path) -> None:
+    save(tmp_path / "run" / "checkpoints", 1, 2)
+    newest = checkpoint.commits(str(tmp_path / "run" / "checkpoints"))[0]
+    for where in (newest.path, str(tmp_path / "run" / "checkpoints"), str(tmp_path / "run")):
+        assert checkpoint.find(where) == newest
+    with pytest.raises(UserError, match="it does not exist"):
+        checkpoint.find(str(tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"there is no COMMIT\.json in it"):
+        checkpoint.find(str(tmp_path / "empty"))
+    Path(newest.path, "COMMIT.json").write_text("{")
+    with pytest.raises(UserError, match=r"is damaged: its COMMIT\.json cannot be read"):
+        checkpoint.find(newest.path)
+
+
+def test_parts_are_every_file_once_and_even(tmp_path: Path) -> None:
+    sizes = {f"f{i}": commit.File(size, "") for i, size in enumerate([50, 30, 30, 20, 10, 0, 0])}
+    whole = Commit(1, "/c", {}, sizes)
+    parts = [commit._part(whole, rank, 3) for rank in range(3)]
+    assert sorted(sum(parts, [])) == sorted(sizes)
+    assert max(sum(sizes[n].size for n in p) for p in parts) <= 50

@@ -1,0 +1,282 @@
+"""Checkpoints of several ranks: any layout reads any other's, and a failing rank holds nobody up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from app import checkpoint
+from app.checkpoint import Checkpointer, CheckpointError
+from app.checkpoint.files import HashingStream, Reader, Writer
+from app.errors import UserError
+from tests.pool import DistributedFailure, run_distributed
+
+LAYOUTS = {"replicas": 2, "rows": 2, "columns": 2, "rows4": 4, "hybrid": 4, "grid": 4, "stages": 2}
+
+
+def whole(scale: float = 1.0) -> dict[str, torch.Tensor]:
+    """The model that every layout below is a layout of; 7 rows do not divide evenly."""
+    return {f"blocks.{i}.w": scale * (torch.arange(7 * 6.0).reshape(7, 6) + 100 * i) for i in range(2)}
+
+
+def lay_out(layout: str, rank: int, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The part of a state that this rank has under a layout."""
+    if layout in ("one", "replicas"):
+        return {name: t.clone() for name, t in tensors.items()}
+    if layout == "stages":
+        return {name: t.clone() for name, t in tensors.items() if f"blocks.{rank}." in name}
+    placements: dict[str, tuple[tuple[int, ...], list[Any]]] = {
+        "rows": ((2,), [Shard(0)]),
+        "columns": ((2,), [Shard(1)]),
+        "rows4": ((4,), [Shard(0)]),
+        "hybrid": ((2, 2), [Replicate(), Shard(0)]),
+        "grid": ((2, 2), [Shard(0), Shard(1)]),
+    }
+    shape, placement = placements[layout]
+    mesh = init_device_mesh("cpu", shape)
+    return {name: distribute_tensor(t.clone(), mesh, placement) for name, t in tensors.items()}
+
+
+def full(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
+
+
+def state_of(layout: str, rank: int, scale: float = 1.0) -> dict[str, Any]:
+    moments = lay_out(layout, rank, whole(2 * scale))
+    return {
+        "model": lay_out(layout, rank, whole(scale)),
+        "optimizer": {"state": {name: {"exp_avg": t} for name, t in moments.items()}, "lr": 0.5 * scale},
+    }
+
+
+def _save(rank: int, folder: str, layout: str) -> None:
+    checkpointer = Checkpointer(folder)
+    state = state_of(layout, rank)
+    checkpointer.save(state, meta={"step": 1}, per_rank=f"I was {rank}")
+    for t in [*state["model"].values(), *(s["exp_avg"] for s in state["optimizer"]["state"].values())]:
+        (t.to_local() if isinstance(t, DTensor) else t).fill_(-1.0)  # training goes on at once
+        dist.all_reduce(torch.ones(1))  # and so do its collectives
+    checkpointer.close()
+
+
+def _load(rank: int, folder: str, layout: str) -> None:
+    state = state_of(layout, rank, 0.0)
+    (commit,) = checkpoint.commits(folder)
+    checkpoint.load(commit, state)
+    moments = {name: s["exp_avg"] for name, s in state["optimizer"]["state"].items()}
+    for got, expected in ((full(state["model"]), whole()), (full(moments), whole(2.0))):
+        assert got, "this rank has something"
+        for name, tensor in got.items():
+            assert torch.equal(tensor, expected[name]), name
+    assert state["optimizer"]["lr"] == 0.5
+    assert checkpoint.load_per_rank(commit, rank) in (None, f"I was {rank}")
+
+
+@pytest.mark.parametrize("saved", list(LAYOUTS))
+def test_any_layout_reads_it(tmp_path: Path, saved: str) -> None:
+    folder = str(tmp_path)
+    run_distributed(_save, LAYOUTS[saved], folder, saved)
+    assert checkpoint.latest_good(folder, verify="sha256")[1] == []
+    _load(0, folder, "one")
+    for reader in ("replicas", "columns", "grid", "stages"):
+        run_distributed(_load, LAYOUTS[reader], folder, reader)
+
+
+def test_names_do_not_depend_on_the_layout(tmp_path: Path) -> None:
+    tables = []
+    for layout in ("replicas", "rows4", "stages"):
+        folder = str(tmp_path / layout)
+        run_distributed(_save, LAYOUTS[layout], folder, layout)
+        metadata = Reader(checkpoint.commits(folder)[0].storage).read_metadata()
+        tables.append({name: getattr(entry, "size", None) for name, entry in metadata.state_dict_metadata.items()})
+    assert tables[0] == tables[1] == tables[2]
+    assert set(tables[0]) == {
+        "model.blocks.0.w",
+        "model.blocks.1.w",
+        "optimizer.lr",
+        "optimizer.state.blocks.0.w.exp_avg",
+        "optimizer.state.blocks.1.w.exp_avg",
+    }
+
+
+def test_replicas_share_the_writing(tmp_path: Path) -> None:
+    run_distributed(_save, 2, str(tmp_path), "replicas")
+    files = checkpoint.commits(str(tmp_path))[0].files
+    assert min(files["__0_0.distcp"].size, files["__1_0.distcp"].size) > 2 * 7 * 6 * 4
+
+
+# -- failures
+
+
+class Unsendable(Exception):
+    """Cannot be pickled, as some libraries' exceptions cannot."""
+
+    def __init__(self, code: int, why: str) -> None:
+        super().__init__("the store said no")
+        self.lock = __import__("threading").Lock()
+
+
+def _break(kind: str) -> None:
+    """Make one step of a save fail in this process, once."""
+
+    def once(owner: Any, name: str, error: BaseException) -> None:
+        original = getattr(owner, name)
+
+        def fail(*args: Any, **kwargs: Any) -> None:
+            setattr(owner, name, original)
+            raise error
+
+        setattr(owner, name, fail)
+
+    full_disk = OSError(28, "No space left on device")
+    if kind == "write":
+        once(HashingStream, "write", full_disk)
+    elif kind == "close":
+        once(HashingStream, "close", full_disk)
+    elif kind == "hash":
+        once(HashingStream, "file", ValueError("no hash today"))
+    elif kind == "unsendable":
+        once(HashingStream, "write", Unsendable(1, ""))
+    elif kind == "plan":
+        once(Writer, "prepare_local_plan", Unsendable(1, ""))
+    elif kind == "finish":
+        once(Writer, "finish", Unsendable(1, ""))
+    elif kind == "folder":
+        once(Checkpointer, "_make_folder", PermissionError(13, "Permission denied"))
+    elif kind == "commit":
+        once(Checkpointer, "_commit", full_disk)
+
+
+def _fail(rank: int, folder: str, kind: str, bad: int) -> tuple[str, float]:
+    checkpointer = Checkpointer(folder, keep_last=5)
+    checkpointer.save(state_of("replicas", rank), meta={"step": 1})
+    checkpointer.wait()
+    if rank == bad:
+        _break(kind)
+    checkpointer.save(state_of("replicas", rank, 2.0), meta={"step": 2}, per_rank=rank)
+    started = time.monotonic()
+    with pytest.raises(CheckpointError) as caught:
+        checkpointer.wait()
+    seconds = time.monotonic() - started
+    assert [c.step for c in checkpoint.commits(folder)] == [1]
+    dist.barrier()
+    checkpointer.save(state_of("replicas", rank, 3.0), meta={"step": 3})
+    checkpointer.close()
+    return str(caught.value), seconds
+
+
+@pytest.mark.parametrize(
+    ("kind", "bad", "words"),
+    [
+        ("write", 1, "rank 1: No space left on device"),
+        ("write", 0, "rank 0: No space left on device"),
+        ("close", 1, "rank 1: No space left on device"),
+        ("hash", 1, "rank 1: ValueError: no hash today"),
+        ("unsendable", 1, "rank 1: Unsendable: the store said no"),
+        ("plan", 1, "rank 1: Unsendable: the store said no"),
+        ("finish", 0, "rank 0: Unsendable: the store said no"),
+        ("folder", 0, "rank 0: Permission denied"),
+        ("commit", 0, "rank 0: No space left on device"),
+    ],
+)
+def test_one_rank_fails_and_all_say_so(tmp_path: Path, kind: str, bad: int, words: str) -> None:
+    outcomes = run_distributed(_fail, 2, str(tmp_path), kind, bad, timeout=60)
+    assert len({said for said, _ in outcomes}) == 1
+    assert f"({words})" in outcomes[0][0] and "step 2" in outcomes[0][0] and "\n" not in outcomes[0][0]
+    assert max(seconds for _, seconds in outcomes) < 10
+    assert [c.step for c in checkpoint.commits(str(tmp_path))] == [3, 1]
+    assert checkpoint.latest_good(str(tmp_path), verify="sha256")[1] == []
+    assert len(list(tmp_path.iterdir())) == 2, "what the failed save had written is gone"
+
+
+def _superseded(rank: int, folder: str) -> str:
+    checkpointer = Checkpointer(folder, fence=lambda: False)
+    checkpointer.save(state_of("rows", rank), meta={"step": 1})
+    with pytest.raises(CheckpointError) as caught:
+        checkpointer.close()
+    return str(caught.value)
+
+
+def test_superseded_on_every_rank(tmp_path: Path) -> None:
+    first, second = run_distributed(_superseded, 2, str(tmp_path))
+    assert first == second and "superseded" in first
+    assert list(tmp_path.iterdir()) == []
+
+
+def _die(rank: int, folder: str) -> None:
+    _save(rank, folder, "replicas")
+    if rank == 1:
+        HashingStream.write = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
+    checkpointer = Checkpointer(folder)
+    checkpointer.save(state_of("replicas", rank), meta={"step": 2})
+    checkpointer.close()
+
+
+def test_a_killed_rank_leaves_the_commit_before(tmp_path: Path) -> None:
+    with pytest.raises(DistributedFailure, match="exit code -9") as caught:
+        run_distributed(_die, 2, str(tmp_path), timeout=60)
+    assert "CheckpointError" in str(caught.value), "the other rank is told, not left waiting"
+    good, passed = checkpoint.latest_good(str(tmp_path), verify="sha256")
+    assert good is not None and good.step == 1 and passed == []
+
+
+# -- loading what cannot be loaded
+
+
+def _refused(rank: int, folder: str, layout: str, change: str) -> str:
+    state = state_of(layout, rank, 0.0)
+    if change == "shape" and rank == 1:
+        state["model"]["blocks.1.w"] = torch.zeros(2, 2)
+    if change == "missing stage" and rank == 1:
+        state = {"model": {}, "optimizer": {}}
+    (commit,) = checkpoint.commits(folder)
+    with pytest.raises(UserError) as caught:
+        checkpoint.load(commit, state)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "words"),
+    [
+        ("stages", "shape", "blocks.1.w is (7, 6) there and (2, 2) here"),
+        ("stages", "missing stage", "blocks.1.w is (7, 6) there and does not exist here"),
+    ],
+)
+def test_a_difference_on_one_rank_is_everybodys(tmp_path: Path, layout: str, change: str, words: str) -> None:
+    run_distributed(_save, 2, str(tmp_path), layout)
+    first, second = run_distributed(_refused, 2, str(tmp_path), layout, change)
+    assert first == second and words in first
+
+
+def test_a_flipped_bit_is_found_by_the_ranks_together(tmp_path: Path) -> None:
+    for step in ("a", "b"):
+        run_distributed(_save, 2, str(tmp_path / step), "rows")
+    (tmp_path / "b").rename(tmp_path / "a" / "x")
+    folder = str(tmp_path / "a")
+    good, bad = checkpoint.commits(folder)[0], tmp_path / "a" / "step-00000002"
+    (tmp_path / "a" / "x" / "step-00000001").rename(bad)
+    shard = bad / "__1_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    marker = checkpoint.commit.decode((bad / "COMMIT.json").read_bytes(), "")
+    newer = checkpoint.Commit(2, "", marker.meta, marker.files, None, "", good.sequence + 1)
+    (bad / "COMMIT.json").write_bytes(checkpoint.commit.encode(newer))
+    answers = run_distributed(_together, 2, folder)
+    assert answers[0] == answers[1]
+    assert answers[0][0] == good.path and "__1_0.distcp does not have the content" in answers[0][1][0]
+
+
+def _together(rank: int, folder: str) -> tuple[str, list[str]]:
+    found, passed = checkpoint.latest_good_together(folder)
+    assert found is not None
+    return found.path, passed

@@ -1,0 +1,110 @@
+"""Data order: a pure function of (seed, position) that visits every sample once per epoch."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.data.order import SORT_UP_TO, Order, shares
+from app.data.split import hold_out
+
+SIZES = [1, 2, 3, 7, 64, 97, 1000, 4000, 7919, SORT_UP_TO - 1, SORT_UP_TO, SORT_UP_TO + 1, 200_003]
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_every_sample_exactly_once_per_epoch(n: int) -> None:
+    order = Order(n, seed=3)
+    for epoch in range(3):
+        assert np.array_equal(np.sort(order.indices(epoch * n, n)), np.arange(n))
+
+
+@pytest.mark.parametrize("n", [64, 4000, SORT_UP_TO + 1])
+def test_epochs_and_seeds_differ(n: int) -> None:
+    first, second = Order(n, 0).indices(0, n), Order(n, 0).indices(n, n)
+    other_seed = Order(n, 1).indices(0, n)
+    for other in (second, other_seed, np.arange(n)):
+        assert (first == other).mean() < 0.1
+
+
+@settings(max_examples=50, deadline=None)
+@given(n=st.integers(1, 150_000), seed=st.integers(-(2**70), 2**70), start=st.integers(0, 10**12), data=st.data())
+def test_any_range_is_the_same_however_it_is_asked_for(n: int, seed: int, start: int, data: st.DataObject) -> None:
+    count = data.draw(st.integers(0, 300))
+    cut = data.draw(st.integers(0, count))
+    whole = Order(n, seed).indices(start, count)
+    order = Order(n, seed)
+    late, early = order.indices(start + cut, count - cut), order.indices(start, cut)
+    assert np.array_equal(whole, np.concatenate([early, late]))
+    assert len(whole) == count and ((whole >= 0) & (whole < n)).all()
+
+
+def test_a_billion_samples_are_accessed_at_random_in_little_time() -> None:
+    n = 10**9
+    order = Order(n, seed=0)
+    began = time.perf_counter()
+    seen = np.concatenate([order.indices(start, 5000) for start in (0, n // 2, n - 2500, 7 * n + 123_456_789)])
+    assert time.perf_counter() - began < 2
+    assert ((seen >= 0) & (seen < n)).all()
+    within_first_epoch = np.concatenate([seen[:10_000], seen[10_000:12_500]])
+    assert len(np.unique(within_first_epoch)) == len(within_first_epoch)
+    assert abs(seen.mean() / n - 0.5) < 0.02
+
+
+def test_orders_of_a_small_set_are_evenly_distributed() -> None:
+    counts: dict[tuple[int, ...], int] = {}
+    for epoch in range(6000):
+        drawn = tuple(Order(3, seed=epoch).indices(0, 3).tolist())
+        counts[drawn] = counts.get(drawn, 0) + 1
+    assert len(counts) == 6
+    assert max(abs(count - 1000) for count in counts.values()) < 150
+
+
+def test_large_sets_have_no_order_left() -> None:
+    indices = Order(10**6, seed=0).indices(0, 10**6).astype(np.float64)
+    assert abs(np.corrcoef(indices[:-1], indices[1:])[0, 1]) < 0.005
+    assert abs(np.corrcoef(indices, np.arange(10**6))[0, 1]) < 0.005
+
+
+def test_the_order_never_changes_between_versions() -> None:
+    assert Order(10, 0).indices(0, 12).tolist() == [2, 6, 5, 3, 0, 4, 7, 1, 8, 9, 7, 8]
+    assert Order(10**9, 0).indices(0, 3).tolist() == [182330180, 86705560, 492790745]
+
+
+@given(count=st.integers(0, 1000), parts=st.integers(1, 50))
+def test_shares_are_contiguous_and_even(count: int, parts: int) -> None:
+    slices = shares(count, parts)
+    sizes = [part.stop - part.start for part in slices]
+    assert len(slices) == parts and slices[0].start == 0 and slices[-1].stop == count
+    assert all(before.stop == after.start for before, after in zip(slices, slices[1:]))
+    assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize(("n", "seed", "start", "count"), [(0, 0, 0, 1), (5, 0, -1, 1), (5, 0, 0, -1)])
+def test_nonsense_is_refused(n: int, seed: int, start: int, count: int) -> None:
+    with pytest.raises(ValueError):
+        Order(n, seed).indices(start, count)
+
+
+@pytest.mark.parametrize(("sizes", "count"), [((500,) * 10, 1000), ((7, 90, 3), 10), ((1, 1, 1), 2), ((50, 50), 0)])
+def test_hold_out_is_class_balanced_disjoint_and_complete(sizes: tuple[int, ...], count: int) -> None:
+    labels = np.repeat(np.arange(len(sizes)), sizes)
+    train, held = hold_out(len(labels), count, labels)
+    assert len(held) == count
+    assert sorted([*train, *held]) == list(range(len(labels)))
+    for label, size in enumerate(sizes):
+        assert abs((labels[held] == label).sum() - size * count / len(labels)) <= 1
+    again = hold_out(len(labels), count, labels)
+    assert np.array_equal(train, again[0]) and np.array_equal(held, again[1])
+
+
+def test_hold_out_is_shuffled() -> None:
+    labels = np.repeat(np.arange(10), 500)
+    train, held = hold_out(5000, 1000, labels)
+    assert len(set(labels[held[:20]])) > 4
+    assert len(set(labels[train[:20]])) > 4
+    plain_train, plain_held = hold_out(5000, 1000)
+    assert sorted([*plain_train, *plain_held]) == list(range(5000))

@@ -1,0 +1,98 @@
+"""Storage: the same calls locally and on an object store, atomic writes, and one sentence for a bad place."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+import pytest
+
+from app.errors import UserError
+from app.storage import Storage
+
+
+@pytest.fixture(params=["local", "file", "memory"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    urls = {"local": str(tmp_path), "file": f"file://{tmp_path}", "memory": f"memory://{uuid.uuid4().hex}"}
+    return Storage(urls[request.param]).join("runs", "a")
+
+
+def test_write_read_list_remove(storage: Storage) -> None:
+    assert storage.list() == [] and not storage.exists()
+    storage.write_bytes("one.json", b"1")
+    storage.write_bytes("deep/er/two.bin", b"22")
+    storage.write_bytes("one.json", b"111")
+    assert storage.read_bytes("one.json") == b"111" and storage.size("one.json") == 3
+    assert storage.list() == ["deep", "one.json"] and storage.list("deep/er") == ["two.bin"]
+    assert storage.join("deep", "er").read_bytes("two.bin") == b"22"
+    assert storage.exists("deep") and storage.is_dir("deep") and not storage.is_dir("one.json")
+    with storage.open("deep/er/two.bin") as file:
+        assert file.read(1) == b"2"
+    storage.rename("one.json", "uno.json")
+    assert storage.list() == ["deep", "uno.json"]
+    storage.remove("uno.json")
+    storage.remove("uno.json")
+    storage.remove_tree("deep")
+    storage.remove_tree("deep")
+    assert storage.list() == []
+    for call in (storage.read_bytes, storage.size):
+        with pytest.raises(FileNotFoundError):
+            call("uno.json")
+
+
+def test_check_writable_leaves_nothing(storage: Storage) -> None:
+    storage.check_writable()
+    assert storage.list() == []
+
+
+def test_local_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/nobody")
+    assert Storage("runs/../out").url == str(tmp_path / "out")
+    assert Storage("runs").local_path == tmp_path / "runs"
+    assert Storage("~/runs").url == "/home/nobody/runs"
+    assert Storage("memory://b/").url == "memory://b"
+    with pytest.raises(ValueError, match="not a local folder"):
+        _ = Storage("memory://b").local_path
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(tmp_path)
+    storage.write_bytes("marker", b"old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        storage.write_bytes("marker", b"new")
+    assert storage.read_bytes("marker") == b"old" and storage.list() == ["marker"]
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("{tmp}/file/runs", "cannot be written (Not a directory)"),
+        ("/proc/runs", "cannot be written"),
+        ("nonsense://bucket/runs", "is of an unknown kind (nonsense://): use a local path"),
+    ],
+)
+def test_bad_places_get_one_sentence(url: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError) as caught:
+        Storage(url.format(tmp=tmp_path)).check_writable()
+    message = str(caught.value)
+    assert words in message and "\n" not in message and url.rsplit("/", 1)[-1] in message
+
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec
+
+    def absent(url: str, **options: object) -> None:
+        raise ImportError("Please install gcsfs to access Google Storage")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", absent)
+    with pytest.raises(UserError, match=r"pip install 'trireme\[gs\]'"):
+        Storage("gs://bucket/runs")
