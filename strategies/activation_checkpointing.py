@@ -6,8 +6,9 @@ more arithmetic. Chen et al. 2016, https://arxiv.org/abs/1604.06174.
 
 - `full`: every block; `every_N`: every N-th block, trading memory for time by block;
 - `selective`: by operator: every block is recomputed, except the results of matrix products, attention and
-  collectives, which are dear to compute and kept; what is recomputed (norms, activations, dropout) is cheap. Korthikanti
-  et al. 2022, https://arxiv.org/abs/2205.05198; `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
+  collectives, which are dear to compute and kept; what is recomputed (norms, activations, dropout) is cheap.
+  Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198;
+  `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
 
 The numbers are the same: the recomputation repeats the forward, its random numbers included. A block's `forward` is
 replaced in place, so no name changes, and hooks around the block (of sharding) run once, outside of it.

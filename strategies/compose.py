@@ -13,22 +13,37 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
-from strategies import activation_checkpointing, compiled, ddp, fsdp, hsdp, precision, single, start, zero
+from strategies import (
+    activation_checkpointing,
+    compiled,
+    ddp,
+    fsdp,
+    hsdp,
+    precision,
+    replicate,
+    single,
+    start,
+    tensor,
+    zero,
+)
 from strategies.blocks import find_blocks
 from strategies.dims import LayoutError, ParallelDims
-from strategies.names import SHARDED, Layout, choose
+from strategies.names import Layout, choose
 from strategies.options import Options, check
-from strategies.parallel import Parallel
+from strategies.parallel import Parallel, no_communication
 
 __all__ = ["Layout", "LayoutError", "Options", "Parallel", "ParallelDims", "check", "choose", "parallelize"]
 
+MicroStep = Callable[[bool], AbstractContextManager[Any]]
 Blocks = list[str] | Callable[[nn.Module], list[str] | None] | None
 Plan = dict[str, str] | Callable[[nn.Module], dict[str, str] | None] | None
 
@@ -94,28 +109,58 @@ def _sharded(
     source = build() if dist.get_rank() == 0 else None
     mesh = layout.dims.build_mesh(device.type)
     names = find_blocks(module, _answer(blocks, module))
+    split = _split(module, layout, mesh, _answer(tensor_plan, module), options) if layout.dims.tp > 1 else None
     _recompute_and_compile(module, names, options)
-    step: Any = None
-    if layout.dims.dp_shard > 1:
-        step = _shard(module, layout, mesh, names, options)
+    units = _shard(module, layout, mesh, names, options) if layout.dims.dp_shard > 1 else None
     start.materialise(module, device, torch.device("cpu") if options.offload else device)
     start.fill(module, source, device)
     group = layout.dims.data_group(mesh)
+    step: MicroStep = no_communication
+    if units is not None:
+        step = _shard_step(units, layout, options)
+    elif group is not None:
+        step = replicate.micro_step(list(module.named_parameters()), group, options)
+    if split is not None:
+        step = tensor.GradientSums(module, split).micro_step(step)
+    autocast = contextlib.nullcontext if units is not None else precision.autocast(options.precision, device.type)
     notes = (note,) if note else ()
-    return Parallel(module, layout, device, group=group, micro_step=step, autocast=contextlib.nullcontext, notes=notes)
+    return Parallel(module, layout, device, group=group, micro_step=step, autocast=autocast, notes=notes)
 
 
-def _shard(module: nn.Module, layout: Layout, mesh: DeviceMesh, blocks: list[str], options: Options) -> fsdp.MicroStep:
-    """Puts the sharded strategy of the layout on the module; returns its micro_step."""
+def _split(
+    module: nn.Module, layout: Layout, mesh: DeviceMesh, plan: dict[str, str] | None, options: Options
+) -> tensor.Split:
+    return tensor.apply(
+        module,
+        mesh["tp"],
+        plan,
+        sequence_parallel=options.sequence_parallel,
+        loss_parallel=options.loss_parallel,
+    )
+
+
+def _shard(
+    module: nn.Module, layout: Layout, mesh: DeviceMesh, blocks: list[str], options: Options
+) -> list[FSDPModule]:
+    """Puts the sharded strategy of the layout on the module; its units."""
     sides = tuple(side for side in ("dp_replicate", "dp_shard") if getattr(layout.dims, side) > 1)
-    mesh = mesh[sides]
-    name = next(part for part in layout.parts if part in SHARDED)
-    if name in ("zero1", "zero2"):
-        return zero.micro_step(zero.apply(module, mesh, blocks, options), int(name[-1]), options)
-    free = options.reshard_after_forward is not False
+    if _stage(layout) < 3:
+        return zero.apply(module, mesh[sides], blocks, options)
     apply = hsdp.apply if len(sides) > 1 else fsdp.apply
-    units = apply(module, mesh, blocks, options, reshard_after_forward=free)
-    return fsdp.micro_step(units, accumulate_sharded=bool(options.accumulate_sharded), keep_gathered=not free)
+    free = options.reshard_after_forward is not False
+    return apply(module, mesh[sides], blocks, options, reshard_after_forward=free)
+
+
+def _shard_step(units: list[FSDPModule], layout: Layout, options: Options) -> MicroStep:
+    if _stage(layout) < 3:
+        return zero.micro_step(units, _stage(layout), options)
+    kept = options.reshard_after_forward is False
+    return fsdp.micro_step(units, accumulate_sharded=bool(options.accumulate_sharded), keep_gathered=kept)
+
+
+def _stage(layout: Layout) -> int:
+    """1, 2 or 3, of ZeRO."""
+    return {"zero1": 1, "zero2": 2}.get(layout.parts[0], 3)
 
 
 def _recompute_and_compile(module: nn.Module, blocks: list[str], options: Options) -> None:

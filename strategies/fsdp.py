@@ -28,11 +28,11 @@ mesh (hsdp.py).
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
@@ -68,7 +68,7 @@ def apply(
 
 def _prefetch(units: list[FSDPModule]) -> None:
     """Each block gathers its neighbour's parameters while it computes, instead of only when the neighbour begins."""
-    for before, after in zip(units, units[1:]):
+    for before, after in itertools.pairwise(units):
         before.set_modules_to_forward_prefetch([after])
         after.set_modules_to_backward_prefetch([before])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from strategies.names import Layout, choose
-from strategies.options import Options
 
 
 @dataclass(frozen=True)
@@ -15,7 +14,6 @@ class Row:
     name: str
     workers: int
     degrees: dict[str, int] = field(default_factory=dict)
-    options: Options = Options()
     tolerance: float = 1e-5
 
     @property
@@ -38,5 +36,11 @@ ROWS: tuple[Row, ...] = (
     Row("hsdp", 4, {"dp_shard": 2}),
     Row("zero1", 4, {"dp_replicate": 2}),
     Row("zero2", 4, {"dp_replicate": 2}),
+    Row("tensor", 2),
+    Row("tensor", 4),
+    Row("ddp+tensor", 4, {"tp": 2}),
+    Row("zero1+tensor", 4, {"tp": 2}),
+    Row("zero2+tensor", 4, {"tp": 2}),
+    Row("fsdp+tensor", 4, {"tp": 2}),
 )
 """Every name and every pair, at 2 and 4 workers."""

@@ -42,6 +42,14 @@ def require_parameters(module: nn.Module) -> None:
         raise LayoutError(f"the model {type(module).__name__} has {what}: there is nothing to train")
 
 
+def set_parameter(owner: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Replaces a parameter; a module that keeps further lists of its parameters (an RNN) hears of it."""
+    if type(owner).__setattr__ is nn.Module.__setattr__:
+        owner._parameters[name] = parameter
+    else:
+        setattr(owner, name, parameter)
+
+
 def materialise(module: nn.Module, device: torch.device, parameter_device: torch.device | None = None) -> None:
     """Gives meta tensors memory, uninitialised; a parameter shared by several modules stays shared."""
     made: dict[int, torch.Tensor] = {}
@@ -57,9 +65,9 @@ def materialise(module: nn.Module, device: torch.device, parameter_device: torch
 
     keep: list[torch.Tensor] = []  # so that ids stay taken
     for owner in module.modules():
-        for name, parameter in owner._parameters.items():
+        for name, parameter in list(owner._parameters.items()):
             if parameter is not None:
-                owner._parameters[name] = real(parameter, parameter_device or device)  # type: ignore[assignment]
+                set_parameter(owner, name, real(parameter, parameter_device or device))  # type: ignore[arg-type]
         for name, buffer in owner._buffers.items():
             if buffer is not None:
                 owner._buffers[name] = real(buffer, device)

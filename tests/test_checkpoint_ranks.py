@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from app import checkpoint
 from app.checkpoint import Checkpointer, CheckpointError
-from app.checkpoint.files import HashingStream, Reader, Writer
+from app.checkpoint.files import HashingStream, Reader
 from app.errors import UserError
+from app.storage import Storage
 from tests.pool import DistributedFailure, run_distributed
 
 LAYOUTS = {"replicas": 2, "rows": 2, "columns": 2, "rows4": 4, "hybrid": 4, "grid": 4, "stages": 2}
@@ -147,9 +148,9 @@ def _break(kind: str) -> None:
     elif kind == "unsendable":
         once(HashingStream, "write", Unsendable(1, ""))
     elif kind == "plan":
-        once(Writer, "prepare_local_plan", Unsendable(1, ""))
+        once(Storage, "make", Unsendable(1, ""))
     elif kind == "finish":
-        once(Writer, "finish", Unsendable(1, ""))
+        once(Storage, "rename", Unsendable(1, ""))
     elif kind == "folder":
         once(Checkpointer, "_make_folder", PermissionError(13, "Permission denied"))
     elif kind == "commit":

@@ -86,7 +86,6 @@ def test_bad_places_get_one_sentence(url: str, words: str, tmp_path: Path) -> No
     assert words in message and "\n" not in message and url.rsplit("/", 1)[-1] in message
 
 
-
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import fsspec
 

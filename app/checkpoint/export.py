@@ -195,7 +195,7 @@ def _patch_sums(file: IO[bytes], sums: dict[int, int]) -> None:
 
 def _raw(tensor: torch.Tensor) -> memoryview:
     """The tensor's bytes, without a copy. Every system we run on is little-endian, as both formats are."""
-    return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from app.tracking.settings import Settings, run_url
 from app.tracking.spool import Event, Reader, count_left
 from app.tracking.state import Delivered, Status
 
+_DEATHS = 3
+"""How often a writer that dies at the end is replaced."""
 _UPLOAD_PATIENCE = 900.0
 """Seconds that one upload (a model) may take at the end while the server answers."""
 
@@ -55,7 +58,7 @@ def sync(folder: Path, *, uri: str | None = None, timeout: float = 30.0) -> Deli
     environment = os.environ.get("MLFLOW_TRACKING_URI", "")
     uri = uri or (environment if mask_uri(environment) == start["uri"] else start["uri"])
     settings = Settings(uri, start["experiment"], start["artifact_location"], "")
-    return wait_for(spawn_writer(folder, uri, attempt=None), folder, settings, timeout)
+    return wait_for(lambda: spawn_writer(folder, uri, attempt=None), folder, settings, timeout)
 
 
 def last_start(folder: Path) -> Event:
@@ -86,25 +89,48 @@ def spawn_writer(folder: Path, uri: str, *, attempt: str | None) -> subprocess.P
         )
 
 
-def wait_for(writer: subprocess.Popen[bytes], folder: Path, settings: Settings, timeout: float) -> Delivery:
-    """Wait until the writer has delivered all, or has got nowhere for `timeout` seconds; then end it."""
-    _wake(writer)
-    begun = time.time()
-    while writer.poll() is None:
-        status = Status.load(folder)
-        patience = _UPLOAD_PATIENCE if status.upload and not status.away else timeout
-        if time.time() - max(begun, status.progress) > patience:
-            writer.terminate()
+def wait_for(
+    spawn: Callable[[], subprocess.Popen[bytes]],
+    folder: Path,
+    settings: Settings,
+    timeout: float,
+    writer: subprocess.Popen[bytes] | None = None,
+) -> Delivery:
+    """Wait until a writer has delivered all, or has got nowhere for `timeout` seconds; then end it.
+
+    Args:
+        spawn: starts a writer, where `writer` is none or dies on the way.
+    """
+    begun, deaths = time.time(), 0
+    while True:
+        if writer is None:
+            writer = spawn()
+        _wake(writer)
+        if not _exited(writer, folder, begun, timeout):
             break
-        time.sleep(0.02)
-    try:
-        writer.wait(5)
-    except subprocess.TimeoutExpired:
-        writer.kill()
-        writer.wait()
+        if writer.wait() == 0 or deaths == _DEATHS:
+            break
+        deaths, writer = deaths + 1, None
     if writer.stdin:
         writer.stdin.close()
     return _delivery(folder, settings)
+
+
+def _exited(writer: subprocess.Popen[bytes], folder: Path, begun: float, timeout: float) -> bool:
+    """True once the writer has ended by itself; False if it was ended for getting nowhere."""
+    while writer.poll() is None:
+        status = Status.load(folder)
+        patience = max(timeout, _UPLOAD_PATIENCE) if status.upload and not status.away else timeout
+        if time.time() - max(begun, status.progress) > patience:
+            writer.terminate()
+            try:
+                writer.wait(5)
+            except subprocess.TimeoutExpired:
+                writer.kill()
+                writer.wait()
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def _delivery(folder: Path, settings: Settings) -> Delivery:

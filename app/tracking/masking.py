@@ -18,10 +18,14 @@ _CREDENTIALS_IN_URI = re.compile(r"(?P<scheme>\b[a-zA-Z][a-zA-Z0-9+.-]*://)[^\s/
 _SECRET_IN_QUERY = re.compile(
     r"(?P<name>[?&](?:[\w.-]*[_.-])?(?:password|passwd|pwd|token|secret|key|credential|sig|signature)=)[^&\s\"']+", re.I
 )
-_ASSIGNMENT = re.compile(
-    r"(?P<before>(?:^|[\s{,(;])(?:--|export\s+)?[\"']?(?P<name>[A-Za-z_][\w.-]*)[\"']?\s*[:=]\s*)"
-    r"(?P<value>\"[^\"\n]*\"|'[^'\n]*'|[^\s,;{}\[\]\"'][^\n,;{}\[\]\"']*)",
-    re.M,
+_NAME = r"(?P<before>(?:^|[\s{,(;])(?:--|export\s+)?[\"']?(?P<name>[A-Za-z_][\w.-]*)[\"']?[ \t]*"
+_QUOTED = r"\"[^\"]*\"|'[^']*'"
+_ASSIGNMENTS = (
+    re.compile(rf"{_NAME}:[ \t]*)(?P<value>{_QUOTED}|[^\s|>{{}}\[\]\"'][^\n,{{}}\[\]\"']*)", re.M),  # YAML, JSON
+    re.compile(rf"{_NAME}=[ \t]*)(?P<value>{_QUOTED}|[^\s,;{{}}\[\]\"']+)", re.M),  # a command line, .env, TOML
+    re.compile(
+        r"(?P<before>^(?P<indent>[ \t]*)(?P<name>[\w.-]+):[ \t]*)(?P<value>[|>].*(?:\n(?P=indent)[ \t]+.*)*)", re.M
+    ),
 )
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _NO_SECRET = {"", "null", "none", "true", "false", "~", HIDDEN}
@@ -52,9 +56,17 @@ def mask_text(text: str) -> str:
     def hide(match: re.Match[str]) -> str:
         value = match["value"].strip().strip("\"'")
         harmless = value.lower() in _NO_SECRET or _is_number(value)
-        return match[0] if harmless or not looks_secret(match["name"]) else match["before"] + HIDDEN
+        if harmless or not looks_secret(match["name"]):
+            return match[0]
+        # `***` alone would be a broken alias in YAML, and the text should still be read by its own parser.
+        bare = "" if "=" in match["before"] else "'"
+        quote = match["value"][0] if match["value"][0] in "\"'" else bare
+        return f"{match['before']}{quote}{HIDDEN}{quote}"
 
-    return _ASSIGNMENT.sub(hide, mask_uri(text))
+    text = mask_uri(text)
+    for assignment in _ASSIGNMENTS:
+        text = assignment.sub(hide, text)
+    return text
 
 
 def mask_value(name: str, value: object) -> object:

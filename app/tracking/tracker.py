@@ -86,8 +86,11 @@ class Tracker:
                 **self._about,
             }
         )
-        self._writer = spawn_writer(self.folder, self.settings.uri, attempt=self._attempt)
+        self._writer = self._spawn()
         threading.Thread(target=self._watch, name="tracking-watch", daemon=True).start()
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        return spawn_writer(self.folder, self.settings.uri, attempt=self._attempt)
 
     def _watch(self) -> None:
         """Start the writer again when it dies before it was asked to finish."""
@@ -96,7 +99,7 @@ class Tracker:
             if writer is None or writer.wait() == 0 or self._finishing.wait(0.2):
                 return
             _log.warning("the tracking writer ended with status %s; starting it again", writer.returncode)
-            self._writer = spawn_writer(self.folder, self.settings.uri, attempt=self._attempt)
+            self._writer = self._spawn()
 
     def emit(self, event: Event) -> None:
         """Append an event made elsewhere, such as a `SystemSampler`'s. Never raises for a full disk."""
@@ -167,9 +170,9 @@ class Tracker:
         self._finishing.set()
         self._spool.close()
         writer, self._spool = self._writer, None
-        if writer is None or writer.poll() is not None:
-            writer = spawn_writer(self.folder, self.settings.uri, attempt=self._attempt)
-        delivery = wait_for(writer, self.folder, self.settings, timeout)
+        if writer is not None and writer.poll() is not None:
+            writer = None
+        delivery = wait_for(self._spawn, self.folder, self.settings, timeout, writer)
         self._driver.release()
         return delivery
 

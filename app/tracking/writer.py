@@ -163,7 +163,7 @@ def main() -> None:
     os.environ.update(_ENVIRONMENT)
     for variable in _NOT_OURS:
         os.environ.pop(variable, None)
-    os.nice(10)  # training comes first
+    os.nice(5)  # training comes first
     sys.stdout, sys.stderr = MaskedStream(sys.stdout), MaskedStream(sys.stderr)  # type: ignore[assignment]
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     driver = Driver(arguments.parent, arguments.folder)

@@ -1,0 +1,166 @@
+"""Runs `trireme` as a person would: a process of its own, its output and exit code looked at."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+ROOT = Path(__file__).parents[1]
+POINTS = ["task=tests.tasks:Points", "train.global_batch_size=16", "tracking.log_model=true"]
+
+
+@dataclass
+class Ended:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        return json.loads(self.out.strip().splitlines()[-1])
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This environment without what would send a test's metrics, or its Ray, elsewhere."""
+    drop = ("MLFLOW_", "RAY_ADDRESS", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | more
+
+
+def start(arguments: list[str], *, env: dict[str, str] | None = None, program: list[str] | None = None) -> Any:
+    command = [*(program or [sys.executable, "-m", "app"]), *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=env or environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def trireme(*arguments: str, env: dict[str, str] | None = None, timeout: float = 120.0) -> Ended:
+    process = start(list(arguments), env=env)
+    return finish(process, timeout)
+
+
+def torchrun(*arguments: str, workers: int = 2, timeout: float = 120.0) -> Ended:
+    program = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={workers}", "--standalone", "-m", "app"]
+    return finish(start(list(arguments), program=program), timeout)
+
+
+def finish(process: Any, timeout: float = 120.0) -> Ended:
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        end_tree(process.pid)
+        out, err = process.communicate()
+        raise AssertionError(f"did not end within {timeout} s:\n{out}\n{err}") from None
+    return Ended(process.returncode, out, err)
+
+
+def end_tree(pid: int) -> None:
+    """Kills a process of ours and its descendants."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        tree = [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]
+        for process in tree:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+
+
+def wait_until(condition: Callable[[], Any], timeout: float = 60.0) -> Any:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"did not happen within {timeout} s: {condition}")
+
+
+def committed(folder: Path) -> list[int]:
+    """Steps of the committed checkpoints of a run, ascending."""
+    return sorted(int(p.parent.name.split("-")[1]) for p in folder.glob("checkpoints/step-*/COMMIT.json"))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "model" / "weights.pt", weights_only=True)
+
+
+def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def mlflow_run(storage: Path, name: str) -> Any:
+    """The one MLflow run of that name in the embedded store."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{storage}/mlflow.db")
+    experiment = client.get_experiment_by_name("trireme")
+    found = client.search_runs([experiment.experiment_id], f"attributes.run_name = '{name}'")
+    assert len(found) == 1, [run.info.run_id for run in found]
+    return found[0]
+
+
+def mlflow_status(storage: Path, name: str) -> str | None:
+    """The run's status; None while its writer has not made it. Read past MLflow, which would begin to make the
+    database itself where the writer is about to."""
+    if not (storage / "mlflow.db").exists():
+        return None
+    with contextlib.closing(sqlite3.connect(f"file:{storage}/mlflow.db?mode=ro", uri=True)) as database:
+        try:
+            found = database.execute("SELECT status FROM runs WHERE name = ?", (name,)).fetchall()
+        except sqlite3.OperationalError:
+            return None
+    return found[0][0] if found else None
+
+
+def curve(storage: Path, name: str, metric: str = "train/loss") -> dict[int, float]:
+    """A metric by step; fails if a step was logged twice."""
+    from mlflow.tracking import MlflowClient
+
+    run = mlflow_run(storage, name)
+    history = MlflowClient(f"sqlite:///{storage}/mlflow.db").get_metric_history(run.info.run_id, metric)
+    steps = [point.step for point in history]
+    assert len(steps) == len(set(steps)), f"{metric} was logged twice at a step: {steps}"
+    return {point.step: point.value for point in history}
+
+
+@contextlib.contextmanager
+def ray_head(cpus: int = 4) -> Iterator[str]:
+    """A Ray head of our own, ended by its own process; yields its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}"]
+    flags = [f"--num-cpus={cpus}", "--include-dashboard=false", "--object-store-memory=100000000", "--num-gpus=0"]
+    folder = f"/tmp/trireme-ray-{os.getpid()}"
+    process = subprocess.Popen(
+        [*program, *flags, f"--temp-dir={folder}", "--node-ip-address=127.0.0.1"],
+        env=environment(RAY_AUTH_MODE="disabled"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    address = f"127.0.0.1:{port}"
+    try:
+        wait_until(lambda: _answers(port), 60)
+        yield address
+    finally:
+        end_tree(process.pid)
+        process.wait()
+
+
+def _answers(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False

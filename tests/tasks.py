@@ -1,0 +1,93 @@
+"""Tasks that tests train: small, and slow or faulty on purpose. Named as `tests.tasks:Slow` in experiments."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from app.tasks.base import Task
+
+
+class Points(Task):
+    """Classifies points of the plane by quadrant; with dropout, so that randomness is part of what must resume."""
+
+    def __init__(self, *, samples: int = 256, width: int = 16, step_seconds: float = 0.0) -> None:
+        self.samples, self.width, self.step_seconds = samples, width, step_seconds
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, self.width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(self.width, 4))
+
+    def train_data(self) -> TensorDataset:
+        return self._points(self.samples, seed=0)
+
+    def eval_data(self) -> TensorDataset:
+        return self._points(100, seed=1)
+
+    @staticmethod
+    def _points(count: int, seed: int) -> TensorDataset:
+        x = torch.randn(count, 2, generator=torch.Generator().manual_seed(seed))
+        return TensorDataset(x, (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long())
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if self.step_seconds and model.training:
+            time.sleep(self.step_seconds)
+        inputs, targets = batch
+        return F.cross_entropy(model(inputs), targets)
+
+    def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        inputs, targets = batch
+        logits = model(inputs)
+        return {"loss": F.cross_entropy(logits, targets), "accuracy": (logits.argmax(1) == targets).float().mean()}
+
+
+class Infinite(Points):
+    """Its loss is nan from the step after `good_steps` on, on rank 1 (or the only rank)."""
+
+    def __init__(self, *, good_steps: int = 5, samples: int = 256) -> None:
+        super().__init__(samples=samples)
+        self.good_steps, self.seen = good_steps, 0
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = super().loss(model, batch)
+        if model.training:
+            self.seen += 1
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 1
+        return loss * float("nan") if self.seen > self.good_steps and rank == 1 else loss
+
+
+class Raises(Points):
+    """A user's bug, at a step of its own."""
+
+    def __init__(self, *, good_steps: int = 0) -> None:
+        super().__init__()
+        self.good_steps, self.seen = good_steps, 0
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        self.seen += 1
+        if self.seen > self.good_steps:
+            raise KeyError("a bug of the user's")
+        return super().loss(model, batch)
+
+
+class DiesOnce(Points):
+    """Kills its own process, as the kernel would, at a step; once, which a file remembers."""
+
+    def __init__(self, *, marker: str, at: int, samples: int = 256) -> None:
+        super().__init__(samples=samples)
+        self.marker, self.at, self.seen = Path(marker), at, 0
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        self.seen += 1
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        if self.seen == self.at and rank == 0 and not self.marker.exists():
+            self.marker.touch()
+            import os
+            import signal
+
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(model, batch)

@@ -1,0 +1,138 @@
+"""Damaged checkpoints are found, named in one sentence, and never resumed from."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app import checkpoint
+from app.checkpoint import Checkpointer, Commit, commit
+from app.errors import UserError
+
+FILES = (".metadata", "__0_0.distcp", "rank-0.pt")
+
+
+def state_of(value: float) -> dict[str, Any]:
+    return {"model": {"w": torch.full((50,), value)}, "n": value}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    checkpointer = Checkpointer(str(tmp_path), keep_last=2)
+    for step in (1, 2):
+        checkpointer.save(state_of(step), meta={"step": step, "samples_seen": 10 * step}, per_rank=step)
+    checkpointer.close()
+    return tmp_path
+
+
+def newest(folder: Path) -> Commit:
+    return checkpoint.commits(str(folder))[0]
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    ("damage", "seen_by_size", "words"),
+    [
+        (truncate, True, "bytes instead of"),
+        (flip, False, "does not have the content it was committed with"),
+        (Path.unlink, True, "is missing"),
+    ],
+)
+def test_damage_is_found_and_the_one_before_is_used(
+    folder: Path, name: str, damage: Any, seen_by_size: bool, words: str
+) -> None:
+    bad = newest(folder)
+    damage(Path(bad.path, name))
+    by_size, passed_by_size = checkpoint.latest_good(str(folder), verify="size")
+    assert by_size is not None and by_size.step == (1 if seen_by_size else 2)
+    assert len(passed_by_size) == (1 if seen_by_size else 0)
+    good, passed = checkpoint.latest_good(str(folder), verify="sha256")
+    assert good is not None and good.step == 1
+    assert len(passed) == 1 and "\n" not in passed[0]
+    assert passed[0].startswith(f"{bad.path} is passed over") and name in passed[0] and words in passed[0]
+    assert checkpoint.verify(bad) == [f"{bad.path}/{name} {passed[0].split(name + ' ')[1]}"]
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("damage", [truncate, Path.unlink])
+def test_loading_a_damaged_checkpoint_names_the_file(folder: Path, name: str, damage: Any) -> None:
+    bad = newest(folder)
+    damage(Path(bad.path, name))
+    with pytest.raises(UserError, match="the checkpoint is damaged") as caught:
+        checkpoint.load(bad, state_of(0.0))
+    assert f"{bad.path}/{name} " in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_flipped_bit_that_stops_reading_is_named(folder: Path) -> None:
+    """Flips in every byte that reading stumbles over; those in plain numbers only a checksum can see."""
+    bad = newest(folder)
+    path = Path(bad.path, "__0_0.distcp")
+    whole = path.read_bytes()
+    refused = 0
+    for index in range(0, len(whole), 7):
+        path.write_bytes(whole[:index] + bytes([whole[index] ^ 255]) + whole[index + 1 :])
+        try:
+            checkpoint.load(bad, state_of(0.0))
+        except UserError as error:
+            refused += 1
+            assert f"{path} does not have the content" in str(error) and "\n" not in str(error)
+    assert refused > 20
+    path.write_bytes(whole)
+    flip(Path(bad.path, ".metadata"))
+    with pytest.raises(UserError, match=r"\.metadata does not have the content"):
+        checkpoint.load(bad, state_of(0.0))
+
+
+def test_a_marker_is_believed_only_whole(folder: Path) -> None:
+    """Whatever single byte of it changes, or wherever it is cut, the checkpoint is passed over."""
+    marker = Path(newest(folder).path, "COMMIT.json")
+    whole = marker.read_bytes()
+    chance = random.Random(0)
+    for index in range(len(whole)):
+        changed = bytes([chance.choice([b for b in range(256) if b != whole[index]])])
+        for torn in (whole[:index], whole[:index] + changed + whole[index + 1 :]):
+            try:
+                read = commit.decode(torn, "")
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue
+            assert read == commit.decode(whole, ""), f"a change in byte {index} was believed"  # only white space
+    marker.write_bytes(whole[:-20])
+    good, passed = checkpoint.latest_good(str(folder))
+    assert good is not None and good.step == 1
+    assert passed == [f"{marker.parent} is passed over: its COMMIT.json is damaged"]
+    with pytest.raises(UserError, match=r"its COMMIT\.json cannot be read"):
+        checkpoint.find(str(marker.parent))
+
+
+def test_a_damaged_marker_is_swept_once_a_newer_checkpoint_is_there(folder: Path) -> None:
+    old = Path(checkpoint.commits(str(folder))[1].path)
+    (old / "COMMIT.json").write_text("{}")
+    checkpoint.sweep(str(folder))
+    assert not old.exists()
+    last = Path(newest(folder).path)
+    (last / "COMMIT.json").write_text("{}")
+    checkpoint.sweep(str(folder))
+    assert last.exists()
+
+
+def test_all_bad_is_none(folder: Path) -> None:
+    for found in checkpoint.commits(str(folder)):
+        truncate(Path(found.path, "__0_0.distcp"))
+    good, passed = checkpoint.latest_good(str(folder))
+    assert good is None and len(passed) == 2
+    with pytest.raises(UserError, match="there is no committed checkpoint in .* is passed over"):
+        checkpoint.find(str(folder))

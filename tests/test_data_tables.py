@@ -1,0 +1,115 @@
+"""Tables: read from CSV and Parquet, encoded with the training rows' statistics only."""
+
+from __future__ import annotations
+
+import datetime
+import gzip
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from app.data.tables import Column, Encoder, read_table
+from app.errors import UserError
+
+CSV = "size,colour,day,ok\n1,red,2024-01-01,true\n2.5,,2024-01-02,false\n,blue,,true\n"
+
+
+def write(path: Path, content: str | bytes) -> str:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(path)
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_csv(tmp_path: Path, compress: bool) -> None:
+    content = gzip.compress(CSV.encode()) if compress else CSV.encode()
+    columns, _ = read_table(write(tmp_path / ("a.csv" + ".gz" * compress), content))
+    assert list(columns) == ["size", "colour", "day", "ok"]
+    assert np.array_equal(columns["size"].values, [1, 2.5, np.nan], equal_nan=True)
+    assert columns["colour"].values.tolist() == ["red", None, "blue"]
+    assert columns["day"].values[1] - columns["day"].values[0] == 86400
+    assert np.array_equal(columns["ok"].values, [1, 0, 1])
+    assert [column.missing().tolist() for column in columns.values()] == [
+        [False, False, True], [False, True, False], [False, False, True], [False, False, False],
+    ]  # fmt: skip
+
+
+def test_parquet_of_every_kind_of_column(tmp_path: Path) -> None:
+    moment = datetime.datetime(2024, 1, 1, 12, tzinfo=datetime.UTC)
+    table = pa.table(
+        {
+            "huge": [2**62 + 1, None],
+            "money": [Decimal("1.5"), None],
+            "when": pa.array([moment, None], pa.timestamp("ns", "UTC")),
+            "kind": pa.array(["a", None]).dictionary_encode(),
+            "list": [[1, 2], None],
+            "nothing": pa.nulls(2),
+        }
+    )
+    parquet.write_table(table, tmp_path / "a.parquet")
+    columns, _ = read_table(str(tmp_path / "a.parquet"))
+    assert {name: column.values[0] for name, column in columns.items()} == {
+        "huge": float(2**62), "money": 1.5, "when": moment.timestamp(), "kind": "a", "list": "[1, 2]", "nothing": None,
+    }  # fmt: skip
+    assert all(column.missing()[1] for column in columns.values())
+
+
+def test_encoding_uses_the_training_rows_only() -> None:
+    number = Column("n", np.array([1.0, 3.0, np.nan, 100.0, np.inf]))
+    complete = Column("c", np.array([1.0, 1.0, 1.0, 2.0, np.nan]))
+    names = Column("t", np.array(["a", "b", "a", "new", None], dtype=object))
+    encoder = Encoder([number, complete, names], np.array([0, 1, 2]), max_categories=9)
+    assert encoder.width == 2 + 1 + 2
+    assert encoder.encode(np.arange(5)).tolist() == [
+        [-1, 0, 0, 1, 0],
+        [1, 0, 0, 0, 1],
+        [0, 1, 0, 1, 0],
+        [98, 0, 1, 0, 0],
+        [0, 1, 0, 0, 0],
+    ]
+
+
+def test_rare_and_missing_categories_share_an_input() -> None:
+    names = Column("t", np.array(["a", "a", "b", "b", "c", None, "never seen"], dtype=object))
+    encoder = Encoder([names], np.arange(6), max_categories=2)
+    assert encoder.encode(np.arange(7)).argmax(axis=1).tolist() == [0, 0, 1, 1, 2, 2, 2]
+    assert encoder.encode(np.arange(7)).sum(axis=1).tolist() == [1] * 7
+
+
+def test_columns_without_any_value_do_no_harm() -> None:
+    nothing = [Column("n", np.full(3, np.nan)), Column("t", np.array([None] * 3, dtype=object))]
+    assert np.isfinite(Encoder(nothing, np.arange(3), 5).encode(np.arange(3))).all()
+
+
+def not_parquet(folder: Path) -> str:
+    return write(folder / "a.parquet", "no")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda at: str(at / "nowhere.csv"), "there is no '.*nowhere.csv'"),
+        (lambda at: write(at / "a.xlsx", "x"), "is no table that is known"),
+        (lambda at: write(at / "a.csv", ""), "cannot be read as CSV"),
+        (lambda at: write(at / "a.csv", "a,b\n"), "has no rows"),
+        (lambda at: write(at / "a.csv", "a,b\n1,2\n3\n"), "cannot be read as CSV"),
+        (lambda at: write(at / "a.csv", "a,a\n1,2\n"), "more than one column 'a'"),
+        (lambda at: write(at / "a.csv.gz", "not gzip"), "cannot be read as CSV"),
+        (not_parquet, "cannot be read as Parquet"),
+    ],
+)
+def test_bad_tables_are_one_sentence(tmp_path: Path, make: Callable[[Path], str], says: str) -> None:
+    with pytest.raises(UserError, match=says) as raised:
+        read_table(make(tmp_path))
+    assert "\n" not in str(raised.value)
+
+
+def test_diamonds_are_built_in() -> None:
+    columns: dict[str, Any] = read_table("diamonds")[0]
+    assert len(columns["price"].values) == 53_940
+    assert [name for name, column in columns.items() if not column.numeric] == ["cut", "color", "clarity"]

@@ -1,0 +1,220 @@
+"""Text and token files: found, tokenised once, read in windows without filling memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.trainers import BpeTrainer
+
+from app.data import text
+from app.data.text import find_files, tokenise
+from app.data.tokens import TokenFile, TokenWindows, open_tokens
+from app.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder / "trireme"
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def make_tokenizer(path: Path, corpus: str) -> str:
+    tokenizer = Tokenizer(BPE(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.train_from_iterator([corpus], BpeTrainer(vocab_size=300, special_tokens=["[UNK]"], show_progress=False))
+    tokenizer.save(str(path))
+    return str(path)
+
+
+def test_bytes_are_tokens_in_the_order_of_the_files(tmp_path: Path) -> None:
+    second, first = write(tmp_path / "a.txt", "second"), write(tmp_path / "b.txt", b"first\xff\0")
+    tokens, vocab_size, size = tokenise([first, second])
+    assert bytes(tokens.read(0, tokens.length).astype(np.uint8)) == b"first\xff\0second"
+    assert (vocab_size, size, tokens.dtype) == (256, 13, "uint8")
+
+
+def test_globs_lists_and_folders_below(tmp_path: Path) -> None:
+    paths = [write(tmp_path / name, name) for name in ("a.txt", "b.txt", "deep/down/c.txt", "d.md")]
+    assert find_files(str(tmp_path / "*.txt")) == paths[:2]
+    assert find_files(str(tmp_path / "**/*.txt")) == paths[:3]
+    assert find_files([str(paths[3]), str(tmp_path / "*.txt")]) == [paths[3], *paths[:2]]
+
+
+def test_pythons_library_is_large_ordered_and_without_packages() -> None:
+    files = find_files("python")
+    assert len(files) > 300 and files == find_files("python")
+    names = [file.name for file in files]
+    assert "argparse.py" in names and not any("site-packages" in file.parts for file in files)
+    assert sum(file.stat().st_size for file in files) > 5_000_000
+
+
+def test_text_is_tokenised_once_and_again_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.txt", "one text")
+    first = tokenise([path])[0]
+
+    def fail(*_: Any) -> Any:
+        raise AssertionError("tokenised again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(text, "_byte_chunks", lambda files: map(fail, files))
+        patched.setattr(text, "digest", fail)
+        assert tokenise([path])[0] == first
+    copy = write(tmp_path / "elsewhere" / "b.txt", "one text")
+    assert tokenise([copy])[0] == first  # found by content, not by name
+    write(path, "two text")
+    os.utime(path, ns=(1, 1))
+    changed = tokenise([path])[0]
+    assert changed != first and bytes(changed.read(0, 3).astype(np.uint8)) == b"two"
+
+
+def test_hugging_face_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "CHUNK", 64)
+    corpus = "the quick brown fox jumps over the lazy dog\n" * 20
+    path = write(tmp_path / "a.txt", corpus)
+    file = make_tokenizer(tmp_path / "tokenizer.json", corpus)
+    tokens, vocab_size, size = tokenise([path], file)
+    model = Tokenizer.from_file(file)
+    assert tokens.read(0, tokens.length).tolist() == model.encode(corpus).ids
+    assert vocab_size == model.get_vocab_size() and size == len(corpus)
+    assert tokens.length < size / 3
+
+
+@pytest.mark.parametrize("content", ["one line\nand more words than fit in one piece", "x" * 100, "", "é\n" * 40])
+def test_pieces_lose_nothing(tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "CHUNK", 7)
+    with open(write(tmp_path / "a", content), encoding="utf-8") as source:
+        assert "".join(text._pieces(source)) == content
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "npy"])
+def test_windows_are_consecutive_and_shifted_by_one(tmp_path: Path, dtype: str) -> None:
+    numbers = np.arange(50)
+    if dtype == "npy":
+        path = tmp_path / "a.npy"
+        np.save(path, numbers)
+    else:
+        path = write(tmp_path / "a.bin", numbers.astype(dtype).tobytes())
+    windows = TokenWindows([open_tokens(path, dtype if dtype != "npy" else "uint16")], 7, vocab_size=50)
+    assert len(windows) == 7
+    inputs, targets = windows.__getitems__([0, 6, 3])
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert inputs.tolist() == [list(range(start, start + 7)) for start in (0, 42, 21)]
+    assert torch.equal(targets, inputs + 1)
+    assert torch.equal(windows[6][0], inputs[1])
+    tail = windows.part(5, 7)
+    assert len(tail) == 2 and torch.equal(tail[1][0], inputs[1])
+
+
+def test_windows_never_span_files(tmp_path: Path) -> None:
+    files = []
+    for number, length in enumerate((10, 3, 21)):
+        tokens = np.arange(length, dtype=np.uint16) + 100 * number
+        files.append(open_tokens(write(tmp_path / f"{number}.bin", tokens.tobytes())))
+    windows = TokenWindows(files, 4, vocab_size=500)
+    assert [windows[i][0].tolist()[0] for i in range(len(windows))] == [0, 4, 200, 204, 208, 212, 216]
+    together = windows.__getitems__([6, 0, 2])
+    assert together[0][:, 0].tolist() == [216, 0, 200]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_corpus_far_larger_than_memory_stays_on_disk(tmp_path: Path) -> None:
+    """64 GiB (sparse) of tokens; 4,000 windows all over it are 8 MiB, and 260 MiB of pages if mapped and kept."""
+    path = tmp_path / "huge.bin"
+    with open(path, "wb") as file:
+        file.truncate(64 << 30)
+    windows = TokenWindows([open_tokens(path)], 1024, vocab_size=10)
+    assert len(windows) == (32 << 30) // 1024 - 1
+    step = len(windows) // 4000
+    windows.__getitems__(list(range(0, len(windows), len(windows) // 16)))
+    before = resident_bytes()
+    for begin in range(0, len(windows) - 16 * step, 16 * step):
+        inputs, _ = windows.__getitems__([begin + step * i for i in range(16)])
+        assert inputs.shape == (16, 1024)
+    assert resident_bytes() - before < 20 << 20
+
+
+def garbage(name: str, content: bytes = b"what is this?") -> Callable[[Path], Path]:
+    return lambda at: write(at / name, content)
+
+
+def npy(array: np.ndarray) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        np.save(folder / "a.npy", array)
+        return folder / "a.npy"
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (garbage("a.bin", b"odd"), "has 3 bytes, which is no whole number of uint16 tokens"),
+        (garbage("a.bin", b""), "holds no tokens"),
+        (garbage("a.npy"), "cannot be read as a .npy file"),
+        (npy(np.zeros((2, 3), dtype=np.int64)), "must hold one row of whole numbers"),
+        (npy(np.zeros(3)), "must hold one row of whole numbers, not float64"),
+        (npy(np.zeros(0, dtype=np.int64)), "holds no tokens"),
+    ],
+)
+def test_bad_token_files_are_one_sentence(tmp_path: Path, make: Callable[[Path], Path], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        open_tokens(make(tmp_path))
+
+
+def test_a_token_outside_the_vocabulary_is_found_where_it_is_read(tmp_path: Path) -> None:
+    tokens = np.zeros(100, dtype=np.uint16)
+    tokens[50] = 77
+    file = open_tokens(write(tmp_path / "a.bin", tokens.tobytes()))
+    windows = TokenWindows([file], 9, vocab_size=77)
+    windows.__getitems__([0, 9])
+    with pytest.raises(UserError, match=r"a\.bin holds token 77, but vocab_size is 77"):
+        windows.__getitems__([0, 5])
+    signed = TokenFile(file.path, "int16", 100)
+    write(file.path, np.full(100, -1, dtype=np.int16).tobytes())
+    with pytest.raises(UserError, match="holds token -1"):
+        TokenWindows([signed], 9, vocab_size=77)[0]
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ("nowhere.txt", "there is no 'nowhere.txt'"),
+        ("*.nothing", r"no file matches '\*.nothing'"),
+        ([], r"task_args.data is \[\]"),
+        ([""], "write a path or glob"),
+        (".", r"'\.' is a folder; write a glob such as"),
+    ],
+)
+def test_bad_text_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: Any, says: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=says):
+        find_files(data)
+
+
+def test_empty_text_and_broken_tokenizers_are_one_sentence(tmp_path: Path) -> None:
+    empty = write(tmp_path / "empty.txt", "")
+    with pytest.raises(UserError, match="the text is empty"):
+        tokenise([empty])
+    with pytest.raises(UserError, match="is not a Hugging Face tokenizers file"):
+        tokenise([empty], str(write(tmp_path / "tokenizer.json", "{}")))
+    with pytest.raises(UserError, match=r"task_args.tokenizer: there is no 'gpt2'"):
+        tokenise([empty], "gpt2")

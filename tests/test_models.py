@@ -1,0 +1,207 @@
+"""Models: shapes, construction on meta, the same start from the same seed, and what parallelism relies on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from app.errors import UserError
+from app.models.cnn import CNN
+from app.models.gpt import GPT, TENSOR_PLAN, Attention, rotated
+from app.models.mlp import MLP
+from app.models.resnet import ResNet
+
+Build = Callable[[], nn.Module]
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(0, 50, shape, generator=torch.Generator().manual_seed(0))
+
+
+def images(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def gpt(**changes: Any) -> GPT:
+    return GPT(50, **({"d_model": 32, "n_layers": 2, "n_heads": 4} | changes))
+
+
+MODELS: dict[str, tuple[Build, Tensor, tuple[int, ...]]] = {
+    "mlp": (lambda: MLP(12, 3, hidden=(8, 8)), images(5, 12), (5, 3)),
+    "mlp of images": (lambda: MLP(48, 3, hidden=(8,), dropout=0.1, activation="gelu"), images(5, 3, 4, 4), (5, 3)),
+    "mlp without hidden layers": (lambda: MLP(12, 3, hidden=()), images(5, 12), (5, 3)),
+    "cnn": (lambda: CNN(1, 28, 28, 10), images(2, 1, 28, 28), (2, 10)),
+    "cnn of small colour images": (lambda: CNN(3, 8, 9, 4, widths=(4, 8, 8)), images(2, 3, 8, 9), (2, 4)),
+    "resnet18": (lambda: ResNet(1, 28, 10, width=8), images(2, 1, 28, 28), (2, 10)),
+    "resnet34 group": (lambda: ResNet(3, 32, 10, depth=34, width=8, norm="group"), images(2, 3, 32, 32), (2, 10)),
+    "resnet50 large": (lambda: ResNet(3, 96, 5, depth=50, width=8), images(2, 3, 96, 96), (2, 5)),
+    "gpt": (gpt, tokens(2, 7), (2, 7, 50)),
+    "gpt layernorm tied": (lambda: gpt(norm="layernorm", tie_weights=True), tokens(2, 7), (2, 7, 50)),
+    "gpt dropout": (lambda: gpt(dropout=0.1, d_hidden=24), tokens(1, 1), (1, 1, 50)),
+}
+ALL = pytest.mark.parametrize("name", list(MODELS))
+
+
+@ALL
+def test_shapes_and_gradients(name: str) -> None:
+    build, inputs, shape = MODELS[name]
+    torch.manual_seed(0)
+    model = build()
+    outputs = model(inputs)
+    assert outputs.shape == shape and outputs.isfinite().all()
+    outputs.square().sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@ALL
+def test_the_same_seed_gives_the_same_weights_and_another_does_not(name: str) -> None:
+    build, _, _ = MODELS[name]
+    states = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        states.append(build().state_dict())
+    first, second, other = states
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert not all(torch.equal(first[key], other[key]) for key in first)
+
+
+@ALL
+def test_built_on_meta_and_loaded_it_is_the_same_model(name: str) -> None:
+    build, inputs, _ = MODELS[name]
+    torch.manual_seed(3)
+    model = build().eval()
+    generator_before = torch.get_rng_state()
+    with torch.device("meta"):
+        twin = build().eval()
+    assert torch.equal(generator_before, torch.get_rng_state())
+    assert all(parameter.is_meta for parameter in twin.parameters())
+    twin.to_empty(device="cpu")
+    if isinstance(twin, GPT):
+        twin.tie_weights()
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(model(inputs), twin(inputs))
+
+
+@ALL
+def test_every_row_is_computed_on_its_own(name: str) -> None:
+    """What micro-batches rely on (in evaluation, where BatchNorm has fixed statistics)."""
+    build, inputs, _ = MODELS[name]
+    torch.manual_seed(0)
+    model = build().eval()
+    assert torch.allclose(model(inputs)[:1], model(inputs[:1]), atol=1e-5)
+
+
+def test_a_gpt_cannot_see_the_future() -> None:
+    torch.manual_seed(0)
+    model = gpt()
+    before = tokens(1, 9)
+    after = before.clone()
+    after[0, 5:] = (after[0, 5:] + 1) % 50
+    assert torch.allclose(model(before)[0, :5], model(after)[0, :5], atol=1e-6)
+    assert not torch.allclose(model(before)[0, 5:], model(after)[0, 5:], atol=1e-3)
+
+
+def test_a_gpt_learns_what_came_before() -> None:
+    """Ten steps on "the next token is the previous one": far below chance, which attention alone can do."""
+    torch.manual_seed(0)
+    model = gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(60):
+        half = torch.randint(0, 50, (16, 6), generator=generator)
+        sequence = half.repeat_interleave(2, dim=1)
+        logits = model(sequence[:, :-1])
+        loss = F.cross_entropy(logits[:, 0::2].flatten(0, 1), sequence[:, 1::2].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 1.0  # chance: ln 50 = 3.9
+
+
+def test_rotary_attention_depends_on_distance_only() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, 1, 8, generator=generator, dtype=torch.float64).expand(1, 1, 12, 8) for _ in range(2))
+    turned_q, turned_k = rotated(q, k)
+    scores = (turned_q @ turned_k.transpose(-1, -2))[0, 0]
+    for distance in range(-4, 5):
+        diagonal = scores.diagonal(distance)
+        assert torch.allclose(diagonal, diagonal[:1], atol=1e-5)
+    assert (scores.diagonal(0)[0] - scores.diagonal(3)[0]).abs() > 1e-3
+    assert torch.allclose(turned_q.norm(dim=-1), q.norm(dim=-1))
+
+
+def test_attention_works_unchanged_on_some_of_the_heads() -> None:
+    """Megatron's algebra: column-split q, k, v and row-split out; the partial results add up."""
+    torch.manual_seed(0)
+    whole = Attention(32, 4, dropout=0.0)
+    x = images(2, 5, 32)
+    parts = []
+    for rows in (slice(0, 16), slice(16, 32)):
+        part = Attention(32, 4, dropout=0.0)
+        for name in ("q", "k", "v"):
+            getattr(part, name).weight = nn.Parameter(getattr(whole, name).weight[rows])
+        part.out.weight = nn.Parameter(whole.out.weight[:, rows])
+        parts.append(part(x))
+    assert torch.allclose(sum(parts), whole(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_the_tensor_plan_names_every_parameter_once(norm: str) -> None:
+    model = gpt(norm=norm)
+    modules = {name for name, module in model.named_modules() if list(module.parameters(recurse=False))}
+    for name in modules:
+        assert sum(fnmatchcase(name, pattern) for pattern in TENSOR_PLAN) == 1, name
+    for pattern in TENSOR_PLAN:
+        assert any(fnmatchcase(name, pattern) for name in modules), pattern
+
+
+def test_tied_weights_are_one_parameter() -> None:
+    tied, separate = gpt(tie_weights=True), gpt()
+    assert tied.head.weight is tied.embed.weight
+    assert separate.head.weight is not separate.embed.weight
+    count = [sum(parameter.numel() for parameter in model.parameters()) for model in (tied, separate)]
+    assert count[1] - count[0] == 50 * 32
+
+
+def test_a_gpt_starts_near_chance() -> None:
+    torch.manual_seed(0)
+    inputs = tokens(4, 16)
+    loss = F.cross_entropy(gpt()(inputs).flatten(0, 1), inputs.flatten().roll(1))
+    assert loss.item() == pytest.approx(3.912, abs=0.1)
+
+
+@pytest.mark.parametrize(("depth", "millions"), [(18, 11.7), (34, 21.8), (50, 25.6)])
+def test_resnets_have_the_size_of_the_paper(depth: int, millions: float) -> None:
+    with torch.device("meta"):
+        model = ResNet(3, 224, 1000, depth=depth)
+        assert model(torch.empty(1, 3, 224, 224)).shape == (1, 1000)
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
+
+
+def test_a_resnets_blocks_start_as_the_identity() -> None:
+    torch.manual_seed(0)
+    block = ResNet(1, 28, 10, width=8).blocks["0"]
+    x = images(2, 8, 6, 6).relu()
+    assert torch.equal(block(x), x)
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (lambda: gpt(n_heads=5), "d_model 32 cannot be split into 5 heads"),
+        (lambda: gpt(n_heads=32), "heads of an even size"),
+        (lambda: gpt(norm="batch"), "no norm 'batch' for a GPT"),
+        (lambda: ResNet(1, 28, 10, depth=20), "no ResNet of depth 20; write 18, 34, 50"),
+        (lambda: ResNet(1, 28, 10, norm="layer"), "no norm 'layer' for a ResNet"),
+        (lambda: CNN(1, 4, 4, 10, widths=(4, 4, 4)), "halves an image of 4×4 to nothing"),
+    ],
+)
+def test_impossible_models_are_one_sentence(build: Build, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        build()
