@@ -126,6 +126,8 @@ class CheckpointConfig:
     """Evaluation metric that decides which checkpoint is best."""
     mode: str = "min"
     """min or max: which value of checkpoint.metric is best."""
+    weights: bool = True
+    """At the end also write the trained weights, whole, as one file: model/weights.pt of the run."""
     load: Optional[str] = None
     """Folder of a committed checkpoint (or of a run) whose weights a new run starts from."""
 
@@ -141,7 +143,7 @@ class TrackingConfig:
     tags: dict[str, str] = field(default_factory=dict)
     """Tags put on the MLflow run."""
     log_model: bool = True
-    """Store the trained model as an MLflow model (mlflow.pytorch.load_model reads it)."""
+    """Store the trained model as an MLflow model (mlflow.pytorch.load_model reads it); needs checkpoint.weights."""
     system_metrics_every: float = 5.0
     """Seconds between two samples of every node's CPU, memory and GPUs; 0: none."""
     flush_timeout: float = 15.0

@@ -173,8 +173,12 @@ def _read_override(override: str) -> DictConfig:
 
 def _merge(tree: DictConfig, values: DictConfig, source: str) -> DictConfig:
     at = source if source.startswith("on ") else f"in {source}"
+    length = {key: OmegaConf.select(values, f"train.{key}") for key in ("steps", "epochs")}
     try:
         merged = OmegaConf.merge(tree, values)
+        for key, other in (("steps", "epochs"), ("epochs", "steps")):
+            if length[key] is not None and length[other] is None:
+                merged.train[other] = None  # two ways to say how long: whoever speaks later means their own
     except ConfigKeyError as error:
         raise UserError(f"there is no key {error.full_key!r} ({at}){_nearest_key(error.full_key or '')}") from error
     except (ValidationError, OmegaConfBaseException, TypeError, ValueError) as error:

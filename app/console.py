@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -38,6 +39,10 @@ class Console:
         os.close(target)
         try:
             yield
+        except BaseException:
+            with log.open("a") as file:  # for whoever wants to know where
+                traceback.print_exc(file=file)
+            raise
         finally:
             self._clear()
             for stream in (sys.stdout, sys.stderr):

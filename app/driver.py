@@ -22,8 +22,8 @@ class Driver:
 
     def __init__(self, run: Run, console: Console, settings: Settings) -> None:
         self.run, self.console, self.settings = run, console, settings
-        self.started = time.monotonic()
-        self.first_step_seconds: float | None = None
+        self.started = time.time()
+        self.first_step_at: float | None = None
         self.step = 0
         self.progressed = False  # whether the present start of the workers took a step
         self.summary: dict[str, Any] = {}
@@ -57,8 +57,8 @@ class Driver:
             self.tracker.tags({"trireme.resumed_from": str(event["resumed_from"])})
 
     def _on_progress(self, event: dict[str, Any]) -> None:
-        if self.first_step_seconds is None:
-            self.first_step_seconds = time.monotonic() - self.started
+        if self.first_step_at is None:
+            self.first_step_at = time.time()
         self.step, self.progressed = event["step"], True
         self.console.progress(event)
 

@@ -22,6 +22,7 @@ class Job:
     attempt: str  # this start of the run; a later one supersedes it
     run_uid: str
     steps: int  # optimizer steps in all
+    cwd: str  # the driver's current folder: what relative paths in the configuration are relative to
 
     @property
     def checkpoints(self) -> str:

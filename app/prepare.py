@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from app.checkpoint import find
 from app.config import Config
 from app.data.loader import micro_batch_slices
 from app.errors import UserError
@@ -30,6 +31,8 @@ def read_task(config: Config) -> Task:
         UserError: see `app.tasks.load_task` and the task itself.
     """
     optimizer_class(config.optimizer.name)
+    if config.checkpoint.load:
+        find(config.checkpoint.load)
     task = load_task(config.task, config.task_args)
     task.train_data()
     task.eval_data()

@@ -10,6 +10,7 @@ FOLDER/model/           the trained weights
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -95,8 +96,11 @@ class Run:
             raise UserError(
                 f"{self.storage.url}/run.json is damaged ({error}): remove that folder or use another run.name"
             ) from error
-        except OSError as error:
-            raise UserError(f"{self.storage.url} cannot be read ({error}): use another run.storage") from error
+        except Exception as error:  # each object store library has its own
+            said = str(error) or type(error).__name__
+            raise UserError(
+                f"the storage {self.storage.url} cannot be read ({said}): use another run.storage"
+            ) from error
         for key, value in identity.items():
             if saved.identity.get(key) != value:
                 raise UserError(
@@ -135,6 +139,13 @@ class Run:
         self._beating.set()
         self.save()
         self.storage.remove("lease.json")
+
+    def forget_if_never_opened(self) -> None:
+        """Removes the logs of a start that was refused, so that wrong input leaves nothing behind."""
+        if self.storage.is_local and not self.storage.exists("run.json"):
+            self.storage.remove_tree("logs")
+            with contextlib.suppress(OSError):
+                self.storage.local_path.rmdir()
 
     # --- the lease ----------------------------------------------------------------------------------------------
 

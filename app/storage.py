@@ -24,6 +24,8 @@ from app.errors import UserError
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 """Protocols that need one of our optional dependencies."""
+_WITH_FOLDERS = {"sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs"}
+"""Protocols whose folders must be made first. An object store has none, and making one may make a bucket."""
 
 
 class Storage:
@@ -116,20 +118,20 @@ class Storage:
     # -- writing
 
     def make(self, path: str = "") -> None:
-        """Make a folder and those above it; an object store has no folders."""
+        """Make a folder and those above it; nothing happens on an object store, which has no folders."""
         if self.is_local:
             os.makedirs(self._at(path), exist_ok=True)
-        else:
+        elif urlsplit(self.url).scheme in _WITH_FOLDERS:
             self._fs.makedirs(self._at(path), exist_ok=True)
 
     def write_bytes(self, path: str, data: bytes) -> None:
         """Write a whole file atomically and durably, making the folders it needs."""
         target = self._at(path)
+        self.make(os.path.dirname(path))
         if not self.is_local:
             self._fs.pipe_file(target, data)
             return
         folder, name = os.path.split(target)
-        os.makedirs(folder, exist_ok=True)
         temporary = os.path.join(folder, f".{name}.{uuid.uuid4().hex[:8]}.tmp")
         try:
             with open(temporary, "wb") as file:

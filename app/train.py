@@ -6,7 +6,6 @@ import contextlib
 import os
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from app.config import Config
 from app.config_check import check_trainable
 from app.console import Console, duration, quantity
-from app.errors import Interrupted, RunFailed, UserError
+from app.errors import Interrupted, UserError
 from app.run import Run, free_name
 from app.tracking.settings import Settings, resolve_tracking, ui_command
 
@@ -61,16 +60,11 @@ def train(config: Config, console: Console, *, again: bool = False, verbose: boo
     settings = resolve_tracking(config.tracking, run_storage(run))
     run.storage.check_writable()
     log = run.local_folder / "logs" / "driver.log"
-    with contextlib.nullcontext() if verbose else console.capture(log):
-        try:
+    try:
+        with contextlib.nullcontext() if verbose else console.capture(log):
             return (_in_ray if launcher == "ray" else _in_this_process)(run, console, settings)
-        except (UserError, RunFailed, Interrupted):
-            raise
-        except Exception as error:
-            if isinstance(error, ValueError) and type(error).__name__ in ("LayoutError", "ClusterError"):
-                raise
-            traceback.print_exc()
-            raise
+    finally:
+        run.forget_if_never_opened()
 
 
 def run_storage(run: Run) -> str:
@@ -198,10 +192,12 @@ def carry_out(driver: Driver, prepared: Prepared, launch: Callable[[Any], None],
         f"{prepared.layout} on {where}; {prepared.steps:,} steps; everything else is in {run.local_folder / 'logs'}"
     )
     driver.begin_tracking()
-    job = Job(run.config, prepared.layout, run.folder, run.attempt, run.manifest.uid, prepared.steps)
-    with _ending(driver), driver.signals():
-        launch(job)
-    return _finished(driver)
+    job = Job(run.config, prepared.layout, run.folder, run.attempt, run.manifest.uid, prepared.steps, os.getcwd())
+    # Signals stay caught until the end is written down: torchrun sends SIGTERM as soon as one rank has failed.
+    with driver.signals():
+        with _ending(driver):
+            launch(job)
+        return _finished(driver)
 
 
 @contextlib.contextmanager
@@ -235,9 +231,9 @@ def _end(driver: Driver, status: str, mlflow_status: str, message: str = "") -> 
 def _finished(driver: Driver) -> Outcome:
     run, summary = driver.run, driver.summary
     summary |= {
-        "first_step_seconds": driver.first_step_seconds,
-        "total_seconds": time.monotonic() - driver.started,
-        "started": run.manifest.created,
+        "first_step_at": driver.first_step_at,
+        "first_step_seconds": (driver.first_step_at or driver.started) - driver.started,
+        "total_seconds": time.time() - driver.started,
     }
     if run.config.tracking.log_model and driver.weights.exists():
         recipe = {"task": run.config.task, "task_args": run.config.task_args, "weights": str(driver.weights)}
@@ -264,7 +260,7 @@ def _say_how_it_went(driver: Driver, outcome: Outcome) -> None:
     unit = "tokens" if "train/tokens_per_second" in metrics else "samples"
     console.say(
         f"  speed     {quantity(rate)} {unit}/s; {duration(summary['seconds'])} of training in "
-        f"{duration(summary['total_seconds'])} (first step after {summary['first_step_seconds'] or 0:.1f} s)"
+        f"{duration(summary['total_seconds'])} (first step after {summary['first_step_seconds']:.1f} s)"
     )
     console.say(f"  stored    {outcome.folder}")
     if driver.run.config.tracking.enabled:

@@ -85,26 +85,29 @@ class Training:
         self.latest: dict[str, float] = {}
         self.items_per_sample = self._count_items()
         self.resumed_from = self._resume()
+        self.pulse = Pulse(place.rank, place.world_size, self.dims.tp, self.done + 1)
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
         began = time.monotonic()
         self._announce()
-        self.pulse = Pulse(self.place.rank, self.place.world_size, self.dims.tp, self.done + 1)
         stopped = False
-        batches = self._batches()
+        batches = self.batches()
         try:
             while self.done < self.job.steps and not stopped:
-                self.step(next(batches))
-                if self._is_boundary():
-                    stopped = self._boundary()
+                stopped = self.advance(batches)
         finally:
             getattr(batches, "close", lambda: None)()
         if not stopped:
             self._keep_weights()
         self.checkpointer.wait()
         return self._summary(stopped, time.monotonic() - began)
+
+    def advance(self, batches: Iterator[list[Any]]) -> bool:
+        """One step, and what is due after it; true when the run is to stop."""
+        self.step(next(batches))
+        return self._is_boundary() and self._boundary()
 
     def step(self, micro_batches: list[Any]) -> None:
         """One optimizer step: the gradient's exact mean over the global batch, from micro-batches; the update."""
@@ -147,7 +150,7 @@ class Training:
             return [(torch.as_tensor(n, device=total.device) / total).float() for n in items]
         return [rows(batch) / self.config.train.global_batch_size for batch in micro_batches]
 
-    def _batches(self) -> Iterator[list[Any]]:
+    def batches(self) -> Iterator[list[Any]]:
         config = self.config.train
         return train_batches(
             self.data,
@@ -306,8 +309,8 @@ class Training:
         return self.done
 
     def _keep_weights(self) -> None:
-        """Puts the trained weights, whole and under plain names, where MLflow's model is made from."""
-        if not self.config.tracking.log_model:
+        """Writes the trained weights whole, under plain names, as one file; MLflow's model is made from it."""
+        if not self.config.checkpoint.weights:
             return
         state = self.parallel.full_model_state()
         if self.place.rank == 0:

@@ -25,9 +25,12 @@ from torch.distributed.fsdp import FSDPModule
 from strategies import (
     activation_checkpointing,
     compiled,
+    data_parallel,
     ddp,
+    devices,
     fsdp,
     hsdp,
+    model_parallel,
     precision,
     replicate,
     single,
@@ -37,7 +40,7 @@ from strategies import (
 )
 from strategies.blocks import find_blocks
 from strategies.dims import LayoutError, ParallelDims
-from strategies.names import Layout, choose
+from strategies.names import MANY_DEVICES, Layout, choose
 from strategies.options import Options, check
 from strategies.parallel import Parallel, no_communication
 
@@ -83,16 +86,27 @@ def _replicated(
     """Whole models: every rank builds its own."""
     module = build()
     start.require_parameters(module)
-    _recompute_and_compile(module, find_blocks(module, _answer(blocks, module)), options)
+    names = find_blocks(module, _answer(blocks, module))
+    _recompute_and_compile(module, names, options)
     module.to(device)
     autocast = precision.autocast(options.precision, device.type)
+    spread, notes = False, start.unsynchronised(module, layout)
+    if layout.name in MANY_DEVICES:
+        own = devices.own_devices(device)
+        spread = layout.name != "dp"
+        used = model_parallel.apply(module, own, names) if spread else len(own)
+        notes = (*notes, *devices.remark(layout.name, own, used))
+        if layout.name == "dp":
+            return Parallel(
+                data_parallel.apply(module, own), layout, device, inner=module, autocast=autocast, notes=notes
+            )
     if layout.dims.world_size == 1:
-        return Parallel(single.apply(module), layout, device, autocast=autocast)
+        return Parallel(single.apply(module), layout, device, autocast=autocast, notes=notes)
     group = layout.dims.data_group(layout.dims.build_mesh(device.type))
-    used = ddp.UsedParameters(module)
-    wrapped = ddp.apply(module, group, device, options)
-    step = ddp.micro_step(wrapped, options, used)
-    return Parallel(wrapped, layout, device, inner=module, group=group, micro_step=step, autocast=autocast)
+    used_parameters = ddp.UsedParameters(module)
+    wrapped = ddp.apply(module, group, device, options, spread=spread)
+    step = ddp.micro_step(wrapped, options, used_parameters)
+    return Parallel(wrapped, layout, device, inner=module, group=group, micro_step=step, autocast=autocast, notes=notes)
 
 
 def _sharded(
@@ -123,7 +137,7 @@ def _sharded(
     if split is not None:
         step = tensor.GradientSums(module, split).micro_step(step)
     autocast = contextlib.nullcontext if units is not None else precision.autocast(options.precision, device.type)
-    notes = (note,) if note else ()
+    notes = (*([note] if note else []), *start.unsynchronised(module, layout))
     return Parallel(module, layout, device, group=group, micro_step=step, autocast=autocast, notes=notes)
 
 

@@ -25,6 +25,10 @@ class Row:
 
 
 ROWS: tuple[Row, ...] = (
+    Row("dp", 1),
+    Row("model_parallel", 1),
+    Row("ddp_model_parallel", 2),
+    Row("ddp_model_parallel", 4),
     Row("ddp", 2),
     Row("ddp", 4),
     Row("zero1", 2),

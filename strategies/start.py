@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from strategies.dims import LayoutError
+from strategies.names import Layout
 from strategies.state import shard_of
 
 Build = Callable[[], nn.Module]
@@ -40,6 +41,20 @@ def require_parameters(module: nn.Module) -> None:
     if not any(p.requires_grad for p in module.parameters()):
         what = "only parameters with requires_grad=False" if any(True for _ in module.parameters()) else "no parameters"
         raise LayoutError(f"the model {type(module).__name__} has {what}: there is nothing to train")
+
+
+def unsynchronised(module: nn.Module, layout: Layout) -> tuple[str, ...]:
+    """A sentence if the model normalises over a batch that the layout splits."""
+    batch_norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    local = [m for m in batch_norms if not isinstance(m, nn.SyncBatchNorm) and m.training]
+    if layout.dims.dp == 1 or not local:
+        return ()
+    kept = "those of rank 0's micro-batches" if layout.dims.dp_shard == 1 else "each worker's own, saved from rank 0"
+    return (
+        f"{type(local[0]).__name__} normalises over one worker's micro-batch, so this run differs from one on another "
+        f"number of workers, and its running statistics are {kept}: GroupNorm, or torch.nn.SyncBatchNorm on GPUs, "
+        "do not depend on the split",
+    )
 
 
 def set_parameter(owner: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -179,7 +179,7 @@ def apply(
             set_parameter(owner, name, made[id(parameter)])
         if names:
             owner.__dict__["_split"] = split
-            owner.__class__ = _class(type(owner), style, names)
+            owner.__class__ = _class(type(owner), style, names)  # type: ignore[arg-type]
         if style == "split" and split.plan.sequence:
             owner.register_forward_hook(lambda _, __, y: ops.split_sequence(y, split.peers))
     torch.backends.mha.set_fastpath_enabled(False)  # it would read parameters past the modules that own them
@@ -191,7 +191,7 @@ def _distributed(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> 
     data, peers = parameter.detach(), ops.Peers(mesh.get_group())
     local = data if dim is None else peers.part(data, dim).contiguous().clone()
     placement = Replicate() if dim is None else Shard(dim)
-    spec = {"run_check": False, "shape": data.shape, "stride": data.stride()}
+    spec: dict[str, Any] = {"run_check": False, "shape": data.shape, "stride": data.stride()}
     return nn.Parameter(DTensor.from_local(local, mesh, [placement], **spec), requires_grad=parameter.requires_grad)
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ import psutil
 import torch
 
 ROOT = Path(__file__).parents[1]
-POINTS = ["task=tests.tasks:Points", "train.global_batch_size=16", "tracking.log_model=true"]
+POINTS = ["task=tests.tasks:Points", "train.global_batch_size=16", "tracking.log_model=false"]
 
 
 @dataclass
@@ -54,8 +56,8 @@ def trireme(*arguments: str, env: dict[str, str] | None = None, timeout: float =
 
 
 def torchrun(*arguments: str, workers: int = 2, timeout: float = 120.0) -> Ended:
-    program = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={workers}", "--standalone", "-m", "app"]
-    return finish(start(list(arguments), program=program), timeout)
+    program = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={workers}", "--standalone"]
+    return finish(start(list(arguments), program=[*program, "-m", "app"]), timeout)
 
 
 def finish(process: Any, timeout: float = 120.0) -> Ended:
@@ -138,26 +140,44 @@ def curve(storage: Path, name: str, metric: str = "train/loss") -> dict[int, flo
 @contextlib.contextmanager
 def ray_head(cpus: int = 4) -> Iterator[str]:
     """A Ray head of our own, ended by its own process; yields its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with _head(cpus, ["--include-dashboard=false"]) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def ray_head_with_jobs(cpus: int = 4) -> Iterator[tuple[str, str]]:
+    """The same with Ray's job server; yields both addresses."""
+    port = _free_port()
+    with _head(cpus, ["--include-dashboard=true", f"--dashboard-port={port}"]) as address:
+        wait_until(lambda: _answers(port), 60)
+        yield address, f"http://127.0.0.1:{port}"
+
+
+@contextlib.contextmanager
+def _head(cpus: int, flags: list[str]) -> Iterator[str]:
+    port, folder = _free_port(), Path(tempfile.mkdtemp(prefix="trireme-ray-", dir="/tmp"))
     program = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}"]
-    flags = [f"--num-cpus={cpus}", "--include-dashboard=false", "--object-store-memory=100000000", "--num-gpus=0"]
-    folder = f"/tmp/trireme-ray-{os.getpid()}"
+    flags += [f"--num-cpus={cpus}", "--num-gpus=0", "--object-store-memory=100000000", f"--temp-dir={folder}"]
     process = subprocess.Popen(
-        [*program, *flags, f"--temp-dir={folder}", "--node-ip-address=127.0.0.1"],
+        [*program, *flags, "--node-ip-address=127.0.0.1"],
         env=environment(RAY_AUTH_MODE="disabled"),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    address = f"127.0.0.1:{port}"
     try:
         wait_until(lambda: _answers(port), 60)
-        yield address
+        yield f"127.0.0.1:{port}"
     finally:
         end_tree(process.pid)
         process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def _answers(port: int) -> bool:

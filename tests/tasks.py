@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +44,13 @@ class Points(Task):
         return {"loss": F.cross_entropy(logits, targets), "accuracy": (logits.argmax(1) == targets).float().mean()}
 
 
+class Plain(Points):
+    """Without dropout: one worker and several compute the same."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, self.width), nn.Tanh(), nn.Linear(self.width, 4))
+
+
 class Infinite(Points):
     """Its loss is nan from the step after `good_steps` on, on rank 1 (or the only rank)."""
 
@@ -71,23 +77,4 @@ class Raises(Points):
         self.seen += 1
         if self.seen > self.good_steps:
             raise KeyError("a bug of the user's")
-        return super().loss(model, batch)
-
-
-class DiesOnce(Points):
-    """Kills its own process, as the kernel would, at a step; once, which a file remembers."""
-
-    def __init__(self, *, marker: str, at: int, samples: int = 256) -> None:
-        super().__init__(samples=samples)
-        self.marker, self.at, self.seen = Path(marker), at, 0
-
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        self.seen += 1
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        if self.seen == self.at and rank == 0 and not self.marker.exists():
-            self.marker.touch()
-            import os
-            import signal
-
-            os.kill(os.getpid(), signal.SIGKILL)
         return super().loss(model, batch)

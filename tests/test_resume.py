@@ -28,7 +28,8 @@ from tests.running import (
 )
 
 STEPS = 60
-SLOW = [*POINTS, f"train.steps={STEPS}", "task_args.step_seconds=0.05", "checkpoint.every_steps=10", "train.log_every=1"]
+SLOW = [*POINTS, f"train.steps={STEPS}", "task_args.step_seconds=0.05"]
+SLOW += ["checkpoint.every_steps=10", "train.log_every=1"]
 
 
 def command(storage: Path, name: str, *more: str) -> list[str]:

@@ -94,3 +94,87 @@ def gpt_trial(tied: bool = False, plan: bool = True, **changes: Any) -> Trial:
         tensor_plan=GPT_PLAN if plan else None,
         **changes,
     )
+
+
+class FunctionalTie(nn.Module):
+    """Reads its embedding's table with its own hands, and owns a bare parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0)
+        self.position = nn.Parameter(0.1 * torch.randn(SEQUENCE, WIDTH))
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.layers(self.embed(tokens) + self.position[: tokens.shape[1]])
+        return F.linear(x, self.embed.weight)
+
+
+class Recurrent(nn.Module):
+    """An LSTM keeps a second list of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.rnn = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.rnn(self.embed(tokens))[0])
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int, out: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, out, 3, padding=1, bias=False)
+        self.norm1, self.norm2 = nn.GroupNorm(2, out), nn.GroupNorm(2, out)
+        self.conv2 = nn.Conv2d(out, out, 3, padding=1, bias=False)
+        self.shortcut = nn.Conv2d(channels, out, 1) if channels != out else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        return F.relu(y + self.shortcut(x))
+
+
+class SmallResNet(nn.Module):
+    """Stages of blocks, as torchvision has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU())
+        self.layer1 = nn.Sequential(Residual(4, 4), Residual(4, 4))
+        self.layer2 = nn.Sequential(Residual(4, 6))
+        self.fc = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.layer2(self.layer1(self.stem(x))).mean((2, 3)))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 13), nn.Tanh(), nn.Linear(13, 3))
+
+
+def vector_batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2000 + step)
+    x = torch.randn(BATCH, 7, generator=generator)
+    return x, (x.sum(1) > 0).long() + (x[:, 0] > 0).long()
+
+
+def image_batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3000 + step)
+    x = torch.randn(BATCH, 3, 6, 6, generator=generator)
+    return x, x.mean((2, 3)).argmax(1)
+
+
+def classifier_loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+ZOO: dict[str, Trial] = {
+    "functional tie": Trial(seeded(FunctionalTie), language_loss, language_batch, steps=5),
+    "recurrent": Trial(seeded(Recurrent), language_loss, language_batch, steps=5),
+    "residual": Trial(seeded(SmallResNet), classifier_loss, image_batch, steps=5),
+    "mlp": Trial(seeded(mlp), classifier_loss, vector_batch, steps=5),
+}
+"""Models by people who never read our docs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def function() -> None: ...
 
 
 @pytest.fixture(autouse=True)
-def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A folder with data and tasks, in which the person has started trireme; nothing of it stays imported."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)

@@ -31,8 +31,9 @@ class Net(nn.Module):
         return self.second(torch.relu(self.first(x)))
 
 class Toy(Task):
-    def __init__(self, *, width: int = 3) -> None:
+    def __init__(self, *, width: int = 3, token: str = "") -> None:
         self.width = width
+        assert token == "sesame"
 
     def build_model(self):
         return Net(self.width)
@@ -307,21 +308,23 @@ def test_the_model_loads_where_there_is_only_mlflow_and_torch(
     monkeypatch.syspath_prepend(str(tmp_path / "code"))
     from app.tasks import load_task
 
-    model = load_task("toys.tracked:Toy", {"width": 5}).build_model()
+    model = load_task("toys.tracked:Toy", {"width": 5, "token": "sesame"}).build_model()
     torch.save(model.state_dict(), tmp_path / "weights.pt")
-    recipe = {"task": "toys.tracked:Toy", "task_args": {"width": 5}, "weights": str(tmp_path / "weights.pt")}
+    recipe = {"task": "toys.tracked:Toy", "weights": str(tmp_path / "weights.pt")}
     run = tracker(tmp_path / "spool", uri)
     run.start()
     run.params({"width": 5})
     run.metrics(7, {"eval/loss": 0.25})
-    run.model(recipe | {"metrics": {"eval/loss": 0.25}})
-    run.model(recipe | {"task_args": {"width": 6}})  # does not fit its weights
+    run.model(recipe | {"task_args": {"width": 5, "token": "sesame"}, "metrics": {"eval/loss": 0.25}})
+    run.model(recipe | {"task_args": {"width": 6, "token": "sesame"}})  # does not fit its weights
     delivery = run.finish("FINISHED", timeout=20)
     assert delivery.complete and "size mismatch" in Store(uri).tags()["trireme.model_error"]
+    assert not [path for path in run.folder.rglob("*") if path.is_file() and b"sesame" in path.read_bytes()]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     loaded = subprocess.run(
         [sys.executable, "-c", LOAD, uri, delivery.run_id], cwd="/", env=environment, capture_output=True, text=True
     )
+    assert loaded.returncode == 0, loaded.stderr
     lines = loaded.stdout.splitlines()
     assert lines[0].startswith("Net /tmp") and str(tmp_path) not in lines[0], loaded.stderr
     assert lines[1] == str(model(torch.ones(1, 4)).tolist())
@@ -335,16 +338,13 @@ def test_the_model_loads_where_there_is_only_mlflow_and_torch(
     assert Store(uri).query("select metric_name, metric_value from logged_model_metrics") == [("eval/loss", 0.25)]
 
 
-def test_a_model_that_kills_the_writer_is_given_up(uri: str, tmp_path: Path) -> None:
+def test_a_model_that_kills_the_writer_is_given_up(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "deadly.py").write_text("import os\nos._exit(1)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
     run = tracker(tmp_path / "spool", uri)
     run.start()
-    sys.path.insert(0, str(tmp_path))
-    try:
-        run.model({"task": "deadly:Task", "task_args": {}, "weights": "none.pt"})
-        assert run.finish("FINISHED", timeout=20).complete
-    finally:
-        sys.path.remove(str(tmp_path))
+    run.model({"task": "deadly:Task", "task_args": {}, "weights": "none.pt"})
+    assert run.finish("FINISHED", timeout=20).complete
     assert "died 2 times" in Store(uri).tags()["trireme.model_error"] and Store(uri).status() == "FINISHED"
 
 

@@ -64,9 +64,9 @@ class HashingStream(io.RawIOBase):
         super().close()
 
     def abandon(self) -> None:
-        """Close after a failure: nothing more may reach the file."""
+        """Close after a failure; an object store forgets what was sent of the file."""
         with contextlib.suppress(Exception):
-            self._stream.close()
+            getattr(self._stream, "discard", self._stream.close)()
         super().close()
 
     def file(self) -> File:

@@ -82,6 +82,9 @@ def worker_main(loop: dict[str, Any]) -> None:
     from app.tracking.system import SystemSampler
 
     context, job = get_context(), loop["job"]
+    if os.path.isdir(job.cwd):  # Ray Train puts workers in a folder of its own, where relative paths mean nothing
+        os.chdir(job.cwd)
+        sys.path.insert(0, job.cwd)
     rank, local_rank = context.get_world_rank(), context.get_local_rank()
     channel = InboxChannel(loop["inbox"], rank)
     with worker_output(Storage(job.folder), rank), contextlib.ExitStack() as stack:

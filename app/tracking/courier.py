@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from app.tracking.masking import mask_uri
 from app.tracking.mlflow_run import METRICS_PER_CALL, Away, Gone, MlflowRun, Point, Refused, valid_key
 from app.tracking.spool import Event, Position
 from app.tracking.state import Delivered, Status
@@ -172,19 +173,22 @@ class Courier:
         self.delivered.open = False
 
     def _model(self, event: Event) -> None:
+        from app.tracking import model  # torch and more of mlflow: seconds, and not every run logs a model
+
         if self.delivered.tries >= _MODEL_TRIES:  # out of memory, say: not for ever
             error = f"the writer died {self.delivered.tries} times while it was logging the model"
+            self._insist(lambda: model.abandon(self.run, event["id"]))
         else:
             self.delivered.tries += 1
             self.delivered.save(self.folder)
-            from app.tracking import model  # torch and more of mlflow: seconds, and not every run logs a model
-
             with tempfile.TemporaryDirectory() as scratch:
-                uploads = model.Upload(event, Path(scratch))
-                error = self._upload("the model", lambda: uploads.log(self.run))
+                upload = model.Upload(event, Path(scratch))
+                error = self._upload("the model", lambda: upload.log(self.run))
         if error:
             _log.error("the model is not logged: %s", error)
-            self._insist(lambda: self.run.tags({"trireme.model_error": error}))
+            self._insist(lambda: self.run.tags({"trireme.model_error": mask_uri(error)}))
+        if "recipe_file" in event:
+            shutil.rmtree(Path(event["recipe_file"]).parent, ignore_errors=True)
 
     def _upload(self, name: str, operation: Callable[[], object]) -> str:
         error = self._insist(operation, upload=name)

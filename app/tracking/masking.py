@@ -76,15 +76,15 @@ def mask_value(name: str, value: object) -> object:
     return mask_uri(value) if isinstance(value, str) else value
 
 
-def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Nested mappings as one level with dotted keys; lists stay whole; masked."""
+def flatten(values: Mapping[str, object], prefix: str = "", *, hide: bool = True) -> dict[str, object]:
+    """Nested mappings as one level with dotted keys; lists stay whole; masked unless told not to."""
     flat: dict[str, object] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
-            flat.update(flatten(value, f"{key}."))
+            flat.update(flatten(value, f"{key}.", hide=hide))
         else:
-            flat[key] = mask_value(key, value)
+            flat[key] = mask_value(key, value) if hide else value
     return flat
 
 

@@ -5,6 +5,7 @@ Nothing here talks to MLflow or imports it, and nothing waits for it except `fin
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import subprocess
@@ -126,8 +127,7 @@ class Tracker:
         path = Path(path).absolute()
         event: Event = {"type": "artifact", "time": _now(), "path": str(path), "folder": folder}
         if path.is_file() and path.stat().st_size <= COPY_BYTES:
-            copy = self.folder / "files" / uuid.uuid4().hex / path.name
-            copy.parent.mkdir(parents=True)
+            copy = self._own_folder() / path.name
             shutil.copyfile(path, copy)
             event |= {"path": str(copy), "copy": True}
         self._append(event)
@@ -141,8 +141,18 @@ class Tracker:
 
         The weights' file must stay in place until delivered.
         """
-        weights = str(Path(recipe["weights"]).absolute())
-        event = {"type": "model", "time": _now(), "id": uuid.uuid4().hex, "recipe": {**recipe, "weights": weights}}
+        if self._spool is None:
+            return
+        recipe = {**recipe, "weights": str(Path(recipe["weights"]).absolute())}
+        event: Event = {"type": "model", "time": _now(), "id": uuid.uuid4().hex}
+        arguments = dict(recipe.get("task_args") or {})
+        if flatten(arguments) == flatten(arguments, hide=False):
+            event["recipe"] = recipe
+        else:  # a task that is given a secret needs it to be rebuilt: not in the spool, and gone once delivered
+            path = self._own_folder() / "recipe.json"
+            path.touch(0o600)
+            path.write_text(json.dumps(recipe))
+            event["recipe_file"] = str(path)
         self._append(event)
 
     def finish(self, status: str, *, message: str = "", timeout: float = 15.0) -> Delivery:
@@ -191,6 +201,11 @@ class Tracker:
     def problem(self) -> str:
         """One sentence: why nothing can be delivered just now ("" if all is well)."""
         return Status.load(self.folder).problem if self.enabled else ""
+
+    def _own_folder(self) -> Path:
+        folder = self.folder / "files" / uuid.uuid4().hex
+        folder.mkdir(parents=True)
+        return folder
 
     def _append(self, event: Event) -> None:
         if self._spool is None:

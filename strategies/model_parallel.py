@@ -1,0 +1,87 @@
+"""Naive model parallelism: consecutive blocks on several devices of one process, activations moved between them.
+
+    device 0: embedding, blocks 1 … k     →  x  →     device 1: blocks k+1 … n, head     →  output back to device 0
+
+A model too large for one GPU runs on two, with no change to its code. But one device works while the others wait:
+n devices are no faster than one. Choose it for a model that must just run, or as `ddp_model_parallel` (a copy per
+worker, each over its own devices, gradients averaged by DDP) where several small GPUs make up one large one; a
+pipeline keeps the devices busy, fsdp uses the memory of all as well. It costs a copy of the activations between
+neighbours, forward and backward. https://docs.pytorch.org/tutorials/intermediate/model_parallel_tutorial.html;
+Huang et al. 2019, https://arxiv.org/abs/1811.06965, figure 2b, shows the waiting.
+
+What is before the first block goes with it to the first device, what is after the last one to the last. A weight used
+in two places has one device, and both places compute there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from strategies.costs import Cost, ModelSize, replicated
+
+
+def partition(sizes: list[int], parts: int) -> list[int]:
+    """For each of consecutive items the part (0 … parts-1) it goes to, sizes as even as a greedy cut makes them."""
+    total, done, places = sum(sizes) or 1, 0, []
+    for size in sizes:
+        places.append(min(parts - 1, (2 * done + size) * parts // (2 * total)))
+        done += size
+    return places
+
+
+def apply(module: nn.Module, devices: list[torch.device], blocks: list[str]) -> int:
+    """Moves the module's parts in place and makes activations follow; how many devices are used."""
+    modules = dict(module.named_modules())
+    weights = [sum(p.numel() * p.element_size() for p in modules[name].parameters()) for name in blocks]
+    places = dict(zip(blocks, partition(weights, len(devices))))
+    placed: dict[int, torch.device] = {}  # parameters, by id
+    used: set[int] = set()
+    reached = 0
+    for name, owner in modules.items():
+        if name in places:
+            reached = places[name]
+        elif any(name.startswith(block + ".") for block in blocks):
+            continue
+        direct = owner.parameters() if name in places else owner.parameters(recurse=False)
+        held = [*direct, *(owner.buffers() if name in places else owner.buffers(recurse=False))]
+        if not held:
+            continue
+        before = [placed[id(tensor)] for tensor in held if id(tensor) in placed]
+        after_blocks = bool(blocks) and name != "" and _follows(name, blocks, list(modules))
+        index = reached if name in places else (len(devices) - 1 if after_blocks else 0)
+        device = before[0] if before else devices[index]
+        used.add(devices.index(device) if before else index)
+        for tensor in held:
+            if id(tensor) not in placed:
+                placed[id(tensor)] = device
+                tensor.data = tensor.data.to(device)
+        owner.register_forward_pre_hook(_follow(device), with_kwargs=True)
+    module.register_forward_hook(lambda _, __, output: _moved(output, devices[0]))
+    return len(used)
+
+
+def _follows(name: str, blocks: list[str], order: list[str]) -> bool:
+    return order.index(name) > order.index(blocks[-1])
+
+
+def _follow(device: torch.device) -> Any:
+    def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _moved(args, device), _moved(kwargs, device)
+
+    return hook
+
+
+def _moved(values: Any, device: torch.device) -> Any:
+    return tree_map(lambda v: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v, values)
+
+
+def cost(size: ModelSize, devices: int, micro_batches: int = 1, optimizer: str = "adamw") -> Cost:
+    """Of all devices together: everything once; what flows between neighbours, there and back."""
+    whole = replicated(size, optimizer)
+    moved = 2 * (devices - 1) * size.boundary_bytes * micro_batches
+    return replace(whole, sent={"activations": moved})
