@@ -20,7 +20,6 @@ class Failure:
     sentence: str  # what happened, where, for a person
     step: int  # optimizer steps that were done when it happened
     progressed: bool  # whether this start had taken a step of its own
-    detail: str = ""  # traceback
 
 
 @dataclass(frozen=True)

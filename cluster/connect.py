@@ -46,14 +46,15 @@ def connect(environment: Mapping[str, str]) -> Cluster:
         "log_to_driver": False,  # workers write to files of their own; Ray would show every line of everybody
         "configure_logging": True,
         "logging_level": logging.ERROR,
-        "runtime_env": {"env_vars": dict(environment)},
     }
     address = os.environ.get("RAY_ADDRESS") or _running_here()
     try:
         if address:
-            ray.init(address=address, **options)
+            ray.init(address=address, runtime_env={"env_vars": dict(environment)}, **options)
         else:
-            # An own small Ray: no dashboard, and a small object store, since tensors never go through it.
+            # An own small Ray: no dashboard, and a small object store, since tensors never go through it. Its
+            # processes inherit the environment; a runtime_env would keep the workers that Ray starts ahead unused.
+            os.environ.update(environment)
             ray.init(address="local", include_dashboard=False, object_store_memory=100_000_000, **options)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -124,7 +124,7 @@ def _sharded(
     mesh = layout.dims.build_mesh(device.type)
     names = find_blocks(module, _answer(blocks, module))
     split = _split(module, layout, mesh, _answer(tensor_plan, module), options) if layout.dims.tp > 1 else None
-    _recompute_and_compile(module, names, options)
+    _recompute_and_compile(module, names, options, split=split is not None)
     units = _shard(module, layout, mesh, names, options) if layout.dims.dp_shard > 1 else None
     start.materialise(module, device, torch.device("cpu") if options.offload else device)
     start.fill(module, source, device)
@@ -177,9 +177,11 @@ def _stage(layout: Layout) -> int:
     return {"zero1": 1, "zero2": 2}.get(layout.parts[0], 3)
 
 
-def _recompute_and_compile(module: nn.Module, blocks: list[str], options: Options) -> None:
+def _recompute_and_compile(module: nn.Module, blocks: list[str], options: Options, split: bool = False) -> None:
+    if options.compile and split:  # torch 2.13 cannot trace the recomputation of a block that holds DTensors
+        compiled.apply(module, blocks, options.compile_backend)
     activation_checkpointing.apply(module, blocks, options.activation_checkpointing)
-    if options.compile:
+    if options.compile and not split:
         compiled.apply(module, blocks, options.compile_backend)
 
 

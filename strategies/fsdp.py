@@ -117,33 +117,30 @@ def cost(
     micro_batches: int = 1,
     optimizer: str = "adamw",
 ) -> Cost:
-    """Exact for parameters (padded), gradients and optimizer state (of rank 0, whose slices are never short).
+    """Exact for what rank 0 holds, whose slices are never short: parameters and gradients padded, optimizer state.
 
-    With several micro-batches and not `accumulate_sharded`, whole gradients wait for the last one: they are in
-    `transient`, as are the parameters gathered at the peak: all of them, or the root's and two blocks'.
+    `transient` is what is whole at the peak: the root's parameters and two blocks' (all blocks', if they are not freed
+    after forward), and with several micro-batches and not `accumulate_sharded` the gradients waiting for the last.
     """
     options = options or Options()
     parameters = sum(shard_bytes(p, ways) for p in size.parameters)
     gradients = sum(shard_bytes(p, ways) for p in size.trainable)
     states = STATES[optimizer] * gradients + step_bytes(size.trainable, optimizer)
-    compute = 4 if options.precision == "fp32" else 2
-    units = {unit: sum(p.numel for p in members) * compute for unit, members in size.units.items()}
+    compute, wire = (4 if options.precision == "fp32" else 2), (2 if options.reduce_dtype == "bf16" else 4)
+    units = {unit: sum(_padded_numel(p, ways) for p in members) * compute for unit, members in size.units.items()}
     root = units.pop("", 0)
     blocks = sorted(units.values(), reverse=True)
-    gathered = root + (sum(blocks[:2]) if reshard_after_forward else sum(blocks))
     waiting = 0 if accumulate_sharded or micro_batches == 1 else sum(p.bytes for p in size.trainable)
-    padded = sum(shard_bytes(p, ways) * ways // p.itemsize for p in size.parameters)
-    scattered = gradients * ways * (2 if options.reduce_dtype == "bf16" else 4) // 4
-    gathers = (root + (2 if reshard_after_forward else 1) * sum(blocks)) and padded * compute
-    passes = micro_batches * (2 if reshard_after_forward else 1) if reshard_after_forward else 1
-    return Cost(
-        parameters,
-        gradients,
-        states,
-        size.buffer_bytes,
-        transient=gathered + waiting,
-        sent={
-            "all_gather": gather(gathers, ways) * passes,
-            "reduce_scatter": gather(scattered, ways) * (micro_batches if accumulate_sharded else 1),
-        },
+    if reshard_after_forward:  # the root's parameters stay from forward to backward
+        whole, gathered = root + sum(blocks[:2]), (root + 2 * sum(blocks)) * micro_batches
+    else:
+        whole, gathered = root + sum(blocks), root + sum(blocks)
+    scattered = (
+        sum(_padded_numel(p, ways) for p in size.trainable) * wire * (micro_batches if accumulate_sharded else 1)
     )
+    sent = {"all_gather": gather(gathered, ways), "reduce_scatter": gather(scattered, ways)}
+    return Cost(parameters, gradients, states, size.buffer_bytes, transient=whole + waiting, sent=sent)
+
+
+def _padded_numel(parameter: ParameterSize, ways: int) -> int:
+    return parameter.part(ways).numel * ways

@@ -32,24 +32,12 @@ def apply(
     return fsdp.apply(module, mesh, blocks, options, reshard_after_forward=reshard_after_forward)
 
 
-def cost(
-    size: ModelSize,
-    groups: int,
-    ways: int,
-    options: Options | None = None,
-    *,
-    reshard_after_forward: bool = True,
-    micro_batches: int = 1,
-    optimizer: str = "adamw",
-) -> Cost:
+def cost(size: ModelSize, groups: int, ways: int, options: Options | None = None, *, micro_batches: int = 1) -> Cost:
     """fsdp's within the group, and an all-reduce of the slices across groups."""
-    inside = fsdp.cost(
-        size,
-        ways,
-        options,
-        reshard_after_forward=reshard_after_forward,
-        micro_batches=micro_batches,
-        optimizer=optimizer,
-    )
+    return across(fsdp.cost(size, ways, options, micro_batches=micro_batches), groups, options)
+
+
+def across(inside: Cost, groups: int, options: Options | None = None) -> Cost:
+    """The cost of several groups, from that of one."""
     wire = inside.gradients // 2 if options is not None and options.reduce_dtype == "bf16" else inside.gradients
     return replace(inside, sent=inside.sent | {"all_reduce": all_reduce(wire, groups)})

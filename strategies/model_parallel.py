@@ -29,7 +29,7 @@ def partition(sizes: list[int], parts: int) -> list[int]:
     """For each of consecutive items the part (0 … parts-1) it goes to, sizes as even as a greedy cut makes them."""
     total, done, places = sum(sizes) or 1, 0, []
     for size in sizes:
-        places.append(min(parts - 1, (2 * done + size) * parts // (2 * total)))
+        places.append(min(parts - 1, done * parts // total))
         done += size
     return places
 

@@ -35,6 +35,7 @@ ROWS: tuple[Row, ...] = (
     Row("zero1", 4),
     Row("zero2", 2),
     Row("zero2", 4),
+    Row("zero3", 2),
     Row("fsdp", 2),
     Row("fsdp", 4),
     Row("hsdp", 4, {"dp_shard": 2}),

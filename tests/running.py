@@ -148,7 +148,8 @@ def ray_head(cpus: int = 4) -> Iterator[str]:
 def ray_head_with_jobs(cpus: int = 4) -> Iterator[tuple[str, str]]:
     """The same with Ray's job server; yields both addresses."""
     port = _free_port()
-    with _head(cpus, ["--include-dashboard=true", f"--dashboard-port={port}"]) as address:
+    own = [f"--dashboard-port={port}", f"--dashboard-agent-listen-port={_free_port()}"]
+    with _head(cpus, ["--include-dashboard=true", *own]) as address:
         wait_until(lambda: _answers(port), 60)
         yield address, f"http://127.0.0.1:{port}"
 

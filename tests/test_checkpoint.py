@@ -97,12 +97,17 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pyt
 
 def test_buffers_are_reused_while_shapes_stay() -> None:
     stager = Stager()
-    first, _ = stager.stage({"model": {"w": torch.ones(3)}})
-    address = first["model"]["w"].data_ptr()
-    second, _ = stager.stage({"model": {"w": torch.zeros(3)}})
-    assert second["model"]["w"].data_ptr() == address and second["model"]["w"].tolist() == [0.0] * 3
-    third, _ = stager.stage({"model": {"w": torch.ones(2, 2, dtype=torch.float64)}})
-    assert third["model"]["w"].dtype == torch.float64 and third["model"]["w"].shape == (2, 2)
+
+    def staged(state: dict[str, Any], wanted: set[str] | None = None) -> dict[str, torch.Tensor]:
+        return stager.stage(state, wanted)._data
+
+    first = staged({"model": {"w": torch.ones(3)}})["model.w"]
+    second = staged({"model": {"w": torch.zeros(3)}})["model.w"]
+    assert second is first and second.tolist() == [0.0] * 3
+    third = staged({"model": {"w": torch.ones(2, 2, dtype=torch.float64)}})["model.w"]
+    assert third.dtype == torch.float64 and third.shape == (2, 2)
+    assert set(staged({"model": {"w": torch.ones(2), "b": torch.ones(2)}}, {"model.b"})) == {"model.b"}
+    assert set(stager._buffers) == {"model.b"}, "memory that is not wanted is freed"
 
 
 @pytest.mark.parametrize("name", ["_orig_mod.w", "blocks.0._checkpoint_wrapped_module.w"])

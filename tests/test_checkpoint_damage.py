@@ -134,5 +134,5 @@ def test_all_bad_is_none(folder: Path) -> None:
         truncate(Path(found.path, "__0_0.distcp"))
     good, passed = checkpoint.latest_good(str(folder))
     assert good is None and len(passed) == 2
-    with pytest.raises(UserError, match="there is no committed checkpoint in .* is passed over"):
+    with pytest.raises(UserError, match=r"there is no committed checkpoint in .* is passed over"):
         checkpoint.find(str(folder))

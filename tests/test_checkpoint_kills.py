@@ -27,7 +27,11 @@ OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.trun
 
 @pytest.mark.parametrize("work", ["save", "sweep"])
 def test_a_kill_at_any_file_operation(tmp_path: Path, work: str) -> None:
-    command = [sys.executable, "-c", f"from tests.test_checkpoint_kills import serve; serve({str(tmp_path)!r}, {work!r})"]
+    command = [
+        sys.executable,
+        "-c",
+        f"from tests.test_checkpoint_kills import serve; serve({str(tmp_path)!r}, {work!r})",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -50,7 +54,7 @@ def serve(folder: str, work: str) -> None:
         _save(here, 1)
         if work == "sweep":
             _leave_litter(here)
-        killed = _run_and_kill(lambda: works[work](here), at=kills + 1)
+        killed = _run_and_kill(works[work], here, at=kills + 1)
         problem, step = _look(here)
         newest[str(step)] = newest.get(str(step), 0) + 1
         if problem:
@@ -93,13 +97,13 @@ def _sweep(folder: Path) -> None:
     checkpoint.sweep(str(folder))
 
 
-def _run_and_kill(do: Callable[[], None], at: int) -> bool:
+def _run_and_kill(do: Callable[[Path], None], folder: Path, at: int) -> bool:
     """Whether `do`, in a fork, was killed at its `at`-th operation (or ended before it came to that)."""
     child = os.fork()
     if child == 0:
         try:
             _arm(at)
-            do()
+            do(folder)
             os._exit(0)
         except BaseException:
             import traceback
@@ -135,7 +139,12 @@ def _arm(at: int) -> None:
 
     def torn_write(self: HashingStream, data: Any) -> int:
         view = memoryview(data).cast("B")
-        operation(lambda: (write(self, view[: len(view) // 2]), self.flush()) and None)
+
+        def half() -> None:
+            write(self, view[: len(view) // 2])
+            self.flush()
+
+        operation(half)
         return write(self, view)
 
     def late_fsync(descriptor: int) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from app import checkpoint
 from app.checkpoint import Checkpointer, CheckpointError
 from app.checkpoint.files import HashingStream, Reader
+from app.checkpoint.sharing import divide
 from app.errors import UserError
 from app.storage import Storage
 from tests.pool import DistributedFailure, run_distributed
@@ -113,6 +114,41 @@ def test_replicas_share_the_writing(tmp_path: Path) -> None:
     run_distributed(_save, 2, str(tmp_path), "replicas")
     files = checkpoint.commits(str(tmp_path))[0].files
     assert min(files["__0_0.distcp"].size, files["__1_0.distcp"].size) > 2 * 7 * 6 * 4
+
+
+def test_pieces_go_to_whoever_has_them_and_least_to_write() -> None:
+    offers = [
+        [(("a", (0,)), 100), (("b", (0,)), 60), (("c", (0,)), 60)],  # a replica
+        [(("a", (0,)), 100), (("b", (0,)), 60), (("c", (0,)), 60)],  # another
+        [(("d", (0, 0)), 500), (("a", (0,)), 100)],  # has something of its own, and enough of it
+    ]
+    assert divide(offers) == [{("a", (0,))}, {("b", (0,)), ("c", (0,))}, {("d", (0, 0))}]
+    assert divide([[], []]) == [frozenset(), frozenset()]
+
+
+def _staged(rank: int, folder: str) -> list[int]:
+    """Bytes this rank copied in each of four saves; before the third, its layout changes on rank 1 alone."""
+    checkpointer = Checkpointer(folder, keep_last=9)
+    state = state_of("replicas", rank)
+    copied = []
+    for step in (1, 2, 3, 4):
+        if step == 3 and rank == 1:
+            state["model"]["only.on.1"] = torch.ones(1000)
+        checkpointer.save(state, meta={"step": step})
+        copied.append(sum(buffer.nbytes for buffer in checkpointer._stager._buffers.values()))
+        checkpointer.wait()
+    into = {"model": {**lay_out("one", 0, whole(0.0)), "only.on.1": torch.zeros(1000)}}
+    checkpoint.load(checkpoint.commits(folder)[0], into)
+    assert all(torch.equal(into["model"][name], t) for name, t in whole().items())
+    assert into["model"]["only.on.1"].sum() == 1000
+    return copied
+
+
+def test_replicas_copy_only_what_they_write(tmp_path: Path) -> None:
+    tensor = 7 * 6 * 4  # bytes, of four in all
+    first, second = run_distributed(_staged, 2, str(tmp_path))
+    assert first == [2 * tensor, 2 * tensor, 4 * tensor, 4 * tensor]
+    assert second == [2 * tensor, 2 * tensor, 4000, 4000]
 
 
 # -- failures

@@ -9,11 +9,12 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from test_tracking_kit import ROOT, Store, alive, kill, new_database, python, tracker, wait_until
 
 from app.tracking import sync
-from app.tracking.spool import segment_path
+from app.tracking.spool import count_left, segment_path
 from app.tracking.state import Delivered, FileLock, Status
 
 TASK = """
@@ -103,6 +104,18 @@ def driver(folder: Path, uri: str, first: int, last: int, uid: str = "uid-1") ->
     return process
 
 
+def idle_share(pid: int, seconds: float = 2.0) -> float:
+    """The share of one core that a process uses."""
+
+    def used() -> float:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    before = used()
+    time.sleep(seconds)
+    return (used() - before) / seconds
+
+
 def test_a_run_and_its_continuation_are_one_run(uri: str, tmp_path: Path) -> None:
     store, folder = Store(uri), tmp_path / "spool"
     (tmp_path / "figure.txt").write_text("small")
@@ -149,7 +162,8 @@ def test_a_run_and_its_continuation_are_one_run(uri: str, tmp_path: Path) -> Non
 
     again = tracker(folder, uri)
     again.start()
-    wait_until(lambda: store.status() == "RUNNING")
+    wait_until(lambda: store.status() == "RUNNING" and count_left(folder, Delivered.load(folder).position) == 0)
+    assert idle_share(Status.load(folder).pid) <= 0.01
     again.params({"lr": 0.2, "p0": 0})
     for step in range(1400, 1600):  # from the last checkpoint
         again.metrics(step, {"loss": 1 / (step + 1)})
@@ -163,10 +177,12 @@ def test_a_run_and_its_continuation_are_one_run(uri: str, tmp_path: Path) -> Non
 def test_a_killed_driver_ends_as_killed_and_a_new_one_continues(uri: str, tmp_path: Path) -> None:
     store, folder = Store(uri), tmp_path / "spool"
     process = driver(folder, uri, 0, 3000)
+    wait_until(lambda: Status.load(folder).pid)
+    wait_until(lambda: not psutil.Process(process.pid).children(recursive=True))  # whom `ray job stop` would kill
     kill(process.pid)
     died = time.time()
     process.wait()
-    writer = wait_until(lambda: Status.load(folder).pid)
+    writer = Status.load(folder).pid
     wait_until(lambda: store.runs() and store.status() == "KILLED")
     assert store.steps("loss") == list(range(3000)) and abs(store.end_seconds() - died) < 5
     wait_until(lambda: not alive(writer))
@@ -192,10 +208,8 @@ def test_a_killed_writer_is_replaced_and_100_000_points_arrive_once(uri: str, tm
     for step in range(10_000):
         run.metrics(step, {f"m{n}": float(step + n) for n in range(10)})
     assert time.monotonic() - begun < 3.0
-    for _ in range(2):
-        progress = Delivered.load(folder).offset
-        wait_until(lambda progress=progress: Delivered.load(folder).offset > progress)
-        kill(Status.load(folder).pid)
+    wait_until(lambda: Delivered.load(folder).steps)
+    kill(Status.load(folder).pid)
     delivery = run.finish("FINISHED", timeout=30)
     seconds = time.monotonic() - begun
     assert delivery.complete and store.status() == "FINISHED"
@@ -236,35 +250,28 @@ def test_concurrent_first_use_of_a_database(template: Path) -> None:
     assert location == (template.parents[1] / "mlartifacts").as_uri()
 
 
-def test_a_writer_waits_for_the_one_before(uri: str, tmp_path: Path) -> None:
-    (tmp_path / "spool").mkdir()
-    before = FileLock(tmp_path / "spool" / "writer.lock")
-    assert before.acquire()
-    run = tracker(tmp_path / "spool", uri)
-    run.start()
-    run.metrics(1, {"loss": 1.0})
-    delivery = run.finish("FINISHED", timeout=2)
-    assert not delivery.complete and delivery.left == 3 and Store(uri).runs() == []
-    before.release()
-    assert sync(tmp_path / "spool").complete
-    assert Store(uri).status() == "FINISHED" and Store(uri).steps("loss") == [1]
-
-
-def test_a_deleted_experiment_is_told_and_a_restored_one_filled(uri: str, tmp_path: Path) -> None:
+def test_what_cannot_be_delivered_yet_is_told_and_waits(uri: str, tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
+    folder = tmp_path / "spool"
+    folder.mkdir()
+    writer_of_a_driver_before = FileLock(folder / "writer.lock")
+    assert writer_of_a_driver_before.acquire()
+    run = tracker(folder, uri)
+    run.start()
+    run.metrics(3, {"loss": 1.0})
+    delivery = run.finish("FINISHED", timeout=1.0)
+    assert not delivery.complete and delivery.left == 3 and Store(uri).runs() == []
+    assert delivery.problem == "another process is delivering this spool just now"
+    writer_of_a_driver_before.release()
     client = MlflowClient(uri)
     experiment = client.get_experiment_by_name("tests").experiment_id
     client.delete_experiment(experiment)
-    run = tracker(tmp_path / "spool", uri)
-    run.start()
-    run.metrics(3, {"loss": 1.0})
-    wait_until(lambda: run.problem)
-    delivery = run.finish("FINISHED", timeout=0.5)
-    assert not delivery.complete and delivery.run_id is None
+    delivery = sync(folder, timeout=4.0)
+    assert not delivery.complete and delivery.run_id is None and run.problem == delivery.problem
     assert f"mlflow experiments restore --experiment-id {experiment}" in delivery.problem
     client.restore_experiment(experiment)
-    assert sync(tmp_path / "spool").complete
+    assert sync(folder).complete and run.problem == ""
     assert Store(uri).status() == "FINISHED" and Store(uri).steps("loss") == [3]
 
 
@@ -286,15 +293,21 @@ def test_a_deleted_run_is_made_anew_from_the_spool(uri: str, tmp_path: Path) -> 
     assert store.steps("loss") == list(range(30)) and store.params() == {"lr": "1"}
 
 
-def test_sync_of_a_spool_whose_driver_and_writer_died(uri: str, tmp_path: Path) -> None:
-    folder = tmp_path / "spool"
-    process = driver(folder, "http://127.0.0.1:9", 0, 10)
-    writer = wait_until(lambda: Status.load(folder).pid)
-    kill(process.pid)
-    process.wait()
+def test_a_lingering_writer_makes_way_and_sync_delivers_what_the_dead_left(uri: str, tmp_path: Path) -> None:
+    folder, nowhere = tmp_path / "spool", "http://127.0.0.1:9"
+    first = driver(folder, nowhere, 0, 10)
+    lingering = wait_until(lambda: Status.load(folder).away and Status.load(folder).pid)
+    kill(first.pid)
+    first.wait()
+    assert alive(lingering)
+    second = driver(folder, nowhere, 5, 20)
+    writer = wait_until(lambda: (pid := Status.load(folder).pid) != lingering and pid)
+    assert not alive(lingering)
+    kill(second.pid)
+    second.wait()
     kill(writer)
     delivery = sync(folder, uri=uri)
-    assert delivery.complete and Store(uri).status() == "KILLED" and Store(uri).steps("loss") == list(range(10))
+    assert delivery.complete and Store(uri).status() == "KILLED" and Store(uri).steps("loss") == list(range(20))
     assert sync(tmp_path / "nothing-here").complete
 
 
@@ -305,6 +318,7 @@ def test_the_model_loads_where_there_is_only_mlflow_and_torch(
 
     (tmp_path / "code" / "toys").mkdir(parents=True)
     (tmp_path / "code" / "toys" / "tracked.py").write_text(TASK)
+    (tmp_path / "code" / "toys" / "deadly.py").write_text("import os\nos._exit(1)\n")
     monkeypatch.syspath_prepend(str(tmp_path / "code"))
     from app.tasks import load_task
 
@@ -317,8 +331,11 @@ def test_the_model_loads_where_there_is_only_mlflow_and_torch(
     run.metrics(7, {"eval/loss": 0.25})
     run.model(recipe | {"task_args": {"width": 5, "token": "sesame"}, "metrics": {"eval/loss": 0.25}})
     run.model(recipe | {"task_args": {"width": 6, "token": "sesame"}})  # does not fit its weights
+    run.model({"task": "toys.deadly:Task", "task_args": {}, "weights": "none.pt"})  # as one that fills the memory
     delivery = run.finish("FINISHED", timeout=20)
-    assert delivery.complete and "size mismatch" in Store(uri).tags()["trireme.model_error"]
+    assert delivery.complete and Store(uri).status() == "FINISHED"
+    assert "died 2 times" in Store(uri).tags()["trireme.model_error"]
+    assert "size mismatch" in (run.folder / "writer.log").read_text()
     assert not [path for path in run.folder.rglob("*") if path.is_file() and b"sesame" in path.read_bytes()]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     loaded = subprocess.run(
@@ -336,33 +353,6 @@ def test_the_model_loads_where_there_is_only_mlflow_and_torch(
     assert f"torch=={torch.__version__.split('+')[0]}" in pins and any(pin.startswith("mlflow==3.") for pin in pins)
     assert (folder / "code" / "toys" / "tracked.py").exists() and not list(folder.rglob("worker.py"))
     assert Store(uri).query("select metric_name, metric_value from logged_model_metrics") == [("eval/loss", 0.25)]
-
-
-def test_a_model_that_kills_the_writer_is_given_up(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "deadly.py").write_text("import os\nos._exit(1)\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    run = tracker(tmp_path / "spool", uri)
-    run.start()
-    run.model({"task": "deadly:Task", "task_args": {}, "weights": "none.pt"})
-    assert run.finish("FINISHED", timeout=20).complete
-    assert "died 2 times" in Store(uri).tags()["trireme.model_error"] and Store(uri).status() == "FINISHED"
-
-
-def test_an_idle_writer_costs_next_to_nothing(uri: str, tmp_path: Path) -> None:
-    def cpu_seconds(pid: int) -> float:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    run = tracker(tmp_path / "spool", uri)
-    run.start()
-    run.metrics(0, {"a": 0.0})
-    wait_until(lambda: Delivered.load(run.folder).steps)
-    pid = Status.load(run.folder).pid
-    before = cpu_seconds(pid)
-    time.sleep(3)
-    used = cpu_seconds(pid) - before
-    assert run.finish("FINISHED", timeout=20).complete
-    assert used <= 0.03, f"{used / 3:.2%} of a core"
 
 
 def test_the_root_is_importable_by_the_writer_from_anywhere() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -44,6 +45,14 @@ class Ranks:
         self.distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.group = dist.new_group(backend="gloo") if self.distributed else None
         self.rank = dist.get_rank() if self.distributed else 0
+
+    def any(self, mine: bool) -> bool:
+        """Whether it is so on any rank."""
+        if not self.distributed:
+            return mine
+        flag = torch.tensor(int(mine))
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
+        return bool(flag.item())
 
     def all(self, what: Callable[[], T]) -> list[T]:
         """Call `what` on every rank and give everybody all results, by rank. Raises RankFailed on all ranks."""

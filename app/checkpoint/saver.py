@@ -29,6 +29,7 @@ from app.checkpoint.errors import CheckpointError, Unexchangeable, said
 from app.checkpoint.exchange import RankFailed, Ranks
 from app.checkpoint.files import Writer
 from app.checkpoint.prune import Mode, prune
+from app.checkpoint.sharing import Share
 from app.checkpoint.staging import StagedPlanner, Stager
 from app.storage import Storage
 
@@ -41,8 +42,7 @@ class _Staged:
 
     commit: Commit
     """As it will be, but for folder, files and sequence number."""
-    state: dict[str, Any]
-    shards: dict[str, torch.Tensor]
+    planner: StagedPlanner
     own: bytes | None
     """This rank's own state, pickled."""
 
@@ -80,6 +80,7 @@ class Checkpointer:
         self._attempt, self._fence = attempt, fence
         self._stager = Stager()
         self._ranks = Ranks()
+        self._share = Share(self._ranks)
         self._pending: Future[Commit] | None = None
 
     def save(
@@ -99,7 +100,11 @@ class Checkpointer:
         self.wait()
         commit = Commit(int(meta["step"]), "", json.loads(json.dumps(meta)), {}, metric, self._attempt)
         own = None if per_rank is None else _pickled(per_rank)
-        staged = _Staged(commit, *self._stager.stage(state), own)
+        try:
+            wanted = self._share.of(state)
+        except Exception as error:  # a rank that failed, or is gone
+            raise self._failure(commit, error) from error
+        staged = _Staged(commit, self._stager.stage(state, wanted), own)
         self._pending = Future()
         threading.Thread(
             target=self._run, args=(staged, started, self._pending), name="checkpoint", daemon=True
@@ -140,18 +145,21 @@ class Checkpointer:
         try:
             self.last_commit = self._save(staged)
         except BaseException as error:  # a thread's exception would be lost
-            why = str(error) if isinstance(error, RankFailed) else said(error)
-            verb = "was not committed" if why.endswith(_SUPERSEDED) else "could not be saved"
-            failure = CheckpointError(
-                f"the checkpoint of step {staged.commit.step} in {self._storage} {verb} ({why}); "
-                "those committed before are untouched"
-            )
+            failure = self._failure(staged.commit, error)
         self.last_total_seconds = time.perf_counter() - started
         if failure:
             outcome.set_exception(failure)
         else:
             assert self.last_commit is not None
             outcome.set_result(self.last_commit)
+
+    def _failure(self, commit: Commit, error: BaseException) -> CheckpointError:
+        why = str(error) if isinstance(error, RankFailed) else said(error)
+        verb = "was not committed" if why.endswith(_SUPERSEDED) else "could not be saved"
+        return CheckpointError(
+            f"the checkpoint of step {commit.step} in {self._storage} {verb} ({why}); "
+            "those committed before are untouched"
+        )
 
     def _save(self, staged: _Staged) -> Commit:
         name = self._ranks.first(lambda: self._make_folder(staged.commit.step))
@@ -176,9 +184,9 @@ class Checkpointer:
         """Write this rank's part and say what it is. DCP exchanges its own failures."""
         writer = Writer(here)
         dcp.save(
-            staged.state,
+            staged.planner.staged,
             storage_writer=writer,
-            planner=StagedPlanner(staged.shards),
+            planner=staged.planner,
             process_group=self._ranks.group,
             no_dist=not self._ranks.distributed,
         )

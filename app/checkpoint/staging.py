@@ -9,12 +9,14 @@ are reused as long as shape and type stay, and are pinned where the source is on
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -45,38 +47,40 @@ class Stager:
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
-        self._shadows: dict[str, DTensor] = {}
+        self._outlines: dict[str, torch.Tensor] = {}
         self._devices: set[torch.device] = set()
 
-    def stage(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """A copy of `state`, and by name the local data of its DTensors, which are only described in the copy.
+    def stage(self, state: dict[str, Any], wanted: Container[str] | None = None) -> StagedPlanner:
+        """A planner for DCP that holds a copy of `state`; it is whole when this returns.
 
-        Returns when every byte has been copied. Raises ValueError for a name that depends on how the model was
-        wrapped, since another layout could not read it.
+        wanted: names of the tensors whose data is copied; of others only the outline is kept. None: all.
+        Raises ValueError for a name that depends on how the model was wrapped, since another layout could not
+        read it.
         """
-        shards: dict[str, torch.Tensor] = {}
+        data: dict[str, torch.Tensor] = {}
         self._devices.clear()
         with torch.no_grad():
-            copied = self._copy(state, (), shards)
+            copied = self._copy(state, (), wanted, data)
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()  # copies from a GPU are only queued
-        return copied, shards
+        for name in self._buffers.keys() - data.keys():
+            del self._buffers[name]
+        return StagedPlanner(copied, data)
 
-    def _copy(self, value: Any, path: tuple[str, ...], shards: dict[str, torch.Tensor]) -> Any:
+    def _copy(self, value: Any, path: tuple[str, ...], wanted: Container[str] | None, data: dict[str, Any]) -> Any:
         if isinstance(value, dict):
-            return {key: self._copy(child, (*path, str(key)), shards) for key, child in value.items()}
+            return {key: self._copy(child, (*path, str(key)), wanted, data) for key, child in value.items()}
         if isinstance(value, (list, tuple)):
-            return type(value)(self._copy(child, (*path, str(i)), shards) for i, child in enumerate(value))
+            return type(value)(self._copy(child, (*path, str(i)), wanted, data) for i, child in enumerate(value))
         if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)
         name = ".".join(path)
         wrapper = next((w for w in _WRAPPERS if w in name), None)
         if wrapper:
             raise ValueError(f"the name {name} holds {wrapper!r}: save the plain names (Parallel.model_state)")
-        if isinstance(value, DTensor):
-            shards[name] = self._fill(name, value.to_local())
-            return self._shadow(name, value)
-        return self._fill(name, value)
+        if wanted is None or name in wanted:
+            data[name] = self._fill(name, value.to_local() if isinstance(value, DTensor) else value)
+        return self._outline(name, value)
 
     def _fill(self, name: str, source: torch.Tensor) -> torch.Tensor:
         source = source.detach()
@@ -88,33 +92,51 @@ class Stager:
             self._devices.add(source.device)
         return buffer.copy_(source, non_blocking=source.is_cuda)
 
-    def _shadow(self, name: str, value: DTensor) -> DTensor:
-        """A DTensor without data that is laid out like `value`: what DCP plans with.
+    def _outline(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """A tensor without data, laid out like `value`: what DCP plans with.
 
-        It cannot have the CPU buffer as its data: `from_local` would move that back to the mesh's device.
+        A DTensor cannot simply get the CPU buffer as its data: `from_local` would move that to the mesh's device.
         """
-        old = self._shadows.get(name)
-        same = old is not None and old.device_mesh is value.device_mesh and old.placements == value.placements
-        if old is not None and same and old.shape == value.shape and old.dtype == value.dtype:
+        old = self._outlines.get(name)
+        if old is not None and old.shape == value.shape and old.dtype == value.dtype and _same_spec(old, value):
             return old
-        local = torch.empty_like(value.to_local(), device="meta")
-        self._shadows[name] = DTensor.from_local(
-            local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-        )
-        return self._shadows[name]
+        if isinstance(value, DTensor):
+            local = torch.empty_like(value.to_local(), device="meta")
+            self._outlines[name] = DTensor.from_local(
+                local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+            )
+        else:
+            self._outlines[name] = torch.empty_like(value, device="meta")
+        return self._outlines[name]
 
     def close(self) -> None:
         self._buffers.clear()
-        self._shadows.clear()
+        self._outlines.clear()
+
+
+def _same_spec(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if isinstance(one, DTensor) and isinstance(other, DTensor):
+        return one.device_mesh is other.device_mesh and one.placements == other.placements
+    return not isinstance(one, DTensor) and not isinstance(other, DTensor)
 
 
 class StagedPlanner(DefaultSavePlanner):
-    """Plans with the staged state, and takes a DTensor's data from its staged shard."""
+    """Plans with outlines, and finds the data in the staged copies."""
 
-    def __init__(self, shards: dict[str, torch.Tensor]) -> None:
+    def __init__(self, state: dict[str, Any], data: dict[str, torch.Tensor]) -> None:
         super().__init__()
-        self._shards = shards
+        self.staged = state
+        """The nested state: outlines of tensors, and copies of everything else."""
+        self._data = data
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.plan = dataclasses.replace(plan, items=[item for item in plan.items if self._has(item)])
+        return self.plan
+
+    def _has(self, item: WriteItem) -> bool:
+        return item.type == WriteItemType.BYTE_IO or item.index.fqn in self._data
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        shard = self._shards.get(index.fqn)
-        return super().lookup_object(index) if shard is None else shard
+        data = self._data.get(index.fqn)
+        return super().lookup_object(index) if data is None else data

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 
 from app.storage import Storage
@@ -26,6 +27,9 @@ def worker_output(run: Storage, rank: int) -> Iterator[None]:
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
     try:
         yield
+    except BaseException:
+        traceback.print_exc()
+        raise
     finally:
         sys.stdout, sys.stderr = streams
         for fd, original in enumerate(saved, start=1):

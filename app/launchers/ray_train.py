@@ -113,8 +113,6 @@ def launch(job: Job, driver: Driver, *, workers: int, per_worker: dict[str, floa
             break
         failure = classify(error, driver)
         history.append(failure)
-        if failure.detail:
-            print(failure.detail, file=sys.stderr, flush=True)  # into the log: traceback for whoever wants it
         decision = decide(history, job.config.fault.max_restarts)
         if not decision.retry:
             raise root_cause(error, decision.reason)
@@ -167,7 +165,6 @@ def _hear(inbox: Any, driver: Driver) -> None:
 def classify(error: BaseException, driver: Driver) -> Failure:
     """What ended a worker group, in one sentence, and what kind of thing it was."""
     rank, cause = first_cause(error)
-    detail = getattr(cause, "_traceback_str", "") or ""
     original = getattr(cause, "_base_exc", cause)
     if isinstance(original, UserError | NonFiniteError | RunFailed):
         kind, sentence = Kind.HOPELESS, str(original)
@@ -176,8 +173,9 @@ def classify(error: BaseException, driver: Driver) -> Failure:
     else:
         text = (str(original).strip().splitlines() or [""])[0]
         at = f" on worker {rank}" if rank is not None else ""
-        kind, sentence = Kind.EXCEPTION, f"{type(original).__name__}{at}: {text}"
-    return Failure(kind, sentence, driver.step, driver.progressed, detail)
+        log = f" (see {driver.run.local_folder}/logs/rank-{rank}.log)" if rank is not None else ""
+        kind, sentence = Kind.EXCEPTION, f"{type(original).__name__}{at}: {text}{log}"
+    return Failure(kind, sentence, driver.step, driver.progressed)
 
 
 def root_cause(error: BaseException, reason: str) -> Exception:

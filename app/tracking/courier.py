@@ -20,7 +20,11 @@ from app.tracking.mlflow_run import METRICS_PER_CALL, Away, Gone, MlflowRun, Poi
 from app.tracking.spool import Event, Position
 from app.tracking.state import Delivered, Status
 
-BACKOFF_SECONDS = (0.25, 5.0)
+BACKOFF_SECONDS = (0.25, 2.0)
+REQUEST_SECONDS = "10"
+"""Time-out of MLflow's HTTP requests. By its defaults one call to a server that is away blocks for four minutes."""
+_UPLOAD_SECONDS = "120"
+_TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
 _MODEL_TRIES = 2
 _UPLOAD_TRIES = 5
 _log = logging.getLogger("writer")
@@ -205,7 +209,11 @@ class Courier:
         while True:
             try:
                 self._open()
-                self.tell(upload=upload)
+                os.environ[_TIMEOUT] = REQUEST_SECONDS
+                if upload:
+                    self.run.refresh()  # a server that is away is found out quickly, before anybody waits for long
+                    self.tell(upload=upload)
+                    os.environ[_TIMEOUT] = _UPLOAD_SECONDS
                 operation()
                 self.tell(away=False, problem="")
                 return ""

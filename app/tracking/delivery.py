@@ -1,19 +1,18 @@
-"""Delivering to the end: starting the writer process, waiting for it, and `sync` for what an earlier run left."""
+"""Delivering to the end: waiting for the writer, and `sync` for what an earlier run left."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from app.tracking.masking import mask_uri
+from app.tracking.process import WriterProcess
 from app.tracking.settings import Settings, run_url
 from app.tracking.spool import Event, Reader, count_left
-from app.tracking.state import Delivered, Status
+from app.tracking.state import Delivered, FileLock, Status
 
 _DEATHS = 3
 """How often a writer that dies at the end is replaced."""
@@ -58,7 +57,7 @@ def sync(folder: Path, *, uri: str | None = None, timeout: float = 30.0) -> Deli
     environment = os.environ.get("MLFLOW_TRACKING_URI", "")
     uri = uri or (environment if mask_uri(environment) == start["uri"] else start["uri"])
     settings = Settings(uri, start["experiment"], start["artifact_location"], "")
-    return wait_for(lambda: spawn_writer(folder, uri, attempt=None), folder, settings, timeout)
+    return wait_for(lambda: WriterProcess(folder, uri, attempt=None), folder, settings, timeout)
 
 
 def last_start(folder: Path) -> Event:
@@ -72,29 +71,12 @@ def last_start(folder: Path) -> Event:
     return {}
 
 
-def spawn_writer(folder: Path, uri: str, *, attempt: str | None) -> subprocess.Popen[bytes]:
-    """Start the writer on a spool; without `attempt` it delivers what is there and ends."""
-    environment = {
-        **os.environ,
-        # By the environment, not by argument or file: the URI may hold a password.
-        "MLFLOW_TRACKING_URI": uri,
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)]),
-    }
-    command = [sys.executable, "-m", "app.tracking.writer", str(folder), "--parent", str(os.getpid())]
-    command += ["--attempt", attempt] if attempt else []
-    with (folder / "writer.log").open("ab") as log:
-        # A session of its own: Ctrl-C in the terminal is for the driver alone.
-        return subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
-        )
-
-
 def wait_for(
-    spawn: Callable[[], subprocess.Popen[bytes]],
+    spawn: Callable[[], WriterProcess],
     folder: Path,
     settings: Settings,
     timeout: float,
-    writer: subprocess.Popen[bytes] | None = None,
+    writer: WriterProcess | None = None,
 ) -> Delivery:
     """Wait until a writer has delivered all, or has got nowhere for `timeout` seconds; then end it.
 
@@ -103,33 +85,24 @@ def wait_for(
     """
     begun, deaths = time.time(), 0
     while True:
-        if writer is None:
-            writer = spawn()
-        _wake(writer)
-        if not _exited(writer, folder, begun, timeout):
+        writer = writer or spawn()
+        writer.wake()
+        if not _ended(writer, folder, begun, timeout):
             break
-        if writer.wait() == 0 or deaths == _DEATHS:
+        if writer.clean or deaths == _DEATHS:
             break
         deaths, writer = deaths + 1, None
-    if writer.stdin:
-        writer.stdin.close()
     return _delivery(folder, settings)
 
 
-def _exited(writer: subprocess.Popen[bytes], folder: Path, begun: float, timeout: float) -> bool:
+def _ended(writer: WriterProcess, folder: Path, begun: float, timeout: float) -> bool:
     """True once the writer has ended by itself; False if it was ended for getting nowhere."""
-    while writer.poll() is None:
+    while not writer.ended.wait(0.05):
         status = Status.load(folder)
         patience = max(timeout, _UPLOAD_PATIENCE) if status.upload and not status.away else timeout
         if time.time() - max(begun, status.progress) > patience:
-            writer.terminate()
-            try:
-                writer.wait(5)
-            except subprocess.TimeoutExpired:
-                writer.kill()
-                writer.wait()
+            writer.kill()
             return False
-        time.sleep(0.02)
     return True
 
 
@@ -139,13 +112,8 @@ def _delivery(folder: Path, settings: Settings) -> Delivery:
     url = run_url(settings, delivered.experiment_id, delivered.run_id)
     complete = left == 0 and not delivered.open
     problem = "" if complete else status.problem or f"the tracking writer did not get that far; see {folder}/writer.log"
+    lock = FileLock(folder / "writer.lock")
+    if not complete and not lock.acquire():
+        problem = "another process is delivering this spool just now"
+    lock.release()
     return Delivery(delivered.run_id, url, complete, left, folder, problem)
-
-
-def _wake(writer: subprocess.Popen[bytes]) -> None:
-    try:
-        if writer.stdin:
-            writer.stdin.write(b"\n")
-            writer.stdin.flush()
-    except OSError:
-        pass  # it has just ended; the caller sees that by itself

@@ -9,7 +9,9 @@ latest steps before it repeats metrics.
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,10 @@ from app.tracking.state import exclusive
 UID_TAG = "trireme.run_uid"
 METRICS_PER_CALL = 1000
 _PAIRS_PER_CALL = 100
+_SETTLE_SECONDS = 0.3
 _TAG_CHARACTERS = 5000
 _PARAM_CHARACTERS = 6000
+_log = logging.getLogger("writer")
 _REFUSALS = {
     "INVALID_PARAMETER_VALUE",
     "BAD_REQUEST",
@@ -36,6 +40,17 @@ _REFUSALS = {
     "RESOURCE_DOES_NOT_EXIST",
     "INVALID_STATE",
 }
+
+_REASONS = (
+    ("Connection refused|Failed to establish", "connection refused"),
+    ("Name or service|name resolution|getaddrinfo|NameResolution", "no such host"),
+    ("timed out|timeout", "it took too long"),
+    ("CERTIFICATE|SSLError", "its certificate is not trusted"),
+    ("RemoteDisconnected|Connection reset|Connection aborted", "it closed the connection"),
+    ("too many 50", "it is overloaded or starting: HTTP 5xx"),
+    ("too many 429", "it asks for fewer requests: HTTP 429"),
+)
+"""What is said for what requests' errors contain."""
 
 Point = tuple[str, float, int, Any]
 """Metric key, value, time (Unix milliseconds), step (None until the courier has given a sample its step)."""
@@ -99,20 +114,24 @@ class MlflowRun:
         client = self.client()
         with self.speaking():
             self.experiment_id = self._experiment(start)
-            found = self._search(start["run_uid"])
-            if not found:
-                client.create_run(
-                    self.experiment_id,
-                    start_time=int(start["time"] * 1000),
-                    run_name=start["run_name"],
-                    tags={UID_TAG: start["run_uid"], **start.get("tags", {})},
-                )
-                # Another host may have made one at the same moment: the earlier is everybody's, the later is removed.
-                found = self._search(start["run_uid"])
-                for surplus in found[1:]:
-                    client.delete_run(surplus)
+            found = self._search(start["run_uid"]) or self._create(start)
             self.run_id = found[0]
         return self.refresh()
+
+    def _create(self, start: Event) -> list[str]:
+        """Make the run; returns its id, or that of the one which somebody else made at the same moment."""
+        tags = {UID_TAG: start["run_uid"], **start.get("tags", {})}
+        began = int(start["time"] * 1000)
+        created = self._client.create_run(
+            self.experiment_id, start_time=began, run_name=start["run_name"], tags=tags
+        ).info.run_id
+        # Whoever has not seen ours when looking for one makes his within a moment; then both see both, and the same
+        # one comes first.
+        time.sleep(_SETTLE_SECONDS)
+        found = self._search(start["run_uid"]) or [created]
+        if created in found[1:]:
+            self._client.delete_run(created)
+        return found
 
     def _experiment(self, start: Event) -> str:
         name = start["experiment"]
@@ -171,18 +190,27 @@ class MlflowRun:
         values = {valid_key(key): value[:_PARAM_CHARACTERS] for key, value in values.items()}
         changed = {k: v for k, v in values.items() if k in self.known_params and self.known_params[k] != v}
         fresh = [Param(k, v) for k, v in values.items() if k not in self.known_params]
-        for begin in range(0, len(fresh), _PAIRS_PER_CALL):
-            batch = fresh[begin : begin + _PAIRS_PER_CALL]
-            with self.speaking():
-                self.client().log_batch(self.run_id, params=batch, synchronous=True)
-            self.known_params.update({param.key: param.value for param in batch})
+        self._pairs("params", fresh)
+        self.known_params.update({param.key: param.value for param in fresh})
         self.tags({f"trireme.param.{key}": value for key, value in changed.items()})
 
     def tags(self, values: dict[str, str]) -> None:
-        tags = [RunTag(valid_key(key), value[:_TAG_CHARACTERS]) for key, value in values.items()]
-        for begin in range(0, len(tags), _PAIRS_PER_CALL):
-            with self.speaking():
-                self.client().log_batch(self.run_id, tags=tags[begin : begin + _PAIRS_PER_CALL], synchronous=True)
+        self._pairs("tags", [RunTag(valid_key(key), value[:_TAG_CHARACTERS]) for key, value in values.items()])
+
+    def _pairs(self, kind: str, pairs: list[Any]) -> None:
+        """Log parameters or tags, 100 at a time; if MLflow refuses some (or their size), all the others."""
+        for begin in range(0, len(pairs), _PAIRS_PER_CALL):
+            batch = pairs[begin : begin + _PAIRS_PER_CALL]
+            try:
+                with self.speaking():
+                    self.client().log_batch(self.run_id, **{kind: batch}, synchronous=True)
+            except Refused as refusal:
+                self.refresh()  # raises Gone if it is the run that is refused
+                if len(batch) == 1:
+                    _log.error("left out %s of %s: %s", batch[0].key, kind, refusal)
+                else:
+                    self._pairs(kind, batch[: len(batch) // 2])
+                    self._pairs(kind, batch[len(batch) // 2 :])
 
     def artifact(self, path: Path, folder: str) -> None:
         if not path.exists():
@@ -221,7 +249,7 @@ class MlflowRun:
     def _sentence(self, error: Exception) -> str:
         text = " ".join(mask_uri(str(error)).split())
         if "failed with exception" in text or "failed with timeout" in text:
-            reason = "it took too long" if "timed out" in text or "timeout" in text else "no connection"
+            reason = next((reason for sign, reason in _REASONS if re.search(sign, text)), text[:200])
             return f"MLflow at {self.shown} does not answer ({reason})"
         return f"MLflow at {self.shown} said: {text[:300]}"
 

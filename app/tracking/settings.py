@@ -141,7 +141,8 @@ def _checked_server(uri: str, shown: str) -> str:
 
 
 def sqlite_path(uri: str) -> Path:
-    return Path(unquote(uri.split("?", 1)[0].removeprefix("sqlite:///")))
+    """The file of a SQLite URI. Taken literally, as SQLAlchemy does: `%20` is no blank."""
+    return Path(uri.split("?", 1)[0].removeprefix("sqlite:///"))
 
 
 def _sqlite_in(folder: Path, shown: str) -> str:

@@ -79,6 +79,8 @@ class Spool:
         """Add one event (JSON; floats may be nan or infinite). About 10 µs. Raises OSError when the disk is full."""
         line = (json.dumps(event, separators=(",", ":")) + "\n").encode()
         with self._lock:
+            if self._fd < 0:
+                return  # closed: a straggling thread's sample
             if event["type"] == "start":
                 self._start = event
             if self._size >= self._segment_bytes:

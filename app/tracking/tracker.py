@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import subprocess
 import threading
 import time
 import uuid
@@ -16,8 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from app.tracking.delivery import Delivery, spawn_writer, sync, wait_for
+from app.tracking.delivery import Delivery, sync, wait_for
 from app.tracking.masking import flatten, mask_text, mask_uri, mask_value
+from app.tracking.process import WriterProcess
 from app.tracking.provenance import user_tag
 from app.tracking.settings import Settings, run_url
 from app.tracking.spool import Event, Spool
@@ -28,6 +28,7 @@ __all__ = ["Delivery", "Tracker", "sync"]
 COPY_BYTES = 4 * 2**20
 """Artifacts up to this size are copied when they are handed over; larger ones must stay where they are."""
 _RESPAWNS = 5
+"""How often in a row a writer that dies young is replaced while the run goes on."""
 _log = logging.getLogger(__name__)
 
 
@@ -62,7 +63,7 @@ class Tracker:
         self._attempt = uuid.uuid4().hex
         self._spool: Spool | None = None
         self._driver = FileLock(self.folder / "driver.lock")
-        self._writer: subprocess.Popen[bytes] | None = None
+        self._writer: WriterProcess | None = None
         self._finishing = threading.Event()
         self._disk_full = False
 
@@ -90,16 +91,19 @@ class Tracker:
         self._writer = self._spawn()
         threading.Thread(target=self._watch, name="tracking-watch", daemon=True).start()
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
-        return spawn_writer(self.folder, self.settings.uri, attempt=self._attempt)
+    def _spawn(self) -> WriterProcess:
+        return WriterProcess(self.folder, self.settings.uri, attempt=self._attempt)
 
     def _watch(self) -> None:
         """Start the writer again when it dies before it was asked to finish."""
-        for _ in range(_RESPAWNS):
-            writer = self._writer
-            if writer is None or writer.wait() == 0 or self._finishing.wait(0.2):
+        deaths = 0
+        while (writer := self._writer) is not None and deaths < _RESPAWNS:
+            begun = time.monotonic()
+            writer.ended.wait()
+            if writer.clean or self._finishing.wait(0.2):
                 return
-            _log.warning("the tracking writer ended with status %s; starting it again", writer.returncode)
+            deaths = deaths + 1 if time.monotonic() - begun < 300 else 1
+            _log.warning("the tracking writer died; starting it again (%s)", self.folder / "writer.log")
             self._writer = self._spawn()
 
     def emit(self, event: Event) -> None:
@@ -180,7 +184,7 @@ class Tracker:
         self._finishing.set()
         self._spool.close()
         writer, self._spool = self._writer, None
-        if writer is not None and writer.poll() is not None:
+        if writer is not None and writer.ended.is_set():
             writer = None
         delivery = wait_for(self._spawn, self.folder, self.settings, timeout, writer)
         self._driver.release()
@@ -208,10 +212,11 @@ class Tracker:
         return folder
 
     def _append(self, event: Event) -> None:
-        if self._spool is None:
+        spool = self._spool
+        if spool is None:
             return
         try:
-            self._spool.append(event)
+            spool.append(event)
         except OSError as error:
             # Training goes on without its metrics rather than stopping for them.
             if not self._disk_full:

@@ -1,6 +1,6 @@
 """The writer: `python -m app.tracking.writer FOLDER`, the one process that talks to MLflow for a run.
 
-A child of the driver in a session of its own. It tails the spool and delivers it in order; while MLflow is away it
+Nobody's child, in a session of its own. It tails the spool and delivers it in order; while MLflow is away it
 tries again and again. It ends when it has delivered the driver's `finish` event. When the driver is gone without one,
 it delivers what is there and ends the MLflow run as KILLED. Without `--attempt` it delivers what is there and ends.
 
@@ -11,6 +11,7 @@ where the new driver's events begin.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import select
@@ -32,9 +33,7 @@ PACE_SECONDS = 1.0
 LINGER_SECONDS = 60.0
 """How long a writer whose driver is gone waits for MLflow to come back."""
 _ENVIRONMENT = {
-    # Short, for this process alone: by MLflow's defaults one call to a server that is away blocks for four minutes.
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the courier tries again, and asks first what has arrived
     "MLFLOW_DATABRICKS_ENDPOINT_HTTP_RETRY_TIMEOUT": "10",
     "MLFLOW_ENABLE_ASYNC_LOGGING": "false",
     "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": "false",
@@ -53,16 +52,18 @@ class Leave(Exception):
 
 
 class Driver:
-    """The process we write for: is it there, does it want us to hurry, has a newer one started the run?"""
+    """The process we write for: is it there, does it want us to hurry, does any live?"""
 
     def __init__(self, pid: int, folder: Path) -> None:
         self._pid, self._folder = pid, folder
+        self._born = _birth(pid)
         self._listening = True
         self._gone_since = 0.0
         self.hurry = False
 
     def gone(self) -> bool:
-        if not self._gone_since and (os.getppid() != self._pid or not self._listening):
+        # Its end of our pipe closes when it dies; but a process it forked may still hold that open.
+        if not self._gone_since and not (self._listening and self._born and _birth(self._pid) == self._born):
             self._gone_since = time.monotonic()
         return self._gone_since > 0
 
@@ -83,6 +84,15 @@ class Driver:
 
     def lingered(self) -> bool:
         return self.gone() and time.monotonic() - self._gone_since > LINGER_SECONDS
+
+
+def _birth(pid: int) -> str:
+    """When the process began, so that a number used again is not taken for it; "" if there is none (or a zombie)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "" if Path("/proc/self/stat").exists() else "unknown"
+    return "" if fields[0] in "ZX" else fields[19]
 
 
 def serve(folder: Path, courier: Courier, driver: Driver) -> None:
@@ -118,23 +128,33 @@ def _wait_for_events(reader: Reader, driver: Driver) -> None:
             driver.pause(0.02)  # already in haste: do not spin while there is nothing yet
 
 
-def _back_off(driver: Driver, courier: Courier, folder: Path, seconds: float) -> None:
-    """Wait before the next try; leave when the driver is gone and nobody will wait for us."""
-    until = time.monotonic() + (min(seconds, 0.5) if driver.hurry else seconds)
-    while (left := until - time.monotonic()) > 0:
-        if driver.lingered():
-            raise Leave("the driver is gone and MLflow is away")
-        if driver.gone() and courier.ours and _newer_start(folder, courier):
-            raise Leave("a newer start of this run takes over")
-        driver.pause(min(POLL_SECONDS, left))
+class Patience:
+    """How long a writer waits for MLflow: as long as its driver lives; then a while, unless a newer start takes over."""
 
+    def __init__(self, driver: Driver, folder: Path, attempt: str | None) -> None:
+        self._driver, self._folder, self._attempt = driver, folder, attempt
+        self.courier: Courier | None = None
+        self._ahead: Reader | None = None
 
-def _newer_start(folder: Path, courier: Courier) -> bool:
-    ahead = Reader(folder, courier.delivered.position)
-    while events := ahead.read():
-        if any(event["type"] == "start" and event["attempt"] != courier.attempt for event, _ in events):
-            return True
-    return False
+    def back_off(self, seconds: float) -> None:
+        """Wait before the next try. Raises Leave when there is no use in it."""
+        until = time.monotonic() + (min(seconds, 0.5) if self._driver.hurry else seconds)
+        while (left := until - time.monotonic()) > 0:
+            if self._driver.lingered():
+                raise Leave("the driver is gone and MLflow is away")
+            if self._driver.gone() and self._superseded():
+                raise Leave("a newer start of this run takes over")
+            self._driver.pause(min(POLL_SECONDS, left))
+
+    def _superseded(self) -> bool:
+        """Whether a start other than ours lies ahead, once delivery has reached ours."""
+        if self.courier is None or not self.courier.ours:
+            return False
+        self._ahead = self._ahead or Reader(self._folder, self.courier.delivered.position)
+        while events := self._ahead.read():
+            if any(event["type"] == "start" and event["attempt"] != self._attempt for event, _ in events):
+                return True
+        return False
 
 
 class MaskedStream:
@@ -157,16 +177,21 @@ def main() -> None:
         prog="python -m app.tracking.writer", description="Deliver a run's spool to MLflow."
     )
     parser.add_argument("folder", type=Path, help="the spool")
-    parser.add_argument("--parent", type=int, default=os.getppid(), help="process id of the driver")
+    parser.add_argument("--driver", type=int, default=os.getppid(), help="process id of the driver")
     parser.add_argument("--attempt", help="the driver's start to serve; without it: deliver what is there and end")
     arguments = parser.parse_args()
+    if os.fork():
+        os._exit(0)  # so that the writer is an orphan from the start
+    print(os.getpid(), flush=True)
     os.environ.update(_ENVIRONMENT)
     for variable in _NOT_OURS:
         os.environ.pop(variable, None)
     os.nice(5)  # training comes first
-    sys.stdout, sys.stderr = MaskedStream(sys.stdout), MaskedStream(sys.stderr)  # type: ignore[assignment]
+    pipe = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever anybody prints goes to the log
+    sys.stdout = sys.stderr = MaskedStream(sys.stderr)  # type: ignore[assignment]
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
-    driver = Driver(arguments.parent, arguments.folder)
+    driver = Driver(arguments.driver, arguments.folder)
     lock = FileLock(arguments.folder / "writer.lock")
     while not lock.acquire():
         time.sleep(0.1)
@@ -174,18 +199,18 @@ def main() -> None:
     from app.tracking.courier import Courier, Superseded
     from app.tracking.mlflow_run import MlflowRun
 
-    courier: Courier = Courier(
-        arguments.folder,
-        MlflowRun(os.environ["MLFLOW_TRACKING_URI"]),
-        attempt=arguments.attempt,
-        back_off=lambda seconds: _back_off(driver, courier, arguments.folder, seconds),
-    )
+    patience = Patience(driver, arguments.folder, arguments.attempt)
+    run = MlflowRun(os.environ["MLFLOW_TRACKING_URI"])
+    courier = Courier(arguments.folder, run, attempt=arguments.attempt, back_off=patience.back_off)
+    patience.courier = courier
     try:
         serve(arguments.folder, courier, driver)
     except Superseded:
         _log.warning("a newer start of this run takes over")
     except Leave as leave:
         _log.warning("%s: the rest stays in the spool", leave)
+    with contextlib.suppress(OSError):  # nobody listens any more
+        print("done", file=pipe, flush=True)
 
 
 if __name__ == "__main__":

@@ -84,6 +84,8 @@ def measure(rank: int, ranks: int, port: int, megabytes: float, rounds: int, fol
     for number in range(rounds + 1):
         for name, save in ways.items():
             path = os.path.join(folder, f"{number}-{name}")
+            if group:
+                dist.barrier(group=group)  # as a training step's collectives would
             took = torch.tensor(save(state, path))
             if group:
                 dist.all_reduce(took, dist.ReduceOp.MAX, group=group)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from app.data.loader import fetch
 from app.models.cnn import CNN
 from app.models.gpt import GPT
 
@@ -65,8 +66,7 @@ class Plain:
 def mnist(steps: int) -> Plain:
     from app.tasks.vision import ImageClassification
 
-    data = ImageClassification(data="mnist").train_data()
-    inputs, targets = data.__getitems__(list(range(len(data))))  # type: ignore[attr-defined, arg-type]
+    inputs, targets = fetch(ImageClassification(data="mnist").train_data(), [(i, i) for i in range(4000)])
     return Plain(lambda: CNN(1, 28, 28, 10), inputs, targets, batch=64, lr=2e-3, steps=steps)
 
 
@@ -74,7 +74,7 @@ def gpt(steps: int) -> Plain:
     from app.tasks.language import LanguageModelling
 
     task = LanguageModelling(data="python", sequence_length=128, d_model=128, n_layers=4, n_heads=4)
-    inputs, targets = task.train_data().__getitems__(list(range(4096)))  # type: ignore[attr-defined]
+    inputs, targets = fetch(task.train_data(), [(i, i) for i in range(4096)])
     build = lambda: GPT(vocab_size=256, d_model=128, n_layers=4, n_heads=4)  # noqa: E731
     return Plain(build, inputs, targets, batch=16, lr=1e-3, steps=steps)
 

@@ -21,7 +21,13 @@ from typing import Any
 
 BLOCK_STEPS = {"mnist": 40, "gpt": 10}
 OURS = {
-    "mnist": ["experiments/mnist.yaml", "train.eval_every=null", "checkpoint.every_steps=null"],
+    "mnist": [
+        "task=image_classification",
+        "train.global_batch_size=64",
+        "optimizer.lr=2e-3",
+        "optimizer.weight_decay=0.01",
+        "schedule.name=cosine",
+    ],
     "gpt": [
         "task=language_modelling",
         "task_args={data: python, sequence_length: 128, d_model: 128, n_layers: 4, n_heads: 4}",
@@ -87,9 +93,7 @@ def worker(name: str, blocks: int, folder: str, out: str) -> None:
     dist.init_process_group("gloo")
     rank, each = dist.get_rank(), BLOCK_STEPS[name]
     steps = each * (blocks + 2)
-    files = [a for a in OURS[name] if a.endswith(".yaml")]
-    keys = [a for a in OURS[name] if not a.endswith(".yaml")]
-    config = load_config(files, [*keys, f"train.steps={steps + 1}", "run.name=ours", f"run.storage={folder}"])
+    config = load_config([], [*OURS[name], f"train.steps={steps + 1}", "run.name=ours", f"run.storage={folder}"])
     prepared = prepare(config, read_task(config), 2, devices_per_node=None)
     channel: Any = Silence()
     if rank == 0:

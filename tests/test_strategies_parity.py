@@ -1,0 +1,172 @@
+"""The one law: every row trains the same model as one device, and continues any other row's checkpoint."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import run_distributed
+from test_strategies_models import GPT_PLAN, ZOO, gpt_trial
+
+from strategies import parity, reshard
+from strategies.compose import Options
+from strategies.parity import Curve, Difference
+from strategies.rows import ROWS, Row
+
+CPU = torch.device("cpu")
+SINGLE = Row("single", 1)
+EVERYTHING = {"tied": True, "micro_batches": 2, "clip": 0.5}
+"""Accumulation, clipping and tying; the other side of the matrix has none of them."""
+
+
+def _train(_: int, row: Row, options: Options, changes: dict[str, Any]) -> Curve:
+    return parity.train(gpt_trial(**changes), row.layout, options, CPU)
+
+
+def _train_zoo(_: int, row: Row, name: str) -> Curve:
+    return parity.train(ZOO[name], row.layout, Options(), CPU)
+
+
+def _begin(_: int, row: Row, folder: str) -> None:
+    reshard.begin(gpt_trial(**EVERYTHING), row.layout, Options(), CPU, folder, 10)
+
+
+def _resume(_: int, row: Row, folder: str) -> Curve:
+    return reshard.resume(gpt_trial(**EVERYTHING), row.layout, Options(), CPU, folder, 10)
+
+
+def _on_ranks(func: Any, row: Row, *args: Any) -> Any:
+    """Rank 0's answer."""
+    return func(0, row, *args) if row.workers == 1 else run_distributed(func, row.workers, row, *args)[0]
+
+
+@functools.cache
+def _truth(everything: bool, steps: int = 20) -> Curve:
+    return _train(0, SINGLE, Options(), {**(EVERYTHING if everything else {}), "steps": steps})
+
+
+def _assert_same(found: Difference, row: Row, weights: float = 1e-3) -> None:
+    assert found.loss <= row.tolerance, (str(row), found)
+    assert found.norm <= 10 * row.tolerance, (str(row), found)
+    assert found.weights <= weights, (str(row), found)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_row_trains_the_same_model(row: Row) -> None:
+    curve = _on_ranks(_train, row, Options(activation_checkpointing="full"), EVERYTHING)
+    _assert_same(parity.difference(_truth(True), curve), row)
+    if row.workers <= 2:
+        curve = _on_ranks(_train, row, Options(), {})
+        _assert_same(parity.difference(_truth(False), curve), row)
+
+
+def test_parity_notices_another_model() -> None:
+    """The comparison itself can fail: another seed, another learning rate, a missing weight."""
+    truth = _truth(False, 3)
+    other = parity.train(gpt_trial(plan=False, steps=3, clip=0.1), SINGLE.layout, Options(), CPU)
+    found = parity.difference(truth, other)
+    assert found.loss > 1e-4
+    assert parity.difference(truth, Curve(truth.losses, truth.norms, {})).loss == float("inf")
+    nan = Curve([float("nan")] * 3, truth.norms, truth.weights)
+    assert not parity.difference(truth, nan).within(1.0)
+
+
+_FSDP, _TENSOR, _FSDP_TENSOR = Row("fsdp", 2), Row("tensor", 2), Row("fsdp+tensor", 4, {"tp": 2})
+_DDP, _DDP_TENSOR = Row("ddp", 2), Row("ddp+tensor", 4, {"tp": 2})
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        (_DDP, {"static_graph": False}),
+        (_DDP, {"activation_checkpointing": "selective"}),
+        (_DDP, {"bucket_mb": 0.01}),
+        (_FSDP, {"activation_checkpointing": "selective"}),
+        (_FSDP, {"activation_checkpointing": "every_2"}),
+        (_FSDP, {"offload": True}),
+        (_FSDP, {"reshard_after_forward": False}),
+        (_FSDP, {"accumulate_sharded": True}),
+        (Row("zero1", 2), {"reshard_after_forward": True}),
+        (_TENSOR, {"activation_checkpointing": "selective"}),
+        (_TENSOR, {"sequence_parallel": False}),
+        (_TENSOR, {"loss_parallel": False}),
+        (_FSDP_TENSOR, {"offload": True, "accumulate_sharded": True}),
+        (_DDP_TENSOR, {"bucket_mb": 0.01, "activation_checkpointing": "full"}),
+    ],
+    ids=str,
+)
+def test_options_change_no_number(row: Row, options: dict[str, Any]) -> None:
+    curve = _on_ranks(_train, row, Options(**options), {**EVERYTHING, "steps": 5})
+    _assert_same(parity.difference(_truth(True, 5), curve), row)
+
+
+@pytest.mark.parametrize(
+    ("row", "mode"), [(SINGLE, "full"), (_DDP, "none"), (_FSDP, "full"), (_TENSOR, "selective")], ids=str
+)
+def test_compiled_blocks_change_no_number(row: Row, mode: str) -> None:
+    options = Options(compile=True, compile_backend="aot_eager", activation_checkpointing=mode)
+    curve = _on_ranks(_train, row, options, {**EVERYTHING, "steps": 3})
+    _assert_same(parity.difference(_truth(True, 3), curve), row)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("row", [_DDP, _FSDP, Row("zero2", 2), _TENSOR, _FSDP_TENSOR], ids=str)
+def test_sixteen_bits_stay_within_their_rounding(row: Row, precision: str) -> None:
+    curve = _on_ranks(_train, row, Options(precision=precision), {**EVERYTHING, "steps": 5})
+    found = parity.difference(_truth(True, 5), curve)
+    assert 1e-6 < found.loss < 3e-3, "computed in 16 bits, and not far off"
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        (_DDP, {"compression": "bf16"}),
+        (_FSDP, {"reduce_dtype": "bf16"}),
+        (_DDP_TENSOR, {"compression": "bf16"}),
+    ],
+    ids=str,
+)
+def test_gradients_reduced_in_bf16_are_close(row: Row, options: dict[str, Any]) -> None:
+    curve = _on_ranks(_train, row, Options(**options), {**EVERYTHING, "steps": 5})
+    found = parity.difference(_truth(True, 5), curve)
+    assert 1e-6 < found.loss < 3e-3, "reduced in bfloat16, and not far off"
+
+
+def test_powersgd_is_lossy_and_still_learns() -> None:
+    curve = _on_ranks(_train, _DDP, Options(compression="powersgd"), {"steps": 20})
+    assert parity.difference(_truth(False), curve).loss > 1e-3
+    assert curve.losses[-1] < curve.losses[0] - 0.1
+
+
+@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("row", [Row("model_parallel", 1), _FSDP, _TENSOR, _FSDP_TENSOR], ids=str)
+def test_any_model_without_hints(row: Row, name: str) -> None:
+    truth = _train_zoo(0, SINGLE, name)
+    _assert_same(parity.difference(truth, _on_ranks(_train_zoo, row, name)), row)
+
+
+@pytest.mark.parametrize("row", [_TENSOR, _DDP_TENSOR], ids=str)
+def test_tensor_parallel_without_a_plan(row: Row) -> None:
+    curve = _on_ranks(_train, row, Options(), {**EVERYTHING, "plan": False, "steps": 5})
+    _assert_same(parity.difference(_truth(True, 5), curve), row)
+
+
+def test_the_plan_under_test_uses_every_kind_of_split() -> None:
+    assert {"embedding", "colwise", "rowwise", "sequence", "head"} == set(GPT_PLAN.values())
+
+
+def test_any_checkpoint_any_layout(tmp_path: Path) -> None:
+    """Each row continues its neighbour's checkpoint and that of a row of another kind; `trireme parity` does all."""
+    rows = [SINGLE, *ROWS]
+    for i, row in enumerate(rows):
+        _on_ranks(_begin, row, str(tmp_path / str(i)))
+    whole = _truth(True)
+    rest = Curve(whole.losses[10:], whole.norms[10:], whole.weights)
+    for i, row in enumerate(rows):
+        source = (i + 1 + 7 * (i % 2)) % len(rows)
+        curve = _on_ranks(_resume, row, str(tmp_path / str(source)))
+        found = parity.difference(rest, curve)
+        assert found.loss <= 1e-5 and found.norm <= 1e-4 and found.weights <= 1e-3, (str(rows[source]), str(row), found)
