@@ -1,0 +1,108 @@
+"""How a `transformers` model may be split: its own tensor plan in our words, and its repeating blocks.
+
+The library ships plans for many models (https://huggingface.co/docs/transformers/perf_infer_gpu_multi), made for its
+own way of splitting. What has an equal here is translated. Where a part of a model is split in a way that has none
+(fused experts, multi-head latent attention), that part's linear layers are split one by one and gathered, which is
+always right: a colwise layer whose rowwise partner stayed whole would not be.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from typing import Any
+
+from torch import nn
+
+GATHER = "colwise_gather"
+TRANSLATED = {
+    "embedding_rowwise": "embedding",
+    "colwise": "colwise",
+    "rowwise": "rowwise",
+    "colwise_rep": GATHER,
+    "colwise_gather_output": GATHER,
+    "rowwise_split_input": GATHER,  # its input is whole, so splitting its output serves as well
+    "sequence_parallel": "sequence",
+    "replicated_with_grad_allreduce": "partial",
+}
+"""The library's words that we have an equal for."""
+
+
+def tensor_plan(model: nn.Module, *, parallel_head: bool) -> dict[str, str] | None:
+    """{module name: value of strategies' tensor plan}, or None where the library ships no plan for the model.
+
+    parallel_head: whether the logits are a vocabulary whose loss can be computed on the parts.
+    """
+    written: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
+    modules = dict(model.named_modules())
+    plan: dict[str, str] = {}
+    unknown: set[str] = set()  # parents of which a part is split in a way of the library's own
+    head = model.get_output_embeddings() if parallel_head else None  # type: ignore[operator]
+    for key, word in written.items():
+        for name in _matching(key, modules):
+            value = TRANSLATED.get(word)
+            if value == GATHER and modules[name] is head:
+                value = "head"
+            if value is not None and _fits(modules[name], value):
+                plan[name] = value
+            elif value != "embedding":  # a table with a forward of its own stays whole
+                unknown.add(_parent(name))
+        if not _matching(key, modules):  # a bare parameter, perhaps, of a module that the model has
+            unknown.update(_matching(_parent(key), modules))
+    for parent in unknown | _unpaired(plan):
+        for name in [name for name in plan if _parent(name) == parent]:
+            if plan[name] == "partial":
+                del plan[name]
+            elif plan[name] in ("colwise", "rowwise"):
+                plan[name] = GATHER
+    return plan or None
+
+
+def _unpaired(plan: dict[str, str]) -> set[str]:
+    """Parents in which a colwise layer has no rowwise one to follow it, or the other way round."""
+    columns = {_parent(name) for name, value in plan.items() if value == "colwise"}
+    rows = {_parent(name) for name, value in plan.items() if value == "rowwise"}
+    return columns ^ rows
+
+
+def _fits(module: nn.Module, value: str) -> bool:
+    kind = {"embedding": nn.Embedding, "sequence": nn.Module, "partial": nn.Module}.get(value, nn.Linear)
+    plain = kind is nn.Module or type(module).forward is kind.forward
+    return isinstance(module, kind) and plain
+
+
+def _matching(key: str, modules: dict[str, nn.Module]) -> list[str]:
+    """Names of the modules that a key of the library's plan means: `*` stands for one component."""
+    wanted = key.split(".")
+    return [
+        name
+        for name in modules
+        if name.count(".") == len(wanted) - 1
+        and all(fnmatch.fnmatchcase(part, want) for part, want in zip(name.split("."), wanted))
+    ]
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def heads(config: Any, plan: dict[str, str] | None) -> int | None:
+    """What the degree of tensor parallelism must divide: query and key-value heads, where attention is split."""
+    if plan is None or "rowwise" not in plan.values():
+        return None
+    counts = [getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
+    known = [count for count in counts if isinstance(count, int) and count > 0]
+    return math.gcd(*known) if known else None
+
+
+def blocks(model: nn.Module) -> list[str] | None:
+    """The modules in lists whose class the library never splits over devices: its layers. None: to be looked for."""
+    whole = set(getattr(model, "_no_split_modules", None) or ())
+    modules = dict(model.named_modules())
+    names = [
+        name
+        for name, module in modules.items()
+        if type(module).__name__ in whole and isinstance(modules.get(_parent(name)), nn.ModuleList)
+    ]
+    outer = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+    return outer if len(outer) > 1 else None
