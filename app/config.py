@@ -187,6 +187,6 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """What is saved, when, and what is kept."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    """MLflow."""
+    """How the run is shown in MLflow."""
     fault: FaultConfig = field(default_factory=FaultConfig)
     """What happens when something breaks."""

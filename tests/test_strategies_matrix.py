@@ -10,18 +10,18 @@ from strategies.rows import Row
 
 
 def make() -> Trial:
-    return gpt_trial(tied=True, steps=4)
+    return gpt_trial(tied=True, steps=2)
 
 
 def test_the_matrix_measures_rows_and_checkpoints() -> None:
-    rows = [Row("fsdp", 2), Row("tensor", 2)]
+    rows = [Row("fsdp", 2)]
     results = run(make, rows, checkpoints=True)
     trained = [result for result in results if result.after is None]
     resumed = [result for result in results if result.after is not None]
     assert [(r.row, r.variant) for r in trained] == [(row, variant) for row in rows for variant in VARIANTS]
-    assert len(resumed) == 9 and len({(str(r.row), str(r.after)) for r in resumed}) == 9
+    assert len(resumed) == 4 and len({(str(r.row), str(r.after)) for r in resumed}) == 4
     assert all(result.passed for result in results), table(results)
-    assert len(table(results).splitlines()) == 1 + 4 + 3 and "DIFFERS" not in table(results)
+    assert len(table(results).splitlines()) == 1 + 2 + 2 and "DIFFERS" not in table(results)
 
 
 def test_a_row_that_cannot_run_says_why_and_the_others_go_on() -> None:

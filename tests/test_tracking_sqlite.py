@@ -267,7 +267,7 @@ def test_what_cannot_be_delivered_yet_is_told_and_waits(uri: str, tmp_path: Path
     client = MlflowClient(uri)
     experiment = client.get_experiment_by_name("tests").experiment_id
     client.delete_experiment(experiment)
-    delivery = sync(folder, timeout=4.0)
+    delivery = sync(folder, timeout=1.0)
     assert not delivery.complete and delivery.run_id is None and run.problem == delivery.problem
     assert f"mlflow experiments restore --experiment-id {experiment}" in delivery.problem
     client.restore_experiment(experiment)

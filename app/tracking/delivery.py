@@ -16,6 +16,8 @@ from app.tracking.state import Delivered, FileLock, Status
 
 _DEATHS = 3
 """How often a writer that dies at the end is replaced."""
+_START_PATIENCE = 30.0
+"""Seconds that a writer may take to load mlflow, on a machine that has much else to do."""
 _UPLOAD_PATIENCE = 900.0
 """Seconds that one upload (a model) may take at the end while the server answers."""
 
@@ -98,8 +100,11 @@ def wait_for(
 def _ended(writer: WriterProcess, folder: Path, begun: float, timeout: float) -> bool:
     """True once the writer has ended by itself; False if it was ended for getting nowhere."""
     while not writer.ended.wait(0.05):
-        status = Status.load(folder)
-        patience = max(timeout, _UPLOAD_PATIENCE) if status.upload and not status.away else timeout
+        status, patience = Status.load(folder), timeout
+        if writer.delivering and status.pid != writer.pid:
+            patience = max(timeout, _START_PATIENCE)
+        elif status.upload and not status.away:
+            patience = max(timeout, _UPLOAD_PATIENCE)
         if time.time() - max(begun, status.progress) > patience:
             writer.kill()
             return False

@@ -111,7 +111,7 @@ class MlflowRun:
         if run_id:
             self.run_id = run_id
             return self.refresh()
-        client = self.client()
+        self.client()
         with self.speaking():
             self.experiment_id = self._experiment(start)
             found = self._search(start["run_uid"]) or self._create(start)

@@ -44,6 +44,8 @@ class WriterProcess:
                 text=True,
             )
         self.pid: int | None = None
+        self.delivering = False
+        """Whether it has the spool to itself; before that, another writer has it."""
         self.clean = False
         """Whether it ended because there was nothing more for it to do."""
         self.ended = threading.Event()
@@ -54,6 +56,8 @@ class WriterProcess:
         for line in self._process.stdout:
             if line == "done\n":
                 self.clean = True
+            elif line == "delivering\n":
+                self.delivering = True
             else:
                 self.pid = int(line)
                 self._process.wait()  # the writer's parent, which has ended already

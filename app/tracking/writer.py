@@ -129,7 +129,7 @@ def _wait_for_events(reader: Reader, driver: Driver) -> None:
 
 
 class Patience:
-    """How long a writer waits for MLflow: as long as its driver lives; then a while, unless a newer start takes over."""
+    """How long to wait for MLflow: as long as our driver lives; then a while, unless a newer start takes over."""
 
     def __init__(self, driver: Driver, folder: Path, attempt: str | None) -> None:
         self._driver, self._folder, self._attempt = driver, folder, attempt
@@ -195,6 +195,7 @@ def main() -> None:
     lock = FileLock(arguments.folder / "writer.lock")
     while not lock.acquire():
         time.sleep(0.1)
+    print("delivering", file=pipe, flush=True)
 
     from app.tracking.courier import Courier, Superseded
     from app.tracking.mlflow_run import MlflowRun

@@ -1,0 +1,68 @@
+"""Imports run one way, and the loop needs neither Ray nor MLflow."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.running import ROOT
+
+MAY_NOT = {
+    "strategies": ("ray", "mlflow", "omegaconf", "app", "cluster", "experiments"),
+    "cluster": ("app", "strategies", "experiments", "torch", "mlflow"),
+    "app": ("experiments",),
+}
+
+
+def imported(file: Path, *, everywhere: bool = True) -> set[str]:
+    """Top-level names of the modules a file imports; with everywhere=False only those at module level."""
+    tree = ast.parse(file.read_text())
+    nodes = ast.walk(tree) if everywhere else iter(tree.body)
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("package", MAY_NOT)
+def test_imports_run_one_way(package: str) -> None:
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files
+    wrong = {str(f.relative_to(ROOT)): bad for f in files if (bad := imported(f) & set(MAY_NOT[package]))}
+    assert not wrong
+
+
+@pytest.mark.parametrize("module", ["strategies", "strategies.compose", "app.worker", "app.cli", "app.tracking.tracker"])
+def test_importing_it_imports_neither_ray_nor_mlflow(module: str) -> None:
+    code = f"import {module}, sys; print([m for m in ('ray', 'mlflow') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_is_quick_and_needs_no_torch() -> None:
+    code = "import sys, app.cli; print([m for m in ('torch', 'omegaconf', 'yaml') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_folder_has_a_readme() -> None:
+    tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    folders = {str(Path(name).parent) for name in tracked.stdout.split()}
+    assert folders
+    assert not [folder for folder in sorted(folders) if not (ROOT / folder / "README.md").exists()]
+
+
+def test_readmes_name_files_that_exist() -> None:
+    gone = []
+    for readme in [ROOT / "README.md", *ROOT.glob("[a-z]*/**/README.md")]:
+        links = re.findall(r"\]\(([^)#:]+)\)", readme.read_text())
+        gone += [f"{readme.relative_to(ROOT)}: {link}" for link in links if not (readme.parent / link).exists()]
+    assert not gone
