@@ -37,7 +37,7 @@ def load_config(files: Iterable[str | Path], overrides: Iterable[str] = ()) -> C
         tree = _merge(tree, _read_yaml(file), source=str(file))
     for override in overrides:
         tree = _merge(tree, _read_override(override), source="on the command line")
-    if paths and OmegaConf.to_container(tree.run)["name"] == "":
+    if paths and tree.run._get_node("name")._value() == "":  # an interpolation is not resolved yet
         tree.run.name = paths[0].stem
     return _finished(tree)
 

@@ -67,7 +67,7 @@ class Training:
             blocks=self.task.blocks,
             tensor_plan=self.task.tensor_plan,
         )
-        self.optimizer = build_optimizer(config.optimizer, self.parallel.parameters())
+        self.optimizer = self.parallel.adopt(build_optimizer(config.optimizer, self.parallel.parameters()))
         self.scale = LossScale(config.train.precision == "fp16")
         self.dims = job.layout.dims
         self.data_rank = self.dims.data_rank(place.rank)

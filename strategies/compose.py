@@ -27,6 +27,7 @@ from strategies import (
     compiled,
     data_parallel,
     ddp,
+    deepspeed,
     devices,
     fsdp,
     hsdp,
@@ -71,6 +72,8 @@ def parallelize(
     """
     options = options or Options()
     check(layout, options)
+    if layout.name == "deepspeed":
+        return _deepspeed(build, layout, options, device, blocks)
     if _is_sharded(layout):
         return _sharded(build, layout, options, device, blocks, tensor_plan)
     return _replicated(build, layout, options, device, blocks)
@@ -107,6 +110,26 @@ def _replicated(
     wrapped = ddp.apply(module, group, device, options, spread=spread)
     step = ddp.micro_step(wrapped, options, used_parameters)
     return Parallel(wrapped, layout, device, inner=module, group=group, micro_step=step, autocast=autocast, notes=notes)
+
+
+def _deepspeed(
+    build: Callable[[], nn.Module], layout: Layout, options: Options, device: torch.device, blocks: Blocks
+) -> Parallel:
+    deepspeed.require()
+    config = deepspeed.configuration(options.deepspeed, options)
+    module = build()
+    start.require_parameters(module)
+    _recompute_and_compile(module, find_blocks(module, _answer(blocks, module)), options)
+    group = layout.dims.data_group(layout.dims.build_mesh(device.type)) if layout.dims.world_size > 1 else None
+    return deepspeed.DeepSpeedParallel(
+        module.to(device),
+        layout,
+        device,
+        config,
+        group=group,
+        autocast=precision.autocast(options.precision, device.type),
+        notes=start.unsynchronised(module, layout),
+    )
 
 
 def _sharded(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from typing import Any
 
 from strategies.dims import LayoutError
 from strategies.names import SHARDED, Layout
@@ -41,6 +42,8 @@ class Options:
     """With ddp: gradients on the wire: none, bf16 or powersgd (lossy)."""
     bucket_mb: float = 25.0
     """With ddp: size of a gradient bucket, MiB."""
+    deepspeed: dict[str, Any] | None = None
+    """With deepspeed: the contents of a DeepSpeed JSON. None: ZeRO stage 2."""
     static_graph: bool = True
     """With ddp: every step uses the same parameters in the same order, which DDP exploits. False: it may change."""
 

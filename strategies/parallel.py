@@ -51,6 +51,10 @@ class Parallel:
         self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self._named}
         self._grad_norm = GradNorm([parameter for _, parameter in self._named if parameter.requires_grad], device)
 
+    def adopt(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """To be called once with the optimizer made over `parameters`; what to use as the optimizer from then on."""
+        return optimizer
+
     def micro_step(self, last: bool) -> AbstractContextManager[Any]:
         """Put around forward and backward of one micro-batch; gradients are communicated in the last one."""
         return self._micro_step(last)

@@ -72,7 +72,7 @@ def train(trial: Trial, layout: Layout, options: Options, device: torch.device) 
     parallel = parallelize(
         trial.build, layout, options, device=device, blocks=trial.blocks, tensor_plan=trial.tensor_plan
     )
-    optimizer = trial.optimizer(parallel.parameters())
+    optimizer = parallel.adopt(trial.optimizer(parallel.parameters()))
     losses, norms = run_steps(trial, parallel, optimizer, range(trial.steps))
     return Curve(losses, norms, parallel.full_model_state())
 

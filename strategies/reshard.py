@@ -40,7 +40,7 @@ def _start(
     parallel = parallelize(
         trial.build, layout, options, device=device, blocks=trial.blocks, tensor_plan=trial.tensor_plan
     )
-    return parallel, trial.optimizer(parallel.parameters())
+    return parallel, parallel.adopt(trial.optimizer(parallel.parameters()))
 
 
 def _state(parallel: Parallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -38,6 +38,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import IO, Any
 
+for _name in ("pool", "tests.pool"):  # either way of importing this must find the same processes
+    sys.modules.setdefault(_name, sys.modules[__name__])
+
 START_TIMEOUT = 120.0
 """Seconds in which a new process must have imported torch (two busy cores)."""
 GRACE = 3.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -245,6 +246,20 @@ def test_a_failure_surfaces_and_the_next_save_works(tmp_path: Path, monkeypatch:
 class _Broken:
     def save(self, *args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_is_called_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            if self.tell() + len(data) > 600:
+                raise OSError(28, "No space left on device")
+            return super().write(data)
+
+    monkeypatch.setattr(Storage, "open", lambda self, path, mode="rb": Full())
+    checkpointer = Checkpointer(str(tmp_path))
+    checkpointer.save(state_of(1), meta={"step": 1})
+    with pytest.raises(CheckpointError, match=r"\(No space left on device\)"):
+        checkpointer.close()
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:

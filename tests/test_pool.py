@@ -54,6 +54,12 @@ def _own_group(rank: int) -> int:
     return dist.get_world_size()
 
 
+def test_either_name_is_the_same_pool() -> None:
+    import pool as other
+
+    assert other is pool
+
+
 def test_results_by_rank_and_processes_are_kept() -> None:
     first = run_distributed(_sum, 2, 1.0)
     assert [r[1:] for r in first] == [(3.0, 1), (3.0, 1)]

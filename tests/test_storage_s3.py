@@ -13,6 +13,7 @@ server = pytest.importorskip("moto.server")
 
 from app import checkpoint  # noqa: E402
 from app.checkpoint import Checkpointer, CheckpointError  # noqa: E402
+from app.checkpoint.files import HashedFiles  # noqa: E402
 from app.errors import UserError  # noqa: E402
 from app.storage import Storage  # noqa: E402
 
@@ -62,6 +63,16 @@ def test_checkpoints_on_s3(bucket: str) -> None:
     storage.remove("COMMIT.json")
     checkpoint.sweep(folder)
     assert Storage(folder).list() == ["step-00000002-1"]
+
+
+def test_a_file_whose_writing_fails_does_not_appear(bucket: str) -> None:
+    storage = Storage(bucket).join("torn")
+    with pytest.raises(ValueError, match="stop"):
+        with HashedFiles(storage).create_stream("half", "wb") as stream:
+            stream.write(b"half")
+            raise ValueError("stop")
+    del stream
+    assert storage.list() == []
 
 
 def test_failures_on_s3(bucket: str) -> None:

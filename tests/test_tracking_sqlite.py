@@ -81,14 +81,16 @@ time.sleep(60)
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database that two writers found missing at the same time, as the first trials of a sweep do."""
+    """A database that two writers of the same run found missing at the same moment."""
     folder = tmp_path_factory.mktemp("template")
     uri = f"sqlite:///{folder / 'deep' / 'mlflow.db'}"
-    runs = [tracker(folder / f"spool-{n}", uri, run_uid=f"trial-{n}") for n in range(2)]
-    for run in runs:
+    runs = [tracker(folder / f"spool-{host}", uri, run_uid="uid-template") for host in range(2)]
+    for host, run in enumerate(runs):
         run.start()
-    for run in runs:
-        assert run.finish("FINISHED", timeout=60).complete, (run.folder / "writer.log").read_text()
+        run.metrics(0, {f"host-{host}": 1.0})
+    deliveries = [run.finish("FINISHED", timeout=60) for run in runs]
+    assert all(delivery.complete for delivery in deliveries), (runs[0].folder / "writer.log").read_text()
+    assert len({delivery.run_id for delivery in deliveries}) == 1
     return folder / "deep" / "mlflow.db"
 
 
@@ -131,6 +133,13 @@ def test_a_run_and_its_continuation_are_one_run(uri: str, tmp_path: Path) -> Non
     first.artifact(tmp_path / "tree")
     first.artifact(tmp_path / "missing")
     first.text("lr: 0.1\n", "config.yaml")
+    for nonsense in (
+        {"type": "metrics"},
+        {"type": "params", "values": 3},
+        {"type": "artifact"},
+        {"type": "unheard-of"},
+    ):
+        first.emit(nonsense)
     for step in range(1500):
         first.metrics(step, {"loss": 1 / (step + 1), "bad(key)": 2.0})
     first.metrics(1500, {"nan": math.nan, "up": math.inf, "down": -math.inf})
@@ -218,33 +227,10 @@ def test_a_killed_writer_is_replaced_and_100_000_points_arrive_once(uri: str, tm
     assert seconds < 60, f"{100_000 / seconds:.0f} points/s"
 
 
-def test_a_lost_state_and_a_lost_spool_double_nothing(uri: str, tmp_path: Path) -> None:
-    store = Store(uri)
-    for folder, first, last in (("spool", 0, 50), ("spool", 30, 60), ("elsewhere", 40, 80)):
-        (tmp_path / folder / "delivered.json").unlink(missing_ok=True)  # "elsewhere": the run moved to another machine
-        run = tracker(tmp_path / folder, uri)
-        run.start()
-        for step in range(first, last):
-            run.metrics(step, {"loss": float(step)})
-        assert run.finish("FINISHED", timeout=20).complete
-    assert store.steps("loss") == list(range(80))
-
-
-def test_two_starts_at_once_are_one_run(uri: str, tmp_path: Path) -> None:
-    runs = [tracker(tmp_path / f"spool-{host}", uri) for host in range(2)]
-    for number, run in enumerate(runs):
-        run.start()
-        run.metrics(0, {f"host-{number}": 1.0})
-    deliveries = [run.finish("FINISHED", timeout=30) for run in runs]
-    store = Store(uri)
-    assert [delivery.complete for delivery in deliveries] == [True, True]
-    assert {delivery.run_id for delivery in deliveries} == {store.run()}
-    assert store.steps("host-0") == store.steps("host-1") == [0]
-
-
-def test_concurrent_first_use_of_a_database(template: Path) -> None:
+def test_two_starts_at_once_on_no_database_are_one_run(template: Path) -> None:
     store = Store(f"sqlite:///{template}")
-    assert [store.status(f"trial-{n}") for n in range(2)] == ["FINISHED", "FINISHED"]
+    assert store.status("uid-template") == "FINISHED"
+    assert store.steps("host-0", "uid-template") == store.steps("host-1", "uid-template") == [0]
     assert store.query("select count(*) from experiments where name = 'tests'") == [(1,)]
     location = store.query("select artifact_location from experiments where name = 'tests'")[0][0]
     assert location == (template.parents[1] / "mlartifacts").as_uri()
@@ -275,22 +261,27 @@ def test_what_cannot_be_delivered_yet_is_told_and_waits(uri: str, tmp_path: Path
     assert Store(uri).status() == "FINISHED" and Store(uri).steps("loss") == [3]
 
 
-def test_a_deleted_run_is_made_anew_from_the_spool(uri: str, tmp_path: Path) -> None:
+def test_a_deleted_run_is_filled_anew_and_what_forgot_how_far_it_was_doubles_nothing(uri: str, tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
-    store, client, folder = Store(uri), MlflowClient(uri), tmp_path / "spool"
-    ids = []
-    for first, last in ((0, 20), (10, 30)):
-        run = tracker(folder, uri)
+    store, ids = Store(uri), []
+    # After the first start a person deletes the run; before the third the state is lost; for the fourth the run has
+    # moved to another machine, where there is no spool of it.
+    for folder, first, last in (("spool", 0, 20), ("spool", 10, 30), ("spool", 25, 50), ("elsewhere", 40, 60)):
+        if first == 25:
+            (tmp_path / "spool" / "delivered.json").unlink()
+        run = tracker(tmp_path / folder, uri)
         run.start()
         run.params({"lr": 1})
         for step in range(first, last):
             run.metrics(step, {"loss": float(step)})
-        ids.append(run.finish("FINISHED", timeout=20).run_id)
-        if not first:
-            client.delete_run(ids[0])
-    assert ids[0] != ids[1] == store.run()
-    assert store.steps("loss") == list(range(30)) and store.params() == {"lr": "1"}
+        delivery = run.finish("FINISHED", timeout=20)
+        assert delivery.complete and delivery.run_id
+        ids.append(delivery.run_id)
+        if first == 0:
+            MlflowClient(uri).delete_run(delivery.run_id)
+    assert ids[0] != ids[1] == ids[2] == ids[3] == store.run()
+    assert store.steps("loss") == list(range(60)) and store.params() == {"lr": "1"}
 
 
 def test_a_lingering_writer_makes_way_and_sync_delivers_what_the_dead_left(uri: str, tmp_path: Path) -> None:

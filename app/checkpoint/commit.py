@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -49,7 +48,7 @@ class Commit:
     """What the caller of save() gave, "step" among it."""
     files: dict[str, File] = field(repr=False)
     metric: float | None = None
-    """The evaluation metric it is judged by; None if there was none, or it was not finite."""
+    """The evaluation metric it is judged by, a finite number; None if there was none."""
     attempt: str = ""
     sequence: int = 0
 
@@ -84,7 +83,7 @@ def encode(commit: Commit) -> bytes:
         "step": commit.step,
         "sequence": commit.sequence,
         "attempt": commit.attempt,
-        "metric": commit.metric if commit.metric is not None and math.isfinite(commit.metric) else None,
+        "metric": commit.metric,
         "meta": commit.meta,
         "files": {name: {"size": f.size, "sha256": f.sha256} for name, f in sorted(commit.files.items())},
     }

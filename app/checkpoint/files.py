@@ -36,13 +36,19 @@ class HashingStream(io.RawIOBase):
         self._stream = stream
         self._digest = hashlib.sha256()
         self._size = 0
+        self.cause: Exception | None = None
+        """Why writing failed. torch's zip writer, when it is closed after that, raises something less telling."""
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        self._stream.write(view)
+        try:
+            self._stream.write(view)
+        except Exception as error:
+            self.cause = self.cause or error
+            raise
         self._digest.update(view)
         self._size += view.nbytes
         return view.nbytes
@@ -65,8 +71,13 @@ class HashingStream(io.RawIOBase):
 
     def abandon(self) -> None:
         """Close after a failure; an object store forgets what was sent of the file."""
+        stream: Any = self._stream
         with contextlib.suppress(Exception):
-            getattr(self._stream, "discard", self._stream.close)()
+            if hasattr(stream, "discard"):
+                stream.discard()
+                stream.closed = True  # or fsspec would send it after all when the object goes
+            else:
+                stream.close()
         super().close()
 
     def file(self) -> File:
@@ -92,9 +103,9 @@ class HashedFiles(FileSystemBase):
         try:
             yield stream
             stream.close()
-        except BaseException:
+        except BaseException as error:
             stream.abandon()
-            raise
+            raise stream.cause or error  # noqa: B904  it is the same failure
         self.written[name] = stream.file()
 
     def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -92,13 +93,14 @@ class Checkpointer:
             (or DTensors of one whole); a name may exist on some ranks only (pipeline stages).
         meta: JSON, with "step".
         per_rank: anything picklable that belongs to this rank alone (its generators' states).
-        metric: what the checkpoint is judged by; rank 0's counts.
+        metric: what the checkpoint is judged by; rank 0's counts, and only if it is finite.
         Raises CheckpointError if the save before this one failed; then nothing was started, on any rank, and the
         call may be repeated.
         """
         started = time.perf_counter()
         self.wait()
-        commit = Commit(int(meta["step"]), "", json.loads(json.dumps(meta)), {}, metric, self._attempt)
+        judged = None if metric is None or not math.isfinite(metric) else float(metric)
+        commit = Commit(int(meta["step"]), "", json.loads(json.dumps(meta)), {}, judged, self._attempt)
         own = None if per_rank is None else _pickled(per_rank)
         try:
             wanted = self._share.of(state)

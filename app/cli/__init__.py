@@ -11,6 +11,7 @@ import click
 COMMANDS = {
     "train": ("app.cli.train", "Train an experiment, or continue one that was stopped."),
     "config": ("app.cli.config", "Show every key of an experiment, its value and what it means."),
+    "parity": ("app.cli.parity", "Prove that every strategy trains the same model as one device."),
     "sync": ("app.cli.sync", "Deliver to MLflow what a run could not deliver while the server was away."),
 }
 

@@ -24,6 +24,7 @@ from app.tasks.huggingface_model import (
     Recipe,
     choose_kind,
     find,
+    forward_on_meta,
     is_encoder,
     position_tables,
     settle,
@@ -111,7 +112,7 @@ class HuggingFace(Task):
         if self.kind == "image_classification":
             derived = self._images(data, labels, augment_shift, held)
         else:
-            length = _length(self.kind, sequence_length, base)
+            length = self._length(sequence_length, base)
             self.tokenizer = chosen_tokenizer(self.found, tokenizer, pretrained)
             if self.kind == "causal_lm":
                 derived = self._text(data, token_dtype, length, base, written, held)
@@ -175,6 +176,15 @@ class HuggingFace(Task):
             derived |= {"image_size": height if height == width else [height, width], "num_channels": channels}
         return derived
 
+    def _length(self, written: int | None, base: Any) -> int:
+        """Tokens in a sample: as written, else the kind's default, or less where the model has fewer positions."""
+        if written is not None:
+            return whole("sequence_length", written)
+        tables = position_tables(trial(Recipe(self.kind, base, None)))
+        positions = getattr(base, "max_position_embeddings", None)
+        known = [positions] if isinstance(positions, int) and positions > 0 else []
+        return min(DEFAULT_LENGTHS[self.kind], *tables, *known)
+
     def _require_vocabulary(self, needed: int, base: Any, derived: dict[str, Any]) -> None:
         """Raises UserError if the model has fewer tokens than the tokenizer; forgets special tokens it has not."""
         size = derived.get("vocab_size", base.vocab_size)
@@ -197,6 +207,7 @@ class HuggingFace(Task):
                     f"task_args.config.patch_size is {patch}, which does not divide images of "
                     f"{sides[0]}×{sides[1]}; write one that does"
                 )
+            forward_on_meta(structure, self.example_input())
             return
         longest, able = self.sequence_length, min(position_tables(structure), default=None)
         if able is not None and longest > able:
@@ -268,7 +279,10 @@ class HuggingFace(Task):
         inputs = fetch(self.train_data(), [(0, 0)])[0]
         if self.kind == "image_classification":
             return (self.fitted(inputs),)
-        return inputs if isinstance(inputs, tuple) else (inputs,)
+        if self.kind == "causal_lm":
+            return (inputs,)
+        tokens, mask = inputs
+        return (tokens[:, : int(mask.sum())],)  # one text needs no mask, which models do not all take as the second
 
     def describe(self) -> str:
         return f"{self.config.model_type} ({self.kind}), {self._source.describe()}"
@@ -308,15 +322,6 @@ def _check_use(kind: str, given: dict[str, Any]) -> None:
             raise UserError(
                 f"task_args.{name} is for {' and '.join(ONLY_FOR[name])}, but this model is for {kind}; leave it out"
             )
-
-
-def _length(kind: str, written: int | None, base: Any) -> int:
-    """Tokens in a sample: as written, else the kind's default, or less where the model has fewer positions."""
-    if written is not None:
-        return whole("sequence_length", written)
-    positions = getattr(base, "max_position_embeddings", None)
-    longest = DEFAULT_LENGTHS[kind]
-    return min(longest, positions) if isinstance(positions, int) and positions > 0 else longest
 
 
 def _names(classes: list[str]) -> dict[str, Any]:

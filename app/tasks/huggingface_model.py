@@ -33,6 +33,8 @@ KINDS = {
 """Kind: (the library's class that makes it, its table of model types that have the kind)."""
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+UNDECLARED = {"head_dim"}
+"""Keys that models read though their configuration may have no field for them."""
 HUB_SECONDS = 5.0
 """How long the hub may take to say that it is there."""
 HUB_FILES = ["*.json", "*.txt", "*.model"]
@@ -191,7 +193,7 @@ def settle(found: Found, derived: Mapping[str, Any], written: Mapping[str, Any])
     """
     aliases = dict(type(found.base).attribute_map)
     own = found.base.to_dict()
-    known = {*own, *aliases, *(field.name for field in dataclasses.fields(found.base)), "num_labels"}
+    known = {*own, *aliases, *(field.name for field in dataclasses.fields(found.base)), "num_labels", *UNDECLARED}
     for key in written:
         if key not in known:
             raise UserError(
@@ -270,6 +272,20 @@ def trial(recipe: Recipe) -> Any:
     except Exception as error:  # a configuration can be wrong in as many ways as there are models
         raise UserError(
             f"task_args.config does not make a {recipe.config.model_type}: {last_line(error)}"
+        ) from error
+
+
+def forward_on_meta(model: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Raises UserError if a batch of these shapes does not go through the model."""
+    try:
+        with torch.device("meta"), torch.no_grad():
+            model(*(x.to("meta") for x in inputs))
+    except NotImplementedError:  # it looks at values, which there are none of here
+        return
+    except (RuntimeError, ValueError) as error:
+        shapes = " and ".join(str(tuple(x.shape[1:])) for x in inputs)
+        raise UserError(
+            f"{type(model).__name__} of this task_args.config does not take samples of {shapes}: {last_line(error)}"
         ) from error
 
 

@@ -55,6 +55,9 @@ def tensor_plan(model: nn.Module, *, parallel_head: bool) -> dict[str, str] | No
                 del plan[name]
             elif plan[name] in ("colwise", "rowwise"):
                 plan[name] = GATHER
+    table = model.get_input_embeddings()  # type: ignore[operator]
+    if plan and isinstance(table, nn.Module) and _fits(table, "embedding"):
+        plan |= {name: "embedding" for name, module in modules.items() if module is table}
     return plan or None
 
 
@@ -88,7 +91,7 @@ def _parent(name: str) -> str:
 
 def heads(config: Any, plan: dict[str, str] | None) -> int | None:
     """What the degree of tensor parallelism must divide: query and key-value heads, where attention is split."""
-    if plan is None or "rowwise" not in plan.values():
+    if not any(value == "rowwise" and "att" in _parent(name) for name, value in (plan or {}).items()):
         return None
     counts = [getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
     known = [count for count in counts if isinstance(count, int) and count > 0]

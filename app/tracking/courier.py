@@ -14,11 +14,16 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from app.tracking.masking import mask_uri
 from app.tracking.mlflow_run import METRICS_PER_CALL, Away, Gone, MlflowRun, Point, Refused, valid_key
 from app.tracking.spool import Event, Position
 from app.tracking.state import Delivered, Status
+from app.tracking.turns import Rewind, Superseded, Turn
+
+if TYPE_CHECKING:
+    from app.tracking import model
 
 BACKOFF_SECONDS = (0.25, 2.0)
 REQUEST_SECONDS = "10"
@@ -28,14 +33,6 @@ _TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
 _MODEL_TRIES = 2
 _UPLOAD_TRIES = 5
 _log = logging.getLogger("writer")
-
-
-class Rewind(Exception):
-    """The MLflow run is no longer there: make another, and fill it from the beginning of the spool."""
-
-
-class Superseded(Exception):
-    """The events that follow belong to a newer start of this run, which has a writer of its own."""
 
 
 class Courier:
@@ -62,15 +59,16 @@ class Courier:
         return self.attempt is not None and self.delivered.start.get("attempt") == self.attempt
 
     def deliver(self, events: list[tuple[Event, Position]]) -> None:
-        """Deliver and commit; stops after our own finish event."""
+        """Deliver and commit. Raises Turn."""
         points: list[Point] = []
         before: Position | None = None
         for event, after in events:
-            if event["type"] != "metrics" or len(points) >= METRICS_PER_CALL:
+            fresh = _points(event)
+            if event["type"] != "metrics" or len(points) + len(fresh) > METRICS_PER_CALL:
                 self._log(points, before)
                 points, before = [], None
             if event["type"] == "metrics":
-                points += _points(event)
+                points += fresh
                 before = after
                 self._seen(event)
             else:
@@ -139,6 +137,14 @@ class Courier:
                 self._log_fresh(fresh[len(fresh) // 2 :])
 
     def _handle(self, event: Event) -> None:
+        try:
+            self._carry(event)
+        except Turn:
+            raise
+        except Exception:  # an event that nobody foresaw must not hold up all that follow it
+            _log.exception("left out an event of type %s", event["type"])
+
+    def _carry(self, event: Event) -> None:
         kind = event["type"]
         if kind == "start":
             self._start(event)
@@ -183,16 +189,24 @@ class Courier:
             error = f"the writer died {self.delivered.tries} times while it was logging the model"
             self._insist(lambda: model.abandon(self.run, event["id"]))
         else:
-            self.delivered.tries += 1
-            self.delivered.save(self.folder)
             with tempfile.TemporaryDirectory() as scratch:
                 upload = model.Upload(event, Path(scratch))
-                error = self._upload("the model", lambda: upload.log(self.run))
+                error = self._upload("the model", lambda: self._try_model(upload))
         if error:
             _log.error("the model is not logged: %s", error)
             self._insist(lambda: self.run.tags({"trireme.model_error": mask_uri(error)}))
         if "recipe_file" in event:
             shutil.rmtree(Path(event["recipe_file"]).parent, ignore_errors=True)
+
+    def _try_model(self, upload: model.Upload) -> None:
+        self.delivered.tries += 1
+        self.delivered.save(self.folder)
+        try:
+            upload.log(self.run)
+        except Away:
+            self.delivered.tries = 0  # that was not the model's doing
+            self.delivered.save(self.folder)
+            raise
 
     def _upload(self, name: str, operation: Callable[[], object]) -> str:
         error = self._insist(operation, upload=name)
@@ -272,5 +286,9 @@ class Courier:
 
 
 def _points(event: Event) -> list[Point]:
-    milliseconds = int(event["time"] * 1000)
-    return [(valid_key(key), value, milliseconds, event["step"]) for key, value in event["values"].items()]
+    """The points of a metrics event; none of any other, or of one that is not as it should be."""
+    try:
+        milliseconds, step = int(event["time"] * 1000), event["step"]
+        return [(valid_key(key), float(value), milliseconds, step) for key, value in event["values"].items()]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return []

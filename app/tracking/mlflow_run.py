@@ -241,6 +241,8 @@ class MlflowRun:
         except MlflowException as error:
             sentence = self._sentence(error)
             raise (Refused if error.error_code in _REFUSALS else Away)(sentence) from error
+        except OSError as error:  # requests' errors too, some of which are ValueErrors as well
+            raise Away(self._sentence(error)) from error
         except (TypeError, ValueError, AttributeError, KeyError) as error:
             raise Refused(self._sentence(error)) from error
         except Exception as error:  # stores raise errors of their own libraries (boto3, Azure, …)

@@ -66,6 +66,7 @@ class Tracker:
         self._writer: WriterProcess | None = None
         self._finishing = threading.Event()
         self._disk_full = False
+        self._delivery = Delivery(None, "", True, 0, self.folder)
 
     def start(self) -> None:
         """Begin (or resume) the run: spawn the writer, which makes or finds the MLflow run while we go on.
@@ -131,9 +132,12 @@ class Tracker:
         path = Path(path).absolute()
         event: Event = {"type": "artifact", "time": _now(), "path": str(path), "folder": folder}
         if path.is_file() and path.stat().st_size <= COPY_BYTES:
-            copy = self._own_folder() / path.name
-            shutil.copyfile(path, copy)
-            event |= {"path": str(copy), "copy": True}
+            try:
+                copy = self._own_folder() / path.name
+                shutil.copyfile(path, copy)
+                event |= {"path": str(copy), "copy": True}
+            except OSError as error:
+                _log.warning("%s is delivered from where it is: %s", path, error)
         self._append(event)
 
     def text(self, text: str, name: str) -> None:
@@ -169,7 +173,7 @@ class Tracker:
                 long as delivery goes on.
         """
         if self._spool is None:
-            return Delivery(None, "", True, 0, self.folder)
+            return self._delivery
         if status not in ("FINISHED", "FAILED", "KILLED"):
             raise ValueError(f"status {status!r} is not FINISHED, FAILED or KILLED")
         self._append(
@@ -186,9 +190,9 @@ class Tracker:
         writer, self._spool = self._writer, None
         if writer is not None and writer.ended.is_set():
             writer = None
-        delivery = wait_for(self._spawn, self.folder, self.settings, timeout, writer)
+        self._delivery = wait_for(self._spawn, self.folder, self.settings, timeout, writer)
         self._driver.release()
-        return delivery
+        return self._delivery
 
     @property
     def run_id(self) -> str | None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TextIO
 from app.tracking.masking import mask_text
 from app.tracking.spool import Position, Reader, segments
 from app.tracking.state import FileLock
+from app.tracking.turns import Leave, Rewind, Superseded
 
 if TYPE_CHECKING:
     from app.tracking.courier import Courier
@@ -45,10 +46,6 @@ _ENVIRONMENT = {
 }
 _NOT_OURS = ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "MLFLOW_ACTIVE_MODEL_ID", "PYTEST_CURRENT_TEST")
 _log = logging.getLogger("writer")
-
-
-class Leave(Exception):
-    """Stop here; what is left is for the next writer."""
 
 
 class Driver:
@@ -101,16 +98,15 @@ def serve(folder: Path, courier: Courier, driver: Driver) -> None:
     Raises:
         Superseded, Leave: what follows is another writer's.
     """
-    from app.tracking.courier import Rewind
-
     reader = Reader(folder, courier.delivered.position)
     while not (courier.ours and not courier.delivered.open):  # until our finish event is delivered
+        last = courier.attempt is None or driver.gone()  # asked before reading: afterwards nothing can be added
         try:
             if events := reader.read():
                 courier.deliver(events)
                 reader.discard_delivered()
-            elif courier.attempt is None or driver.gone():
-                if courier.delivered.open and (courier.attempt is None or courier.ours) and not driver.lives():
+            elif last:
+                if courier.delivered.open and (courier.ours or (courier.attempt is None and not driver.lives())):
                     courier.killed()
                 return
             else:
@@ -180,6 +176,8 @@ def main() -> None:
     parser.add_argument("--driver", type=int, default=os.getppid(), help="process id of the driver")
     parser.add_argument("--attempt", help="the driver's start to serve; without it: deliver what is there and end")
     arguments = parser.parse_args()
+    if "MLFLOW_TRACKING_URI" not in os.environ:
+        parser.error("MLFLOW_TRACKING_URI is not set; `trireme sync RUN_FOLDER` delivers what a run left")
     if os.fork():
         os._exit(0)  # so that the writer is an orphan from the start
     print(os.getpid(), flush=True)
@@ -197,7 +195,7 @@ def main() -> None:
         time.sleep(0.1)
     print("delivering", file=pipe, flush=True)
 
-    from app.tracking.courier import Courier, Superseded
+    from app.tracking.courier import Courier
     from app.tracking.mlflow_run import MlflowRun
 
     patience = Patience(driver, arguments.folder, arguments.attempt)

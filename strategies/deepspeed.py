@@ -1,0 +1,213 @@
+"""DeepSpeed's ZeRO engine behind our face, for those who have its JSON (`deepspeed`; an optional extra).
+
+Stages 1 to 3 of ZeRO as zero.py and fsdp.py describe them, by the library that brought them: the engine flattens the
+parameters, hooks into backward, and owns the optimizer's step. Choose it for a DeepSpeed configuration that is there
+already, or for what only DeepSpeed has (offload to NVMe); otherwise `zero1`, `zero2` and `fsdp` do the same without
+another runtime, compose with tensor parallelism, and write checkpoints that reshard without gathering.
+https://www.deepspeed.ai/docs/config-json/; Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054. It costs what
+zero.py and fsdp.py say, plus the engine's buckets.
+
+What is taken from a person's JSON and what is not: `zero_optimization` and everything about speed is theirs; batch
+sizes, precision, optimizer, schedule and clipping are the experiment's, because the loop owns them. (DeepSpeed clips at
+1.0 unless told otherwise, and divides by its own count of micro-batches: both are set here.) Its checkpoint state is
+gathered whole on every rank, under plain names, so any other layout reads it.
+
+The engine needs the optimizer before the first forward, so the loop hands it over: `optimizer = parallel.adopt(…)`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from strategies.dims import LayoutError
+from strategies.names import Layout
+from strategies.options import Options
+from strategies.parallel import Parallel
+from strategies.state import load_model_state
+
+OURS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "optimizer",
+    "scheduler",
+    "fp16",
+    "bf16",
+)
+"""Keys of a DeepSpeed JSON that the experiment decides."""
+
+
+def require() -> Any:
+    """The deepspeed package.
+
+    Raises:
+        LayoutError: it, or what it needs, is missing.
+    """
+    try:
+        return importlib.import_module("deepspeed")
+    except Exception as error:  # it imports, and builds, a great deal
+        raise LayoutError(
+            f"strategy deepspeed needs the deepspeed package, which does not import ({type(error).__name__}: {error}): "
+            "pip install deepspeed, or write strategy=zero1, zero2 or fsdp, which need nothing more"
+        ) from error
+
+
+def configuration(given: dict[str, Any] | None, options: Options) -> dict[str, Any]:
+    """The engine's configuration: the person's, with the keys that are ours as the loop needs them.
+
+    Raises:
+        LayoutError: a key of ours, or a stage or precision that the engine cannot run here.
+    """
+    given = dict(given or {"zero_optimization": {"stage": 2}})
+    for key in OURS:
+        if given.get(key) not in (None, "auto"):
+            raise LayoutError(
+                f"the DeepSpeed configuration sets {key}, which the experiment decides: leave it out there; train.* and "
+                "optimizer.* are its place"
+            )
+        given.pop(key, None)
+    stage = given.get("zero_optimization", {}).get("stage", 0)
+    if stage not in (1, 2, 3):
+        raise LayoutError(
+            f"the DeepSpeed configuration has zero_optimization.stage {stage}: write 1, 2 or 3, or use ddp"
+        )
+    if options.precision == "fp16":
+        raise LayoutError("strategy deepspeed does not run with train.precision=fp16: write bf16, or strategy=fsdp")
+    fixed: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "torch_autocast": {"enabled": False},
+    }
+    return given | fixed
+
+
+class DeepSpeedParallel(Parallel):
+    """A model under DeepSpeed's engine, once `adopt` has given it the optimizer."""
+
+    def __init__(self, module: nn.Module, layout: Layout, device: torch.device, config: dict[str, Any], **rest: Any):
+        super().__init__(module, layout, device, **rest)
+        self.config = config
+        self.engine: Any = None
+        self.norm: torch.Tensor | None = None  # of the step that grad_norm_ has taken
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
+        deepspeed = require()
+        self.engine = deepspeed.initialize(
+            model=self.inner, optimizer=optimizer, config=self.config, dist_init_required=False
+        )[0]
+        self.module = self.engine
+        return EngineOptimizer(self, optimizer)  # type: ignore[return-value]
+
+    def micro_step(self, last: bool) -> AbstractContextManager[Any]:
+        self.engine.set_gradient_accumulation_boundary(last)
+        return contextlib.nullcontext()
+
+    def grad_norm_(self, clip: float | None) -> torch.Tensor:
+        """The engine measures and clips inside its step, so this takes the step; the optimizer's then does nothing."""
+        self.engine.optimizer.clip_grad = clip or 0.0
+        self.engine.step()
+        norm = self.engine.get_global_grad_norm()
+        self.norm = torch.as_tensor(float("nan") if norm is None else norm, device=self.device).float()
+        return self.norm
+
+    def model_state(self) -> dict[str, Any]:
+        """Whole tensors, gathered: collective."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        buffers = {k: v for k, v in self.inner.state_dict().items() if k not in self._aliases()}
+        if self.engine is None:
+            return dict(self.inner.state_dict())
+        whole = {name: safe_get_full_fp32_param(parameter) for name, parameter in self._named}
+        return {alias: whole[name].to(self.device) for alias, name in self._aliases().items()} | buffers
+
+    def _aliases(self) -> dict[str, str]:
+        """Every name of every parameter → its first."""
+        return {alias: self._names[p] for alias, p in self.inner.named_parameters(remove_duplicate=False)}
+
+    def load_model_state(self, values: dict[str, Any]) -> None:
+        if self.engine is None:
+            return load_model_state(self.inner, values)
+        import deepspeed
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        for name, parameter in self._named:
+            value = values[name].to(self.device)
+            safe_set_full_fp32_param(parameter, value.float())
+            gathered = deepspeed.zero.GatheredParameters(
+                [parameter], modifier_rank=0, enabled=hasattr(parameter, "ds_id")
+            )
+            with gathered, torch.no_grad():
+                parameter.data.copy_(value)
+        with torch.no_grad():
+            for name, buffer in self.inner.named_buffers():
+                if name in values:
+                    buffer.copy_(values[name])
+        return None
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        keys, steps = self._kept(optimizer)
+        state = {
+            name: {key: safe_get_full_optimizer_state(p, key).to(self.device) for key in keys} | steps
+            for name, p in self._named
+            if p.requires_grad
+        }
+        return {"state": state, "groups": {}}
+
+    def load_optimizer_state(self, optimizer: Any, values: dict[str, Any]) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        keys, _ = self._kept(optimizer)
+        state = values["state"]
+        for name, parameter in self._named:
+            for key in keys if parameter.requires_grad else ():
+                safe_set_full_optimizer_state(parameter, state[name][key].float().to(self.device), key)
+        steps = next(iter(state.values())).get("step")
+        for own in optimizer.base.state.values():
+            if "step" in own and isinstance(own["step"], torch.Tensor):
+                own["step"].copy_(torch.as_tensor(steps))
+            elif "step" in own:
+                own["step"] = int(steps)
+
+    def _kept(self, optimizer: Any) -> tuple[list[str], dict[str, Any]]:
+        """Names of the tensors that the optimizer keeps per parameter, and its count of steps."""
+        own: dict[str, Any] = next(iter(optimizer.base.state.values()), {})
+        keys = [key for key, value in own.items() if isinstance(value, torch.Tensor) and value.dim() > 0]
+        steps = {"step": torch.as_tensor(own["step"]).clone().float()} if "step" in own else {}
+        return keys, steps
+
+
+class EngineOptimizer:
+    """What the loop calls as its optimizer: the engine's step, unless `grad_norm_` has just taken it."""
+
+    def __init__(self, parallel: DeepSpeedParallel, base: torch.optim.Optimizer) -> None:
+        self.parallel, self.base = parallel, base
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.base.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.base.state
+
+    def step(self) -> None:
+        if self.parallel.norm is None:
+            self.parallel.grad_norm_(None)
+        self.parallel.norm = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The engine's step has done it."""
