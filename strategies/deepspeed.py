@@ -31,7 +31,7 @@ from strategies.dims import LayoutError
 from strategies.names import Layout
 from strategies.options import Options
 from strategies.parallel import Parallel
-from strategies.state import load_model_state
+from strategies.state import initialise, load_model_state
 
 OURS = (
     "train_batch_size",
@@ -71,8 +71,8 @@ def configuration(given: dict[str, Any] | None, options: Options) -> dict[str, A
     for key in OURS:
         if given.get(key) not in (None, "auto"):
             raise LayoutError(
-                f"the DeepSpeed configuration sets {key}, which the experiment decides: leave it out there; train.* and "
-                "optimizer.* are its place"
+                f"the DeepSpeed configuration sets {key}, which the experiment decides: leave it out there; train.* "
+                "and optimizer.* are its place"
             )
         given.pop(key, None)
     stage = given.get("zero_optimization", {}).get("stage", 0)
@@ -140,11 +140,10 @@ class DeepSpeedParallel(Parallel):
         if self.engine is None:
             return load_model_state(self.inner, values)
         import deepspeed
-        from deepspeed.utils import safe_set_full_fp32_param
 
         for name, parameter in self._named:
             value = values[name].to(self.device)
-            safe_set_full_fp32_param(parameter, value.float())
+            _set(parameter, value)
             gathered = deepspeed.zero.GatheredParameters(
                 [parameter], modifier_rank=0, enabled=hasattr(parameter, "ds_id")
             )
@@ -168,13 +167,11 @@ class DeepSpeedParallel(Parallel):
         return {"state": state, "groups": {}}
 
     def load_optimizer_state(self, optimizer: Any, values: dict[str, Any]) -> None:
-        from deepspeed.utils import safe_set_full_optimizer_state
-
         keys, _ = self._kept(optimizer)
         state = values["state"]
         for name, parameter in self._named:
             for key in keys if parameter.requires_grad else ():
-                safe_set_full_optimizer_state(parameter, state[name][key].float().to(self.device), key)
+                _set(parameter, state[name][key].to(self.device), key)
         steps = next(iter(state.values())).get("step")
         for own in optimizer.base.state.values():
             if "step" in own and isinstance(own["step"], torch.Tensor):
@@ -183,11 +180,45 @@ class DeepSpeedParallel(Parallel):
                 own["step"] = int(steps)
 
     def _kept(self, optimizer: Any) -> tuple[list[str], dict[str, Any]]:
-        """Names of the tensors that the optimizer keeps per parameter, and its count of steps."""
+        """Names of the tensors that the optimizer keeps per parameter, and its count of steps; made if there are none."""
+        if not optimizer.base.state:
+            self._begin_state(optimizer.base)
         own: dict[str, Any] = next(iter(optimizer.base.state.values()), {})
         keys = [key for key, value in own.items() if isinstance(value, torch.Tensor) and value.dim() > 0]
         steps = {"step": torch.as_tensor(own["step"]).clone().float()} if "step" in own else {}
         return keys, steps
+
+    def _begin_state(self, base: torch.optim.Optimizer) -> None:
+        """The state of no step yet, over the flat parts that the engine steps on."""
+        zero = self.engine.optimizer
+        if hasattr(zero, "fp32_partitioned_groups_flat"):  # stage 3 hands its parts to the optimizer one by one
+            for i, flat in enumerate(zero.fp32_partitioned_groups_flat):
+                base.param_groups[zero.sub_group_to_group_id[i]]["params"].append(flat)
+            initialise(base)
+            for group in base.param_groups:
+                group["params"] = []
+        else:
+            initialise(base)
+            zero._lazy_init_hp_params_optimizer_state()
+
+
+def _set(parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
+    """Writes the engine's own float32 copy of a parameter, or of one of its optimizer's tensors."""
+    from deepspeed.utils import tensor_fragment as fragments
+
+    value = value.float()
+    if hasattr(parameter, "ds_id"):  # the last part is padded, which safe_set_full_… does not know
+        part = parameter.ds_tensor.numel()
+        flat = torch.nn.functional.pad(value.flatten(), (0, part * dist.get_world_size() - value.numel()))
+        own = flat.narrow(0, part * dist.get_rank(), part)
+        if key is None:
+            fragments.safe_set_local_fp32_param(parameter, own)
+        else:
+            fragments.safe_set_local_optimizer_state(parameter, own, key)
+    elif key is None:
+        fragments.safe_set_full_fp32_param(parameter, value)
+    else:
+        fragments.safe_set_full_optimizer_state(parameter, value, key)
 
 
 class EngineOptimizer:

@@ -126,7 +126,7 @@ def whole_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def optimizer_state(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> dict[str, Any]:
     """The optimizer's own tensors, by parameter name; made first where the optimizer has not stepped yet."""
-    _initialise(optimizer)
+    initialise(optimizer)
     state = {
         names[parameter]: dict(optimizer.state[parameter])
         for group in optimizer.param_groups
@@ -148,7 +148,7 @@ def load_optimizer_state(
     Raises:
         LayoutError: state of another model or another optimizer.
     """
-    _initialise(optimizer)
+    initialise(optimizer)
     with torch.no_grad():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -169,7 +169,7 @@ def _load_parameter(own: dict[str, Any], state: dict[str, Any], name: str) -> No
 
 
 @torch.no_grad()
-def _initialise(optimizer: torch.optim.Optimizer) -> None:
+def initialise(optimizer: torch.optim.Optimizer) -> None:
     """Gives every parameter the state it would have before its first step.
 
     Optimizers make their state inside `step`. A step with zero gradients and a learning rate of zero moves nothing;

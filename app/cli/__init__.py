@@ -12,6 +12,7 @@ COMMANDS = {
     "train": ("app.cli.train", "Train an experiment, or continue one that was stopped."),
     "config": ("app.cli.config", "Show every key of an experiment, its value and what it means."),
     "parity": ("app.cli.parity", "Prove that every strategy trains the same model as one device."),
+    "export": ("app.cli.export", "Write trained weights as safetensors, a torch file or a Hugging Face folder."),
     "sync": ("app.cli.sync", "Deliver to MLflow what a run could not deliver while the server was away."),
 }
 

@@ -298,6 +298,10 @@ class HuggingFace(Task):
             shifted = self.kind == "sequence_classification"
             write_tokenizer(folder, self.found, self.tokenizer, shifted=shifted)
 
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor of the model's state, by name."""
+        return {name: tuple(tensor.shape) for name, tensor in trial(self.recipe).state_dict().items()}
+
     def tied_names(self) -> set[str]:
         """Names of parameters that are another under a second name, which a folder's weights leave out."""
         return set(getattr(trial(self.recipe), "all_tied_weights_keys", None) or {})

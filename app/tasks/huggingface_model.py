@@ -279,7 +279,7 @@ def forward_on_meta(model: nn.Module, inputs: tuple[Any, ...]) -> None:
     """Raises UserError if a batch of these shapes does not go through the model."""
     try:
         with torch.device("meta"), torch.no_grad():
-            model(*(x.to("meta") for x in inputs))
+            model.eval()(*(x.to("meta") for x in inputs))  # normalising a batch wants more than one
     except NotImplementedError:  # it looks at values, which there are none of here
         return
     except (RuntimeError, ValueError) as error:

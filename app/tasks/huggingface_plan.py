@@ -35,6 +35,8 @@ def tensor_plan(model: nn.Module, *, parallel_head: bool) -> dict[str, str] | No
     """
     written: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
     modules = dict(model.named_modules())
+    if not written:
+        return None
     plan: dict[str, str] = {}
     unknown: set[str] = set()  # parents of which a part is split in a way of the library's own
     head = model.get_output_embeddings() if parallel_head else None  # type: ignore[operator]

@@ -14,16 +14,30 @@ import click
 @click.command()
 @click.argument("names", nargs=-1, required=True, type=click.Choice(["step", "start"]))
 @click.option("--model", "models", multiple=True, type=click.Choice(["mnist", "gpt"]), help="Default: both.")
+@click.option(
+    "--strategy",
+    "strategies",
+    multiple=True,
+    type=click.Choice(["ddp", "fsdp", "zero2", "tensor"]),
+    help="Default: ddp. All but ddp for gpt only.",
+)
 @click.option("--blocks", default=40, show_default=True, help="Blocks of steps per side.")
 @click.option("--rounds", default=5, show_default=True, help="Rounds of whole programs.")
 @click.option("--json", "as_json", is_flag=True)
-def main(names: tuple[str, ...], models: tuple[str, ...], blocks: int, rounds: int, as_json: bool) -> None:
+def main(
+    names: tuple[str, ...],
+    models: tuple[str, ...],
+    strategies: tuple[str, ...],
+    blocks: int,
+    rounds: int,
+    as_json: bool,
+) -> None:
     """Trireme beside hand-written PyTorch, interleaved in one run."""
     from experiments.benchmarks import start, step
 
     results: dict[str, Any] = {"machine": machine()}
     if "step" in names:
-        results["step"] = step.run(list(models) or ["mnist", "gpt"], blocks)
+        results["step"] = step.run(list(models) or ["mnist", "gpt"], list(strategies) or ["ddp"], blocks)
     if "start" in names:
         results["start"] = start.run(rounds)
     click.echo(json.dumps(results) if as_json else table(results))

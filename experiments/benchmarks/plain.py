@@ -1,19 +1,33 @@
 """The same training as an expert would write it by hand, for torchrun: the measure of ours.
 
-Nothing of Trireme but the model's class and the arrays. DDP with a static graph and gradients as bucket views, a fused
+Nothing of Trireme but the model's class and the arrays. Each strategy as PyTorch's own tutorials apply it, a fused
 optimizer, data in memory and indexed by a permutation, no synchronisation but for the loss that is logged.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from app.data.loader import fetch
@@ -23,60 +37,124 @@ from app.models.gpt import GPT
 LOG_EVERY = 10
 
 
-class Plain:
-    """A training that is advanced one step at a time."""
+@dataclass(frozen=True)
+class How:
+    """Samples per step over all workers, learning rate at the start, and steps of the whole training."""
 
-    def __init__(self, build: Any, inputs: torch.Tensor, targets: torch.Tensor, *, batch: int, lr: float, steps: int):
+    batch: int
+    lr: float
+    steps: int
+
+
+class Plain:
+    """A training that is advanced one step at a time.
+
+    wrap: puts a parallelism on the model (see WRAPS); split: whether workers take different samples.
+    """
+
+    def __init__(self, build: Any, inputs: torch.Tensor, targets: torch.Tensor, how: How, wrap: str = "ddp"):
         torch.manual_seed(0)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.model = DistributedDataParallel(build(), static_graph=True, gradient_as_bucket_view=True)
+        self.model = WRAPS[wrap](build())
+        self.sharded = wrap == "tensor"
         decayed = [p for p in self.model.parameters() if p.dim() >= 2]
         others = [p for p in self.model.parameters() if p.dim() < 2]
         groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=lr, fused=True)
-        self.inputs, self.targets, self.batch, self.lr, self.steps = inputs, targets, batch, lr, steps
+        self.optimizer = torch.optim.AdamW(groups, lr=how.lr, fused=True)
+        self.inputs, self.targets, self.how = inputs, targets, how
         self.done = 0
         self.indices = self._indices()
 
     def _indices(self) -> Iterator[torch.Tensor]:
-        share = self.batch // self.world
+        ways = 1 if self.sharded else self.world
+        share, mine = self.how.batch // ways, self.rank % ways
         generator = torch.Generator().manual_seed(0)
         while True:
-            for part in torch.randperm(len(self.inputs), generator=generator).split(self.batch):
-                if len(part) == self.batch:
-                    yield part[self.rank * share : (self.rank + 1) * share]
+            for part in torch.randperm(len(self.inputs), generator=generator).split(self.how.batch):
+                if len(part) == self.how.batch:
+                    yield part[mine * share : (mine + 1) * share]
 
     def advance(self) -> None:
         index = next(self.indices)
-        rate = self.lr * (1 + math.cos(math.pi * self.done / self.steps)) / 2
+        rate = self.how.lr * (1 + math.cos(math.pi * self.done / self.how.steps)) / 2
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        logits = self.model(self.inputs[index])
-        loss = F.cross_entropy(logits.flatten(0, -2), self.targets[index].flatten())
-        loss.backward()
+        with loss_parallel() if self.sharded else contextlib.nullcontext():
+            logits = self.model(self.inputs[index])
+            loss = F.cross_entropy(logits.flatten(0, -2), self.targets[index].flatten())
+            loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.done += 1
         if self.done % LOG_EVERY == 0:
-            value = loss.detach().clone()
+            value = (loss.full_tensor() if isinstance(loss, DTensor) else loss).detach().clone()
             dist.all_reduce(value)
             value.item()
 
 
-def mnist(steps: int) -> Plain:
+# --- what a strategy is, by hand --------------------------------------------------------------------------------
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True)
+
+
+def fsdp(model: nn.Module, reshard: bool = True) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks.values():  # type: ignore[operator, union-attr]
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    return model
+
+
+def zero2(model: nn.Module) -> nn.Module:
+    return fsdp(model, reshard=False)
+
+
+def tensor(model: nn.Module) -> nn.Module:
+    """Megatron's split with sequence parallelism and a parallel loss, as the PyTorch tutorial has it."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole, split = Replicate(), Shard(1)
+    rowwise = RowwiseParallel(output_layouts=split)
+    block = {
+        "attn_norm": SequenceParallel(),
+        "attn": PrepareModuleInput(input_layouts=(split,), desired_input_layouts=(whole,)),
+        "attn.q": ColwiseParallel(),
+        "attn.k": ColwiseParallel(),
+        "attn.v": ColwiseParallel(),
+        "attn.out": rowwise,
+        "mlp_norm": SequenceParallel(),
+        "mlp": PrepareModuleInput(input_layouts=(split,), desired_input_layouts=(whole,)),
+        "mlp.gate": ColwiseParallel(),
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": rowwise,
+    }
+    outside = {
+        "embed": RowwiseParallel(input_layouts=whole, output_layouts=split),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=split, output_layouts=Shard(-1), use_local_output=False),
+    }
+    plan = outside | {f"blocks.{name}.{key}": how for name in model.blocks for key, how in block.items()}  # type: ignore[union-attr]
+    return parallelize_module(model, mesh, plan)
+
+
+WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {"ddp": ddp, "fsdp": fsdp, "zero2": zero2, "tensor": tensor}
+
+
+def mnist(steps: int, wrap: str = "ddp") -> Plain:
     from app.tasks.vision import ImageClassification
 
     inputs, targets = fetch(ImageClassification(data="mnist").train_data(), [(i, i) for i in range(4000)])
-    return Plain(lambda: CNN(1, 28, 28, 10), inputs, targets, batch=64, lr=2e-3, steps=steps)
+    return Plain(lambda: CNN(1, 28, 28, 10), inputs, targets, How(64, 2e-3, steps), wrap)
 
 
-def gpt(steps: int) -> Plain:
+def gpt(steps: int, wrap: str = "ddp") -> Plain:
     from app.tasks.language import LanguageModelling
 
     task = LanguageModelling(data="python", sequence_length=128, d_model=128, n_layers=4, n_heads=4)
     inputs, targets = fetch(task.train_data(), [(i, i) for i in range(4096)])
     build = lambda: GPT(vocab_size=256, d_model=128, n_layers=4, n_heads=4)  # noqa: E731
-    return Plain(build, inputs, targets, batch=16, lr=1e-3, steps=steps)
+    return Plain(build, inputs, targets, How(16, 1e-3, steps), wrap)
 
 
 MODELS = {"mnist": mnist, "gpt": gpt}

@@ -1,4 +1,4 @@
-"""`step`: what one training step of ours costs beside a hand-written DDP step.
+"""`step`: what one training step of ours costs beside the same strategy written by hand.
 
 Both trainings live in the same two torchrun processes and take turns, block by block, in the order A B B A, so that
 whatever else the machine does falls on both. Ours includes all that a real run does: the data thread, pulses, the
@@ -38,16 +38,17 @@ OURS = {
 }
 
 
-def run(models: list[str], blocks: int) -> dict[str, Any]:
-    """Runs the benchmark in processes of its own; per model the median step times in seconds and their ratio."""
-    return {name: _measure(name, blocks) for name in models}
+def run(models: list[str], strategies: list[str], blocks: int) -> dict[str, Any]:
+    """Runs the benchmark in processes of its own; per model and strategy the median step times and their ratio."""
+    pairs = [(name, strategy) for name in models for strategy in strategies if name == "gpt" or strategy == "ddp"]
+    return {f"{name}, {strategy}": _measure(name, strategy, blocks) for name, strategy in pairs}
 
 
-def _measure(name: str, blocks: int) -> dict[str, Any]:
+def _measure(name: str, strategy: str, blocks: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        command += ["-m", "experiments.benchmarks.step", name, str(blocks), folder, str(out)]
+        command += ["-m", "experiments.benchmarks.step", name, strategy, str(blocks), folder, str(out)]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         times = json.loads(out.read_text())
     plain, ours = times["plain"], times["ours"]
@@ -74,7 +75,7 @@ def interval(a: list[float], b: list[float], draws: int = 2000) -> tuple[float, 
     return ratios[int(0.025 * draws)], ratios[int(0.975 * draws)]
 
 
-def worker(name: str, blocks: int, folder: str, out: str) -> None:
+def worker(name: str, strategy: str, blocks: int, folder: str, out: str) -> None:
     """One of the two processes: seconds per step of each block, plain and ours."""
     import torch
     import torch.distributed as dist
@@ -93,7 +94,9 @@ def worker(name: str, blocks: int, folder: str, out: str) -> None:
     dist.init_process_group("gloo")
     rank, each = dist.get_rank(), BLOCK_STEPS[name]
     steps = each * (blocks + 2)
-    config = load_config([], [*OURS[name], f"train.steps={steps + 1}", "run.name=ours", f"run.storage={folder}"])
+    config = load_config(
+        [], [*OURS[name], f"strategy={strategy}", f"train.steps={steps + 1}", "run.name=ours", f"run.storage={folder}"]
+    )
     prepared = prepare(config, read_task(config), 2, devices_per_node=None)
     channel: Any = Silence()
     if rank == 0:
@@ -103,7 +106,7 @@ def worker(name: str, blocks: int, folder: str, out: str) -> None:
     job = Job(config, prepared.layout, f"{folder}/ours", "benchmark", "benchmark", prepared.steps, os.getcwd())
     ours = Training(job, Place(rank, 2, rank, torch.device("cpu")), channel)
     batches = ours.batches()
-    plain = MODELS[name](steps)
+    plain = MODELS[name](steps, strategy)
 
     def block(advance: Any) -> float:
         dist.barrier()
@@ -129,4 +132,4 @@ def worker(name: str, blocks: int, folder: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    worker(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4])
+    worker(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5])

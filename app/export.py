@@ -1,0 +1,162 @@
+"""A run's trained weights as files for others: safetensors, one torch file, or a folder that transformers loads.
+
+The weights stream out of the sharded checkpoint one tensor at a time (app/checkpoint/export.py); the folder appears
+when it is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from app.checkpoint import Commit, commits, latest_good, verify
+from app.checkpoint.export import _Source, _write_safetensors, export
+from app.errors import UserError
+from app.storage import Storage
+from app.tasks.arguments import nearest
+
+if TYPE_CHECKING:
+    from app.tasks.huggingface import HuggingFace
+
+FORMATS = ("safetensors", "huggingface", "torch")
+FILE_BYTES = 5_000_000_000
+"""Of one safetensors file, as on the hub."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    run: str
+    step: int
+    format: str
+    folder: Path
+    files: list[str]
+    size: int
+    """Bytes of all files."""
+
+
+def export_run(
+    run: str,
+    *,
+    to: str,
+    out: str | None = None,
+    step: int | None = None,
+    file_bytes: int = FILE_BYTES,
+    warn: Callable[[str], None] = lambda sentence: None,
+) -> Exported:
+    """Writes the newest good checkpoint of the run's folder (or that of `step`) into the folder `out`.
+
+    out: must be empty or not exist; default: export/FORMAT-step-N in the run's folder, or, if that is in an object
+        store, here. warn: told of each damaged checkpoint that was passed over.
+    Raises UserError for an unknown format, a folder without a run or checkpoint, and an `out` that holds something.
+    """
+    if to not in FORMATS:
+        raise UserError(f"--to is {to!r}{nearest(to, FORMATS)}; it can be {', '.join(FORMATS)}")
+    storage = Storage(run)
+    if not storage.exists("run.json"):
+        beside = Storage(os.path.join("runs", run)) if "://" not in run else storage
+        hint = f"; did you mean runs/{run}?" if beside.exists("run.json") else ""
+        raise UserError(
+            f"{run} holds no run{hint or ': write the folder that `trireme train` named, such as runs/mnist'}"
+        )
+    commit = _commit(storage, step, warn)
+    folder = _out(storage, to, commit.step, out)
+    task = _hugging_face(storage) if to == "huggingface" else None
+    with _appears(folder) as made:
+        if task is not None:
+            _write_model_folder(task, commit, made, file_bytes)
+        else:
+            export(commit, to="torch" if to == "torch" else "safetensors", out=made, max_file_bytes=file_bytes)
+        sizes = {path.name: path.stat().st_size for path in sorted(made.iterdir())}
+    return Exported(run, commit.step, to, folder, list(sizes), sum(sizes.values()))
+
+
+def _commit(storage: Storage, step: int | None, warn: Callable[[str], None]) -> Commit:
+    """The checkpoint to export, its files read once to see that they are as they were written."""
+    folder = storage.join("checkpoints").url
+    if step is None:
+        commit, passed = latest_good(folder, verify="sha256")
+        for sentence in passed:
+            warn(sentence)
+        if commit is None:
+            raise UserError(
+                f"there is no good checkpoint in {folder}"
+                + (f" ({passed[0]})" if passed else "; train the run until it saves one")
+            )
+        return commit
+    found = commits(folder)
+    commit = next((each for each in found if each.step == step), None)
+    if commit is None:
+        steps = ", ".join(str(number) for number in sorted({each.step for each in found})) or "none"
+        raise UserError(f"there is no checkpoint of step {step} in {folder}; there are those of {steps}")
+    faults = verify(commit)
+    if faults:
+        raise UserError(f"the checkpoint of step {step} is damaged: {faults[0]}; leave --step out to export a good one")
+    return commit
+
+
+def _out(storage: Storage, to: str, step: int, written: str | None) -> Path:
+    name = f"{to}-step-{step:08d}"
+    if written is not None:
+        folder = Path(written).expanduser()
+    elif storage.is_local:
+        folder = storage.local_path / "export" / name
+    else:
+        folder = Path(f"{storage.url.rsplit('/', 1)[-1]}-{name}")
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise UserError(f"{folder} holds something already; write an empty or a new folder as --out")
+    return folder
+
+
+def _hugging_face(storage: Storage) -> HuggingFace:
+    """The run's task, if it is one whose model transformers can load."""
+    from app.config_file import from_dict
+    from app.tasks import find_task, load_task
+    from app.tasks.huggingface import HuggingFace
+
+    config = from_dict(yaml.safe_load(storage.read_bytes("config.yaml")), f"{storage.url}/config.yaml")
+    if not issubclass(find_task(config.task), HuggingFace):
+        raise UserError(
+            f"the run's task is {config.task}, whose model transformers does not have; write --to safetensors or torch"
+        )
+    task: Any = load_task(config.task, config.task_args)
+    return task
+
+
+def _write_model_folder(task: HuggingFace, commit: Commit, folder: Path, file_bytes: int) -> None:
+    source = _Source(commit)
+    shapes = {name: tuple(entry.size) for name, entry in source.tensors.items()}
+    for name, shape in task.state_shapes().items():
+        if shapes.get(name) != shape:
+            raise UserError(
+                f"the run's task_args no longer make the model that was trained ({name} is {shapes.get(name)} in the "
+                f"checkpoint and {shape} now), perhaps because the data has changed; give it the data of the training"
+            )
+    for name in task.tied_names():
+        source.tensors.pop(name, None)
+    task.write_folder(folder)
+    _write_safetensors(source, folder, file_bytes)
+
+
+@contextmanager
+def _appears(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which is in its place once it is full."""
+    temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error.strerror}); write another folder as --out") from error
+    try:
+        yield temporary
+        os.replace(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
