@@ -87,7 +87,7 @@ class Console:
             print(progress_line(event), file=self._out, flush=True)
 
     def _rewrite(self, text: str) -> None:
-        width = max(20, os.get_terminal_size(self._out.fileno()).columns - 1)
+        width = (os.get_terminal_size(self._out.fileno()).columns or 80) - 1
         self._out.write("\r\x1b[2K" + text[:width])
         self._out.flush()
         self._live = True

@@ -112,6 +112,14 @@ class Driver:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    @property
-    def weights(self) -> Path:
-        return self.run.local_folder / "model" / "weights.pt"
+    def weights(self) -> Path | None:
+        """The trained weights as a file on this machine; None if the run keeps none."""
+        kept = self.run.storage.join("model")
+        if not kept.exists("weights.pt"):
+            return None
+        if kept.is_local:
+            return kept.local_path / "weights.pt"
+        copy = self.run.local_folder / "model" / "weights.pt"
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(kept.read_bytes("weights.pt"))
+        return copy

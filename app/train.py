@@ -235,10 +235,11 @@ def _finished(driver: Driver) -> Outcome:
         "first_step_seconds": (driver.first_step_at or driver.started) - driver.started,
         "total_seconds": time.time() - driver.started,
     }
-    if run.config.tracking.log_model and driver.weights.exists():
-        recipe = {"task": run.config.task, "task_args": run.config.task_args, "weights": str(driver.weights)}
+    weights = driver.weights() if run.config.tracking.log_model and run.config.tracking.enabled else None
+    if weights:
+        recipe = {"task": run.config.task, "task_args": run.config.task_args, "weights": str(weights)}
         driver.tracker.model(recipe | {"metrics": summary["metrics"]})
-    delivery = _end(driver, "finished", "FINISHED")
+    delivery = _end(driver, "finished", "FINISHED", f"finished after step {summary['step']:,}")
     mlflow = {"run_id": delivery.run_id, "url": delivery.url, "complete": delivery.complete}
     outcome = Outcome("finished", run.manifest.name, run.folder, summary, mlflow)
     _say_how_it_went(driver, outcome)

@@ -180,7 +180,7 @@ class DeepSpeedParallel(Parallel):
                 own["step"] = int(steps)
 
     def _kept(self, optimizer: Any) -> tuple[list[str], dict[str, Any]]:
-        """Names of the tensors that the optimizer keeps per parameter, and its count of steps; made if there are none."""
+        """Names of the tensors that the optimizer keeps per parameter (made if there are none), and its step count."""
         if not optimizer.base.state:
             self._begin_state(optimizer.base)
         own: dict[str, Any] = next(iter(optimizer.base.state.values()), {})
@@ -204,11 +204,11 @@ class DeepSpeedParallel(Parallel):
 
 def _set(parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
     """Writes the engine's own float32 copy of a parameter, or of one of its optimizer's tensors."""
-    from deepspeed.utils import tensor_fragment as fragments
+    from deepspeed import utils as fragments
 
     value = value.float()
     if hasattr(parameter, "ds_id"):  # the last part is padded, which safe_set_full_… does not know
-        part = parameter.ds_tensor.numel()
+        part = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
         flat = torch.nn.functional.pad(value.flatten(), (0, part * dist.get_world_size() - value.numel()))
         own = flat.narrow(0, part * dist.get_rank(), part)
         if key is None:

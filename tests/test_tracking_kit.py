@@ -18,7 +18,7 @@ from app.tracking import Tracker
 ROOT = Path(__file__).parents[1]
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+def wait_until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     """The condition's first true value; fails the test when it takes longer."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:

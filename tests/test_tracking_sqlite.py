@@ -225,7 +225,7 @@ def test_a_killed_writer_is_replaced_and_100_000_points_arrive_once(uri: str, tm
     counts = store.query("select count(*), count(distinct key || ' ' || step) from metrics where key like 'm%'")
     assert counts == [(100_000, 100_000)]
     assert store.history("m9") == [(step, step + 9.0) for step in range(10_000)]
-    assert seconds < 60, f"{100_000 / seconds:.0f} points/s"
+    assert seconds < 120, f"{100_000 / seconds:.0f} points/s"
 
 
 def test_two_starts_at_once_on_no_database_are_one_run(template: Path) -> None:

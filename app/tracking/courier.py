@@ -240,7 +240,7 @@ class Courier:
                 return self._left_out(problem)
             if problem != self.status.problem:
                 _log.warning("%s; trying again", problem)
-            self.tell(away=True, problem=problem)
+            self.tell(away=True, contact=True, problem=problem)
             self._back_off(delay)
             delay = min(delay * 2, BACKOFF_SECONDS[1])
 
@@ -264,7 +264,7 @@ class Courier:
         self._opened = True
         self.delivered.run_id, self.delivered.experiment_id = self.run.run_id, self.run.experiment_id
         self.delivered.save(self.folder)
-        self.tell(run_id=self.run.run_id, experiment_id=self.run.experiment_id)
+        self.tell(run_id=self.run.run_id, experiment_id=self.run.experiment_id, contact=True, progress=time.time())
 
     def _ask(self) -> bool:
         """Whether MLflow answers at all. What it has by now raises the watermarks, so that nothing is doubled."""

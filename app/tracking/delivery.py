@@ -17,7 +17,7 @@ from app.tracking.state import Delivered, FileLock, Status
 _DEATHS = 3
 """How often a writer that dies at the end is replaced."""
 _START_PATIENCE = 30.0
-"""Seconds that a writer may take to load mlflow, on a machine that has much else to do."""
+"""Seconds that a writer may take to load mlflow and open the run, on a machine that has much else to do."""
 _UPLOAD_PATIENCE = 900.0
 """Seconds that one upload (a model) may take at the end while the server answers."""
 
@@ -101,7 +101,7 @@ def _ended(writer: WriterProcess, folder: Path, begun: float, timeout: float) ->
     """True once the writer has ended by itself; False if it was ended for getting nowhere."""
     while not writer.ended.wait(0.05):
         status, patience = Status.load(folder), timeout
-        if writer.delivering and status.pid != writer.pid:
+        if writer.delivering and not (status.pid == writer.pid and status.contact):
             patience = max(timeout, _START_PATIENCE)
         elif status.upload and not status.away:
             patience = max(timeout, _UPLOAD_PATIENCE)

@@ -56,6 +56,10 @@ Point = tuple[str, float, int, Any]
 """Metric key, value, time (Unix milliseconds), step (None until the courier has given a sample its step)."""
 
 
+KIND = {"mlflow.experimentKind": "custom_model_development"}
+"""Tells the MLflow UI to open the experiment on its training runs, rather than on traces of language-model calls."""
+
+
 class Away(Exception):
     """MLflow cannot take it now; the message is a sentence for a person."""
 
@@ -138,7 +142,8 @@ class MlflowRun:
         experiment = self._client.get_experiment_by_name(name)
         if experiment is None:
             try:
-                return str(self._client.create_experiment(name, artifact_location=start["artifact_location"]))
+                location = start["artifact_location"]
+                return str(self._client.create_experiment(name, artifact_location=location, tags=KIND))
             except MlflowException as error:
                 if error.error_code != "RESOURCE_ALREADY_EXISTS":
                     raise

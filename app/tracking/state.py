@@ -81,6 +81,8 @@ class Status:
     """Tracking URI, masked."""
     progress: float = 0.0
     """Unix seconds of the last thing that was delivered."""
+    contact: bool = False
+    """Whether the first try to reach MLflow is over, one way or the other."""
     away: bool = False
     """The tracking server (or database) did not take the last attempt."""
     problem: str = ""

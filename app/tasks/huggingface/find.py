@@ -1,23 +1,16 @@
-"""Models of the `transformers` library: where a description is, what kind of model it makes, and making it.
+"""Where a model of the `transformers` library is, and what kinds of model it can be.
 
-Weights are float32 whatever the type they were stored in, code that comes with a model is never run, and nothing is
-fetched from the hub that is on this machine already.
+Nothing is fetched from the hub that is on this machine already, and code that comes with a model is never run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import importlib
 import json
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import nn
 
 from app.errors import UserError
 from app.tasks.arguments import nearest
@@ -33,8 +26,8 @@ KINDS = {
 """Kind: (the library's class that makes it, its table of model types that have the kind)."""
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-UNDECLARED = {"head_dim"}
-"""Keys that models read though their configuration may have no field for them."""
+NOT_CAUSAL = ("cpmant", "xlnet")
+"""Models that the library calls causal, but that look ahead when they are called as one."""
 HUB_SECONDS = 5.0
 """How long the hub may take to say that it is there."""
 HUB_FILES = ["*.json", "*.txt", "*.model"]
@@ -79,9 +72,7 @@ def find(named: Any, *, weights: bool) -> Found:
     weights: whether its weights are wanted too. Raises UserError.
     """
     if not isinstance(named, str) or not named:
-        raise UserError(
-            f"task_args.model is {named!r}; write a model type such as llama, a folder or an id on the hub"
-        )
+        raise UserError(f"task_args.model is {named!r}; write a model type such as llama, a folder or an id on the hub")
     types = _names("CONFIG_MAPPING_NAMES", "configuration_auto")
     folder = Path(named).expanduser()
     if folder.is_dir():
@@ -181,112 +172,22 @@ def choose_kind(found: Found, wanted: str) -> str:
     return has[0]
 
 
+def require_kind(found: Found, kind: str) -> None:
+    """Raises UserError for a model that is of the kind in name, but cannot be trained as it."""
+    if kind != "image_classification" and not hasattr(found.base, "vocab_size"):
+        parts = ", ".join(found.base.sub_configs) or "others"
+        raise UserError(
+            f"task_args.model: {found.model_type} is made of several models ({parts}); give the one of the text"
+        )
+    if kind == "causal_lm" and found.model_type in NOT_CAUSAL:
+        raise UserError(
+            f"task_args.model: {found.model_type} sees the tokens that it is to predict; give another causal_lm"
+        )
+
+
 def is_encoder(model_type: str) -> bool:
     """Whether the model looks at a text from both sides, as BERT does."""
     return model_type in _names("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "modeling_auto")
-
-
-def settle(found: Found, derived: Mapping[str, Any], written: Mapping[str, Any]) -> Any:
-    """The configuration: the library's or the folder's, what the data decides, what the person wrote on top.
-
-    Raises UserError for a key that the configuration does not have, or a value that it refuses.
-    """
-    aliases = dict(type(found.base).attribute_map)
-    own = found.base.to_dict()
-    known = {*own, *aliases, *(field.name for field in dataclasses.fields(found.base)), "num_labels", *UNDECLARED}
-    for key in written:
-        if key not in known:
-            raise UserError(
-                f"task_args.config.{key}: the configuration of {found.model_type} has no such "
-                f"key{nearest(key, known)}; it has {', '.join(sorted(own)[:12])}, …"
-            )
-    given = {aliases.get(key, key): value for key, value in {**derived, **written}.items() if key in known}
-    for key, value in given.items():
-        if isinstance(own.get(key), dict) and isinstance(value, Mapping):
-            given[key] = {**own[key], **value}
-    try:
-        if found.folder is None:
-            return library().AutoConfig.for_model(found.model_type, **given)
-        if "num_labels" in given:  # the names of another number of labels would contradict it
-            own = {key: value for key, value in own.items() if key not in ("id2label", "label2id")}
-        return type(found.base).from_dict({**own, **given})
-    except Exception as error:
-        raise UserError(f"task_args.config does not make a {found.model_type}: {last_line(error)}") from error
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Makes a model as often as asked: `folder` with weights if it begins from some, else None."""
-
-    kind: str
-    config: Any
-    folder: Path | None
-    attention: str | None = None
-
-    def build(self) -> nn.Module:
-        """The model in training mode. New weights come from torch's global generator; on meta none are read.
-
-        Raises UserError for weights of another model.
-        """
-        auto = getattr(library(), KINDS[self.kind][0])
-        how: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
-        if self.attention is not None:
-            how["attn_implementation"] = self.attention
-        config = copy.deepcopy(self.config)  # making a model writes into it
-        config.return_dict = True
-        if self.folder is None or torch.get_default_device().type == "meta":
-            return auto.from_config(config, **how).train()
-        return self._read(auto, config, how).train()
-
-    def _read(self, auto: Any, config: Any, how: dict[str, Any]) -> nn.Module:
-        try:
-            model, report = auto.from_pretrained(
-                self.folder,
-                config=config,
-                local_files_only=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                **how,
-            )
-        except Exception as error:  # damaged files raise from safetensors, json and transformers alike
-            raise UserError(f"the weights in {self.folder} cannot be read: {last_line(error)}") from error
-        missing = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
-        body = f"{model.base_model_prefix}."
-        # A classifier's head is new where the classes are; everything else must have been learnt.
-        wrong = sorted(name for name in missing if self.kind == "causal_lm" or name.startswith(body))
-        if wrong:
-            raise UserError(
-                f"the weights in {self.folder} are of another model: {wrong[0]} is missing there or has another shape "
-                f"({len(wrong)} in all); leave task_args.config as the folder has it, or write pretrained: false"
-            )
-        return model
-
-
-def trial(recipe: Recipe) -> Any:
-    """The model on meta: its structure without memory. Raises UserError if its configuration makes none."""
-    try:
-        with torch.device("meta"):
-            return recipe.build()
-    except UserError:
-        raise
-    except Exception as error:  # a configuration can be wrong in as many ways as there are models
-        raise UserError(
-            f"task_args.config does not make a {recipe.config.model_type}: {last_line(error)}"
-        ) from error
-
-
-def forward_on_meta(model: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Raises UserError if a batch of these shapes does not go through the model."""
-    try:
-        with torch.device("meta"), torch.no_grad():
-            model.eval()(*(x.to("meta") for x in inputs))  # normalising a batch wants more than one
-    except NotImplementedError:  # it looks at values, which there are none of here
-        return
-    except (RuntimeError, ValueError) as error:
-        shapes = " and ".join(str(tuple(x.shape[1:])) for x in inputs)
-        raise UserError(
-            f"{type(model).__name__} of this task_args.config does not take samples of {shapes}: {last_line(error)}"
-        ) from error
 
 
 def last_line(error: BaseException) -> str:
@@ -301,12 +202,3 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text())
         return content if isinstance(content, dict) else {}
     return {}
-
-
-def position_tables(model: nn.Module) -> Iterator[int]:
-    """How many positions each learnt table of positions in the model can serve."""
-    for name, module in model.named_modules():
-        leaf = name.rpartition(".")[2]
-        if isinstance(module, nn.Embedding) and leaf in ("position_embeddings", "embed_positions", "wpe"):
-            kept = 0 if module.padding_idx is None else module.padding_idx + 1  # RoBERTa counts from behind it
-            yield module.num_embeddings - kept - int(getattr(module, "offset", 0))

@@ -140,7 +140,9 @@ def _classes(labels: Column, at: Any, data: str) -> tuple[list[str], Any]:
     """(names of the classes in order, int64 class of each row)."""
     values = labels.values[at]
     if labels.numeric and (values != np.floor(values)).any():
-        raise UserError(f"task_args.label: column {labels.name!r} of {data} holds fractions; name the column of classes.")
+        raise UserError(
+            f"task_args.label: column {labels.name!r} of {data} holds fractions; name the column of classes."
+        )
     found, codes = np.unique(values if labels.numeric else values.astype(str), return_inverse=True)
     if len(found) < 2:
         raise UserError(f"task_args.label: column {labels.name!r} of {data} has one value only; give at least two.")

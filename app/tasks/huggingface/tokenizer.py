@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from app.data.files import existing
 from app.data.text import BYTES, load_tokenizer
 from app.errors import UserError
-from app.tasks.huggingface_model import Found, read_json
-from app.tasks.labelled_text import BYTE_ENCODING, Encoding
+from app.tasks.huggingface.find import Found, read_json
+from app.tasks.huggingface.labelled_text import BYTE_ENCODING, Encoding
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -96,7 +96,8 @@ def write_tokenizer(folder: Path, found: Found, tokenizer: str, *, shifted: bool
     else:
         shutil.copyfile(tokenizer, folder / "tokenizer.json")
         known = load_tokenizer(Path(tokenizer))
-        about |= {"pad_token": name for name in reversed(PADDING) if known.token_to_id(name) is not None}
+        filling = [name for name in PADDING if known.token_to_id(name) is not None]
+        about |= {"pad_token": filling[0]} if filling else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2))
 
 
