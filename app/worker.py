@@ -279,6 +279,8 @@ class Training:
     def _resume(self) -> int | None:
         """Continues from the newest good checkpoint of this run, if there is one; the step it continues after."""
         commit, damaged = checkpoint.latest_good_together(self.job.checkpoints)
+        if self.place.rank == 0:
+            checkpoint.sweep(self.job.checkpoints)  # what a killed start left half written
         for sentence in damaged:
             self._first_rank_warns(sentence)
         if commit is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from app import checkpoint
 from app.checkpoint import Commit, commit
 from app.errors import UserError
 from tests.test_checkpoint import save, state_of
-
 
 OTHERS = {
     "shape": (

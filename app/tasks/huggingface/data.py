@@ -5,8 +5,9 @@ Data, loss and metrics are those of a task of its own, of which only the model i
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from app.data.loader import fetch
 from app.data.text import find_files
@@ -127,6 +128,6 @@ def _fitting_vocabulary(found: Found, base: Any, needed: int, derived: dict[str,
         return {}
     special = [key for key in base.to_dict() if key.endswith("_token_id") and key not in derived]
     beyond = [key for key in special if isinstance(number := getattr(base, key), int) and number >= size]
-    hints = get_type_hints(type(base))
-    optional = {key: None for key in beyond if type(None) in get_args(hints.get(key, Any)) or key not in hints}
-    return optional | {"pad_token_id": size - 1 for key in beyond if key == "pad_token_id" and key not in optional}
+    required = {field.name for field in dataclasses.fields(base) if "None" not in str(field.type)}
+    derived = {key: None for key in beyond if key not in required}
+    return derived | {"pad_token_id": size - 1 for key in beyond if key == "pad_token_id" and key in required}
