@@ -60,7 +60,8 @@ def export_run(
     Raises UserError for an unknown format, a folder without a run or checkpoint, and an `out` that holds something.
     """
     if to not in FORMATS:
-        raise UserError(f"--to is {to!r}{nearest(to, FORMATS)}; it can be {', '.join(FORMATS)}")
+        what = f"is {to!r}{nearest(to, FORMATS)}" if to else "is not given"
+        raise UserError(f"--to {what}; it can be {', '.join(FORMATS)}")
     storage = Storage(run)
     if not storage.exists("run.json"):
         beside = Storage(os.path.join("runs", run)) if "://" not in run else storage

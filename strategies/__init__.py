@@ -1,0 +1,1 @@
+"""What parallelism is: torch only. Begin with README.md, then compose.py."""

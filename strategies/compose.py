@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -91,12 +92,13 @@ def _replicated(
     start.require_parameters(module)
     names = find_blocks(module, _answer(blocks, module))
     _recompute_and_compile(module, names, options)
-    module.to(device)
+    spread = layout.name in ("model_parallel", "ddp_model_parallel")
+    if not spread:  # a model that is to be spread may be too large for one device
+        module.to(device)
     autocast = precision.autocast(options.precision, device.type)
-    spread, notes = False, start.unsynchronised(module, layout)
+    notes = start.unsynchronised(module, layout)
     if layout.name in MANY_DEVICES:
         own = devices.own_devices(device)
-        spread = layout.name != "dp"
         used = model_parallel.apply(module, own, names) if spread else len(own)
         notes = (*notes, *devices.remark(layout.name, own, used))
         if layout.name == "dp":
@@ -148,6 +150,8 @@ def _sharded(
     names = find_blocks(module, _answer(blocks, module))
     split = _split(module, layout, mesh, _answer(tensor_plan, module), options) if layout.dims.tp > 1 else None
     _recompute_and_compile(module, names, options, split=split is not None)
+    if layout.dims.dp_shard > 1 and _stage(layout) == 3:
+        options = replace(options, reshard_after_forward=fsdp.frees_after_forward(module, options, device))
     units = _shard(module, layout, mesh, names, options) if layout.dims.dp_shard > 1 else None
     start.materialise(module, device, torch.device("cpu") if options.offload else device)
     start.fill(module, source, device)
@@ -184,8 +188,7 @@ def _shard(
     if _stage(layout) < 3:
         return zero.apply(module, mesh[sides], blocks, options)
     apply = hsdp.apply if len(sides) > 1 else fsdp.apply
-    free = options.reshard_after_forward is not False
-    return apply(module, mesh[sides], blocks, options, reshard_after_forward=free)
+    return apply(module, mesh[sides], blocks, options, reshard_after_forward=options.reshard_after_forward is not False)
 
 
 def _shard_step(units: list[FSDPModule], layout: Layout, options: Options) -> MicroStep:

@@ -67,7 +67,7 @@ def configuration(given: dict[str, Any] | None, options: Options) -> dict[str, A
     Raises:
         LayoutError: a key of ours, or a stage or precision that the engine cannot run here.
     """
-    given = dict(given or {"zero_optimization": {"stage": 2}})
+    given = dict({"zero_optimization": {"stage": 2}} if given is None else given)
     for key in OURS:
         if given.get(key) not in (None, "auto"):
             raise LayoutError(

@@ -33,6 +33,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
@@ -41,6 +43,8 @@ from strategies import precision
 from strategies.blocks import separable
 from strategies.costs import STATES, Cost, ModelSize, ParameterSize, gather, step_bytes
 from strategies.options import Options
+
+ROOM = 1 / 8
 
 MicroStep = Callable[[bool], AbstractContextManager[Any]]
 
@@ -64,6 +68,20 @@ def apply(
     fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
     _prefetch(units)  # type: ignore[arg-type]
     return [module, *units]  # type: ignore[list-item]
+
+
+def frees_after_forward(module: nn.Module, options: Options, device: torch.device) -> bool:
+    """Whether blocks free their gathered parameters between forward and backward; the same on every rank. Collective.
+
+    Keeping them saves the second gathering and holds all of them at once: that is done on a GPU where they take less
+    than `ROOM` of what is free. What the person wrote goes before.
+    """
+    if options.reshard_after_forward is not None or device.type != "cuda":
+        return options.reshard_after_forward is not False
+    whole = sum(p.numel() for p in module.parameters()) * (4 if options.precision == "fp32" else 2)
+    fits = torch.tensor(float(whole < ROOM * torch.cuda.mem_get_info(device)[0]), device=device)
+    dist.all_reduce(fits, op=dist.ReduceOp.MIN)
+    return fits.item() == 0
 
 
 def _prefetch(units: list[FSDPModule]) -> None:

@@ -41,7 +41,7 @@ class Options:
     compression: str = "none"
     """With ddp: gradients on the wire: none, bf16 or powersgd (lossy)."""
     bucket_mb: float = 25.0
-    """With ddp: size of a gradient bucket, MiB."""
+    """With ddp: size of a gradient bucket, MiB. 0: measured at the start."""
     deepspeed: dict[str, Any] | None = None
     """With deepspeed: the contents of a DeepSpeed JSON. None: ZeRO stage 2."""
     static_graph: bool = True
@@ -93,8 +93,8 @@ def _check_options(layout: Layout, options: Options) -> None:
     _one_of("parallel.reduce_dtype", options.reduce_dtype, REDUCE_DTYPES)
     _one_of("parallel.compression", options.compression, COMPRESSIONS)
     checkpoint_every(options.activation_checkpointing)
-    if options.bucket_mb <= 0:
-        raise LayoutError(f"parallel.bucket_mb is {options.bucket_mb:g}, but a bucket holds more than 0 MiB")
+    if options.bucket_mb < 0:
+        raise LayoutError(f"parallel.bucket_mb is {options.bucket_mb:g}: write a size in MiB, or 0 to have it measured")
     sharded = bool(set(layout.parts) & set(SHARDED))
     if options.offload and not sharded:
         raise LayoutError(f"parallel.offload needs sharded parameters, but the strategy is {layout.name}: write fsdp")

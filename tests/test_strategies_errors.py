@@ -11,7 +11,7 @@ from pool import run_distributed
 from test_strategies_models import BATCH, GPT_PLAN, VOCABULARY, PlainGPT, gpt_trial, image_batch, mlp, seeded
 from torch import Tensor, nn
 
-from strategies import parity, tensor_plan
+from strategies import deepspeed, parity, tensor_plan
 from strategies.blocks import find_blocks
 from strategies.compose import LayoutError, Options, Parallel, choose, parallelize
 from strategies.rows import Row
@@ -208,3 +208,36 @@ def test_without_gpus_nothing_is_spread_and_that_is_said(name: str) -> None:
     parallel = parallelize(seeded(mlp), choose(name, 1), device=CPU)
     assert len(parallel.notes) == 1 and name in parallel.notes[0] and "CPU" in parallel.notes[0]
     assert parity.difference is not None and set(parallel.model_state()) == set(mlp().state_dict())
+
+
+def test_deepspeed_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(LayoutError, match=r"pip install deepspeed, or write strategy=zero1") as caught:
+        parallelize(seeded(mlp), choose("deepspeed", 1), device=CPU)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "precision", "words"),
+    [
+        ({"train_batch_size": 8, "zero_optimization": {"stage": 2}}, "fp32", "sets train_batch_size"),
+        ({"gradient_clipping": 1.0, "zero_optimization": {"stage": 2}}, "fp32", "sets gradient_clipping"),
+        ({"zero_optimization": {"stage": 0}}, "fp32", "stage 0: write 1, 2 or 3"),
+        ({}, "fp32", "stage 0"),
+        (None, "fp16", "train.precision=fp16"),
+    ],
+)
+def test_a_deepspeed_configuration_that_cannot_be(given: Any, precision: str, words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        deepspeed.configuration(given, Options(precision=precision))
+
+
+def test_a_deepspeed_configuration_keeps_what_is_the_persons() -> None:
+    """And "auto", as Hugging Face writes, is no claim; clipping is off, for DeepSpeed's own default is 1.0."""
+    given = {"train_batch_size": "auto", "zero_optimization": {"stage": 3, "reduce_bucket_size": 7}}
+    found = deepspeed.configuration(given, Options())
+    assert found["zero_optimization"] == {"stage": 3, "reduce_bucket_size": 7} and "train_batch_size" not in found
+    assert found["gradient_clipping"] == 0.0 and found["gradient_accumulation_steps"] == 1
+    assert given["train_batch_size"] == "auto"

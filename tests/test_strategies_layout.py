@@ -98,7 +98,7 @@ FSDP_TENSOR = choose("fsdp", 4, tp=2)
         (choose("ddp", 2), {"offload": True}, {}, ["parallel.offload", "fsdp"]),
         (choose("fsdp", 2), {"compression": "bf16"}, {}, ["parallel.compression", "reduce_dtype=bf16"]),
         (choose("ddp", 4, tp=2), {"compression": "powersgd"}, {}, ["powersgd", "tp"]),
-        (choose("ddp", 2), {"bucket_mb": 0.0}, {}, ["parallel.bucket_mb"]),
+        (choose("ddp", 2), {"bucket_mb": -1.0}, {}, ["parallel.bucket_mb"]),
     ],
 )
 def test_check_refuses_in_one_sentence(

@@ -13,7 +13,7 @@ from app.console import Console, size
 
 @click.command("export")
 @click.argument("run_folder", metavar="RUN_FOLDER")
-@click.option("--to", "to", required=True, metavar="FORMAT", help="safetensors, huggingface or torch.")
+@click.option("--to", default="", metavar="FORMAT", help="safetensors, huggingface or torch.")
 @click.option("--out", metavar="FOLDER", help="Where to; default: export/FORMAT-step-N in the run's folder.")
 @click.option("--step", type=int, metavar="N", help="The checkpoint of this step; default: the newest good one.")
 @click.option("--json", "as_json", is_flag=True, help="Print only the outcome, as JSON.")

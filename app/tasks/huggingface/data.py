@@ -129,5 +129,5 @@ def _fitting_vocabulary(found: Found, base: Any, needed: int, derived: dict[str,
     special = [key for key in base.to_dict() if key.endswith("_token_id") and key not in derived]
     beyond = [key for key in special if isinstance(number := getattr(base, key), int) and number >= size]
     required = {field.name for field in dataclasses.fields(base) if "None" not in str(field.type)}
-    derived = {key: None for key in beyond if key not in required}
-    return derived | {"pad_token_id": size - 1 for key in beyond if key == "pad_token_id" and key in required}
+    none: dict[str, Any] = {key: None for key in beyond if key not in required}
+    return none | ({"pad_token_id": size - 1} if "pad_token_id" in beyond and "pad_token_id" in required else {})

@@ -83,7 +83,13 @@ def find(named: Any, *, weights: bool) -> Found:
                 f"task_args.pretrained is true, but {named!r} is a model type without weights: write a folder or an "
                 "id on the hub as task_args.model"
             )
-        return Found(named, None, library().AutoConfig.for_model(named))
+        try:
+            return Found(named, None, library().AutoConfig.for_model(named))
+        except Exception as error:  # a few have no configuration that is good for itself
+            raise UserError(
+                f"task_args.model: {named} has no configuration of its own to begin with ({last_line(error)}); give a "
+                "folder with a config.json"
+            ) from error
     if named.startswith((".", "/", "~")) or named.count("/") != 1:
         raise UserError(
             f"task_args.model: there is no folder and no model type {named!r}{nearest(named, types)}; write a folder "
