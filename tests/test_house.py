@@ -40,7 +40,9 @@ def test_imports_run_one_way(package: str) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("module", ["strategies", "strategies.compose", "app.worker", "app.cli", "app.tracking.tracker"])
+@pytest.mark.parametrize(
+    "module", ["strategies", "strategies.compose", "app.worker", "app.cli", "app.tracking.tracker"]
+)
 def test_importing_it_imports_neither_ray_nor_mlflow(module: str) -> None:
     code = f"import {module}, sys; print([m for m in ('ray', 'mlflow') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

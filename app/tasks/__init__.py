@@ -14,10 +14,10 @@ from app.tasks.arguments import nearest
 from app.tasks.base import Task
 
 BUILT_IN = {
-    "huggingface": "app.tasks.huggingface:HuggingFace",
     "image_classification": "app.tasks.vision:ImageClassification",
     "language_modelling": "app.tasks.language:LanguageModelling",
     "tabular": "app.tasks.tabular:Tabular",
+    "huggingface": "app.tasks.huggingface:HuggingFace",
 }
 
 
