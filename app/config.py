@@ -46,7 +46,14 @@ class ParallelConfig:
     compression: str = "none"
     """With ddp: compress gradients on the wire: none, bf16 or powersgd (lossy)."""
     bucket_mb: float = 25.0
-    """With ddp: size of a gradient bucket, in MiB; smaller starts communicating earlier."""
+    """With ddp: size of a gradient bucket, in MiB; smaller starts communicating earlier. 0: measured at the start."""
+    static_graph: bool = True
+    """With ddp: every step uses the same parameters in the same order, which DDP exploits. false: it may change."""
+    accumulate_sharded: Optional[bool] = None
+    """With dp_shard and several micro-batches: reduce-scatter each one's gradients instead of keeping whole ones
+    until the last (less memory, more communication). null: zero2 yes, the others no."""
+    deepspeed: Optional[str] = None
+    """With strategy deepspeed: path of a DeepSpeed JSON. null: ZeRO stage 2."""
 
 
 @dataclass
@@ -161,8 +168,8 @@ class Config:
     """An experiment: everything `trireme train` needs to know."""
 
     task: str = ""
-    """What is trained: image_classification, language_modelling, tabular, or the import path of a class
-    of your own (my_package.my_module:MyTask)."""
+    """What is trained: image_classification, language_modelling, tabular, huggingface, or the import path of a
+    class of your own (my_package.my_module:MyTask)."""
     task_args: dict[str, Any] = field(default_factory=dict)
     """Arguments of the task; see the task's own documentation."""
     strategy: str = "auto"

@@ -14,11 +14,11 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _POSITIVE = (
     "train.steps train.epochs train.global_batch_size train.micro_batch_size train.clip_norm train.eval_every "
     "train.eval_batch_size train.log_every checkpoint.every_steps checkpoint.every_seconds checkpoint.keep_last "
-    "parallel.dp_replicate parallel.dp_shard parallel.tp parallel.pp parallel.bucket_mb"
+    "parallel.dp_replicate parallel.dp_shard parallel.tp parallel.pp"
 )
 _NOT_NEGATIVE = (
-    "train.seed train.data_workers optimizer.lr optimizer.weight_decay optimizer.eps schedule.warmup_steps "
-    "schedule.final_fraction tracking.system_metrics_every tracking.flush_timeout fault.max_restarts"
+    "parallel.bucket_mb train.seed train.data_workers optimizer.lr optimizer.weight_decay optimizer.eps "
+    "schedule.warmup_steps schedule.final_fraction tracking.system_metrics_every tracking.flush_timeout fault.max_restarts"
 )
 CHOICES = {
     "launcher": ("auto", "ray", "local", "torchrun"),

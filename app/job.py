@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import resource
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from app.config import Config
+from app.errors import UserError
 from strategies.compose import Layout, Options
 
 
@@ -64,7 +67,20 @@ def options(config: Config) -> Options:
         reshard_after_forward=parallel.reshard_after_forward,
         compression=parallel.compression,
         bucket_mb=parallel.bucket_mb,
+        static_graph=parallel.static_graph,
+        accumulate_sharded=parallel.accumulate_sharded,
+        deepspeed=_deepspeed(parallel.deepspeed) if parallel.deepspeed else None,
     )
+
+
+def _deepspeed(path: str) -> dict[str, Any]:
+    try:
+        found = json.loads(Path(path).expanduser().read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"parallel.deepspeed is {path!r}, which is no readable DeepSpeed JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"parallel.deepspeed is {path!r}, which holds no JSON object: write {{...}} there")
+    return found
 
 
 def memory_bytes(device: torch.device) -> int:

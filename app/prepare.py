@@ -59,7 +59,13 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
     if samples < 1:
         raise UserError("the training data is empty: give the task data with at least one sample")
     _check_batch(config, layout.dims.dp)
-    check(layout, options(config), global_batch_size=train.global_batch_size, heads=task.heads())
+    check(
+        layout,
+        options(config),
+        global_batch_size=train.global_batch_size,
+        heads=task.heads(),
+        sequence_length=getattr(task, "sequence_length", None),
+    )
     steps = train.steps or max(1, math.ceil((train.epochs or 0) * samples / train.global_batch_size))
     return Prepared(layout, steps, samples, task.describe())
 

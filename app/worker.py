@@ -333,6 +333,8 @@ class Training:
         return float(self.task.items(fetch(self.data, [(0, 0)])))
 
     def _announce(self) -> None:
+        for note in self.parallel.notes:
+            self._first_rank_warns(note)
         self.channel.emit(
             {
                 "type": "start",

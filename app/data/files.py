@@ -1,0 +1,89 @@
+"""Where data comes from and where what was made of it is kept: paths, installed packages, the cache."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from app.errors import UserError
+
+
+def existing(path: str | Path, key: str) -> Path:
+    """The path, with ~ expanded, if something is there; `key` is the configuration key it came from."""
+    found = Path(path).expanduser()
+    if not found.exists():
+        raise UserError(f"{key}: there is no {str(path)!r} (looked in {Path.cwd()}); write the path of existing data.")
+    return found
+
+
+def package_file(package: str, relative: str, *, data: str, install: str) -> Path:
+    """A data file inside an installed package, which is not imported: that can take seconds.
+
+    Raises UserError with what to install for the built-in set `data` where package or file are missing.
+    """
+    spec = importlib.util.find_spec(package)
+    path = Path(spec.origin).parent / relative if spec is not None and spec.origin else None
+    if path is None or not path.is_file():
+        raise UserError(
+            f"task_args.data: the built-in set {data!r} is part of the package {install}, which is not installed; "
+            f"run pip install {install}."
+        )
+    return path
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/trireme or ~/.cache/trireme; where that cannot be written, one in the temporary folder."""
+    chosen = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(chosen) / "trireme"
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    folder = Path(tempfile.gettempdir()) / f"trireme-cache-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def cached(name: str, make: Callable[[Path], None]) -> Path:
+    """The file `name` of the cache, made by `make(path)` if it is not there yet.
+
+    Of several processes that ask at once, one makes the file and the others wait for it. It appears whole or
+    not at all.
+    """
+    path = cache_folder() / name
+    if path.exists():
+        return path
+    with _locked(path.with_name(f".{name}.lock")):
+        if not path.exists():
+            descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{name}.")
+            os.close(descriptor)
+            try:
+                make(Path(temporary))
+                os.replace(temporary, path)
+            finally:
+                Path(temporary).unlink(missing_ok=True)
+    return path
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with open(path, "w") as file:
+        # Some network file systems have no locks. Then the work is done more than once, but never half.
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def digest(*paths: Path) -> str:
+    """A hash of the files' contents in this order, 16 hexadecimal digits."""
+    total = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            total.update(hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()[:16]
