@@ -18,7 +18,8 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     "parallel.bucket_mb train.seed train.data_workers optimizer.lr optimizer.weight_decay optimizer.eps "
-    "schedule.warmup_steps schedule.final_fraction tracking.system_metrics_every tracking.flush_timeout fault.max_restarts"
+    "schedule.warmup_steps schedule.final_fraction tracking.system_metrics_every tracking.flush_timeout "
+    "fault.max_restarts"
 )
 CHOICES = {
     "launcher": ("auto", "ray", "local", "torchrun"),
