@@ -36,6 +36,7 @@ def test_evaluation_ranks_with_less_data_get_weightless_batches() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_batches_arrive_on_the_gpu_unharmed() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
