@@ -17,18 +17,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from app.data import prefetch
 from app.data.loader import micro_batch_slices, train_batches
 from app.data.prefetch import Prefetcher
 from app.errors import UserError
 
 CPU = torch.device("cpu")
+SLOW = 2e-3  # seconds a sample takes, so that a thread pays
 
 
 class Plain(Dataset[Any]):
-    """Sample i is (i as float, i); `broken` raises when asked for."""
+    """Sample i is (i as float, i); `broken` raises when asked for; each takes `seconds`."""
 
-    def __init__(self, n: int, broken: int | None = None) -> None:
-        self.n, self.broken = n, broken
+    def __init__(self, n: int, broken: int | None = None, seconds: float = 0.0) -> None:
+        self.n, self.broken, self.seconds = n, broken, seconds
 
     def __len__(self) -> int:
         return self.n
@@ -36,6 +38,7 @@ class Plain(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         if index == self.broken:
             raise UserError(f"sample {index} is broken")
+        time.sleep(self.seconds)
         return torch.tensor([float(index)]), index
 
 
@@ -176,10 +179,10 @@ def test_micro_batches_give_the_exact_gradient_of_the_whole_batch() -> None:
     assert torch.allclose(whole, gradient(ranks, 11), rtol=0, atol=1e-15)
 
 
-@pytest.mark.parametrize("data_workers", [0, 1])
-def test_an_exception_surfaces_in_next_and_ends_the_thread(data_workers: int) -> None:
+@pytest.mark.parametrize(("data_workers", "seconds"), [(0, 0.0), (0, SLOW), (1, 0.0)])
+def test_an_exception_surfaces_in_next_and_ends_the_thread(data_workers: int, seconds: float) -> None:
     batches = train_batches(
-        Plain(10, broken=3), seed=0, global_batch_size=2, micro_batch_size=None, dp_rank=0, dp_size=1,
+        Plain(10, broken=3, seconds=seconds), seed=0, global_batch_size=2, micro_batch_size=None, dp_rank=0, dp_size=1,
         samples_seen=0, steps=100, device=CPU, data_workers=data_workers,
     )  # fmt: skip
     with pytest.raises(UserError, match="sample 3 is broken"):
@@ -190,27 +193,33 @@ def test_an_exception_surfaces_in_next_and_ends_the_thread(data_workers: int) ->
     assert_nothing_left()
 
 
-@pytest.mark.parametrize("data_workers", [0, 1])
+@pytest.mark.parametrize(("data_workers", "seconds"), [(0, 0.0), (0, SLOW), (1, 0.0)])
 @pytest.mark.parametrize("how", ["close", "collected", "read to the end", "never read"])
-def test_no_thread_or_process_is_left(how: str, data_workers: int) -> None:
-    steps = 3 if how == "read to the end" else 10_000
+def test_no_thread_or_process_is_left(how: str, data_workers: int, seconds: float) -> None:
+    steps = 5 if how == "read to the end" else 10_000
     batches: Prefetcher[Any] | None = train_batches(
-        Plain(10), seed=0, global_batch_size=2, micro_batch_size=1, dp_rank=0, dp_size=1,
+        Plain(10, seconds=seconds), seed=0, global_batch_size=2, micro_batch_size=1, dp_rank=0, dp_size=1,
         samples_seen=0, steps=steps, device=CPU, data_workers=data_workers,
     )  # fmt: skip
     assert batches is not None
     if how == "read to the end":
-        assert len(list(batches)) == 3
+        assert len(list(batches)) == 5
     elif how == "close":
-        next(batches)
+        read_some(batches)
         batches.close()
         batches.close()
         assert list(batches) == []
     elif how == "collected":
-        next(batches)
+        read_some(batches)
     batches = None
     gc.collect()
     assert_nothing_left()
+
+
+def read_some(batches: Prefetcher[Any]) -> None:
+    """Enough for the loader to see whether its data are slow."""
+    for _ in range(4):
+        next(batches)
 
 
 @pytest.fixture(autouse=True)
@@ -233,24 +242,44 @@ def assert_nothing_left() -> None:
     raise AssertionError(f"left: {threads}, {children}")
 
 
-def test_batches_are_made_at_most_a_few_ahead() -> None:
-    asked: list[int] = []
+class Counting(Plain):
+    """Notes what was asked for, and by which thread."""
 
-    class Counting(Plain):
-        def __getitem__(self, index: int) -> tuple[Tensor, int]:
-            asked.append(index)
-            return super().__getitem__(index)
+    def __init__(self, n: int, seconds: float) -> None:
+        super().__init__(n, seconds=seconds)
+        self.asked: list[str] = []
 
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.asked.append(threading.current_thread().name)
+        return super().__getitem__(index)
+
+
+def counted(seconds: float) -> tuple[Counting, Prefetcher[Any]]:
+    data = Counting(100, seconds)
     batches = train_batches(
-        Counting(100), seed=0, global_batch_size=1, micro_batch_size=None, dp_rank=0, dp_size=1,
+        data, seed=0, global_batch_size=1, micro_batch_size=None, dp_rank=0, dp_size=1,
         samples_seen=0, steps=50, device=CPU,
     )  # fmt: skip
+    return data, batches
+
+
+def test_slow_data_are_made_by_a_thread_a_few_ahead() -> None:
+    data, batches = counted(SLOW)
+    read_some(batches)  # three at once, then one of the thread's
     deadline = time.monotonic() + 5
-    while len(asked) < 3 and time.monotonic() < deadline:
+    while len(data.asked) < 7 and time.monotonic() < deadline:
         time.sleep(0.005)
     time.sleep(0.05)
-    assert len(asked) == 3  # two wait in the queue, one in the thread's hand
+    assert len(data.asked) == 7  # two wait in the queue, one in the thread's hand
+    assert set(data.asked[3:]) == {"trireme-prefetch"}
     batches.close()
+
+
+def test_cheap_data_are_made_when_asked_for_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch, "CHEAP", 60.0)  # whatever else the machine does
+    data, batches = counted(0.0)
+    assert len(list(batches)) == 50
+    assert set(data.asked) == {threading.current_thread().name}
 
 
 @pytest.mark.parametrize("data_workers", [0, 2])

@@ -1,4 +1,4 @@
-"""Batches, made ahead of time by a thread and already on the device when the loop asks.
+"""Batches, already on the device when the loop asks: made ahead of time by a thread, or at once where that is cheap.
 
 What the samples of a step are is decided by app/data/order.py; here they are cut into ranks' shares and
 micro-batches, fetched, and moved.
@@ -11,7 +11,7 @@ A data set is map-style: `__len__` and `__getitem__(i)`. It may have, each faste
   stream, so that random augmentation can be a function of the position: the same after a resume and on any
   number of workers.
 
-With `data_workers=0` samples are fetched in a thread of the training process, so a data set must leave the
+With `data_workers=0` samples are fetched in the training process, as a rule in a thread, so a data set must leave the
 global random generators alone. With data workers they are seeded before every sample from (seed, position),
 so an ordinary data set with random augmentation is reproducible there.
 """
@@ -85,7 +85,7 @@ def train_batches(
         for first in source:
             yield [first, *(next(source) for _ in cuts[1:])]
 
-    return Prefetcher(grouped, device)
+    return Prefetcher(grouped, device, start_inline=device.type == "cpu" and data_workers < 1)
 
 
 def micro_batch_slices(global_batch_size: int, dp_size: int, dp_rank: int, micro_batch_size: int | None) -> list[slice]:

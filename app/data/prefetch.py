@@ -1,11 +1,14 @@
-"""A thread that makes batches ahead of the loop and puts them on the device."""
+"""Batches made ahead of the loop by a thread and put on the device; or at once, where that is cheaper."""
 
 from __future__ import annotations
 
 import queue
+import statistics
 import threading
+import time
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +20,9 @@ T = TypeVar("T")
 AHEAD = 2
 """Items that wait ready: one hides the time of making it, the second hides its variation."""
 
+CHEAP = 3e-4
+"""Seconds. On a CPU, handing an item from thread to thread costs the loop about this much (experiments/LOG.md)."""
+
 
 class Prefetcher(Generic[T]):
     """An iterator over what `make()` yields, moved to `device`, made in a thread up to two items ahead.
@@ -24,16 +30,28 @@ class Prefetcher(Generic[T]):
     On CUDA an item is copied from pinned memory on a stream of its own, and the consumer's stream waits for
     that copy only. An exception in the thread is raised by the `next()` that would have returned its item.
     `close()`, garbage collection and the end of the interpreter each stop the thread.
+
+    start_inline: items are made by `next()` itself, without a thread, until two of three took longer than
+    `CHEAP` to make.
     """
 
-    def __init__(self, make: Callable[[], Iterator[T]], device: torch.device) -> None:
+    def __init__(self, make: Callable[[], Iterator[T]], device: torch.device, *, start_inline: bool = False) -> None:
         self._device = device
         self._queue: queue.Queue[tuple[str, Any, Any]] = queue.Queue(maxsize=AHEAD)
         self._done = False
+        self._recent: deque[float] = deque(maxlen=3)
+        self._inline: Iterator[T] | None = None
+        self._finalizer: Callable[[], Any] = lambda: None
+        if start_inline:
+            self._inline = make()
+        else:
+            self._start_thread(make)
+
+    def _start_thread(self, make: Callable[[], Iterator[T]]) -> None:
         stop = threading.Event()
         # The thread must not hold this object, or it could never be collected.
         thread = threading.Thread(
-            target=_produce, args=(make, device, self._queue, stop), name="trireme-prefetch", daemon=True
+            target=_produce, args=(make, self._device, self._queue, stop), name="trireme-prefetch", daemon=True
         )
         self._finalizer = weakref.finalize(self, _stop, stop, self._queue, thread)
         thread.start()
@@ -42,6 +60,8 @@ class Prefetcher(Generic[T]):
         return self
 
     def __next__(self) -> T:
+        if self._inline is not None:
+            return self._make_now(self._inline)
         if self._done:
             raise StopIteration
         kind, value, copied = self._queue.get()
@@ -58,9 +78,22 @@ class Prefetcher(Generic[T]):
             raise value
         raise StopIteration
 
+    def _make_now(self, source: Iterator[T]) -> T:
+        begun = time.perf_counter()
+        try:
+            item, _ = _moved(next(source), self._device, None)
+        except BaseException:  # StopIteration too
+            self.close()
+            raise
+        self._recent.append(time.perf_counter() - begun)
+        if len(self._recent) == 3 and statistics.median(self._recent) > CHEAP:
+            self._inline = None
+            self._start_thread(lambda: source)
+        return item
+
     def close(self) -> None:
         """Stop the thread and wait for it; further `next()` raise StopIteration."""
-        self._done = True
+        self._done, self._inline = True, None
         self._finalizer()
 
 
