@@ -39,7 +39,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from strategies import precision
+from strategies import precision, reduce_scatter
 from strategies.blocks import separable
 from strategies.costs import STATES, Cost, ModelSize, ParameterSize, gather, step_bytes
 from strategies.options import Options
@@ -67,6 +67,7 @@ def apply(
     policy = precision.root_policy(options.precision, options.reduce_dtype)
     fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
     _prefetch(units)  # type: ignore[arg-type]
+    reduce_scatter.use_between_cpus([module, *units], mesh.device_type)  # type: ignore[list-item]
     return [module, *units]  # type: ignore[list-item]
 
 

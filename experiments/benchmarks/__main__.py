@@ -18,7 +18,7 @@ import click
     "--strategy",
     "strategies",
     multiple=True,
-    type=click.Choice(["ddp", "fsdp", "zero2", "tensor"]),
+    type=click.Choice(["single", "dp", "model_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor"]),
     help="Default: ddp. All but ddp for gpt only.",
 )
 @click.option("--blocks", default=40, show_default=True, help="Blocks of steps per side.")

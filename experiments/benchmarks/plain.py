@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -56,17 +57,20 @@ class Plain:
         torch.manual_seed(0)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.model = WRAPS[wrap](build())
-        self.sharded = wrap == "tensor"
+        self.split_layers = wrap == "tensor"
         decayed = [p for p in self.model.parameters() if p.dim() >= 2]
         others = [p for p in self.model.parameters() if p.dim() < 2]
         groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=how.lr, fused=True)
+        if wrap == "zero1":
+            self.optimizer: Any = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=how.lr, fused=True)
+        else:
+            self.optimizer = torch.optim.AdamW(groups, lr=how.lr, fused=True)
         self.inputs, self.targets, self.how = inputs, targets, how
         self.done = 0
         self.indices = self._indices()
 
     def _indices(self) -> Iterator[torch.Tensor]:
-        ways = 1 if self.sharded else self.world
+        ways = 1 if self.split_layers else self.world
         share, mine = self.how.batch // ways, self.rank % ways
         generator = torch.Generator().manual_seed(0)
         while True:
@@ -79,7 +83,7 @@ class Plain:
         rate = self.how.lr * (1 + math.cos(math.pi * self.done / self.how.steps)) / 2
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        with loss_parallel() if self.sharded else contextlib.nullcontext():
+        with loss_parallel() if self.split_layers else contextlib.nullcontext():
             logits = self.model(self.inputs[index])
             loss = F.cross_entropy(logits.flatten(0, -2), self.targets[index].flatten())
             loss.backward()
@@ -99,8 +103,12 @@ def ddp(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True)
 
 
-def fsdp(model: nn.Module, reshard: bool = True) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def fsdp(model: nn.Module, reshard: bool = True, replicas: int = 1) -> nn.Module:
+    world = dist.get_world_size()
+    if replicas > 1:
+        mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (world,))
     for block in model.blocks.values():  # type: ignore[operator, union-attr]
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
@@ -109,6 +117,30 @@ def fsdp(model: nn.Module, reshard: bool = True) -> nn.Module:
 
 def zero2(model: nn.Module) -> nn.Module:
     return fsdp(model, reshard=False)
+
+
+def hsdp(model: nn.Module) -> nn.Module:
+    return fsdp(model, replicas=2)
+
+
+def single(model: nn.Module) -> nn.Module:
+    return model
+
+
+class Halves(nn.Module):
+    """Manual model parallelism as the tutorial has it: each half of the blocks on a device, activations moved."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        devices = [torch.device("cpu", 0), torch.device("cpu", 1)]  # one processor here; the calls are the same
+        blocks: list[nn.Module] = list(model.blocks.values())  # type: ignore[operator, union-attr]
+        for number, block in enumerate(blocks):
+            device = devices[number * 2 // len(blocks)]
+            block.register_forward_pre_hook(lambda _, args, to=device: tuple(each.to(to) for each in args))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.model(inputs).to("cpu")
 
 
 def tensor(model: nn.Module) -> nn.Module:
@@ -138,7 +170,19 @@ def tensor(model: nn.Module) -> nn.Module:
     return parallelize_module(model, mesh, plan)
 
 
-WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {"ddp": ddp, "fsdp": fsdp, "zero2": zero2, "tensor": tensor}
+WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "single": single,
+    "dp": nn.DataParallel,
+    "model_parallel": Halves,
+    "ddp": ddp,
+    "zero1": ddp,
+    "zero2": zero2,
+    "fsdp": fsdp,
+    "hsdp": hsdp,
+    "tensor": tensor,
+}
+PROCESSES = {"single": 1, "dp": 1, "model_parallel": 1, "hsdp": 4}
+"""Where it is not 2."""
 
 
 def mnist(steps: int, wrap: str = "ddp") -> Plain:

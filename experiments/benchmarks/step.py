@@ -38,6 +38,9 @@ OURS = {
 }
 
 
+DEGREES = {"hsdp": ["parallel.dp_shard=2"]}
+
+
 def run(models: list[str], strategies: list[str], blocks: int) -> dict[str, Any]:
     """Runs the benchmark in processes of its own; per model and strategy the median step times and their ratio."""
     pairs = [(name, strategy) for name in models for strategy in strategies if name == "gpt" or strategy == "ddp"]
@@ -45,9 +48,12 @@ def run(models: list[str], strategies: list[str], blocks: int) -> dict[str, Any]
 
 
 def _measure(name: str, strategy: str, blocks: int) -> dict[str, Any]:
+    from experiments.benchmarks.plain import PROCESSES
+
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        processes = PROCESSES.get(strategy, 2)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         command += ["-m", "experiments.benchmarks.step", name, strategy, str(blocks), folder, str(out)]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         times = json.loads(out.read_text())
@@ -92,19 +98,18 @@ def worker(name: str, strategy: str, blocks: int, folder: str, out: str) -> None
     from experiments.benchmarks.plain import MODELS
 
     dist.init_process_group("gloo")
-    rank, each = dist.get_rank(), BLOCK_STEPS[name]
+    rank, world, each = dist.get_rank(), dist.get_world_size(), BLOCK_STEPS[name]
     steps = each * (blocks + 2)
-    config = load_config(
-        [], [*OURS[name], f"strategy={strategy}", f"train.steps={steps + 1}", "run.name=ours", f"run.storage={folder}"]
-    )
-    prepared = prepare(config, read_task(config), 2, devices_per_node=None)
+    how = [f"strategy={strategy}", *DEGREES.get(strategy, []), f"train.steps={steps + 1}"]
+    config = load_config([], [*OURS[name], *how, "run.name=ours", f"run.storage={folder}"])
+    prepared = prepare(config, read_task(config), world, devices_per_node=None)
     channel: Any = Silence()
     if rank == 0:
         channel = Driver(Run(config), Console(quiet=True), resolve_tracking(config.tracking, folder))
         channel.run.open()
         channel.begin_tracking()
     job = Job(config, prepared.layout, f"{folder}/ours", "benchmark", "benchmark", prepared.steps, os.getcwd())
-    ours = Training(job, Place(rank, 2, rank, torch.device("cpu")), channel)
+    ours = Training(job, Place(rank, world, rank, torch.device("cpu")), channel)
     batches = ours.batches()
     plain = MODELS[name](steps, strategy)
 

@@ -1,0 +1,253 @@
+"""One trial: a whole Trireme run, driven from the process in which Ray Tune keeps it.
+
+That process holds the warm workers, and outlives a trial: Tune hands it the next one (`reset_config`). With one worker
+it is the worker itself; with more they are an `ActorGroup`, or, cold, those that Ray Train starts. Training goes on in a
+thread; `step` waits for its next report.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import queue
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ray import tune
+
+from app.config import Config
+from app.errors import Interrupted, RunFailed, UserError
+from app.tracking.settings import Settings
+from experiments.sweep.slots import DRIVER_CPUS, Need, Resources
+from experiments.sweep.spec import Sweep
+
+INDEX, NAME = "_trial", "_name"
+"""Keys of a Tune configuration that are none of the experiment's."""
+LEASE_SECONDS = 90.0
+"""How long to wait for an earlier start of the same trial to be gone."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all trials of a sweep share."""
+
+    sweep: Sweep
+    folder: str  # the sweep's, in the storage
+    settings: Settings  # of tracking; its URI without a password, since only the deliverer speaks with MLflow
+    uid: str
+    gpus: bool
+    cwd: str
+
+
+def how(config: Config, sweep: Sweep) -> str:
+    """Where a trial's workers are: process, group or torchtrainer."""
+    if config.launcher == "local":
+        return "process"
+    if config.launcher == "ray" or not sweep.warm:
+        return "torchtrainer"
+    return "process" if int(config.workers) == 1 else "group"
+
+
+def need(config: Config, gpus: bool) -> Need:
+    """What a trial takes of the cluster."""
+    per_worker = dict(config.resources_per_worker) or ({"GPU": 1.0} if gpus else {"CPU": 1.0})
+    return Need.of(int(config.workers), per_worker)
+
+
+def tune_resources(sweep: Sweep, values: dict[str, Any], gpus: bool) -> Resources:
+    """What Tune reserves for the trial's process: the worker's share where it is the worker, else nearly nothing."""
+    config = sweep.config(values, "trial", "runs")
+    if how(config, sweep) != "process":
+        return {"CPU": DRIVER_CPUS}
+    return {"CPU": 0.0, **dict(need(config, gpus).per_worker)}
+
+
+class Session:
+    """One start of one trial."""
+
+    def __init__(self, setting: Setting, index: int, name: str, values: dict[str, Any], workers: Workers) -> None:
+        self.setting, self.index, self.name, self.values, self.workers = setting, index, name, values, workers
+        self.config = setting.sweep.config(values, name, setting.folder)
+        self.reports: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.began = time.time()
+        self.thread: threading.Thread | None = None
+        self.driver: Any = None
+        self.halted = ""  # why, once somebody has asked for it
+        self.copy_from: dict[str, Any] | None = None
+
+    def next(self) -> dict[str, Any]:
+        """The next report; training begins with the first call."""
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._run, daemon=True, name=f"trial-{self.index}")
+            self.thread.start()
+        return self.reports.get()
+
+    def halt(self, why: str) -> None:
+        """Saves and stops; returns when the workers are free."""
+        self.halted = self.halted or why
+        if self.driver is not None:
+            self.driver.ask_to_stop(why)
+        if self.thread is not None:
+            self.thread.join()
+
+    def say(self, **report: Any) -> None:
+        self.reports.put({"trial": self.index, "start": self.began, "done": False, **report})
+
+    def _run(self) -> None:
+        status, message, summary = "finished", "", {}
+        try:
+            summary = self._train()
+        except Interrupted as error:
+            status, message = "stopped", str(error)
+        except Exception as error:
+            known = isinstance(error, UserError | RunFailed) or type(error).__name__ in ("LayoutError", "ClusterError")
+            first = (str(error).strip().splitlines() or [""])[0]
+            status, message = "failed", first if known else f"{type(error).__name__}: {first}"
+            self._log_traceback()
+        metrics = dict(summary.get("metrics", {})) if status == "finished" else {}
+        self.say(done=True, status=status, message=message, step=summary.get("step", 0), metrics=metrics)
+
+    def _log_traceback(self) -> None:
+        import traceback
+
+        if self.driver is not None:
+            self.driver.console.say(traceback.format_exc())
+
+    def _train(self) -> dict[str, Any]:
+        from app.prepare import prepare
+        from app.run import Run
+        from app.train import carry_out
+        from experiments.sweep.trial_driver import TrialDriver, take_over, wait_for_lease
+
+        config, sweep = self.config, self.setting.sweep
+        each = need(config, self.setting.gpus)
+        task = self.workers.task(config)
+        prepared = prepare(config, task, each.workers, devices_per_node=None)
+        if sweep.reports:
+            config.train.eval_every = max(1, math.ceil(prepared.steps / sweep.reports))
+        if sweep.scheduler == "pbt":
+            config.checkpoint.every_steps, config.checkpoint.keep_last = config.train.eval_every, 4
+        run = Run(config)
+        wait_for_lease(run, LEASE_SECONDS)
+        if self.copy_from:
+            take_over(run, self.copy_from)
+        self.driver = driver = TrialDriver(run, self, prepared)
+        if self.halted:
+            raise Interrupted(self.halted)
+        kind = how(config, sweep)
+        outcome = carry_out(driver, prepared, lambda job: self.workers.launch(kind, each, job, driver), kind)
+        return outcome.summary
+
+
+class Workers:
+    """The warm workers of a trial process, and what it remembers from trial to trial."""
+
+    def __init__(self) -> None:
+        self.group: Any = None
+        self.shape: Any = None
+        self.tasks: dict[str, Any] = {}
+
+    def task(self, config: Config) -> Any:
+        """The task with its data looked at; the last one is kept, since most sweeps have one."""
+        from app.prepare import read_task
+
+        key = json.dumps([config.task, config.task_args], default=str, sort_keys=True)
+        if key not in self.tasks:
+            self.tasks = {key: read_task(config)}
+        return self.tasks[key]
+
+    def launch(self, kind: str, each: Need, job: Any, driver: Any) -> None:
+        if kind == "process":
+            from app.launchers import process
+
+            process.launch(job, driver)
+        elif kind == "torchtrainer":
+            from app.launchers import ray_train
+
+            try:
+                ray_train.launch(job, driver, workers=each.workers, per_worker=dict(each.per_worker))
+            finally:
+                ray_train.clean_up(job.folder)
+        else:
+            self.warm(each).run(job, driver)
+
+    def warm(self, each: Need) -> Any:
+        """The group of workers of this shape; another shape's is let go of first."""
+        from app.launchers.actor_group import ActorGroup
+
+        if self.shape != each:
+            self.close()
+            self.group, self.shape = ActorGroup(each.workers, dict(each.per_worker)), each
+            self.group.start()
+        return self.group
+
+    def close(self) -> None:
+        if self.group is not None:
+            self.group.shutdown()
+        self.group = self.shape = None
+
+
+class TrialProcess(tune.Trainable):
+    """What Tune keeps: it is given one trial after another."""
+
+    def setup(self, config: dict[str, Any], setting: Setting | None = None) -> None:
+        assert setting is not None
+        self.setting = setting
+        if os.path.isdir(setting.cwd):
+            os.chdir(setting.cwd)
+            if setting.cwd not in sys.path:
+                sys.path.insert(0, setting.cwd)
+        import torch
+
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        self.workers = Workers()
+        self.session: Session | None = None
+        self._take(config)
+        assert self.session is not None
+        if how(self.session.config, setting.sweep) == "group":
+            self.workers.warm(need(self.session.config, setting.gpus))  # they import torch while the data is read
+        import app.worker  # noqa: F401  what takes seconds, before the first trial begins
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """The next trial."""
+        assert self.session is not None
+        self.session.halt("stopped for the next trial")
+        self._take(new_config)
+        return True
+
+    def _take(self, config: dict[str, Any]) -> None:
+        values = {key: value for key, value in config.items() if key not in (INDEX, NAME)}
+        self.session = Session(self.setting, config[INDEX], config[NAME], values, self.workers)
+
+    def step(self) -> dict[str, Any]:
+        assert self.session is not None
+        return self.session.next()
+
+    def halt(self, why: str) -> None:
+        """Asks the trial to stop; called when the scheduler has decided so, and does not wait."""
+        if self.session is not None and self.session.driver is not None:
+            self.session.driver.ask_to_stop(why)
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Population-based training copies trials: what is kept is where the newest checkpoint is."""
+        from experiments.sweep.trial_driver import newest_checkpoint
+
+        assert self.session is not None
+        pointer = newest_checkpoint(self.session.config, self.session.driver)
+        (Path(checkpoint_dir) / "pointer.json").write_text(json.dumps(pointer))
+
+    def load_checkpoint(self, checkpoint: Any) -> None:
+        pointer = json.loads((Path(str(checkpoint)) / "pointer.json").read_text())
+        assert self.session is not None
+        if pointer["folder"] and pointer["run"] != self.session.name:
+            self.session.copy_from = pointer
+
+    def cleanup(self) -> None:
+        if self.session is not None:
+            self.session.halt("stopped")
+        self.workers.close()
