@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from strategies import tensor_ops as ops
 from strategies.dims import LayoutError
 from strategies.start import set_parameter
-from strategies.tensor_plan import Plan, make_plan
+from strategies.tensor_plan import Plan, is_transposed_linear, make_plan, out_features
 from strategies.vocabulary import VocabularyLogits
 
 
@@ -80,27 +80,33 @@ def _own(module: nn.Module, name: str) -> Any:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
+def _matrix(self: Any) -> Tensor:
+    """This worker's part of a linear layer's weight as (out, in)."""
+    weight = _own(self, "weight")
+    return weight.t() if self._transposed else weight
+
+
 def _colwise(self: Any, x: Tensor) -> Tensor:
-    return F.linear(self._split.enter(x), _own(self, "weight"), _own(self, "bias"))
+    return F.linear(self._split.enter(x), _matrix(self), _own(self, "bias"))
 
 
 def _colwise_gather(self: Any, x: Tensor) -> Tensor:
-    return ops.gather_features(_colwise(self, x), self._split.peers, self.out_features)
+    return ops.gather_features(_colwise(self, x), self._split.peers, out_features(self))
 
 
 def _head(self: Any, x: Tensor) -> Tensor:
     part = _colwise(self, x)
     if self._split.loss_parallel and self.training and torch.is_grad_enabled():
-        return VocabularyLogits(part, self._split.peers, self.out_features)
-    return ops.gather_features(part, self._split.peers, self.out_features)
+        return VocabularyLogits(part, self._split.peers, out_features(self))
+    return ops.gather_features(part, self._split.peers, out_features(self))
 
 
 def _rowwise(self: Any, x: Tensor) -> Tensor:
-    weight = _own(self, "weight")
+    weight = _matrix(self)
     if x.size(-1) != weight.size(1):
         raise LayoutError(
-            f"a layer that the tensor plan splits rowwise got {x.size(-1)} features and has {weight.size(1)} of "
-            f"{self.in_features} here: what comes before it must be colwise, or leave it out of the plan"
+            f"a layer that the tensor plan splits rowwise got {x.size(-1)} features and has {weight.size(1)} "
+            "here: what comes before it must be colwise, or leave it out of the plan"
         )
     y = self._split.leave(F.linear(x, weight))
     bias = _own(self, "bias")
@@ -178,7 +184,7 @@ def apply(
                 made[id(parameter)] = _distributed(parameter, mesh, split.plan.dims.get(f"{path}.{name}".lstrip(".")))
             set_parameter(owner, name, made[id(parameter)])
         if names:
-            owner.__dict__["_split"] = split
+            owner.__dict__.update(_split=split, _transposed=is_transposed_linear(owner))
             owner.__class__ = _class(type(owner), style, names)  # type: ignore[arg-type]
         if style == "split" and split.plan.sequence:
             owner.register_forward_hook(lambda _, __, y: ops.split_sequence(y, split.peers))

@@ -11,7 +11,8 @@
     partial      any               whole parameters, used on split activations: gradients are summed over workers
     replicate    any               whole
 
-Keys are module names in which `*` stands for one component. Hugging Face's words for the same are understood.
+A linear layer is an nn.Linear, or one that keeps its weight the other way round, (in, out), as GPT-2's Conv1D in
+transformers does. Keys are module names in which `*` stands for one component. Hugging Face's words for the same are understood.
 Without a plan every linear layer is `colwise_gather` and every embedding `embedding`: always right, and slower than a
 plan, because every output is gathered.
 """
@@ -37,7 +38,7 @@ VALUES: dict[str, tuple[type[nn.Module] | None, int | None]] = {
     "partial": (None, None),
     "replicate": (None, None),
 }
-"""For each value the class it is for and the dimension of `weight` that it splits."""
+"""For each value the class it is for and the dimension of a weight (out, in) or table that it splits."""
 
 SYNONYMS = {
     "embedding_rowwise": "embedding",
@@ -106,6 +107,8 @@ def _matches(name: str, key: str) -> bool:
 
 def _require_class(module: nn.Module, name: str, value: str) -> None:
     kind = VALUES[value][0]
+    if kind is nn.Linear and is_transposed_linear(module):
+        return
     if kind is not None and (not isinstance(module, kind) or type(module).forward is not kind.forward):
         raise LayoutError(
             f"the tensor plan splits {name} as {value}, which is for {kind.__name__}, but it is a "
@@ -113,10 +116,22 @@ def _require_class(module: nn.Module, name: str, value: str) -> None:
         )
 
 
+def is_transposed_linear(module: nn.Module) -> bool:
+    """Whether it computes x·W + b with W (in, out): transformers' Conv1D, known by its looks, not imported."""
+    weight = module._parameters.get("weight")
+    looks = type(module).__name__ == "Conv1D" and hasattr(module, "nf") and weight is not None
+    return looks and weight.dim() == 2 and weight.shape[1] == module.nf  # type: ignore[union-attr]
+
+
+def out_features(module: nn.Module) -> int:
+    """Of a linear layer, whole."""
+    return module.nf if is_transposed_linear(module) else module.out_features  # type: ignore[return-value]
+
+
 def _found(module: nn.Module) -> dict[str, str]:
     styles = {}
     for name, child in module.named_modules():
-        if type(child) is nn.Linear and child.out_features > 1:
+        if (type(child) is nn.Linear or is_transposed_linear(child)) and out_features(child) > 1:
             styles[name] = "colwise_gather"
         elif type(child) is nn.Embedding and child.max_norm is None and not child.scale_grad_by_freq:
             styles[name] = "embedding"
@@ -150,6 +165,8 @@ def _dims(module: nn.Module, styles: dict[str, str]) -> dict[str, int]:
                 continue
             path = f"{name}.{key}" if name else key
             split = dim if key == "weight" or (key == "bias" and dim == 0) else None
+            if key == "weight" and dim is not None and is_transposed_linear(owner):
+                split = 1 - dim
             before = chosen.setdefault(id(parameter), (path, split))
             if before[1] is not None and split is not None and before[1] != split:
                 raise LayoutError(

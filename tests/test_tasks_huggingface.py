@@ -214,6 +214,18 @@ def test_plan(name: str, data: Path) -> None:
         make_plan(model, plan, True)  # every name is a module that its value fits
 
 
+def test_gpt2s_transposed_layers_are_split(data: Path) -> None:
+    task = made("gpt2", data)
+    with torch.device("meta"):
+        model = built(task)
+    plan = make_plan(model, None, True)
+    assert plan.styles["transformer.h.0.attn.c_attn"] == "colwise_gather"
+    assert plan.dims["transformer.h.0.attn.c_attn.weight"] == 1  # (in, out)
+    assert plan.dims["transformer.h.0.attn.c_attn.bias"] == 0
+    split = sum(p.numel() for name, p in model.named_parameters() if name in plan.dims)
+    assert split > 0.9 * sum(p.numel() for p in model.parameters())
+
+
 def test_half_a_pair_is_gathered() -> None:
     """A colwise layer must not stay split where what follows it is split in a way that we have no equal for."""
 
