@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from app.checkpoint import Commit, commits, latest_good, verify
-from app.checkpoint.export import _Source, _write_safetensors, export
+from app.checkpoint.export import export, shapes
 from app.errors import UserError
 from app.storage import Storage
 from app.tasks.arguments import nearest
@@ -134,18 +134,15 @@ def _hugging_face(storage: Storage) -> HuggingFace:
 
 
 def _write_model_folder(task: HuggingFace, commit: Commit, folder: Path, file_bytes: int) -> None:
-    source = _Source(commit)
-    shapes = {name: tuple(entry.size) for name, entry in source.tensors.items()}
+    held = shapes(commit)
     for name, shape in task.state_shapes().items():
-        if shapes.get(name) != shape:
+        if held.get(name) != shape:
             raise UserError(
-                f"the run's task_args no longer make the model that was trained ({name} is {shapes.get(name)} in the "
+                f"the run's task_args no longer make the model that was trained ({name} is {held.get(name)} in the "
                 f"checkpoint and {shape} now), perhaps because the data has changed; give it the data of the training"
             )
-    for name in task.tied_names():
-        source.tensors.pop(name, None)
     task.write_folder(folder)
-    _write_safetensors(source, folder, file_bytes)
+    export(commit, to="safetensors", out=folder, max_file_bytes=file_bytes, leave_out=task.tied_names())
 
 
 @contextmanager

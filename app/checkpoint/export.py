@@ -17,7 +17,7 @@ import struct
 import uuid
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -49,13 +49,23 @@ _TYPES = {
 _PART = "model."
 
 
-def export(commit: Commit, *, to: Format, out: Path, max_file_bytes: int = 5_000_000_000) -> list[Path]:
+def shapes(commit: Commit) -> dict[str, tuple[int, ...]]:
+    """Of the checkpoint's model tensors, by name. Raises UserError as `export` does."""
+    return {name: tuple(entry.size) for name, entry in _Source(commit).tensors.items()}
+
+
+def export(
+    commit: Commit, *, to: Format, out: Path, max_file_bytes: int = 5_000_000_000, leave_out: Collection[str] = ()
+) -> list[Path]:
     """Write the checkpoint's model tensors into the folder `out`; return the files, the index (if any) last.
 
-    max_file_bytes: of a safetensors file; a tensor larger than it gets a file of its own.
+    max_file_bytes: of a safetensors file; a tensor larger than it gets a file of its own. leave_out: names of tensors
+    that are not wanted, such as second names of a tied one.
     Raises UserError if the checkpoint is damaged (its sizes are looked at) or holds no model, or if `to` is unknown.
     """
     source = _Source(commit)
+    for name in leave_out:
+        source.tensors.pop(name, None)
     out.mkdir(parents=True, exist_ok=True)
     if to == "torch":
         return [_write_torch(source, out / "model.pt")]
