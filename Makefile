@@ -4,13 +4,18 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint setup clean
+.PHONY: demo test test-deepspeed lint setup clean
 
 demo: setup
 	$(BIN)/trireme train experiments/mnist.yaml --again
 
 test: setup lint
 	$(BIN)/python -m pytest
+
+# The optional DeepSpeed extra, in the same environment; its first test compiles an operator (needs c++).
+test-deepspeed: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[deepspeed]'
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests/test_deepspeed.py --timeout 600
 
 lint: setup
 	$(BIN)/ruff check .

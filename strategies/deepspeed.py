@@ -18,7 +18,7 @@ The engine needs the optimizer before the first forward, so the loop hands it ov
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import os
 from contextlib import AbstractContextManager
 from typing import Any
@@ -46,18 +46,32 @@ OURS = (
 """Keys of a DeepSpeed JSON that the experiment decides."""
 
 
+INSTEAD = "pip install deepspeed, or write strategy=zero1, zero2 or fsdp, which need nothing more"
+
+
+def require_installed() -> None:
+    """Looks for the package without importing it, which takes seconds.
+
+    Raises:
+        LayoutError: it is not installed.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        raise LayoutError(f"strategy deepspeed needs the deepspeed package, which is not installed: {INSTEAD}")
+
+
 def require() -> Any:
     """The deepspeed package.
 
     Raises:
         LayoutError: it, or what it needs, is missing.
     """
+    require_installed()
     try:
         return importlib.import_module("deepspeed")
     except Exception as error:  # it imports, and builds, a great deal
         raise LayoutError(
             f"strategy deepspeed needs the deepspeed package, which does not import ({type(error).__name__}: {error}): "
-            "pip install deepspeed, or write strategy=zero1, zero2 or fsdp, which need nothing more"
+            f"{INSTEAD}"
         ) from error
 
 

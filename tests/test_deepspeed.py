@@ -1,0 +1,69 @@
+"""The DeepSpeed engine trains the same model: runs where the optional extra is installed (`make test-deepspeed`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import run_distributed
+from test_strategies_models import gpt_trial
+
+from strategies import deepspeed, parity, reshard
+from strategies.compose import Options, choose
+from strategies.dims import LayoutError
+from strategies.parity import Curve
+
+CPU = torch.device("cpu")
+HERE = importlib.util.find_spec("deepspeed") is not None
+DEEPSPEED, FSDP = choose("deepspeed", 2), choose("fsdp", 2)
+TRIAL: dict[str, Any] = {"tied": True, "micro_batches": 2, "clip": 0.5, "steps": 10}
+
+
+def _options(stage: int) -> Options:
+    return Options(deepspeed={"zero_optimization": {"stage": stage}})
+
+
+def _everything(_: int, folder: str) -> tuple[dict[int, Curve], dict[str, Curve]]:
+    """Each stage's curve, and those continued from another's checkpoint. In one call: the engine keeps the process
+    group that it met first."""
+    curves = {stage: parity.train(gpt_trial(**TRIAL), DEEPSPEED, _options(stage), CPU) for stage in (1, 2, 3)}
+    ways: dict[str, Any] = {"deepspeed": (DEEPSPEED, _options(2)), "fsdp": (FSDP, Options())}
+    continued = {}
+    for first, second in itertools.permutations(ways):
+        place = f"{folder}/{first}"
+        reshard.begin(gpt_trial(**TRIAL), *ways[first], CPU, place, 5)
+        continued[f"{first} → {second}"] = reshard.resume(gpt_trial(**TRIAL), *ways[second], CPU, place, 5)
+    return curves, continued
+
+
+@pytest.mark.skipif(not HERE, reason="the optional extra is not installed: make test-deepspeed")
+def test_every_stage_trains_the_same_model_and_checkpoints_go_both_ways(tmp_path: Path) -> None:
+    truth = parity.train(gpt_trial(**TRIAL), choose("single", 1), Options(), CPU)
+    rest = Curve(truth.losses[5:], truth.norms[5:], truth.weights)
+    curves, continued = run_distributed(_everything, 2, str(tmp_path), timeout=280)[0]
+    found = {f"stage {stage}": parity.difference(truth, curve) for stage, curve in curves.items()}
+    found |= {name: parity.difference(rest, curve) for name, curve in continued.items()}
+    assert len(found) == 5
+    assert all(difference.loss <= 2e-5 for difference in found.values()), found
+
+
+@pytest.mark.skipif(HERE, reason="deepspeed is installed here")
+def test_a_missing_package_is_said_before_anything_starts() -> None:
+    with pytest.raises(LayoutError, match=r"needs the deepspeed package.*pip install deepspeed, or write strategy="):
+        deepspeed.require_installed()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"optimizer": {"type": "Adam"}}, "sets optimizer, which the experiment decides"),
+        ({"zero_optimization": {"stage": 0}}, "write 1, 2 or 3, or use ddp"),
+    ],
+)
+def test_a_configuration_that_cannot_be(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(LayoutError, match=says):
+        deepspeed.configuration(given, Options())
