@@ -12,9 +12,9 @@
     replicate    any               whole
 
 A linear layer is an nn.Linear, or one that keeps its weight the other way round, (in, out), as GPT-2's Conv1D in
-transformers does. Keys are module names in which `*` stands for one component. Hugging Face's words for the same are understood.
-Without a plan every linear layer is `colwise_gather` and every embedding `embedding`: always right, and slower than a
-plan, because every output is gathered.
+transformers does. Keys are module names in which `*` stands for one component. Hugging Face's words for the same are
+understood. Without a plan every linear layer is `colwise_gather` and every embedding `embedding`: always right, and
+slower than a plan, because every output is gathered.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -10,10 +11,18 @@ import click
 
 COMMANDS = {
     "train": ("app.cli.train", "Train an experiment, or continue one that was stopped."),
+    "sweep": ("app.cli.sweep", "Search batch size, learning rate and anything else; run it again to go on."),
+    "scale": ("app.cli.scale", "Measure what more workers bring, and whether the next doubling pays."),
+    "report": ("app.cli.report", "Write one page about runs, a sweep or a scaling study."),
     "config": ("app.cli.config", "Show every key of an experiment, its value and what it means."),
     "parity": ("app.cli.parity", "Prove that every strategy trains the same model as one device."),
     "export": ("app.cli.export", "Write trained weights as safetensors, a torch file or a Hugging Face folder."),
     "sync": ("app.cli.sync", "Deliver to MLflow what a run could not deliver while the server was away."),
+    "submit": ("app.cli.submit", "Send an experiment to a cluster, follow it, stop it."),
+    "doctor": ("app.cli.doctor", "Look at every node and GPU, and say what is wrong and what to do."),
+    "plan": ("app.cli.plan", "What fits, how fast and how dear: every layout, before anything is started."),
+    "calibrate": ("app.cli.calibrate", "Measure what this machine's devices and links really reach, for plans."),
+    "cluster": ("app.cli.cluster", "Define, check, start and end clusters."),
 }
 
 
@@ -62,4 +71,14 @@ def main() -> None:
         code = 2
     except click.Abort:
         code = 130
-    sys.exit(code or 0)
+    _leave(code or 0)
+
+
+def _leave(code: int) -> None:
+    """Ends the process. One of torchrun's ends at once, with everything written: gloo's threads sometimes abort an
+    interpreter that shuts down around them, and torchrun would take a finished training for a failed one."""
+    if "torch" in sys.modules and "RANK" in os.environ:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -1,70 +1,34 @@
-"""`python -m experiments.benchmarks step start`: runs the benchmarks named and prints their tables."""
+"""`python -m experiments.benchmarks NAME [OPTION …]` runs a benchmark; without a name it lists them."""
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-from importlib.metadata import version
-from typing import Any
+import ast
+import difflib
+import runpy
+import sys
+from pathlib import Path
 
-import click
-
-
-@click.command()
-@click.argument("names", nargs=-1, required=True, type=click.Choice(["step", "start"]))
-@click.option("--model", "models", multiple=True, type=click.Choice(["mnist", "gpt"]), help="Default: both.")
-@click.option(
-    "--strategy",
-    "strategies",
-    multiple=True,
-    type=click.Choice(["single", "dp", "model_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor"]),
-    help="Default: ddp. All but ddp for gpt only.",
-)
-@click.option("--blocks", default=40, show_default=True, help="Blocks of steps per side.")
-@click.option("--rounds", default=5, show_default=True, help="Rounds of whole programs.")
-@click.option("--json", "as_json", is_flag=True)
-def main(
-    names: tuple[str, ...],
-    models: tuple[str, ...],
-    strategies: tuple[str, ...],
-    blocks: int,
-    rounds: int,
-    as_json: bool,
-) -> None:
-    """Trireme beside hand-written PyTorch, interleaved in one run."""
-    from experiments.benchmarks import start, step
-
-    results: dict[str, Any] = {"machine": machine()}
-    if "step" in names:
-        results["step"] = step.run(list(models) or ["mnist", "gpt"], list(strategies) or ["ddp"], blocks)
-    if "start" in names:
-        results["start"] = start.run(rounds)
-    click.echo(json.dumps(results) if as_json else table(results))
+NAMES = ("step", "start", "pipeline", "memory", "checkpoint", "recovery", "planner", "sweep")
 
 
-def machine() -> str:
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "ray", "mlflow"))
-    return f"{os.cpu_count()} cores, Python {platform.python_version()}, {versions}"
+def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        print(__doc__, end="\n\n")
+        for name in NAMES:
+            print(f"  {name:<12}{_about(name)}")
+        return
+    name = sys.argv.pop(1)
+    if name not in NAMES:
+        near = difflib.get_close_matches(name, NAMES, 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(NAMES)}"
+        sys.exit(f"there is no benchmark {name!r}: {hint}")
+    runpy.run_module(f"experiments.benchmarks.{name}", run_name="__main__", alter_sys=True)
 
 
-def table(results: dict[str, Any]) -> str:
-    """The results as Markdown."""
-    lines = [results["machine"], ""]
-    if "step" in results:
-        lines += ["| step | by hand, ms | Trireme, ms | ratio | 95 % interval |", "|---|---|---|---|---|"]
-        for name, r in results["step"].items():
-            low, high = r["interval"]
-            lines.append(
-                f"| {name} | {r['plain_ms']:.2f} | {r['ours_ms']:.2f} | {r['ratio']:.3f} | {low:.3f} to {high:.3f} |"
-            )
-        lines.append("")
-    if "start" in results:
-        base = results["start"]["torchrun, by hand"]["median_s"]
-        lines += ["| command to first step | median, s | ratio |", "|---|---|---|"]
-        for name, r in results["start"].items():
-            lines.append(f"| {name} | {r['median_s']:.1f} | {r['median_s'] / base:.2f} |")
-    return "\n".join(lines)
+def _about(name: str) -> str:
+    """The first line of the module's docstring, read without importing it."""
+    text = ast.get_docstring(ast.parse(Path(__file__).with_name(f"{name}.py").read_text())) or ""
+    return text.split("\n", 1)[0].rsplit("`: ", 1)[-1]
 
 
 if __name__ == "__main__":

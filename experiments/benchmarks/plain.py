@@ -193,12 +193,15 @@ def mnist(steps: int, wrap: str = "ddp") -> Plain:
 
 
 def gpt(steps: int, wrap: str = "ddp") -> Plain:
+    return language_model(steps, wrap, batch=16, length=128, d_model=128, n_layers=4, n_heads=4)
+
+
+def language_model(steps: int, wrap: str, *, batch: int, length: int, **shape: Any) -> Plain:
     from app.tasks.language import LanguageModelling
 
-    task = LanguageModelling(data="python", sequence_length=128, d_model=128, n_layers=4, n_heads=4)
+    task = LanguageModelling(data="python", sequence_length=length, **shape)
     inputs, targets = fetch(task.train_data(), [(i, i) for i in range(4096)])
-    build = lambda: GPT(vocab_size=256, d_model=128, n_layers=4, n_heads=4)  # noqa: E731
-    return Plain(build, inputs, targets, How(16, 1e-3, steps), wrap)
+    return Plain(lambda: GPT(vocab_size=256, **shape), inputs, targets, How(batch, 1e-3, steps), wrap)
 
 
 MODELS = {"mnist": mnist, "gpt": gpt}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import statistics
@@ -10,6 +11,10 @@ import sys
 import tempfile
 import time
 from typing import Any
+
+import click
+
+from experiments.benchmarks.machine import machine
 
 STEPS = 5
 
@@ -44,3 +49,22 @@ def _once(name: str) -> float:
     if not found:
         raise RuntimeError(f"{name} did not say when its first step was done: {done.stdout}")
     return float(found[1] or found[2]) - begun
+
+
+@click.command()
+@click.option("--rounds", default=5, show_default=True, help="Rounds of whole programs.")
+@click.option("--json", "as_json", is_flag=True)
+def main(rounds: int, as_json: bool) -> None:
+    """Whole programs, from the command to the first finished step."""
+    found = run(rounds)
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    click.echo(f"{machine()}\n\n| command to first step | median, s | ratio |\n|---|---|---|")
+    base = found["torchrun, by hand"]["median_s"]
+    for name, r in found.items():
+        click.echo(f"| {name} | {r['median_s']:.1f} | {r['median_s'] / base:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -19,6 +19,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import click
+
+from experiments.benchmarks.machine import machine
+from experiments.benchmarks.plain import PROCESSES, WRAPS
+
 BLOCK_STEPS = {"mnist": 40, "gpt": 10}
 OURS = {
     "mnist": [
@@ -48,8 +53,6 @@ def run(models: list[str], strategies: list[str], blocks: int) -> dict[str, Any]
 
 
 def _measure(name: str, strategy: str, blocks: int) -> dict[str, Any]:
-    from experiments.benchmarks.plain import PROCESSES
-
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         processes = PROCESSES.get(strategy, 2)
@@ -136,5 +139,29 @@ def worker(name: str, strategy: str, blocks: int, folder: str, out: str) -> None
     dist.destroy_process_group()
 
 
+@click.command()
+@click.option("--model", "models", multiple=True, type=click.Choice(list(OURS)), help="Default: both.")
+@click.option("--strategy", "strategies", multiple=True, type=click.Choice(list(WRAPS)), help="Default: ddp.")
+@click.option("--blocks", default=40, show_default=True, help="Blocks of steps per side.")
+@click.option("--json", "as_json", is_flag=True)
+def main(models: tuple[str, ...], strategies: tuple[str, ...], blocks: int, as_json: bool) -> None:
+    """One step of ours beside one written by hand, in the same processes. (mnist is for ddp only.)"""
+    found = run(list(models) or list(OURS), list(strategies) or ["ddp"], blocks)
+    click.echo(json.dumps(found) if as_json else f"{machine()}\n\n{table(found)}")
+
+
+def table(found: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    lines = ["| step | by hand, ms | Trireme, ms | ratio | 95 % interval |", "|---|---|---|---|---|"]
+    for name, r in found.items():
+        low, high = r["interval"]
+        figures = f"{r['plain_ms']:.2f} | {r['ours_ms']:.2f} | {r['ratio']:.3f} | {low:.3f} to {high:.3f}"
+        lines.append(f"| {name} | {figures} |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    worker(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5])
+    if "RANK" in os.environ:
+        worker(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5])
+    else:
+        main()
