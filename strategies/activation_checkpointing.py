@@ -70,7 +70,12 @@ def _recomputed(forward: Callable[..., Any], selective: bool) -> Callable[..., A
 
 
 def _keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _kept() else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if is_kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def is_kept(operator: Any) -> bool:
+    """Whether `selective` keeps what this operator (of torch.ops) computes."""
+    return operator in _kept()
 
 
 @functools.cache
@@ -86,12 +91,18 @@ def _kept() -> frozenset[Any]:
 
 
 def activation_bytes(size: ModelSize, mode: str, blocks: int) -> int:
-    """Estimate: what backward needs of one micro-batch. Selective keeps about half of a transformer block."""
+    """What is alive of one micro-batch when backward reaches the last block: what all have kept, and one block whole.
+
+    Of blocks that are recomputed their input stays, and of selective ones what `is_kept` says; what is saved outside
+    of blocks stays in any case.
+    """
     if mode == "none" or not blocks:
         return size.activation_bytes
-    block = size.activation_bytes // blocks
+    inside = size.activation_bytes - size.outside_bytes
+    block = inside // blocks
     if mode == "selective":
-        return size.activation_bytes // 2 + block
+        kept = inside // 2 if size.kept_bytes is None else size.kept_bytes + blocks * size.boundary_bytes
+        return size.outside_bytes + min(kept, inside) + block
     every = checkpoint_every(mode) or 1
     recomputed = -(-blocks // every)
-    return (blocks - recomputed) * block + recomputed * size.boundary_bytes + block
+    return size.outside_bytes + (blocks - recomputed) * block + recomputed * size.boundary_bytes + block

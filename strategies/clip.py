@@ -26,13 +26,18 @@ class GradNorm:
     """Measures and clips the gradients of these parameters; which belong together is found once.
 
     parameters: each once. device: where the norm is wanted. extra: a group over which further parameters are spread
-    (the stages of a pipeline).
+    (the stages of a pipeline). also: parameters that others count (a tied embedding's on a later stage) and that are
+    scaled here.
     """
 
     def __init__(
-        self, parameters: Sequence[torch.Tensor], device: torch.device, extra: dist.ProcessGroup | None = None
+        self,
+        parameters: Sequence[torch.Tensor],
+        device: torch.device,
+        extra: dist.ProcessGroup | None = None,
+        also: Sequence[torch.Tensor] = (),
     ) -> None:
-        self.device, self.extra = device, extra
+        self.device, self.extra, self.also = device, extra, list(also)
         # For each set of groups, for each device: the parameters. The order is that of the model, so every rank's.
         self.split: dict[Groups, dict[torch.device, list[torch.Tensor]]] = {}
         for parameter in parameters:
@@ -51,7 +56,8 @@ class GradNorm:
             norm = square.sqrt()
         if bound is not None:
             scale = torch.clamp(bound / (norm + 1e-6), max=1.0)
-            for _, gradients in kept:
+            also = [_gradients({self.device: self.also})] if self.also else []
+            for gradients in [*(gradients for _, gradients in kept), *also]:
                 for some in gradients:
                     torch._foreach_mul_(some, scale.to(some[0].device))
         return norm

@@ -45,8 +45,10 @@ from strategies.dims import LayoutError, ParallelDims
 from strategies.names import MANY_DEVICES, Layout, choose
 from strategies.options import Options, check
 from strategies.parallel import Parallel, no_communication
+from strategies.pipeline.apply import Example
+from strategies.pipeline.apply import apply as pipelined
 
-__all__ = ["Layout", "LayoutError", "Options", "Parallel", "ParallelDims", "check", "choose", "parallelize"]
+__all__ = ["Example", "Layout", "LayoutError", "Options", "Parallel", "ParallelDims", "check", "choose", "parallelize"]
 
 MicroStep = Callable[[bool], AbstractContextManager[Any]]
 Blocks = list[str] | Callable[[nn.Module], list[str] | None] | None
@@ -61,12 +63,14 @@ def parallelize(
     device: torch.device,
     blocks: Blocks = None,
     tensor_plan: Plan = None,
+    example: Example | None = None,
 ) -> Parallel:
     """Builds the model and puts `layout` on it; collective over all ranks.
 
     build: gives the same weights whenever it is called, on any rank, and works under torch.device("meta").
     blocks, tensor_plan: for this model, or functions that answer for it; None: found, and every linear and embedding
-    layer split by itself.
+    layer split by itself. example: (loss, micro-batch), as for Parallel.forward_backward; a pipeline needs it, because
+    it learns from running them what the model does. The micro-batch may be of one row.
 
     Raises:
         LayoutError: one sentence; a model that does not fit the layout.
@@ -75,6 +79,16 @@ def parallelize(
     check(layout, options)
     if layout.name == "deepspeed":
         return _deepspeed(build, layout, options, device, blocks)
+    if layout.dims.pp > 1:
+        return pipelined(
+            build,
+            layout,
+            options,
+            device,
+            lambda module: find_blocks(module, _answer(blocks, module)),
+            lambda module: _answer(tensor_plan, module),
+            example,
+        )
     if _is_sharded(layout):
         return _sharded(build, layout, options, device, blocks, tensor_plan)
     return _replicated(build, layout, options, device, blocks)

@@ -1,10 +1,10 @@
 """What a layout costs, in bytes: the sizes that every strategy's cost function reads, and what it answers.
 
-Parameters, gradients and optimizer state are exact to the byte, padding included; activations are an estimate (a
-multiple of what flows between blocks), because they depend on kernels. Communication is what one rank sends in one
-optimizer step by ring algorithms: an all-reduce of n bytes over k ranks sends 2·n·(k-1)/k, an all-gather or a
-reduce-scatter to or from n bytes n·(k-1)/k (Thakur et al. 2005, "Optimization of collective communication operations
-in MPICH").
+Parameters, gradients and optimizer state are exact to the byte, padding included. Activations are what the model's own
+forward saves, read off it by whoever makes the ModelSize (app/planner/read.py does). Communication is what one rank
+sends in one optimizer step by ring algorithms: an all-reduce of n bytes over k ranks sends 2·n·(k-1)/k, an all-gather
+or a reduce-scatter to or from n bytes n·(k-1)/k (Thakur et al. 2005, "Optimization of collective communication
+operations in MPICH").
 """
 
 from __future__ import annotations
@@ -56,6 +56,10 @@ class ModelSize:
     """What backward needs of one micro-batch, bytes, when nothing is recomputed."""
     boundary_bytes: int = 0
     """What flows from one block to the next in one micro-batch, bytes."""
+    kept_bytes: int | None = None
+    """Of `activation_bytes`, what `selective` checkpointing keeps. None: not known, taken to be half."""
+    outside_bytes: int = 0
+    """Of `activation_bytes`, what is saved outside of blocks (the loss, an embedding), which is never recomputed."""
 
     @property
     def bytes(self) -> int:

@@ -177,7 +177,7 @@ def _leave() -> None:
 
 def _answer(trial: Trial, call: Call, device: torch.device) -> Answer:
     changes, options = VARIANTS[call.variant]
-    trial = dataclasses.replace(trial, **changes)
+    trial, options = call.row.applied(dataclasses.replace(trial, **changes), options)
     begun, half, layout = time.monotonic(), trial.steps // 2, call.row.layout
     answer = Answer()
     try:

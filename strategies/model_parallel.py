@@ -23,22 +23,13 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from strategies.costs import Cost, ModelSize, replicated
-
-
-def partition(sizes: list[int], parts: int) -> list[int]:
-    """For each of consecutive items the part (0 … parts-1) it goes to, sizes as even as a greedy cut makes them."""
-    total, done, places = sum(sizes) or 1, 0, []
-    for size in sizes:
-        places.append(min(parts - 1, done * parts // total))
-        done += size
-    return places
+from strategies.pipeline import cut
 
 
 def apply(module: nn.Module, devices: list[torch.device], blocks: list[str]) -> int:
     """Moves the module's parts in place and makes activations follow; how many devices are used."""
     modules = dict(module.named_modules())
-    weights = [sum(p.numel() * p.element_size() for p in modules[name].parameters()) for name in blocks]
-    places = dict(zip(blocks, partition(weights, len(devices))))
+    places = _places(module, blocks, len(devices))
     placed: dict[int, torch.device] = {}  # parameters, by id
     used: set[int] = set()
     reached = 0
@@ -63,6 +54,24 @@ def apply(module: nn.Module, devices: list[torch.device], blocks: list[str]) -> 
         owner.register_forward_pre_hook(_follow(device), with_kwargs=True)
     module.register_forward_hook(lambda _, __, output: _moved(output, devices[0]))
     return len(used)
+
+
+def _places(module: nn.Module, blocks: list[str], devices: int) -> dict[str, int]:
+    """Block → device, so that the fullest device holds as little as can be; what is around the blocks is counted."""
+    sizes = [_bytes(module.get_submodule(name)) for name in blocks]
+    order = [name for name, _ in module.named_modules()]
+    before = after = 0
+    for name, owner in module.named_modules():
+        if blocks and not any(name == block or name.startswith(block + ".") for block in blocks):
+            own = sum(p.numel() * p.element_size() for p in owner.parameters(recurse=False))
+            before, after = (before, after + own) if name and _follows(name, blocks, order) else (before + own, after)
+    counts = cut.pieces(sizes, min(devices, len(blocks)), before, after) if blocks else ()
+    devices_of = [device for device, count in enumerate(counts) for _ in range(count)]
+    return dict(zip(blocks, devices_of, strict=True))
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
 def _follows(name: str, blocks: list[str], order: list[str]) -> bool:

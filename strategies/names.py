@@ -82,6 +82,7 @@ def choose(
         parts = [*([] if parts == ["single"] else parts), "tensor"]
     if dims.pp > 1 and "pipeline" not in parts:
         parts.append("pipeline")
+    parts.sort(key=lambda part: ("tensor", "pipeline").index(part) + 1 if part in ("tensor", "pipeline") else 0)
     return Layout("+".join(parts), dims)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from strategies.dims import LayoutError
 from strategies.names import SHARDED, Layout
+from strategies.pipeline import cut, schedules
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 REDUCE_DTYPES = ("fp32", "bf16")
@@ -46,6 +47,12 @@ class Options:
     """With deepspeed: the contents of a DeepSpeed JSON. None: ZeRO stage 2."""
     static_graph: bool = True
     """With ddp: every step uses the same parameters in the same order, which DDP exploits. False: it may change."""
+    schedule: str = "1f1b"
+    """With pp: in which order stages work: gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_h2 or zbv."""
+    chunks: int = 1
+    """With pp and interleaved_1f1b: pieces of the model per stage."""
+    stages: tuple[int, ...] | None = None
+    """With pp: blocks per part, first to last (pp · chunks numbers). None: cut so that all take as long."""
 
 
 def check(
@@ -56,6 +63,7 @@ def check(
     heads: int | None = None,
     blocks: int | None = None,
     sequence_length: int | None = None,
+    micro_batches: int | None = None,
 ) -> None:
     """Everything about a layout that can be known before a process starts; what is None is not checked.
 
@@ -63,17 +71,17 @@ def check(
         LayoutError: one sentence.
     """
     dims = layout.dims
-    if dims.pp > 1 or "pipeline" in layout.parts:
+    if "pipeline" in layout.parts and dims.pp < 2:
         raise LayoutError(
-            "strategy pipeline (parallel.pp > 1) is not there yet: write strategy=fsdp, or fsdp+tensor with parallel.tp"
+            "strategy pipeline needs at least 2 stages: write parallel.pp=2 and as many workers, or single"
         )
     if heads is not None and heads % dims.tp:
         divisors = ", ".join(str(d) for d in range(1, heads + 1) if heads % d == 0)
         raise LayoutError(
             f"parallel.tp is {dims.tp}, which does not divide the model's {heads} heads: write {divisors}"
         )
-    if blocks is not None and blocks < dims.pp:
-        raise LayoutError(f"parallel.pp is {dims.pp}, but the model has only {blocks} blocks: write at most {blocks}")
+    if dims.pp > 1:
+        _check_pipeline(layout, options or Options(), blocks, micro_batches)
     if global_batch_size is not None and global_batch_size < dims.dp:
         raise LayoutError(
             f"train.global_batch_size is {global_batch_size}, but it is split over {dims.dp} data-parallel workers: "
@@ -86,6 +94,27 @@ def check(
         )
     if options is not None:
         _check_options(layout, options)
+
+
+def _check_pipeline(layout: Layout, options: Options, blocks: int | None, micro_batches: int | None) -> None:
+    stages = layout.dims.pp
+    _one_of("parallel.schedule", options.schedule, tuple(schedules.SCHEDULES))
+    schedules.require(options.schedule, stages, micro_batches, options.chunks)
+    parts = stages * schedules.chunks_of(options.schedule, options.chunks)
+    if blocks is not None and blocks < parts:
+        many = f"parallel.pp is {stages}" + (f" with {parts // stages} chunks each" if parts > stages else "")
+        raise LayoutError(f"{many}, but the model has only {blocks} blocks: write at most {blocks * stages // parts}")
+    if options.stages is not None:
+        cut.require(options.stages, blocks if blocks is not None else sum(options.stages), parts)
+    if set(layout.parts) & {"zero1", "zero2"}:
+        raise LayoutError(
+            f"strategy {layout.name} is not one of its own: in a pipeline parameters are gathered once per step and "
+            "gradients scattered once whatever the name, so write fsdp+pipeline"
+        )
+    if options.offload:
+        raise LayoutError("parallel.offload does not work in a pipeline: leave it out, or write strategy=fsdp")
+    if options.compression == "powersgd":
+        raise LayoutError("parallel.compression=powersgd does not work in a pipeline: write bf16 or none")
 
 
 def _check_options(layout: Layout, options: Options) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,12 @@ from torch import nn
 from strategies import state
 from strategies.clip import GradNorm
 from strategies.names import Layout
+
+if TYPE_CHECKING:
+    from strategies.pipeline.simulate import Span
+
+T = TypeVar("T")
+Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 _NOTHING = contextlib.nullcontext()
 
@@ -29,6 +35,11 @@ class Parallel:
     module: what to call. inner: the same without a wrapper, whose names are plain. notes: what a person should hear,
     one sentence each. micro_step and autocast are plain functions, so that one device pays nothing for them.
     """
+
+    has_loss: bool = True
+    """Whether this rank computes the loss: in a pipeline only the ranks of the stage with the last block do."""
+    profiling: bool = False
+    """Set before a step to have `profile` tell of it; free when off."""
 
     def __init__(
         self,
@@ -54,6 +65,48 @@ class Parallel:
     def adopt(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """To be called once with the optimizer made over `parameters`; what to use as the optimizer from then on."""
         return optimizer
+
+    def forward_backward(
+        self,
+        batches: Sequence[Any],
+        weights: Sequence[float | torch.Tensor],
+        loss: Loss,
+        scale: float | torch.Tensor = 1.0,
+    ) -> torch.Tensor:
+        """Forward and backward of all micro-batches of one step; gradients are communicated once.
+
+        weights: each micro-batch's part of the global batch, summing to 1 over micro-batches and data-parallel
+        workers. loss: (module, micro-batch) → 0-d mean; it calls the module once. The gradients left behind are those
+        of scale · Σ weight · loss over all workers.
+        Returns this worker's Σ weight · loss, detached, 0-d, unscaled; 0 where not `has_loss`.
+        """
+        total: torch.Tensor | None = None
+        ways, last, plain = self.layout.dims.dp, len(batches) - 1, isinstance(scale, float) and scale == 1.0
+        for i, (batch, weight) in enumerate(zip(batches, weights)):
+            with self.micro_step(last=i == last):
+                with self.autocast():
+                    value = loss(self.module, batch)
+                part = value * (weight * ways)  # data-parallel averaging divides by `ways`
+                (part if plain else part * scale).backward()
+            found = plain_tensor(value.detach()) * weight
+            total = found if total is None else total + found
+        assert total is not None, "a step has at least one micro-batch"
+        return total
+
+    def forward(self, function: Callable[[nn.Module, Any], T], batch: Any) -> T | None:
+        """Evaluation: `function(module, batch)`, which calls the module once, under torch.no_grad; None where not
+        `has_loss`."""
+        with torch.no_grad(), self.micro_step(last=True), self.autocast():
+            return function(self.module, batch)
+
+    def with_loss(self, value: torch.Tensor) -> torch.Tensor:
+        """`value` as the ranks with the loss have it, on every rank; collective in a pipeline."""
+        return value
+
+    def profile(self) -> list[Span]:
+        """What this rank did in the last step that was profiled (`profiling` was set); seconds from the step's start.
+        Only a pipeline has something to tell."""
+        return []
 
     def micro_step(self, last: bool) -> AbstractContextManager[Any]:
         """Put around forward and backward of one micro-batch; gradients are communicated in the last one."""
@@ -122,3 +175,9 @@ class Parallel:
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """The mean over the data-parallel workers."""
         return value if self.group is None else self.total(value) / dist.get_world_size(self.group)
+
+
+def plain_tensor(value: torch.Tensor) -> torch.Tensor:
+    """A plain tensor from one that tensor parallelism may have left distributed."""
+    full_tensor = getattr(value, "full_tensor", None)
+    return full_tensor() if full_tensor is not None else value

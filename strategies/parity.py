@@ -69,12 +69,23 @@ class Difference:
 
 def train(trial: Trial, layout: Layout, options: Options, device: torch.device) -> Curve:
     """Runs the trial under the layout; collective over its ranks. Weights are whole, and on rank 0 only."""
-    parallel = parallelize(
-        trial.build, layout, options, device=device, blocks=trial.blocks, tensor_plan=trial.tensor_plan
-    )
+    parallel = begin(trial, layout, options, device)
     optimizer = parallel.adopt(trial.optimizer(parallel.parameters()))
     losses, norms = run_steps(trial, parallel, optimizer, range(trial.steps))
     return Curve(losses, norms, parallel.full_model_state())
+
+
+def begin(trial: Trial, layout: Layout, options: Options, device: torch.device) -> Parallel:
+    """The trial's model under the layout."""
+    return parallelize(
+        trial.build,
+        layout,
+        options,
+        device=device,
+        blocks=trial.blocks,
+        tensor_plan=trial.tensor_plan,
+        example=(trial.loss, _micro_batches(trial.batch(0), 0, layout.dims.dp, trial.micro_batches)[0]),
+    )
 
 
 def run_steps(
@@ -88,18 +99,15 @@ def run_steps(
         batch = trial.batch(step)
         micro_batches = _micro_batches(batch, rank, dims.dp, trial.micro_batches)
         rows = _rows(batch)
-        total = torch.zeros((), device=parallel.device)
-        for i, part in enumerate(micro_batches):
-            part = tree_map(lambda t: t.to(parallel.device) if isinstance(t, torch.Tensor) else t, part)
-            with parallel.micro_step(last=i == len(micro_batches) - 1):
-                with parallel.autocast():
-                    loss = trial.loss(parallel.module, part)
-                (loss * (_rows(part) * dims.dp / rows)).backward()
-            total += loss.detach() * (_rows(part) / rows)
+        parts = [
+            tree_map(lambda t: t.to(parallel.device) if isinstance(t, torch.Tensor) else t, part)
+            for part in micro_batches
+        ]
+        total = parallel.forward_backward(parts, [_rows(part) / rows for part in parts], trial.loss)
         norms.append(parallel.grad_norm_(trial.clip))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(parallel.total(total))
+        losses.append(parallel.with_loss(parallel.total(total)))
     return [float(loss) for loss in losses], [float(norm) for norm in norms]
 
 

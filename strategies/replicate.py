@@ -45,7 +45,7 @@ class Replicas:
         self.group = group
         half = options.compression == "bf16" or options.reduce_dtype == "bf16"
         self.wire = torch.bfloat16 if half else None
-        self.buckets = _buckets([p for _, p in reversed(named) if p.requires_grad], (options.bucket_mb or 25.0) * 2**20)
+        self.buckets = buckets([p for _, p in reversed(named) if p.requires_grad], (options.bucket_mb or 25.0) * 2**20)
         self.of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self.active = False
         self.launched = 0
@@ -93,7 +93,7 @@ class Replicas:
             bucket.flat = bucket.work = None
 
 
-def _buckets(parameters: list[nn.Parameter], limit: float) -> list[Bucket]:
+def buckets(parameters: list[nn.Parameter], limit: float) -> list[Bucket]:
     """In order, each full at `limit` bytes, one type of number per bucket."""
     buckets: list[Bucket] = []
     for parameter in parameters:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from strategies.compose import Layout, Options, Parallel, parallelize
+from strategies import parity
+from strategies.compose import Layout, Options, Parallel
 from strategies.parity import Curve, Trial, run_steps
 
 
@@ -37,9 +38,7 @@ def resume(trial: Trial, layout: Layout, options: Options, device: torch.device,
 def _start(
     trial: Trial, layout: Layout, options: Options, device: torch.device
 ) -> tuple[Parallel, torch.optim.Optimizer]:
-    parallel = parallelize(
-        trial.build, layout, options, device=device, blocks=trial.blocks, tensor_plan=trial.tensor_plan
-    )
+    parallel = parity.begin(trial, layout, options, device)
     return parallel, parallel.adopt(trial.optimizer(parallel.parameters()))
 
 

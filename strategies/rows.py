@@ -2,26 +2,49 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from strategies.names import Layout, choose
+
+if TYPE_CHECKING:
+    from strategies.options import Options
+    from strategies.parity import Trial
 
 
 @dataclass(frozen=True)
 class Row:
-    """A layout by its name and degrees; `tolerance` on the relative difference of the loss in float32."""
+    """A layout by its name and degrees; `tolerance` on the relative difference of the loss in float32.
+
+    options: of the layout, beside those of the trial. micro_batches: that it needs.
+    """
 
     name: str
     workers: int
     degrees: dict[str, int] = field(default_factory=dict)
     tolerance: float = 1e-5
+    options: dict[str, Any] = field(default_factory=dict)
+    micro_batches: int | None = None
 
     @property
     def layout(self) -> Layout:
         return choose(self.name, self.workers, **self.degrees)
 
+    def applied(self, trial: Trial, options: Options) -> tuple[Trial, Options]:
+        """The trial and the options as this row runs them."""
+        if self.micro_batches is not None:
+            trial = replace(trial, micro_batches=self.micro_batches)
+        return trial, replace(options, **self.options)
+
     def __str__(self) -> str:
-        return str(self.layout)
+        return " ".join([str(self.layout), *(str(value) for value in self.options.values())])
+
+
+def _pipeline(name: str, workers: int, schedule: str, stages: int, chunks: int = 1) -> Row:
+    options: dict[str, Any] = {"schedule": schedule}
+    return Row(
+        name, workers, {"pp": stages}, options=options | ({"chunks": chunks} if chunks > 1 else {}), micro_batches=4
+    )
 
 
 ROWS: tuple[Row, ...] = (
@@ -47,5 +70,11 @@ ROWS: tuple[Row, ...] = (
     Row("zero1+tensor", 4, {"tp": 2}),
     Row("zero2+tensor", 4, {"tp": 2}),
     Row("fsdp+tensor", 4, {"tp": 2}),
+    _pipeline("pipeline", 2, "1f1b", 2),
+    _pipeline("pipeline", 2, "zbv", 2),
+    _pipeline("pipeline", 4, "zb_h1", 4),
+    _pipeline("ddp+pipeline", 4, "interleaved_1f1b", 2, chunks=2),
+    _pipeline("fsdp+pipeline", 4, "zb_h2", 2),
+    _pipeline("tensor+pipeline", 4, "1f1b", 2),
 )
 """Every name and every pair, at 2 and 4 workers."""

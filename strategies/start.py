@@ -86,44 +86,58 @@ def materialise(module: nn.Module, device: torch.device, parameter_device: torch
         for name, buffer in owner._buffers.items():
             if buffer is not None:
                 owner._buffers[name] = real(buffer, device)
-        for name, value in _attributes(owner):
+        for name, value in tensor_attributes(owner):
             owner.__dict__[name] = real(value, device)
 
 
 @torch.no_grad()
-def fill(module: nn.Module, source: nn.Module | None, device: torch.device) -> None:
-    """Streams every tensor of rank 0's `source` (None on other ranks) into the shards of `module`. Collective."""
+def fill(module: nn.Module, source: nn.Module | None, device: torch.device, partly: bool = False) -> None:
+    """Streams every tensor of rank 0's `source` (None on other ranks) into the shards of `module`. Collective.
+
+    partly: the module holds only some of them, as a pipeline's stage does."""
     whole = dict(_tensors(source)) if source is not None else {}
-    names = [list(whole)]
-    dist.broadcast_object_list(names, src=0, device=device)
-    own = dict(_tensors(module))
-    if own.keys() != set(names[0]):
-        odd = sorted(own.keys() ^ set(names[0]))[0]
-        raise LayoutError(f"the model is not the same on meta and for real: {odd} exists in one of them only")
-    done: dict[int, bool] = {}
-    for name in names[0]:
-        target = own[name]
-        if done.setdefault(id(target), False):
+    told = [_described(whole)]
+    dist.broadcast_object_list(told, src=0, device=device)
+    own, names = dict(_tensors(module)), {name for name, *_ in told[0]}
+    odd = own.keys() - names if partly else own.keys() ^ names
+    if odd:
+        raise LayoutError(f"the model is not the same on meta and for real: {min(odd)} exists in one of them only")
+    for name, shape, dtype, again in told[0]:
+        if again:
             continue
-        done[id(target)] = True
-        value = torch.empty(target.shape, dtype=target.dtype, device=device)
+        value = torch.empty(shape, dtype=dtype, device=device)
         if source is not None:
             value.copy_(whole[name])
         dist.broadcast(value, src=0)
+        target = own.get(name)
+        if target is None:
+            continue
         if isinstance(target, DTensor):
             target._local_tensor.copy_(shard_of(value, target))
         else:
             target.copy_(value)
 
 
+def _described(whole: dict[str, torch.Tensor]) -> list[tuple[str, tuple[int, ...], torch.dtype, bool]]:
+    """Name, shape, type, and whether it is a parameter that an earlier name means too."""
+    seen: set[int] = set()
+    told = []
+    for name, tensor in whole.items():
+        again = id(tensor) in seen and isinstance(tensor, nn.Parameter)
+        seen.add(id(tensor))
+        told.append((name, tuple(tensor.shape), tensor.dtype, again))
+    return told
+
+
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Everything a module holds under the names its modules know it by; aliases too."""
     for prefix, owner in module.named_modules():
         dot = prefix + "." if prefix else ""
-        held = [*owner._parameters.items(), *owner._buffers.items(), *_attributes(owner)]
+        held = [*owner._parameters.items(), *owner._buffers.items(), *tensor_attributes(owner)]
         yield from ((dot + name, tensor) for name, tensor in held if tensor is not None)
 
 
-def _attributes(owner: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Tensors kept as plain attributes."""
-    return [(name, value) for name, value in vars(owner).items() if isinstance(value, torch.Tensor)]
+def tensor_attributes(owner: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Tensors kept as plain attributes (but for those that are another pipeline stage's)."""
+    values = [(name, value) for name, value in vars(owner).items() if isinstance(value, torch.Tensor)]
+    return [(name, value) for name, value in values if not getattr(value, "elsewhere", False)]

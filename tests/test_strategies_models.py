@@ -86,9 +86,9 @@ def language_loss(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
-def gpt_trial(tied: bool = False, plan: bool = True, **changes: Any) -> Trial:
+def gpt_trial(tied: bool = False, plan: bool = True, layers: int = 4, **changes: Any) -> Trial:
     return Trial(
-        build=seeded(lambda: PlainGPT(tied)),
+        build=seeded(lambda: PlainGPT(tied, layers)),
         loss=language_loss,
         batch=language_batch,
         tensor_plan=GPT_PLAN if plan else None,

@@ -23,7 +23,8 @@ EVERYTHING = {"tied": True, "micro_batches": 2, "clip": 0.5}
 
 
 def _train(_: int, row: Row, options: Options, changes: dict[str, Any]) -> Curve:
-    return parity.train(gpt_trial(**changes), row.layout, options, CPU)
+    trial, options = row.applied(gpt_trial(**changes), options)
+    return parity.train(trial, row.layout, options, CPU)
 
 
 def _train_zoo(_: int, row: Row, name: str) -> Curve:
@@ -31,11 +32,13 @@ def _train_zoo(_: int, row: Row, name: str) -> Curve:
 
 
 def _begin(_: int, row: Row, folder: str) -> None:
-    reshard.begin(gpt_trial(**EVERYTHING, steps=6), row.layout, Options(), CPU, folder, 3)
+    trial, options = row.applied(gpt_trial(**EVERYTHING, steps=6), Options())
+    reshard.begin(trial, row.layout, options, CPU, folder, 3)
 
 
 def _resume(_: int, row: Row, folder: str) -> Curve:
-    return reshard.resume(gpt_trial(**EVERYTHING, steps=6), row.layout, Options(), CPU, folder, 3)
+    trial, options = row.applied(gpt_trial(**EVERYTHING, steps=6), Options())
+    return reshard.resume(trial, row.layout, options, CPU, folder, 3)
 
 
 def _on_ranks(func: Any, row: Row, *args: Any) -> Any:

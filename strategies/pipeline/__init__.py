@@ -1,0 +1,1 @@
+"""Pipeline parallelism; begin with schedules.py."""

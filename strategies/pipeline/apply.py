@@ -1,0 +1,243 @@
+"""Putting a model on a pipeline: survey, cut, keep one's own part, split and shard it, connect it.
+
+The order is compose.py's (tensor, recomputation, then sharding), after the parts of other stages have been taken out.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map
+
+from strategies import activation_checkpointing, compiled, fsdp, precision, start, tensor
+from strategies.dims import LayoutError, ParallelDims
+from strategies.names import Layout
+from strategies.options import Options
+from strategies.pipeline import cut, later, schedules
+from strategies.pipeline.links import Wires
+from strategies.pipeline.parallel import PipelineParallel
+from strategies.pipeline.reduce import Named, Nothing, Reducer, Replicas, Shards, Shared
+from strategies.pipeline.runtime import Runtime
+from strategies.pipeline.stage import Deal, Stage, deal, keep_parts
+from strategies.pipeline.survey import Loss, Skeleton, Survey, require_chain, surroundings
+
+Example = tuple[Loss, Any]
+"""The loss function, and a micro-batch: a model is understood by running them."""
+
+
+def apply(
+    build: Callable[[], nn.Module],
+    layout: Layout,
+    options: Options,
+    device: torch.device,
+    find: Callable[[nn.Module], list[str]],
+    plan: Callable[[nn.Module], dict[str, str] | None],
+    example: Example | None,
+) -> PipelineParallel:
+    """See compose.parallelize; collective over all workers."""
+    if example is None:
+        raise LayoutError("a pipeline needs an example: give parallelize the loss function and a micro-batch")
+    module, note = start.structure(build)
+    start.require_parameters(module)
+    blocks = find(module)
+    dims = layout.dims
+    skeleton, survey, dealt = plan_cut(module, blocks, options, dims.pp, example, device)
+    blocks = [call.path for call in survey.blocks]  # in the order of their calls
+    source = build() if dist.get_rank() == 0 else None
+    mesh = dims.build_mesh(device.type)
+    stage_number = dims.coordinates(dist.get_rank())["pp"]
+    folded, chunks = options.schedule in schedules.FOLDED, schedules.chunks_of(options.schedule, options.chunks)
+    own = [schedules.part_of(stage_number, chunk, dims.pp, folded) for chunk in range(chunks)]
+    notes = [*([note] if note else []), *_batch_norm(module, layout)]
+    split = None
+    if dims.tp > 1:
+        split = tensor.apply(
+            module,
+            mesh["tp"],
+            plan(module),
+            sequence_parallel=options.sequence_parallel,
+            loss_parallel=options.loss_parallel,
+        )
+    keep_parts(module, blocks, dealt, skeleton, frozenset(own))
+    mine = [call.path for call in survey.blocks if dealt.part_of[call.name] in own]
+    put_off = later.Later()
+    if options.schedule in schedules.SPLIT and not options.compile:  # what is compiled has its backward in one piece
+        for path in surroundings(module, blocks):
+            put_off.put_around(module.get_submodule(path))
+    if options.compile:
+        compiled.apply(module, mine, options.compile_backend)
+    activation_checkpointing.apply(module, mine, options.activation_checkpointing)
+    units = _shard(module, dims, mesh, mine, options) if dims.dp_shard > 1 else None
+    start.materialise(module, device, torch.device("cpu") if options.offload else device)
+    start.fill(module, source, device, partly=True)
+    named = list(module.named_parameters())
+    by_chunk = _by_chunk(named, dealt, own)
+    reducer: Reducer = Nothing()
+    if units is not None:
+        reducer = Shards(module, units, _units_by_chunk(units, by_chunk))
+    elif dims.dp_replicate > 1:
+        group = dims.data_group(mesh)
+        assert group is not None
+        reducer = Replicas(by_chunk, group, options)
+    stage = Stage(module, blocks, dealt, skeleton, own)
+    sums = tensor.GradientSums(module, split) if split is not None else None
+    stage_group = mesh["pp"].get_group()
+    runtime = Runtime(
+        stage,
+        _wires(stage_number, dims, stage_group, device),
+        dims.pp,
+        autocast=precision.autocast(options.precision, device.type),
+        done=reducer.chunk_done,
+        put_off=put_off,
+        clear=split.forget if split is not None else lambda: None,
+    )
+    shared, counted = _shared(named, dealt, dims, stage_number, folded)
+    return PipelineParallel(
+        module,
+        layout,
+        device,
+        runtime,
+        reducer,
+        shared,
+        options,
+        stage_group=stage_group,
+        counted=counted,
+        costs=costs_of(survey),
+        names=skeleton.names,
+        after_step=sums.finish if sums is not None else lambda: None,
+        group=dims.data_group(mesh),
+        notes=tuple(notes),
+    )
+
+
+def plan_cut(
+    module: nn.Module, blocks: list[str], options: Options, stages: int, example: Example, device: torch.device
+) -> tuple[Skeleton, Survey, Deal]:
+    """Looks at the model (on meta or for real, untouched) and cuts it; needs no process group.
+
+    Raises:
+        LayoutError: too few blocks, no chain, a cut by hand that does not fit.
+    """
+    parts = stages * schedules.chunks_of(options.schedule, options.chunks)
+    if len(blocks) < parts:
+        what = f"its {len(blocks)} blocks" if blocks else "no repeating blocks"
+        raise LayoutError(
+            f"the model {type(module).__name__} has {what}, too few for {parts} parts of a pipeline: write parallel.pp="
+            f"{max(1, len(blocks))} or less, or strategy=fsdp"
+        )
+    skeleton = Skeleton(without_numbers(module), blocks, device)
+    loss, batch = example
+    survey = skeleton.survey(loss, tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, batch))
+    require_chain(survey, blocks)
+    first, costs, last = costs_of(survey)
+    sizes = (
+        cut.require(options.stages, len(blocks), parts)
+        if options.stages is not None
+        else cut.pieces(costs, parts, first, last)
+    )
+    return skeleton, survey, deal(skeleton, survey, sizes)
+
+
+def without_numbers(module: nn.Module) -> nn.Module:
+    """A copy whose parameters are on meta; tied ones stay tied."""
+    kept = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for p in module.parameters()
+    }
+    return copy.deepcopy(module, dict(kept))
+
+
+def costs_of(survey: Survey) -> tuple[float, list[float], float]:
+    """(what is before the first block, each block with what is before it, what is after the last)."""
+    first, waiting = 0.0, 0.0
+    costs: list[float] = []
+    for call in survey.calls:
+        waiting += call.cost
+        if call.block:
+            if costs:
+                costs.append(waiting)
+            else:
+                first, costs = waiting - call.cost, [call.cost]
+            waiting = 0.0
+    return first, costs, waiting + survey.last_cost
+
+
+def _shard(
+    module: nn.Module, dims: ParallelDims, mesh: DeviceMesh, blocks: list[str], options: Options
+) -> list[FSDPModule]:
+    """Shards the stage's blocks and what is left; arithmetic in 16 bits is autocast's, as for replicas."""
+    sides = tuple(side for side in ("dp_replicate", "dp_shard") if getattr(dims, side) > 1)
+    whole = replace(options, precision="fp32")
+    return fsdp.apply(module, mesh[sides], blocks, whole, reshard_after_forward=False)
+
+
+def _by_chunk(named: Named, dealt: Deal, own: list[int]) -> dict[int, Named]:
+    """Per chunk the parameters whose gradients are complete when it is: those no later chunk of the stage uses.
+
+    Backward passes the chunks of a stage from the last to the first."""
+    ready: dict[int, Named] = {}
+    for name, parameter in named:
+        using = [chunk for chunk, part in enumerate(own) if part in dealt.owners[name]]
+        ready.setdefault(min(using, default=0), []).append((name, parameter))
+    return ready
+
+
+def _units_by_chunk(units: list[FSDPModule], by_chunk: dict[int, Named]) -> dict[int, list[FSDPModule]]:
+    chunk_of = {id(p): chunk for chunk, named in by_chunk.items() for _, p in named}
+    ready: dict[int, list[FSDPModule]] = {}
+    for unit in reversed(units):  # the root, which holds what is in no other unit, comes last and with the last chunk
+        held = [chunk_of[id(p)] for p in unit.parameters()]  # type: ignore[attr-defined]
+        ready.setdefault(min(held, default=0), []).append(unit)
+    return ready
+
+
+def _wires(stage: int, dims: ParallelDims, group: dist.ProcessGroup, device: torch.device) -> Wires:
+    wires = Wires(stage, dist.get_process_group_ranks(group), group, device)
+    if device.type == "cuda":
+        wires.separate(_pipelines(dims))
+    return wires
+
+
+def _pipelines(dims: ParallelDims) -> list[list[int]]:
+    """The ranks of every pipeline, first stage first."""
+    width = dims.world_size // dims.pp
+    return [[stage * width + offset for stage in range(dims.pp)] for offset in range(width)]
+
+
+def _shared(
+    named: Named, dealt: Deal, dims: ParallelDims, stage: int, folded: bool
+) -> tuple[Shared, list[nn.Parameter]]:
+    """The sums over stages that share a parameter, and the parameters that this stage counts in the norm.
+
+    Collective: every worker makes every group."""
+    users = {
+        name: tuple(sorted({schedules.place_of(part, dims.pp, folded)[0] for part in parts}))
+        for name, parts in dealt.owners.items()
+    }
+    found: dict[dist.ProcessGroup, Named] = {}
+    own = dict(named)
+    for stages in sorted({stages for stages in users.values() if len(stages) > 1}):
+        for ranks in _pipelines(dims):
+            group = dist.new_group([ranks[s] for s in stages])
+            if dist.get_rank() in [ranks[s] for s in stages]:
+                found[group] = [(name, own[name]) for name, several in users.items() if several == stages]
+    return Shared(found), [p for name, p in named if users[name][0] == stage]
+
+
+def _batch_norm(module: nn.Module, layout: Layout) -> tuple[str, ...]:
+    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
+    if not norms:
+        return ()
+    return (
+        f"{type(norms[0]).__name__} normalises over one micro-batch, so a pipeline trains as one device does with the "
+        "same micro-batches, and differently with others: GroupNorm does not depend on them",
+        *start.unsynchronised(module, layout),
+    )

@@ -1,0 +1,107 @@
+"""Where to cut a chain: consecutive pieces, the largest as small as can be.
+
+Shared by the pipeline, whose slowest part sets the pace of all, and by model_parallel, whose devices should be filled
+alike. `pieces` is the textbook dynamic programme over (how many items, how many pieces), O(n² · parts) for n items:
+blocks are few.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from strategies.dims import LayoutError
+
+WORTH = 0.05
+"""A new cut must shorten the largest piece by this share."""
+
+
+def pieces(costs: Sequence[float], parts: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
+    """How many consecutive items each of `parts` pieces gets, at least one each, so that the dearest piece is as cheap
+    as can be; of several such cuts one whose pieces are as even as can be.
+
+    first, last: what the first and the last piece cost beside their items (an embedding; a head and the loss).
+
+    Raises:
+        LayoutError: fewer items than pieces.
+    """
+    count = len(costs)
+    if count < parts:
+        raise LayoutError(f"{count} blocks cannot be cut into {parts} parts: write at most {count}")
+    sums = [0.0, *itertools.accumulate(costs)]
+
+    def cost(start: int, end: int) -> float:
+        return sums[end] - sums[start] + (first if start == 0 else 0.0) + (last if end == count else 0.0)
+
+    # best[n]: for the first n items in the pieces so far: (dearest piece, Σ squares), and where the last piece begins
+    best: list[dict[int, tuple[float, float]]] = [{n: (cost(0, n), cost(0, n) ** 2) for n in range(1, count + 1)}]
+    begins: list[dict[int, int]] = []
+    for piece in range(1, parts):
+        now: dict[int, tuple[float, float]] = {}
+        began: dict[int, int] = {}
+        for end in range(piece + 1, count + 1):
+            for start in range(piece, end):
+                if start not in best[-1]:
+                    continue
+                dearest, squares = best[-1][start]
+                found = (max(dearest, cost(start, end)), squares + cost(start, end) ** 2)
+                if end not in now or found < now[end]:
+                    now[end], began[end] = found, start
+        best.append(now)
+        begins.append(began)
+    sizes, end = [], count
+    for began in reversed(begins):
+        sizes.append(end - began[end])
+        end = began[end]
+    return (*reversed([*sizes, end]),)
+
+
+def dearest(costs: Sequence[float], sizes: Sequence[int], first: float = 0.0, last: float = 0.0) -> float:
+    """The cost of the dearest piece of a cut."""
+    bounds = [0, *itertools.accumulate(sizes)]
+    sums = [sum(costs[start:end]) for start, end in itertools.pairwise(bounds)]
+    sums[0] += first
+    sums[-1] += last
+    return max(sums)
+
+
+def recut(
+    costs: Sequence[float], sizes: Sequence[int], first: float = 0.0, last: float = 0.0, worth: float = WORTH
+) -> tuple[int, ...] | None:
+    """A cut by measured costs whose dearest piece is cheaper than that of `sizes` by at least `worth`; else None."""
+    better = pieces(costs, len(sizes), first, last)
+    gain = 1 - dearest(costs, better, first, last) / max(dearest(costs, sizes, first, last), 1e-30)
+    return better if gain >= worth else None
+
+
+def scaled(
+    costs: Sequence[float], sizes: Sequence[int], measured: Sequence[float], first: float = 0.0, last: float = 0.0
+) -> tuple[float, list[float], float]:
+    """(first, costs, last) in the units of what each piece was measured to take: what was estimated within a piece
+    keeps its proportions."""
+    bounds = [0, *itertools.accumulate(sizes)]
+    found: list[float] = []
+    factors: list[float] = []
+    for i, (start, end) in enumerate(itertools.pairwise(bounds)):
+        estimated = sum(costs[start:end]) + (first if i == 0 else 0.0) + (last if i == len(sizes) - 1 else 0.0)
+        factors.append(measured[i] / max(estimated, 1e-30))
+        found += [cost * factors[-1] for cost in costs[start:end]]
+    return first * factors[0], found, last * factors[-1]
+
+
+def require(sizes: Sequence[int], blocks: int, parts: int) -> tuple[int, ...]:
+    """A cut by hand, checked.
+
+    Raises:
+        LayoutError: it does not fit the model or the layout.
+    """
+    if len(sizes) != parts:
+        raise LayoutError(
+            f"parallel.stages names {len(sizes)} parts, but the pipeline has {parts}: write {parts} numbers"
+        )
+    if min(sizes) < 1 or sum(sizes) != blocks:
+        raise LayoutError(
+            f"parallel.stages is {list(sizes)}, which adds up to {sum(sizes)} blocks, but the model has {blocks}: "
+            f"write {parts} numbers of at least 1 that add up to {blocks}"
+        )
+    return tuple(sizes)

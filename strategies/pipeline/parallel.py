@@ -1,0 +1,197 @@
+"""A pipeline behind the face that every layout shows to the training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from strategies import state
+from strategies.clip import GradNorm
+from strategies.names import Layout
+from strategies.options import Options
+from strategies.parallel import Loss, Parallel
+from strategies.pipeline import cut, schedules
+from strategies.pipeline.reduce import Reducer, Shards, Shared
+from strategies.pipeline.runtime import Runtime, Step
+from strategies.pipeline.schedules import Schedule
+from strategies.pipeline.simulate import Span
+
+T = TypeVar("T")
+
+
+class PipelineParallel(Parallel):
+    """One stage of a pipeline. names: everything the whole model's state holds. group: data-parallel workers."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        device: torch.device,
+        runtime: Runtime,
+        reducer: Reducer,
+        shared: Shared,
+        options: Options,
+        *,
+        stage_group: dist.ProcessGroup,
+        counted: list[nn.Parameter],
+        costs: tuple[float, list[float], float],
+        names: set[str],
+        after_step: Callable[[], None],
+        group: dist.ProcessGroup | None = None,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(module, layout, device, group=group, notes=notes)
+        self.runtime, self.options, self.stage_group = runtime, options, stage_group
+        self._reducer, self._shared, self._all_names, self._after_step = reducer, shared, names, after_step
+        trained = [p for _, p in self._named if p.requires_grad]
+        chosen = {id(p) for p in counted}
+        self._grad_norm = GradNorm(
+            [p for p in trained if id(p) in chosen],
+            device,
+            extra=stage_group,
+            also=[p for p in trained if id(p) not in chosen],
+        )
+        self.has_loss = runtime.parts - 1 in runtime.stage.own
+        self._loss_stage = schedules.place_of(runtime.parts - 1, layout.dims.pp, self._folded)[0]
+        self._costs = costs
+        self._schedules: dict[int, Schedule] = {}
+        self._gathered = False
+
+    @property
+    def _folded(self) -> bool:
+        return self.options.schedule in schedules.FOLDED
+
+    @property
+    def cut(self) -> tuple[int, ...]:
+        """Blocks per part."""
+        return self.runtime.stage.deal.sizes
+
+    @property
+    def most_alive(self) -> int:
+        """Activations (of one micro-batch and chunk) that this stage held at once in the last step."""
+        return self.runtime.most_alive
+
+    def schedule(self, micro_batches: int) -> Schedule:
+        """The instructions of a step of so many micro-batches."""
+        if micro_batches not in self._schedules:
+            options = self.options
+            self._schedules[micro_batches] = schedules.make(
+                options.schedule, self.layout.dims.pp, micro_batches, options.chunks
+            )
+        return self._schedules[micro_batches]
+
+    def forward_backward(
+        self,
+        batches: Sequence[Any],
+        weights: Sequence[float | Tensor],
+        loss: Loss,
+        scale: float | Tensor = 1.0,
+    ) -> Tensor:
+        """See Parallel. Collective over all workers.
+
+        Raises:
+            LayoutError: micro-batches that the schedule cannot use; a model whose shapes change from batch to batch.
+        """
+        schedule = self.schedule(len(batches))
+        ways = self.layout.dims.dp
+        factors = [weight * ways * scale for weight in weights]
+        kinds = [self.runtime.stage.signature(batch) for batch in batches]
+        self._gather()
+        total = self.runtime.step(
+            schedule, Step(batches, weights, factors, loss, kinds), self.device, profiled=self.profiling
+        )
+        self.runtime.reduced(self._finish)
+        return total
+
+    def _finish(self) -> None:
+        self._reducer.finish()
+        self._gathered = False
+        self._shared.finish()
+        self._after_step()
+
+    @torch.no_grad()
+    def forward(self, function: Callable[[nn.Module, Any], T], batch: Any) -> T | None:
+        self._gather()
+        found = self.runtime.evaluate(function, batch, self._folded)
+        self._release()
+        return found if self.has_loss else None
+
+    def _gather(self) -> None:
+        if not self._gathered:
+            self._reducer.begin()
+            self._gathered = True
+
+    def _release(self) -> None:
+        if isinstance(self._reducer, Shards):
+            self._reducer.end()
+        self._gathered = False
+
+    def with_loss(self, value: Tensor) -> Tensor:
+        value = value.clone()
+        dist.broadcast(value, dist.get_global_rank(self.stage_group, self._loss_stage), group=self.stage_group)
+        return value
+
+    def profile(self) -> list[Span]:
+        return list(self.runtime.profiled)
+
+    def better_cut(self) -> tuple[int, ...] | None:
+        """Blocks per part that would make the dearest part at least 5 % cheaper, by the last step's profile; None: the
+        cut is good, or no step was profiled. Collective over the pipeline's stages."""
+        first, costs, last = self._costs
+        seconds: dict[int, float] = {}
+        for span in self.profile():
+            if span.kind in "FBW":
+                part = schedules.part_of(span.stage, span.chunk, self.layout.dims.pp, self._folded)
+                seconds[part] = seconds.get(part, 0.0) + span.end - span.start
+        everyone: list[Any] = [None] * self.layout.dims.pp
+        dist.all_gather_object(everyone, seconds, group=self.stage_group)
+        measured = {part: value for some in everyone for part, value in some.items()}
+        if len(measured) < self.runtime.parts:
+            return None
+        scaled = cut.scaled(costs, self.cut, [measured[part] for part in range(self.runtime.parts)], first, last)
+        return cut.recut(scaled[1], self.cut, scaled[0], scaled[2])
+
+    # --- state --------------------------------------------------------------------------------------------------
+
+    def load_model_state(self, values: dict[str, Any]) -> None:
+        own = self.inner.state_dict().keys()
+        foreign = values.keys() - self._all_names
+        state.load_model_state(self.inner, {k: v for k, v in values.items() if k in own or k in foreign})
+
+    def full_model_state(self) -> dict[str, Tensor]:
+        """Everything whole and on the CPU, on rank 0; empty elsewhere. Collective; one tensor at a time is whole."""
+        first = dist.get_rank() == 0
+        own = {name: tensor for name, tensor in self.model_state().items() if isinstance(tensor, Tensor)}
+        described: list[Any] = [None] * self.layout.dims.pp
+        dist.all_gather_object(
+            described, [(name, tuple(t.shape), t.dtype) for name, t in own.items()], group=self.stage_group
+        )
+        place = self.layout.dims.coordinates(dist.get_rank())
+        speaks = all(place[side] == 0 for side in ("dp_replicate", "dp_shard", "tp"))
+        whole: dict[str, Tensor] = {}
+        done: set[str] = set()
+        for stage, tensors in enumerate(described):
+            source = dist.get_global_rank(self.stage_group, stage)
+            for name, shape, dtype in tensors:
+                value = state.whole_tensor(own[name].detach(), self.device) if stage == place["pp"] else None
+                if name in done or not speaks:
+                    continue
+                done.add(name)
+                if stage == 0 and first:
+                    assert value is not None
+                    whole[name] = value.cpu().clone()
+                elif first:
+                    received = torch.empty(shape, dtype=dtype, device=self.device)
+                    dist.recv(received, source, group=self.stage_group)
+                    whole[name] = received.cpu()
+                elif value is not None and stage == place["pp"] and stage > 0:
+                    dist.send(
+                        value.to(self.device).contiguous(),
+                        dist.get_global_rank(self.stage_group, 0),
+                        group=self.stage_group,
+                    )
+        return whole

@@ -1,0 +1,268 @@
+"""Doing a stage's list of instructions: forward, send; receive, backward, send; and nothing else.
+
+    F   take what the part before sent, run the part, keep its graph, send the outputs on
+    B   take the gradients of the outputs, run backward, send the gradients of what was taken
+    W   the weights' gradients that B left (schedules that split backward)
+
+Waiting happens only where an instruction needs what has not arrived. Gradients add up in the parameters over
+micro-batches; `done` is called as soon as a chunk has seen its last, so that reducing them over data-parallel workers
+overlaps with what the other chunks and stages still compute.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strategies.dims import LayoutError
+from strategies.parallel import plain_tensor
+from strategies.pipeline import later
+from strategies.pipeline.links import Form, Forms, Inbox, Message, Wires, written
+from strategies.pipeline.schedules import Op, Schedule, place_of
+from strategies.pipeline.simulate import Span
+from strategies.pipeline.stage import Stage
+from strategies.pipeline.survey import Loss
+
+
+@dataclass
+class Step:
+    """A step's inputs. factors: what each micro-batch's loss is multiplied by before backward."""
+
+    batches: Sequence[Any]
+    weights: Sequence[Any]
+    factors: Sequence[Any]
+    loss: Loss
+    kinds: list[Any]
+
+
+@dataclass
+class Alive:
+    """What a forward leaves for backward."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+class Runtime:
+    """Runs schedules on one worker.
+
+    autocast: put around forward. done(chunk): a chunk's gradients are complete. put_off: what the modules' backward
+    leaves for W. clear: to be called after a forward.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        wires: Wires,
+        stages: int,
+        *,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        done: Callable[[int], None],
+        put_off: later.Later,
+        clear: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.stage, self.wires, self.stages = stage, wires, stages
+        self.autocast, self.done, self.clear = autocast, done, clear
+        self.forms: dict[Any, Forms] = {}
+        self.later = put_off
+        self.most_alive = 0
+        """Of the last step: the most activations (of one micro-batch and chunk) that were held at once."""
+        self.profiled: list[Span] = []
+        """Of the last step that was profiled."""
+        self.spans: list[Span] | None = None
+        self.began = 0.0
+        self._orders: dict[Any, Any] = {}
+
+    @property
+    def parts(self) -> int:
+        return self.stage.deal.parts
+
+    # --- a training step ----------------------------------------------------------------------------------------
+
+    def step(self, schedule: Schedule, step: Step, device: torch.device, profiled: bool = False) -> Tensor:
+        """One optimizer step's forwards and backwards; Σ weight · loss where the last part is, else 0."""
+        ops = schedule.lists[self.wires.stage]
+        self._open(schedule, step.kinds)
+        self.spans, self.began = ([] if profiled else None), time.perf_counter()
+        self.total = torch.zeros((), device=device)
+        self.alive: dict[tuple[int, int], Alive] = {}
+        self.left: dict[tuple[int, int], later.Waiting] = {}
+        self.most_alive, held = 0, 0
+        release = "W" if schedule.split else "B"
+        final = {op.chunk: i for i, op in enumerate(ops) if op.kind == release}
+        seed = torch.initial_seed()
+        for i, op in enumerate(ops):
+            part = schedule.part(self.wires.stage, op.chunk)
+            if op.kind == "F":
+                absent = self.stage.outputs(step.kinds[op.micro], step.loss, step.batches[op.micro])
+                torch.manual_seed(_mixed(seed, part, op.micro))
+                self._forward(step, op, part, absent)
+            elif op.kind == "B":
+                self._backward(schedule.split, op, part)
+            else:
+                self._weights(op, part)
+            held += (op.kind == "F") - (op.kind == release)
+            self.most_alive = max(self.most_alive, held)
+            if final[op.chunk] == i:
+                self.done(op.chunk)
+        torch.manual_seed(_mixed(seed, self.parts, 0))
+        self.wires.settle()
+        return self.total
+
+    def reduced(self, work: Callable[[], None]) -> None:
+        """Waits for the gradients' reduction, which is `work`."""
+        self._timed("REDUCE", Op("REDUCE", 0), work)
+        if self.spans is not None:
+            self.profiled = self.spans
+
+    def _forward(self, step: Step, op: Op, part: int, absent: dict[str, Any]) -> None:
+        arrived = self._take("F", part - 1, op) if part else []
+        forms = self.forms[part - 1, step.kinds[op.micro]] if part else ()
+        inputs = [tensor.requires_grad_() if form.grad else tensor for tensor, form in zip(arrived, forms, strict=True)]
+        answer, outputs = self._timed("F", op, lambda: self._run(step, op.micro, part, absent, inputs))
+        if part == self.parts - 1:
+            value = answer * step.factors[op.micro]
+            self.total = self.total + plain_tensor(answer.detach()) * step.weights[op.micro]
+            outputs = [value]
+        else:
+            self._send_on(outputs, op, part, step.kinds[op.micro])
+        self.alive[part, op.micro] = Alive(inputs, outputs)
+
+    def _run(
+        self, step: Step, micro: int, part: int, absent: dict[str, Any], inputs: list[Tensor]
+    ) -> tuple[Any, list[Tensor]]:
+        with self.autocast():
+            answer, outputs = self.stage.run(part, step.loss, step.batches[micro], absent, inputs)
+        self.clear()
+        return answer, outputs
+
+    def _backward(self, split: bool, op: Op, part: int) -> None:
+        kept = self.alive.pop((part, op.micro))
+        gradients: list[Any]
+        if part == self.parts - 1:
+            ends, gradients = kept.outputs, [None]
+        else:
+            ends = [tensor for tensor in kept.outputs if tensor.requires_grad]
+            gradients = self._take("B", part, op)
+        if split:
+            self.later.waiting = self.left[part, op.micro] = []
+        self._timed("B", op, lambda: torch.autograd.backward(ends, gradients) if ends else None)
+        self.later.waiting = None
+        if part:
+            back = [
+                tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+                for tensor in kept.inputs
+                if tensor.requires_grad
+            ]
+            self._give("B", part - 1, op, back, place_of(part - 1, self.stages, self.folded)[0])
+
+    def _weights(self, op: Op, part: int) -> None:
+        waiting = self.left.pop((part, op.micro))
+        self._timed("W", op, lambda: later.finish(waiting))
+
+    def _send_on(self, outputs: list[Tensor], op: Op, part: int, kind: Any) -> None:
+        forms = tuple(Form.of(tensor) for tensor in outputs)
+        target = place_of(part + 1, self.stages, self.folded)[0]
+        known = self.forms.get((part, kind))
+        if known is None:
+            self.forms[part, kind] = forms
+            if target != self.wires.stage:
+                self.wires.send("F", target, [written(forms).to(self.wires.device)])
+        elif known != forms:
+            i = next((i for i, (a, b) in enumerate(zip(forms, known)) if a != b), 0)
+            raise LayoutError(
+                f"block {self.stage.deal.last[part]} puts out {forms[i]} for one batch and {known[i]} for another "
+                "of the same shape: a pipeline needs shapes that depend on the batch's alone"
+            )
+        self._give("F", part, op, outputs, target)
+
+    # --- what travels -------------------------------------------------------------------------------------------
+
+    def _open(self, schedule: Schedule, kinds: list[Any]) -> None:
+        """Asks every neighbour for what it will send during the step."""
+        self.folded = schedule.folded
+        self.local: dict[tuple[str, int, int], list[Tensor]] = {}
+        key = (schedule.name, schedule.micro_batches, schedule.chunks)
+        if key not in self._orders:
+            self._orders[key] = _orders(schedule, self.wires.stage)
+        self.inboxes: dict[tuple[str, int], Inbox] = {}
+        for (kind, stage), order in self._orders[key].items():
+            messages = [Message(part, micro, kinds[micro]) for part, micro in order]
+            self.inboxes[kind, stage] = Inbox(self.wires, kind, stage, messages, self.forms)
+
+    def _take(self, kind: str, edge: int, op: Op) -> list[Tensor]:
+        """What crosses from part `edge` to the next (F), or back to it (B)."""
+        source = place_of(edge if kind == "F" else edge + 1, self.stages, self.folded)[0]
+        if source == self.wires.stage:
+            return self.local.pop((kind, edge, op.micro))
+        return self._timed("RECV", op, lambda: self.inboxes[kind, source].take(edge, op.micro))
+
+    def _give(self, kind: str, edge: int, op: Op, tensors: list[Tensor], target: int) -> None:
+        if target == self.wires.stage:
+            self.local[kind, edge, op.micro] = [tensor.detach() for tensor in tensors]
+        else:
+            self._timed("SEND", op, lambda: self.wires.send(kind, target, tensors))
+
+    def _timed(self, kind: str, op: Op, work: Callable[[], Any]) -> Any:
+        if self.spans is None:
+            return work()
+        self._wait_for_device()
+        start = time.perf_counter() - self.began
+        result = work()
+        self._wait_for_device()
+        end = time.perf_counter() - self.began
+        self.spans.append(Span(self.wires.stage, kind, op.micro, op.chunk, start, end))
+        return result
+
+    def _wait_for_device(self) -> None:
+        if self.wires.device.type == "cuda":
+            torch.cuda.synchronize(self.wires.device)
+
+    # --- evaluation ---------------------------------------------------------------------------------------------
+
+    def evaluate(self, function: Callable[..., Any], batch: Any, folded: bool) -> Any:
+        """The function's answer where the last part is, else None. Of several in a row the next begins here while this
+        one is still computed on later stages."""
+        self.folded, self.local, self.spans = folded, {}, None
+        kind, answer = self.stage.signature(batch), None
+        step = Step([batch], [1.0], [1.0], function, [kind])
+        absent = self.stage.outputs(kind, function, batch)
+        for part in sorted(self.stage.own):
+            op = Op("F", 0, place_of(part, self.stages, folded)[1])
+            arrived = self._receive_now(part, kind, op) if part else []
+            answer, outputs = self._run(step, 0, part, absent, arrived)
+            if part < self.parts - 1:
+                self._send_on(outputs, op, part, kind)
+        self.wires.settle()
+        return answer
+
+    def _receive_now(self, part: int, kind: Any, op: Op) -> list[Tensor]:
+        source = place_of(part - 1, self.stages, self.folded)[0]
+        if source != self.wires.stage:
+            self.inboxes = {("F", source): Inbox(self.wires, "F", source, [Message(part - 1, 0, kind)], self.forms)}
+        return self._take("F", part - 1, op)
+
+
+def _orders(schedule: Schedule, own: int) -> dict[tuple[str, int], list[tuple[int, int]]]:
+    """Per direction and neighbour, (edge, micro-batch) in the order in which the neighbour sends it to stage `own`."""
+    found: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    for stage, ops in enumerate(schedule.lists):
+        for op in ops:
+            part = schedule.part(stage, op.chunk)
+            target = part + 1 if op.kind == "F" else part - 1
+            if stage == own or op.kind == "W" or not 0 <= target < schedule.parts:
+                continue
+            if place_of(target, schedule.stages, schedule.folded)[0] == own:
+                found.setdefault((op.kind, stage), []).append((part if op.kind == "F" else target, op.micro))
+    return found
+
+
+def _mixed(seed: int, part: int, micro: int) -> int:
+    """Random numbers of their own for every part and micro-batch, the same under every schedule."""
+    return (seed * 6364136223846793005 + (part * 65537 + micro + 1) * 1442695040888963407) % 2**63

@@ -1,0 +1,266 @@
+"""Schedules: who computes what when, as lists of instructions; pure functions that no process is needed for.
+
+The model is cut into parts 0 … P-1; part k+1 eats what part k puts out. A *stage* (a worker) owns one part, or several
+chunks of the model (P = stages · chunks). For each micro-batch and part there is a forward F and a backward B; a
+schedule that splits backward has B compute the gradient of the part's input, for which the stage before waits, and a
+W that computes the gradients of its weights, for which nobody waits. With p stages, m micro-batches, and times f, b, w
+of a stage's F, B and W, a step takes m(f+b+w) and, because the pipe must fill and drain,
+
+    schedule         this much more          activations alive on stage s       from
+    gpipe            (p-1)(f+b+w)            m                                  Huang et al. 2019, arXiv 1811.06965
+    1f1b             (p-1)(f+b+w)            p-s                                Narayanan et al. 2020, arXiv 2006.09503
+    interleaved_1f1b (p-1)(f+b+w) / chunks   (chunks-1)p + 2(p-s)-1, of chunks  Narayanan et al. 2021, arXiv 2104.04473
+    zb_h1            (p-1)(f+b-w)            p                                  Qi et al. 2023, arXiv 2401.10241
+    zb_h2            (p-1)f                  2p-1                               the same, §2.2
+    zbv              (p-1)f/2, about         2p, of half a stage                Qi et al. 2024, arXiv 2405.15362
+
+(m ≥ 2p; for the last two f ≈ b ≈ w. An activation is alive from F until the last instruction that reads it: B, or W
+where there is one. The papers call the last two zero: they let a stage begin the next step while others finish this.)
+gpipe is all F, then all B: simplest, most memory. 1f1b begins backward as soon as it can: choose it unless there is a
+reason. Interleaving has each stage own several thin slices, so that the pipe fills sooner and more is sent. The
+zero-bubble ones fill what is left with W. zbv folds the model into a V, so that the stage that reads the input also
+computes the loss, and all stages hold as much as another.
+
+A new schedule is a function `(stages, micro_batches, chunks) -> Schedule` and a line in SCHEDULES. `check` then proves
+that it cannot deadlock and does everything once; `simulate` says how long it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from strategies.dims import LayoutError
+
+
+@dataclass(frozen=True)
+class Op:
+    """One instruction: F, B or W of a micro-batch through one of the stage's chunks."""
+
+    kind: str
+    micro: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.micro}" + (f".{self.chunk}" if self.chunk else "")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """lists: per stage its instructions. folded: chunks go down the stages and up again, not round and round. split:
+    B leaves the weights' gradients to W."""
+
+    name: str
+    stages: int
+    micro_batches: int
+    chunks: int
+    lists: tuple[tuple[Op, ...], ...]
+    split: bool = False
+    folded: bool = False
+
+    @property
+    def parts(self) -> int:
+        return self.stages * self.chunks
+
+    def part(self, stage: int, chunk: int) -> int:
+        """Which part of the model that chunk of the stage is."""
+        return part_of(stage, chunk, self.stages, self.folded)
+
+    def __str__(self) -> str:
+        return "\n".join(" ".join(str(op) for op in ops) for ops in self.lists)
+
+
+def part_of(stage: int, chunk: int, stages: int, folded: bool) -> int:
+    back = folded and chunk % 2 == 1
+    return chunk * stages + (stages - 1 - stage if back else stage)
+
+
+def place_of(part: int, stages: int, folded: bool) -> tuple[int, int]:
+    """(stage, chunk) of a part of the model."""
+    chunk, place = divmod(part, stages)
+    return (stages - 1 - place if folded and chunk % 2 == 1 else place), chunk
+
+
+# --- the schedules ----------------------------------------------------------------------------------------------
+
+
+def gpipe(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+    """All forwards, then all backwards."""
+    ops = [Op("F", i) for i in range(micro_batches)] + [Op("B", i) for i in range(micro_batches)]
+    return Schedule("gpipe", stages, micro_batches, 1, (tuple(ops),) * stages)
+
+
+def one_f_one_b(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+    """As many forwards as there are stages left, then one forward per backward."""
+    forward = [Op("F", i) for i in range(micro_batches)]
+    backward = [Op("B", i) for i in range(micro_batches)]
+    lists = (_alternating(forward, backward, stages - stage - 1) for stage in range(stages))
+    return Schedule("1f1b", stages, micro_batches, 1, tuple(lists))
+
+
+def interleaved_1f1b(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
+    """1f1b over chunks: `stages` micro-batches through the first chunk, the same through the second, and so on."""
+    groups = [range(i, i + stages) for i in range(0, micro_batches, stages)]
+    forward = [Op("F", i, chunk) for group in groups for chunk in range(chunks) for i in group]
+    backward = [Op("B", i, chunk) for group in groups for chunk in reversed(range(chunks)) for i in group]
+    lists = (
+        _alternating(forward, backward, 2 * (stages - stage - 1) + (chunks - 1) * stages) for stage in range(stages)
+    )
+    return Schedule("interleaved_1f1b", stages, micro_batches, chunks, tuple(lists))
+
+
+def zb_h1(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+    """1f1b in which stage s does the weights of a micro-batch s micro-batches later, when it would have waited."""
+    lists = []
+    for stage, plain in enumerate(one_f_one_b(stages, micro_batches).lists):
+        ops: list[Op] = []
+        for op in plain:
+            ops.append(op)
+            if op.kind == "B" and op.micro >= stage:
+                ops.append(Op("W", op.micro - stage))
+        lists.append((*ops, *(Op("W", i) for i in range(max(0, micro_batches - stage), micro_batches))))
+    return Schedule("zb_h1", stages, micro_batches, 1, tuple(lists), split=True)
+
+
+def zb_h2(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+    """Twice as many forwards in flight, so that no stage waits but for the first activation and the last gradient."""
+    flight = [2 * (stages - stage) - 1 for stage in range(stages)]
+    return _eager("zb_h2", stages, micro_batches, 2 * stages - 1, flight)
+
+
+def zbv(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
+    """Two chunks per stage, placed as a V: the first stage has the first part and the last one."""
+    return _eager("zbv", stages, micro_batches, 2 * stages, [2 * stages] * stages, chunks=2, folded=True)
+
+
+SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved_1f1b": interleaved_1f1b,
+    "zb_h1": zb_h1,
+    "zb_h2": zb_h2,
+    "zbv": zbv,
+}
+SPLIT = ("zb_h1", "zb_h2", "zbv")
+"""Those that split backward."""
+FOLDED = ("zbv",)
+
+
+def make(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+    """The schedule of that name.
+
+    Raises:
+        LayoutError: micro-batches or chunks that it cannot use; another that can is named.
+    """
+    require(name, stages, micro_batches, chunks)
+    return SCHEDULES[name](stages, micro_batches, chunks)
+
+
+def require(name: str, stages: int, micro_batches: int | None, chunks: int) -> None:
+    """Raises LayoutError unless the schedule can be made; micro_batches None: not known yet."""
+    if chunks < 1:
+        raise LayoutError(f"parallel.chunks is {chunks}: write at least 1")
+    if name == "interleaved_1f1b" and chunks < 2:
+        raise LayoutError(f"parallel.schedule={name} has several chunks per stage: write parallel.chunks=2, or 1f1b")
+    if name == "zbv" and chunks not in (1, 2):
+        raise LayoutError(f"parallel.schedule=zbv has 2 chunks per stage, not {chunks}: leave parallel.chunks out")
+    if name not in ("interleaved_1f1b", "zbv") and chunks > 1:
+        raise LayoutError(
+            f"parallel.schedule={name} has one chunk per stage, but parallel.chunks is {chunks}: write "
+            "parallel.schedule=interleaved_1f1b"
+        )
+    if name == "interleaved_1f1b" and micro_batches is not None and micro_batches % stages:
+        raise LayoutError(
+            f"parallel.schedule={name} sends micro-batches in groups of {stages}, one per stage, but a step has "
+            f"{micro_batches}: write a train.micro_batch_size that makes it a multiple of {stages}, or "
+            "parallel.schedule=1f1b, which takes any number"
+        )
+    least = least_micro_batches(name, stages)
+    if micro_batches is not None and micro_batches < least:
+        other = "zb_h1" if micro_batches >= stages else "1f1b"
+        raise LayoutError(
+            f"parallel.schedule={name} over {stages} stages needs at least {least} micro-batches per step, but there "
+            f"are {micro_batches}: write a smaller train.micro_batch_size, or parallel.schedule={other}"
+        )
+
+
+def least_micro_batches(name: str, stages: int) -> int:
+    """With fewer a schedule is no longer what it says it is. gpipe and 1f1b take any number."""
+    return {"gpipe": 1, "1f1b": 1, "zb_h2": 2 * stages - 1}.get(name, stages)
+
+
+def chunks_of(name: str, chunks: int) -> int:
+    """Chunks per stage, once the schedule has had its say."""
+    return 2 if name == "zbv" else chunks
+
+
+def _alternating(forward: Sequence[Op], backward: Sequence[Op], warmup: int) -> tuple[Op, ...]:
+    """`warmup` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    warmup = min(warmup, len(forward))
+    steady = [op for pair in zip(forward[warmup:], backward) for op in pair]
+    return (*forward[:warmup], *steady, *backward[len(forward) - warmup :])
+
+
+def _eager(
+    name: str,
+    stages: int,
+    micro_batches: int,
+    room: int,
+    flight: Sequence[int],
+    chunks: int = 1,
+    folded: bool = False,
+) -> Schedule:
+    """Every stage always does the most urgent thing it can: B, else F, else W. There is room for so many activations,
+    of which so many may be in flight (their B not done yet), per stage.
+
+    Found by playing the pipeline through in units of time in which F, B and W take one each.
+    """
+    parts = stages * chunks
+    done: dict[tuple[str, int, int], int] = {}  # (kind, micro-batch, part) → when
+    lists: list[list[Op]] = [[] for _ in range(stages)]
+    clock, total = 0, 3 * micro_batches * parts
+    while len(done) < total:
+        chosen = []
+        for stage in range(stages):
+            owned = [part_of(stage, chunk, stages, folded) for chunk in range(chunks)]
+            key = _urgent(owned, parts, micro_batches, done, clock, room, flight[stage])
+            if key is not None:
+                chosen.append(key)
+                lists[stage].append(Op(key[0], key[1], owned.index(key[2])))
+        done.update(dict.fromkeys(chosen, clock + 1))
+        clock += 1
+    made = tuple(tuple(ops) for ops in lists)
+    return Schedule(name, stages, micro_batches, chunks, made, split=True, folded=folded)
+
+
+def _urgent(
+    owned: list[int],
+    parts: int,
+    micro_batches: int,
+    done: dict[tuple[str, int, int], int],
+    clock: int,
+    room: int,
+    flight: int,
+) -> tuple[str, int, int] | None:
+    def count(kind: str, part: int) -> int:
+        return next((i for i in range(micro_batches) if (kind, i, part) not in done), micro_batches)
+
+    def ready(key: tuple[str, int, int]) -> bool:
+        return done.get(key, clock + 1) <= clock
+
+    f, b, w = ({part: count(kind, part) for part in owned} for kind in "FBW")
+    for part in reversed(owned):  # the part nearest to the loss first
+        needed = ("F", b[part], part) if part == parts - 1 else ("B", b[part], part + 1)
+        if b[part] < f[part] and ready(needed):
+            return "B", b[part], part
+    alive, flying = sum(f[part] - w[part] for part in owned), sum(f[part] - b[part] for part in owned)
+    for part in reversed(owned):
+        # The way back must stay free: a micro-batch on its way down still needs room for its later parts.
+        later = sum(1 for other in owned if other > part)
+        free = alive + later < room and flying + later < flight
+        if f[part] < micro_batches and free and (part == 0 or ready(("F", f[part], part - 1))):
+            return "F", f[part], part
+    for part in reversed(owned):
+        if w[part] < b[part]:
+            return "W", w[part], part
+    return None

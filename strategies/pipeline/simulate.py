@@ -1,0 +1,168 @@
+"""Playing a schedule through without processes: can it deadlock, how long does it take, how much does it hold.
+
+Each stage does its instructions in order. F of part k waits for F of part k-1 of the same micro-batch and for what it
+put out to travel, B for B of part k+1 (of the last part: for its own F), W for nothing but its own B. That is all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from strategies.dims import LayoutError
+from strategies.pipeline.schedules import Op, Schedule, place_of
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something a stage did: F, B, W, SEND, RECV (waiting for a neighbour) or REDUCE; seconds from the step's start."""
+
+    stage: int
+    kind: str
+    micro: int
+    chunk: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds per micro-batch of each part: one number for all parts, or one per part. backward: to the input alone,
+    weight: to the weights; a schedule that does not split has B take both. transfer: from one stage to the next."""
+
+    forward: float | Sequence[float]
+    backward: float | Sequence[float]
+    weight: float | Sequence[float]
+    transfer: float = 0.0
+
+    def of(self, kind: str, part: int, split: bool) -> float:
+        def at(value: float | Sequence[float]) -> float:
+            return value[part] if isinstance(value, Sequence) else value
+
+        if kind == "B" and not split:
+            return at(self.backward) + at(self.weight)
+        return at({"F": self.forward, "B": self.backward, "W": self.weight}[kind])
+
+
+def simulate(schedule: Schedule, times: Times) -> list[Span]:
+    """When each stage computes what, by start.
+
+    Raises:
+        LayoutError: the lists wait for each other, or for what nobody does.
+    """
+    ends: dict[tuple[str, int, int], float] = {}  # (kind, micro-batch, part) → when it is done
+    clocks, done = [0.0] * schedule.stages, [0] * schedule.stages
+    spans: list[Span] = []
+    moved = True
+    while moved:
+        moved = False
+        for stage, ops in enumerate(schedule.lists):
+            while done[stage] < len(ops):
+                op = ops[done[stage]]
+                part = schedule.part(stage, op.chunk)
+                ready = _ready(schedule, op, part, ends, times.transfer)
+                if ready is None:
+                    break
+                start = max(clocks[stage], ready)
+                clocks[stage] = ends[op.kind, op.micro, part] = start + times.of(op.kind, part, schedule.split)
+                spans.append(Span(stage, op.kind, op.micro, op.chunk, start, clocks[stage]))
+                done[stage] += 1
+                moved = True
+    stuck = [f"stage {s} at {ops[done[s]]}" for s, ops in enumerate(schedule.lists) if done[s] < len(ops)]
+    if stuck:
+        raise LayoutError(f"schedule {schedule.name} deadlocks: {', '.join(stuck)} wait for each other")
+    return sorted(spans, key=lambda span: (span.start, span.stage))
+
+
+def _ready(
+    schedule: Schedule, op: Op, part: int, ends: dict[tuple[str, int, int], float], transfer: float
+) -> float | None:
+    """When everything that the instruction waits for is there; None if something has not been done yet."""
+    needs = [] if op.kind == "F" else [ends.get(("F" if op.kind == "B" else "B", op.micro, part))]
+    before = part - 1 if op.kind == "F" else part + 1
+    if op.kind != "W" and 0 <= before < schedule.parts:
+        end = ends.get((op.kind, op.micro, before))
+        here = _stage(schedule, before) == _stage(schedule, part)  # a folded schedule turns on one stage
+        needs.append(end if end is None or here else end + transfer)
+    return None if None in needs else max((need for need in needs if need is not None), default=0.0)
+
+
+def _stage(schedule: Schedule, part: int) -> int:
+    return place_of(part, schedule.stages, schedule.folded)[0]
+
+
+def length(spans: Sequence[Span]) -> float:
+    """Seconds from the first start to the last end."""
+    return max(span.end for span in spans) - min(span.start for span in spans)
+
+
+def bubble(spans: Sequence[Span]) -> float:
+    """The share of all stages' time in which they compute nothing, from the first start to the last end."""
+    stages = len({span.stage for span in spans})
+    busy = math.fsum(span.end - span.start for span in spans if span.kind in "FBW")
+    return 1 - busy / (stages * length(spans))
+
+
+def check(schedule: Schedule) -> None:
+    """Every F, B and W exactly once on the stage that owns the part, and no deadlock.
+
+    Raises:
+        LayoutError: what is wrong, where.
+    """
+    kinds = "FBW" if schedule.split else "FB"
+    for stage, ops in enumerate(schedule.lists):
+        found = Counter((op.kind, op.micro, op.chunk) for op in ops)
+        wanted = {(k, m, c) for k in kinds for m in range(schedule.micro_batches) for c in range(schedule.chunks)}
+        odd = [key for key in {*found, *wanted} if found[key] != (key in wanted)]
+        if odd:
+            kind, micro, chunk = min(odd)
+            times = found[kind, micro, chunk]
+            raise LayoutError(
+                f"schedule {schedule.name} has stage {stage} do {Op(kind, micro, chunk)} {times} times instead of "
+                f"{int((kind, micro, chunk) in wanted)}"
+            )
+    if len(schedule.lists) != schedule.stages:
+        raise LayoutError(f"schedule {schedule.name} has {len(schedule.lists)} lists for {schedule.stages} stages")
+    simulate(schedule, Times(1.0, 1.0, 1.0))
+
+
+def alive(schedule: Schedule, stage: int) -> int:
+    """The most activations (of one micro-batch and chunk) that the stage holds at once."""
+    release = "W" if schedule.split else "B"
+    now = most = 0
+    for op in schedule.lists[stage]:
+        now += (op.kind == "F") - (op.kind == release)
+        # What an instruction reads is held while it runs; F's is counted as soon as it is done.
+        most = max(most, now)
+    return most
+
+
+def alive_by_formula(schedule: Schedule, stage: int) -> int:
+    """What the papers say `alive` is (see schedules.py)."""
+    p, m, chunks = schedule.stages, schedule.micro_batches, schedule.chunks
+    formulas = {
+        "gpipe": m,
+        "1f1b": p - stage,
+        "interleaved_1f1b": (chunks - 1) * p + 2 * (p - stage) - 1,
+        "zb_h1": p,
+        "zb_h2": 2 * p - 1,
+        "zbv": 2 * p,
+    }
+    return min(formulas[schedule.name], m * chunks)
+
+
+def bubble_by_formula(name: str, stages: int, micro_batches: int, chunks: int, times: Times) -> float:
+    """The idle share that the papers give for equal parts and free transfers; times are of a whole stage's work."""
+    f, b, w = (float(value) for value in (times.forward, times.backward, times.weight))  # type: ignore[arg-type]
+    idle = {
+        "gpipe": f + b + w,
+        "1f1b": f + b + w,
+        "interleaved_1f1b": (f + b + w) / chunks,
+        "zb_h1": f + b - w,
+        "zb_h2": f,
+        "zbv": f / 2,
+    }[name]
+    idle *= stages - 1
+    return idle / (idle + micro_batches * (f + b + w))
