@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import yaml
 
-class ClusterError(Exception):
-    """The cluster cannot be reached or cannot ever give what is asked; one sentence for a person."""
+from cluster.errors import ClusterError
 
 
 @dataclass(frozen=True)
@@ -76,13 +77,66 @@ def describe(*, started_here: bool) -> Cluster:
         for name, amount in node["Resources"].items():
             largest[name] = max(largest.get(name, 0.0), amount)
     address = ray.get_runtime_context().gcs_address
-    return Cluster(address, len(nodes), dict(ray.cluster_resources()), largest, _limits(), started_here)
+    return Cluster(address, len(nodes), dict(ray.cluster_resources()), largest, _limits(address), started_here)
 
 
-def _limits() -> dict[str, float]:
+def _limits(address: str) -> dict[str, float]:
+    """What an autoscaler may grow the cluster to, by resource.
+
+    Ray's own tables say it on Anyscale only. Elsewhere: the cluster's file where TRIREME_CLUSTER names one, else the
+    configuration that the autoscaler on this machine was started with (jobs run on the head, and so does it).
+    """
     from ray._private.state import state
 
-    return dict(state.get_max_resources_from_cluster_config() or {})
+    from cluster.shape import cluster_file, read_cluster
+
+    told = {name: float(most) for name, most in (state.get_max_resources_from_cluster_config() or {}).items()}
+    file = cluster_file()
+    if told or not file:
+        return told or limits_of(_autoscaler_config(address))
+    shape = read_cluster(file)
+    if shape.provider == "local":
+        return {}
+    rows = [({"CPU": kind.cpus, "GPU": float(kind.gpus)}, kind.max_nodes) for kind in shape.workers]
+    return _most(rows, shape.max_workers)
+
+
+def limits_of(config: Mapping[str, Any]) -> dict[str, float]:
+    """The same from a configuration of Ray's launcher; empty where nothing grows."""
+    total, head = config.get("max_workers", 0), config.get("head_node_type")
+    rows = [
+        (kind.get("resources") or {}, min(kind.get("max_workers", total), total))
+        for name, kind in (config.get("available_node_types") or {}).items()
+        if name != head
+    ]
+    return _most(rows, total)
+
+
+def _most(rows: Sequence[tuple[Mapping[str, float], int]], nodes: int | None) -> dict[str, float]:
+    """The most of each resource on at most `nodes` nodes; rows: resources of one node, and how many there may be."""
+    found = {}
+    for name in {name for resources, _ in rows for name in resources}:
+        left = nodes if nodes is not None else sum(most for _, most in rows)
+        amount = 0.0
+        for each, most in sorted(((resources.get(name, 0.0), most) for resources, most in rows), reverse=True):
+            amount, left = amount + each * min(most, left), left - min(most, left)
+        if amount:
+            found[name] = amount
+    return found
+
+
+def _autoscaler_config(address: str) -> dict[str, Any]:
+    """What this machine's autoscaler of the cluster at `address` was started with; empty where there is none."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            file = next((word.partition("=")[2] for word in words if word.startswith("--autoscaling-config=")), "")
+            if file and any(word == f"--gcs-address={address}" for word in words):
+                found = yaml.safe_load(Path(file).expanduser().read_text())
+                return found if isinstance(found, dict) else {}
+        except (OSError, yaml.YAMLError):
+            continue
+    return {}
 
 
 def check_fits(cluster: Cluster, workers: int, per_worker: Mapping[str, float]) -> None:

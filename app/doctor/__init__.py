@@ -1,0 +1,1 @@
+"""`trireme doctor`: facts of every node, and what they mean."""

@@ -1,0 +1,1 @@
+"""`trireme submit`: `ray job submit` done well."""

@@ -1,0 +1,78 @@
+"""Environment variables that go along with a job: plain ones through Ray, secret ones past it.
+
+Ray keeps a job's runtime environment, values and all, and shows it to whoever may ask for it. So secrets go over SSH
+into a file on the head that only its owner reads, and the job removes the file when it has read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from app.errors import UserError
+
+SECRET = re.compile(r"(?i)token|secret|password|passwd|credential|api_?key|access_key|private")
+ALWAYS = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_TRACKING_USERNAME")
+ALWAYS_SECRET = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
+
+
+def chosen(names: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:
+    """Plain and secret variables of this process that are to go along: those named, and MLflow's where they are set.
+
+    Raises:
+        UserError: a variable is asked for by value, or is not set here.
+    """
+    plain: dict[str, str] = {}
+    secret: dict[str, str] = {}
+    for name in names:
+        if "=" in name:
+            raise UserError(f"--env takes a variable's name, not its value: set {name.partition('=')[0]} and name it")
+        if name not in os.environ:
+            raise UserError(f"the environment variable {name}, which --env names, is not set here")
+    for name in (*names, *ALWAYS, *ALWAYS_SECRET):
+        if name in os.environ:
+            value = os.environ[name]
+            hidden = SECRET.search(name) or re.search(r"://[^/@]+:[^/@]+@", value)
+            (secret if hidden else plain)[name] = value
+    return plain, secret
+
+
+def leave(cluster: str, secret: Mapping[str, str]) -> str:
+    """Puts secrets into a file on the head of `cluster`, for the job alone; returns its path there.
+
+    Raises:
+        UserError: it could not be written.
+    """
+    from cluster.launch import load
+    from cluster.ray_file import is_this_machine
+    from cluster.remote import ask, login_of
+    from cluster.status import head_host
+
+    data, file = load(cluster)
+    name = f".trireme/secrets/{uuid.uuid4().hex}"
+    if is_this_machine(data):
+        path = Path("~").expanduser() / name
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.touch(mode=0o600)
+        path.write_text(json.dumps(dict(secret)))
+        return str(path)
+    command = f"umask 077; mkdir -p ~/.trireme/secrets; cat > ~/{name}; echo ~/{name}"
+    answer = ask(login_of(data), head_host(data, file), command, stdin=json.dumps(dict(secret)))
+    if answer.problem or answer.code:
+        raise UserError(f"the secrets could not be left on the head: {answer.problem or answer.err.strip()[-200:]}")
+    return answer.out.strip().splitlines()[-1]
+
+
+def take(path: Path) -> None:
+    """Puts the secrets of a file into this process's environment and removes the file."""
+    if not path.is_file():
+        return
+    with contextlib.suppress(ValueError):
+        os.environ.update(json.loads(path.read_text()))
+    path.unlink(missing_ok=True)
+    os.environ.pop("TRIREME_SECRETS", None)

@@ -1,0 +1,171 @@
+"""The hardware catalogue: what GPUs can do and what clouds ask for them, read from hardware.yaml beside this file.
+
+The figures are datasheets': peaks that nothing reaches. Whoever plans with them multiplies by an efficiency that was
+fitted or measured (app/planner). Units here are plain: bytes, bytes/s, FLOP/s, USD per hour, watts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CATALOGUE = Path(__file__).with_name("hardware.yaml")
+
+_NOISE = re.compile(r"nvidia|tesla|geforce|quadro|amd|instinct|radeon|[^a-z0-9]")
+
+
+class HardwareError(ValueError):
+    """A GPU or an instance type that the catalogue does not have: one sentence."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU; "cpu" is one core."""
+
+    name: str
+    memory_bytes: int
+    memory_bandwidth: float
+    """Bytes/s of the GPU's own memory."""
+    peak: dict[str, float]
+    """FLOP/s of dense matrix products by precision: fp32 (vector units), tf32, bf16, fp16, fp8; those it has."""
+    link_within: float
+    """Bytes/s from one GPU to another of the same node, one direction."""
+    source: str
+    watts: float = 0.0
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def rate(self, precision: str) -> float:
+        """Peak FLOP/s at a precision; one that it lacks runs at fp32's."""
+        return self.peak.get(precision, self.peak["fp32"])
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A cloud's machine with GPUs, at its list price."""
+
+    name: str
+    provider: str
+    region: str
+    gpu: str
+    gpus: int
+    cpus: int
+    memory_bytes: int
+    link_across: float
+    """Bytes/s of the node to other nodes, one direction."""
+    price_per_hour: float
+    date: str
+    """The month the price was listed."""
+    source: str
+
+    @property
+    def price_per_gpu_hour(self) -> float:
+        return self.price_per_hour / self.gpus
+
+
+def gpu(name: str) -> Gpu:
+    """The GPU of that name, in the catalogue's words or a driver's, Ray's or a cloud's ("NVIDIA A100-SXM4-80GB").
+
+    Raises:
+        HardwareError: not in the catalogue; names the nearest, and how to add one.
+    """
+    found = _by_alias().get(_plain(name))
+    if found is None:
+        near = difflib.get_close_matches(_plain(name), _by_alias(), n=1, cutoff=0.5)
+        hint = f"did you mean {_by_alias()[near[0]].name}?" if near else f"it has {', '.join(all_gpus())}"
+        raise HardwareError(
+            f"the GPU {name!r} is not in the catalogue: {hint} (to add one, write an entry in {CATALOGUE})"
+        )
+    return found
+
+
+def all_gpus() -> dict[str, Gpu]:
+    """Every GPU by its name in the catalogue, "cpu" included."""
+    return _catalogue()[0]
+
+
+def instance(name: str) -> Instance:
+    """The cloud machine of that name, such as p5.48xlarge.
+
+    Raises:
+        HardwareError: not in the catalogue.
+    """
+    found = all_instances().get(name)
+    if found is None:
+        near = difflib.get_close_matches(name, all_instances(), n=1)
+        hint = f"did you mean {near[0]}?" if near else f"add it under prices in {CATALOGUE}"
+        raise HardwareError(f"the instance type {name!r} is not in the catalogue: {hint}")
+    return found
+
+
+def all_instances() -> dict[str, Instance]:
+    """Every cloud machine with GPUs by name."""
+    return _catalogue()[1]
+
+
+def cheapest(name: str) -> Instance | None:
+    """The machine with this GPU whose list price per GPU and hour is lowest; None if no cloud here has it."""
+    wanted = gpu(name).name
+    offers = [offer for offer in all_instances().values() if offer.gpu == wanted]
+    return min(offers, key=lambda offer: offer.price_per_gpu_hour, default=None)
+
+
+@functools.cache
+def _catalogue() -> tuple[dict[str, Gpu], dict[str, Instance]]:
+    tree = yaml.safe_load(CATALOGUE.read_text())
+    gpus = {name: _read_gpu(name, entry, tree["sources"]) for name, entry in tree["gpus"].items()}
+    instances = {}
+    for provider, offers in tree["prices"].items():
+        for name, entry in offers["instances"].items():
+            if entry["gpu"] not in gpus:
+                raise HardwareError(f"{CATALOGUE}: {name} has the GPU {entry['gpu']!r}, which is not under gpus")
+            instances[name] = _read_instance(name, provider, entry, offers)
+    return gpus, instances
+
+
+def _read_gpu(name: str, entry: dict[str, Any], sources: dict[str, str]) -> Gpu:
+    missing = [key for key in ("memory", "bandwidth", "link", "source", "peak") if key not in entry]
+    if missing or "fp32" not in entry.get("peak", {}):
+        raise HardwareError(f"{CATALOGUE}: the GPU {name} lacks {', '.join(missing) or 'peak.fp32'}")
+    return Gpu(
+        name=name,
+        memory_bytes=int(entry["memory"]) * 2**20,
+        memory_bandwidth=float(entry["bandwidth"]) * 1e9,
+        peak={precision: float(rate) * 1e12 for precision, rate in entry["peak"].items()},
+        link_within=float(entry["link"]) * 1e9,
+        source=sources.get(entry["source"], entry["source"]),
+        watts=float(entry.get("watts", 0)),
+    )
+
+
+def _read_instance(name: str, provider: str, entry: dict[str, Any], offers: dict[str, Any]) -> Instance:
+    return Instance(
+        name=name,
+        provider=provider,
+        region=offers["region"],
+        gpu=entry["gpu"],
+        gpus=int(entry["gpus"]),
+        cpus=int(entry["cpus"]),
+        memory_bytes=int(entry["memory"]) * 2**30,
+        link_across=float(entry["network"]) * 1e9 / 8,
+        price_per_hour=float(entry["price"]),
+        date=str(offers["date"]),
+        source=offers["source"],
+    )
+
+
+@functools.cache
+def _by_alias() -> dict[str, Gpu]:
+    tree = yaml.safe_load(CATALOGUE.read_text())["gpus"]
+    return {_plain(alias): found for name, found in all_gpus().items() for alias in (name, *tree[name].get("aka", ()))}
+
+
+def _plain(name: str) -> str:
+    return _NOISE.sub("", name.lower())

@@ -1,0 +1,130 @@
+"""Commands on other machines over SSH, as Ray's launcher would run them: in a login shell, so that PATH is theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.errors import ClusterError
+
+CONNECT_SECONDS = 5
+
+
+@dataclass(frozen=True)
+class Login:
+    """How the machines of a cluster are reached."""
+
+    user: str
+    key: str  # path of the private key; "" for what ssh finds by itself
+
+    def command(self, host: str, *options: str) -> list[str]:
+        found = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "LogLevel=ERROR"]
+        found += ["-o", "StrictHostKeyChecking=accept-new", *options]
+        if self.key:
+            found += ["-i", os.path.expanduser(self.key), "-o", "IdentitiesOnly=yes"]
+        return [*found, f"{self.user}@{host}"]
+
+
+def login_of(data: Mapping[str, Any]) -> Login:
+    auth = data.get("auth") or {}
+    return Login(auth.get("ssh_user", "ubuntu"), auth.get("ssh_private_key", ""))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command on a host said. `problem`: why it could not be asked at all, in words; else empty."""
+
+    host: str
+    code: int
+    out: str
+    err: str
+    problem: str = ""
+
+
+def ask(login: Login, host: str, command: str, *, stdin: str = "", timeout: float = 30.0) -> Answer:
+    """Runs a shell command on a host; never raises."""
+    remote = f"bash --login -c -i {shlex.quote(f'{{ source ~/.bashrc; }} > /dev/null 2>&1; {command}')} "
+    try:
+        done = subprocess.run(
+            [*login.command(host), remote], input=stdin, capture_output=True, text=True, timeout=timeout
+        )
+    except FileNotFoundError:
+        return Answer(host, 255, "", "", "there is no ssh on this machine: install an OpenSSH client")
+    except subprocess.TimeoutExpired:
+        return Answer(host, 255, "", "", f"{host} took longer than {timeout:.0f} s to answer")
+    problem = refusal(host, login, done.stderr) if done.returncode == 255 else ""
+    return Answer(host, done.returncode, done.stdout, done.stderr, problem)
+
+
+def ask_all(login: Login, hosts: list[str], command: str, *, stdin: str = "", timeout: float = 30.0) -> list[Answer]:
+    """The same on every host at once."""
+    with ThreadPoolExecutor(max_workers=min(64, max(1, len(hosts)))) as pool:
+        return list(pool.map(lambda host: ask(login, host, command, stdin=stdin, timeout=timeout), hosts))
+
+
+def refusal(host: str, login: Login, err: str) -> str:
+    """Why SSH did not get there, and what to do, from what ssh wrote."""
+    said = next((line.strip() for line in reversed(err.splitlines()) if line.strip()), "no reason given")
+    signs = {
+        "Permission denied": f"{host} does not let {login.user} in: add the public half of "
+        f"{login.key or 'your key'} to ~/.ssh/authorized_keys there, or correct auth.ssh_user",
+        "Connection refused": f"{host} refuses SSH connections: start its SSH server, or correct the address",
+        "timed out": f"{host} does not answer within {CONNECT_SECONDS} s: it is off, the address is wrong, or a "
+        "firewall drops port 22",
+        "No route to host": f"there is no way to {host} in the network: it is off, or the address is wrong",
+        "Could not resolve": f"nobody knows the name {host}: correct it, or write its address",
+        "Host key verification failed": f"{host} is not the machine it was before (its host key changed): if that is "
+        f"right, `ssh-keygen -R {host}`",
+        "not accessible": f"the key {login.key} is not there: correct auth.ssh_private_key",
+        "identity file": f"the key {login.key} cannot be used: correct auth.ssh_private_key",
+    }
+    return next((text for sign, text in signs.items() if sign in err), f"SSH to {host} fails: {said}")
+
+
+@contextlib.contextmanager
+def tunnel(login: Login, host: str, port: int, *, timeout: float = 15.0) -> Iterator[int]:
+    """A local port that leads to `port` of the host's own loopback; kept open inside the `with`.
+
+    Raises:
+        ClusterError: SSH does not get there, or nobody listens.
+    """
+    local = free_port()
+    forward = ["-N", "-o", "ExitOnForwardFailure=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
+    command = login.command(host, *forward, "-L", f"127.0.0.1:{local}:127.0.0.1:{port}")
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + timeout
+        while not answers("127.0.0.1", local):
+            if process.poll() is not None:
+                raise ClusterError(refusal(host, login, process.stderr.read() if process.stderr else ""))
+            if time.monotonic() > deadline:
+                raise ClusterError(f"the SSH tunnel to {host} did not open within {timeout:.0f} s")
+            time.sleep(0.05)
+        yield local
+    finally:
+        process.terminate()
+        process.wait()
+        if process.stderr:
+            process.stderr.close()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def answers(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), timeout=1):
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,313 @@
+"""A lab: several hosts on this machine, each a network, PID, mount and host-name namespace with an SSH server.
+
+    with Lab(4) as lab:
+        lab.run(0, ["hostname"])
+
+Hosts are 10.77.0.11, .12, … on a bridge of their own without a way out. They share this machine's files but for /tmp,
+/root and /dev/shm. It needs root with CAP_SYS_ADMIN, iproute2, openssh-server and rsync: `unavailable()` says what is
+missing. Ending a host's first process ends everything in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.running import ROOT, end_tree
+
+NETWORK = "10.77.0"
+
+
+def unavailable() -> str:
+    """Why there can be no lab here; empty if there can."""
+    for program, package in (
+        ("ip", "iproute2"),
+        ("sshd", "openssh-server"),
+        ("rsync", "rsync"),
+        ("ssh", "openssh-client"),
+    ):
+        if not shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"):
+            return f"the lab of several hosts needs {program} (apt-get install {package})"
+    if os.geteuid():
+        return "the lab of several hosts needs root"
+    name = f"trireme-{uuid.uuid4().hex[:6]}"
+    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if tried.returncode:
+        return f"no network namespaces here (CAP_SYS_ADMIN is missing): {tried.stderr.strip()}"
+    try:
+        tried = subprocess.run(
+            [
+                "ip",
+                "netns",
+                "exec",
+                name,
+                "unshare",
+                "--pid",
+                "--mount",
+                "--uts",
+                "--ipc",
+                "--fork",
+                "--mount-proc",
+                "true",
+            ],
+            capture_output=True,
+            text=True,
+        )
+        return f"no namespaces for hosts here: {tried.stderr.strip()}" if tried.returncode else ""
+    finally:
+        subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+INIT = """
+    set -e
+    mount --make-rprivate /
+    mkdir -p HOME/root HOME/tmp HOME/run
+    chmod 700 HOME/root; chmod 1777 HOME/tmp
+    cp HOME/hosts.all HOME/hosts
+    hostname NAME
+    mount --bind HOME/hosts /etc/hosts
+    case PYTHON in /root/*)  # Python itself lives where the host's own /root will hide it
+        mkdir -p HOMEPYTHON
+        mount --bind PYTHON HOMEPYTHON
+        mount -o remount,bind,ro HOMEPYTHON;;
+    esac
+    mount --rbind HOME/root /root
+    mkdir -p /run/sshd
+    mount -t tmpfs -o mode=755 tmpfs /run/sshd
+    mount -t tmpfs -o size=4g tmpfs /dev/shm
+    mount --bind HOME/tmp /tmp
+    export HOME=/root
+    /usr/sbin/sshd -o UsePAM=no -o StrictModes=no -o PidFile=none -o HostKey=/root/host_key -o ListenAddress=ADDRESS \\
+        -o PermitRootLogin=yes -o PrintMotd=no
+    trap 'exit 0' TERM
+    touch /root/ready
+    while :; do sleep 3600 & wait $! || true; done
+"""
+
+
+class Lab:
+    """Hosts `host0`, `host1`, …; `with` makes and ends them."""
+
+    def __init__(self, hosts: int) -> None:
+        self.count = hosts
+        self.tag = uuid.uuid4().hex[:5]
+        self.folder = Path(tempfile.mkdtemp(prefix="trireme-lab-", dir="/var/tmp"))
+        self.shared = self.folder / "shared"
+        self.shared.mkdir()
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def address(self, host: int) -> str:
+        return f"{NETWORK}.{11 + host}"
+
+    def namespace(self, host: int | str) -> str:
+        return f"tl{self.tag}-{host}"
+
+    def __enter__(self) -> Lab:
+        try:
+            self._network()
+            key = self.folder / "key"
+            _do("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
+            for host in range(self.count):
+                self._host(host, key)
+            for host in range(self.count):
+                _wait(lambda host=host: (self.home(host) / "root" / "ready").exists() and self._answers(host))
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def home(self, host: int) -> Path:
+        return self.folder / f"host{host}"
+
+    def _network(self) -> None:
+        _sweep()
+        bridge = self.namespace("br")
+        _do("ip", "netns", "add", bridge)
+        _do("ip", "-n", bridge, "link", "add", "br0", "type", "bridge")
+        _do("ip", "-n", bridge, "link", "set", "br0", "up")
+
+    def _host(self, host: int, key: Path) -> None:
+        name, bridge, home = self.namespace(host), self.namespace("br"), self.home(host)
+        (home / "root" / ".ssh").mkdir(parents=True)
+        _do("ip", "netns", "add", name)
+        _do("ip", "-n", bridge, "link", "add", f"v{host}", "type", "veth", "peer", "name", "eth0", "netns", name)
+        _do("ip", "-n", bridge, "link", "set", f"v{host}", "master", "br0", "up")
+        _do("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
+        _do("ip", "-n", name, "link", "set", "eth0", "up")
+        _do("ip", "-n", name, "link", "set", "lo", "up")
+        ssh = home / "root" / ".ssh"
+        shutil.copy(key, ssh / "id_ed25519")
+        shutil.copy(f"{key}.pub", ssh / "authorized_keys")
+        (ssh / "id_ed25519").chmod(0o600)
+        _do("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(home / "root" / "host_key"))
+        everyone = [f"{self.address(other)} host{other}" for other in range(self.count)]
+        (home / "hosts.all").write_text("\n".join(["127.0.0.1 localhost", *everyone]) + "\n")
+        (home / "root" / ".bashrc").write_text(self._profile())
+        (home / "root" / ".bash_profile").write_text("source ~/.bashrc\n")
+        script = home / "init.sh"
+        text = (
+            textwrap.dedent(INIT).replace("HOMEPYTHON", f"{home}{sys.base_prefix}").replace("PYTHON", sys.base_prefix)
+        )
+        text = text.replace("HOME/", f"{home}/").replace("NAME", f"host{host}")
+        script.write_text(text.replace("ADDRESS", self.address(host)))
+        space = ["unshare", "--pid", "--mount", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc"]
+        with (home / "init.log").open("wb") as log:
+            self.processes.append(
+                subprocess.Popen(
+                    ["ip", "netns", "exec", name, *space, "sh", str(script)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    preexec_fn=_die_with_parent,
+                )
+            )
+
+    def _profile(self) -> str:
+        path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        more = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "eth0"}
+        return "\n".join(f"export {k}={v}" for k, v in {"PATH": path, **more}.items()) + "\n"
+
+    def _answers(self, host: int) -> bool:
+        command = ["ip", "netns", "exec", self.namespace(host), "bash", "-c", f"</dev/tcp/{self.address(host)}/22"]
+        return subprocess.run(command, capture_output=True).returncode == 0
+
+    def first_process(self, host: int) -> int:
+        """The host's init, as this machine numbers it."""
+        parent = self.processes[host].pid
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        return int(children[0])
+
+    def command(self, host: int, arguments: list[str], env: dict[str, str] | None = None) -> list[str]:
+        """A command that runs on a host, in its login environment."""
+        import shlex
+
+        exports = "".join(f"export {k}={shlex.quote(v)}; " for k, v in (env or {}).items())
+        enter = ["nsenter", "-t", str(self.first_process(host)), "--all", "env", "-i", "HOME=/root", "TERM=dumb"]
+        return [*enter, "bash", "-c", f"source /root/.bashrc; {exports}cd {ROOT}; exec {shlex.join(arguments)}"]
+
+    def start(
+        self, host: int, arguments: list[str], env: dict[str, str] | None = None, *, quiet: bool = False
+    ) -> subprocess.Popen[str]:
+        kept = subprocess.DEVNULL if quiet else subprocess.PIPE
+        return subprocess.Popen(
+            self.command(host, arguments, env), stdin=subprocess.DEVNULL, stdout=kept, stderr=kept, text=True
+        )
+
+    @contextlib.contextmanager
+    def listener(self, host: int, port: int) -> Iterator[None]:
+        """Somebody who has taken a port of a host."""
+        code = f"import socket, time; s = socket.create_server(('', {port})); print('', flush=True); time.sleep(600)"
+        process = self.start(host, [sys.executable, "-c", code])
+        assert process.stdout
+        process.stdout.readline()
+        try:
+            yield
+        finally:
+            end_tree(process.pid)  # what runs on the host is a child of the process that entered it
+            process.communicate()
+
+    def run(
+        self, host: int, arguments: list[str], env: dict[str, str] | None = None, timeout: float = 120
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(host, arguments, env),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    def trireme(self, host: int, *arguments: str, timeout: float = 120, **env: str) -> Any:
+        return self.run(host, [sys.executable, "-m", "app", *arguments], env, timeout)
+
+    def cut(self, host: int) -> None:
+        """Takes the host's network cable out."""
+        _do("ip", "-n", self.namespace("br"), "link", "set", f"v{host}", "down")
+
+    def mend(self, host: int) -> None:
+        _do("ip", "-n", self.namespace("br"), "link", "set", f"v{host}", "up")
+
+    def crash(self, host: int) -> None:
+        """Power off: every process of the host is gone at once."""
+        os.kill(self.first_process(host), signal.SIGKILL)
+
+    def processes_of(self, host: int) -> list[str]:
+        """Command lines on a host, but for init, sshd and what is used to look."""
+        listed = self.run(host, ["ps", "-eo", "args="]).stdout.splitlines()
+        own = ("sh ", "sshd", "sleep ", "ps ", "[", "/usr/sbin/sshd", "bash -c source")
+        return [line for line in listed if line.strip() and not line.strip().startswith(own)]
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()  # unshare --kill-child: the host's init goes with it
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+        names = [self.namespace(host) for host in range(self.count)] + [self.namespace("br")]
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        for _ in range(20):
+            shutil.rmtree(self.folder, ignore_errors=True)
+            if not self.folder.exists():
+                break
+            time.sleep(0.2)
+
+
+def _die_with_parent() -> None:
+    """In the new process: it is killed when this one ends, however it ends, and the host with it."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _sweep() -> None:
+    """Removes the networks of labs whose processes are gone."""
+    for name in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.split():
+        hosts = re.fullmatch(r"tl[0-9a-f]{5}-(br|\d+)", name)
+        if not hosts or time.time() - Path("/run/netns", name).stat().st_mtime < 120:  # one that is just being made
+            continue
+        tag = name.split("-")[0]
+        inside = [
+            subprocess.run(["ip", "netns", "pids", f"{tag}-{host}"], capture_output=True, text=True).stdout.strip()
+            for host in range(8)
+        ]
+        if not any(inside):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@contextlib.contextmanager
+def isolate(lab: Lab, *hosts: int) -> Iterator[None]:
+    """These hosts do not reach one another; all others reach them."""
+    enter = ["ip", "netns", "exec", lab.namespace("br"), "bridge", "link", "set", "dev"]
+    for host in hosts:
+        _do(*enter, f"v{host}", "isolated", "on")
+    try:
+        yield
+    finally:
+        for host in hosts:
+            _do(*enter, f"v{host}", "isolated", "off")
+
+
+def _do(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def _wait(condition: Any, timeout: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise RuntimeError("a host of the lab did not come up")
+        time.sleep(0.05)

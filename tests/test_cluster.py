@@ -1,0 +1,225 @@
+"""Cluster files: each of ours is valid and read whole, and what is wrong in one is found with its line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import ClusterError
+from cluster.shape import FOLDER, link, of_gpus, of_nodes, own_files, read_cluster
+from cluster.validate import validate_file
+from tests.running import environment, trireme
+
+OWN = {
+    "laptop": ("local", 0),
+    "onprem": ("local", 12),
+    "aws": ("aws", 64),
+    "gcp": ("gcp", 64),
+    "azure": ("azure", 64),
+    "kuberay-cluster": ("kuberay", 64),
+    "kuberay-job": ("kuberay", 16),
+}
+
+
+def test_every_own_file_has_a_row() -> None:
+    assert {name.removesuffix(".yaml") for name in own_files()} == set(OWN)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_own_files_are_valid_and_complete(name: str) -> None:
+    assert [str(fault) for fault in validate_file(name)] == []
+    shape = read_cluster(name)
+    assert (shape.provider, shape.max_gpus) == OWN[name]
+    assert shape.head.price_per_hour is not None
+    for kind in shape.workers:
+        assert kind.gpu and kind.gpus and kind.cpus and kind.memory_bytes, "the planner needs all of it"
+        assert kind.link_within and kind.link_across and kind.price_per_hour is not None
+        assert 0 <= kind.min_nodes <= kind.max_nodes
+
+
+@pytest.mark.parametrize("name", ["aws", "gcp", "azure"])
+def test_clouds_grow_from_nothing_with_and_without_spot_and_stay_shut(name: str) -> None:
+    shape = read_cluster(name)
+    assert {kind.spot for kind in shape.workers} == {True, False}
+    assert all(kind.min_nodes == 0 for kind in shape.workers)
+    text = (FOLDER / f"{name}.yaml").read_text()
+    assert "RAY_AUTH_MODE=token" in text and "--dashboard-host=127.0.0.1" in text and "idle_timeout_minutes" in text
+    assert "constraints.txt" in text and "assert have == seen > 0" in text
+
+
+@pytest.mark.parametrize("name", ["kuberay-cluster", "kuberay-job"])
+def test_manifests_ask_for_tokens_shared_storage_probes_and_gangs(name: str) -> None:
+    text = (FOLDER / f"{name}.yaml").read_text()
+    for word in ("mode: token", "persistentVolumeClaim", "readinessProbe", "livenessProbe", "numOfHosts", "/dev/shm"):
+        assert word in text
+
+
+# One planted error per row: file, what is replaced by what, the line's number is that of the replaced text, and what
+# the sentence must name.
+PLANTED = [
+    ("onprem", "head_ip: 192", "head_ipp: 192", "did you mean 'head_ip'"),
+    ("onprem", "- 192.168.1.12", "- 192.168.1.11", "named twice"),
+    ("onprem", "- 192.168.1.12", "- 192.168.1.10", "named twice"),
+    ("onprem", "- 192.168.1.12", "- 192.168.1.300", "neither an address nor a host name"),
+    ("onprem", "gpu: rtx-4090", "gpu: rtx-9999", "rtx-9999"),
+    ("onprem", "link_across: 10Gb", "link_across: quick", "a link of 'quick'"),
+    ("onprem", "max_workers: 2", "max_workers: two", "max_workers must be of type integer"),
+    ("onprem", "storage: /mnt", "storrage: /mnt", "did you mean 'storage'"),
+    ("onprem", "idle_timeout_minutes", "idle_timeout_minute", "did you mean 'idle_timeout_minutes'"),
+    ("aws", "region: us-east-1", "regoin: us-east-1", "did you mean 'region'"),
+    ("aws", "type: aws", "type: awss", "there is no provider 'awss'"),
+    ("aws", "InstanceType: m7i.xlarge", "InstanceTyp: m7i.xlarge", "did you mean 'InstanceType'"),
+    ("aws", "Ebs: {VolumeSize: 100,", "Ebs: {VolumeSize: large,", "VolumeSize must be int"),
+    ("aws", "Encrypted: true", "Encrypte: true", "did you mean 'Encrypted'"),
+    ("aws", "GPU: 8}", "GPU: 4}", "a p4d.24xlarge has 8"),
+    ("aws", "max_workers: 4", "max_workers: -1", "more than its max_workers"),
+    ("aws", "head_node_type: head", "head_node_type: haed", "did you mean 'head'"),
+    ("aws", ", Groups: [sg-0123456789abcdef0]}", "}", "lacks Groups"),
+    ("aws", "cluster_name: trireme-aws", "cluster_nam: trireme-aws", "did you mean 'cluster_name'"),
+    ("gcp", "machineType: a2-highgpu-8g", "machinetype: a2-highgpu-8g", "did you mean 'machineType'"),
+    ("gcp", "diskSizeGb: 300", "diskSizeGB: 300", "did you mean 'diskSizeGb'"),
+    ("gcp", "{onHostMaintenance: TERMINATE, ", "{", "cannot be migrated"),
+    ("azure", "vmSize: Standard_ND96asr_v4", "vmSzie: Standard_ND96asr_v4", "did you mean 'vmSize'"),
+    ("azure", "resource_group: trireme", "resourcegroup: trireme", "did you mean 'resource_group'"),
+    ("kuberay-cluster", "rayVersion:", "rayVerson:", "did you mean 'rayVersion'"),
+    ("kuberay-cluster", "mode: token", "mode: tokens", "did you mean 'token'"),
+    ("kuberay-cluster", "maxReplicas: 4", "maxReplicas: four", "must be of type integer"),
+    ("kuberay-cluster", "replicas: 0", "replicas: 9", "not between 0 and 4"),
+    ("kuberay-cluster", "mountPath: /dev/shm", "mountPaht: /dev/shm", "mountPath"),
+    ("kuberay-cluster", "{name: shm, mountPath", "{name: smh, mountPath", "did you mean 'shm'"),
+    ("kuberay-cluster", "claimName: trireme-shared", "claimName: trireme-share", "no PersistentVolumeClaim"),
+    ("kuberay-cluster", "memory: 1900Gi", "memory: 1900Gib", "no Kubernetes quantity"),
+    ("kuberay-cluster", "accessModes:", "accesModes:", "did you mean 'accessModes'"),
+    ("kuberay-job", "entrypoint: >-", "entripoint: >-", "did you mean 'entrypoint'"),
+    ("kuberay-job", "kind: RayJob", "kind: RayJobb", "did you mean 'RayJob'"),
+    ("kuberay-job", "trireme/gpu: h100-80gb", "trireme/gpu: h100-81tb", "h100-81tb"),
+    ("kuberay-job", 'trireme/price-per-hour: "55.04"', "trireme/price-per-hour: 55.04", "must be"),
+]
+
+
+@pytest.mark.parametrize(("name", "before", "after", "said"), PLANTED)
+def test_a_planted_error_is_named_on_its_line(tmp_path: Path, name: str, before: str, after: str, said: str) -> None:
+    text = (FOLDER / f"{name}.yaml").read_text()
+    assert before in text
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text.replace(before, after, 1))
+    found = validate_file(str(file))
+    assert found, f"{after!r} is let through"
+    named = [fault for fault in found if said in fault.sentence]
+    assert named, [str(fault) for fault in found]
+    line = text[: text.index(before)].count("\n") + 1
+    assert any(abs(fault.line - line) <= 5 for fault in named), (line, [str(fault) for fault in named])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is empty"),
+        ("- a\n- b\n", "no cluster file: it holds a list"),
+        ("task: image_classification\n", "it has task, but neither cluster_name"),
+        ("cluster_name: [x\nprovider: {", "this is not YAML"),
+        (
+            "cluster_name: a\ncluster_name: b\n"
+            "provider: {type: local, head_ip: h, worker_ips: []}\nauth: {ssh_user: u}\n",
+            "written twice",
+        ),
+        ("cluster_name: a\nprovider: {type: local, head_ip: 10.0.0.1, worker_ips: []}\n", "ssh_user"),
+        ("apiVersion: v1\nkind: Namespace\nmetadata: {name: x}\n", "makes no Ray cluster"),
+    ],
+)
+def test_what_is_no_cluster_file(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    with pytest.raises(ClusterError, match=said):
+        read_cluster(file)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "  - export AWS_SECRET_ACCESS_KEY=wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY",
+        "  - aws configure set aws_access_key_id AKIAIOSFODNN7EXAMPLE",
+        "  - huggingface-cli login --token hf_abcdefghijklmnopqrstuvwxyz0123456789",
+    ],
+)
+def test_secrets_in_a_file_are_found_and_not_repeated(tmp_path: Path, line: str) -> None:
+    text = (FOLDER / "onprem.yaml").read_text().replace("setup_commands:\n", f"setup_commands:\n{line}\n", 1)
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    (fault,) = validate_file(str(file))
+    assert "holds a secret" in fault.sentence
+    assert line.split()[-1].split("=")[-1] not in fault.sentence
+
+
+def test_a_cluster_in_thought() -> None:
+    shape = of_gpus(512, "H100", 8, "400Gb")
+    (node,) = shape.workers
+    assert (node.gpus, node.max_nodes, shape.max_gpus, node.link_across) == (8, 64, 512, 50e9)
+    assert of_gpus(4, "A100-80GB", 8).max_gpus == 4
+    for gpus, name, per_node, across in [(0, "H100", 8, None), (12, "H100", 8, None), (8, "H100", 8, "fast")]:
+        with pytest.raises(ClusterError):
+            of_gpus(gpus, name, per_node, across)
+    with pytest.raises(ValueError, match="H10000"):
+        of_gpus(8, "H10000", 8)
+
+
+def test_links_in_bits_and_bytes() -> None:
+    assert link("400Gb") == link("400 Gb/s") == link("400Gbps") == link("50GB/s") == link("50 GB") == 50e9
+    assert link(None) is None
+
+
+def test_the_shape_of_living_nodes() -> None:
+    head = {"Resources": {"CPU": 4, "node:__internal_head__": 1, "memory": 8e9, "object_store_memory": 2e9}}
+    worker = {"Resources": {"CPU": 64, "GPU": 8, "accelerator_type:H100": 1}, "Labels": {"ray.io/node-group": "big"}}
+    shape = of_nodes([head, worker, worker])
+    assert shape.head.memory_bytes == 10**10
+    (kind,) = shape.workers
+    assert (kind.name, kind.gpus, kind.min_nodes, kind.max_nodes) == ("big", 8, 2, 2)
+    assert kind.gpu == "h100-80gb" and kind.link_within
+    with pytest.raises(ClusterError, match="no head"):
+        of_nodes([worker])
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    listed = trireme("cluster", "list", "--json")
+    assert set(listed.json) == {f"{name}.yaml" for name in OWN}
+    shown = trireme("cluster", "show", "aws")
+    assert shown.code == 0 and "8 x a100-40gb" in shown.out and "a100-spot (spot)" in shown.out
+    bad = tmp_path / "bad.yaml"
+    bad.write_text((FOLDER / "onprem.yaml").read_text().replace("- 192.168.1.12", "- 192.168.1.11"))
+    checked = trireme("cluster", "validate", "laptop", str(bad))
+    assert checked.code == 2 and "laptop is valid" in checked.out
+    assert f"{bad}:19: the host 192.168.1.11 is named twice" in checked.err
+    gone = trireme("cluster", "up", str(tmp_path / "no.yaml"))
+    assert gone.code == 2 and "there is no file" in gone.err and "Traceback" not in gone.err
+    kubernetes = trireme("cluster", "up", "kuberay-job", "--json")
+    assert kubernetes.code == 2 and "kubectl apply" in json.loads(kubernetes.out)["error"]
+
+
+def test_this_machine_is_brought_up_and_down_and_no_other_ray_with_it(tmp_path: Path) -> None:
+    from cluster.remote import answers, free_port
+
+    port, dashboard = free_port(), free_port()
+    temporary = f"/tmp/ray-{port}"  # short: Ray makes sockets in it, whose paths may have 107 characters
+    text = (FOLDER / "laptop.yaml").read_text()
+    text = text.replace("--port=6379", f"--port={port} --num-cpus=1 --temp-dir={temporary}")
+    file = tmp_path / "mine.yaml"
+    file.write_text(text.replace("--dashboard-port=8265", f"--dashboard-port={dashboard}"))
+    env = environment(RAY_AUTH_MODE="disabled", HOME=str(tmp_path))
+    down = trireme("cluster", "down", str(file), env=env)
+    assert down.code == 2 and "is not up" in down.err
+    try:
+        up = trireme("cluster", "up", str(file), env=env)
+        assert up.code == 0 and "1 node up" in up.out, up.out + up.err
+        twice = trireme("cluster", "up", str(file), env=env)
+        assert twice.code == 2 and "running on this machine already" in twice.err
+    finally:
+        ended = trireme("cluster", "down", str(file), env=env)
+        shutil.rmtree(temporary, ignore_errors=True)
+    assert ended.code == 0, ended.err
+    assert not answers("127.0.0.1", port)
+    gone = trireme("cluster", "status", str(file), env=env)
+    assert gone.code == 1 and "is not up" in gone.out

@@ -1,0 +1,190 @@
+"""Several real hosts: `cluster up` over SSH, training across them, jobs from another host, what happens when one is cut
+off, and that nothing is left. See tests/lab.py for what it needs; where that is missing these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.lab import Lab, isolate, unavailable
+from tests.running import POINTS, ROOT, committed, end_tree, wait_until
+
+WHY_NOT = unavailable()
+pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there is a lab")]
+HEAD, FIRST, SECOND, DESK = range(4)  # DESK is no part of the cluster: it starts it, submits to it, and has MLflow
+SECRET = f"planted-{uuid.uuid4().hex}"  # made up anew, since this file itself is shipped
+CPUS = f"resources_per_worker.CPU={os.cpu_count()}"  # all of a host: so every worker is on one of its own
+
+
+@dataclass
+class Site:
+    """A lab with a cluster that is up."""
+
+    lab: Lab
+    file: Path
+    up_seconds: float
+
+    def submit(self, name: str, *more: str, timeout: float = 150) -> subprocess.CompletedProcess[str]:
+        run = [*POINTS, "train.global_batch_size=12", f"run.name={name}", CPUS, *more]
+        return self.lab.trireme(
+            DESK,
+            *("submit", "--cluster", str(self.file), "--exclude", "runs", *run),
+            timeout=timeout,
+            MLFLOW_TRACKING_URI=f"http://{self.lab.address(DESK)}:5000",
+            MLFLOW_TRACKING_TOKEN=SECRET,
+        )
+
+    def doctor(self, *more: str) -> subprocess.CompletedProcess[str]:
+        ray = {"RAY_AUTH_MODE": "token", "RAY_ADDRESS": f"{self.lab.address(HEAD)}:6379"}
+        return self.lab.trireme(HEAD, "doctor", *more, **ray)
+
+
+def onprem(lab: Lab) -> Path:
+    """cluster/onprem.yaml with the lab's addresses in it."""
+    text = (ROOT / "cluster" / "onprem.yaml").read_text()
+    for written, host in (("192.168.1.10", HEAD), ("192.168.1.11", FIRST), ("192.168.1.12", SECOND)):
+        text = text.replace(written, lab.address(host))
+    text = text.replace("ssh_user: ubuntu", "ssh_user: root").replace("/mnt/shared", str(lab.shared))
+    text = text.replace("--object-store-memory=1000000000", "--object-store-memory=100000000")
+    file = lab.folder / "cluster.yaml"
+    file.write_text(text)
+    return file
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    with Lab(4) as lab:
+        file = onprem(lab)
+        database = f"sqlite:///{lab.home(DESK)}/mlflow.db"
+        flags = ["--backend-store-uri", database, "--host", "0.0.0.0", "--workers", "1", "--artifacts-destination"]
+        command = [sys.executable, "-m", "mlflow", "server", *flags, str(lab.home(DESK) / "artifacts")]
+        mlflow = lab.start(DESK, command, {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}, quiet=True)
+        begun = time.monotonic()
+        up = lab.trireme(DESK, "cluster", "up", str(file), timeout=200)
+        assert up.returncode == 0, up.stdout + up.stderr + _log(lab)
+        yield Site(lab, file, time.monotonic() - begun)
+        end_tree(mlflow.pid)
+        mlflow.wait()
+
+
+def _log(lab: Lab) -> str:
+    log = lab.home(DESK) / "root" / ".cache" / "trireme" / "clusters" / "onprem-up.log"
+    return log.read_text()[-3000:] if log.exists() else ""
+
+
+def test_the_cluster_is_up_and_says_so(site: Site) -> None:
+    status = site.lab.trireme(DESK, "cluster", "status", str(site.file), "--json")
+    said = json.loads(status.stdout)
+    assert said["reachable"] and {node["ip"] for node in said["alive"]} == {site.lab.address(h) for h in range(3)}
+    assert said["dollars_per_hour"] == 0
+    again = site.lab.trireme(DESK, "cluster", "up", str(site.file))
+    assert again.returncode == 2 and f"Ray is running on {site.lab.address(HEAD)} already" in again.stderr
+    stranger = site.lab.run(DESK, ["curl", "-s", "-m", "3", f"http://{site.lab.address(HEAD)}:8265/api/version"])
+    assert stranger.returncode != 0, "the job server listens on the head's loopback only"
+
+
+def test_doctor_finds_nothing_in_a_sound_cluster_and_what_is_planted(site: Site) -> None:
+    begun = time.monotonic()
+    sound = site.doctor("--storage", str(site.lab.shared))
+    seconds = time.monotonic() - begun
+    assert sound.returncode == 0 and "nothing is wrong" in sound.stdout, sound.stdout + sound.stderr
+    assert "3 nodes" in sound.stdout and "6 links" in sound.stdout and seconds < 15
+    with isolate(site.lab, FIRST, SECOND):  # each still reaches the head
+        # /tmp is a folder of each host's own, and nobody listens on that port
+        told = site.doctor("--json", "--storage", "/tmp/own", *POINTS, f"tracking.uri=http://{site.lab.address(0)}:9")
+    found = {finding["code"]: finding for finding in json.loads(told.stdout)["findings"]}
+    assert set(found) == {"cut_link", "storage_differs", "mlflow"}, told.stdout
+    assert site.lab.address(SECOND) in found["cut_link"]["sentence"] and told.returncode == 1
+
+
+def test_ddp_across_hosts_from_another_host_and_no_secret_anywhere(site: Site) -> None:
+    ended = site.submit("ddp", "workers=3", "strategy=ddp", "train.steps=30", "tracking.log_model=true")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "MLFLOW_TRACKING_TOKEN (secret)" in ended.stdout and SECRET not in ended.stdout + ended.stderr
+    folder = site.lab.shared / "runs" / "ddp"
+    assert committed(folder) == [30]
+    assert len(list((folder / "logs").glob("rank-*.log"))) == 3, "each of which takes all CPUs of a host"
+    database = site.lab.home(DESK) / "mlflow.db"
+    assert b"train/loss" in database.read_bytes(), "MLflow on yet another host has it"
+    left = site.lab.home(HEAD) / "root" / ".trireme" / "secrets"
+    assert left.is_dir() and not list(left.iterdir()), "it went over SSH into a file, which the job took and removed"
+    leaks = [
+        path
+        for where in (site.lab.shared, *(site.lab.home(host) for host in range(4)), ROOT / "cluster")
+        for path in where.rglob("*")
+        if path.is_file() and SECRET.encode() in path.read_bytes()
+    ]
+    assert leaks == [], "in no configuration, log, artifact, package or MLflow parameter"
+    wrong = site.submit("wrong", "workers=3", "strategy=ddp", "train.steps=30", "train.global_batch_size=4")
+    assert wrong.returncode == 2 and "does not divide" in wrong.stdout, "the job's own exit status"
+
+
+@pytest.mark.slow
+def test_fsdp_survives_a_host_that_is_cut_off(site: Site) -> None:
+    lab = site.lab
+    long = ["train.steps=100000", "checkpoint.every_seconds=2", "fault.max_restarts=5"]
+    sent = site.submit("fsdp", "workers=2", "strategy=fsdp", *long, "--detach")
+    assert sent.returncode == 0, sent.stdout + sent.stderr
+    job = sent.stdout.strip().splitlines()[-1]
+    folder = lab.shared / "runs" / "fsdp"
+    wait_until(lambda: committed(folder), 60)
+    victim = FIRST if any("RayTrainWorker" in line for line in lab.processes_of(FIRST)) else SECOND
+    lab.cut(victim)
+    before = committed(folder)[-1]
+    try:
+        wait_until(lambda: committed(folder) and committed(folder)[-1] > before + 50, 90)
+        status = json.loads(lab.trireme(DESK, "cluster", "status", str(site.file), "--json").stdout)
+        assert lab.address(victim) not in {node["ip"] for node in status["alive"]}
+        stopped = lab.trireme(DESK, "submit", "stop", job, "--cluster", str(site.file))
+        assert stopped.returncode == 0 and "has stopped" in stopped.stdout, stopped.stdout + stopped.stderr
+    finally:
+        lab.mend(victim)
+
+
+@pytest.mark.slow
+def test_a_pipeline_across_hosts(site: Site) -> None:
+    ended = site.submit("pipeline", "workers=2", "strategy=pipeline", "parallel.pp=2", "train.steps=10")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert committed(site.lab.shared / "runs" / "pipeline") == [10]
+
+
+def test_down_leaves_nothing(site: Site) -> None:
+    down = site.lab.trireme(DESK, "cluster", "down", str(site.file))
+    assert down.returncode == 0 and "the cluster is down" in down.stdout, down.stdout + down.stderr
+
+    def left() -> list[str]:
+        return [line for host in range(3) for line in site.lab.processes_of(host)]
+
+    wait_until(lambda: not left(), 20)  # SSH's shared connections end by themselves, some seconds later
+    assert not list((site.lab.home(DESK) / "tmp").glob("ray/cluster-onprem.*"))
+    status = site.lab.trireme(DESK, "cluster", "status", str(site.file))
+    assert status.returncode == 1 and "is not up" in status.stdout
+
+
+def test_machines_that_are_not_fit_are_named_before_anything_starts(site: Site) -> None:
+    lab = site.lab
+    text = site.file.read_text()
+    unfit = lab.folder / "unfit.yaml"
+    unfit.write_text(text.replace(lab.address(SECOND), "10.77.0.99"))
+    gone = lab.trireme(DESK, "cluster", "up", str(unfit))
+    assert gone.returncode == 2 and "10.77.0.99" in gone.stderr, gone.stderr
+    keys = lab.home(FIRST) / "root" / ".ssh" / "authorized_keys"
+    shutil.move(keys, f"{keys}.away")
+    refused = lab.trireme(DESK, "cluster", "up", str(site.file))
+    shutil.move(f"{keys}.away", keys)
+    assert refused.returncode == 2 and f"{lab.address(FIRST)} does not let root in" in refused.stderr, refused.stderr
+    with lab.listener(HEAD, 8265):
+        taken = lab.trireme(DESK, "cluster", "up", str(site.file))
+    assert taken.returncode == 2 and f"port 8265 of {lab.address(HEAD)} is taken" in taken.stderr, taken.stderr
+    assert not [line for host in range(3) for line in lab.processes_of(host) if "raylet" in line]

@@ -1,0 +1,353 @@
+"""Doctor's judgement on facts: each planted fault is named rightly, and nothing is said where nothing is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.doctor.checks import bad_nodes, judge
+from app.doctor.facts import ClusterFacts, Finding, GpuFacts, LinkFacts, NodeFacts
+from app.doctor.gpu_probe import parse_gpu
+from app.doctor.job import JobFacts, Watch, at_start
+from app.doctor.look import rounds
+from tests.running import trireme
+
+GB = 1_000_000_000
+VERSIONS = {"ray": "2.60.0", "torch": "2.13.0", "numpy": "2.3.0", "mlflow": "3.17.2"}
+
+
+def gpu(index: int, **more: Any) -> GpuFacts:
+    known = {"name": "NVIDIA H100 80GB HBM3", "memory_total": 80 * GB, "memory_used": GB // 2, "flops": 7e14}
+    return GpuFacts(index, **(known | more))
+
+
+def node(number: int, **more: Any) -> NodeFacts:
+    known: dict[str, Any] = {
+        "host": f"host{number}",
+        "head": number == 0,
+        "ray_gpus": 2.0,
+        "torch_gpus": 2,
+        "torch_cuda": "12.8",
+        "pci_gpus": 2,
+        "device_files": 2,
+        "driver_loaded": True,
+        "driver": "570.133.20",
+        "driver_cuda": "12.8",
+        "gpus": (gpu(0), gpu(1)),
+        "python": "3.11.7",
+        "packages": VERSIONS,
+        "nccl": "2.27.3",
+        "flops": 5e10,
+        "interfaces": {"lo": "127.0.0.1", "eth0": f"10.0.0.{number}"},
+        "speeds": {"eth0": 1.25e9},
+        "asked_interfaces": {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"},
+        "resolves_to": f"10.0.0.{number}",
+        "storage_seen": ("n0", "n1", "n2"),
+    }
+    return NodeFacts(f"n{number}", f"10.0.0.{number}", **(known | more))
+
+
+def bare(number: int, **more: Any) -> NodeFacts:
+    """A node without GPUs."""
+    nothing = {"ray_gpus": 0.0, "torch_gpus": None, "torch_cuda": None, "pci_gpus": 0, "device_files": 0, "gpus": ()}
+    return node(number, **(nothing | {"driver_loaded": False, "driver": "", "driver_cuda": "", "nccl": ""} | more))
+
+
+def links(*, rate: float = 1e9, **special: LinkFacts) -> tuple[LinkFacts, ...]:
+    """All pairs of three nodes; special: by `a_b`, another one."""
+    pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
+    return tuple(special.get(f"n{a}_n{b}", LinkFacts(f"n{a}", f"n{b}", rate)) for a, b in pairs)
+
+
+def cluster(*nodes: NodeFacts, **more: Any) -> ClusterFacts:
+    whole = {number: node(number) for number in range(3)} | {int(n.node_id[1:]): n for n in nodes}
+    known: dict[str, Any] = {"links": links(), "storage": "/mnt/shared", "mlflow": "http://10.0.0.9:5000"}
+    return ClusterFacts(tuple(whole.values()), **(known | more))
+
+
+def gpus_of(**more: Any) -> tuple[GpuFacts, ...]:
+    return (gpu(0), gpu(1, **more))
+
+
+def cut(*pairs: tuple[int, int], problem: str = "timed out") -> tuple[LinkFacts, ...]:
+    return links(**{f"n{a}_n{b}": LinkFacts(f"n{a}", f"n{b}", None, problem) for a, b in pairs})
+
+
+WHOLE = [
+    cluster(),
+    cluster(bare(0), bare(1), bare(2)),  # no GPUs anywhere
+    cluster(bare(0)),  # a CPU head
+    cluster(node(0, ray_gpus=0.0)),  # a head that keeps its GPUs from Ray
+    ClusterFacts((bare(0, resolves_to="127.0.1.1", asked_interfaces={}),)),  # one machine
+    cluster(node(1, asked_interfaces={"NCCL_SOCKET_IFNAME": "^lo,docker"})),
+    cluster(node(1, packages=VERSIONS | {"torch": "2.13.0"}, python="3.11.9")),
+    cluster(node(1, skew=0.3, open_files=65536, flops=4e10)),
+    cluster(node(1, gpus=(gpu(0, flops=6.6e14), gpu(1, temperature=78.0)))),
+]
+
+
+@pytest.mark.parametrize("facts", WHOLE)
+def test_nothing_is_said_where_nothing_is_wrong(facts: ClusterFacts) -> None:
+    assert [str(finding) for finding in judge(facts)] == []
+
+
+# A planted fault per row: the facts, the code it must be given, the node it must be laid to, and words of the sentence.
+PLANTED: list[tuple[ClusterFacts, str, str, str]] = [
+    (cluster(node(1, visible="0", torch_gpus=1)), "hidden_gpus", "n1", "CUDA_VISIBLE_DEVICES='0'"),
+    (cluster(node(1, visible="", torch_gpus=0, ray_gpus=0.0)), "hidden_gpus", "n1", "shows only 0"),
+    (
+        cluster(node(1, gpus=(), device_files=0, torch_gpus=None, ray_gpus=0.0, driver="")),
+        "no_driver",
+        "n1",
+        "its container was not given them",
+    ),
+    (
+        cluster(node(1, gpus=(), driver_loaded=False, torch_gpus=None, ray_gpus=0.0, driver="")),
+        "no_driver",
+        "n1",
+        "no NVIDIA driver is loaded",
+    ),
+    (
+        cluster(node(1, gpus=(), smi_error="No devices were found", torch_gpus=0, ray_gpus=0.0, driver="")),
+        "no_driver",
+        "n1",
+        "No devices were found",
+    ),
+    (cluster(node(1, torch_cuda=None, torch_gpus=0, ray_gpus=0.0)), "cpu_torch", "n1", "built for CPUs only"),
+    (
+        cluster(*(node(n, torch_gpus=0, ray_gpus=0.0, driver_cuda="11.8") for n in range(3))),
+        "old_driver",
+        "n1",
+        "up to 11.8",
+    ),
+    (
+        cluster(node(1, torch_gpus=0, ray_gpus=0.0, torch_error="CUDA unknown error")),
+        "torch_blind",
+        "n1",
+        "CUDA unknown error",
+    ),
+    (cluster(node(1, ray_gpus=8.0)), "ray_gpus", "n1", "has 8 GPUs, and torch sees 2"),
+    (cluster(node(1, ray_gpus=0.0)), "ray_gpus", "n1", "has 0 GPUs"),
+    (cluster(bare(1, ray_gpus=4.0)), "ray_gpus", "n1", "there is none"),
+    (cluster(node(1, gpus=gpus_of(mig=True))), "mig", "n1", "GPU 1"),
+    (cluster(node(1, gpus=gpus_of(ecc_errors=3))), "ecc", "n1", "3 memory errors"),
+    (cluster(node(1, gpus=gpus_of(xids=("Xid 79",)))), "xid", "n1", "Xid 79"),
+    (cluster(node(1, gpus=gpus_of(throttled=("thermal",), temperature=93.0))), "throttled", "n1", "93 °C"),
+    (cluster(node(1, gpus=gpus_of(processes=("4711 python 10200 MiB",)))), "busy_gpu", "n1", "4711 python"),
+    (cluster(node(1, gpus=gpus_of(memory_used=30 * GB))), "memory_taken", "n1", "30.0 GB of 80.0 GB"),
+    (cluster(node(1, gpus=gpus_of(flops=4e14))), "slow_gpu", "n1", "400 TFLOP/s"),
+    (cluster(node(1, gpus=(gpu(0, name="L4"), gpu(1, name="L4")))), "mixed_gpus", "", "unlike GPUs"),
+    (cluster(node(1, python="3.12.1")), "other_version", "n1", "Python 3.12"),
+    (cluster(node(1, packages=VERSIONS | {"torch": "2.12.0"})), "other_version", "n1", "torch 2.12.0"),
+    (cluster(node(1, packages=VERSIONS | {"ray": "2.59.0"})), "other_version", "n1", "ray 2.59.0"),
+    (cluster(node(1, nccl="2.21.5")), "other_version", "n1", "NCCL 2.21.5"),
+    (cluster(node(1, driver="535.1")), "other_version", "n1", "driver 535.1"),
+    (cluster(node(1, shm_bytes=64 * 2**20)), "small_shm", "n1", "67 MB"),
+    (cluster(node(1, open_files=1024)), "few_files", "n1", "1,024 files"),
+    (cluster(node(1, disk_free=GB)), "disk_full", "n1", "1.0 GB free"),
+    (cluster(node(1, memory_available=GB // 2)), "little_memory", "n1", "500 MB of memory"),
+    (cluster(node(1, skew=-40.0)), "clock", "n1", "40 s behind"),
+    (cluster(node(1, flops=2e10)), "slow_node", "n1", "20.0 GFLOP/s"),
+    (cluster(links=cut((0, 1), (2, 1))), "cut_link", "n1", "no other node reaches 10.0.0.1"),
+    (cluster(links=cut((0, 1), (1, 0))), "cut_link", "n1", "10.0.0.0 (host0) does not reach 10.0.0.1"),
+    (cluster(links=cut((0, 1), problem="refused")), "closed_port", "n1", "the port is closed"),
+    (
+        cluster(links=links(n0_n1=LinkFacts("n0", "n1", 1e8))),
+        "slow_link",
+        "n1",
+        "0.8 Gbit/s come through, where 10 should",
+    ),
+    (
+        cluster(
+            *(node(n, speeds={}) for n in range(3)),
+            links=links(n0_n1=LinkFacts("n0", "n1", 1e8)),
+            link_expected=1.25e9,
+        ),
+        "slow_link",
+        "n1",
+        "where 10 should",
+    ),
+    (
+        cluster(
+            links=(
+                *links(),
+                *(LinkFacts("n1", "n1", 3e11, gpus=p) for p in ((0, 1), (1, 0), (0, 2))),
+                LinkFacts("n1", "n1", 2e10, gpus=(2, 0)),
+            )
+        ),
+        "slow_gpu_link",
+        "n1",
+        "GPU 2 to 0",
+    ),
+    (cluster(node(1, asked_interfaces={"NCCL_SOCKET_IFNAME": "ib0"})), "no_interface", "n1", "it has eth0"),
+    (cluster(node(1, asked_interfaces={"GLOO_SOCKET_IFNAME": "eth"})), "no_interface", "n1", "GLOO_SOCKET_IFNAME=eth"),
+    (cluster(node(1, asked_interfaces={"NCCL_SOCKET_IFNAME": "lo"})), "loopback", "n1", "is the loopback"),
+    (cluster(node(1, resolves_to="127.0.1.1", asked_interfaces={})), "host_name", "n1", "resolves to 127.0.1.1"),
+    (cluster(node(1, resolves_to=None)), "host_name", "n1", "does not resolve"),
+    (cluster(node(1, storage_problem="Permission denied", storage_seen=None)), "storage", "n1", "Permission denied"),
+    (cluster(node(1, storage_seen=("n1",))), "storage_differs", "n1", "each sees only its own"),
+    (cluster(node(1, mlflow_problem="Connection refused")), "mlflow", "n1", "Connection refused"),
+    (
+        cluster(*(node(n, mlflow_problem="Connection refused") for n in range(3))),
+        "mlflow",
+        "n2",
+        "no node reaches MLflow",
+    ),
+    (cluster(NodeFacts("n1", "10.0.0.1", problem="nothing came back")), "no_answer", "n1", "nothing came back"),
+]
+
+
+@pytest.mark.parametrize(
+    ("facts", "code", "where", "said"), PLANTED, ids=[f"{r[1]}-{i}" for i, r in enumerate(PLANTED)]
+)
+def test_a_planted_fault_is_named(facts: ClusterFacts, code: str, where: str, said: str) -> None:
+    found = judge(facts)
+    named = [finding for finding in found if finding.code == code]
+    assert named, [str(finding) for finding in found]
+    assert any(said in finding.sentence for finding in named), [finding.sentence for finding in named]
+    assert not where or any(where in finding.nodes for finding in named)
+    assert all(finding.mend for finding in named), "it says what to do"
+    assert {finding.code for finding in found} == {code}, "and nothing else is reported"
+
+
+def test_at_least_fifteen_kinds_of_faults_are_planted() -> None:
+    assert len({row[1] for row in PLANTED}) >= 15
+
+
+def test_bad_nodes_are_those_with_grave_faults() -> None:
+    facts = cluster(node(1, skew=60.0), node(2, open_files=1024))
+    assert bad_nodes(judge(facts)) == ["n1"]
+    assert bad_nodes([Finding("x", "", "", ("a", "b")), Finding("y", "", "", ("b",))]) == ["a", "b"]
+
+
+def test_two_faults_on_one_node_are_two_findings() -> None:
+    found = judge(cluster(node(1, skew=60.0, disk_free=0)))
+    assert {finding.code for finding in found} == {"clock", "disk_full"}
+
+
+@pytest.mark.parametrize("count", [2, 3, 16, 17, 100])
+def test_in_a_round_every_node_sends_once_and_hears_once(count: int) -> None:
+    pairs = rounds(count)
+    for one in pairs:
+        assert sorted(a for a, _ in one) == sorted(b for _, b in one) == list(range(count))
+    measured = {pair for one in pairs for pair in one}
+    assert len(measured) == (count * (count - 1) if count <= 16 else 2 * count)
+    assert all(a != b for a, b in measured)
+
+
+def test_what_nvidia_smi_says_is_read() -> None:
+    line = "1, NVIDIA A100-SXM4-80GB, 81920, 5120, 2, 65, Enabled, Active, Not Active, Active, GPU-abc"
+    row = parse_gpu(line, {"GPU-abc": ["12 python 5000 MiB"]}, {1: ["Xid 48"]})
+    facts = replace(GpuFacts(0), **{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()})
+    assert facts.index == 1 and facts.memory_total == 80 * 2**30 and facts.memory_used == 5 * 2**30
+    assert facts.ecc_errors == 2 and facts.mig and facts.temperature == 65
+    assert facts.throttled == ("thermal", "power brake")
+    assert facts.processes == ("12 python 5000 MiB",) and facts.xids == ("Xid 48",)
+    quiet = parse_gpu("0, T4, 15360, 0, [N/A], 40, [N/A], Not Active, Not Active, Not Active, GPU-x", {}, {})
+    assert quiet["ecc_errors"] == 0 and not quiet["mig"] and quiet["throttled"] == []
+
+
+# --- the job ----------------------------------------------------------------------------------------------------------
+
+SOUND = JobFacts("ddp", 8, 8, 1, 256, None, 10_000, 8, 8.0)
+JOBS: list[tuple[JobFacts, str]] = [
+    (replace(SOUND, gpus_used=0.0), "computes on CPUs, and the cluster has 8 GPUs"),
+    (replace(SOUND, workers=4, data_parallel=4, gpus_used=4.0), "4 of the cluster's 8 GPUs are not used"),
+    (JobFacts("dp", 1, 1, 4, 1, None, 100, 4, 4.0), "DataParallel splits 1 samples over 4 GPUs, so 3 get none"),
+    (JobFacts("dp", 1, 1, 4, 64, 2, 100, 4, 4.0), "so 2 get none"),
+    (replace(SOUND, global_batch=8), "one sample per step"),
+    (replace(SOUND, samples=5), "there are 5 samples for 8 data-parallel workers"),
+    (replace(SOUND, samples=100), "a step takes 256 samples and there are 100"),
+]
+
+
+@pytest.mark.parametrize(("facts", "said"), JOBS)
+def test_the_checklist_at_the_start(facts: JobFacts, said: str) -> None:
+    (sentence,) = at_start(facts)
+    assert said in sentence
+
+
+def test_a_sound_job_is_left_alone() -> None:
+    assert at_start(SOUND) == []
+    assert at_start(JobFacts("single", 1, 1, 0, 64, None, 1000, 0, 0.0)) == []
+    assert at_start(JobFacts("dp", 1, 1, 4, 64, None, 100, 4, 4.0)) == []
+
+
+def sample(*gpus: float, cpu: float = 30.0, node: str = "node-0") -> dict[str, float]:
+    values = {f"system/{node}/gpu_{i}_utilization_percentage": share for i, share in enumerate(gpus)}
+    return values | {f"system/{node}/cpu_utilization_percentage": cpu, f"system/{node}/disk_usage_percentage": 99.0}
+
+
+def seen(*samples: dict[str, float], training: bool = True) -> list[str]:
+    watch = Watch()
+    return [sentence for values in samples for sentence in watch.see(values, training=training)]
+
+
+def test_what_shows_while_training_is_said_once() -> None:
+    assert seen(*[sample(90.0, 0.0, 85.0)] * 20) == ["GPU 1 of node-0 is idle while others train"]
+    (sentence,) = seen(*[sample(0.0, 1.0, cpu=95.0)] * 20)
+    assert "every GPU is idle while the CPUs work" in sentence
+    assert seen(*[sample(90.0, 80.0)] * 20) == []
+    assert seen(*[sample(cpu=100.0)] * 20) == [], "no GPUs"
+    assert seen(*[sample(90.0, 0.0)] * 3) == [], "too early to say"
+    assert seen(*[sample(90.0, 0.0)] * 20, training=False) == []
+    both = [values for _ in range(9) for values in (sample(90.0), sample(0.0, node="node-1"))]
+    assert seen(*both) == ["GPU 0 of node-1 is idle while others train"]
+
+
+# --- the probe --------------------------------------------------------------------------------------------------------
+
+
+def test_nodes_need_nothing_of_ours_for_the_probe() -> None:
+    from ray import cloudpickle
+
+    from app.doctor.look import BY_VALUE
+    from app.doctor.probe import Probe
+
+    for module in BY_VALUE:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        sent = cloudpickle.dumps(Probe).hex()
+    finally:
+        for module in BY_VALUE:
+            cloudpickle.unregister_pickle_by_value(module)
+    code = (
+        "import sys, json; sys.modules['app'] = None; from ray import cloudpickle\n"
+        "probe = cloudpickle.loads(bytes.fromhex(sys.stdin.read()))()\n"
+        "print(json.dumps(probe.facts(0.0, '/tmp', '', '', 'mark')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert facts["packages"]["ray"] and facts["interfaces"]["lo"] == "127.0.0.1" and facts["flops"] > 1e8
+    assert facts["disk_free"] > 0 and facts["open_files"] > 0 and facts["storage_problem"] == ""
+
+
+def test_what_a_storage_and_a_server_say(tmp_path: Path) -> None:
+    from app.doctor.probe import reach, remove_mark, see_marks, write_mark
+
+    assert write_mark(str(tmp_path / "new"), "mark-a") == "" and see_marks(str(tmp_path / "new"), "mark-") == ["a"]
+    remove_mark(str(tmp_path / "new"), "mark-a")
+    assert see_marks(str(tmp_path / "new"), "mark-") == []
+    assert "nowhere" in write_mark("/proc/nowhere", "mark-a") and see_marks("/proc/nowhere", "mark-") is None
+    assert "refused" in reach("http://127.0.0.1:9") and reach("sqlite:///x.db") == "" and reach("") == ""
+
+
+def test_doctor_on_a_running_cluster(tmp_path: Path, ray_environment: dict[str, str]) -> None:
+    told = trireme("doctor", "--json", "--storage", str(tmp_path), env=ray_environment)
+    found = json.loads(told.out)
+    (seen_node,) = found["facts"]["nodes"]
+    assert seen_node["problem"] == "" and seen_node["head"] and seen_node["packages"]["ray"]
+    assert seen_node["storage_seen"] == [seen_node["node_id"]] and not list(tmp_path.iterdir()), "its mark is gone"
+    small = {"small_shm", "few_files", "disk_full", "little_memory"}  # this machine may really have these
+    assert {finding["code"] for finding in found["findings"]} <= small, told.out
+    bad = trireme("doctor", "--storage", "/proc/nowhere", env=ray_environment)
+    assert bad.code == 1 and "cannot write to /proc/nowhere" in bad.out, bad.out + bad.err
+    out = trireme("doctor", "--storage", "/proc/nowhere", "--exclude-bad", env=ray_environment)
+    assert out.code == 1 and "every node is bad" in out.err
