@@ -1,0 +1,61 @@
+"""Fused attention as memory and arithmetic see it, whatever the device that a model is watched on.
+
+Without a GPU, F.scaled_dot_product_attention would be watched as the products it is made of, with a score for every
+pair of positions; GPUs (and CPUs) have kernels that keep none of them. Dao et al. 2022, https://arxiv.org/abs/2205.14135.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+Note = Callable[[float, float], None]
+"""Is told the FLOPs of an attention, and the bytes of its results."""
+
+
+class _Attention(torch.autograd.Function):
+    """Fused attention as memory sees it: saves q, k, v, the output and one number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, note: Note, causal: bool) -> Tensor:
+        output = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        rows = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, output, rows)
+        heads, width = float(q.numel() // q.shape[-1]), q.shape[-1] + v.shape[-1]
+        ctx.note, ctx.flops = note, 2.0 * heads * k.shape[-2] * width
+        ctx.flops /= 2 if causal else 1
+        note(ctx.flops, float(output.nbytes + rows.nbytes))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, _, _ = ctx.saved_tensors
+        ctx.note(2.5 * ctx.flops, 0.0)
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None
+
+
+class FusedAttention(TorchFunctionMode):
+    """While it is active, scaled_dot_product_attention is the above."""
+
+    def __init__(self, note: Note) -> None:
+        super().__init__()
+        self.note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, is_causal: bool = False, **kwargs: Any) -> Tensor:
+        mask = args[0] if args else kwargs.get("attn_mask")
+        if len(args) > 2:
+            is_causal = args[2]
+        if torch.is_autocast_enabled("cpu") and q.device.type == "cpu":
+            q, k, v = (x.to(torch.get_autocast_dtype("cpu")) for x in (q, k, v))
+        return _Attention.apply(q, k, v, self.note, is_causal and mask is None)

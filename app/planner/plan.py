@@ -1,0 +1,215 @@
+"""A plan: every layout of an experiment on a machine, its memory and its time, best first."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from app.config import Config
+from app.errors import UserError
+from app.planner.calibration import correction
+from app.planner.evaluate import Evaluated, Machine, Settings, evaluate
+from app.planner.held import held_of, refuse, ways_needed
+from app.planner.read import ModelRead, Reader
+from app.planner.table import CHECKPOINTING, PRECISIONS, SCHEDULES, Held, Table, enumerate_layouts
+from app.tasks.base import Task
+from strategies.dims import LayoutError
+from strategies.names import choose
+
+RANKS = ("time", "cost", "memory")
+GIB = 2**30
+
+
+@dataclass
+class Plan:
+    """Columns of all layouts, and what they were planned for."""
+
+    config: Config
+    task: Task
+    reader: Reader
+    machine: Machine
+    settings: Settings
+    held: Held
+    table: Table
+    costs: Evaluated
+    order: np.ndarray
+    """Rows, best first: those that fit, then those that do not, least memory first."""
+    steps: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    """What planning itself took: reading the model, and the layouts."""
+
+    @property
+    def model(self) -> ModelRead:
+        return self.reader.model
+
+    @property
+    def fits(self) -> np.ndarray:
+        return self.costs.bytes <= self.machine.capacity
+
+    def layout(self, row: int) -> dict[str, Any]:
+        """One layout as a dictionary that is ready for JSON."""
+        table, costs, machine = self.table, self.costs, self.machine
+        seconds = float(costs.step[row])
+        samples = self.config.train.global_batch_size / seconds
+        items = samples * self.model.items_per_sample
+        schedule, pp, chunks = SCHEDULES[table.schedule[row]], int(table.pp[row]), int(table.chunks[row])
+        blocks = costs.blocks.get((schedule, pp, chunks))
+        price = machine.price_per_hour
+        cost = price * machine.world * seconds / 3600 if price else None
+        peak = machine.device.gpu.rate(PRECISIONS[table.precision[row]])
+        fits = bool(self.fits[row])
+        return {
+            "strategy": table.name(row),
+            "parallel": {
+                "dp_replicate": int(table.dp_replicate[row]),
+                "dp_shard": int(table.dp_shard[row]),
+                "tp": int(table.tp[row]),
+                "pp": pp,
+                "schedule": schedule if pp > 1 else None,
+                "chunks": chunks if pp > 1 else None,
+                "stages": blocks if pp > 1 else None,
+                "offload": bool(table.offload[row]),
+            },
+            "micro_batch_size": int(table.micro_batch[row]),
+            "micro_batches": int(table.micro_batches[row]),
+            "activation_checkpointing": self.held.checkpointing or CHECKPOINTING[table.checkpointing[row]],
+            "precision": PRECISIONS[table.precision[row]],
+            "memory_bytes": int(costs.bytes[row]),
+            "memory": {name: int(values[row]) for name, values in costs.memory.items()},
+            "step_seconds": seconds,
+            "seconds": {name: float(values[row]) for name, values in costs.seconds.items()},
+            "samples_per_second": samples,
+            f"{self.model.unit}_per_second": items,
+            "tokens_per_second": items if self.model.unit == "tokens" else None,
+            "mfu": float(costs.flops[row]) / (seconds * machine.world * peak),
+            "cost_per_step": cost,
+            "cost_per_run": cost * self.steps if cost else None,
+            "energy_kwh_per_run": machine.device.gpu.watts * machine.world * seconds * self.steps / 3.6e6,
+            "fits": fits,
+            "why_not": None if fits else why_not(self, row),
+        }
+
+    def best(self) -> int | None:
+        """The best layout's row, if one fits."""
+        return int(self.order[0]) if len(self.order) and self.fits[self.order[0]] else None
+
+
+def why_not(plan: Plan, row: int) -> str:
+    """Why a layout does not fit, with the part that takes most."""
+    parts = {name: float(values[row]) for name, values in plan.costs.memory.items()}
+    largest = max(parts, key=lambda name: parts[name])
+    sentence = (
+        f"needs {plan.costs.bytes[row] / GIB:.1f} GiB per GPU, {plan.machine.capacity / GIB:.1f} there; the most for "
+        f"{largest} ({parts[largest] / GIB:.1f} GiB)"
+    )
+    sharded = plan.table.dp_shard[row] > 1 and plan.table.micro_batches[row] > 1
+    if sharded and largest == "communication" and plan.settings.accumulate_sharded is None:
+        sentence += ": whole gradients wait for the last micro-batch, parallel.accumulate_sharded=true keeps shards"
+    return sentence
+
+
+def make_plan(
+    config: Config,
+    task: Task,
+    machine: Machine,
+    *,
+    given: frozenset[str] = frozenset(),
+    rank: str = "time",
+    reader: Reader | None = None,
+    corrected: bool = True,
+) -> Plan:
+    """Plans an experiment. given: keys that are held fixed, such as train.micro_batch_size.
+
+    Raises:
+        UserError, LayoutError: nothing could run as it is held; one sentence.
+    """
+    begun = time.perf_counter()
+    parallel = config.parallel
+    reader = reader or Reader(task, sequence_parallel=parallel.sequence_parallel, loss_parallel=parallel.loss_parallel)
+    held, precisions = held_of(config, machine, given)
+    for way in ways_needed(held, precisions):
+        reader.read(way)
+    read = time.perf_counter() - begun
+    begun = time.perf_counter()
+    model = reader.model
+    table = enumerate_layouts(
+        machine.world,
+        config.train.global_batch_size,
+        held,
+        precisions=precisions,
+        blocks=len(model.blocks),
+        splits=model.splittable,
+        heads=model.heads,
+        per_node=machine.per_node,
+        sequence=model.sequence_length if parallel.sequence_parallel else None,
+        pipelines=len(model.blocks) > 1 and _pipelines_run(),
+        offload=machine.device.gpu.name != "cpu",
+    )
+    if not len(table):
+        refuse(config, machine, held, model)
+    settings = settings_of(
+        config, machine, correction(model_name(config), machine.device.gpu.name) if corrected else 1.0
+    )
+    costs = evaluate(reader.read, table, machine, settings)
+    plan = Plan(config, task, reader, machine, settings, held, table, costs, np.zeros(0, int), steps_of(config, model))
+    plan.order = ranked(plan, rank)
+    plan.seconds = {"model": read, "layouts": time.perf_counter() - begun}
+    return plan
+
+
+def model_name(config: Config) -> str:
+    """What history knows a model by: its task and arguments."""
+    arguments = ", ".join(f"{key}={config.task_args[key]}" for key in sorted(config.task_args))
+    return f"{config.task}({arguments})"
+
+
+def settings_of(config: Config, machine: Machine, corrected: float = 1.0) -> Settings:
+    parallel = config.parallel
+    is_cpu = machine.device.gpu.name == "cpu"
+    return Settings(
+        optimizer=config.optimizer.name,
+        reduce_bf16=parallel.reduce_dtype == "bf16",
+        compression=parallel.compression,
+        reshard_after_forward=parallel.reshard_after_forward,
+        accumulate_sharded=parallel.accumulate_sharded,
+        bucket_bytes=(parallel.bucket_mb or 25.0) * 2**20,
+        clip=config.train.clip_norm is not None,
+        correction=corrected,
+        memory_base=PROCESS_BYTES if is_cpu else 0.0,
+    )
+
+
+PROCESS_BYTES = 0.0
+
+
+def ranked(plan: Plan, rank: str) -> np.ndarray:
+    """Rows best first. Equally good ones (within 0.1 %) by less memory, then by the simpler layout."""
+    if rank not in RANKS:
+        raise UserError(f"--rank-by is {rank!r}: write {', '.join(RANKS)}")
+    table, costs = plan.table, plan.costs
+    simple = table.pp * 1000 + table.tp * 10 + np.array([0, 1, 3, 4, 2])[table.data] + table.checkpointing
+    rounded = np.round(np.log(costs.step) * 1000)
+    first = np.round(np.log(costs.bytes) * 100) if rank == "memory" else rounded
+    measure = np.where(plan.fits, first, np.log(costs.bytes) * 1000)
+    return np.lexsort((simple, costs.bytes, rounded, measure, ~plan.fits))
+
+
+def steps_of(config: Config, model: ModelRead) -> int:
+    train = config.train
+    if train.steps:
+        return train.steps
+    return max(1, int(np.ceil((train.epochs or 1.0) * model.samples / train.global_batch_size)))
+
+
+def _pipelines_run() -> bool:
+    """Whether this version can run pipelines."""
+    from strategies.options import check
+
+    try:
+        check(choose("pipeline", 2, pp=2))
+    except LayoutError:
+        return False
+    return True

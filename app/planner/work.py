@@ -1,0 +1,83 @@
+"""Seconds that a part of the model computes, for many sizes of the micro-batch and degrees of tp at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from app.planner.fitted import Costs, Part, basis
+from app.planner.rates import Rates
+from app.planner.read import AUTOCAST, CAST, PLAIN
+
+Array = np.ndarray
+
+
+@dataclass
+class Work:
+    """Per kind of part (rows) and (micro-batch, tp) pair (columns): seconds, and FLOPs of forward and backward."""
+
+    names: list[str]
+    forward: Array
+    backward: Array
+    recompute_full: Array
+    recompute_selective: Array
+    flops: Array
+
+
+def precision_of(way: str, precision: str) -> str:
+    return "fp32" if way == PLAIN else precision
+
+
+def work(costs: Costs, way: str, precision: str, batch: Array, tp: Array, device: Rates) -> Work:
+    """Roofline: products at the device's rate for their size, everything else by the bytes it moves.
+
+    A part takes at least as long as the host needs to launch its operations.
+    """
+    at = basis(batch, tp)
+    runs = precision_of(way, precision)
+    rows: dict[str, list[Array]] = {"forward": [], "backward": [], "full": [], "selective": [], "flops": []}
+    for part in costs.parts.values():
+        forward, f_flops = _phase(part, "forward", runs, way, at, device)
+        backward, b_flops = _phase(part, "backward", runs, way, at, device)
+        moved = np.maximum(part.scalars["moved_forward"] @ at, 0) / device.bandwidth
+        rows["forward"].append(forward)
+        rows["backward"].append(backward)
+        rows["full"].append(forward)
+        rows["selective"].append(moved)
+        rows["flops"].append(f_flops + b_flops)
+    stacked = {key: np.array(values) for key, values in rows.items()}
+    return Work(
+        list(costs.parts),
+        stacked["forward"],
+        stacked["backward"],
+        stacked["full"],
+        stacked["selective"],
+        stacked["flops"],
+    )
+
+
+def _phase(part: Part, phase: str, precision: str, way: str, at: Array, device: Rates) -> tuple[Array, Array]:
+    shapes, counts = part.products[phase]
+    seconds = np.zeros(at.shape[1])
+    flops = np.zeros(at.shape[1])
+    itemsize = 4 if way == PLAIN else 2
+    if len(shapes):
+        m, n, k, many = np.moveaxis(shapes @ at, 1, 0)  # each (products, pairs)
+        work_ = 2 * m * n * k * many * counts[:, None]
+        size = k / (k + device.k_half) * (m * n * many) / (m * n * many + device.mn_half)
+        moved = (m * k + k * n + m * n) * many * counts[:, None] * itemsize
+        seconds += np.maximum(work_ / (device.peak(precision) * np.maximum(size, 1e-3)), moved / device.bandwidth).sum(
+            0
+        )
+        flops += work_.sum(0)
+    attended = np.maximum(part.scalars[f"attention_{phase}"] @ at, 0)
+    seconds += attended / (device.gpu.rate(precision) * device.attention)
+    seconds += np.maximum(part.scalars[f"moved_{phase}"] @ at, 0) / device.bandwidth
+    launched = np.maximum(part.scalars[f"operations_{phase}"] @ at, 0) * device.operation
+    return np.maximum(seconds, launched), flops + attended
+
+
+def ways_of(strategy_shards: bool, precision: str) -> str:
+    """How a strategy has that precision: sharded ones cast everything, the others use autocast."""
+    return PLAIN if precision == "fp32" else CAST if strategy_shards else AUTOCAST
