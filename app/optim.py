@@ -57,16 +57,31 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter])
         raise UserError(f"optimizer {config.name} does not take these arguments: {error}") from error
 
 
-def learning_rate(optimizer: OptimizerConfig, schedule: ScheduleConfig, step: int, steps: int) -> float:
-    """Learning rate of step `step` (0-based) of `steps`: linear warm-up, then the schedule's own curve."""
-    warmup = schedule.warmup_steps
+def learning_rate(
+    optimizer: OptimizerConfig, schedule: ScheduleConfig, step: int, steps: int, batch: int | None = None
+) -> float:
+    """Learning rate of step `step` (0-based) of `steps`: linear warm-up, then the schedule's own curve.
+
+    batch: the global batch size, for optimizer.lr_scaling. A rate that was scaled up is warmed up from the unscaled
+    one, as Goyal et al. 2017, section 2.2; others from 0.
+    """
+    top, warmup = peak_rate(optimizer, batch), schedule.warmup_steps
     if step < warmup:
-        return optimizer.lr * (step + 1) / warmup
+        bottom = optimizer.lr if top > optimizer.lr else 0.0
+        return bottom + (top - bottom) * (step + 1) / warmup
     if schedule.name == "constant":
-        return optimizer.lr
+        return top
     done = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
     fraction = 1 - done if schedule.name == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return optimizer.lr * (schedule.final_fraction + (1 - schedule.final_fraction) * fraction)
+    return top * (schedule.final_fraction + (1 - schedule.final_fraction) * fraction)
+
+
+def peak_rate(optimizer: OptimizerConfig, batch: int | None) -> float:
+    """optimizer.lr, scaled from the batch size it is meant for to this one: in proportion (Goyal et al. 2017, for SGD),
+    or to the square root (Krizhevsky 2014; Malladi et al. 2022, for Adam)."""
+    if optimizer.lr_scaling == "none" or batch is None or optimizer.lr_batch_size is None:
+        return optimizer.lr
+    return optimizer.lr * (batch / optimizer.lr_batch_size) ** (1.0 if optimizer.lr_scaling == "linear" else 0.5)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:

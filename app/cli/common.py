@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from app.config import Config
     from app.console import Console
 
-LAYOUT_ERRORS = ("LayoutError", "ClusterError")  # strategies/ and cluster/ know nothing of app.errors
+LAYOUT_ERRORS = ("LayoutError", "ClusterError", "HardwareError")  # strategies/ and cluster/ know nothing of app.errors
 
 
 class ExperimentArguments(click.ParamType):

@@ -63,6 +63,7 @@ class Lane:
     def carry(self, parent_run: str | None) -> bool:
         """Delivers what is there; whether there was anything."""
         if not self.take():
+            time.sleep(0.2)
             return True
         if not self.reader.waiting():
             return False

@@ -4,9 +4,9 @@ FOLDER/sweep.json      what the sweep is, and its MLflow run
 FOLDER/ledger.jsonl    one line per event: trial, report, end
 FOLDER/TRIAL/          each trial's run: see app/run.py
 
-One process writes it, the sweep's driver; a line that a dying driver left half written is skipped. When the same command
-is run again the ledger says which trials have ended (they are not run again), which were under way (they continue), and
-what the scheduler and the searcher were told.
+One process writes it, the sweep's driver; a line that a dying driver left half written is skipped. When the same
+command is run again the ledger says which trials have ended (they are not run again), which were under way (they
+continue), and what the scheduler and the searcher were told.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Trial:
     status: str = "running"  # or one of ENDED
     message: str = ""
     reports: list[dict[str, Any]] = field(default_factory=list)
-    """{"step", "samples", "seconds" (of training, all starts together), "metrics": {…}, "workers", "steps"}"""
+    """{"step", "samples", "seconds" (of training, all starts together), "metrics": {…}, "workers", "steps",
+    "first_step" (seconds from the trial's present start to its first step)}"""
     starts: int = 0
 
     @property

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from app.errors import UserError
 
 Resources = dict[str, float]
-DRIVER_CPUS = 0.001
-"""What a trial's driver asks Ray for; it waits nearly all the time. 0 is refused by Tune, and with its default of 1
-drivers can take every CPU while their workers wait for one."""
+DRIVER: Resources = {"CPU": 0.0, "memory": 2.0**20}
+"""What the process that drives a trial asks Ray for: it waits nearly all the time. Asking for nothing is refused by
+Tune, and with a thousandth of a CPU the workers of a trial that takes all CPUs would wait for ever."""
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ class Sweep:
     reports: int | None = 10
     time: str = "step"
     warm: bool = True
+    log_models: bool = False
     concurrent: int | None = None
     price_per_worker_hour: float | None = None
     seed: int = 0
@@ -82,6 +83,8 @@ class Sweep:
             tree["train"]["epochs"] = None
         elif "train.epochs" in values:
             tree["train"]["steps"] = None
+        if not self.log_models:
+            tree["tracking"]["log_model"] = False
         tree["run"] |= {"name": name, "storage": storage}
         # One trial takes one device unless told otherwise; a sweep uses the others for other trials.
         tree["workers"] = "1" if tree["workers"] == "auto" else tree["workers"]
@@ -118,6 +121,7 @@ DOCUMENTATION = {
     "reports": "evaluations per trial, evenly spread; null: as train.eval_every says",
     "time": "what schedulers compare trials at: step or samples (fairer where batch sizes differ)",
     "warm": "true: worker processes outlive a trial; false: Ray Train starts new ones for each",
+    "log_models": "true: every trial's model goes to MLflow, as one run's would",
     "concurrent": "most trials at once; default: as many as fit",
     "price_per_worker_hour": "for the cost of reaching the target",
     "seed": "of the random and the suggested points",

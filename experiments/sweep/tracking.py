@@ -24,6 +24,8 @@ from app.tracking.state import Status
 from app.tracking.tracker import Tracker
 
 PARENT_TAG = "mlflow.parentRunId"
+STOP_FILE = "tracking/stop"
+"""In the sweep's folder: running trials are to save and stop."""
 END_FILE = "tracking/all-said"
 """In the sweep's folder: the driver has said everything, and waits for its delivery."""
 
@@ -100,7 +102,10 @@ class Deliverer:
             )
 
     def finish(self, timeout: float) -> str:
-        """Waits until everything is delivered, or nothing was for `timeout` seconds; the problem in a sentence, or ""."""
+        """Waits until everything is delivered, or nothing was for `timeout` seconds.
+
+        Returns the problem in a sentence, or "".
+        """
         (self.folder / END_FILE).touch()
         begun = time.time()
         while self.process.poll() is None:

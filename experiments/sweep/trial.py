@@ -1,8 +1,8 @@
 """One trial: a whole Trireme run, driven from the process in which Ray Tune keeps it.
 
 That process holds the warm workers, and outlives a trial: Tune hands it the next one (`reset_config`). With one worker
-it is the worker itself; with more they are an `ActorGroup`, or, cold, those that Ray Train starts. Training goes on in a
-thread; `step` waits for its next report.
+it is the worker itself; with more they are an `ActorGroup`, or, cold, those that Ray Train starts. Training goes on in
+a thread; `step` waits for its next report.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import queue
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,13 @@ from ray import tune
 from app.config import Config
 from app.errors import Interrupted, RunFailed, UserError
 from app.tracking.settings import Settings
-from experiments.sweep.slots import DRIVER_CPUS, Need, Resources
+from experiments.sweep.slots import DRIVER, Need, Resources
 from experiments.sweep.spec import Sweep
 
 INDEX, NAME = "_trial", "_name"
 """Keys of a Tune configuration that are none of the experiment's."""
+VALUE, TIME, REPORT = "value", "at", "report"
+"""Names under which schedulers and searchers see the metric and what trials are compared at."""
 LEASE_SECONDS = 90.0
 """How long to wait for an earlier start of the same trial to be gone."""
 
@@ -48,9 +50,9 @@ def how(config: Config, sweep: Sweep) -> str:
     """Where a trial's workers are: process, group or torchtrainer."""
     if config.launcher == "local":
         return "process"
-    if config.launcher == "ray" or not sweep.warm:
+    if config.launcher == "ray" or (config.launcher == "auto" and not sweep.warm):
         return "torchtrainer"
-    return "process" if int(config.workers) == 1 else "group"
+    return "process" if config.launcher == "auto" and int(config.workers) == 1 else "group"
 
 
 def need(config: Config, gpus: bool) -> Need:
@@ -63,7 +65,7 @@ def tune_resources(sweep: Sweep, values: dict[str, Any], gpus: bool) -> Resource
     """What Tune reserves for the trial's process: the worker's share where it is the worker, else nearly nothing."""
     config = sweep.config(values, "trial", "runs")
     if how(config, sweep) != "process":
-        return {"CPU": DRIVER_CPUS}
+        return dict(DRIVER)
     return {"CPU": 0.0, **dict(need(config, gpus).per_worker)}
 
 
@@ -96,10 +98,11 @@ class Session:
             self.thread.join()
 
     def say(self, **report: Any) -> None:
-        self.reports.put({"trial": self.index, "start": self.began, "done": False, **report})
+        # As one text, since Tune takes nested results apart; and without "done", with which it would ask nobody.
+        self.reports.put({REPORT: json.dumps({"start": self.began, "ended": False, **report})})
 
     def _run(self) -> None:
-        status, message, summary = "finished", "", {}
+        status, message, summary = "finished", "", dict[str, Any]()
         try:
             summary = self._train()
         except Interrupted as error:
@@ -109,8 +112,11 @@ class Session:
             first = (str(error).strip().splitlines() or [""])[0]
             status, message = "failed", first if known else f"{type(error).__name__}: {first}"
             self._log_traceback()
-        metrics = dict(summary.get("metrics", {})) if status == "finished" else {}
-        self.say(done=True, status=status, message=message, step=summary.get("step", 0), metrics=metrics)
+        done: dict[str, Any] = {"step": summary.get("step", 0), "metrics": dict(summary.get("metrics", {}))}
+        if status == "finished":  # of a run that had finished already, this is all there is
+            done |= {"samples": done["step"] * self.config.train.global_batch_size, "steps": done["step"]}
+            done["workers"] = int(self.config.workers)
+        self.say(ended=True, status=status, message=message, **done)
 
     def _log_traceback(self) -> None:
         import traceback
@@ -139,7 +145,7 @@ class Session:
         self.driver = driver = TrialDriver(run, self, prepared)
         if self.halted:
             raise Interrupted(self.halted)
-        kind = how(config, sweep)
+        kind = "group" if prepared.layout.dims.pp > 1 else how(config, sweep)
         outcome = carry_out(driver, prepared, lambda job: self.workers.launch(kind, each, job, driver), kind)
         return outcome.summary
 
@@ -174,15 +180,20 @@ class Workers:
             finally:
                 ray_train.clean_up(job.folder)
         else:
-            self.warm(each).run(job, driver)
+            self.warm(each, job.config, job.layout).run(job, driver)
 
-    def warm(self, each: Need) -> Any:
+    def warm(self, each: Need, config: Config, layout: Any) -> Any:
         """The group of workers of this shape; another shape's is let go of first."""
-        from app.launchers.actor_group import ActorGroup
+        from app.launchers import pipeline
+        from cluster.connect import describe
 
-        if self.shape != each:
+        shape = (each, str(layout), str(config.parallel.stage_resources))
+        if self.shape != shape:
             self.close()
-            self.group, self.shape = ActorGroup(each.workers, dict(each.per_worker)), each
+            # A trial that loses a worker waits for a new one: spare processes would take from the other trials.
+            config = replace(config, fault=replace(config.fault, spares=0))
+            self.group = pipeline.group(config, layout, dict(each.per_worker), describe(started_here=False))
+            self.shape = shape
             self.group.start()
         return self.group
 
@@ -208,9 +219,6 @@ class TrialProcess(tune.Trainable):
         self.workers = Workers()
         self.session: Session | None = None
         self._take(config)
-        assert self.session is not None
-        if how(self.session.config, setting.sweep) == "group":
-            self.workers.warm(need(self.session.config, setting.gpus))  # they import torch while the data is read
         import app.worker  # noqa: F401  what takes seconds, before the first trial begins
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from app.prepare import Prepared
 from app.run import Run, read_lease, run_folder
 from app.tracking.delivery import Delivery
 from app.tracking.state import Status
-from experiments.sweep.tracking import PARENT_TAG, LogConsole, SpoolTracker
+from experiments.sweep.tracking import PARENT_TAG, STOP_FILE, LogConsole, SpoolTracker
 
 if TYPE_CHECKING:
     from experiments.sweep.trial import Session
@@ -35,11 +35,12 @@ class TrialDriver(Driver):
         self.session, self.prepared = session, prepared
         self.metric = setting.sweep.metric
         self.why = ""
+        self.stop_file = Path(setting.folder) / STOP_FILE
         self.loop_began = 0.0
         self.latest: dict[str, float] = {}
         self.reported = 0  # step of the last report
         tags = {"trireme.sweep": setting.sweep.name, "trireme.trial": str(session.index)}
-        parent = Status.load(Path(setting.folder) / "tracking").run_id if "://" not in setting.folder else None
+        parent = Status.load(Path(setting.folder) / "tracking").run_id
         if parent:
             tags[PARENT_TAG] = parent
         self.tracker = self.trial_tracker = TrialTracker(
@@ -58,6 +59,11 @@ class TrialDriver(Driver):
         self.why = self.why or why
         self.trial_tracker.why = self.why
         self.stopping = max(self.stopping, 1)
+
+    def stop_requested(self) -> bool:
+        if not self.stopping and self.stop_file.exists():
+            self.ask_to_stop("the sweep was stopped")
+        return super().stop_requested()
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
@@ -79,6 +85,7 @@ class TrialDriver(Driver):
                 seconds=max(0.0, event["time"] - self.loop_began) if self.loop_began else 0.0,
                 metrics=dict(self.latest),
                 steps=self.prepared.steps,
+                first_step=(self.first_step_at or time.time()) - self.session.began,
                 workers=self.prepared.layout.dims.world_size,
             )
 

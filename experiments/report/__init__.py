@@ -1,0 +1,1 @@
+"""Reports: runs, sweeps and scaling studies as one self-contained page."""

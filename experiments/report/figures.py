@@ -1,0 +1,170 @@
+"""Figures by matplotlib, drawn so that they read on paper and on a phone, and put into the page as SVG text."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#2563a8", "#d1651c", "#2f8f5b", "#b0344a", "#7a4fb5", "#8a6d1f", "#3a8fa8", "#6b6b6b")
+"""Told apart by people who see colours differently, and in print by the lines' own marks."""
+MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
+INK, FAINT = "#1d2733", "#d9dee5"
+_NAMES = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+_STYLE: Any = {
+    "font.size": 10,
+    "font.family": "sans-serif",
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": "#8793a1",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.7,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "svg.fonttype": "none",  # text stays text: it can be found and copied, and the file stays small
+    "svg.hashsalt": "trireme",  # the same data give the same file
+    "figure.constrained_layout.use": True,
+}
+
+
+def new(width: float = 6.0, height: float = 3.6) -> tuple[Figure, Axes]:
+    """An empty figure and its axes; inches."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams.update(_STYLE)  # read again when legends and the file are drawn
+    figure, axes = pyplot.subplots(figsize=(width, height))
+    return figure, axes
+
+
+def svg(figure: Figure) -> str:
+    """The figure as an <svg> element that fits its surroundings."""
+    from matplotlib import pyplot
+
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    pyplot.close(figure)
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(
+        r'<svg [^>]*?viewBox="([^"]+)"[^>]*>', rf'<svg {_NAMES} class="plot" viewBox="\1" role="img">', text, count=1
+    )
+    return re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
+
+
+def colour(i: int) -> str:
+    return COLOURS[i % len(COLOURS)]
+
+
+def lines(
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    x: str,
+    y: str,
+    log_x: bool = False,
+    log_y: bool = False,
+    marks: bool = False,
+    rules: Mapping[str, float] | None = None,
+) -> Figure:
+    """One line per series; a legend where there are several, at most eight named."""
+    figure, axes = new()
+    for i, (name, points) in enumerate(series.items()):
+        kept = [(a, b) for a, b in points if math.isfinite(b)]
+        if not kept:
+            continue
+        label = name if i < 8 else None
+        axes.plot(
+            *zip(*kept),
+            color=colour(i) if i < 8 else "#b8c0ca",
+            linewidth=1.6 if len(series) < 12 else 1.0,
+            marker=MARKS[i % 8] if marks or len(kept) < 3 else None,
+            markersize=4,
+            label=label,
+        )
+    for name, value in (rules or {}).items():
+        axes.axhline(value, color=INK, linewidth=1, linestyle=(0, (4, 3)))
+        axes.annotate(name, (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=9)
+    _scale(axes, log_x, log_y)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    if len(series) > 1:
+        axes.legend(ncols=2 if len(series) > 4 else 1)
+    return figure
+
+
+def _scale(axes: Axes, log_x: bool, log_y: bool) -> None:
+    if log_x:
+        axes.set_xscale("log")
+    if log_y:
+        axes.set_yscale("log")
+
+
+def plain_ticks(axes: Axes, which: str, values: Sequence[float]) -> None:
+    """Ticks at these values, written out; for logarithmic axes over few values."""
+    from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
+
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_locator(FixedLocator(list(values)))
+    axis.set_major_formatter(FixedFormatter([f"{value:g}" for value in values]))
+    axis.set_minor_locator(NullLocator())
+
+
+def heat_map(
+    columns: Sequence[Any],
+    rows: Sequence[Any],
+    values: Mapping[tuple[Any, Any], float],
+    *,
+    x: str,
+    y: str,
+    best_low: bool,
+) -> Figure:
+    """A cell per (column, row) with its value written in it; the best cell framed; empty where nothing was tried."""
+    import numpy as np
+    from matplotlib import pyplot
+
+    finite = sorted(v for v in values.values() if math.isfinite(v))
+    figure, axes = new(6.0, max(2.4, 0.42 * len(rows) + 1.2))
+    axes.grid(False)
+    table = np.full((len(rows), len(columns)), np.nan)
+    for (column, row), value in values.items():
+        table[rows.index(row), columns.index(column)] = value if math.isfinite(value) else np.nan
+    # Diverged corners would take up the whole range of colours.
+    low, high = finite[0], finite[-1]
+    if len(finite) > 4:
+        if best_low:
+            high = min(high, low + 4 * (finite[len(finite) // 2] - low) or high)
+        else:
+            low = max(low, high - 4 * (high - finite[len(finite) // 2]) or low)
+    scheme = pyplot.get_cmap("viridis_r" if best_low else "viridis").with_extremes(bad="#f1f3f6")
+    axes.imshow(table, cmap=scheme, vmin=low, vmax=high, aspect="auto", origin="lower")
+    axes.set_xticks(range(len(columns)), [f"{c:g}" for c in columns])
+    axes.set_yticks(range(len(rows)), [f"{r:.3g}" for r in rows])
+    best = finite[0] if best_low else finite[-1]
+    for (column, row), value in values.items():
+        at = (columns.index(column), rows.index(row))
+        share = 0.5 if high == low else (value - low) / (high - low)
+        dark = (share > 0.45) if best_low else (share < 0.55)
+        text = f"{value:.3g}" if math.isfinite(value) else "diverged"
+        light = "white" if math.isfinite(value) and dark else INK
+        axes.annotate(text, at, ha="center", va="center", fontsize=9, color=light)
+        if value == best:
+            axes.add_patch(
+                pyplot.Rectangle((at[0] - 0.5, at[1] - 0.5), 1, 1, fill=False, edgecolor="#d1651c", linewidth=2.5)
+            )
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    return figure

@@ -1,0 +1,302 @@
+"""`trireme scale`: measures an experiment at several numbers of workers and says what more of them would bring."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import shutil
+import statistics
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from app.config import Config
+from app.config_file import flatten, to_dict, to_yaml
+from app.console import Console
+from app.errors import Interrupted, UserError
+from app.run import run_folder
+from app.storage import Storage
+from app.tracking.settings import resolve_tracking, ui_command
+from app.tracking.tracker import Tracker
+from experiments.scale import fits
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be measured."""
+
+    workers: tuple[int, ...]
+    strategies: tuple[str, ...]
+    weak: bool
+    repeats: int
+    blocks: int
+    steps: int  # in each block
+    price: float | None = None  # of one worker for an hour
+
+
+@dataclass
+class Outcome:
+    """What became of `trireme scale`; `--json` prints it."""
+
+    status: str
+    study: str
+    folder: str
+    points: list[dict[str, Any]]
+    laws: dict[str, Any]
+    verdicts: dict[str, str]
+    page: str
+    mlflow: dict[str, Any] = field(default_factory=dict)
+
+
+def scale(config: Config, plan: Plan, console: Console, *, verbose: bool = False) -> Outcome:
+    """Measures what is not measured yet, fits, writes the page.
+
+    Raises:
+        UserError: before anything starts.
+        RunFailed: a point could not be measured.
+    """
+    check(config, plan)
+    config = copy.deepcopy(config)
+    kind = "weak" if plan.weak else "strong"
+    config.run.name = f"{config.run.name}-{kind}-scaling"
+    folder = run_folder(config)
+    if not folder.is_local:
+        raise UserError(f"run.storage is {config.run.storage}, but a study is kept in a folder: write a local path")
+    folder.check_writable()
+    with contextlib.nullcontext() if verbose else console.capture(folder.local_path / "logs" / "study.log"):
+        return _Study(config, plan, folder, console).do()
+
+
+def check(config: Config, plan: Plan) -> None:
+    """Raises UserError for a plan that no cluster could carry out."""
+    if not plan.workers or any(n < 1 for n in plan.workers):
+        raise UserError("--workers needs numbers greater than 0: write for instance --workers 1,2,4")
+    if len(set(plan.workers)) < 2:
+        raise UserError(f"--workers {plan.workers[0]} is one point, which shows no scaling: write for instance 1,2")
+    batch = config.train.global_batch_size
+    for n in plan.workers:
+        if not plan.weak and batch % n:
+            raise UserError(
+                f"train.global_batch_size is {batch}, which {n} workers cannot share evenly: write a multiple of "
+                f"{n}, or --weak"
+            )
+
+
+class _Study:
+    def __init__(self, config: Config, plan: Plan, folder: Storage, console: Console) -> None:
+        self.config, self.plan, self.folder, self.console = config, plan, folder, console
+        self.settings = resolve_tracking(config.tracking, folder.url.rsplit("/", 1)[0])
+        self.head = self._open()
+
+    # --- what is kept -----------------------------------------------------------------------------------------------
+
+    def _open(self) -> dict[str, Any]:
+        """The study as it was left, where it is the same study."""
+        tree = to_dict(self.config)
+        about = {key: tree[key] for key in tree if key not in ("run", "tracking", "fault", "checkpoint")}
+        about = json.loads(json.dumps({"experiment": about, "weak": self.plan.weak}, default=str))
+        try:
+            head = json.loads(self.folder.read_bytes("study.json"))
+            if head["about"] == about:
+                return head
+        except (FileNotFoundError, ValueError, KeyError):
+            pass
+        return {
+            "name": self.config.run.name,
+            "uid": uuid.uuid4().hex,
+            "created": time.time(),
+            "about": about,
+            "points": [],
+        }
+
+    def _save(self) -> None:
+        self.folder.write_bytes("study.json", json.dumps(self.head, indent=1, default=str).encode())
+
+    # --- the work ---------------------------------------------------------------------------------------------------
+
+    def do(self) -> Outcome:
+        self.console.status("reading the data and starting Ray")
+        tracker = self._tracker()
+        status, message = "FAILED", ""
+        try:
+            self._measure(tracker)
+            self.head["laws"], self.head["verdicts"] = self._conclude()
+            self._save()
+            page = self._page()
+            self._tell(tracker, page)
+            status = "FINISHED"
+        except (Interrupted, KeyboardInterrupt) as error:
+            status, message = "KILLED", str(error)
+            raise Interrupted("stopped: run the same command again to measure what is left") from None
+        except BaseException as error:
+            message = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise
+        finally:
+            delivery = tracker.finish(status, message=message, timeout=self.config.tracking.flush_timeout)
+        self.console.say(f"  stored    {self.folder.url}")
+        self.console.say(f"  page      {page}")
+        if self.config.tracking.enabled:
+            self.console.say(f"  MLflow    {ui_command(self.settings)}")
+        mlflow = {"run_id": delivery.run_id, "url": delivery.url, "complete": delivery.complete}
+        points, laws = self.head["points"], self.head["laws"]
+        return Outcome(
+            "finished", self.head["name"], self.folder.url, points, laws, self.head["verdicts"], str(page), mlflow
+        )
+
+    def _tracker(self) -> Tracker:
+        tracker = Tracker(
+            self.folder.local_path / "tracking",
+            uri=self.settings.uri,
+            experiment=self.settings.experiment,
+            artifact_location=self.settings.artifact_location,
+            run_name=self.head["name"],
+            run_uid=self.head["uid"],
+            enabled=self.config.tracking.enabled,
+            tags={"trireme.kind": "scaling study", **self.config.tracking.tags},
+        )
+        tracker.start()
+        tracker.params(flatten(to_dict(self.config)))
+        tracker.text(to_yaml(self.config), "config.yaml")
+        return tracker
+
+    def _measure(self, tracker: Tracker) -> None:
+        import ray
+
+        from app.prepare import read_task
+        from cluster.connect import check_fits, connect
+
+        self._save()
+        task = read_task(self.config)
+        cluster = connect({"PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))})
+        try:
+            gpu = cluster.gpus >= max(self.plan.workers)
+            per_worker = dict(self.config.resources_per_worker) or ({"GPU": 1.0} if gpu else {"CPU": 1.0})
+            check_fits(cluster, max(self.plan.workers), per_worker)
+            jobs = {key: self._prepared(task, *key) for key in self._keys()}
+            for number in range(self.plan.repeats):
+                keys = self._keys() if number % 2 == 0 else self._keys()[::-1]  # so that drift cancels
+                for strategy, workers in keys:
+                    if not self._has(strategy, workers, number):
+                        self._point(jobs[strategy, workers], strategy, workers, number, per_worker, tracker)
+        finally:
+            ray.shutdown()
+
+    def _keys(self) -> list[tuple[str, int]]:
+        return [(strategy, n) for strategy in self.plan.strategies for n in sorted(set(self.plan.workers))]
+
+    def _has(self, strategy: str, workers: int, number: int) -> bool:
+        wanted = (strategy, workers, number)
+        return any((p["strategy"], p["workers"], p["repeat"]) == wanted for p in self.head["points"])
+
+    def _prepared(self, task: Any, strategy: str, workers: int) -> Callable[[], Any]:
+        """What makes the job of a point; what is wrong with it is said now."""
+        from app.job import Job
+        from app.prepare import prepare
+
+        config = copy.deepcopy(self.config)
+        config.workers, config.strategy = str(workers), strategy if workers > 1 else "single"
+        if self.plan.weak:
+            config.train.global_batch_size *= workers
+        if workers == 1:
+            config.parallel = type(config.parallel)()
+        config.checkpoint.weights, config.train.compile = False, self.config.train.compile
+        prepared = prepare(config, task, workers, devices_per_node=None)
+        steps = (self.plan.blocks * 2 + 2) * self.plan.steps
+        predicted = _predicted(config, task, prepared)
+
+        def make() -> tuple[Any, str, float | None]:
+            from experiments.scale.point import scratch_folder
+
+            scratch = scratch_folder()
+            job = Job(config, prepared.layout, scratch, uuid.uuid4().hex[:8], "scale", steps, os.getcwd())
+            return job, scratch, predicted
+
+        return make
+
+    def _point(
+        self, make: Any, strategy: str, workers: int, number: int, per_worker: dict[str, float], tracker: Tracker
+    ) -> None:
+        from experiments.scale import point
+
+        self.console.status(f"measuring {strategy} on {workers} workers, {number + 1} of {self.plan.repeats}")
+        job, scratch, predicted = make()
+        try:
+            found = point.run(job, workers, per_worker, (self.plan.blocks, self.plan.steps))
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        batch = job.config.train.global_batch_size
+        entry = {"strategy": strategy, "workers": workers, "repeat": number, "batch": batch, **asdict(found)}
+        self.head["points"].append(entry | {"predicted": predicted})
+        self._save()
+        tracker.metrics(number * 1000 + workers, {f"scale/{strategy}/{workers}/step_seconds": found.step})
+        shown = f"{1e3 * found.step:.1f} ms per step, {batch / found.step:,.0f} samples/s"
+        self.console.say(f"{strategy}, {workers} worker{'s' if workers > 1 else ''}, {number + 1}: {shown}")
+
+    # --- what it means ------------------------------------------------------------------------------------------------
+
+    def _conclude(self) -> tuple[dict[str, Any], dict[str, str]]:
+        laws: dict[str, Any] = {}
+        verdicts: dict[str, str] = {}
+        for strategy in self.plan.strategies:
+            times = times_of(self.head["points"], strategy)
+            found = fits.fit_laws(times, self.plan.weak)
+            if not found:
+                verdicts[strategy] = "Without a point of one worker nothing is fitted: add 1 to --workers."
+                self.console.say(f"  {strategy}: {verdicts[strategy]}")
+                continue
+            usl = found[-1]
+            verdicts[strategy] = fits.verdict(usl, times, self.plan.weak)
+            laws[strategy] = {
+                "laws": [asdict(law) for law in found],
+                "forecast": [asdict(f) for f in fits.forecast(usl, times, self.plan.weak)],
+                "most_useful": fits.most_useful(usl),
+            }
+            self._say(strategy, times, verdicts[strategy])
+        return laws, verdicts
+
+    def _say(self, strategy: str, times: dict[int, list[float]], verdict: str) -> None:
+        for n, gain in fits.throughput(times, self.plan.weak).items():
+            self.console.say(
+                f"  {strategy} on {n}: {1e3 * statistics.median(times[n]):.1f} ms per step, speed-up {gain:.2f}, "
+                f"efficiency {gain / n:.0%}"
+            )
+        self.console.say(f"  {strategy}: {verdict}")
+
+    def _page(self) -> Path:
+        from experiments.report.build import study_page
+
+        self.head["price"] = self.plan.price
+        self._save()
+        return study_page(self.folder.local_path)
+
+    def _tell(self, tracker: Tracker, page: Path) -> None:
+        for strategy, found in self.head["laws"].items():
+            values = {f"{law['name']}_{k}": v[0] for law in found["laws"] for k, v in law["parameters"].items()}
+            tracker.metrics(0, {f"scale/{strategy}/{key}": value for key, value in values.items()})
+        tracker.tags({f"trireme.verdict.{s}": text for s, text in self.head["verdicts"].items()})
+        tracker.artifact(page)
+        tracker.artifact(self.folder.local_path / "study.json")
+
+
+def times_of(points: list[dict[str, Any]], strategy: str) -> dict[int, list[float]]:
+    """Workers → seconds per step, repeated."""
+    found: dict[int, list[float]] = {}
+    for point in points:
+        if point["strategy"] == strategy:
+            found.setdefault(point["workers"], []).append(point["step"])
+    return dict(sorted(found.items()))
+
+
+def _predicted(config: Config, task: Any, prepared: Any) -> float | None:
+    """What the planner says of a step, in seconds, of the cluster that we are connected to; None where it cannot."""
+    with contextlib.suppress(Exception):  # a study is not refused because nobody could predict it
+        from app.planner.predict import predict
+        from cluster.shape import connected
+
+        return float(predict(config, task, prepared.layout, connected()).step_seconds)
+    return None

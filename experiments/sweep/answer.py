@@ -1,0 +1,218 @@
+"""The answer of a sweep: what was best, which rule the learning rate follows, and what to run next."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from experiments.sweep import science
+from experiments.sweep.ledger import Ledger, Trial
+from experiments.sweep.science import BATCH, RATE, WORKERS
+from experiments.sweep.spec import Sweep
+
+
+@dataclass
+class Answer:
+    """Everything that was worked out; `answer.json` holds it."""
+
+    target: float | None
+    target_given: bool
+    best: dict[str, Any]
+    rates: list[science.BestRate]
+    rule: science.ScalingRule | None
+    steps: dict[int, float]
+    critical: science.CriticalBatch | None
+    noise: float | None
+    time: science.StepTime | None
+    recommended: dict[str, Any] | None
+    goodput: list[dict[str, Any]] = field(default_factory=list)
+    sentences: list[str] = field(default_factory=list)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The numbers among it, for MLflow."""
+        found: dict[str, float] = {}
+        if self.rule:
+            found["answer/lr_exponent"] = self.rule.exponent
+        if self.critical:
+            found["answer/critical_batch"] = self.critical.batch
+        if self.noise:
+            found["answer/noise_scale"] = self.noise
+        if self.recommended and self.recommended.get("seconds"):
+            found["answer/seconds_to_target"] = self.recommended["seconds"]
+        return found
+
+
+def work_out(sweep: Sweep, ledger: Ledger) -> Answer:
+    """The answer from what the trials reported."""
+    trials = [trial for trial in ledger.trials.values() if trial.reports]
+    whole = [trial for trial in trials if trial.status != "failed"]
+    target = sweep.target if sweep.target is not None else science.fair_target(whole, sweep.metric, sweep.mode)
+    rates = science.best_rates(trials, sweep.metric, sweep.mode)
+    fastest = science.fastest_by_batch(whole, sweep.metric, target, sweep.mode) if target is not None else {}
+    steps = {batch: found[0] for batch, found in fastest.items()}
+    answer = Answer(
+        target,
+        sweep.target is not None,
+        _best(sweep, whole),
+        rates,
+        science.scaling_rule(rates),
+        steps,
+        science.critical_batch(steps),
+        science.noise_scale(whole),
+        science.step_time(whole),
+        None,
+    )
+    if target is not None:
+        answer.recommended = recommend(sweep, whole, answer)
+    answer.goodput = goodput(answer)
+    answer.sentences = _sentences(sweep, ledger, answer)
+    return answer
+
+
+def _best(sweep: Sweep, trials: list[Trial]) -> dict[str, Any]:
+    scored = [(value, t) for t in trials if (value := science.value_of(t, sweep.metric, sweep.mode)) is not None]
+    sign = 1 if sweep.mode == "min" else -1
+    value, trial = min(scored, key=lambda pair: sign * pair[0])
+    return {"trial": trial.name, "values": trial.values, "value": value}
+
+
+def goodput(answer: Answer) -> list[dict[str, Any]]:
+    """Per batch size on one worker: samples per second, what a sample is worth against the smallest batch (measured
+    from the steps to the target, and as the noise scale has it), and their product."""
+    if not answer.steps or answer.time is None:
+        return []
+    least = min(answer.steps)
+    rows = []
+    for batch, steps in answer.steps.items():
+        rate = batch / answer.time.seconds(batch, 1) if answer.time.seconds(batch, 1) > 0 else 0.0
+        worth = answer.steps[least] * least / (steps * batch)
+        expected = science.efficiency(answer.noise, batch, least) if answer.noise else None
+        rows.append(
+            {"batch": batch, "rate": rate, "efficiency": worth, "by_noise_scale": expected, "goodput": rate * worth}
+        )
+    return rows
+
+
+def recommend(sweep: Sweep, trials: list[Trial], answer: Answer) -> dict[str, Any] | None:
+    """The soonest way to the target among the trials, and, where both fits exist, what they predict between them.
+
+    Goodput is throughput × statistical efficiency: here samples per second × (least samples / samples needed).
+    """
+    assert answer.target is not None
+    ways = []
+    for trial in trials:
+        seconds = science.steps_to(trial, sweep.metric, answer.target, sweep.mode, "seconds")
+        if seconds is None:
+            continue
+        workers = int(trial.last.get("workers") or 1)
+        values = {BATCH: trial.values.get(BATCH), RATE: trial.values.get(RATE), WORKERS: workers}
+        ways.append(_way(sweep, values, seconds, workers, trial.name))
+    if not ways:
+        return None
+    if answer.critical and answer.time and answer.rule:
+        counts = sorted({way["values"][WORKERS] for way in ways})
+        for batch in _between(list(answer.steps)):
+            for workers in counts:
+                if batch % workers == 0:
+                    seconds = answer.critical.steps(batch) * answer.time.seconds(batch, workers)
+                    values = {BATCH: batch, RATE: float(f"{answer.rule.rate(batch):.3g}"), WORKERS: workers}
+                    ways.append(_way(sweep, values, seconds, workers, None))
+    soonest = min(ways, key=lambda way: way["seconds"])
+    cheapest = min(ways, key=lambda way: way["worker_seconds"])
+    return {**soonest, "cheapest": cheapest}
+
+
+def _way(sweep: Sweep, values: dict[str, Any], seconds: float, workers: int, trial: str | None) -> dict[str, Any]:
+    price = sweep.price_per_worker_hour
+    return {
+        "values": {key: value for key, value in values.items() if value is not None},
+        "seconds": seconds,
+        "worker_seconds": seconds * workers,
+        "cost": None if price is None else seconds * workers / 3600 * price,
+        "measured": trial,  # None: predicted by the fits
+    }
+
+
+def _between(batches: list[int]) -> list[int]:
+    """Batch sizes a factor √2 apart over the range that was tried, rounded to multiples of 4."""
+    low, high = min(batches), max(batches)
+    count = round(2 * math.log2(high / low)) if high > low else 0
+    return sorted({max(1, round(low * 2 ** (i / 2) / 4) * 4) for i in range(count + 1)})
+
+
+def _sentences(sweep: Sweep, ledger: Ledger, answer: Answer) -> list[str]:
+    counts: dict[str, int] = {}
+    for trial in ledger.trials.values():
+        counts[trial.status] = counts.get(trial.status, 0) + 1
+    words = {"finished": "finished", "reached": "reached the target", "pruned": "stopped early", "failed": "failed"}
+    ended = ", ".join(f"{counts[status]} {word}" for status, word in words.items() if status in counts)
+    best = answer.best
+    lines = [f"trials    {ended}"]
+    lines.append(f"best      {sweep.metric} {best['value']:.4g}: {_values(best['values'])} ({best['trial']})")
+    if answer.target_given and not answer.steps and not answer.recommended:
+        lines.append(
+            f"target    {sweep.metric} {answer.target:g} was not reached; the nearest is {best['value']:.4g}, off by "
+            f"{abs(best['value'] - (answer.target or 0)):.3g}: train for longer, or look around the best point"
+        )
+    if answer.rule:
+        lines.append(f"rule      {rule_sentence(answer)}")
+    if answer.critical:
+        c = answer.critical
+        lines.append(
+            f"batch     critical batch size {c.batch:.0f} (95 %: {c.low:.0f} to {c.high:.0f}), from steps to "
+            f"{sweep.metric} {answer.target:.4g}"
+            + (f"; gradient noise scale {answer.noise:.0f}" if answer.noise else "")
+        )
+    elif answer.noise:
+        lines.append(f"batch     gradient noise scale {answer.noise:.0f} samples")
+    if answer.recommended:
+        lines += _advice(answer.recommended, sweep.metric, answer.target or 0.0)
+    return lines
+
+
+def rule_sentence(answer: Answer) -> str:
+    """The scaling rule in words."""
+    rule = answer.rule
+    assert rule is not None
+    interval = f" (95 %: {rule.low:.2f} to {rule.high:.2f})" if math.isfinite(rule.high) else ""
+    names = {"measured exponent": "neither linear nor square root", "undecided": "too few points to name a rule"}
+    name = names.get(rule.name, f"the {rule.name} rule")
+    edges = sum(rate.edge for rate in answer.rates)
+    note = f"; {edges} best rates are the last that were tried" if edges else ""
+    return f"best learning rate ∝ batch^{rule.exponent:.2f}{interval}: {name}{note}"
+
+
+def _advice(way: dict[str, Any], metric: str, target: float) -> list[str]:
+    def text(w: dict[str, Any]) -> str:
+        cost = f", cost {w['cost']:.3g}" if w["cost"] is not None else ""
+        origin = f"measured, {w['measured']}" if w["measured"] else "predicted"
+        return (
+            f"{_values(w['values'])}: {w['seconds']:.3g} s, {w['worker_seconds']:.3g} worker-seconds{cost} ({origin})"
+        )
+
+    lines = [f"soonest   to {metric} {target:.4g}: {text(way)}"]
+    if way["cheapest"]["values"] != way["values"]:
+        lines.append(f"cheapest  {text(way['cheapest'])}")
+    return lines
+
+
+def _values(values: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{k.rsplit('.', 1)[-1]} {v:.3g}" if isinstance(v, float) else f"{k.rsplit('.', 1)[-1]} {v}"
+        for k, v in values.items()
+    )
+
+
+def write(sweep: Sweep, ledger: Ledger, answer: Answer, folder: Path) -> Path:
+    """Writes answer.json, the plots and the page; the page's path."""
+    from experiments.report.build import sweep_page
+    from experiments.sweep import plots
+
+    plots.write(sweep, ledger, answer, folder / "plots")
+    body = {**asdict(answer), "figures": answer.figures}
+    (folder / "answer.json").write_text(json.dumps(body, indent=1, default=str))
+    return sweep_page(folder)

@@ -1,0 +1,76 @@
+"""Pages: self-contained, escaped, and the same in a real browser on a desk and on a phone."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from experiments.report import figures, page
+from tests.running import POINTS, mlflow_run, trireme
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or ""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    for name, rate in (("a", "0.01"), ("b<i>", "0.02")):
+        more = [f"run.name={name[0]}", f"optimizer.lr={rate}", "train.steps=60", "train.eval_every=20"]
+        ended = trireme("train", *POINTS, "launcher=local", f"run.storage={folder}", *more)
+        assert ended.code == 0, ended.err
+    return folder
+
+
+def test_a_run_and_two_runs(runs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "both.html"
+    one = trireme("report", str(runs / "a"))
+    two = trireme("report", str(runs / "a"), str(runs / "b"), "--out", str(out))
+    assert one.code == two.code == 0, one.err + two.err
+    first, both = (runs / "a" / "report.html").read_text(), out.read_text()
+    assert "accuracy" in first and "Where they differ" not in first
+    assert "Where they differ" in both and re.search(r"optimizer\.lr</td><td[^>]*>0\.01</td><td[^>]*>0\.02", both)
+    for text in (first, both):
+        assert text.count("<svg") >= 3
+        assert not re.search(r"""(src|href)=["'](?!#)""", text), "nothing is loaded from elsewhere"
+        assert "<script" not in text
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{runs}/mlflow.db")
+    names = {artifact.path for artifact in client.list_artifacts(mlflow_run(runs, "a").info.run_id)}
+    assert "report.html" in names
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    for path, said in ((tmp_path, "holds no run, sweep or study"), (tmp_path / "gone", "there is no folder")):
+        ended = trireme("report", str(path))
+        assert ended.code == 2 and said in ended.err
+
+
+def test_everything_is_escaped_and_figures_are_xml() -> None:
+    text = page.page("<b>", "a & b", [page.table(["<x>"], [["<y>"]]), page.sentences(["<z>"]), page.folded("t", "<w>")])
+    assert not re.search(r"<[bxyzw]>", text)
+    drawn = figures.svg(figures.lines({"a<b": [(0, 1.0), (1, 2.0)], "c": [(0, 1.0)]}, x="x & y", y="y"))
+    ElementTree.fromstring(drawn)
+    values = {(1, 0.1): 1.0, (2, 0.1): 0.5, (2, 0.2): float("inf")}
+    ElementTree.fromstring(figures.svg(figures.heat_map([1, 2], [0.1, 0.2], values, x="b", y="r", best_low=True)))
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no browser is installed")
+@pytest.mark.parametrize("width", [1200, 390])
+def test_nothing_is_wider_than_the_window_in_a_browser(runs: Path, tmp_path: Path, width: int) -> None:
+    if not (runs / "a" / "report.html").exists():
+        assert trireme("report", str(runs / "a")).code == 0
+    probe = "<script>document.title = `W${document.documentElement.scrollWidth}of${innerWidth}`</script>"
+    copy = tmp_path / "page.html"
+    copy.write_text((runs / "a" / "report.html").read_text().replace("</body>", probe + "</body>"))
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900", "--dump-dom", f"file://{copy}"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    found = re.search(r"<title>W(\d+)of(\d+)</title>", shown)
+    assert found, shown[:500]
+    assert int(found[1]) <= int(found[2])
