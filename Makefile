@@ -4,13 +4,17 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-deepspeed lint setup clean
+.PHONY: demo test test-slow test-deepspeed lint setup clean
 
 demo: setup
 	$(BIN)/trireme train experiments/mnist.yaml --again
 
 test: setup lint
 	$(BIN)/python -m pytest
+
+# What takes minutes: several hosts in a lab of network namespaces, autoscaling, whole studies.
+test-slow: setup
+	$(BIN)/python -m pytest -m slow --timeout 900
 
 # The optional DeepSpeed extra, in the same environment; its first test compiles an operator (needs c++).
 test-deepspeed: setup

@@ -52,6 +52,20 @@ class ParallelConfig:
     accumulate_sharded: Optional[bool] = None
     """With dp_shard and several micro-batches: reduce-scatter each one's gradients instead of keeping whole ones
     until the last (less memory, more communication). null: zero2 yes, the others no."""
+    schedule: str = "1f1b"
+    """With pp: order of the micro-batches' forwards and backwards on each stage: gpipe, 1f1b, interleaved_1f1b,
+    zb_h1, zb_h2 or zbv; `trireme plan --schedule` draws them."""
+    chunks: int = 1
+    """With pp: chunks of the model on each stage; 2 or more for interleaved_1f1b, 2 for zbv."""
+    stages: Optional[list[int]] = None
+    """With pp: blocks of each chunk, first to last (their sum is the model's). null: balanced by measured cost."""
+    stage_resources: list[dict[str, float]] = field(default_factory=list)
+    """With pp: Ray resources of each stage's workers, first to last, so that unlike GPUs serve in one pipeline.
+    Empty: resources_per_worker for all."""
+    profile_every: int = 100
+    """With pp: measure compute, waiting and transfers of every this many-th step (pipeline/… in MLflow). 0: never."""
+    trace_step: Optional[int] = None
+    """With pp: write this step as a Chrome trace (and as a picture) into the run's folder and MLflow. null: none."""
     deepspeed: Optional[str] = None
     """With strategy deepspeed: path of a DeepSpeed JSON. null: ZeRO stage 2."""
 
@@ -87,6 +101,9 @@ class TrainConfig:
     """Samples one worker evaluates at once. null: as in training."""
     log_every: int = 10
     """Log the metrics of every this many-th step."""
+    noise_scale_every: Optional[int] = None
+    """Measure the gradient noise scale at every this many-th step, and log it: the batch size up to which a larger one
+    saves steps. 50 costs less than 1 % of the time. null: never."""
     data_workers: int = 0
     """Processes per worker that load data, for datasets whose samples are costly to make. 0: a thread."""
 
@@ -97,6 +114,11 @@ class OptimizerConfig:
     """adamw, adam, sgd, or the import path of a class (my_package.my_module:MyOptimizer)."""
     lr: float = 1e-3
     """Learning rate at the top of the schedule."""
+    lr_scaling: str = "none"
+    """How lr follows the batch size: none, linear (twice the batch, twice the rate; for SGD) or sqrt (for Adam). With
+    schedule.warmup_steps the rate rises from lr itself, as Goyal et al. 2017."""
+    lr_batch_size: Optional[int] = None
+    """With lr_scaling: the global batch size that lr is meant for."""
     weight_decay: float = 0.0
     """Weight decay; parameters with fewer than two dimensions (biases, norms) are not decayed."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
@@ -161,6 +183,25 @@ class TrackingConfig:
 class FaultConfig:
     max_restarts: int = 3
     """Restarts from the last checkpoint, after a worker or a node died, before the run gives up."""
+    spares: int = 1
+    """With pp > 1 or launcher=actors: idle processes kept ready on each node, to take a dead worker's place at once."""
+    hang_seconds: float = 10.0
+    """With pp > 1 or launcher=actors: a silence at least this long, and five times longer than any before it, is looked
+    into; if no worker gets on, the one that holds the others up is replaced. 0: never."""
+
+
+@dataclass
+class ClusterConfig:
+    file: Optional[str] = None
+    """The file that the cluster was made from: its limits and prices. null: TRIREME_CLUSTER, else none."""
+    wait_seconds: float = 600.0
+    """Seconds to wait for the workers' resources before cluster.when_pending decides."""
+    when_pending: str = "end"
+    """When the resources have not come: end, wait (on, saying why), or shrink (to the workers there is room for)."""
+    min_workers: int = 1
+    """With cluster.when_pending=shrink: fewer workers than this do not start."""
+    exclude_nodes: list[str] = field(default_factory=list)
+    """Ids of nodes that get no worker, such as those that `trireme doctor --exclude-bad` prints."""
 
 
 @dataclass
@@ -173,14 +214,21 @@ class Config:
     task_args: dict[str, Any] = field(default_factory=dict)
     """Arguments of the task; see the task's own documentation."""
     strategy: str = "auto"
-    """How the work is split: single, ddp, …; auto: single with one worker, else ddp."""
+    """How the work is split: single, ddp, …; auto: single with one worker, else the
+    simplest of the fastest that the planner finds to fit; it sets train.micro_batch_size too, where it is open."""
     workers: str = "auto"
     """Number of workers. auto: every GPU of the cluster, else 2 CPU workers."""
     resources_per_worker: dict[str, float] = field(default_factory=dict)
     """Ray resources of one worker. Empty: one GPU where workers use GPUs, else one CPU."""
     launcher: str = "auto"
-    """ray, local (this process), or torchrun (the environment torchrun or Slurm made). auto: torchrun where its
+    """ray (Ray Train's workers; with pp > 1 actors), actors (warm Ray actors for any strategy: watched, replaced from
+    spares), local (this process), or torchrun (the environment torchrun or Slurm made). auto: torchrun where its
     environment is found, else ray."""
+    budget: Optional[float] = None
+    """US dollars that this run may cost, over all its starts: it saves and stops before it is overspent. null: no
+    limit. Needs prices: of cluster.file, else the list prices of its GPUs (cluster/hardware.yaml)."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """What is asked of the cluster, and what happens when it does not come."""
     run: RunConfig = field(default_factory=RunConfig)
     """Name and place of the run."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

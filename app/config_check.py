@@ -12,22 +12,29 @@ from app.errors import UserError
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _POSITIVE = (
+    "budget cluster.min_workers "
     "train.steps train.epochs train.global_batch_size train.micro_batch_size train.clip_norm train.eval_every "
-    "train.eval_batch_size train.log_every checkpoint.every_steps checkpoint.every_seconds checkpoint.keep_last "
-    "parallel.dp_replicate parallel.dp_shard parallel.tp parallel.pp"
+    "train.eval_batch_size train.log_every train.noise_scale_every optimizer.lr_batch_size "
+    "checkpoint.every_steps checkpoint.every_seconds checkpoint.keep_last "
+    "parallel.dp_replicate parallel.dp_shard parallel.tp parallel.pp parallel.chunks parallel.trace_step"
 )
 _NOT_NEGATIVE = (
-    "parallel.bucket_mb train.seed train.data_workers optimizer.lr optimizer.weight_decay optimizer.eps "
+    "cluster.wait_seconds "
+    "parallel.bucket_mb parallel.profile_every train.seed train.data_workers optimizer.lr optimizer.weight_decay "
+    "optimizer.eps "
     "schedule.warmup_steps schedule.final_fraction tracking.system_metrics_every tracking.flush_timeout "
-    "fault.max_restarts"
+    "fault.max_restarts fault.spares fault.hang_seconds"
 )
 CHOICES = {
-    "launcher": ("auto", "ray", "local", "torchrun"),
+    "launcher": ("auto", "ray", "actors", "local", "torchrun"),
     "train.precision": ("fp32", "bf16", "fp16"),
     "parallel.reduce_dtype": ("fp32", "bf16"),
     "parallel.compression": ("none", "bf16", "powersgd"),
+    "parallel.schedule": ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv"),
+    "optimizer.lr_scaling": ("none", "linear", "sqrt"),
     "schedule.name": ("constant", "linear", "cosine"),
     "checkpoint.mode": ("min", "max"),
+    "cluster.when_pending": ("end", "wait", "shrink"),
 }
 
 
@@ -48,13 +55,24 @@ def validate(config: Config) -> None:
             near = difflib.get_close_matches(value(key), allowed, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise UserError(f"{key} is {value(key)!r}, but it must be one of {', '.join(allowed)}{hint}")
+    if config.optimizer.lr_scaling != "none" and config.optimizer.lr_batch_size is None:
+        raise UserError(
+            f"optimizer.lr_scaling is {config.optimizer.lr_scaling}, but optimizer.lr_batch_size does not say which "
+            "batch size optimizer.lr is meant for: write for instance optimizer.lr_batch_size=256"
+        )
     if config.run.name and not RUN_NAME.fullmatch(config.run.name):
         raise UserError(f"run.name is {config.run.name!r}: use letters, digits, '.', '_' and '-' (at most 128)")
     if config.workers != "auto" and not (config.workers.isdigit() and int(config.workers) > 0):
         raise UserError(f"workers is {config.workers!r}, but it must be auto or a whole number greater than 0")
-    for name, amount in config.resources_per_worker.items():
+    _check_resources("resources_per_worker", config.resources_per_worker)
+    for stage, resources in enumerate(config.parallel.stage_resources):
+        _check_resources(f"parallel.stage_resources[{stage}]", resources)
+
+
+def _check_resources(key: str, resources: dict[str, float]) -> None:
+    for name, amount in resources.items():
         if not amount >= 0:
-            raise UserError(f"resources_per_worker.{name} is {amount}, but it must not be negative")
+            raise UserError(f"{key}.{name} is {amount}, but it must not be negative")
 
 
 def check_trainable(config: Config) -> None:

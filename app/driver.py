@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from app.beat import Beat
 from app.config_file import flatten, to_dict, to_yaml
 from app.console import Console
+from app.cost import Meter
+from app.doctor.job import Watch
 from app.run import Run
 from app.tracking.provenance import environment_text, provenance_tags
 from app.tracking.settings import Settings
@@ -25,8 +29,12 @@ class Driver:
         self.started = time.time()
         self.first_step_at: float | None = None
         self.step = 0
+        self.seconds_per_step: float | None = None  # as the last progress had it
         self.progressed = False  # whether the present start of the workers took a step
         self.summary: dict[str, Any] = {}
+        self.lost_at: float | None = None  # when workers were found dead or stuck that are not yet replaced
+        self.watch = Watch()
+        self.meter: Meter | None = None  # counts what the run costs, where prices are known
         self.stopping = 0  # how often somebody asked to stop: once is "save and stop", twice is "now"
         self.tracker = Tracker(
             run.local_folder / "tracking",
@@ -45,7 +53,18 @@ class Driver:
         getattr(self, f"_on_{event['type']}")(event)
 
     def stop_requested(self) -> bool:
+        if self.meter and self._count():
+            self.console.say(f"{self.meter.sentence()}: saving a checkpoint and stopping")
+            self.stopping = max(1, self.stopping)
         return self.stopping > 0
+
+    def _count(self) -> bool:
+        """Counts what was spent since the last look; True, once, when the budget is."""
+        going = self.progressed and self.lost_at is None
+        return self.meter is not None and self.meter.look(stepping=going, started=self.first_step_at is not None)
+
+    def follow(self, beat: Beat) -> None:
+        """Nobody watches: worker and driver are one process."""
 
     # --- what workers say ---------------------------------------------------------------------------------------
 
@@ -60,6 +79,13 @@ class Driver:
         if self.first_step_at is None:
             self.first_step_at = time.time()
         self.step, self.progressed = event["step"], True
+        self.seconds_per_step = event["seconds_per_step"]
+        if self.lost_at is not None:
+            self.tracker.metrics(self.step, {"fault/recovery_seconds": time.time() - self.lost_at})
+            self.lost_at = None
+        if self.meter:
+            samples = event["step"] * self.run.config.train.global_batch_size
+            self.tracker.metrics(self.step, self.meter.metrics(samples))
         self.console.progress(event)
 
     def _on_metrics(self, event: dict[str, Any]) -> None:
@@ -67,6 +93,8 @@ class Driver:
 
     def _on_system(self, event: dict[str, Any]) -> None:
         self.tracker.emit(event["event"])
+        for sentence in self.watch.see(event["event"].get("values", {}), training=self.progressed):
+            self.console.say(f"note: {sentence}")
 
     def _on_checkpoint(self, event: dict[str, Any]) -> None:
         self.tracker.metrics(event["step"], {"checkpoint/stall_seconds": event["stall"]})
@@ -74,8 +102,26 @@ class Driver:
     def _on_warning(self, event: dict[str, Any]) -> None:
         self.console.say(f"note: {event['text']}")
 
+    def _on_spans(self, event: dict[str, Any]) -> None:
+        """One step of a pipeline, to look at: as a Chrome trace and as a picture."""
+        from app.schedule_picture import draw
+        from app.stage_profile import chrome_trace
+
+        folder = self.run.local_folder / "pipeline"
+        folder.mkdir(parents=True, exist_ok=True)
+        trace, picture = folder / f"step-{event['step']}.json", folder / f"step-{event['step']}.png"
+        trace.write_text(json.dumps(chrome_trace(event["spans"])))
+        draw(event["spans"], picture, f"{self.run.config.parallel.schedule}, step {event['step']:,} as measured")
+        self.tracker.artifact(trace, "pipeline")
+        self.tracker.artifact(picture, "pipeline")
+
     def _on_done(self, event: dict[str, Any]) -> None:
         self.summary = event["summary"]
+
+    def lost(self) -> float:
+        """Notes that training does not go on, until it does again; since when (Unix time) it has not."""
+        self.lost_at = self.lost_at or time.time()
+        return self.lost_at
 
     # --- the run as a whole -------------------------------------------------------------------------------------
 

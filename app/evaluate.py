@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from app.data.loader import eval_batches
+from strategies.parallel import plain_tensor
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
+    from app.beat import Beat
     from app.tasks.base import Task
     from strategies.compose import Parallel
 
@@ -22,8 +25,8 @@ def evaluate(
     data: Dataset[Any],
     batch_size: int,
     data_rank: int,
-    dp: int,
     device: torch.device,
+    beat: Beat,
 ) -> dict[str, float]:
     """The task's metrics as means over all items of `data`; every rank gets the same numbers.
 
@@ -32,23 +35,32 @@ def evaluate(
     parallel.module.eval()
     sums: dict[str, torch.Tensor] = {}
     items = torch.zeros((), dtype=torch.float64, device=device)
-    for batch, weight in eval_batches(data, batch_size=batch_size, dp_rank=data_rank, dp_size=dp, device=device):
-        with parallel.micro_step(last=True), parallel.autocast():
-            values = task.metrics(parallel.module, batch)
+    dims = parallel.layout.dims
+    for batch, weight in eval_batches(data, batch_size=batch_size, dp_rank=data_rank, dp_size=dims.dp, device=device):
+        values = parallel.forward(task.metrics, batch)
+        beat.ticks += 1
+        if values is None:  # a pipeline's last stage has them
+            continue
         count = torch.as_tensor(task.items(batch) if weight else 0, dtype=torch.float64, device=device)
         items += count
         for name, value in values.items():
             # A padding batch may give nan (mean over no items), and nan times 0 is nan.
-            part = torch.where(count > 0, whole(value).double() * count, 0.0)
+            part = torch.where(count > 0, plain_tensor(value).double() * count, 0.0)
             sums[name] = sums.get(name, torch.zeros_like(items)) + part
     parallel.module.train()
-    together = parallel.total(torch.stack([items, *sums.values()]))
-    means = (together[1:] / together[0]).tolist()
-    result = dict(zip(sums, means, strict=True))
+    result: dict[str, float] | None = None
+    if parallel.has_loss:
+        together = parallel.total(torch.stack([items, *sums.values()]))
+        result = dict(zip(sums, (together[1:] / together[0]).tolist(), strict=True))
+    result = _everywhere(result, parallel)
     return result | task.derived(result)
 
 
-def whole(value: torch.Tensor) -> torch.Tensor:
-    """A plain tensor from one that tensor parallelism may have left distributed."""
-    full_tensor = getattr(value, "full_tensor", None)
-    return full_tensor() if full_tensor is not None else value
+def _everywhere(result: dict[str, float] | None, parallel: Parallel) -> dict[str, float]:
+    """In a pipeline the ranks with the loss tell the others."""
+    if parallel.layout.dims.pp > 1:
+        everyone: list[dict[str, float] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, result)
+        result = next(found for found in everyone if found is not None)
+    assert result is not None
+    return result

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from app.beat import Beat
 from app.config import Config
 from app.errors import UserError
 from strategies.compose import Layout, Options
@@ -51,6 +52,9 @@ class Channel(Protocol):
     def stop_requested(self) -> bool:
         """Whether somebody asked this run to save and stop."""
 
+    def follow(self, beat: Beat) -> None:
+        """Where to read, at any moment and from any thread, how far this worker is."""
+
 
 def options(config: Config) -> Options:
     """The part of the configuration that strategies take."""
@@ -69,6 +73,9 @@ def options(config: Config) -> Options:
         bucket_mb=parallel.bucket_mb,
         static_graph=parallel.static_graph,
         accumulate_sharded=parallel.accumulate_sharded,
+        schedule=parallel.schedule,
+        chunks=parallel.chunks,
+        stages=tuple(parallel.stages) if parallel.stages else None,
         deepspeed=_deepspeed(parallel.deepspeed) if parallel.deepspeed else None,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 
 from app.checkpoint import find
@@ -13,7 +14,10 @@ from app.job import options
 from app.optim import optimizer_class
 from app.tasks import load_task
 from app.tasks.base import Task
-from strategies.compose import Layout, check, choose
+from strategies import deepspeed
+from strategies.blocks import find_blocks
+from strategies.compose import Layout, ParallelDims, check, choose
+from strategies.start import structure
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,7 @@ class Prepared:
     steps: int
     samples: int  # to train on
     description: str
+    notes: tuple[str, ...] = ()  # what was decided and a person should hear, one sentence each
 
 
 def read_task(config: Config) -> Task:
@@ -45,7 +50,42 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
     Raises:
         UserError, LayoutError: one sentence.
     """
-    train, wanted = config.train, config.parallel
+    train = config.train
+    layout, planned = _layout(config, task, workers, devices_per_node)
+    if layout.name == "deepspeed":
+        deepspeed.require_installed()
+    samples = len(task.train_data())  # type: ignore[arg-type]
+    if samples < 1:
+        raise UserError("the training data is empty: give the task data with at least one sample")
+    _check_batch(config, layout.dims.dp)
+    notes = _micro_batches(config, layout.dims) if layout.dims.pp > 1 else ()
+    check(
+        layout,
+        options(config),
+        global_batch_size=train.global_batch_size,
+        heads=task.heads(),
+        blocks=_count_blocks(task) if layout.dims.pp > 1 else None,
+        sequence_length=getattr(task, "sequence_length", None),
+        micro_batches=_count_micro_batches(config, layout.dims.dp),
+    )
+    steps = train.steps or max(1, math.ceil((train.epochs or 0) * samples / train.global_batch_size))
+    return Prepared(layout, steps, samples, task.describe(), (*planned, *notes))
+
+
+def _layout(config: Config, task: Task, workers: int, devices_per_node: int | None) -> tuple[Layout, tuple[str, ...]]:
+    """The layout that the configuration means, and what a person should hear of it.
+
+    auto asks the planner, which also sets train.micro_batch_size where it is open. Under torchrun every rank would
+    ask, and on unlike machines get unlike answers: there auto is what its degrees say, else ddp.
+    """
+    if config.strategy == "auto" and workers > 1 and "RANK" not in os.environ:
+        from app.planner import choose_layout
+
+        found = choose_layout(config, task, workers)
+        config.train.micro_batch_size = found.micro_batch_size
+        config.train.activation_checkpointing = found.activation_checkpointing
+        return found.layout, (found.sentence,) if found.sentence else ()
+    wanted = config.parallel
     layout = choose(
         config.strategy,
         workers,
@@ -55,19 +95,7 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
         pp=wanted.pp,
         devices_per_node=devices_per_node,
     )
-    samples = len(task.train_data())  # type: ignore[arg-type]
-    if samples < 1:
-        raise UserError("the training data is empty: give the task data with at least one sample")
-    _check_batch(config, layout.dims.dp)
-    check(
-        layout,
-        options(config),
-        global_batch_size=train.global_batch_size,
-        heads=task.heads(),
-        sequence_length=getattr(task, "sequence_length", None),
-    )
-    steps = train.steps or max(1, math.ceil((train.epochs or 0) * samples / train.global_batch_size))
-    return Prepared(layout, steps, samples, task.describe())
+    return layout, ()
 
 
 def _check_batch(config: Config, dp: int) -> None:
@@ -79,4 +107,41 @@ def _check_batch(config: Config, dp: int) -> None:
             f"train.global_batch_size is {batch}, which does not divide by the {dp} data-parallel workers: "
             f"write {nearest}"
         )
-    micro_batch_slices(batch, dp, 0, config.train.micro_batch_size)
+
+
+def _count_micro_batches(config: Config, dp: int) -> int:
+    return len(micro_batch_slices(config.train.global_batch_size, dp, 0, config.train.micro_batch_size))
+
+
+def _micro_batches(config: Config, dims: ParallelDims) -> tuple[str, ...]:
+    """Decides train.micro_batch_size for a pipeline where it is left open, and says so."""
+    train = config.train
+    if train.micro_batch_size is not None:
+        return ()
+    share = train.global_batch_size // dims.dp
+    train.micro_batch_size = default_micro_batch_size(share, dims.pp, config.parallel.schedule)
+    count = _count_micro_batches(config, dims.dp)
+    return (
+        f"each step is {count} micro-batches of {train.micro_batch_size} through {dims.pp} stages "
+        f"({config.parallel.schedule}): train.micro_batch_size decides",
+    )
+
+
+def default_micro_batch_size(share: int, stages: int, schedule: str) -> int:
+    """Samples per micro-batch that a pipeline computes best with, of a worker's `share` of the global batch.
+
+    About four micro-batches per stage: the bubble (p-1)/(m+p-1) is then below a fifth, and more would only make the
+    matrix products smaller. Equal ones, and as many as the schedule can use, if the share allows it.
+    """
+    most = 4 * stages
+    for count in range(min(most, share), 0, -1):
+        grouped = schedule != "interleaved_1f1b" or count % stages == 0
+        if share % count == 0 and count >= min(stages, share) and grouped:
+            return share // count
+    return max(1, share // most)
+
+
+def _count_blocks(task: Task) -> int:
+    """How many pieces the model can be cut into."""
+    model, _ = structure(task.build_model)
+    return len(find_blocks(model, task.blocks(model)))

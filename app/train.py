@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from app.config import Config
 from app.config_check import check_trainable
 from app.console import Console, duration, quantity
+from app.cost import check_launcher
 from app.errors import Interrupted, UserError
 from app.run import Run, free_name
 from app.tracking.settings import Settings, resolve_tracking, ui_command
 
 if TYPE_CHECKING:
     from app.driver import Driver
+    from app.job import Job
     from app.prepare import Prepared
     from app.tasks.base import Task
     from app.tracking.tracker import Delivery
@@ -52,6 +55,7 @@ def train(config: Config, console: Console, *, again: bool = False, verbose: boo
     if again:
         config.run.name = free_name(config)
     launcher = chosen_launcher(config)
+    check_launcher(config, launcher)
     if launcher == "torchrun":
         from app.launchers import torchrun
 
@@ -62,7 +66,7 @@ def train(config: Config, console: Console, *, again: bool = False, verbose: boo
     log = run.local_folder / "logs" / "driver.log"
     try:
         with contextlib.nullcontext() if verbose else console.capture(log):
-            return (_in_ray if launcher == "ray" else _in_this_process)(run, console, settings)
+            return (_in_this_process if launcher == "local" else _in_ray)(run, console, settings)
     finally:
         run.forget_if_never_opened()
 
@@ -92,6 +96,11 @@ def _in_this_process(run: Run, console: Console, settings: Settings) -> Outcome:
             f"launcher=local is one process, but workers={config.workers}: write workers=1, launcher=ray, or start "
             f"with torchrun --nproc-per-node {config.workers} -m app train …"
         )
+    if (config.parallel.pp or 1) > 1 or "pipeline" in config.strategy:
+        raise UserError(
+            "a pipeline's stages are processes of their own, but launcher=local is one process: write launcher=ray, or "
+            "strategy=model_parallel, which puts the blocks on several devices of this one"
+        )
     task = read_task(config)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     prepared = prepare(config, task, 1, devices_per_node=torch.cuda.device_count() or None)
@@ -100,6 +109,9 @@ def _in_this_process(run: Run, console: Console, settings: Settings) -> Outcome:
 
 
 def _in_ray(run: Run, console: Console, settings: Settings) -> Outcome:
+    from app.cost import meter_for
+    from app.doctor.job import at_start, facts_of
+    from app.pending import wait_for_room
     from cluster.connect import check_fits, connect
 
     config = run.config
@@ -110,30 +122,52 @@ def _in_ray(run: Run, console: Console, settings: Settings) -> Outcome:
     try:
         task = reading.result()
         workers, per_worker = ask_for(config, cluster)
-        check_fits(cluster, workers, per_worker)
+        if not config.parallel.stage_resources:
+            check_fits(cluster, workers, per_worker)
+            workers = wait_for_room(config, cluster, workers, per_worker, console)
         from app.driver import Driver
-        from app.launchers import ray_train
         from app.prepare import prepare
 
         gpus = per_worker.get("GPU", 0)
         per_node = int(cluster.largest.get("GPU", 0) / gpus) if gpus else None
         prepared = prepare(config, task, workers, devices_per_node=per_node)
+        job = facts_of(config, prepared.layout, prepared.samples, workers, per_worker, cluster.gpus)
+        prepared = replace(prepared, notes=(*prepared.notes, *at_start(job)))
         driver = Driver(run, console, settings)
+        driver.meter = meter_for(config, run.storage, workers, per_worker)
         kind = "GPU" if gpus else "CPU"
         where = f"{workers} {kind} worker{'s' if workers > 1 else ''} in Ray"
-        try:
-            return carry_out(
-                driver,
-                prepared,
-                lambda job: ray_train.launch(job, driver, workers=workers, per_worker=per_worker),
-                where,
-            )
-        finally:
-            ray_train.clean_up(run.folder)
+        with _launcher(driver, prepared, cluster, per_worker) as launch:
+            return carry_out(driver, prepared, launch, where)
     finally:
         import ray
 
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def _launcher(
+    driver: Driver, prepared: Prepared, cluster: Cluster, per_worker: dict[str, float]
+) -> Iterator[Callable[[Job], None]]:
+    """What trains a job in Ray: warm actors where there are stages or they are asked for, else Ray Train's workers."""
+    if prepared.layout.dims.pp > 1 or driver.run.config.launcher == "actors":
+        from app.launchers import pipeline
+
+        group = pipeline.group(driver.run.config, prepared.layout, per_worker, cluster)
+        try:
+            if not driver.run.finished:
+                group.start()  # the processes come up while tracking does
+            yield lambda job: group.run(job, driver)
+        finally:
+            group.shutdown()
+        return
+    from app.launchers import ray_train
+
+    workers = prepared.layout.dims.world_size
+    try:
+        yield lambda job: ray_train.launch(job, driver, workers=workers, per_worker=per_worker)
+    finally:
+        ray_train.clean_up(driver.run.folder)
 
 
 def _read(config: Config) -> Task:
@@ -149,9 +183,15 @@ def ask_for(config: Config, cluster: Cluster) -> tuple[int, dict[str, float]]:
         per_worker = per_worker or ({"GPU": 1.0} if cluster.gpus else {"CPU": 1.0})
         if per_worker.get("GPU"):
             return max(1, int(cluster.gpus / per_worker["GPU"])), per_worker
-        return 2, per_worker
+        return max(2, _degrees(config)), per_worker
     workers = int(config.workers)
     return workers, per_worker or ({"GPU": 1.0} if cluster.gpus >= workers else {"CPU": 1.0})
+
+
+def _degrees(config: Config) -> int:
+    """The workers that the degrees written in the configuration multiply to."""
+    wanted = config.parallel
+    return math.prod(degree or 1 for degree in (wanted.dp_replicate, wanted.dp_shard, wanted.tp, wanted.pp))
 
 
 class Background:
@@ -191,13 +231,30 @@ def carry_out(driver: Driver, prepared: Prepared, launch: Callable[[Any], None],
     console.say(
         f"{prepared.layout} on {where}; {prepared.steps:,} steps; everything else is in {run.local_folder / 'logs'}"
     )
+    for note in prepared.notes:
+        console.say(f"note: {note}")
     driver.begin_tracking()
     job = Job(run.config, prepared.layout, run.folder, run.attempt, run.manifest.uid, prepared.steps, os.getcwd())
     # Signals stay caught until the end is written down: torchrun sends SIGTERM as soon as one rank has failed.
     with driver.signals():
         with _ending(driver):
             launch(job)
+        _hold_against_plan(driver, prepared)
         return _finished(driver)
+
+
+def _hold_against_plan(driver: Driver, prepared: Prepared) -> None:
+    """Logs what the planner predicts beside what was measured, and notes it for `trireme plan --history`."""
+    seconds, trained = driver.seconds_per_step, driver.summary.get("seconds", 0.0)
+    if seconds is None or trained < 30:
+        return
+    from app.planner.record import record
+
+    memory = driver.summary.get("memory_bytes", 0.0)
+    found = record(driver.run.config, prepared.layout, seconds, memory, trained)
+    if found:
+        driver.tracker.metrics(driver.summary["step"], found)
+        driver.summary["plan"] = found
 
 
 @contextlib.contextmanager
@@ -217,6 +274,9 @@ def _ending(driver: Driver) -> Iterator[None]:
 def _end(driver: Driver, status: str, mlflow_status: str, message: str = "") -> Delivery:
     config = driver.run.config
     driver.console.status("handing the last metrics to MLflow")
+    if driver.meter:
+        driver.meter.save()
+        driver.summary["dollars"] = driver.meter.spent.total
     delivery = driver.tracker.finish(mlflow_status, message=message, timeout=config.tracking.flush_timeout)
     driver.run.manifest.mlflow_run_id = delivery.run_id or driver.run.manifest.mlflow_run_id
     driver.run.end(status, driver.summary or None)

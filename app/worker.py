@@ -6,7 +6,6 @@ first says nothing. One optimizer step is `Training.step`; everything around it 
 
 from __future__ import annotations
 
-import io
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,22 +13,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from app import checkpoint
-from app.checkpoint import Checkpointer
+from app.beat import Beat
 from app.data.loader import fetch, rows, train_batches
-from app.errors import NonFiniteError, UserError
-from app.evaluate import evaluate, whole
+from app.evaluate import evaluate
 from app.job import Channel, Job, Place, memory_bytes, options
 from app.loss_scale import LossScale
+from app.noise_scale import NoiseScale
 from app.optim import build_optimizer, learning_rate, set_learning_rate
+from app.persistence import Persistence, Progress
 from app.pulse import Agreement, Pulse
-from app.randomness import random_state, seed_everything, seed_step, set_random_state
-from app.run import is_current
-from app.storage import Storage
+from app.randomness import seed_everything, seed_step
+from app.stage_profile import StageProfile
 from app.tasks import load_task
 from strategies.compose import parallelize
-
-REMEMBERED = 2000  # metric events kept with a checkpoint, so that a killed driver loses none
 
 
 def train(job: Job, place: Place, channel: Channel) -> dict[str, Any]:
@@ -50,6 +46,8 @@ class Training:
     def __init__(self, job: Job, place: Place, channel: Channel) -> None:
         config = self.config = job.config
         self.job, self.place, self.channel = job, place, channel
+        self.beat = Beat()
+        channel.follow(self.beat)
         if config.train.deterministic:
             torch.use_deterministic_algorithms(True)
         self.task = load_task(config.task, config.task_args)
@@ -66,26 +64,25 @@ class Training:
             device=place.device,
             blocks=self.task.blocks,
             tensor_plan=self.task.tensor_plan,
+            example=(self.task.loss, fetch(self.data, [(0, 0)])) if job.layout.dims.pp > 1 else None,
         )
         self.optimizer = self.parallel.adopt(build_optimizer(config.optimizer, self.parallel.parameters()))
         self.scale = LossScale(config.train.precision == "fp16")
         self.dims = job.layout.dims
         self.data_rank = self.dims.data_rank(place.rank)
-        self.checkpointer = Checkpointer(
-            job.checkpoints,
-            keep_last=config.checkpoint.keep_last,
-            keep_best=config.checkpoint.keep_best,
-            mode="max" if config.checkpoint.mode == "max" else "min",
-            attempt=job.attempt,
-            fence=lambda: is_current(job.folder, job.attempt),
-        )
-        self.done, self.samples_seen = 0, 0  # optimizer steps taken; position in the stream of samples
-        self.saved, self.saved_at = -1, time.monotonic()
-        self.remembered: list[dict[str, Any]] = []
-        self.latest: dict[str, float] = {}
+        self.kept = Persistence(job, place, channel, self.parallel, self.optimizer, self.scale)
+        self.progress = Progress()
         self.items_per_sample = self._count_items()
-        self.resumed_from = self._resume()
+        self.parameters = self._count_parameters()
+        self.resumed_from = self.kept.resume(self.progress)
+        self.noise = NoiseScale.of(self.parallel, config.train.noise_scale_every, config.train.global_batch_size)
         self.pulse = Pulse(place.rank, place.world_size, self.dims.tp, self.done + 1)
+        self.profile = StageProfile.of(config, self.parallel, channel)
+
+    @property
+    def done(self) -> int:
+        """Optimizer steps taken."""
+        return self.progress.step
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
@@ -99,14 +96,18 @@ class Training:
                 stopped = self.advance(batches)
         finally:
             getattr(batches, "close", lambda: None)()
+        self.beat.doing = "ending"
         if not stopped:
-            self._keep_weights()
-        self.checkpointer.wait()
+            self.kept.keep_weights()
+        self.kept.checkpointer.wait()
         return self._summary(stopped, time.monotonic() - began)
 
     def advance(self, batches: Iterator[list[Any]]) -> bool:
         """One step, and what is due after it; true when the run is to stop."""
-        self.step(next(batches))
+        if self.profile is None:
+            self.step(next(batches))
+        else:
+            self.profile.around(self.done + 1, lambda: self.step(next(batches)), self._metrics)
         return self._is_boundary() and self._boundary()
 
     def step(self, micro_batches: list[Any]) -> None:
@@ -114,19 +115,12 @@ class Training:
         config, parallel, task = self.config, self.parallel, self.task
         step = self.done + 1
         seed_step(config.train.seed, step, self.data_rank, self.place.device)
-        rate = learning_rate(config.optimizer, config.schedule, self.done, self.job.steps)
+        batch = config.train.global_batch_size
+        rate = learning_rate(config.optimizer, config.schedule, self.done, self.job.steps, batch)
         set_learning_rate(self.optimizer, rate)
-        shares = self._shares(micro_batches)
-        total: torch.Tensor | None = None
-        for i, (batch, share) in enumerate(zip(micro_batches, shares)):
-            with parallel.micro_step(last=i == len(micro_batches) - 1):
-                with parallel.autocast():
-                    loss = task.loss(parallel.module, batch)
-                # Data-parallel averaging divides by dp; `share` is this micro-batch's part of all items.
-                part = loss * (share * self.dims.dp)
-                (part * self.scale.scale if self.scale.enabled else part).backward()
-            value = whole(loss.detach()) * share
-            total = value if total is None else total + value
+        scale = self.scale.scale if self.scale.enabled else 1.0
+        passes = self.noise if self.noise is not None and self.noise.due(step) else parallel
+        loss = passes.forward_backward(micro_batches, self._shares(micro_batches), task.loss, scale)
         logged = self._is_logged(step)
         self.scale.unscale_(parallel.parameters())
         norm = None
@@ -135,10 +129,9 @@ class Training:
         if self.scale.accepts(norm, step):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.done = step
-        self.samples_seen += config.train.global_batch_size
-        assert total is not None
-        self.pulse.add(total)
+        self.progress.step = self.beat.step = step
+        self.progress.samples_seen += batch
+        self.pulse.add(loss)
         if logged:
             self.pulse.log(step, rate, norm)
 
@@ -159,7 +152,7 @@ class Training:
             micro_batch_size=config.micro_batch_size,
             dp_rank=self.data_rank,
             dp_size=self.dims.dp,
-            samples_seen=self.samples_seen,
+            samples_seen=self.progress.samples_seen,
             steps=self.job.steps - self.done,
             device=self.place.device,
             data_workers=config.data_workers,
@@ -178,19 +171,20 @@ class Training:
     def _boundary(self) -> bool:
         """Agrees with the other ranks on what happened and what to do now; true when the run is to stop."""
         config, step = self.config, self.done
-        seconds = config.checkpoint.every_seconds
-        overdue = seconds is not None and time.monotonic() - self.saved_at >= seconds
-        agreed = self.pulse.agree(
-            step, stop=self.channel.stop_requested(), save=overdue, may_be_infinite=self.scale.enabled
-        )
+        stop, save = self.channel.stop_requested(), self.kept.overdue()
+        agreed = self.pulse.agree(step, stop=stop, save=save, may_be_infinite=self.scale.enabled)
         self._report(agreed)
+        if self.noise is not None and (found := self.noise.values()):
+            self._metrics(step, found)
         last = step == self.job.steps
         if last or (config.train.eval_every and step % config.train.eval_every == 0):
             self._evaluate()
         every = config.checkpoint.every_steps
         if last or agreed.save or agreed.stop or (every and step % every == 0):
-            self._save()
-        self.checkpointer.check()
+            self.beat.doing = "saving"
+            self.kept.save(self.progress)
+        self.kept.checkpointer.check()
+        self.beat.doing = "training"
         return agreed.stop and not last
 
     def _report(self, agreed: Agreement) -> None:
@@ -211,7 +205,7 @@ class Training:
                 "type": "progress",
                 "step": agreed.step,
                 "steps": self.job.steps,
-                "loss": self.latest.get("train/loss"),
+                "loss": self.progress.latest.get("train/loss"),
                 "rate": rate * per_sample,
                 "unit": self.task.unit,
                 "seconds_left": (self.job.steps - agreed.step) * agreed.seconds_per_step,
@@ -222,8 +216,7 @@ class Training:
 
     def _metrics(self, step: int, values: dict[str, float], when: float | None = None) -> None:
         event = {"type": "metrics", "step": step, "time": when or time.time(), "values": values}
-        self.latest |= values
-        self.remembered = [*self.remembered[-REMEMBERED:], event] if self.place.rank == 0 else []
+        self.progress.remember(event, self.place.rank)
         self.channel.emit(event)
 
     def _evaluate(self) -> None:
@@ -232,93 +225,9 @@ class Training:
             return
         train = self.config.train
         size = train.eval_batch_size or train.micro_batch_size or max(1, train.global_batch_size // self.dims.dp)
-        values = evaluate(self.task, self.parallel, data, size, self.data_rank, self.dims.dp, self.place.device)
+        self.beat.doing = "evaluating"
+        values = evaluate(self.task, self.parallel, data, size, self.data_rank, self.place.device, self.beat)
         self._metrics(self.done, {f"eval/{name}": value for name, value in values.items()})
-
-    # --- checkpoints --------------------------------------------------------------------------------------------
-
-    def _state(self) -> dict[str, Any]:
-        return {"model": self.parallel.model_state(), "optimizer": self.parallel.optimizer_state(self.optimizer)}
-
-    def _save(self) -> None:
-        """Begins a checkpoint of the step just taken; training goes on while it is written."""
-        if self.saved == self.done:
-            return
-        if not self._weights_are_finite():
-            raise NonFiniteError(
-                f"a weight was not finite after step {self.done}; the last good checkpoint is intact: try a lower "
-                "optimizer.lr, a longer schedule.warmup_steps or train.clip_norm=1.0"
-            )
-        meta = {
-            "step": self.done,
-            "samples_seen": self.samples_seen,
-            "run_uid": self.job.run_uid,
-            "loss_scale": self.scale.state(),
-            "layout": str(self.job.layout),
-            "latest": self.latest,
-            "remembered": self.remembered,
-        }
-        self.checkpointer.save(
-            self._state(),
-            meta=meta,
-            per_rank={"world_size": self.place.world_size, "random": random_state()},
-            metric=self.latest.get(f"eval/{self.config.checkpoint.metric}"),
-        )
-        self.saved, self.saved_at = self.done, time.monotonic()
-        self.channel.emit({"type": "checkpoint", "step": self.done, "stall": self.checkpointer.last_stall_seconds})
-
-    def _weights_are_finite(self) -> bool:
-        local = [getattr(p, "_local_tensor", p).detach() for p in self.parallel.parameters()]
-        local = [p for p in local if p.numel()]
-        norms = torch.stack(torch._foreach_norm(local)) if local else torch.zeros(1)
-        bad = (~torch.isfinite(norms)).any().double().cpu().reshape(1)
-        if self.place.world_size > 1:
-            dist.all_reduce(bad)
-        return bool(bad.item() == 0)
-
-    def _resume(self) -> int | None:
-        """Continues from the newest good checkpoint of this run, if there is one; the step it continues after."""
-        commit, damaged = checkpoint.latest_good_together(self.job.checkpoints)
-        if self.place.rank == 0:
-            checkpoint.sweep(self.job.checkpoints)  # what a killed start left half written
-        for sentence in damaged:
-            self._first_rank_warns(sentence)
-        if commit is None:
-            if damaged:
-                raise UserError(
-                    f"{damaged[0]}; no other checkpoint is whole: remove {self.job.checkpoints} to start anew"
-                )
-            if self.config.checkpoint.load:
-                state = {"model": self.parallel.model_state()}
-                checkpoint.load(checkpoint.find(self.config.checkpoint.load), state)
-                self.parallel.load_model_state(state["model"])
-            return None
-        state = self._state()
-        checkpoint.load(commit, state)
-        self.parallel.load_model_state(state["model"])
-        self.parallel.load_optimizer_state(self.optimizer, state["optimizer"])
-        meta = commit.meta
-        self.done, self.samples_seen = meta["step"], meta["samples_seen"]
-        self.saved = self.done
-        self.scale.load_state(meta["loss_scale"])
-        self.latest = dict(meta["latest"])
-        own = checkpoint.load_per_rank(commit, self.place.rank)
-        if isinstance(own, dict) and own["world_size"] == self.place.world_size:
-            set_random_state(own["random"])
-        for event in meta["remembered"]:  # the tracker drops those it has; a killed driver may not have sent them
-            self.channel.emit(event)
-        self.remembered = list(meta["remembered"]) if self.place.rank == 0 else []
-        return self.done
-
-    def _keep_weights(self) -> None:
-        """Writes the trained weights whole, under plain names, as one file; MLflow's model is made from it."""
-        if not self.config.checkpoint.weights:
-            return
-        state = self.parallel.full_model_state()
-        if self.place.rank == 0:
-            buffer = io.BytesIO()
-            torch.save(state, buffer)
-            Storage(self.job.folder).write_bytes("model/weights.pt", buffer.getvalue())
 
     def _first_rank_warns(self, text: str) -> None:
         if self.place.rank == 0:
@@ -332,6 +241,15 @@ class Training:
             return 1.0
         return float(self.task.items(fetch(self.data, [(0, 0)])))
 
+    def _count_parameters(self) -> int:
+        """Of the whole model; a stage of a pipeline has a part of them."""
+        counts = {name: parameter.numel() for name, parameter in self.parallel.named_parameters()}
+        if self.dims.pp > 1:
+            everyone: list[Any] = [None] * self.place.world_size
+            dist.all_gather_object(everyone, counts)
+            counts = {name: count for part in everyone for name, count in part.items()}
+        return sum(counts.values())
+
     def _announce(self) -> None:
         for note in self.parallel.notes:
             self._first_rank_warns(note)
@@ -342,7 +260,7 @@ class Training:
                 "step": self.done,
                 "steps": self.job.steps,
                 "device": str(self.place.device),
-                "parameters": sum(p.numel() for p in self.parallel.parameters()),
+                "parameters": self.parameters,
             }
         )
 
@@ -352,11 +270,11 @@ class Training:
             "step": self.done,
             "steps": self.job.steps,
             "seconds": seconds,
-            "metrics": self.latest,
+            "metrics": self.progress.latest,
             "resumed_from": self.resumed_from,
-            "parameters": sum(p.numel() for p in self.parallel.parameters()),
+            "parameters": self.parameters,
             "memory_bytes": memory_bytes(self.place.device),
         }
 
     def close(self) -> None:
-        self.checkpointer.close()
+        self.kept.close()

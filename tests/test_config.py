@@ -17,7 +17,7 @@ from app.config_file import documentation, explain, flatten, from_dict, load_con
 from app.errors import UserError
 from tests.running import ROOT
 
-EXPERIMENTS = sorted((ROOT / "experiments").glob("*.yaml"))
+EXPERIMENTS = sorted(p for p in (ROOT / "experiments").glob("*.yaml") if not p.name.startswith("sweep_"))
 
 
 def test_defaults_then_files_then_command_line(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from app import train as verb
 from app import worker
+from app.beat import Beat
 from app.config import Config
 from app.console import Console
 from app.driver import Driver
@@ -65,6 +66,9 @@ class Silence:
 
     def stop_requested(self) -> bool:
         return self.stopping
+
+    def follow(self, beat: Beat) -> None:
+        return
 
 
 def train(config: Config, console: Console) -> verb.Outcome:

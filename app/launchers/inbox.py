@@ -1,0 +1,113 @@
+"""How workers in Ray reach the driver, and what each of them runs: shared by all launchers that use Ray.
+
+Metrics do not go through `ray.train.report`, which is a barrier over all ranks: rank 0 sends its events to an `Inbox`
+actor (no CPU of its own, on the driver's node), and the driver reads them there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from app.beat import Beat
+from app.job import Job, Place
+from app.launchers.output import worker_output
+from app.storage import Storage
+
+if TYPE_CHECKING:
+    from app.driver import Driver
+
+
+@ray.remote(num_cpus=0)
+class Inbox:
+    """What workers have said and the driver has not yet heard; and whether they are to stop."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets an earlier run."""
+        self.events: list[dict[str, Any]] = []
+        self.stop = False
+
+    def put(self, events: list[dict[str, Any]]) -> bool:
+        self.events += events
+        return self.stop
+
+    def drain(self, stop: bool) -> list[dict[str, Any]]:
+        self.stop = self.stop or stop
+        events, self.events = self.events, []
+        return events
+
+
+class InboxChannel:
+    """A worker's Channel. Sending does not wait; metrics wait for the next other event, about a second."""
+
+    def __init__(self, inbox: Any, rank: int) -> None:
+        self.inbox, self.rank = inbox, rank
+        self.waiting: list[dict[str, Any]] = []
+        self.answer: Any = None
+        self.stop = False
+        self.beat = Beat()
+
+    def emit(self, event: dict[str, Any]) -> None:
+        if self.rank and event["type"] not in ("warning", "system"):
+            return
+        self.waiting.append(event)
+        if event["type"] != "metrics":
+            events, self.waiting = self.waiting, []
+            self.answer = self.inbox.put.remote(events)
+
+    def stop_requested(self) -> bool:
+        if self.answer is not None and ray.wait([self.answer], timeout=0)[0]:
+            self.stop = self.stop or ray.get(self.answer)
+            self.answer = None
+        return self.stop
+
+    def follow(self, beat: Beat) -> None:
+        self.beat = beat
+
+    def flush(self) -> None:
+        """Waits until what was sent has arrived: the process may end as soon as its work has."""
+        if self.answer is not None:
+            ray.get(self.answer)
+
+
+def open_inbox() -> Any:
+    """An Inbox on this node."""
+    here = ray.get_runtime_context().get_node_id()
+    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=True)
+    return Inbox.options(scheduling_strategy=affinity).remote()  # type: ignore[attr-defined]
+
+
+def hear(inbox: Any, driver: Driver) -> int:
+    """Hands what has come to the driver; how many events tell that training gets on."""
+    events = ray.get(inbox.drain.remote(driver.stop_requested()))
+    for event in events:
+        driver.emit(event)
+    return sum(event["type"] not in ("system", "warning") for event in events)
+
+
+def work(job: Job, place: Place, channel: InboxChannel, node_rank: int) -> None:
+    """What every worker in Ray does: the whole of training, its output in a file of its own."""
+    from app import worker
+    from app.tracking.system import SystemSampler
+
+    if os.path.isdir(job.cwd):  # Ray puts workers in folders of their own, where relative paths mean nothing
+        os.chdir(job.cwd)
+        if job.cwd not in sys.path:
+            sys.path.insert(0, job.cwd)
+    with worker_output(Storage(job.folder), place.rank), contextlib.ExitStack() as stack:
+        if place.local_rank == 0:  # one worker of each node watches it
+            every = job.config.tracking.system_metrics_every
+            sampler = SystemSampler(
+                lambda event: channel.emit({"type": "system", "event": event}), f"node-{node_rank}", every
+            )
+            stack.callback(sampler.close)
+        summary = worker.train(job, place, channel)
+        channel.emit({"type": "done", "summary": summary})
+        channel.flush()

@@ -1,0 +1,171 @@
+"""What a training process keeps so that nothing is lost: checkpoints, how to continue from them, the final weights."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from app import checkpoint
+from app.checkpoint import Checkpointer
+from app.errors import NonFiniteError, UserError
+from app.job import Channel, Job, Place
+from app.loss_scale import LossScale
+from app.randomness import random_state, set_random_state
+from app.run import is_current
+from app.storage import Storage
+from strategies.compose import Parallel
+
+REMEMBERED = 2000  # metric events kept with a checkpoint, so that a killed driver loses none
+
+
+@dataclass
+class Progress:
+    """How far a run is: what a checkpoint holds beside weights and optimizer state."""
+
+    step: int = 0  # optimizer steps taken
+    samples_seen: int = 0  # position in the stream of samples
+    latest: dict[str, float] = field(default_factory=dict)  # the newest value of every metric
+    remembered: list[dict[str, Any]] = field(default_factory=list)  # rank 0: metric events, newest last
+
+    def remember(self, event: dict[str, Any], rank: int) -> None:
+        self.latest |= event["values"]
+        self.remembered = [*self.remembered[-REMEMBERED:], event] if rank == 0 else []
+
+
+class Persistence:
+    """One object per training process; every rank calls each method alike."""
+
+    def __init__(
+        self,
+        job: Job,
+        place: Place,
+        channel: Channel,
+        parallel: Parallel,
+        optimizer: torch.optim.Optimizer,
+        scale: LossScale,
+    ) -> None:
+        self.job, self.place, self.channel = job, place, channel
+        self.parallel, self.optimizer, self.scale = parallel, optimizer, scale
+        keep = job.config.checkpoint
+        self.checkpointer = Checkpointer(
+            job.checkpoints,
+            keep_last=keep.keep_last,
+            keep_best=keep.keep_best,
+            mode="max" if keep.mode == "max" else "min",
+            attempt=job.attempt,
+            fence=lambda: is_current(job.folder, job.attempt),
+        )
+        self.saved, self.saved_at = -1, time.monotonic()
+
+    def overdue(self) -> bool:
+        """Whether a checkpoint is due by time."""
+        seconds = self.job.config.checkpoint.every_seconds
+        return seconds is not None and time.monotonic() - self.saved_at >= seconds
+
+    def save(self, progress: Progress) -> None:
+        """Begins a checkpoint of the step just taken; training goes on while it is written.
+
+        Raises:
+            NonFiniteError: a weight is not finite; nothing was saved.
+            CheckpointError: the save before this one failed.
+        """
+        if self.saved == progress.step:
+            return
+        if not are_finite(self.parallel.parameters(), self.place.world_size):
+            raise NonFiniteError(
+                f"a weight was not finite after step {progress.step}; the last good checkpoint is intact: try a lower "
+                "optimizer.lr, a longer schedule.warmup_steps or train.clip_norm=1.0"
+            )
+        meta = {
+            "step": progress.step,
+            "samples_seen": progress.samples_seen,
+            "run_uid": self.job.run_uid,
+            "loss_scale": self.scale.state(),
+            "layout": str(self.job.layout),
+            "latest": progress.latest,
+            "remembered": progress.remembered,
+        }
+        self.checkpointer.save(
+            self._state(),
+            meta=meta,
+            per_rank={"world_size": self.place.world_size, "random": random_state()},
+            metric=progress.latest.get(f"eval/{self.job.config.checkpoint.metric}"),
+        )
+        self.saved, self.saved_at = progress.step, time.monotonic()
+        stall = self.checkpointer.last_stall_seconds
+        self.channel.emit({"type": "checkpoint", "step": progress.step, "stall": stall})
+
+    def resume(self, progress: Progress) -> int | None:
+        """Continues from the newest good checkpoint of this run, if there is one; the step it continues after.
+
+        Raises:
+            UserError: no checkpoint is whole, though there are some; or checkpoint.load is none.
+        """
+        commit, damaged = checkpoint.latest_good_together(self.job.checkpoints)
+        if self.place.rank == 0:
+            checkpoint.sweep(self.job.checkpoints)  # what a killed start left half written
+            for sentence in damaged:
+                self.channel.emit({"type": "warning", "text": sentence})
+        if commit is None:
+            if damaged:
+                raise UserError(
+                    f"{damaged[0]}; no other checkpoint is whole: remove {self.job.checkpoints} to start anew"
+                )
+            self._load_weights(self.job.config.checkpoint.load)
+            return None
+        state = self._state()
+        checkpoint.load(commit, state)
+        self.parallel.load_model_state(state["model"])
+        self.parallel.load_optimizer_state(self.optimizer, state["optimizer"])
+        meta = commit.meta
+        progress.step, progress.samples_seen = meta["step"], meta["samples_seen"]
+        self.saved = progress.step
+        self.scale.load_state(meta["loss_scale"])
+        progress.latest = dict(meta["latest"])
+        own = checkpoint.load_per_rank(commit, self.place.rank)
+        if isinstance(own, dict) and own["world_size"] == self.place.world_size:
+            set_random_state(own["random"])
+        for event in meta["remembered"]:  # the tracker drops those it has; a killed driver may not have sent them
+            self.channel.emit(event)
+        progress.remembered = list(meta["remembered"]) if self.place.rank == 0 else []
+        return progress.step
+
+    def _load_weights(self, path: str | None) -> None:
+        if not path:
+            return
+        state = {"model": self.parallel.model_state()}
+        checkpoint.load(checkpoint.find(path), state)
+        self.parallel.load_model_state(state["model"])
+
+    def keep_weights(self) -> None:
+        """Writes the trained weights whole, under plain names, as one file; MLflow's model is made from it."""
+        if not self.job.config.checkpoint.weights:
+            return
+        state = self.parallel.full_model_state()
+        if self.place.rank == 0:
+            buffer = io.BytesIO()
+            torch.save(state, buffer)
+            Storage(self.job.folder).write_bytes("model/weights.pt", buffer.getvalue())
+
+    def _state(self) -> dict[str, Any]:
+        return {"model": self.parallel.model_state(), "optimizer": self.parallel.optimizer_state(self.optimizer)}
+
+    def close(self) -> None:
+        self.checkpointer.close()
+
+
+def are_finite(parameters: Iterable[torch.Tensor], world_size: int) -> bool:
+    """Whether every parameter is a finite number on every rank; collective."""
+    local = [getattr(p, "_local_tensor", p).detach() for p in parameters]
+    local = [p for p in local if p.numel()]
+    norms = torch.stack(torch._foreach_norm(local)) if local else torch.zeros(1)
+    bad = (~torch.isfinite(norms)).any().double().cpu().reshape(1)
+    if world_size > 1:
+        dist.all_reduce(bad)
+    return bool(bad.item() == 0)

@@ -1,0 +1,168 @@
+"""A pipeline in Ray, as a person starts it: trains the same model, and survives the death and the hanging of stages."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from tests.running import (
+    ROOT,
+    committed,
+    curve,
+    finish,
+    mlflow_run,
+    same_bits,
+    start,
+    trireme,
+    wait_until,
+    weights,
+)
+
+GPT = ["experiments/gpt.yaml", "task_args.d_model=32", "task_args.n_layers=4", "task_args.sequence_length=32"]
+GPT += ["task_args.eval_samples=16", "train.steps=12", "train.global_batch_size=16", "train.eval_every=6"]
+GPT += ["train.log_every=1", "tracking.log_model=false"]
+CHAIN = ["task=tests.chain:Chain", "strategy=pipeline", "parallel.pp=2", "train.global_batch_size=16"]
+CHAIN += ["train.micro_batch_size=4", "train.steps=60", "train.log_every=1", "checkpoint.every_steps=5"]
+CHAIN += ["tracking.log_model=false", "fault.hang_seconds=1.5"]
+
+RAISES = ["task=tests.tasks:Raises", "task_args.good_steps=5", "strategy=pipeline", "parallel.pp=2", "train.steps=5"]
+RAISES += ["train.global_batch_size=16"]
+
+
+def test_the_same_training_as_on_one_device_and_what_it_leaves(tmp_path: Path, ray_environment: dict[str, str]) -> None:
+    more = ["strategy=pipeline", "parallel.pp=2", "parallel.profile_every=5", "parallel.trace_step=7"]
+    one = trireme("train", *GPT, "strategy=single", "launcher=local", "run.name=one", f"run.storage={tmp_path}")
+    two = trireme("train", *GPT, *more, "run.name=two", f"run.storage={tmp_path}", env=ray_environment)
+    assert (one.code, two.code) == (0, 0), one.err + two.err
+    assert "8 micro-batches of 2 through 2 stages (1f1b)" in two.out, "what was decided is said"
+    for metric in ("train/loss", "train/grad_norm", "eval/loss", "eval/bits_per_byte"):
+        staged, single = curve(tmp_path, "two", metric), curve(tmp_path, "one", metric)
+        assert staged.keys() == single.keys()
+        assert all(abs(staged[step] - single[step]) <= 2e-5 * abs(single[step]) for step in single), metric
+    ours, theirs = weights(tmp_path / "two"), weights(tmp_path / "one")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-5) for name in theirs)
+    run = mlflow_run(tmp_path, "two")
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["trireme.parameters"] == str(sum(tensor.numel() for tensor in theirs.values()))
+    check_profile(tmp_path, run.data.metrics)
+
+
+def check_profile(storage: Path, metrics: dict[str, float]) -> None:
+    """Of the steps 5 and 10, and the picture and trace of step 7."""
+    assert set(curve(storage, "two", "pipeline/bubble")) == {5, 7, 10}
+    assert 0 < metrics["pipeline/bubble_by_formula"] < metrics["pipeline/bubble"] < 1
+    assert abs(metrics["pipeline/bubble_by_formula"] - 1 / 9) < 1e-6, "(p-1)/(m+p-1) with p=2, m=8"
+    for stage in (0, 1):
+        spent = [metrics[f"pipeline/stage_{stage}/{what}_seconds"] for what in ("compute", "wait", "send", "reduce")]
+        assert all(seconds >= 0 for seconds in spent) and spent[0] > 0
+        assert sum(spent) <= 1.2 * metrics["pipeline/seconds"]
+    folder = storage / "two" / "pipeline"
+    assert (folder / "step-7.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((folder / "step-7.json").read_text())["traceEvents"]
+    names = {event["name"] for event in events if event["ph"] == "X" and event["cat"] == "compute"}
+    assert names == {f"{kind}{micro}" for kind in "FB" for micro in range(8)}
+    assert {event["pid"] for event in events} == {0, 1}
+
+
+def test_stages_are_killed_and_stopped_and_the_weights_are_those_of_an_undisturbed_run(
+    tmp_path: Path, ray_environment: dict[str, str]
+) -> None:
+    plain = ["train", *CHAIN, f"run.storage={tmp_path}"]
+    calm = trireme(*plain, "run.name=calm", env=ray_environment)
+    assert calm.code == 0, calm.err
+    process = start([*plain, "run.name=hurt", "task_args.step_seconds=0.02"], env=ray_environment)
+    lines = Lines(process)
+    folder = tmp_path / "hurt"
+    wait_until(lambda: max(committed(folder), default=0) >= 15, 90)
+    killed = disturb(folder, 1, signal.SIGKILL)
+    assert lines.when("died") - killed <= 1.0, "noticed by the supervisor, not by a time-out"
+    wait_until(lambda: max(committed(folder), default=0) >= 35, 60)
+    stopped = disturb(folder, 0, signal.SIGSTOP)
+    assert 1.5 <= lines.when("does not answer", 20) - stopped <= 12
+    process.wait(60)
+    assert process.returncode == 0, lines.text
+    assert same_bits(weights(folder), weights(tmp_path / "calm"))
+    assert curve(tmp_path, "hurt") == curve(tmp_path, "calm"), "one unbroken curve in one MLflow run"
+    recoveries = curve(tmp_path, "hurt", "fault/recovery_seconds")
+    assert len(recoveries) == 2 and all(seconds <= 10 for seconds in recoveries.values()), recoveries
+    run = mlflow_run(tmp_path, "hurt")
+    assert run.info.status == "FINISHED" and run.data.tags["trireme.restarts"] == "2"
+    assert "stage 0 of 2" in run.data.tags["trireme.last_failure"], "it says who"
+    (stacks,) = mlflow_text(tmp_path, run.info.run_id, "hangs")
+    assert "worker 0 (stage 0 of 2)" in stacks and "does not answer" in stacks
+    assert "runtime.py" in stacks or "worker.py" in stacks, "where the other one stood"
+
+
+def test_a_second_run_on_a_warm_group_starts_nothing(tmp_path: Path, ray_environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "tests.two_runs", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=ray_environment, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    first, second = json.loads(done.stdout.strip().splitlines()[-1])
+    assert (first["step"], second["step"]) == (10, 10)
+    assert first["pids"] == second["pids"], "the same processes"
+    assert second["first_step_seconds"] <= 1.0
+
+
+def test_a_bug_of_the_users_on_one_stage_ends_the_run(tmp_path: Path, ray_environment: dict[str, str]) -> None:
+    process = start(
+        ["train", *RAISES, "run.name=bug", f"run.storage={tmp_path}"],
+        env=ray_environment,
+    )
+    ended = finish(process)
+    assert ended.code != 0
+    assert "a bug of the user's" in ended.err and "starting again" not in ended.out
+
+
+class Lines:
+    """What a process says, and when; the process must be read to its end."""
+
+    def __init__(self, process: Any) -> None:
+        self.heard: list[tuple[float, str]] = []
+        for stream in (process.stdout, process.stderr):
+            threading.Thread(target=self._read, args=(stream,), daemon=True).start()
+
+    def _read(self, stream: Any) -> None:
+        for line in stream:
+            self.heard.append((time.time(), line))
+
+    @property
+    def text(self) -> str:
+        return "".join(line for _, line in self.heard)
+
+    def when(self, part: str, timeout: float = 10.0) -> float:
+        return wait_until(lambda: next((at for at, line in self.heard if part in line), None), timeout)
+
+
+def disturb(folder: Path, rank: int, number: int) -> float:
+    """Signals the process that writes this rank's log; when."""
+    log = str(folder / "logs" / f"rank-{rank}.log")
+    (victim,) = [process for process in psutil.process_iter() if _writes(process, log)]
+    at = time.time()
+    victim.send_signal(number)
+    return at
+
+
+def _writes(process: psutil.Process, log: str) -> bool:
+    try:
+        return os.readlink(f"/proc/{process.pid}/fd/1") == log
+    except OSError:
+        return False
+
+
+def mlflow_text(storage: Path, run_id: str, folder: str) -> list[str]:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{storage}/mlflow.db")
+    paths = [artifact.path for artifact in client.list_artifacts(run_id, folder)]
+    return [Path(client.download_artifacts(run_id, path)).read_text() for path in paths]
