@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from app import train as verb
 from app import worker
 from app.beat import Beat
+from app.carry_out import Outcome, carry_out, run_storage
 from app.config import Config
 from app.console import Console
 from app.driver import Driver
@@ -71,7 +71,7 @@ class Silence:
         return
 
 
-def train(config: Config, console: Console) -> verb.Outcome:
+def train(config: Config, console: Console) -> Outcome:
     """Trains in the processes there are; the outcome is rank 0's, and the others' says the same in short."""
     here = Environment.read()
     if config.workers not in ("auto", str(here.world_size)):
@@ -93,7 +93,7 @@ def train(config: Config, console: Console) -> verb.Outcome:
             dist.destroy_process_group()
 
 
-def _first_rank(config: Config, console: Console, place: Place, per_node: int) -> verb.Outcome:
+def _first_rank(config: Config, console: Console, place: Place, per_node: int) -> Outcome:
     told = False
 
     def tell(what: Job | Exception | None) -> None:
@@ -114,7 +114,7 @@ def _first_rank(config: Config, console: Console, place: Place, per_node: int) -
 
     try:
         run = Run(config)
-        settings = resolve_tracking(config.tracking, verb.run_storage(run))
+        settings = resolve_tracking(config.tracking, run_storage(run))
         run.storage.check_writable()
         with console.capture(run.local_folder / "logs" / "driver.log"):
             prepared = prepare(
@@ -125,7 +125,7 @@ def _first_rank(config: Config, console: Console, place: Place, per_node: int) -
             )
             driver = Driver(run, console, settings)
             kind = "GPU" if place.device.type == "cuda" else "CPU"
-            outcome = verb.carry_out(driver, prepared, launch, f"{place.world_size} {kind} processes of torchrun")
+            outcome = carry_out(driver, prepared, launch, f"{place.world_size} {kind} processes of torchrun")
         if not told:
             tell(None)  # finished already
         return outcome
@@ -135,14 +135,14 @@ def _first_rank(config: Config, console: Console, place: Place, per_node: int) -
         raise
 
 
-def _other_rank(config: Config, place: Place) -> verb.Outcome:
+def _other_rank(config: Config, place: Place) -> Outcome:
     heard: list[Any] = [None]
     dist.broadcast_object_list(heard, src=0)
     job = heard[0]
     if isinstance(job, Exception):
         raise job
     if job is None:
-        return verb.Outcome("already_finished", config.run.name, "", {}, {})
+        return Outcome("already_finished", config.run.name, "", {}, {})
     channel = Silence()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: setattr(channel, "stopping", True))
@@ -150,4 +150,4 @@ def _other_rank(config: Config, place: Place) -> verb.Outcome:
         summary = worker.train(job, place, channel)
     if summary["stopped"]:
         raise Interrupted(f"stopped after step {summary['step']:,}")
-    return verb.Outcome("finished", config.run.name, job.folder, summary, {})
+    return Outcome("finished", config.run.name, job.folder, summary, {})

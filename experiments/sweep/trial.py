@@ -125,9 +125,9 @@ class Session:
             self.driver.console.say(traceback.format_exc())
 
     def _train(self) -> dict[str, Any]:
+        from app.carry_out import carry_out
         from app.prepare import prepare
         from app.run import Run
-        from app.train import carry_out
         from experiments.sweep.trial_driver import TrialDriver, take_over, wait_for_lease
 
         config, sweep = self.config, self.setting.sweep
