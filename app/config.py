@@ -51,7 +51,8 @@ class ParallelConfig:
     """With ddp: every step uses the same parameters in the same order, which DDP exploits. false: it may change."""
     accumulate_sharded: Optional[bool] = None
     """With dp_shard and several micro-batches: reduce-scatter each one's gradients instead of keeping whole ones
-    until the last (less memory, more communication). null: zero2 yes, the others no."""
+    until the last (less memory, more communication). null: zero2 yes, zero1 no, fsdp on a GPU of which whole ones
+    would take an eighth or more."""
     schedule: str = "1f1b"
     """With pp: order of the micro-batches' forwards and backwards on each stage: gpipe, 1f1b, interleaved_1f1b,
     zb_h1, zb_h2 or zbv; `trireme plan --schedule` draws them."""

@@ -84,6 +84,8 @@ def _layout(config: Config, task: Task, workers: int, devices_per_node: int | No
         found = choose_layout(config, task, workers)
         config.train.micro_batch_size = found.micro_batch_size
         config.train.activation_checkpointing = found.activation_checkpointing
+        if found.accumulate_sharded is not None:
+            config.parallel.accumulate_sharded = found.accumulate_sharded
         return found.layout, (found.sentence,) if found.sentence else ()
     wanted = config.parallel
     layout = choose(

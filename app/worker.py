@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class Training:
         self.parallel = parallelize(
             build,
             job.layout,
-            options(config),
+            replace(options(config), float_output=self.task.float_output),
             device=place.device,
             blocks=self.task.blocks,
             tensor_plan=self.task.tensor_plan,

@@ -165,7 +165,11 @@ def _sharded(
     split = _split(module, layout, mesh, _answer(tensor_plan, module), options) if layout.dims.tp > 1 else None
     _recompute_and_compile(module, names, options, split=split is not None)
     if layout.dims.dp_shard > 1 and _stage(layout) == 3:
-        options = replace(options, reshard_after_forward=fsdp.frees_after_forward(module, options, device))
+        options = replace(
+            options,
+            reshard_after_forward=fsdp.frees_after_forward(module, options, device),
+            accumulate_sharded=fsdp.scatters_each(module, options, device),
+        )
     units = _shard(module, layout, mesh, names, options) if layout.dims.dp_shard > 1 else None
     start.materialise(module, device, torch.device("cpu") if options.offload else device)
     start.fill(module, source, device)

@@ -20,7 +20,7 @@ mesh (hsdp.py).
 - *Padding*: each parameter is cut along dimension 0 as torch.chunk does, in slices of ⌈n/R⌉ rows, and a rank's memory
   holds a full slice even where fewer or no rows are left: a bias of 10 over 4 ranks is 3+3+3+1, stored as 12.
 - *Accumulation*: of several micro-batches only the last reduce-scatters, and whole gradients wait until then
-  (`accumulate_sharded` trades that memory for communication).
+  (`accumulate_sharded` trades that memory for communication; `scatters_each` says when it is the default).
 - *Buffers*, such as BatchNorm's running statistics, are not sharded and not synchronised: each worker keeps those of
   its own micro-batches, and rank 0's are saved. GroupNorm or SyncBatchNorm do not depend on the split.
 """
@@ -38,6 +38,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from strategies import precision, reduce_scatter
 from strategies.blocks import separable
@@ -64,7 +65,7 @@ def apply(
             block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy, offload_policy=offload
         )
         units.append(block)
-    policy = precision.root_policy(options.precision, options.reduce_dtype)
+    policy = precision.root_policy(options.precision, options.reduce_dtype, options.float_output)
     fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
     _prefetch(units)  # type: ignore[arg-type]
     reduce_scatter.use_between_cpus([module, *units], mesh.device_type)  # type: ignore[list-item]
@@ -79,10 +80,34 @@ def frees_after_forward(module: nn.Module, options: Options, device: torch.devic
     """
     if options.reshard_after_forward is not None or device.type != "cuda":
         return options.reshard_after_forward is not False
-    whole = sum(p.numel() for p in module.parameters()) * (4 if options.precision == "fp32" else 2)
-    fits = torch.tensor(float(whole < ROOM * torch.cuda.mem_get_info(device)[0]), device=device)
-    dist.all_reduce(fits, op=dist.ReduceOp.MIN)
-    return fits.item() == 0
+    whole = sum(map(_numbers, module.parameters())) * (4 if options.precision == "fp32" else 2)
+    return not _everywhere(whole < ROOM * torch.cuda.mem_get_info(device)[0], device)
+
+
+def scatters_each(module: nn.Module, options: Options, device: torch.device) -> bool:
+    """Whether every micro-batch's gradients are reduced, or whole ones wait for the last; the same on every rank.
+    Collective.
+
+    Waiting saves communication and takes a whole model's gradients: that is done where they take less than `ROOM` of
+    the GPU. (Of all its memory, not of what is free: a run that goes on later must add up in the same order.)
+    """
+    if options.accumulate_sharded is not None or device.type != "cuda":
+        return bool(options.accumulate_sharded)
+    number = 2 if options.reduce_dtype == "bf16" else 4
+    whole = sum(_numbers(p) for p in module.parameters() if p.requires_grad) * number
+    return not _everywhere(whole < ROOM * torch.cuda.mem_get_info(device)[1], device)
+
+
+def _numbers(parameter: nn.Parameter) -> int:
+    """What a rank computes with: its own part, where tensor parallelism has split it."""
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
+
+
+def _everywhere(here: bool, device: torch.device) -> bool:
+    """Whether it holds on every rank."""
+    holds = torch.tensor(float(here), device=device)
+    dist.all_reduce(holds, op=dist.ReduceOp.MIN)
+    return holds.item() == 1
 
 
 def _prefetch(units: list[FSDPModule]) -> None:
@@ -149,7 +174,7 @@ def cost(
     units = {unit: sum(_padded_numel(p, ways) for p in members) * compute for unit, members in size.units.items()}
     root = units.pop("", 0)
     blocks = sorted(units.values(), reverse=True)
-    waiting = 0 if accumulate_sharded or micro_batches == 1 else sum(p.bytes for p in size.trainable)
+    waiting = 0 if accumulate_sharded or micro_batches == 1 else sum(p.numel for p in size.trainable) * wire
     if reshard_after_forward:  # the root's parameters stay from forward to backward
         whole, gathered = root + sum(blocks[:2]), (root + 2 * sum(blocks)) * micro_batches
     else:

@@ -38,7 +38,10 @@ class Options:
     """With dp_shard: free gathered parameters after forward. None: as the name says (zero3 yes, zero1 and zero2 no)."""
     accumulate_sharded: bool | None = None
     """With dp_shard and several micro-batches: reduce-scatter each micro-batch's gradients instead of keeping whole
-    ones until the last (less memory, more communication). None: zero2 yes, the others no."""
+    ones until the last (less memory, more communication). None: zero2 yes, zero1 no, zero3 on a GPU of which whole
+    ones would take an eighth or more."""
+    float_output: bool = True
+    """With dp_shard and 16 bits: the module's output comes back as float32. False: as it was computed."""
     compression: str = "none"
     """With ddp: gradients on the wire: none, bf16 or powersgd (lossy)."""
     bucket_mb: float = 25.0

@@ -9,7 +9,8 @@ Two ways, by layout:
 - replicated parameters (single, ddp, tensor): `torch.autocast` around forward casts operation by operation;
 - sharded parameters (zero*, fsdp, hsdp): `fully_shard`'s `MixedPrecisionPolicy` casts the shards *before* they are
   gathered, which halves that communication, and reduces gradients in `reduce_dtype`. Everything inside then runs in
-  16 bits, norms included, and the module's output comes back as float32 for the loss.
+  16 bits, norms included, and the module's output comes back as float32 for the loss (unless `float_output` is false:
+  a loss that takes 16 bits spares a float32 copy of the logits).
 
 The two round at different places, so they agree to bfloat16's rounding (2⁻⁸ relative per number), not bit by bit.
 """
@@ -41,9 +42,9 @@ def shard_policy(precision: str, reduce_dtype: str) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, output_dtype=None)
 
 
-def root_policy(precision: str, reduce_dtype: str) -> MixedPrecisionPolicy:
-    """The same for the whole module, whose output is the loss function's input: float32 again."""
+def root_policy(precision: str, reduce_dtype: str, float_output: bool = True) -> MixedPrecisionPolicy:
+    """The same for the whole module, whose output is the loss function's input: float32 again, unless not wanted."""
     policy = shard_policy(precision, reduce_dtype)
-    if policy.param_dtype is None:
+    if policy.param_dtype is None or not float_output:
         return policy
     return MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, torch.float32)

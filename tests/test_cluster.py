@@ -199,6 +199,7 @@ def test_the_commands(tmp_path: Path) -> None:
     assert kubernetes.code == 2 and "kubectl apply" in json.loads(kubernetes.out)["error"]
 
 
+@pytest.mark.slow
 def test_this_machine_is_brought_up_and_down_and_no_other_ray_with_it(tmp_path: Path) -> None:
     from cluster.remote import answers, free_port
 

@@ -21,7 +21,7 @@ from tests.lab import Lab, isolate, unavailable
 from tests.running import POINTS, ROOT, committed, end_tree, wait_until
 
 WHY_NOT = unavailable()
-pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there is a lab")]
+pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there is a lab"), pytest.mark.slow]
 HEAD, FIRST, SECOND, DESK = range(4)  # DESK is no part of the cluster: it starts it, submits to it, and has MLflow
 SECRET = f"planted-{uuid.uuid4().hex}"  # made up anew, since this file itself is shipped
 CPUS = f"resources_per_worker.CPU={os.cpu_count()}"  # all of a host: so every worker is on one of its own
@@ -130,7 +130,6 @@ def test_ddp_across_hosts_from_another_host_and_no_secret_anywhere(site: Site) -
     assert wrong.returncode == 2 and "does not divide" in wrong.stdout, "the job's own exit status"
 
 
-@pytest.mark.slow
 def test_fsdp_survives_a_host_that_is_cut_off(site: Site) -> None:
     lab = site.lab
     long = ["train.steps=100000", "checkpoint.every_seconds=2", "fault.max_restarts=5"]
@@ -152,7 +151,6 @@ def test_fsdp_survives_a_host_that_is_cut_off(site: Site) -> None:
         lab.mend(victim)
 
 
-@pytest.mark.slow
 def test_a_pipeline_across_hosts(site: Site) -> None:
     ended = site.submit("pipeline", "workers=2", "strategy=pipeline", "parallel.pp=2", "train.steps=10")
     assert ended.returncode == 0, ended.stdout + ended.stderr

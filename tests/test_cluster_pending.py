@@ -174,6 +174,7 @@ def test_the_meter_goes_on_over_starts_and_knows_what_was_wasted(tmp_path: Path)
     assert later.look(stepping=True, started=True) and not later.look(stepping=True, started=True), "said once"
 
 
+@pytest.mark.slow
 def test_a_run_stops_with_a_checkpoint_when_its_budget_is_spent(
     tmp_path: Path, ray_environment: dict[str, str]
 ) -> None:

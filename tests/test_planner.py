@@ -19,7 +19,7 @@ from app.planner import calibration, published
 from app.planner.collectives import gather_seconds, links, reduce_seconds
 from app.planner.evaluate import Machine, Settings, evaluate
 from app.planner.plan import make_plan
-from app.planner.predict import choose_layout, predict, row_of
+from app.planner.prediction import choose_layout, predict, row_of
 from app.planner.rates import Rates, rates
 from app.planner.read import Reader
 from app.planner.stages import cut, in_flight, waits

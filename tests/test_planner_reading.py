@@ -119,7 +119,7 @@ def _peak(task: Task, batch: int, mode: str) -> float:
 @pytest.mark.parametrize("name", ["gpt", "digits"])
 def test_activations_are_within_a_tenth_of_a_real_step(name: str, mode: str) -> None:
     from app.config_file import load_config
-    from app.planner.predict import predict
+    from app.planner.prediction import predict
     from app.planner.where import cpus
 
     task = _gpt() if name == "gpt" else load_task("image_classification", DIGITS)

@@ -74,6 +74,7 @@ def test_bad_input(tmp_path: Path, workers: str, said: str) -> None:
     assert ended.code == 2 and said in ended.err
 
 
+@pytest.mark.slow
 def test_a_study(tmp_path: Path, ray_environment: dict[str, str]) -> None:
     quick = ["--workers", "1,2", "--repeats", "2", "--blocks", "2", "--steps", "3"]
     arguments = ["scale", *POINTS, "train.steps=10", "run.name=p", f"run.storage={tmp_path}", *quick, "--json"]

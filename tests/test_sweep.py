@@ -71,7 +71,7 @@ def test_killed_and_run_again(tmp_path: Path, ray_environment: dict[str, str]) -
         steps = [e["report"]["step"] for e in events(tmp_path, "report") if e["index"] == index]
         assert steps == [10, 20, 30, 40, 50, 60]
         name = next(e["name"] for e in events(tmp_path, "trial") if e["index"] == index)
-        assert "continuing after step" in (tmp_path / name / "logs" / "driver.log").read_text()
+        assert "continuing after step" in (tmp_path / "s" / name / "logs" / "driver.log").read_text()
     found = children(tmp_path)
     assert found.pop("s") == ("FINISHED", None)
     assert len(found) == 4 and set(found.values()) == {("FINISHED", "s")}

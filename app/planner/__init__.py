@@ -16,5 +16,5 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         import importlib
 
-        return getattr(importlib.import_module("app.planner.predict"), name)
+        return getattr(importlib.import_module("app.planner.prediction"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

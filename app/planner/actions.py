@@ -46,6 +46,8 @@ def changes(plan: Plan, row: int) -> dict[str, Any]:
     """What of the configuration makes `train` run a layout: nested keys."""
     layout = plan.layout(row)
     parallel = {key: layout["parallel"][key] for key in ("dp_replicate", "dp_shard", "tp", "pp")}
+    if layout["parallel"]["accumulate_sharded"] is not None:
+        parallel["accumulate_sharded"] = layout["parallel"]["accumulate_sharded"]
     if layout["parallel"]["offload"]:
         parallel["offload"] = True
     if layout["parallel"]["pp"] > 1:

@@ -1,7 +1,8 @@
-"""Fused attention as memory and arithmetic see it, whatever the device that a model is watched on.
+"""Fused operations as memory and arithmetic see them, whatever the device that a model is watched on.
 
 Without a GPU, F.scaled_dot_product_attention would be watched as the products it is made of, with a score for every
 pair of positions; GPUs (and CPUs) have kernels that keep none of them. Dao et al. 2022, https://arxiv.org/abs/2205.14135.
+A softmax of 16-bit numbers that is asked for in float32 is one operation on GPUs, a cast and an operation elsewhere.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class _Attention(torch.autograd.Function):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None
 
 
-class FusedAttention(TorchFunctionMode):
-    """While it is active, scaled_dot_product_attention is the above."""
+class Fused(TorchFunctionMode):
+    """While it is active, scaled_dot_product_attention is the above, and softmax(dtype=…) one operation."""
 
     def __init__(self, note: Note) -> None:
         super().__init__()
@@ -50,6 +51,9 @@ class FusedAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
+        if func in (F.softmax, F.log_softmax) and _widens(args[0], kwargs):
+            # any one operation that reads and writes as much
+            return args[0] + args[0].new_zeros((*args[0].shape[:-1], 1), dtype=torch.float32)
         return func(*args, **kwargs)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, is_causal: bool = False, **kwargs: Any) -> Tensor:
@@ -59,3 +63,9 @@ class FusedAttention(TorchFunctionMode):
         if torch.is_autocast_enabled("cpu") and q.device.type == "cpu":
             q, k, v = (x.to(torch.get_autocast_dtype("cpu")) for x in (q, k, v))
         return _Attention.apply(q, k, v, self.note, is_causal and mask is None)
+
+
+def _widens(x: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether a softmax goes from 16 bits to float32 by itself, with no gradient to be had of it."""
+    wide = kwargs.get("dtype") is torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
+    return wide and not torch.is_grad_enabled()

@@ -23,7 +23,7 @@ from app.config_file import load_config, to_dict
 from app.planner.evaluate import Machine, evaluate
 from app.planner.measure import Measured, measure
 from app.planner.plan import settings_of
-from app.planner.predict import row_of
+from app.planner.prediction import row_of
 from app.planner.rates import Rates, apply, rates
 from app.planner.read import Reader
 from app.planner.table import Table

@@ -13,6 +13,7 @@ from app.planner.sizes import Sizes, sizes
 from app.planner.stages import block_cut, stage_counts
 from app.planner.table import CHECKPOINTING, DATA, PRECISIONS, SCHEDULES, Table
 from app.planner.work import Work, ways_of, work
+from strategies.fsdp import ROOM
 
 Array = np.ndarray
 
@@ -78,6 +79,8 @@ class Group:
     """(kinds, rows): parts on the slowest stage."""
     stages: list[tuple[Array, Array]]
     """Stages whose memory is looked at: (rows,) its number, (kinds, rows) its parts."""
+    scattered: Array
+    """(rows,): sharded ones that reduce every micro-batch's gradients, instead of keeping whole ones until the last."""
 
     def part(self, name: str) -> Array:
         """(kinds, rows) of one of read.py's scalars, for the row's micro-batch and tp."""
@@ -90,6 +93,11 @@ class Group:
         return 4.0 if self.way == "plain" else 2.0
 
     @property
+    def gathered(self) -> float:
+        """Bytes of a number that sharding gathers: a pipeline gathers float32 and leaves the cast to autocast."""
+        return 4.0 if (self.table.pp > 1).any() else self.itemsize
+
+    @property
     def wire(self) -> float:
         """Bytes of a gradient's number on its way."""
         return 2.0 if self.settings.reduce_bf16 or self.settings.compression == "bf16" else 4.0
@@ -98,19 +106,37 @@ class Group:
         return np.isin(self.table.data, [DATA.index(name) for name in names])
 
     def keeps(self) -> Array:
-        """Whether a sharded row keeps gathered parameters from forward to backward."""
+        """Whether a sharded row keeps gathered parameters from forward to backward; a pipeline does for all of a step.
+
+        strategies/fsdp.py's frees_after_forward."""
         asked = self.settings.reshard_after_forward
-        whole = self.sizes.padded.T @ self.counts_all * self.itemsize
-        room = self.machine.capacity / 8
+        chosen = self._small(self.gathered) if asked is None else np.full(len(self.at), not asked)
+        kept = np.where(self.is_data("fsdp"), chosen, asked is not True) | (self.table.pp > 1)
+        return kept & self.is_data("zero1", "zero2", "fsdp")
+
+    def scatters_each(self) -> Array:
+        """Whether a sharded row reduces every micro-batch's gradients as it is configured, or by itself.
+
+        strategies/fsdp.py's scatters_each."""
+        asked = self.settings.accumulate_sharded
         is_cpu = self.machine.device.gpu.name == "cpu"
-        chosen = (whole < room) & (not is_cpu) if asked is None else np.full(len(self.at), not asked)
-        return np.where(self.is_data("fsdp"), chosen, self.is_data("zero1", "zero2") & (asked is not True))
+        itself = self.is_data("zero2") | (self.is_data("fsdp") & ~self._small(self.wire) & (not is_cpu))
+        return (itself if asked is None else np.full(len(self.at), asked)) & self.accumulates()
+
+    def accumulates(self) -> Array:
+        """Whether there is anything to decide: sharded, several micro-batches, and no pipeline, which reduces once."""
+        sharded = self.is_data("zero1", "zero2", "fsdp")
+        return sharded & (self.table.micro_batches > 1) & (self.table.pp == 1)
 
     def accumulates_whole(self) -> Array:
         """Whether a sharded row keeps whole gradients until the last micro-batch."""
-        asked = self.settings.accumulate_sharded
-        whole = ~self.is_data("zero2") if asked is None else np.full(len(self.at), not asked)
-        return whole & (self.table.micro_batches > 1)
+        several = self.is_data("zero1", "zero2", "fsdp") & (self.table.micro_batches > 1)
+        return several & ~self.scattered
+
+    def _small(self, itemsize: float) -> Array:
+        """Whether a whole model's numbers of that size take little enough of a GPU to be kept."""
+        whole = self.sizes.padded.T @ self.counts_all * itemsize
+        return (whole < ROOM * self.machine.capacity) & (self.machine.device.gpu.name != "cpu")
 
     @property
     def counts_all(self) -> Array:
@@ -127,25 +153,31 @@ class Evaluated:
     step: Array = field(default_factory=lambda: np.zeros(0))
     bytes: Array = field(default_factory=lambda: np.zeros(0))
     flops: Array = field(default_factory=lambda: np.zeros(0))
+    scattered: Array = field(default_factory=lambda: np.zeros(0, bool))
+    """Whether every micro-batch's gradients are reduced: parallel.accumulate_sharded."""
+    accumulates: Array = field(default_factory=lambda: np.zeros(0, bool))
+    """Whether that is a question: sharded, several micro-batches, no pipeline."""
     blocks: dict[tuple[str, int, int], list[int]] = field(default_factory=dict)
     """(schedule, pp, chunks) → blocks of each chunk."""
 
 
 def evaluate(read: Callable[[str], ModelRead], table: Table, machine: Machine, settings: Settings) -> Evaluated:
     """Costs of every row. read: gives the model with its costs under a way of having precision."""
-    from app.planner.memory import memory
     from app.planner.timing import timing
 
-    found = Evaluated(step=np.zeros(len(table)), bytes=np.zeros(len(table)), flops=np.zeros(len(table)))
+    rows = len(table)
+    found = Evaluated(step=np.zeros(rows), bytes=np.zeros(rows), flops=np.zeros(rows))
+    found.scattered, found.accumulates = np.zeros(rows, bool), np.zeros(rows, bool)
     shards = np.isin(table.data, [DATA.index(name) for name in ("zero1", "zero2", "fsdp")])
     for mask in _alike(table, shards):
         first = int(np.flatnonzero(mask)[0])
         precision = PRECISIONS[table.precision[first]]
-        way = ways_of(bool(shards[first]), precision)
+        way = ways_of(bool(shards[first]) and table.pp[first] == 1, precision)
         schedule = SCHEDULES[table.schedule[first]]
         group = _group(read(way), table.where(mask), machine, settings, way, precision, schedule, found)
-        for name, values in memory(group).items():
+        for name, values in _memory(group).items():
             found.memory.setdefault(name, np.zeros(len(table)))[mask] = values
+        found.scattered[mask], found.accumulates[mask] = group.scattered, group.accumulates()
         seconds, flops = timing(group)
         for name, values in seconds.items():
             found.seconds.setdefault(name, np.zeros(len(table)))[mask] = values
@@ -153,6 +185,22 @@ def evaluate(read: Callable[[str], ModelRead], table: Table, machine: Machine, s
     found.bytes = np.sum(list(found.memory.values()), axis=0)
     found.step = np.sum(list(found.seconds.values()), axis=0)
     return found
+
+
+def _memory(group: Group) -> dict[str, Array]:
+    """Bytes by part; rows that are free to, and fit no other way, reduce every micro-batch's gradients."""
+    from app.planner.memory import memory
+
+    group.scattered = group.scatters_each()
+    parts = memory(group)
+    if group.settings.accumulate_sharded is not None:
+        return parts
+    full = np.sum(list(parts.values()), axis=0) > group.machine.capacity
+    changed = full & group.accumulates() & ~group.scattered & group.is_data("fsdp")
+    if changed.any():
+        group.scattered = group.scattered | changed
+        parts = memory(group)
+    return parts
 
 
 def _alike(table: Table, shards: Array) -> list[Array]:
@@ -193,6 +241,7 @@ def _group(
         sizes(model, costs, table.tp, table.dp_shard),
         np.zeros((len(kinds), len(table))),
         [],
+        np.zeros(len(table), bool),
     )
     _cut(group, found)
     return group

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from app.config import Config
 from app.errors import UserError
+from app.job import options
 from app.planner.evaluate import Machine
 from app.planner.read import ModelRead
 from app.planner.table import Held
@@ -11,6 +12,7 @@ from app.planner.work import ways_of
 from strategies.dims import LayoutError
 from strategies.names import OWN, choose
 from strategies.options import PRECISIONS as RUNNABLE
+from strategies.options import check
 
 
 def held_of(config: Config, machine: Machine, given: frozenset[str]) -> tuple[Held, tuple[str, ...]]:
@@ -75,7 +77,7 @@ def refuse(config: Config, machine: Machine, held: Held, model: ModelRead) -> No
     """Raises the sentence that says why no layout is left."""
     batch = config.train.global_batch_size
     if held.data or held.dp_replicate or held.dp_shard or held.tp or held.pp:
-        choose(
+        layout = choose(
             config.strategy if held.data else "auto",
             machine.world,
             dp_replicate=held.dp_replicate,
@@ -84,6 +86,7 @@ def refuse(config: Config, machine: Machine, held: Held, model: ModelRead) -> No
             pp=held.pp,
             devices_per_node=machine.per_node,
         )
+        check(layout, options(config))
     if held.tp and model.heads and model.heads % held.tp:
         raise LayoutError(f"parallel.tp is {held.tp}, which does not divide the model's {model.heads} heads")
     if held.tp and held.tp > 1 and not model.splittable:

@@ -107,16 +107,17 @@ def _units(group: Group) -> list[int]:
 def _sharded_buffers(group: Group, counts: Array) -> Array:
     """What fully_shard has whole at the peak: the root's and two blocks' parameters, the gathering of a third, and one
     block's gradients on their way; all blocks' where they are kept after forward."""
-    padded = group.sizes.padded * (counts > 0)
+    table, padded = group.table, group.sizes.padded * (counts > 0)
     is_block = np.array([name.startswith("block") for name in group.kinds])[:, None]
     root = np.where(is_block, 0.0, padded).sum(0)
     largest = np.where(is_block, padded, 0.0).max(0)
     blocks = np.where(is_block, padded * counts, 0.0).sum(0)
     several = np.minimum(2 * largest, blocks)
-    whole = np.where(group.keeps(), root + blocks, root + several) * group.itemsize
-    on_the_way = np.maximum(largest * (group.itemsize + group.wire), 0.0)
-    waiting = np.where(group.accumulates_whole(), (root + blocks) * 4.0, 0.0)
-    return whole + on_the_way + waiting
+    whole = np.where(group.keeps(), root + blocks, root + several) * group.gathered
+    on_the_way = np.maximum(largest * (group.gathered + group.wire), 0.0)
+    waiting = np.where(group.accumulates_whole(), (root + blocks) * group.wire, 0.0)
+    cast = np.where(table.pp > 1, (root + blocks) * (4.0 - group.itemsize), 0.0)  # autocast's 16-bit copies
+    return whole + on_the_way + waiting + cast
 
 
 def _replicated_buffers(group: Group, counts: Array, gradients: Array) -> Array:

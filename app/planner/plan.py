@@ -72,6 +72,7 @@ class Plan:
                 "chunks": chunks if pp > 1 else None,
                 "stages": blocks if pp > 1 else None,
                 "offload": bool(table.offload[row]),
+                "accumulate_sharded": bool(costs.scattered[row]) if costs.accumulates[row] else None,
             },
             "micro_batch_size": int(table.micro_batch[row]),
             "micro_batches": int(table.micro_batches[row]),
@@ -105,8 +106,8 @@ def why_not(plan: Plan, row: int) -> str:
         f"needs {plan.costs.bytes[row] / GIB:.1f} GiB per GPU, {plan.machine.capacity / GIB:.1f} there; the most for "
         f"{largest} ({parts[largest] / GIB:.1f} GiB)"
     )
-    sharded = plan.table.dp_shard[row] > 1 and plan.table.micro_batches[row] > 1
-    if sharded and largest == "communication" and plan.settings.accumulate_sharded is None:
+    whole = plan.costs.accumulates[row] and not plan.costs.scattered[row]
+    if whole and largest == "communication":
         sentence += ": whole gradients wait for the last micro-batch, parallel.accumulate_sharded=true keeps shards"
     return sentence
 

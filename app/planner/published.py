@@ -124,6 +124,7 @@ class PublishedTask(Task):
     """A GPT-2 of transformers with two blocks, and the runs' loss."""
 
     unit = "tokens"
+    float_output = False
 
     def __init__(self, *, d_model: int, n_heads: int, vocab_size: int, sequence: int) -> None:
         from transformers import GPT2Config
@@ -162,7 +163,7 @@ class PublishedTask(Task):
 def model_of(d_model: int, n_layers: int, n_heads: int, vocab_size: int, sequence: int) -> ModelRead:
     """The row's model, read off a GPT-2 with two blocks, of which the second stands for all others."""
     task = PublishedTask(d_model=d_model, n_heads=n_heads, vocab_size=vocab_size, sequence=sequence)
-    read = Reader(task, tensor=False, float_output=False).read(CAST)
+    read = Reader(task, tensor=False).read(CAST)
     costs, (first, second) = read.costs[CAST], read.blocks
     parameters = [p for p in read.size.parameters if not p.name.startswith(second + ".")]
     block = [p for p in read.size.parameters if p.name.startswith(second + ".")]

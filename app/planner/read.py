@@ -76,11 +76,9 @@ class Reader:
         sequence_parallel: bool = True,
         loss_parallel: bool = True,
         tensor: bool = True,
-        float_output: bool = True,
     ) -> None:
         self.task = task
         self.parallel_options = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
-        self.float_output = float_output
         self.note = ""
         self.real = False
         data = task.train_data()
@@ -173,7 +171,7 @@ class Reader:
             if mode is None:
                 module.to(torch.bfloat16)
             values = tree_map_only(torch.Tensor, _as_bfloat16, values)
-            if self.float_output:
+            if self.task.float_output:
                 module.register_forward_hook(lambda _, __, output: _as_float(output))
         if mode is not None:
             values = tree_map_only(torch.Tensor, mode.from_tensor, values)

@@ -10,7 +10,7 @@ from typing import Any
 from app.config import Config
 from app.planner.calibration import history, note
 from app.planner.plan import GIB, model_name
-from app.planner.predict import Prediction, predict
+from app.planner.prediction import Prediction, predict
 from app.planner.where import running
 from app.tasks import load_task
 from strategies.names import Layout

@@ -102,13 +102,13 @@ def enumerate_layouts(
             continue
         share = global_batch // dp
         sizes = [min(held.micro_batch, share)] if held.micro_batch else _divisors(share, 256)
-        for data in _data_names(replicate, shard, held):
+        for data in _data_names(replicate, shard, pp, held):
             for schedule, chunks in _schedules(pp, blocks, held):
                 for size in sizes:
                     number = -(-share // size)
                     if _schedulable(schedule, pp, number):
                         row = (data, replicate, shard, tp, pp, size, number, schedule, chunks)
-                        rows.extend((*row, moved) for moved in _offloads(data, held, offload))
+                        rows.extend((*row, moved) for moved in _offloads(data, pp, held, offload))
     return _table(rows, modes, kinds)
 
 
@@ -161,8 +161,10 @@ def _grids(
     return found
 
 
-def _data_names(replicate: int, shard: int, held: Held) -> list[int]:
-    names = ["zero1", "zero2", "fsdp"] if shard > 1 else ["ddp"] if replicate > 1 else ["none"]
+def _data_names(replicate: int, shard: int, pp: int, held: Held) -> list[int]:
+    """In a pipeline all sharded ones are the same, and called fsdp."""
+    sharded = ["fsdp"] if pp > 1 else ["zero1", "zero2", "fsdp"]
+    names = sharded if shard > 1 else ["ddp"] if replicate > 1 else ["none"]
     return [DATA.index(name) for name in names if not held.data or name in held.data]
 
 
@@ -182,8 +184,11 @@ def _schedules(pp: int, blocks: int, held: Held) -> list[tuple[int, int]]:
     return found
 
 
-def _offloads(data: int, held: Held, offload: bool) -> tuple[bool, ...]:
-    """Whether state may be kept in host memory: by those that shard; looked at for fsdp alone unless it is held."""
+def _offloads(data: int, pp: int, held: Held, offload: bool) -> tuple[bool, ...]:
+    """Whether state may be kept in host memory: by those that shard, not in a pipeline; looked at for fsdp alone
+    unless it is held."""
+    if pp > 1:
+        return (False,) if not held.offload else ()
     if held.offload is not None:
         return (held.offload and data in SHARDED,)
     return (False, True) if offload and DATA[data] == "fsdp" else (False,)

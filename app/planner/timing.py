@@ -89,16 +89,15 @@ def _sharded(group: Group, forward: Array, backward: Array, link: Links) -> tupl
     every = ~whole & (table.micro_batches > 1)  # gradients are scattered for each micro-batch
     for i, name in enumerate(group.kinds):
         count = group.critical[i]
-        gather = gather_seconds(sizes.padded[i] * group.itemsize, table.dp_shard, table.tp, link)
+        gather = gather_seconds(sizes.padded[i] * group.gathered, table.dp_shard, table.tp, link)
         scatter = gather_seconds(sizes.padded[i] * group.wire, table.dp_shard, table.tp, link)
         gather, scatter = gather + device.unit, scatter + device.unit
         scatter = scatter + reduce_seconds(
             sizes.shard[i] * group.wire / 4, table.dp_replicate, table.tp * table.dp_shard, link
         )
         if not name.startswith("block"):  # the root's: gathered before anything runs, scattered after everything
-            kept = group.is_data("zero1", "zero2") | keeps
-            each += np.where(kept, 0.0, gather * count) + np.where(every, scatter * count, 0.0)
-            once += np.where(kept, gather * count, 0.0) + np.where(every, 0.0, scatter * count)
+            each += np.where(keeps, 0.0, gather * count) + np.where(every, scatter * count, 0.0)
+            once += np.where(keeps, gather * count, 0.0) + np.where(every, 0.0, scatter * count)
             continue
         ahead, behind = forward[i] * device.hidden, backward[i] * device.hidden
         gather_forward = np.maximum(gather - ahead, 0) * count

@@ -30,11 +30,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from app.planner.attention import FusedAttention
+from app.planner.attention import Fused
 from strategies.activation_checkpointing import is_kept
 from strategies.tensor_cost import ShapePeers
 
 BEFORE, AFTER = "before", "after"
+INDEXED = {"gather", "scatter_add", "scatter_add_", "nll_loss_forward"}
+"""Operations that touch a few places of their largest tensor: its other tensors are what they move."""
 FREE = {"detach", "alias", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
 
 
@@ -105,7 +107,7 @@ class Watcher(TorchDispatchMode):
             part.products[self.phase].extend(_products(packet.__name__, inputs, outputs, flops))
             part.operations[self.phase] += 1
         elif packet.__name__ not in FREE and (fresh or func._schema.is_mutable):
-            part.moved[self.phase] += sum(map(_bytes, inputs)) + sum(map(_bytes, outputs))
+            part.moved[self.phase] += _moved(packet.__name__, [*inputs, *outputs])
             part.operations[self.phase] += 1
         if self.phase == "forward" and is_kept(func):
             part.kept += sum(map(_bytes, fresh))
@@ -177,7 +179,7 @@ def watch(
     with _watched_blocks(module, blocks, watcher, order):
         with (
             watcher,
-            FusedAttention(watcher.attended),
+            Fused(watcher.attended),
             torch.autograd.graph.saved_tensors_hooks(watcher.pack, lambda t: t),
         ):
             value = loss(module)
@@ -260,6 +262,12 @@ class _Shape:
 
 def _bytes(tensor: Tensor) -> float:
     return float(tensor.numel() * tensor.element_size())
+
+
+def _moved(name: str, tensors: list[Tensor]) -> float:
+    """Bytes that an operation reads and writes."""
+    largest = max((t.numel() for t in tensors), default=0) if name in INDEXED else -1
+    return sum(_bytes(t) for t in tensors if t.numel() != largest)
 
 
 def _products(

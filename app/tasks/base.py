@@ -61,6 +61,10 @@ class Task:
     items_vary: bool = False
     """True if batches of equally many samples can hold different numbers of items (padding)."""
 
+    float_output: bool = True
+    """Whether the model's output must be float32 where it computes in 16 bits. False: loss and metrics take it as it
+    comes and compute in float32 themselves, which spares a float32 copy of a large output."""
+
     def build_model(self) -> nn.Module:
         """A new model. Draws only from torch's global generator, which the caller has seeded; works on meta."""
         raise NotImplementedError(f"{type(self).__name__} has no build_model")

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -16,6 +15,7 @@ from app.errors import UserError
 from app.models.gpt import GPT, NORMS, TENSOR_PLAN
 from app.tasks.arguments import checked_model, fraction, held_out, one_of, whole
 from app.tasks.base import Batch, Task
+from app.tasks.cross_entropy import cross_entropy
 
 DEFAULT_EVAL_FRACTION = 0.1
 DEFAULT_EVAL_SEQUENCES = 256
@@ -39,6 +39,7 @@ class LanguageModelling(Task):
     """
 
     unit = "tokens"
+    float_output = False
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class LanguageModelling(Task):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         inputs, targets = batch
         logits_BTV = model(inputs)
-        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets.flatten())
+        return cross_entropy(logits_BTV.flatten(0, 1), targets.flatten())
 
     def items(self, batch: Batch) -> int | Tensor:
         return batch[1].numel()

@@ -54,7 +54,7 @@ def _experiment(strategy: str, folder: str) -> list[str]:
 
 def _predict(strategy: str) -> dict[str, float]:
     from app.config_file import load_config
-    from app.planner.predict import predict
+    from app.planner.prediction import predict
     from app.prepare import prepare, read_task
 
     with tempfile.TemporaryDirectory() as folder:

@@ -103,6 +103,7 @@ class HuggingFace(Task):
         self._source = _source(self.found, base, self.kind, data, written, given | held)
         self._data = self._source.task
         self.unit, self.items_vary = self._data.unit, self._data.items_vary
+        self.float_output = self._data.float_output
         self.config = settle(self.found, self._source.derived, written)
         self.recipe = Recipe(self.kind, self.config, self.found.folder if pretrained else None, attention)
         structure = trial(self.recipe)

@@ -96,6 +96,7 @@ class Choice:
     micro_batch_size: int | None
     activation_checkpointing: str
     sentence: str
+    accumulate_sharded: bool | None = None
 
 
 def choose_layout(config: Config, task: Task, workers: int, devices: Iterable[str] | Machine | None = None) -> Choice:
@@ -158,7 +159,7 @@ def _planned(config: Config, task: Task, machine: Machine, written: set[str]) ->
         f"strategy auto is {layout}, micro-batches of {size}, activation checkpointing {mode}: predicted "
         f"{found['step_seconds']:.3g} s per step and {found['memory_bytes'] / 2**30:.2f} GiB per worker"
     )
-    return Choice(layout, size, mode, sentence)
+    return Choice(layout, size, mode, sentence, parallel["accumulate_sharded"])
 
 
 def _mode(config: Config) -> str:
