@@ -86,7 +86,8 @@ class Parallel:
             with self.micro_step(last=i == last):
                 with self.autocast():
                     value = loss(self.module, batch)
-                part = value * (weight * ways)  # data-parallel averaging divides by `ways`
+                factor = weight * ways  # data-parallel averaging divides by `ways`
+                part = value if isinstance(factor, float) and factor == 1.0 else value * factor
                 (part if plain else part * scale).backward()
             found = plain_tensor(value.detach()) * weight
             total = found if total is None else total + found

@@ -186,7 +186,7 @@ def test_an_exception_surfaces_in_next_and_ends_the_thread(data_workers: int, se
         samples_seen=0, steps=100, device=CPU, data_workers=data_workers,
     )  # fmt: skip
     with pytest.raises(UserError, match="sample 3 is broken"):
-        for _ in range(6):
+        for _ in range(30):
             next(batches)
     with pytest.raises(StopIteration):
         next(batches)
@@ -196,14 +196,14 @@ def test_an_exception_surfaces_in_next_and_ends_the_thread(data_workers: int, se
 @pytest.mark.parametrize(("data_workers", "seconds"), [(0, 0.0), (0, SLOW), (1, 0.0)])
 @pytest.mark.parametrize("how", ["close", "collected", "read to the end", "never read"])
 def test_no_thread_or_process_is_left(how: str, data_workers: int, seconds: float) -> None:
-    steps = 5 if how == "read to the end" else 10_000
+    steps = 15 if how == "read to the end" else 10_000
     batches: Prefetcher[Any] | None = train_batches(
         Plain(10, seconds=seconds), seed=0, global_batch_size=2, micro_batch_size=1, dp_rank=0, dp_size=1,
         samples_seen=0, steps=steps, device=CPU, data_workers=data_workers,
     )  # fmt: skip
     assert batches is not None
     if how == "read to the end":
-        assert len(list(batches)) == 5
+        assert len(list(batches)) == 15
     elif how == "close":
         read_some(batches)
         batches.close()
@@ -218,7 +218,7 @@ def test_no_thread_or_process_is_left(how: str, data_workers: int, seconds: floa
 
 def read_some(batches: Prefetcher[Any]) -> None:
     """Enough for the loader to see whether its data are slow."""
-    for _ in range(4):
+    for _ in range(prefetch.WINDOW + 1):
         next(batches)
 
 
@@ -265,13 +265,13 @@ def counted(seconds: float) -> tuple[Counting, Prefetcher[Any]]:
 
 def test_slow_data_are_made_by_a_thread_a_few_ahead() -> None:
     data, batches = counted(SLOW)
-    read_some(batches)  # three at once, then one of the thread's
+    read_some(batches)  # the last is the thread's
     deadline = time.monotonic() + 5
-    while len(data.asked) < 7 and time.monotonic() < deadline:
+    while len(data.asked) < prefetch.WINDOW + 4 and time.monotonic() < deadline:
         time.sleep(0.005)
     time.sleep(0.05)
-    assert len(data.asked) == 7  # two wait in the queue, one in the thread's hand
-    assert set(data.asked[3:]) == {"trireme-prefetch"}
+    assert len(data.asked) == prefetch.WINDOW + 4  # two wait in the queue, one in the thread's hand
+    assert set(data.asked[prefetch.WINDOW :]) == {"trireme-prefetch"}
     batches.close()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import statistics
 import threading
 import time
 import traceback
@@ -22,6 +21,7 @@ AHEAD = 2
 
 CHEAP = 3e-4
 """Seconds. On a CPU, handing an item from thread to thread costs the loop about this much (experiments/LOG.md)."""
+WINDOW = 12
 
 
 class Prefetcher(Generic[T]):
@@ -31,15 +31,15 @@ class Prefetcher(Generic[T]):
     that copy only. An exception in the thread is raised by the `next()` that would have returned its item.
     `close()`, garbage collection and the end of the interpreter each stop the thread.
 
-    start_inline: items are made by `next()` itself, without a thread, until two of three took longer than
-    `CHEAP` to make.
+    start_inline: items that need no moving are made by `next()` itself, without a thread, until none of `WINDOW` in a
+    row was made within `CHEAP` (on a busy machine any one may be slow).
     """
 
     def __init__(self, make: Callable[[], Iterator[T]], device: torch.device, *, start_inline: bool = False) -> None:
         self._device = device
         self._queue: queue.Queue[tuple[str, Any, Any]] = queue.Queue(maxsize=AHEAD)
         self._done = False
-        self._recent: deque[float] = deque(maxlen=3)
+        self._recent: deque[float] = deque(maxlen=WINDOW)
         self._inline: Iterator[T] | None = None
         self._finalizer: Callable[[], Any] = lambda: None
         if start_inline:
@@ -81,12 +81,12 @@ class Prefetcher(Generic[T]):
     def _make_now(self, source: Iterator[T]) -> T:
         begun = time.perf_counter()
         try:
-            item, _ = _moved(next(source), self._device, None)
+            item = next(source)
         except BaseException:  # StopIteration too
             self.close()
             raise
         self._recent.append(time.perf_counter() - begun)
-        if len(self._recent) == 3 and statistics.median(self._recent) > CHEAP:
+        if len(self._recent) == WINDOW and min(self._recent) > CHEAP:
             self._inline = None
             self._start_thread(lambda: source)
         return item

@@ -99,7 +99,8 @@ class Watcher(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         outputs = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
-        inputs = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+        given = {name: value for name, value in kwargs.items() if name != "out"}
+        inputs = [t for t in tree_flatten((args, given))[0] if isinstance(t, Tensor)]
         fresh = [t for t in outputs if self._allocate(t)]
         part, packet = self.parts[self.part], func._overloadpacket
         if packet in flop_registry:
@@ -185,7 +186,7 @@ def watch(
             value = loss(module)
             watcher.phase = "backward"
             watcher.enter(AFTER if order else BEFORE)
-            value.backward()
+            torch.autograd.backward(value)  # Tensor.backward would go through, and switch off, the mode for functions
     parts = _relative(dict(watcher.parts), order)
     for name, part in parts.items() if peers is not None else ():
         part.sent, part.calls = peers.sent.get(name, 0.0), peers.calls.get(name, 0)  # type: ignore[union-attr]
