@@ -8,7 +8,11 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.running import end_tree, finish, start, trireme, wait_until
+
+pytestmark = pytest.mark.slow
 
 SLOW = """
 experiment:
@@ -67,11 +71,15 @@ def test_killed_and_run_again(tmp_path: Path, ray_environment: dict[str, str]) -
     assert second.json["trials"]["finished"] == 4
     starts = [e["index"] for e in events(tmp_path, "trial")]
     assert all(starts.count(index) == 1 for index in ended), "what had ended was not run again"
+    logs = []
     for index in begun:
         steps = [e["report"]["step"] for e in events(tmp_path, "report") if e["index"] == index]
         assert steps == [10, 20, 30, 40, 50, 60]
         name = next(e["name"] for e in events(tmp_path, "trial") if e["index"] == index)
-        assert "continuing after step" in (tmp_path / "s" / name / "logs" / "driver.log").read_text()
+        logs.append((tmp_path / "s" / name / "logs" / "driver.log").read_text())
+    # One may have taken its last step before the kill reached it.
+    assert all("continuing after step" in log or "has finished already" in log for log in logs)
+    assert any("continuing after step" in log for log in logs)
     found = children(tmp_path)
     assert found.pop("s") == ("FINISHED", None)
     assert len(found) == 4 and set(found.values()) == {("FINISHED", "s")}
@@ -116,7 +124,7 @@ concurrent: 1
     assert ended.code == 0, ended.err
     assert ended.json["trials"] == {"finished": 2, "reached": 0, "pruned": 0, "failed": 2}
     messages = {e["index"]: e["message"] for e in events(tmp_path, "end")}
-    assert "not finite at step 6" in messages[1] and "a bug of the user's" in messages[2]
+    assert "not finite at step" in messages[1] and "a bug of the user's" in messages[2]
     found = children(tmp_path)
     by_index = {name[:4]: status for name, (status, _) in found.items() if name.startswith("t0")}
     assert by_index == {"t000": "FINISHED", "t001": "FAILED", "t002": "FAILED", "t003": "FINISHED"}
