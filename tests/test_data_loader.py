@@ -277,6 +277,7 @@ def test_slow_data_are_made_by_a_thread_a_few_ahead() -> None:
 
 def test_cheap_data_are_made_when_asked_for_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch, "CHEAP", 60.0)  # whatever else the machine does
+    monkeypatch.setattr(prefetch, "PATIENCE", 60.0)
     data, batches = counted(0.0)
     assert len(list(batches)) == 50
     assert set(data.asked) == {threading.current_thread().name}

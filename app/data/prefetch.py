@@ -7,7 +7,6 @@ import threading
 import time
 import traceback
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -20,7 +19,10 @@ AHEAD = 2
 """Items that wait ready: one hides the time of making it, the second hides its variation."""
 
 CHEAP = 3e-4
-"""Seconds. On a CPU, handing an item from thread to thread costs the loop about this much (experiments/LOG.md)."""
+"""Seconds of this thread's own computing. On a CPU, handing an item from thread to thread costs the loop about this
+much (experiments/LOG.md)."""
+PATIENCE = 1e-3
+"""Seconds on the clock: an item that takes longer is waited for, not computed."""
 WINDOW = 12
 
 
@@ -32,14 +34,14 @@ class Prefetcher(Generic[T]):
     `close()`, garbage collection and the end of the interpreter each stop the thread.
 
     start_inline: items that need no moving are made by `next()` itself, without a thread, until none of `WINDOW` in a
-    row was made within `CHEAP` (on a busy machine any one may be slow).
+    row was made within `CHEAP` and `PATIENCE` (on a busy machine any one may be slow).
     """
 
     def __init__(self, make: Callable[[], Iterator[T]], device: torch.device, *, start_inline: bool = False) -> None:
         self._device = device
         self._queue: queue.Queue[tuple[str, Any, Any]] = queue.Queue(maxsize=AHEAD)
         self._done = False
-        self._recent: deque[float] = deque(maxlen=WINDOW)
+        self._slow = 0  # items made slowly in a row
         self._inline: Iterator[T] | None = None
         self._finalizer: Callable[[], Any] = lambda: None
         if start_inline:
@@ -79,14 +81,15 @@ class Prefetcher(Generic[T]):
         raise StopIteration
 
     def _make_now(self, source: Iterator[T]) -> T:
-        begun = time.perf_counter()
+        begun, computing = time.perf_counter(), time.thread_time()
         try:
             item = next(source)
         except BaseException:  # StopIteration too
             self.close()
             raise
-        self._recent.append(time.perf_counter() - begun)
-        if len(self._recent) == WINDOW and min(self._recent) > CHEAP:
+        cheap = time.thread_time() - computing <= CHEAP and time.perf_counter() - begun <= PATIENCE
+        self._slow = 0 if cheap else self._slow + 1
+        if self._slow == WINDOW:
             self._inline = None
             self._start_thread(lambda: source)
         return item
