@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 SLOW = """
 experiment:
   task: "tests.tasks:Points"
-  task_args: {step_seconds: 0.04}
+  task_args: {step_seconds: 0.15}
   train: {steps: 60, global_batch_size: 16}
   checkpoint: {every_steps: 10, weights: false}
   tracking: {system_metrics_every: 0}
