@@ -57,8 +57,8 @@ def test_killed_and_run_again(tmp_path: Path, ray_environment: dict[str, str]) -
 
     def half_way() -> bool:
         ended = {e["index"] for e in events(tmp_path, "end")}
-        going = [e["report"]["step"] for e in events(tmp_path, "report") if e["index"] not in ended]
-        return bool(ended) and any(step >= 20 for step in going)
+        going = {e["index"]: e["report"]["step"] for e in events(tmp_path, "report") if e["index"] not in ended}
+        return bool(ended) and any(20 <= step <= 40 for step in going.values())
 
     wait_until(half_way, 100)
     first.send_signal(signal.SIGKILL)
