@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from app.console import duration, quantity
@@ -39,6 +39,7 @@ def run_storage(run: Run) -> str:
 def carry_out(driver: Driver, prepared: Prepared, launch: Callable[[Any], None], where: str) -> Outcome:
     """One start of the run, from taking its lease to its end in the manifest and in MLflow."""
     from app.job import Job
+    from app.recut import remembered
 
     run, console = driver.run, driver.console
     if run.finished and run.manifest.steps >= prepared.steps:
@@ -54,6 +55,7 @@ def carry_out(driver: Driver, prepared: Prepared, launch: Callable[[Any], None],
         console.say(f"note: {note}")
     driver.begin_tracking()
     job = Job(run.config, prepared.layout, run.folder, run.attempt, run.manifest.uid, prepared.steps, os.getcwd())
+    job = replace(job, stages=remembered(job, run.manifest.stages))
     # Signals stay caught until the end is written down: torchrun sends SIGTERM as soon as one rank has failed.
     with driver.signals():
         with _ending(driver):

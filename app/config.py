@@ -59,7 +59,11 @@ class ParallelConfig:
     chunks: int = 1
     """With pp: chunks of the model on each stage; 2 or more for interleaved_1f1b, 2 for zbv."""
     stages: Optional[list[int]] = None
-    """With pp: blocks of each chunk, first to last (their sum is the model's). null: balanced by measured cost."""
+    """With pp: blocks of each chunk, first to last (their sum is the model's). null: balanced by estimated cost, and
+    again by measured times (recut)."""
+    recut: bool = True
+    """With pp: after the first steps cut again, once, if by their times another cut is at least 5 % better. Random
+    numbers (dropout) depend on the cut, so train.deterministic turns this off."""
     stage_resources: list[dict[str, float]] = field(default_factory=list)
     """With pp: Ray resources of each stage's workers, first to last, so that unlike GPUs serve in one pipeline.
     Empty: resources_per_worker for all."""

@@ -7,8 +7,9 @@ import json
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.beat import Beat
 from app.config_file import flatten, to_dict, to_yaml
@@ -19,6 +20,9 @@ from app.run import Run
 from app.tracking.provenance import environment_text, provenance_tags
 from app.tracking.settings import Settings
 from app.tracking.tracker import Tracker
+
+if TYPE_CHECKING:
+    from app.job import Job
 
 
 class Driver:
@@ -32,6 +36,8 @@ class Driver:
         self.seconds_per_step: float | None = None  # as the last progress had it
         self.progressed = False  # whether the present start of the workers took a step
         self.summary: dict[str, Any] = {}
+        self.cut: tuple[int, ...] | None = None  # of a pipeline, once it is another than at the start
+        self.next_cut: tuple[int, ...] | None = None  # the same, before the first step with it
         self.lost_at: float | None = None  # when workers were found dead or stuck that are not yet replaced
         self.watch = Watch()
         self.meter: Meter | None = None  # counts what the run costs, where prices are known
@@ -80,6 +86,8 @@ class Driver:
             self.first_step_at = time.time()
         self.step, self.progressed = event["step"], True
         self.seconds_per_step = event["seconds_per_step"]
+        if self.next_cut is not None:
+            self._keep_cut(self.next_cut)
         if self.lost_at is not None:
             self.tracker.metrics(self.step, {"fault/recovery_seconds": time.time() - self.lost_at})
             self.lost_at = None
@@ -101,6 +109,26 @@ class Driver:
 
     def _on_warning(self, event: dict[str, Any]) -> None:
         self.console.say(f"note: {event['text']}")
+
+    def _on_recut(self, event: dict[str, Any]) -> None:
+        from app.recut import sentence
+
+        found = event["found"]
+        self.next_cut = found.sizes
+        self.console.say(sentence(found, event["step"]))
+        self.tracker.tags({"trireme.stages": "+".join(map(str, found.sizes))})
+        self.tracker.metrics(event["step"], {"pipeline/recut_gain": found.gain})
+
+    def _keep_cut(self, cut: tuple[int, ...]) -> None:
+        """A step has been taken with it, so it works: the next start begins with it."""
+        self.cut, self.next_cut = cut, None
+        self.run.manifest.stages = list(cut)
+        self.run.save()
+
+    def as_it_stands(self, job: Job) -> Job:
+        """The job for the workers' next start: with the cut they came to, and without another try of one that failed
+        before its first step."""
+        return replace(job, stages=self.cut or job.stages, may_recut=job.may_recut and self.next_cut is None)
 
     def _on_spans(self, event: dict[str, Any]) -> None:
         """One step of a pipeline, to look at: as a Chrome trace and as a picture."""

@@ -27,6 +27,8 @@ class Job:
     run_uid: str
     steps: int  # optimizer steps in all
     cwd: str  # the driver's current folder: what relative paths in the configuration are relative to
+    stages: tuple[int, ...] | None = None  # blocks per part of a pipeline, as measured; None: the strategy decides
+    may_recut: bool = True  # whether measured times may lead to another cut
 
     @property
     def checkpoints(self) -> str:
@@ -56,8 +58,8 @@ class Channel(Protocol):
         """Where to read, at any moment and from any thread, how far this worker is."""
 
 
-def options(config: Config) -> Options:
-    """The part of the configuration that strategies take."""
+def options(config: Config, stages: tuple[int, ...] | None = None) -> Options:
+    """The part of the configuration that strategies take. stages: a pipeline's cut where the configuration has none."""
     train, parallel = config.train, config.parallel
     return Options(
         activation_checkpointing=train.activation_checkpointing,
@@ -75,7 +77,7 @@ def options(config: Config) -> Options:
         accumulate_sharded=parallel.accumulate_sharded,
         schedule=parallel.schedule,
         chunks=parallel.chunks,
-        stages=tuple(parallel.stages) if parallel.stages else None,
+        stages=tuple(parallel.stages) if parallel.stages else stages,
         deepspeed=_deepspeed(parallel.deepspeed) if parallel.deepspeed else None,
     )
 

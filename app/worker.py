@@ -7,8 +7,9 @@ first says nothing. One optimizer step is `Training.step`; everything around it 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from app.optim import build_optimizer, learning_rate, set_learning_rate
 from app.persistence import Persistence, Progress
 from app.pulse import Agreement, Pulse
 from app.randomness import seed_everything, seed_step
+from app.recut import Recut, let_go
 from app.stage_profile import StageProfile
 from app.tasks import load_task
 from strategies.compose import parallelize
@@ -36,9 +38,22 @@ def train(job: Job, place: Place, channel: Channel) -> dict[str, Any]:
         NonFiniteError: the loss or gradient stopped being finite.
         UserError: the checkpoint to resume from, or the data, is not usable.
     """
+    summary, better = _until_another_cut(job, place, channel, None)
+    if better is not None:
+        let_go()
+        summary, _ = _until_another_cut(replace(job, stages=better), place, channel, summary)
+    return summary
+
+
+def _until_another_cut(
+    job: Job, place: Place, channel: Channel, before: dict[str, Any] | None
+) -> tuple[dict[str, Any], tuple[int, ...] | None]:
+    """Trains to the end, or until a pipeline is to be cut otherwise; before: the summary of what led to this cut."""
     training = Training(job, place, channel)
     try:
-        return training.run()
+        if before is None:
+            training.recut = Recut.of(job, training.parallel, training.done)
+        return training.run(before), training.better
     finally:
         training.close()
 
@@ -61,7 +76,7 @@ class Training:
         self.parallel = parallelize(
             build,
             job.layout,
-            replace(options(config), float_output=self.task.float_output),
+            replace(options(config, job.stages), float_output=self.task.float_output),
             device=place.device,
             blocks=self.task.blocks,
             tensor_plan=self.task.tensor_plan,
@@ -79,6 +94,8 @@ class Training:
         self.noise = NoiseScale.of(self.parallel, config.train.noise_scale_every, config.train.global_batch_size)
         self.pulse = Pulse(place.rank, place.world_size, self.dims.tp, self.done + 1)
         self.profile = StageProfile.of(config, self.parallel, channel)
+        self.recut: Recut | None = None
+        self.better: tuple[int, ...] | None = None  # the cut that a pipeline is to go on with
 
     @property
     def done(self) -> int:
@@ -87,9 +104,13 @@ class Training:
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
-    def run(self) -> dict[str, Any]:
-        began = time.monotonic()
-        self._announce()
+    def run(self, before: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Trains; before: the summary of the same start with another cut, which this goes on from."""
+        began = time.monotonic() - (before["seconds"] if before else 0.0)
+        if before is None:
+            self._announce()
+        else:
+            self.resumed_from = before["resumed_from"]
         stopped = False
         batches = self.batches()
         try:
@@ -105,11 +126,16 @@ class Training:
 
     def advance(self, batches: Iterator[list[Any]]) -> bool:
         """One step, and what is due after it; true when the run is to stop."""
-        if self.profile is None:
-            self.step(next(batches))
-        else:
-            self.profile.around(self.done + 1, lambda: self.step(next(batches)), self._metrics)
+        take: Callable[[], None] = partial(self._take, batches)
+        if self.recut is not None:
+            take = partial(self.recut.around, self.done + 1, take)
+        if self.profile is not None:
+            take = partial(self.profile.around, self.done + 1, take, self._metrics)
+        take()
         return self._is_boundary() and self._boundary()
+
+    def _take(self, batches: Iterator[list[Any]]) -> None:
+        self.step(next(batches))
 
     def step(self, micro_batches: list[Any]) -> None:
         """One optimizer step: the gradient's exact mean over the global batch, from micro-batches; the update."""
@@ -167,7 +193,8 @@ class Training:
     def _is_boundary(self) -> bool:
         save, check = self.config.checkpoint.every_steps, self.config.train.eval_every
         scheduled = (save and self.done % save == 0) or (check and self.done % check == 0)
-        return bool(scheduled) or self.done == self.job.steps or self.pulse.due(self.done)
+        measured = self.recut is not None and self.recut.due(self.done)
+        return bool(scheduled) or measured or self.done == self.job.steps or self.pulse.due(self.done)
 
     def _boundary(self) -> bool:
         """Agrees with the other ranks on what happened and what to do now; true when the run is to stop."""
@@ -180,13 +207,16 @@ class Training:
         last = step == self.job.steps
         if last or (config.train.eval_every and step % config.train.eval_every == 0):
             self._evaluate()
+        if self.recut is not None and self.recut.due(step) and not agreed.stop:
+            self.better = self.recut.decide(step, self.channel)
+        stop_here = agreed.stop or self.better is not None
         every = config.checkpoint.every_steps
-        if last or agreed.save or agreed.stop or (every and step % every == 0):
+        if last or agreed.save or stop_here or (every and step % every == 0):
             self.beat.doing = "saving"
             self.kept.save(self.progress)
         self.kept.checkpointer.check()
         self.beat.doing = "training"
-        return agreed.stop and not last
+        return stop_here and not last
 
     def _report(self, agreed: Agreement) -> None:
         batch = self.config.train.global_batch_size

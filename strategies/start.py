@@ -12,6 +12,7 @@ as plain attributes: on meta they would have stayed empty. A model that cannot b
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
@@ -141,3 +142,17 @@ def tensor_attributes(owner: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Tensors kept as plain attributes (but for those that are another pipeline stage's)."""
     values = [(name, value) for name, value in vars(owner).items() if isinstance(value, torch.Tensor)]
     return [(name, value) for name, value in values if not getattr(value, "elsewhere", False)]
+
+
+def forget_meshes() -> None:
+    """DTensor remembers results by mesh *equality*; the equal mesh of the next run has other process groups."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import _redistribute
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+        _redistribute._gen_transform_infos.cache_clear()
+    if "torch._dynamo" in sys.modules:
+        import torch._dynamo
+
+        torch._dynamo.reset()

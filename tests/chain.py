@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor, nn
 
 from tests.tasks import Points
 
+UNLIKE = ["task=tests.chain:Chain", "task_args.n_blocks=8", "task_args.dropout=0.0", "task_args.slow_blocks=2"]
+UNLIKE += ["task_args.slow_seconds=0.004", "train.global_batch_size=16", "train.micro_batch_size=4"]
+UNLIKE += ["train.log_every=1", "train.eval_every=11", "checkpoint.every_steps=5", "tracking.log_model=false"]
+"""Two of its eight blocks are slow, in which no estimate believes: both are on the first of two stages."""
+
 
 class Block(nn.Module):
-    def __init__(self, width: int, dropout: float) -> None:
+    def __init__(self, width: int, dropout: float, pause: float = 0.0) -> None:
         super().__init__()
+        self.pause = pause
         self.up, self.down, self.drop = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.pause and self.training:
+            time.sleep(self.pause)
         return x + self.drop(self.down(torch.tanh(self.up(x))))
 
 
 class Net(nn.Module):
-    def __init__(self, width: int, blocks: int, dropout: float) -> None:
+    def __init__(self, width: int, blocks: int, dropout: float, slow: int, pause: float) -> None:
         super().__init__()
         self.entry, self.head = nn.Linear(2, width), nn.Linear(width, 4)
-        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(width, dropout, pause if i < slow else 0.0) for i in range(blocks))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x)
@@ -31,11 +41,21 @@ class Net(nn.Module):
 
 
 class Chain(Points):
-    """Points, classified by a few residual blocks; each micro-batch takes `step_seconds` more on every stage."""
+    """Points, classified by a few residual blocks; each micro-batch takes `step_seconds` more on every stage, and
+    `slow_seconds` more in each of the first `slow_blocks` blocks, which no estimate knows of."""
 
-    def __init__(self, *, n_blocks: int = 4, dropout: float = 0.1, step_seconds: float = 0.0, width: int = 16) -> None:
+    def __init__(
+        self,
+        *,
+        n_blocks: int = 4,
+        dropout: float = 0.1,
+        step_seconds: float = 0.0,
+        width: int = 16,
+        slow_blocks: int = 0,
+        slow_seconds: float = 0.0,
+    ) -> None:
         super().__init__(width=width, step_seconds=step_seconds)
-        self.n_blocks, self.dropout = n_blocks, dropout
+        self.n_blocks, self.dropout, self.slow_blocks, self.slow_seconds = n_blocks, dropout, slow_blocks, slow_seconds
 
     def build_model(self) -> nn.Module:
-        return Net(self.width, self.n_blocks, self.dropout)
+        return Net(self.width, self.n_blocks, self.dropout, self.slow_blocks, self.slow_seconds)

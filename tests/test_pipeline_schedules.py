@@ -142,18 +142,6 @@ def test_of_equally_good_cuts_the_even_one() -> None:
     assert cut.pieces([1.0] * 4, 2, first=0.0, last=2.0) == (3, 1), "the head counts"
 
 
-def test_recut_only_when_it_is_worth_it() -> None:
-    assert cut.recut([1.0, 1.0, 1.0, 1.0], (2, 2)) is None
-    assert cut.recut([1.0, 1.0, 1.0, 1.0], (1, 3)) == (2, 2)
-    assert cut.recut([1.00, 1.00, 1.00, 1.04], (2, 2)) is None, "4 % are not worth a new cut"
-
-
-def test_measured_times_move_the_cut() -> None:
-    first, costs, last = cut.scaled([1.0, 1.0, 1.0, 1.0], (2, 2), [2.0, 6.0], last=1.0)
-    assert (first, costs, last) == (0.0, [1.0, 1.0, 2.0, 2.0], 2.0)
-    assert cut.recut(costs, (2, 2), first, last) == (3, 1)
-
-
 # --- what bad input gets ----------------------------------------------------------------------------------------
 
 

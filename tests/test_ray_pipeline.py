@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import torch
 
+from tests.chain import UNLIKE
 from tests.running import (
     ROOT,
     committed,
@@ -32,6 +33,7 @@ GPT = ["experiments/gpt.yaml", "task_args.d_model=32", "task_args.n_layers=4", "
 GPT += ["task_args.eval_samples=16", "train.steps=12", "train.global_batch_size=16", "train.eval_every=6"]
 GPT += ["train.log_every=1", "tracking.log_model=false"]
 CHAIN = ["task=tests.chain:Chain", "strategy=pipeline", "parallel.pp=2", "train.global_batch_size=16"]
+CHAIN += ["parallel.recut=false"]  # dropout draws other numbers with another cut
 CHAIN += ["train.micro_batch_size=4", "train.steps=60", "train.log_every=1", "checkpoint.every_steps=5"]
 CHAIN += ["tracking.log_model=false", "fault.hang_seconds=1.5"]
 
@@ -102,6 +104,56 @@ def test_stages_are_killed_and_stopped_and_the_weights_are_those_of_an_undisturb
     (stacks,) = mlflow_text(tmp_path, run.info.run_id, "hangs")
     assert "worker 0 (stage 0 of 2)" in stacks and "does not answer" in stacks
     assert "runtime.py" in stacks or "worker.py" in stacks, "where the other one stood"
+
+
+def test_a_cut_that_measured_times_better_is_made_and_kept(tmp_path: Path, ray_environment: dict[str, str]) -> None:
+    """Two of eight blocks sleep, 4 ms for each of 4 micro-batches: both are on stage 0 until the cut is made anew."""
+    plain = ["train", *UNLIKE, f"run.storage={tmp_path}"]
+    staged = [*plain, "run.name=cut", "strategy=pipeline", "parallel.pp=2", "parallel.profile_every=7"]
+    one = trireme(*plain, "train.steps=60", "run.name=one", "strategy=single", "launcher=local")
+    assert one.code == 0, one.err
+    process = start([*staged, "train.steps=50"], env=ray_environment)
+    lines = Lines(process)
+    folder = tmp_path / "cut"
+    wait_until(lambda: max(committed(folder), default=0) >= 20, 90)
+    disturb(folder, 0, signal.SIGKILL)
+    process.wait(60)
+    assert process.returncode == 0, lines.text
+    assert "cut again after step 11, by measured times: 1+7 blocks instead of 4+4" in lines.text
+    assert lines.text.count("cut again") == 1 and "died" in lines.text
+    assert json.loads((folder / "run.json").read_text())["stages"] == [1, 7]
+    more = trireme(*staged, "train.steps=60", env=ray_environment)
+    assert more.code == 0 and "continuing after step 50" in more.out, more.out + more.err
+    compute = curve(tmp_path, "cut", "pipeline/stage_1/compute_seconds")
+    assert compute.keys() == {7, 14, 21, 28, 35, 42, 49, 56}
+    sleeps = {step for step, seconds in compute.items() if seconds >= 4 * 0.004}
+    assert sleeps == compute.keys() - {7}, "one block that sleeps is on stage 1: after a kill and in a later start, too"
+    for metric in ("train/loss", "eval/loss"):
+        ours, theirs = curve(tmp_path, "cut", metric), curve(tmp_path, "one", metric)
+        assert set(theirs) <= set(ours) <= set(theirs) | {50}, "no step is left out"
+        assert all(abs(ours[step] - theirs[step]) <= 2e-5 * abs(theirs[step]) for step in theirs), metric
+    run = mlflow_run(tmp_path, "cut")
+    assert (run.info.status, run.data.tags["trireme.stages"]) == ("FINISHED", "1+7")
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path, ray_environment: dict[str, str]) -> None:
+    plain = ["train", *(word for word in GPT if word != "train.steps=12"), "train.steps=150", f"run.storage={tmp_path}"]
+    staged = [*plain, "run.name=two", "strategy=pipeline", "parallel.pp=2"]
+    process = start(staged, env=ray_environment)
+    lines = Lines(process)
+    lines.when("/s", 90)
+    process.send_signal(signal.SIGINT)
+    process.wait(30)
+    assert process.returncode == 130, lines.text
+    step = max(committed(tmp_path / "two"))
+    assert 0 < step < 150 and f"stopped after step {step}" in lines.text, lines.text
+    again = trireme(*staged, env=ray_environment)
+    assert again.code == 0 and f"continuing after step {step}" in again.out, again.out + again.err
+    one = trireme(*plain, "run.name=one", "strategy=single", "launcher=local")
+    assert one.code == 0, one.err
+    ours, theirs = curve(tmp_path, "two"), curve(tmp_path, "one")
+    assert list(ours) == list(theirs) == list(range(1, 151))
+    assert all(abs(ours[at] - theirs[at]) <= 1e-3 * abs(theirs[at]) for at in theirs)
 
 
 def test_a_second_run_on_a_warm_group_starts_nothing(tmp_path: Path, ray_environment: dict[str, str]) -> None:

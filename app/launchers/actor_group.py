@@ -113,7 +113,9 @@ class ActorGroup:
         except ray.exceptions.RayError:  # it died just now
             crew.places[0].process = None
             return {0: WorkerLost("worker 0 died before the run began")}
-        attempt = Attempt(self._call(crew, job, store), Silence(job.config.fault.hang_seconds, time.monotonic()))
+        attempt = Attempt(
+            self._call(crew, driver.as_it_stands(job), store), Silence(job.config.fault.hang_seconds, time.monotonic())
+        )
         try:
             while attempt.calls:
                 self._look(crew, attempt, driver)

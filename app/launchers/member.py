@@ -120,11 +120,13 @@ class Member:
         import torch
         import torch.distributed as dist
 
+        from strategies.start import forget_meshes
+
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # of a group whose peers are gone
                 dist.destroy_process_group()
         self.store = None
-        _forget_meshes()
+        forget_meshes()
         torch.use_deterministic_algorithms(False)
         gc.collect()
         if torch.cuda.is_initialized():
@@ -219,17 +221,3 @@ def _waits_for_peers(frames: traceback.StackSummary | list[traceback.FrameSummar
     return any("torch/distributed" in frame.filename for frame in inner) or any(
         ".wait(" in (frame.line or "") for frame in inner[-1:]
     )
-
-
-def _forget_meshes() -> None:
-    """DTensor remembers results by mesh *equality*; the equal mesh of the next run has other process groups."""
-    if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import _redistribute
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-        _clear_sharding_prop_cache()
-        _redistribute._gen_transform_infos.cache_clear()
-    if "torch._dynamo" in sys.modules:
-        import torch._dynamo
-
-        torch._dynamo.reset()

@@ -110,7 +110,7 @@ def apply(
         options,
         stage_group=stage_group,
         counted=counted,
-        costs=costs_of(survey),
+        calls=[(call.name, call.block) for call in survey.calls],
         names=skeleton.names,
         after_step=sums.finish if sums is not None else lambda: None,
         group=dims.data_group(mesh),
@@ -156,18 +156,8 @@ def without_numbers(module: nn.Module) -> nn.Module:
 
 
 def costs_of(survey: Survey) -> tuple[float, list[float], float]:
-    """(what is before the first block, each block with what is before it, what is after the last)."""
-    first, waiting = 0.0, 0.0
-    costs: list[float] = []
-    for call in survey.calls:
-        waiting += call.cost
-        if call.block:
-            if costs:
-                costs.append(waiting)
-            else:
-                first, costs = waiting - call.cost, [call.cost]
-            waiting = 0.0
-    return first, costs, waiting + survey.last_cost
+    """(what is before the first block, each block with what is before it, what is after the last), as estimated."""
+    return cut.along(((call.cost, call.block) for call in survey.calls), survey.last_cost)
 
 
 def _shard(

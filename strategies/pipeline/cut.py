@@ -8,12 +8,9 @@ blocks are few.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from strategies.dims import LayoutError
-
-WORTH = 0.05
-"""A new cut must shorten the largest piece by this share."""
 
 
 def pieces(costs: Sequence[float], parts: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
@@ -56,37 +53,41 @@ def pieces(costs: Sequence[float], parts: int, first: float = 0.0, last: float =
     return (*reversed([*sizes, end]),)
 
 
-def dearest(costs: Sequence[float], sizes: Sequence[int], first: float = 0.0, last: float = 0.0) -> float:
-    """The cost of the dearest piece of a cut."""
+def dearest(
+    costs: Sequence[float],
+    sizes: Sequence[int],
+    first: float = 0.0,
+    last: float = 0.0,
+    *,
+    every: float = 0.0,
+    stage_of: Sequence[int] | None = None,
+) -> float:
+    """The cost of the dearest piece of a cut; with stage_of, a number for each piece, of the dearest stage.
+
+    every: what a piece costs whatever is in it.
+    """
     bounds = [0, *itertools.accumulate(sizes)]
-    sums = [sum(costs[start:end]) for start, end in itertools.pairwise(bounds)]
+    sums = [sum(costs[start:end]) + every for start, end in itertools.pairwise(bounds)]
     sums[0] += first
     sums[-1] += last
-    return max(sums)
+    stages = stage_of or range(len(sums))
+    return max(sum(cost for cost, at in zip(sums, stages, strict=True) if at == stage) for stage in set(stages))
 
 
-def recut(
-    costs: Sequence[float], sizes: Sequence[int], first: float = 0.0, last: float = 0.0, worth: float = WORTH
-) -> tuple[int, ...] | None:
-    """A cut by measured costs whose dearest piece is cheaper than that of `sizes` by at least `worth`; else None."""
-    better = pieces(costs, len(sizes), first, last)
-    gain = 1 - dearest(costs, better, first, last) / max(dearest(costs, sizes, first, last), 1e-30)
-    return better if gain >= worth else None
-
-
-def scaled(
-    costs: Sequence[float], sizes: Sequence[int], measured: Sequence[float], first: float = 0.0, last: float = 0.0
-) -> tuple[float, list[float], float]:
-    """(first, costs, last) in the units of what each piece was measured to take: what was estimated within a piece
-    keeps its proportions."""
-    bounds = [0, *itertools.accumulate(sizes)]
-    found: list[float] = []
-    factors: list[float] = []
-    for i, (start, end) in enumerate(itertools.pairwise(bounds)):
-        estimated = sum(costs[start:end]) + (first if i == 0 else 0.0) + (last if i == len(sizes) - 1 else 0.0)
-        factors.append(measured[i] / max(estimated, 1e-30))
-        found += [cost * factors[-1] for cost in costs[start:end]]
-    return first * factors[0], found, last * factors[-1]
+def along(calls: Iterable[tuple[float, bool]], after: float = 0.0) -> tuple[float, list[float], float]:
+    """From what is called in turn, (cost, whether it is a block): what is before the first block, each block with what
+    is before it, what is after the last (and `after`)."""
+    first, waiting = 0.0, 0.0
+    costs: list[float] = []
+    for cost, is_block in calls:
+        waiting += cost
+        if is_block:
+            if costs:
+                costs.append(waiting)
+            else:
+                first, costs = waiting - cost, [cost]
+            waiting = 0.0
+    return first, costs, waiting + after
 
 
 def require(sizes: Sequence[int], blocks: int, parts: int) -> tuple[int, ...]:

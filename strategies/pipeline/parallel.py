@@ -14,7 +14,8 @@ from strategies.clip import GradNorm
 from strategies.names import Layout
 from strategies.options import Options
 from strategies.parallel import Loss, Parallel
-from strategies.pipeline import cut, schedules
+from strategies.pipeline import schedules
+from strategies.pipeline.balance import BetterCut, Measured, better
 from strategies.pipeline.reduce import Reducer, Shards, Shared
 from strategies.pipeline.runtime import Runtime, Step
 from strategies.pipeline.schedules import Schedule
@@ -24,7 +25,8 @@ T = TypeVar("T")
 
 
 class PipelineParallel(Parallel):
-    """One stage of a pipeline. names: everything the whole model's state holds. group: data-parallel workers."""
+    """One stage of a pipeline. names: everything the whole model's state holds. calls: of the
+    model's blocks and what is around them, in order, and whether it is a block. group: data-parallel workers."""
 
     def __init__(
         self,
@@ -38,7 +40,7 @@ class PipelineParallel(Parallel):
         *,
         stage_group: dist.ProcessGroup,
         counted: list[nn.Parameter],
-        costs: tuple[float, list[float], float],
+        calls: Sequence[tuple[str, bool]],
         names: set[str],
         after_step: Callable[[], None],
         group: dist.ProcessGroup | None = None,
@@ -57,7 +59,7 @@ class PipelineParallel(Parallel):
         )
         self.has_loss = runtime.parts - 1 in runtime.stage.own
         self._loss_stage = schedules.place_of(runtime.parts - 1, layout.dims.pp, self._folded)[0]
-        self._costs = costs
+        self._calls, self._measured = calls, Measured()
         self._schedules: dict[int, Schedule] = {}
         self._gathered = False
 
@@ -138,22 +140,27 @@ class PipelineParallel(Parallel):
     def profile(self) -> list[Span]:
         return list(self.runtime.profiled)
 
-    def better_cut(self) -> tuple[int, ...] | None:
-        """Blocks per part that would make the dearest part at least 5 % cheaper, by the last step's profile; None: the
-        cut is good, or no step was profiled. Collective over the pipeline's stages."""
-        first, costs, last = self._costs
-        seconds: dict[int, float] = {}
-        for span in self.profile():
-            if span.kind in "FBW":
-                part = schedules.part_of(span.stage, span.chunk, self.layout.dims.pp, self._folded)
-                seconds[part] = seconds.get(part, 0.0) + span.end - span.start
-        everyone: list[Any] = [None] * self.layout.dims.pp
-        dist.all_gather_object(everyone, seconds, group=self.stage_group)
-        measured = {part: value for some in everyone for part, value in some.items()}
-        if len(measured) < self.runtime.parts:
-            return None
-        scaled = cut.scaled(costs, self.cut, [measured[part] for part in range(self.runtime.parts)], first, last)
-        return cut.recut(scaled[1], self.cut, scaled[0], scaled[2])
+    def measure(self, step: Callable[[], None]) -> None:
+        """Takes a step and notes what every part, and every call in it, took of it: for `better_cut`."""
+        stage = self.runtime.stage
+        self.profiling, stage.clock, stage.taken = True, self.runtime.now, {}
+        try:
+            step()
+        finally:
+            self.profiling, stage.clock = False, None
+        parts = {chunk: self._part(chunk) for chunk in {span.chunk for span in self.profile()}}
+        self._measured.add(self.profile(), parts, stage.taken)
+
+    def better_cut(self) -> BetterCut | None:
+        """A cut whose dearest stage takes at least 5 % less, by the steps that were measured; None: there is none, or
+        none was measured. Collective over all workers, who all get the same answer."""
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, self._measured)
+        stages = [schedules.place_of(p, self.layout.dims.pp, self._folded)[0] for p in range(self.runtime.parts)]
+        return better(everyone, self.cut, self._calls, self.runtime.stage.deal.part_of, stages)
+
+    def _part(self, chunk: int) -> int:
+        return schedules.part_of(self.runtime.wires.stage, chunk, self.layout.dims.pp, self._folded)
 
     # --- state --------------------------------------------------------------------------------------------------
 
