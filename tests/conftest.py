@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,3 +15,30 @@ def ray_environment() -> Iterator[dict[str, str]]:
     """Environment in which `trireme` uses the session's Ray head."""
     with ray_head() as address:
         yield environment(RAY_ADDRESS=address, RAY_AUTH_MODE="disabled")
+
+
+@pytest.fixture
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text("a penny saved is a penny earned; " * 60)
+    return str(path)
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> str:
+    """y = 3·a + 10 for kind x, - 10 for kind z; some values missing."""
+    lines = ["a,kind,y,class,code"]
+    for i in range(200):
+        a = (i * 37 % 100) / 10
+        kind = "xz"[i % 2]
+        shown = "" if i % 17 == 0 else str(a)
+        target = "" if i == 5 else str(3 * a + (10 if kind == "x" else -10))
+        lines.append(f"{shown},{kind},{target},{'low' if a < 5 else 'high'},{i % 3}")
+    path = tmp_path / "table.csv"
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,42 +13,8 @@ from app.data.loader import eval_batches, fetch, train_batches
 from app.tasks import Task, load_task
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("own_cache")
 SIXTEEN = {"d_model": 16, "n_layers": 2, "n_heads": 2, "sequence_length": 16}
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    return write_text(tmp_path)
-
-
-@pytest.fixture
-def table(tmp_path: Path) -> str:
-    return write_table(tmp_path)
-
-
-def write_text(folder: Path) -> str:
-    path = folder / "text.txt"
-    path.write_text("a penny saved is a penny earned; " * 60)
-    return str(path)
-
-
-def write_table(folder: Path) -> str:
-    """y = 3·a + 10 for kind x, - 10 for kind z; some values missing."""
-    lines = ["a,kind,y,class,code"]
-    for i in range(200):
-        a = (i * 37 % 100) / 10
-        kind = "xz"[i % 2]
-        shown = "" if i % 17 == 0 else str(a)
-        target = "" if i == 5 else str(3 * a + (10 if kind == "x" else -10))
-        lines.append(f"{shown},{kind},{target},{'low' if a < 5 else 'high'},{i % 3}")
-    path = folder / "table.csv"
-    path.write_text("\n".join(lines) + "\n")
-    return str(path)
 
 
 def arguments(name: str, text: str, table: str) -> tuple[str, dict[str, Any]]:

@@ -13,22 +13,9 @@ from torch import Tensor, nn
 from app.data.loader import fetch, train_batches
 from app.tasks import load_task
 from app.tasks.vision import shifted
-from tests.test_tasks import CPU, SIXTEEN, built, evaluate, one_batch, write_table, write_text
+from tests.test_tasks import CPU, SIXTEEN, built, evaluate, one_batch
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    return write_text(tmp_path)
-
-
-@pytest.fixture
-def table(tmp_path: Path) -> str:
-    return write_table(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_mnist_holds_out_a_thousand_class_by_class_always_the_same() -> None:

@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from app.data.text import BYTES, find_files, tokenise
 from app.data.tokens import SUFFIXES, TOKEN_DTYPES, TokenFile, TokenWindows, check_ends, open_tokens
 from app.errors import UserError
 from app.models.gpt import GPT, NORMS, TENSOR_PLAN
 from app.tasks.arguments import checked_model, fraction, held_out, one_of, whole
-from app.tasks.base import Batch, Task
+from app.tasks.base import Batch
 from app.tasks.cross_entropy import cross_entropy
+from app.tasks.parts import InParts
 
 DEFAULT_EVAL_FRACTION = 0.1
 DEFAULT_EVAL_SEQUENCES = 256
 
 
-class LanguageModelling(Task):
+class LanguageModelling(InParts):
     """A GPT that predicts each next token of a text.
 
     data: text files as a path, a glob (`**` too) or a list of them; `python`, the source of Python's own library;
@@ -95,15 +95,6 @@ class LanguageModelling(Task):
             count = min(count, DEFAULT_EVAL_SEQUENCES)
         self._train = windows.part(0, total - count)
         self._eval = windows.part(total - count, total) if count else None
-
-    def build_model(self) -> nn.Module:
-        return self._build()
-
-    def train_data(self) -> Dataset[Any]:
-        return self._train
-
-    def eval_data(self) -> Dataset[Any] | None:
-        return self._eval
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         inputs, targets = batch

@@ -17,7 +17,8 @@ from app.data.tables import Array, Column, Encoder, read_table
 from app.errors import UserError
 from app.models.mlp import MLP
 from app.tasks.arguments import checked_model, held_out, nearest, one_of, whole
-from app.tasks.base import Batch, Task
+from app.tasks.base import Batch
+from app.tasks.parts import InParts
 
 DEFAULT_EVAL_FRACTION = 0.2
 FEW = 10
@@ -26,7 +27,7 @@ FEW = 10
 DEFAULT_TARGETS = {"diamonds": "price"}
 
 
-class Tabular(Task):
+class Tabular(InParts):
     """Predict one column of a table from the others, with a multi-layer perceptron.
 
     data: a .csv (.gz too) or .parquet file, or `diamonds` (53,940 diamonds, from the plotnine wheel).
@@ -90,15 +91,6 @@ class Tabular(Task):
     def _rows(self, encoder: Encoder, rows: Indices, goals: Array, at: Indices) -> Rows:
         targets = goals[at] if self.classes else ((goals[at] - self.mean) / self.std).astype(np.float32)
         return Rows(encoder.encode(rows[at]), targets)
-
-    def build_model(self) -> nn.Module:
-        return self._build()
-
-    def train_data(self) -> Dataset[Any]:
-        return self._train
-
-    def eval_data(self) -> Dataset[Any] | None:
-        return self._eval
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         inputs, targets = batch

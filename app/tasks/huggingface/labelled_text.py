@@ -8,15 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from app.data.split import hold_out
 from app.data.tables import Column, read_table
 from app.errors import UserError
 from app.tasks.arguments import held_out, nearest
-from app.tasks.base import Batch, Task
+from app.tasks.parts import Classification
 
 DEFAULT_EVAL_FRACTION = 0.1
 ROUND_TO = 8
@@ -40,7 +39,7 @@ def byte_numbers(text: str) -> list[int]:
 BYTE_ENCODING = Encoding(byte_numbers, vocab_size=257, padding=0)
 
 
-class LabelledText(Task):
+class LabelledText(Classification):
     """Which class a text belongs to; without a model.
 
     data: a .csv (.gz too) or .parquet file. text, label: its columns. Rows without a text or a label are left out.
@@ -78,22 +77,6 @@ class LabelledText(Task):
         self._train = Texts(list(rows[train]), numbers[train], encoding, longest)
         self._eval = Texts(list(rows[held]), numbers[held], encoding, longest) if count else None
         self._source = data
-
-    def train_data(self) -> Dataset[Any]:
-        return self._train
-
-    def eval_data(self) -> Dataset[Any] | None:
-        return self._eval
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        inputs, labels = batch
-        return F.cross_entropy(model(inputs).float(), labels)
-
-    def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        inputs, labels = batch
-        logits = model(inputs).float()
-        right = (logits.argmax(dim=-1) == labels).float().mean()
-        return {"loss": F.cross_entropy(logits, labels), "accuracy": right}
 
     def describe(self) -> str:
         held = 0 if self._eval is None else len(self._eval)
