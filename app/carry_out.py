@@ -40,6 +40,8 @@ def carry_out(driver: Driver, prepared: Prepared, launch: Callable[[Any], None],
     """One start of the run, from taking its lease to its end in the manifest and in MLflow."""
     from app.job import Job
     from app.recut import remembered
+    from cluster.notice import provider_of
+    from cluster.shape import cluster_file
 
     run, console = driver.run, driver.console
     if run.finished and run.manifest.steps >= prepared.steps:
@@ -55,7 +57,8 @@ def carry_out(driver: Driver, prepared: Prepared, launch: Callable[[Any], None],
         console.say(f"note: {note}")
     driver.begin_tracking()
     job = Job(run.config, prepared.layout, run.folder, run.attempt, run.manifest.uid, prepared.steps, os.getcwd())
-    job = replace(job, stages=remembered(job, run.manifest.stages))
+    spot = provider_of(cluster_file(run.config.cluster.file))
+    job = replace(job, stages=remembered(job, run.manifest.stages), spot=spot)
     # Signals stay caught until the end is written down: torchrun sends SIGTERM as soon as one rank has failed.
     with driver.signals():
         with _ending(driver):
@@ -66,13 +69,13 @@ def carry_out(driver: Driver, prepared: Prepared, launch: Callable[[Any], None],
 
 def _hold_against_plan(driver: Driver, prepared: Prepared) -> None:
     """Logs what the planner predicts beside what was measured, and notes it for `trireme plan --history`."""
-    seconds, trained = driver.seconds_per_step, driver.summary.get("seconds", 0.0)
-    if seconds is None or trained < 30:
+    seconds, summary = driver.seconds_per_step, driver.summary
+    if seconds is None:
         return
     from app.planner.record import record
 
-    memory = driver.summary.get("memory_bytes", 0.0)
-    found = record(driver.run.config, prepared.layout, seconds, memory, trained)
+    memory = summary.get("memory_bytes", 0.0) - summary.get("memory_bytes_before", 0.0)
+    found = record(driver.run.config, prepared.layout, seconds, memory, summary.get("seconds", 0.0))
     if found:
         driver.tracker.metrics(driver.summary["step"], found)
         driver.summary["plan"] = found
@@ -95,9 +98,7 @@ def _ending(driver: Driver) -> Iterator[None]:
 def _end(driver: Driver, status: str, mlflow_status: str, message: str = "") -> Delivery:
     config = driver.run.config
     driver.console.status("handing the last metrics to MLflow")
-    if driver.meter:
-        driver.meter.save()
-        driver.summary["dollars"] = driver.meter.spent.total
+    driver.settle()
     delivery = driver.tracker.finish(mlflow_status, message=message, timeout=config.tracking.flush_timeout)
     driver.run.manifest.mlflow_run_id = delivery.run_id or driver.run.manifest.mlflow_run_id
     driver.run.end(status, driver.summary or None)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
+
+from torch import nn
 
 from app.checkpoint import find
 from app.config import Config
 from app.data.loader import micro_batch_slices
 from app.errors import UserError
 from app.job import options
+from app.model_check import check_model, count_blocks, looked_at
 from app.optim import optimizer_class
 from app.tasks import load_task
 from app.tasks.base import Task
 from strategies import deepspeed
-from strategies.blocks import find_blocks
 from strategies.compose import Layout, ParallelDims, check, choose
-from strategies.start import structure
+from strategies.tensor_plan import SYNONYMS
 
 
 @dataclass(frozen=True)
@@ -59,33 +60,50 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
         raise UserError("the training data is empty: give the task data with at least one sample")
     _check_batch(config, layout.dims.dp)
     notes = _micro_batches(config, layout.dims) if layout.dims.pp > 1 else ()
+    module = looked_at(task, layout)
     check(
         layout,
         options(config),
         global_batch_size=train.global_batch_size,
         heads=task.heads(),
-        blocks=_count_blocks(task) if layout.dims.pp > 1 else None,
-        sequence_length=getattr(task, "sequence_length", None),
+        blocks=count_blocks(task, module) if layout.dims.pp > 1 else None,
+        sequence_length=_split_length(task, layout, module),
         micro_batches=_count_micro_batches(config, layout.dims.dp),
     )
+    check_model(config, task, layout, module)
     steps = train.steps or max(1, math.ceil((train.epochs or 0) * samples / train.global_batch_size))
-    return Prepared(layout, steps, samples, task.describe(), (*planned, *notes))
+    return Prepared(
+        layout, steps, samples, task.describe(), (*planned, *notes, *_without_effect(config, layout, steps))
+    )
+
+
+def _split_length(task: Task, layout: Layout, module: nn.Module | None) -> int | None:
+    """The length that sequence parallelism cuts; None where the task's plan splits no sequence."""
+    if layout.dims.tp == 1 or module is None:
+        return None
+    plan = task.tensor_plan(module) or {}
+    splits = any(SYNONYMS.get(value, value) == "sequence" for value in plan.values())
+    return getattr(task, "sequence_length", None) if splits else None
+
+
+def _without_effect(config: Config, layout: Layout, steps: int) -> tuple[str, ...]:
+    """What is asked for and will not happen."""
+    trace = config.parallel.trace_step
+    if trace is None or layout.dims.pp == 1 or trace <= steps:
+        return ()
+    return (f"parallel.trace_step is {trace:,}, but the run has {steps:,} steps: no step is traced",)
 
 
 def _layout(config: Config, task: Task, workers: int, devices_per_node: int | None) -> tuple[Layout, tuple[str, ...]]:
     """The layout that the configuration means, and what a person should hear of it.
 
-    auto asks the planner, which also sets train.micro_batch_size where it is open. Under torchrun every rank would
-    ask, and on unlike machines get unlike answers: there auto is what its degrees say, else ddp.
+    auto asks the planner, which also sets what of the configuration is open. Under torchrun rank 0 alone is here.
     """
-    if config.strategy == "auto" and workers > 1 and "RANK" not in os.environ:
+    if config.strategy == "auto":
         from app.planner import choose_layout
 
-        found = choose_layout(config, task, workers)
-        config.train.micro_batch_size = found.micro_batch_size
-        config.train.activation_checkpointing = found.activation_checkpointing
-        if found.accumulate_sharded is not None:
-            config.parallel.accumulate_sharded = found.accumulate_sharded
+        found = choose_layout(config, task, workers, per_node=devices_per_node)
+        found.set_in(config)
         return found.layout, (found.sentence,) if found.sentence else ()
     wanted = config.parallel
     layout = choose(
@@ -141,9 +159,3 @@ def default_micro_batch_size(share: int, stages: int, schedule: str) -> int:
         if share % count == 0 and count >= min(stages, share) and grouped:
             return share // count
     return max(1, share // most)
-
-
-def _count_blocks(task: Task) -> int:
-    """How many pieces the model can be cut into."""
-    model, _ = structure(task.build_model)
-    return len(find_blocks(model, task.blocks(model)))

@@ -2,12 +2,16 @@
 
 The figures are datasheets': peaks that nothing reaches. Whoever plans with them multiplies by an efficiency that was
 fitted or measured (app/planner). Units here are plain: bytes, bytes/s, FLOP/s, USD per hour, watts.
+
+A GPU that is not in it can be put in a file of one's own, with the same `gpus:` (TRIREME_HARDWARE, else
+~/.config/trireme/hardware.yaml); `trireme calibrate` writes the one that it has measured there.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +85,8 @@ def gpu(name: str) -> Gpu:
         near = difflib.get_close_matches(_plain(name), _by_alias(), n=1, cutoff=0.5)
         hint = f"did you mean {_by_alias()[near[0]].name}?" if near else f"it has {', '.join(all_gpus())}"
         raise HardwareError(
-            f"the GPU {name!r} is not in the catalogue: {hint} (to add one, write an entry in {CATALOGUE})"
+            f"the GPU {name!r} is not in the catalogue: {hint} (to add one, run `trireme calibrate` on it, or "
+            f"write an entry in {CATALOGUE})"
         )
     return found
 
@@ -117,10 +122,43 @@ def cheapest(name: str) -> Instance | None:
     return min(offers, key=lambda offer: offer.price_per_gpu_hour, default=None)
 
 
+def own_catalogue() -> Path:
+    """The file of one's own beside the catalogue; it need not exist."""
+    config = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(os.environ.get("TRIREME_HARDWARE") or f"{config}/trireme/hardware.yaml").expanduser()
+
+
+def add_gpu(name: str, entry: dict[str, Any]) -> Path:
+    """Writes a GPU into the file of one's own, in hardware.yaml's words and units; the file."""
+    _read_gpu(name, entry, {}, own_catalogue())
+    path = own_catalogue()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_suffix(".new")
+    written.write_text(yaml.safe_dump({"gpus": _own_gpus() | {name: entry}}, sort_keys=False))
+    written.replace(path)
+    _catalogue.cache_clear()
+    _by_alias.cache_clear()
+    return path
+
+
+def _own_gpus() -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(own_catalogue().read_text()) or {}
+        found = tree["gpus"]
+        if isinstance(found, dict) and all(isinstance(entry, dict) for entry in found.values()):
+            return found
+    except FileNotFoundError:
+        return {}
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        pass
+    raise HardwareError(f"{own_catalogue()} is no catalogue of GPUs: write `gpus:` and under it entries as {CATALOGUE}")
+
+
 @functools.cache
 def _catalogue() -> tuple[dict[str, Gpu], dict[str, Instance]]:
     tree = yaml.safe_load(CATALOGUE.read_text())
-    gpus = {name: _read_gpu(name, entry, tree["sources"]) for name, entry in tree["gpus"].items()}
+    gpus = {name: _read_gpu(name, entry, tree["sources"], CATALOGUE) for name, entry in tree["gpus"].items()}
+    gpus |= {name: _read_gpu(name, entry, {}, own_catalogue()) for name, entry in _own_gpus().items()}
     instances = {}
     for provider, offers in tree["prices"].items():
         for name, entry in offers["instances"].items():
@@ -130,19 +168,22 @@ def _catalogue() -> tuple[dict[str, Gpu], dict[str, Instance]]:
     return gpus, instances
 
 
-def _read_gpu(name: str, entry: dict[str, Any], sources: dict[str, str]) -> Gpu:
+def _read_gpu(name: str, entry: dict[str, Any], sources: dict[str, str], file: Path) -> Gpu:
     missing = [key for key in ("memory", "bandwidth", "link", "source", "peak") if key not in entry]
     if missing or "fp32" not in entry.get("peak", {}):
-        raise HardwareError(f"{CATALOGUE}: the GPU {name} lacks {', '.join(missing) or 'peak.fp32'}")
-    return Gpu(
-        name=name,
-        memory_bytes=int(entry["memory"]) * 2**20,
-        memory_bandwidth=float(entry["bandwidth"]) * 1e9,
-        peak={precision: float(rate) * 1e12 for precision, rate in entry["peak"].items()},
-        link_within=float(entry["link"]) * 1e9,
-        source=sources.get(entry["source"], entry["source"]),
-        watts=float(entry.get("watts", 0)),
-    )
+        raise HardwareError(f"{file}: the GPU {name} lacks {', '.join(missing) or 'peak.fp32'}")
+    try:
+        return Gpu(
+            name=name,
+            memory_bytes=int(entry["memory"]) * 2**20,
+            memory_bandwidth=float(entry["bandwidth"]) * 1e9,
+            peak={precision: float(rate) * 1e12 for precision, rate in entry["peak"].items()},
+            link_within=float(entry["link"]) * 1e9,
+            source=sources.get(entry["source"], entry["source"]),
+            watts=float(entry.get("watts", 0)),
+        )
+    except (TypeError, ValueError) as error:
+        raise HardwareError(f"{file}: the GPU {name} has something that is not a number: {error}") from error
 
 
 def _read_instance(name: str, provider: str, entry: dict[str, Any], offers: dict[str, Any]) -> Instance:
@@ -163,7 +204,7 @@ def _read_instance(name: str, provider: str, entry: dict[str, Any], offers: dict
 
 @functools.cache
 def _by_alias() -> dict[str, Gpu]:
-    tree = yaml.safe_load(CATALOGUE.read_text())["gpus"]
+    tree = yaml.safe_load(CATALOGUE.read_text())["gpus"] | _own_gpus()
     return {_plain(alias): found for name, found in all_gpus().items() for alias in (name, *tree[name].get("aka", ()))}
 
 

@@ -22,9 +22,10 @@ def test_kendall_and_regret_are_what_they_say() -> None:
     assert kendall(np.array([1.0, 2, 3]), np.array([10.0, 30, 20])) == pytest.approx(1 / 3)
     fast = Case("gpt", 2, 8, ["strategy=ddp"], predicted=2.0, predicted_bytes=1.0, measured=Measured(1.0, 1.0))
     slow = Case("gpt", 2, 8, ["strategy=fsdp"], predicted=1.0, predicted_bytes=1.1, measured=Measured(1.5, 1.0))
-    assert regret([fast, slow]) == pytest.approx(0.5), "the slow one is chosen"
+    assert regret([fast, slow]) == pytest.approx([0.5]), "the slow one is chosen"
     found = summary([fast, slow])
     assert found["step_error"] == pytest.approx((1.0 + 1 / 3) / 2) and found["memory_error"] == pytest.approx(0.05)
+    assert found["regret"] == found["regret_most"] == pytest.approx(0.5) and found["choices"] == 1
 
 
 def test_constants_are_found_again_from_what_they_predict() -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 from app.data.loader import fetch
 from app.planner import read as reading
 from app.planner.fitted import SCALARS, basis
-from app.planner.read import AUTOCAST, CAST, PLAIN, Reader, sized
+from app.planner.read import AUTOCAST, CAST, GPU, PLAIN, Reader, sized
 from app.tasks import load_task
 from app.tasks.base import Task
 from strategies import activation_checkpointing
@@ -167,6 +167,25 @@ def test_models_that_meta_cannot_run_are_read_all_the_same(looks: str, said: str
     assert float(other.costs[PLAIN].parts["block0"].at("saved", 4, 1)) == float(
         plain.costs[PLAIN].parts["block0"].at("saved", 4, 1)
     )
+
+
+def test_a_model_too_large_to_be_run_for_real_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import psutil
+
+    from app.errors import UserError
+
+    reader = Reader(Values("loss"))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
+    with pytest.raises(UserError, match="looks at values, so it must be run for real"):
+        reader.read(PLAIN)
+
+
+def test_a_gpus_kernels_do_a_norm_at_once() -> None:
+    reader = Reader(_gpt())
+    on_cpu, on_gpu = (reader.read(way).costs[way].parts["block0"] for way in (CAST, CAST + GPU))
+    for name in ("moved_forward", "moved_backward", "operations_forward", "operations_backward", "saved"):
+        assert float(on_gpu.scalars[name] @ basis(4, 1)) < 0.8 * float(on_cpu.scalars[name] @ basis(4, 1)), name
+    assert on_gpu.products["forward"][0].shape == on_cpu.products["forward"][0].shape
 
 
 def test_a_large_model_is_read_without_its_memory() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from app.cli.common import experiment_arguments, read, sentences, split
 from app.console import Console
+
+if TYPE_CHECKING:
+    from app.planner.plan import Plan
+    from app.planner.tries import Found
 
 
 @click.command("plan")
@@ -25,7 +29,7 @@ from app.console import Console
 @click.option("--picture", help="Draw time against memory of all layouts into this file (PNG, SVG or PDF).")
 @click.option("--max-batch", is_flag=True, help="Find the largest micro-batch that fits, and try it in new processes.")
 @click.option("--probe", is_flag=True, help="Try the best three for a few steps each, in new processes.")
-@click.option("--schedule", "show_schedule", is_flag=True, help="Draw the best pipeline's schedule.")
+@click.option("--schedule", "show_schedule", is_flag=True, help="Draw the best pipeline's schedule; --picture gets it.")
 @click.option("--check", is_flag=True, help="How right the planner is: plan, then measure, on this machine.")
 @click.option("--published", help="Hold the planner against a table of published runs.")
 @click.option("--history", is_flag=True, help="Predicted and measured, of the runs made so far.")
@@ -38,7 +42,9 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
     trireme plan experiments/gpt.yaml --cluster aws strategy=fsdp train.micro_batch_size=4
 
     Any key given as key=value is held fixed; what the file says of strategy, degrees and micro-batch is not. Without
-    --cluster and --gpus the plan is for the cluster that RAY_ADDRESS names, else for this machine.
+    --cluster and --gpus the plan is for the Ray cluster that `trireme train` would use, else for this machine.
+    --max-batch holds all that the file says of the layout but the micro-batch; --write after --probe or --max-batch
+    writes what they found.
     """
     as_json = options["as_json"]
     console = Console(quiet=as_json)
@@ -59,30 +65,54 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
 
 
 def _plan(arguments: tuple[str, ...], options: dict[str, Any], console: Console) -> None:
-    from app.planner import actions, show
-    from app.planner.plan import make_plan
-    from app.planner.where import Asked, find
+    from app.errors import UserError
+    from app.planner import actions, show, tries
+    from app.planner.calibration import learned
+    from app.planner.plan import make_plan, model_name
+    from app.planner.where import Asked, find, refuse_elsewhere
     from app.prepare import read_task
 
     config = read(arguments)
     given = frozenset(key.partition("=")[0].strip() for key in split(arguments)[1])
     asked = Asked(*(options[key] for key in ("cluster", "gpus", "gpu", "per_node", "interconnect")))
-    machine = find(asked, config.workers)
+    machine = learned(find(asked, config.workers), model_name(config))
+    for option in ("probe", "max_batch"):
+        if options[option]:
+            refuse_elsewhere(machine, f"--{option.replace('_', '-')}")
+    if options["max_batch"]:
+        given = (given | tries.written(config)) - {"train.micro_batch_size"}
     console.status("reading the model")
     plan = make_plan(config, read_task(config), machine, given=given, rank=options["rank"])
+    if not options["as_json"]:
+        console.result(show.text(plan, options["top"] or 8))
+    found = _tried(plan, options, console)
     if options["as_json"]:
         top = 100 if options["top"] is None else options["top"] or len(plan.order)
-        console.result(json.dumps(actions.as_json(plan, top)))
-    else:
-        console.result(show.text(plan, options["top"] or 8))
+        tried = {name: one.json for name, one in found.items()}
+        console.result(json.dumps(actions.as_json(plan, top) | tried))
     if options["write"]:
-        console.say(actions.write(plan, options["write"]))
-    if options["picture"]:
+        decided = found.get("max_batch") or found.get("probe")
+        if decided and decided.row is None:
+            raise UserError(f"--write {options['write']}: nothing of what was tried runs, so nothing is written")
+        console.say(actions.write(plan, options["write"], *((decided.row, decided.size) if decided else ())))
+    if options["picture"] and not options["show_schedule"]:
         show.picture({f"{plan.machine.world} × {machine.device.gpu.name}": plan}, options["picture"])
         console.say(f"drawn: {options['picture']}")
     if options["show_schedule"]:
-        console.result(actions.schedule(plan))
-    if options["max_batch"]:
-        console.result(actions.max_batch(plan, given))
-    if options["probe"]:
-        console.result(actions.probe(plan))
+        console.result(actions.schedule(plan, options["picture"]))
+        if options["picture"]:
+            console.say(f"drawn: {options['picture']}")
+
+
+def _tried(plan: Plan, options: dict[str, Any], console: Console) -> dict[str, Found]:
+    """What was asked to be tried, by option."""
+    from app.planner import tries
+
+    found = {}
+    for option, attempt in (("max_batch", tries.max_batch), ("probe", tries.probe)):
+        if options[option]:
+            console.status("trying layouts in new processes")
+            found[option] = attempt(plan)
+            if not options["as_json"]:
+                console.result(found[option].text)
+    return found

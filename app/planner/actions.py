@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from app.config_file import to_dict
 from app.errors import UserError
-from app.planner.plan import GIB, Plan
+from app.planner.plan import Plan
 from app.planner.why import advice, families
+
+if TYPE_CHECKING:
+    from strategies.pipeline.simulate import Times
 
 
 def as_json(plan: Plan, top: int) -> dict[str, Any]:
@@ -37,6 +40,7 @@ def as_json(plan: Plan, top: int) -> dict[str, Any]:
             "link_across": machine.across,
             "price_per_gpu_hour": machine.price_per_hour,
             "calibrated": machine.device.measured,
+            "assumed": machine.assumed or None,
         },
         "seconds": plan.seconds,
     }
@@ -64,27 +68,29 @@ def changes(plan: Plan, row: int) -> dict[str, Any]:
     }
 
 
-def experiment(plan: Plan, row: int) -> dict[str, Any]:
-    """The whole configuration with that layout."""
+def experiment(plan: Plan, row: int, size: int | None = None) -> dict[str, Any]:
+    """The whole configuration with that layout; size: its micro-batch, if it is another."""
     tree = to_dict(plan.config)
     for key, value in changes(plan, row).items():
         if isinstance(value, dict):
             tree[key] = tree[key] | {k: v for k, v in value.items() if k in tree[key]}
         else:
             tree[key] = value
+    if size is not None:
+        tree["train"] = tree["train"] | {"micro_batch_size": size}
     return tree
 
 
-def write(plan: Plan, path: str) -> str:
-    """Writes the best layout as an experiment file; what was done, in a sentence.
+def write(plan: Plan, path: str, row: int | None = None, size: int | None = None) -> str:
+    """Writes a layout, the best if it is not said which, as an experiment file; what was done, in a sentence.
 
     Raises:
         UserError: nothing fits, or the file cannot be written.
     """
-    best = plan.best()
-    if best is None:
+    row = plan.best() if row is None else row
+    if row is None:
         raise UserError("there is nothing to write: " + " ".join(advice(plan)))
-    text = yaml.safe_dump(experiment(plan, best), sort_keys=False, allow_unicode=True, width=120)
+    text = yaml.safe_dump(experiment(plan, row, size), sort_keys=False, allow_unicode=True, width=120)
     head = f"# Planned for {plan.machine.world} × {plan.machine.device.gpu.name} by `trireme plan`.\n"
     try:
         Path(path).write_text(head + text)
@@ -93,69 +99,57 @@ def write(plan: Plan, path: str) -> str:
     return f"written: {path} (trireme train {path})"
 
 
-def schedule(plan: Plan) -> str:
-    """The best pipeline's schedule as text.
+def schedule(plan: Plan, picture: str | None = None) -> str:
+    """The best pipeline's schedule, with the times that are predicted for its parts, as text; into `picture`, too.
 
     Raises:
-        UserError: no layout with stages fits.
+        UserError: no layout with stages fits; the picture's name has an ending that no picture has.
     """
     rows = [int(row) for row in plan.order if plan.table.pp[row] > 1 and plan.fits[row]]
     if not rows:
         raise UserError("no pipeline fits, or none is held: write parallel.pp=2 to have one")
-    from strategies.pipeline.schedules import make
-    from strategies.pipeline.simulate import Times, bubble, simulate
+    from app import schedule_picture
+    from strategies.pipeline.schedules import chunks_of, make
+    from strategies.pipeline.simulate import simulate
 
     layout = plan.layout(rows[0])
-    parallel = layout["parallel"]
-    chunks = 2 if parallel["schedule"] == "zbv" else parallel["chunks"]
-    made = make(parallel["schedule"], parallel["pp"], layout["micro_batches"], chunks)
-    spans = simulate(made, Times(1.0, 1.0, 1.0))
+    parallel, micros = layout["parallel"], layout["micro_batches"]
+    name, stages = parallel["schedule"], parallel["pp"]
+    spans = simulate(make(name, stages, micros, chunks_of(name, parallel["chunks"])), part_times(plan, rows[0]))
     head = (
-        f"{parallel['schedule']}, {parallel['pp']} stages of {parallel['stages']} blocks, {layout['micro_batches']} "
-        f"micro-batches: {100 * bubble(spans):.0f} % waiting"
+        f"{name}, {stages} stages of {parallel['stages']} blocks, {micros} micro-batches of "
+        f"{layout['micro_batch_size']}, as predicted for {plan.machine.device.gpu.name}"
     )
-    from app import schedule_picture
-
-    return head + "\n" + schedule_picture.text(spans)
-
-
-def max_batch(plan: Plan, given: frozenset[str]) -> str:
-    """The largest micro-batch of the best strategy, predicted, then tried."""
-    from app.planner.probe import largest
-
-    best = plan.best()
-    if best is None:
-        return " ".join(advice(plan))
-    table = plan.table
-    same = (
-        (table.data == table.data[best])
-        & (table.dp_shard == table.dp_shard[best])
-        & (table.tp == table.tp[best])
-        & (table.pp == table.pp[best])
-        & (table.checkpointing == table.checkpointing[best])
-        & (table.precision == table.precision[best])
-        & plan.fits
-    )
-    predicted = int(table.micro_batch[same].max())
-    found = largest(plan, best, predicted)
-    return f"largest micro-batch under {table.name(best)}: predicted {predicted}, {found}"
+    if picture:
+        schedule_picture.draw(spans, picture, head)
+    return f"{head}:\n{schedule_picture.text(spans)}"
 
 
-def probe(plan: Plan) -> str:
-    """The best three layouts tried for a few steps, beside what was predicted."""
-    from app.planner.probe import measure
+def part_times(plan: Plan, row: int) -> Times:
+    """Seconds of each part's F, B and W with one micro-batch. Of backward, the gradients of weights take half; what is
+    computed again goes before those of inputs."""
+    from app.planner.evaluate import as_on
+    from app.planner.work import ways_of, work
+    from strategies.pipeline.simulate import Times
 
-    lines = []
-    for row in [int(r) for r in plan.order[:200] if plan.fits[r]][:3]:
-        layout = plan.layout(row)
-        found = measure(experiment(plan, row), plan.machine)
-        seen = (
-            f"measured {found.seconds:.4g} s, {found.bytes / GIB:.2f} GiB"
-            if found.seconds
-            else f"did not run: {found.failure}"
-        )
-        lines.append(
-            f"{layout['strategy']}, micro-batch {layout['micro_batch_size']}: predicted "
-            f"{layout['step_seconds']:.4g} s, {layout['memory_bytes'] / GIB:.2f} GiB; {seen}"
-        )
-    return "\n".join(lines) or "nothing fits, so there is nothing to try"
+    layout, device, table = plan.layout(row), plan.machine.device, plan.table
+    precision = layout["precision"]
+    way = ways_of(False, precision)  # a pipeline leaves the cast to autocast
+    costs = plan.reader.read(as_on(plan.machine, way)).costs[as_on(plan.machine, way)]
+    done = work(costs, way, precision, table.micro_batch[[row]], table.tp[[row]], device, plan.settings.compiled)
+    again = {1: done.recompute_selective, 2: done.recompute_full}.get(int(table.checkpointing[row]))
+    slow = device.slowdown(min(plan.machine.world, plan.machine.per_node)) * plan.settings.correction
+    forward = {name: slow * float(done.forward[i, 0]) for i, name in enumerate(done.names)}
+    backward = {name: slow * float(done.backward[i, 0]) for i, name in enumerate(done.names)}
+    every = plan.settings.every if int(table.checkpointing[row]) == 2 else 1
+    extra = {name: slow * float(again[i, 0]) / every if again is not None else 0.0 for i, name in enumerate(done.names)}
+    found: list[tuple[float, float, float]] = []
+    sizes, begin = layout["parallel"]["stages"], 0
+    for part, length in enumerate(sizes):
+        held = costs.order[begin : begin + length]
+        around = [name for name, at in (("before", 0), ("after", len(sizes) - 1)) if at == part and name in forward]
+        half = sum(backward[name] for name in (*held, *around)) / 2
+        found.append((sum(forward[name] for name in (*held, *around)), half + sum(extra[name] for name in held), half))
+        begin += length
+    forwards, backwards, weights = ([part[i] for part in found] for i in range(3))
+    return Times(forwards, backwards, weights)

@@ -1,8 +1,9 @@
-"""Measures what this machine's devices and links reach, in half a minute: `trireme calibrate`.
+"""Measures what devices and links reach, in half a minute: `trireme calibrate`. That goes before the datasheet.
 
-On one device: matrix products of several sizes and inner dimensions, copies through its memory, launches of an
-operation that does nothing. Between this machine's devices: all-reduces of a small and a large tensor, alone and while
-all of them compute (on CPUs workers share cores, so each is slower: `crowd`). What is found goes before the datasheet.
+On one device: matrix products (large ones, or those of a model), copies through its memory, launches of an operation
+that does nothing. Between the devices of a machine: all-reduces of a small and a large tensor, and products on several
+at once (on CPUs workers share cores, so each is slower: `crowd`). gauge.py measures; calibrate_cluster.py does the same
+on the nodes of a Ray cluster, and between them.
 """
 
 from __future__ import annotations
@@ -12,159 +13,108 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-SECONDS = 0.25
-"""For each thing that is measured."""
+from app.config import Config
+from app.errors import RunFailed
+from app.planner.measure import stop
+
+TIMEOUT = 180.0
+PRODUCTS = 8
+"""Of a model's products, those that take most."""
+MOST_NUMBERS = 2**28
+"""Of a product's operands and result together: larger ones are left out."""
+SAMPLES = 8
+"""Of a micro-batch, where the experiment does not say."""
 
 
-def calibrate(workers: int) -> dict[str, Any]:
+def calibrate(workers: int, shapes: list[list[float]] | None = None) -> dict[str, Any]:
     """The constants of this machine's devices, as rates.py names them, with `gpu` the catalogue's name.
 
-    workers: processes that measure links together; 1: no links.
+    workers: processes that measure links together; 1: no links. shapes: a model's products (see `products_of`).
+    A GPU that the catalogue lacks comes with `entry`, what it would say of it.
+    Raises:
+        RunFailed: the processes ended, or took too long.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.json"
-        found: dict[str, Any] = _run(1, out)
-        crowd = [(1, 1.0)]
-        for count in [n for n in (2, 4) if n <= max(workers, 1)]:
-            together = _run(count, out)
-            crowd.append((count, max(1.0, found["alone"] and together["alone"] / found["alone"])))
-            if count == 2 or found["gpu"] != "cpu":
-                found |= {key: together[key] for key in ("link_within", "latency_within") if key in together}
-        alone = found.pop("alone")
-        if found["gpu"] == "cpu" and len(crowd) > 1:
-            found["crowd"] = crowd
-        return found | {"measured": True, "seconds_of_a_product": alone}
-
-
-def _run(workers: int, out: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
-    command += ["-m", "app.planner.calibrate", str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    if done.returncode:
-        from app.errors import RunFailed
-
-        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
-        raise RunFailed(f"calibration on {workers} processes failed: {last}")
-    return dict(json.loads(out.read_text()))
-
-
-# --- in the processes -------------------------------------------------------------------------------------------
-
-
-def main(out: str) -> None:
     import torch
-    import torch.distributed as dist
 
-    from cluster.hardware import HardwareError, gpu
-
-    rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    name = torch.cuda.get_device_name(device) if on_gpu else "cpu"
-    try:
-        name = gpu(name).name
-    except HardwareError as error:
-        raise SystemExit(str(error)) from None
-    found: dict[str, Any] = {"gpu": name}
-    dist.barrier()
-    if dist.get_world_size() == 1:
-        found |= _alone(device, name)
-    else:
-        found |= _links(device)
-    found["alone"] = _seconds(_product(device, 512, 512, 512, torch.float32), device)
-    if rank == 0:
-        Path(out).write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    counts = [workers] if on_gpu else sorted({n for n in (2, 4, workers) if n <= workers})
+    found = _run(workers, {"counts": counts, "shapes": shapes or []})
+    alone, crowd = found.pop("alone"), [(1, 1.0)]
+    for count in counts:
+        together, link = found.pop(f"together{count}", None), found.pop(f"links{count}", None)
+        if together is not None:
+            crowd.append((count, max(1.0, together / alone)))
+        if link is not None and "link_within" not in found:
+            found |= {"link_within": link["bandwidth"], "latency_within": link["latency"], "within": 1.0}
+    if not on_gpu and len(crowd) > 1:
+        found["crowd"] = crowd
+    if "entry" in found and "link_within" in found:
+        found["entry"]["link"] = found["link_within"] / 1e9
+    return found | {"measured": True, "seconds_of_a_product": alone}
 
 
-def _alone(device: Any, name: str) -> dict[str, Any]:
-    """Rates of products by precision, of memory, and of launches."""
-    import torch
+def keep(found: dict[str, Any]) -> tuple[str, Path]:
+    """Remembers what was found; a GPU that the catalogue lacks goes into the file of one's own. Its name, the file."""
+    from app.planner.calibration import remember
+    from cluster.hardware import add_gpu
 
-    from cluster.hardware import gpu
-
-    large = 4096 if device.type == "cuda" else 512
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    matmul: dict[str, float] = {}
-    peak: dict[str, float] = {}
-    for precision, dtype in dtypes.items():
-        if precision not in gpu(name).peak or (device.type == "cpu" and precision == "fp16"):
-            continue
-        rate = 2 * large**3 / _seconds(_product(device, large, large, large, dtype), device)
-        if device.type == "cpu":  # a core has no datasheet: what is measured is the peak
-            peak[precision], matmul[precision] = rate, 1.0
-        else:
-            matmul[precision] = rate / gpu(name).rate(precision)
-    thin = [(large, k) for k in (32, 128, large)]
-    times = [_seconds(_product(device, m, m, k, torch.float32), device) / (2 * m * m * k) for m, k in thin]
-    halves = [k * (t / times[-1] - 1) for (_, k), t in zip(thin, times)][:-1]
-    found: dict[str, Any] = {"matmul": matmul, "k_half": float(max(1.0, np.median(halves)))}
-    if peak:
-        found["peak"] = peak
-    numbers = 2**26 if device.type == "cuda" else 2**23  # more than fits in caches
-    x = torch.ones(numbers, device=device)
-    y = torch.empty_like(x)
-    bandwidth = 2 * x.numel() * 4 / _seconds(lambda: torch.add(x, 1.0, out=y), device)
-    if device.type == "cpu":
-        found |= {"memory_bandwidth": bandwidth, "stream": 1.0}
-    else:
-        found["stream"] = min(1.0, bandwidth / gpu(name).memory_bandwidth)
-    little = torch.ones(8, device=device, requires_grad=True)
-    found["operation"] = _seconds(lambda: little + 1.0, device, wait=False)
-    return found
+    values = dict(found)
+    name, entry = values.pop("gpu"), values.pop("entry", None)
+    if entry is not None:
+        add_gpu(name, entry)
+    return name, remember(name, values)
 
 
-def _links(device: Any) -> dict[str, Any]:
-    """Bytes/s and seconds per hop of an all-reduce over all processes."""
-    import torch
-    import torch.distributed as dist
+def products_of(config: Config) -> list[list[float]]:
+    """m, n, k and number of those matrix products of an experiment's model that take most, for one micro-batch.
 
-    ways = dist.get_world_size()
-    large = torch.ones(2**26 if device.type == "cuda" else 2**21, device=device)
-    small = torch.ones(8, device=device)
-    slow = _seconds(lambda: dist.all_reduce(large), device)
-    quick = _seconds(lambda: dist.all_reduce(small), device)
-    moved = 2 * large.numel() * 4 * (ways - 1) / ways
-    return {"link_within": moved / max(1e-9, slow - quick), "latency_within": quick / 2, "within": 1.0}
+    Raises:
+        UserError: the experiment has no such model.
+    """
+    from app.planner.evaluate import as_on
+    from app.planner.fitted import basis
+    from app.planner.read import Reader
+    from app.planner.where import this_machine
+    from app.planner.work import ways_of
+    from app.tasks import load_task
 
-
-def _product(device: Any, m: int, n: int, k: int, dtype: Any) -> Callable[[], Any]:
-    import torch
-
-    a, b = torch.ones(m, k, device=device, dtype=dtype), torch.ones(k, n, device=device, dtype=dtype)
-    return lambda: a @ b
-
-
-def _seconds(function: Callable[[], Any], device: Any, wait: bool = True) -> float:
-    """Of one call: the median of five blocks; the same number of calls on every rank."""
-    import torch
-    import torch.distributed as dist
-
-    def block(count: int) -> float:
-        begun = time.perf_counter()
-        for _ in range(count):
-            function()
-        if device.type == "cuda" and wait:
-            torch.cuda.synchronize(device)
-        return (time.perf_counter() - begun) / count
-
-    block(2)
-    count = torch.tensor([max(1, min(1000, int(SECONDS / 5 / max(block(1), 1e-7))))], device=device)
-    dist.all_reduce(count, op=dist.ReduceOp.MIN)
-    return float(np.median([block(int(count)) for _ in range(5)]))
+    machine = this_machine(1)
+    way = as_on(machine, ways_of(False, config.train.precision))
+    costs = Reader(load_task(config.task, config.task_args)).read(way).costs[way]
+    size = config.train.micro_batch_size or min(SAMPLES, config.train.global_batch_size)
+    counted: dict[tuple[float, ...], float] = {}
+    for name, part in costs.parts.items():
+        times = max(1, costs.order.count(name))
+        for shapes, counts in part.products.values():
+            for (m, n, k, batch), count in zip(shapes @ basis(size, 1), counts):
+                if min(m, n, k) >= 1 and m * k + k * n + m * n <= MOST_NUMBERS:
+                    key = (round(m), round(n), round(k))
+                    counted[key] = counted.get(key, 0.0) + float(max(1.0, batch) * count * times)
+    heavy = sorted(counted, key=lambda key: -float(np.prod(key)) * counted[key])[:PRODUCTS]
+    return [[*map(float, key), counted[key]] for key in heavy]
 
 
-if __name__ == "__main__":
-    main(sys.argv[1])
+def _run(workers: int, asked: dict[str, Any]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        wanted, out = Path(folder) / "wanted.json", Path(folder) / "found.json"
+        wanted.write_text(json.dumps(asked))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+        command += ["-m", "app.planner.gauge", str(wanted), str(out)]
+        with open(Path(folder) / "log", "w+") as log:
+            started = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
+            try:
+                started.wait(TIMEOUT)
+            except subprocess.TimeoutExpired:
+                raise RunFailed(f"calibration on {workers} processes took more than {TIMEOUT:.0f} s") from None
+            finally:
+                stop(started)
+            log.seek(0)
+            last = ([line for line in log.read().splitlines() if "Error" in line] or ["no word"])[0].strip()
+        if started.returncode or not out.exists():
+            raise RunFailed(f"calibration on {workers} processes failed: {last}")
+        return dict(json.loads(out.read_text()))

@@ -5,7 +5,8 @@ Beside the cluster's file if it is named by TRIREME_CLUSTER, else in ~/.cache/tr
     rates-GPU.json       what `trireme calibrate` found; goes before every fit and datasheet
     history.jsonl        one line per run: predicted and measured seconds and bytes
 
-The last few lines of a model on a GPU correct its next prediction by the median of measured over predicted.
+The last few lines of a model on a GPU correct its next prediction by the median of measured over predicted, of time
+and of memory. Short runs are noted too, but teach nothing: their step time says little.
 """
 
 from __future__ import annotations
@@ -13,13 +14,25 @@ from __future__ import annotations
 import json
 import os
 import statistics
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.data.files import cache_folder
 
+if TYPE_CHECKING:
+    from app.planner.evaluate import Machine
+
 REMEMBERED = 8
 """Runs of a model that its correction looks at."""
+MODELS = 3
+"""Models that must have run before a new one is corrected by what they took."""
+LEAST_SECONDS = 30.0
+"""Of training, before a run teaches anything."""
+LEAST_BYTES = 2**28
+"""Of memory: below that what a process takes beside the model is most of it."""
+KEPT = 2**20
+"""Bytes at the history's end that are read."""
 
 
 def folder() -> Path:
@@ -60,9 +73,11 @@ def note(line: dict[str, Any]) -> None:
 
 
 def history() -> list[dict[str, Any]]:
-    """Every run noted, oldest first; torn lines are passed over."""
+    """The runs noted last, oldest first; torn lines are passed over."""
     try:
-        lines = (folder() / "history.jsonl").read_text().splitlines()
+        with open(folder() / "history.jsonl", "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - KEPT))
+            lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return []
     found = []
@@ -76,12 +91,29 @@ def history() -> list[dict[str, Any]]:
     return found
 
 
-def correction(model: str, gpu: str, entries: list[dict[str, Any]] | None = None) -> float:
-    """Measured over predicted seconds per step of this model on this GPU, as the last runs had it; 1 if none did."""
+def correction(model: str, gpu: str, entries: list[dict[str, Any]] | None = None, of: str = "seconds") -> float:
+    """Measured over predicted, of: seconds per step or bytes, as the last long runs of this model on this GPU had it.
+
+    A model that never ran takes the median over the GPU's other models, where there are some; else it is 1.
+    """
     entries = history() if entries is None else entries
-    ratios = [
-        entry["measured_seconds"] / entry["uncorrected_seconds"]
-        for entry in entries
-        if entry.get("model") == model and entry.get("gpu") == gpu and entry.get("uncorrected_seconds")
-    ]
-    return min(4.0, max(0.25, statistics.median(ratios[-REMEMBERED:]))) if ratios else 1.0
+    ratios: dict[str, list[float]] = {}
+    for entry in entries:
+        measured, predicted = entry.get(f"measured_{of}"), entry.get(f"uncorrected_{of}")
+        told = entry.get("gpu") == gpu and entry.get("trained", LEAST_SECONDS) >= LEAST_SECONDS
+        if told and measured and predicted and (of == "seconds" or measured >= LEAST_BYTES):
+            ratios.setdefault(str(entry.get("model")), []).append(measured / predicted)
+    medians = {name: statistics.median(values[-REMEMBERED:]) for name, values in ratios.items()}
+    if model in medians:
+        found = medians[model]
+    else:
+        found = statistics.median(medians.values()) if len(medians) >= MODELS else 1.0
+    least, most = (0.25, 4.0) if of == "seconds" else (0.5, 2.0)
+    return min(most, max(least, found))
+
+
+def learned(machine: Machine, model: str) -> Machine:
+    """The machine with what a model's runs on it took of memory, over what was predicted."""
+    device = machine.device
+    factor = correction(model, device.gpu.name, of="bytes")
+    return replace(machine, device=replace(device, fragmentation=(1 + device.fragmentation) * factor - 1))

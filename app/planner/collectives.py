@@ -49,6 +49,13 @@ def gather_seconds(size: Array, ways: Array, stride: Array, link: Links) -> Arra
     return np.where(ways > 1, np.maximum(inside, outside) + hops, 0.0)
 
 
+def is_across(ways: Array, stride: Array, link: Links) -> Array:
+    """Whether such a group waits for the link between nodes rather than for that within."""
+    members, nodes = _placed(ways, stride, link)
+    outside = (nodes - 1) / nodes * np.maximum(1, link.per_node / members) / link.across
+    return (nodes > 1) & (outside >= (ways - 1) / ways / link.within)
+
+
 def reduce_seconds(size: Array, ways: Array, stride: Array, link: Links) -> Array:
     """An all-reduce of `size` bytes: a reduce-scatter and an all-gather; hops in a tree."""
     members, nodes = _placed(ways, stride, link)

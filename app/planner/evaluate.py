@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from app.planner.fitted import Costs
 from app.planner.rates import Rates
-from app.planner.read import ModelRead
+from app.planner.read import GPU, ModelRead
 from app.planner.sizes import Sizes, sizes
 from app.planner.stages import block_cut, stage_counts
 from app.planner.table import CHECKPOINTING, DATA, PRECISIONS, SCHEDULES, Table
@@ -53,6 +54,13 @@ class Settings:
     clip: bool = False
     correction: float = 1.0
     """What this model's computing was measured to take, over what was predicted."""
+    every: int = 1
+    """Of which blocks every one is, or every second is, …, recomputed under full checkpointing."""
+    compiled: bool = False
+    """Whether blocks are compiled into fused kernels."""
+    sequence_parallel: bool = True
+    stages: tuple[int, ...] | None = None
+    """Blocks per chunk of a pipeline, where the person has cut it."""
     memory_base: float = 0.0
     """Bytes a process takes without a model, where memory is the host's."""
 
@@ -73,6 +81,7 @@ class Group:
     """(rows,): column of `work` and of `pairs`."""
     pairs: Array
     """(2, pairs): micro-batch and tp."""
+    costs: Costs
     work: Work
     sizes: Sizes
     critical: Array
@@ -84,8 +93,13 @@ class Group:
 
     def part(self, name: str) -> Array:
         """(kinds, rows) of one of read.py's scalars, for the row's micro-batch and tp."""
-        parts = self.model.costs[self.way].parts
-        return np.array([np.maximum(p.at(name, *self.pairs), 0.0) for p in parts.values()])[:, self.at]
+        return np.array([np.maximum(p.at(name, *self.pairs), 0.0) for p in self.costs.parts.values()])[:, self.at]
+
+    @property
+    def recomputed_share(self) -> float:
+        """Of the blocks, those that are recomputed where any are."""
+        blocks = max(1, len(self.order))
+        return -(-blocks // self.settings.every) / blocks
 
     @property
     def itemsize(self) -> float:
@@ -150,6 +164,8 @@ class Evaluated:
 
     memory: dict[str, Array] = field(default_factory=dict)
     seconds: dict[str, Array] = field(default_factory=dict)
+    communication: dict[str, Array] = field(default_factory=dict)
+    """Exposed seconds by collective and link, such as all_gather.across; they are among `seconds`."""
     step: Array = field(default_factory=lambda: np.zeros(0))
     bytes: Array = field(default_factory=lambda: np.zeros(0))
     flops: Array = field(default_factory=lambda: np.zeros(0))
@@ -157,6 +173,8 @@ class Evaluated:
     """Whether every micro-batch's gradients are reduced: parallel.accumulate_sharded."""
     accumulates: Array = field(default_factory=lambda: np.zeros(0, bool))
     """Whether that is a question: sharded, several micro-batches, no pipeline."""
+    block_bytes: float = 0.0
+    """Of the largest block's parameters, whole."""
     blocks: dict[tuple[str, int, int], list[int]] = field(default_factory=dict)
     """(schedule, pp, chunks) → blocks of each chunk."""
 
@@ -174,17 +192,30 @@ def evaluate(read: Callable[[str], ModelRead], table: Table, machine: Machine, s
         precision = PRECISIONS[table.precision[first]]
         way = ways_of(bool(shards[first]) and table.pp[first] == 1, precision)
         schedule = SCHEDULES[table.schedule[first]]
-        group = _group(read(way), table.where(mask), machine, settings, way, precision, schedule, found)
+        group = _group(read(as_on(machine, way)), table.where(mask), machine, settings, way, precision, schedule, found)
         for name, values in _memory(group).items():
             found.memory.setdefault(name, np.zeros(len(table)))[mask] = values
         found.scattered[mask], found.accumulates[mask] = group.scattered, group.accumulates()
-        seconds, flops = timing(group)
+        seconds, flops, talk = timing(group)
+        for name, values in talk.items():
+            found.communication.setdefault(name, np.zeros(len(table)))[mask] = values
         for name, values in seconds.items():
             found.seconds.setdefault(name, np.zeros(len(table)))[mask] = values
         found.flops[mask] = flops
+        found.block_bytes = max(found.block_bytes, _largest_block(group))
     found.bytes = np.sum(list(found.memory.values()), axis=0)
     found.step = np.sum(list(found.seconds.values()), axis=0)
     return found
+
+
+def _largest_block(group: Group) -> float:
+    whole = group.sizes.local.max(1)
+    return max((float(size) for name, size in zip(group.kinds, whole) if name.startswith("block")), default=0.0)
+
+
+def as_on(machine: Machine, way: str) -> str:
+    """What read.py calls that way of having precision on that machine."""
+    return way if machine.device.gpu.name == "cpu" else way + GPU
 
 
 def _memory(group: Group) -> dict[str, Array]:
@@ -221,10 +252,10 @@ def _group(
     schedule: str,
     found: Evaluated,
 ) -> Group:
-    costs = model.costs[way]
+    costs = model.costs[as_on(machine, way)]
     pairs, at = np.unique(np.stack([table.micro_batch, table.tp]), axis=1, return_inverse=True)
     at = at.reshape(-1)
-    done = work(costs, way, precision, pairs[0], pairs[1], machine.device)
+    done = work(costs, way, precision, pairs[0], pairs[1], machine.device, settings.compiled)
     kinds = list(costs.parts)
     group = Group(
         table,
@@ -237,6 +268,7 @@ def _group(
         costs.order,
         at,
         pairs,
+        costs,
         done,
         sizes(model, costs, table.tp, table.dp_shard),
         np.zeros((len(kinds), len(table))),
@@ -260,7 +292,8 @@ def _cut(group: Group, found: Evaluated) -> None:
         if pp == 1:
             counts = group.counts_all[None, :]
         else:
-            blocks = block_cut(group.order, seconds, int(pp * chunks))
+            given = list(group.settings.stages or ())
+            blocks = given if len(given) == pp * chunks else block_cut(group.order, seconds, int(pp * chunks))
             found.blocks[group.schedule, int(pp), int(chunks)] = blocks
             counts = stage_counts(group.order, group.kinds, blocks, int(pp), group.schedule)
         load = counts @ np.array([seconds[name] for name in group.kinds])

@@ -7,21 +7,23 @@ from app.errors import UserError
 from app.job import options
 from app.planner.evaluate import Machine
 from app.planner.read import ModelRead
-from app.planner.table import Held
+from app.planner.table import Held, Table
 from app.planner.work import ways_of
 from strategies.dims import LayoutError
 from strategies.names import OWN, choose
 from strategies.options import PRECISIONS as RUNNABLE
-from strategies.options import check
+from strategies.options import check, checkpoint_every
 
 
 def held_of(config: Config, machine: Machine, given: frozenset[str]) -> tuple[Held, tuple[str, ...]]:
     """What is fixed, and the precisions to look at."""
     train, parallel = config.train, config.parallel
+    checkpoint_every(train.activation_checkpointing)  # refuses what is no mode
     precisions = [config.train.precision]
     if machine.device.gpu.name != "cpu":
         peaks = machine.device.gpu.peak
         precisions += [p for p in ("bf16", "fp16") if p in peaks and p in RUNNABLE][:1]
+    stages = _check_stages(config, given)
     strategy = config.strategy if "strategy" in given and config.strategy != "auto" else None
     data, parts = _strategy_parts(strategy)
     if parts is not None:
@@ -37,16 +39,34 @@ def held_of(config: Config, machine: Machine, given: frozenset[str]) -> tuple[He
             dp_replicate=parallel.dp_replicate if "parallel.dp_replicate" in given else None,
             dp_shard=parallel.dp_shard if "parallel.dp_shard" in given else None,
             tp=parallel.tp if "parallel.tp" in given else None,
-            pp=parallel.pp if "parallel.pp" in given else None,
+            pp=parallel.pp if "parallel.pp" in given else stages,
             micro_batch=train.micro_batch_size if "train.micro_batch_size" in given else None,
             checkpointing=train.activation_checkpointing if "train.activation_checkpointing" in given else None,
             precision=train.precision if "train.precision" in given else None,
-            schedule=getattr(parallel, "schedule", None) if "parallel.schedule" in given else None,
-            chunks=getattr(parallel, "chunks", None) if "parallel.chunks" in given else None,
+            schedule=parallel.schedule if given & {"parallel.schedule", "parallel.stages"} else None,
+            chunks=parallel.chunks if given & {"parallel.chunks", "parallel.stages"} else None,
             offload=parallel.offload if "parallel.offload" in given else None,
         ),
         tuple(dict.fromkeys(precisions)),
     )
+
+
+def _check_stages(config: Config, given: frozenset[str]) -> int | None:
+    """parallel.stages, held, also says how many stages there are where parallel.pp does not.
+
+    Raises:
+        LayoutError: it says how many blocks, but not of which pipeline.
+    """
+    parallel = config.parallel
+    if "parallel.stages" not in given or not parallel.stages:
+        return None
+    chunks = 2 if parallel.schedule == "zbv" else parallel.chunks if parallel.schedule == "interleaved_1f1b" else 1
+    if len(parallel.stages) % chunks or (parallel.pp or 0) * chunks not in (0, len(parallel.stages)):
+        raise LayoutError(
+            f"parallel.stages names {len(parallel.stages)} parts, but the pipeline has {(parallel.pp or 1) * chunks}: "
+            "write as many numbers as parts"
+        )
+    return len(parallel.stages) // chunks
 
 
 def _strategy_parts(strategy: str | None) -> tuple[tuple[str, ...], frozenset[str] | None]:
@@ -73,10 +93,27 @@ def _strategy_parts(strategy: str | None) -> tuple[tuple[str, ...], frozenset[st
     return names or ("none", "ddp", "fsdp"), frozenset(parts)
 
 
+def notes_of(config: Config, machine: Machine, given: frozenset[str], table: Table) -> list[str]:
+    """What of what is held was changed for some layouts, and what of it no time or memory is counted for."""
+    found = []
+    wanted = config.train.micro_batch_size
+    if "train.micro_batch_size" in given and wanted and len(table) and (table.micro_batch < wanted).any():
+        least = int(table.micro_batch.min())
+        found.append(
+            f"train.micro_batch_size is {wanted}, more than a worker's share of train.global_batch_size "
+            f"({config.train.global_batch_size}) in some layouts: it is {least} there"
+        )
+    if config.train.compile and machine.device.compiled_bytes == 1:
+        found.append("train.compile is not modelled on this device: times are those without")
+    elif config.train.compile:
+        found.append("train.compile is counted as fewer bytes and launches in blocks; memory is as without")
+    return found
+
+
 def refuse(config: Config, machine: Machine, held: Held, model: ModelRead) -> None:
     """Raises the sentence that says why no layout is left."""
     batch = config.train.global_batch_size
-    if held.data or held.dp_replicate or held.dp_shard or held.tp or held.pp:
+    if held.data or held.dp_replicate or held.dp_shard or held.tp or held.pp or held.offload:
         layout = choose(
             config.strategy if held.data else "auto",
             machine.world,
@@ -95,6 +132,11 @@ def refuse(config: Config, machine: Machine, held: Held, model: ModelRead) -> No
         )
     if held.pp and held.pp > max(1, len(model.blocks)):
         raise LayoutError(f"parallel.pp is {held.pp}, but the model has only {len(model.blocks)} blocks")
+    if held.schedule and (held.pp or 0) > 1:
+        raise LayoutError(
+            f"parallel.schedule is {held.schedule}, which no micro-batches of train.global_batch_size {batch} can feed "
+            f"on {held.pp} stages: write a larger batch, fewer stages, or 1f1b"
+        )
     degrees = [d for d in range(1, batch + 1) if batch % d == 0]
     raise LayoutError(
         f"train.global_batch_size is {batch}, which {machine.world} workers cannot share as they are held: the number "

@@ -5,16 +5,22 @@
 
 A configuration that fails, out of memory included, is reported and ends its processes; the rest run in new ones. On a
 GPU memory is the peak that torch allocated; on a CPU the peak of the process, of which `base` was there before.
+
+Nothing else is harmed: a worker may be told how many bytes it can have; where memory ends all the same, the kernel
+takes these processes first (oom_score_adj); and none outlives the one that started them (stop, and prctl).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import gc
 import json
 import os
 import re
+import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -27,6 +33,10 @@ from typing import Any
 
 BUDGET = 0.9
 """Seconds of steps to measure of each configuration, after warming up."""
+PATIENCE = 10.0
+"""Seconds that processes have to end after they were asked to."""
+FIRST_USE = 50 * 2**20
+"""Bytes of torch's libraries that a process on a CPU loads with the first step that it trains."""
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """Memory that is freed goes back at once, so that a process's size says what it holds."""
 
@@ -40,51 +50,93 @@ class Measured:
     """Bytes the process took before, on a CPU."""
     failure: str = ""
 
+    @property
+    def own(self) -> float:
+        """Bytes of what was trained, which is what plans count."""
+        return max(0.0, self.bytes - self.base - (FIRST_USE if self.base else 0))
+
 
 def measure(
-    configs: list[dict[str, Any]], workers: int, *, timeout: float = 240.0, budget: float = BUDGET
+    configs: list[dict[str, Any]],
+    workers: int,
+    *,
+    timeout: float = 240.0,
+    budget: float = BUDGET,
+    limit: float | None = None,
 ) -> list[Measured]:
-    """What each configuration (a whole one, as `to_dict` gives) was measured to take on `workers` processes here."""
+    """What each configuration (a whole one, as `to_dict` gives) was measured to take on `workers` processes here.
+
+    budget: seconds of steps to measure; 0: only that it runs. limit: bytes that a process on a CPU may take beside
+    what it has before the model; beyond that it fails, as if memory had ended.
+    """
     found: list[Measured] = []
     while len(found) < len(configs):
-        got = _start(configs[len(found) :], workers, timeout, budget)
+        got = _start({"configs": configs[len(found) :], "budget": budget, "limit": limit}, workers, timeout)
         found += got
         if len(found) < len(configs) and (not got or got[-1].seconds is not None):
             found.append(Measured(None, failure="the processes ended without a word"))
     return found
 
 
-def _start(configs: list[dict[str, Any]], workers: int, timeout: float, budget: float) -> list[Measured]:
+def _start(asked: dict[str, Any], workers: int, timeout: float) -> list[Measured]:
     with tempfile.TemporaryDirectory() as folder:
         wanted, out = Path(folder) / "wanted.json", Path(folder) / "out.jsonl"
-        wanted.write_text(json.dumps({"configs": configs, "budget": budget}))
+        wanted.write_text(json.dumps(asked))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
         command += ["-m", "app.planner.measure", str(wanted), str(out)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **MALLOC}
         with open(Path(folder) / "log", "w+") as log:
+            agent = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
             try:
-                subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=timeout, check=False)
+                agent.wait(timeout)
             except subprocess.TimeoutExpired:
-                log.write("it took too long")
+                log.write(f"\nit took too long: more than {timeout:.0f} s\n")
+            finally:
+                stop(agent)
             log.flush()
             log.seek(0)
             said = log.read()
         lines = out.read_text().splitlines() if out.exists() else []
         found = [Measured(**json.loads(line)) for line in lines]
-        if len(found) < len(configs) and (not found or found[-1].seconds is not None):
+        if len(found) < len(asked["configs"]) and (not found or found[-1].seconds is not None):
             found.append(Measured(None, failure=_reason(said)))
         return found
 
 
+def stop(agent: subprocess.Popen[Any]) -> None:
+    """Ends torchrun and all that it has started; its workers are sessions of their own, so each is looked for."""
+    import psutil
+
+    if agent.poll() is not None:
+        return  # it has ended, and its workers with it
+    started = psutil.Process(agent.pid).children(recursive=True)
+    agent.terminate()
+    try:
+        agent.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        agent.kill()
+        agent.wait()
+    for process in started:  # psutil knows a process by its start too, so a number that is used again is not hit
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if process.is_running():
+                process.kill()
+    psutil.wait_procs(started, timeout=PATIENCE)
+
+
 def _reason(said: str) -> str:
-    lines = [line for line in said.splitlines() if re.search(r"Error:|took too long|Killed|Signal", line)]
-    return lines[0].strip()[:300] if lines else "the processes ended without a word"
+    """The line that says it best; torchrun puts its own around every line of a worker's."""
+    for wanted in (r"took too long", r"out of memory|OutOfMemory|can't allocate|MemoryError", r"Error:|Killed|Signal"):
+        for line in said.splitlines():
+            if re.search(wanted, line):
+                return re.sub(r"^(\[\w+\]:)+", "", line.strip())[:300]
+    return "the processes ended without a word"
 
 
 # --- in the processes -------------------------------------------------------------------------------------------
 
 
 def main(wanted: str, out: str) -> None:
+    _expendable()
     import torch
     import torch.distributed as dist
 
@@ -97,7 +149,7 @@ def main(wanted: str, out: str) -> None:
     asked = json.loads(Path(wanted).read_text())
     for number, config in enumerate(asked["configs"]):
         with tempfile.TemporaryDirectory() as folder:
-            found = _one(config, rank, device, f"{folder}/{number}", asked["budget"])
+            found = _one(config, rank, device, f"{folder}/{number}", asked["budget"], asked["limit"])
         if rank == 0:
             with open(out, "a") as file:
                 file.write(json.dumps(dataclasses.asdict(found)) + "\n")
@@ -105,7 +157,22 @@ def main(wanted: str, out: str) -> None:
     dist.destroy_process_group()
 
 
-def _one(values: dict[str, Any], rank: int, device: Any, folder: str, budget: float) -> Measured:
+def _expendable() -> None:
+    """The kernel takes this process first when memory ends, and ends it with the one that started it."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _bound(limit: float | None, device: Any) -> None:
+    """Lets this process have `limit` bytes more than it has; on a GPU memory has its own end."""
+    if limit is not None and device.type == "cpu":
+        most = int(_status("VmData") + limit)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+def _one(values: dict[str, Any], rank: int, device: Any, folder: str, budget: float, limit: float | None) -> Measured:
     import torch.distributed as dist
 
     from app.config_file import from_dict
@@ -119,6 +186,7 @@ def _one(values: dict[str, Any], rank: int, device: Any, folder: str, budget: fl
     prepared = prepare(config, read_task(config), world, devices_per_node=world)
     gc.collect()  # what the configuration before has left
     base = _start_peak(device)
+    _bound(limit, device)
     job = Job(config, prepared.layout, folder, "measure", "measure", 10**9, os.getcwd())
     training = Training(job, Place(rank, world, rank, device), Silence())
     batches = training.batches()
@@ -130,7 +198,7 @@ def _one(values: dict[str, Any], rank: int, device: Any, folder: str, budget: fl
 
 
 def _timed(advance: Callable[[], None], device: Any, budget: float) -> float:
-    """Seconds per step, the median of five blocks, after three steps to warm up."""
+    """Seconds per step, the median of five blocks, after three steps to warm up; budget 0: of one step after two."""
     import torch
     import torch.distributed as dist
 
@@ -146,6 +214,8 @@ def _timed(advance: Callable[[], None], device: Any, budget: float) -> float:
         return (time.perf_counter() - begun) / count
 
     steps(2)
+    if not budget:
+        return steps(1)
     each = int(max(1, min(20, budget / 5 / _agreed(steps(1), device))))
     return statistics.median(steps(each) for _ in range(5))
 

@@ -64,7 +64,9 @@ def saved_by_mode(group: Group) -> Array:
     saved, kept, boundary = group.part("saved"), group.part("kept"), group.part("boundary")
     is_block = np.array([name.startswith("block") for name in group.kinds])[:, None]
     mode = group.table.checkpointing
-    recomputed = np.where(mode == 2, boundary, np.minimum(kept + boundary, saved))
+    share = group.recomputed_share
+    full = boundary * share + saved * (1 - share)
+    recomputed = np.where(mode == 2, full, np.minimum(kept + boundary, saved))
     return np.where(is_block & (mode > 0), recomputed, saved)
 
 
@@ -73,7 +75,8 @@ def _activations(group: Group, number: Array, counts: Array, gradients: Array) -
     table = group.table
     saved, extra, forward_extra = saved_by_mode(group), group.part("extra"), group.part("forward_extra")
     is_block = np.array([name.startswith("block") for name in group.kinds])[:, None]
-    again = np.where(is_block & (table.checkpointing > 0), np.maximum(group.part("saved") - saved, 0), 0.0)
+    least = group.part("boundary") if group.settings.every > 1 else saved  # of one that is recomputed
+    again = np.where(is_block & (table.checkpointing > 0), np.maximum(group.part("saved") - least, 0), 0.0)
     if (table.pp > 1).any():
         flying = in_flight(group.schedule, number, table.pp, table.micro_batches, table.chunks)
         worst = np.where(counts > 0, again + extra, 0.0).max(0)

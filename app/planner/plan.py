@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,15 +11,19 @@ import numpy as np
 from app.config import Config
 from app.errors import UserError
 from app.planner.calibration import correction
-from app.planner.evaluate import Evaluated, Machine, Settings, evaluate
-from app.planner.held import held_of, refuse, ways_needed
+from app.planner.evaluate import Evaluated, Machine, Settings, as_on, evaluate
+from app.planner.held import held_of, notes_of, refuse, ways_needed
 from app.planner.read import ModelRead, Reader
 from app.planner.table import CHECKPOINTING, PRECISIONS, SCHEDULES, Held, Table, enumerate_layouts
 from app.tasks.base import Task
 from strategies.dims import LayoutError
 from strategies.names import choose
+from strategies.options import checkpoint_every
+from strategies.pipeline.cut import require
 
 RANKS = ("time", "cost", "memory")
+NEAR = 1.03
+"""Layouts within this of the fastest's time are as good."""
 GIB = 2**30
 
 
@@ -40,6 +44,11 @@ class Plan:
     steps: int
     seconds: dict[str, float] = field(default_factory=dict)
     """What planning itself took: reading the model, and the layouts."""
+    rank: str = "time"
+    given: frozenset[str] = frozenset()
+    """Keys that are held fixed."""
+    notes: list[str] = field(default_factory=list)
+    """What of what is held was changed, or is not modelled."""
 
     @property
     def model(self) -> ModelRead:
@@ -58,7 +67,7 @@ class Plan:
         schedule, pp, chunks = SCHEDULES[table.schedule[row]], int(table.pp[row]), int(table.chunks[row])
         blocks = costs.blocks.get((schedule, pp, chunks))
         price = machine.price_per_hour
-        cost = price * machine.world * seconds / 3600 if price else None
+        cost = None if price is None else price * machine.world * seconds / 3600
         peak = machine.device.gpu.rate(PRECISIONS[table.precision[row]])
         fits = bool(self.fits[row])
         return {
@@ -82,12 +91,13 @@ class Plan:
             "memory": {name: int(values[row]) for name, values in costs.memory.items()},
             "step_seconds": seconds,
             "seconds": {name: float(values[row]) for name, values in costs.seconds.items()},
+            "communication": {name: float(values[row]) for name, values in costs.communication.items()},
             "samples_per_second": samples,
             f"{self.model.unit}_per_second": items,
             "tokens_per_second": items if self.model.unit == "tokens" else None,
             "mfu": float(costs.flops[row]) / (seconds * machine.world * peak),
             "cost_per_step": cost,
-            "cost_per_run": cost * self.steps if cost else None,
+            "cost_per_run": None if cost is None else cost * self.steps,
             "energy_kwh_per_run": machine.device.gpu.watts * machine.world * seconds * self.steps / 3.6e6,
             "fits": fits,
             "why_not": None if fits else why_not(self, row),
@@ -131,8 +141,10 @@ def make_plan(
     parallel = config.parallel
     reader = reader or Reader(task, sequence_parallel=parallel.sequence_parallel, loss_parallel=parallel.loss_parallel)
     held, precisions = held_of(config, machine, given)
+    if "parallel.stages" in given and parallel.stages:
+        require(parallel.stages, len(reader.model.blocks), len(parallel.stages))
     for way in ways_needed(held, precisions):
-        reader.read(way)
+        reader.read(as_on(machine, way))
     read = time.perf_counter() - begun
     begun = time.perf_counter()
     model = reader.model
@@ -154,9 +166,14 @@ def make_plan(
     settings = settings_of(
         config, machine, correction(model_name(config), machine.device.gpu.name) if corrected else 1.0
     )
+    if held.checkpointing is None:
+        settings = replace(settings, every=1)
+    if "parallel.stages" not in given:
+        settings = replace(settings, stages=None)
     costs = evaluate(reader.read, table, machine, settings)
     plan = Plan(config, task, reader, machine, settings, held, table, costs, np.zeros(0, int), steps_of(config, model))
     plan.order = ranked(plan, rank)
+    plan.rank, plan.given, plan.notes = rank, given, notes_of(config, machine, given, table)
     plan.seconds = {"model": read, "layouts": time.perf_counter() - begun}
     return plan
 
@@ -179,6 +196,10 @@ def settings_of(config: Config, machine: Machine, corrected: float = 1.0) -> Set
         bucket_bytes=(parallel.bucket_mb or 25.0) * 2**20,
         clip=config.train.clip_norm is not None,
         correction=corrected,
+        every=checkpoint_every(config.train.activation_checkpointing) or 1,
+        compiled=config.train.compile and config.train.compile_backend == "inductor",
+        sequence_parallel=parallel.sequence_parallel,
+        stages=tuple(parallel.stages) if parallel.stages else None,
         memory_base=PROCESS_BYTES if is_cpu else 0.0,
     )
 
@@ -187,7 +208,11 @@ PROCESS_BYTES = 0.0
 
 
 def ranked(plan: Plan, rank: str) -> np.ndarray:
-    """Rows best first. Equally good ones (within 0.1 %) by less memory, then by the simpler layout."""
+    """Rows best first. Equally good ones (within 0.1 %) by less memory, then by the simpler layout.
+
+    Of layouts within `NEAR` of the fastest the simplest comes first: what is gained by another is less than what is
+    known. Cost is time where the machine is given: all of its devices are paid for.
+    """
     if rank not in RANKS:
         raise UserError(f"--rank-by is {rank!r}: write {', '.join(RANKS)}")
     table, costs = plan.table, plan.costs
@@ -195,7 +220,20 @@ def ranked(plan: Plan, rank: str) -> np.ndarray:
     rounded = np.round(np.log(costs.step) * 1000)
     first = np.round(np.log(costs.bytes) * 100) if rank == "memory" else rounded
     measure = np.where(plan.fits, first, np.log(costs.bytes) * 1000)
-    return np.lexsort((simple, costs.bytes, rounded, measure, ~plan.fits))
+    order = np.lexsort((simple, costs.bytes, rounded, measure, ~plan.fits))
+    if rank == "memory" or not plan.fits.any():
+        return order
+    near = order[plan.fits[order] & (costs.step[order] <= NEAR * costs.step[plan.fits].min())]
+    kind = _kind(table)[near]
+    simplest = near[np.argmax(kind == kind.min())]
+    return np.concatenate([[simplest], order[order != simplest]])
+
+
+def _kind(table: Table) -> np.ndarray:
+    """How many ideas a layout takes: one GPU, ddp, fsdp, zero, hsdp; then tensor, offload, pipeline."""
+    data = np.array([0, 1, 3, 4, 2])[table.data]
+    both = (table.dp_replicate > 1) & (table.dp_shard > 1)
+    return data + 2 * both + 10 * (table.tp > 1) + 20 * table.offload + 100 * (table.pp > 1)
 
 
 def steps_of(config: Config, model: ModelRead) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from app.config import Config
-from app.planner.calibration import correction
+from app.errors import UserError
+from app.planner.calibration import correction, learned
 from app.planner.evaluate import Machine, evaluate
 from app.planner.plan import Plan, make_plan, model_name, settings_of
 from app.planner.read import Reader
@@ -30,6 +32,8 @@ class Prediction:
     memory: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     correction: float = 1.0
+    """What history made of the seconds: this times what was predicted without it."""
+    memory_correction: float = 1.0
     fits: bool = True
 
 
@@ -46,7 +50,8 @@ def predict(
     reader = reader or Reader(
         task, sequence_parallel=config.parallel.sequence_parallel, loss_parallel=config.parallel.loss_parallel
     )
-    factor = correction(model_name(config), machine.device.gpu.name)
+    before, factor = machine, correction(model_name(config), machine.device.gpu.name)
+    machine = learned(machine, model_name(config))
     found = evaluate(reader.read, row_of(config, layout), machine, settings_of(config, machine, factor))
     return Prediction(
         float(found.bytes[0]),
@@ -54,6 +59,7 @@ def predict(
         {name: float(values[0]) for name, values in found.memory.items()},
         {name: float(values[0]) for name, values in found.seconds.items()},
         factor,
+        (1 + machine.device.fragmentation) / (1 + before.device.fragmentation),
         bool(found.bytes[0] <= machine.capacity),
     )
 
@@ -88,6 +94,10 @@ def row_of(config: Config, layout: Layout) -> Table:
     return Table(**{name: np.array([value]) for name, value in columns.items()})
 
 
+class FitsNowhere(UserError):
+    """No layout of the model fits the machine's memory."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """What auto decided: the layout, what of the configuration it sets, and why, in a sentence."""
@@ -96,23 +106,41 @@ class Choice:
     micro_batch_size: int | None
     activation_checkpointing: str
     sentence: str
-    accumulate_sharded: bool | None = None
+    parallel: dict[str, Any] = field(default_factory=dict)
+    """Of `parallel`: schedule, chunks and stages of a pipeline, offload, accumulate_sharded; those it decides."""
+
+    def set_in(self, config: Config) -> None:
+        config.train.micro_batch_size = self.micro_batch_size
+        config.train.activation_checkpointing = self.activation_checkpointing
+        for key, value in self.parallel.items():
+            setattr(config.parallel, key, value)
 
 
-def choose_layout(config: Config, task: Task, workers: int, devices: Iterable[str] | Machine | None = None) -> Choice:
+def choose_layout(
+    config: Config,
+    task: Task,
+    workers: int,
+    devices: Iterable[str] | Machine | None = None,
+    per_node: int | None = None,
+) -> Choice:
     """The layout that `strategy: auto` means, for a number of workers on this machine or `devices` of the catalogue.
 
-    Degrees, micro-batch and precision that are written stay; activations are recomputed, and pipelines used, only if
-    nothing fits otherwise. Where planning is impossible the choice is what it was without a planner, and says so.
+    Degrees, micro-batch and precision that are written stay; activations are recomputed, pipelines used, and state
+    kept in host memory, only if nothing fits otherwise. Where planning is impossible the choice is what it was without
+    a planner, and says so. per_node: workers of one node, where that is known.
+    Raises:
+        FitsNowhere: what is needed, what is there, and what would do.
     """
     wanted = config.parallel
     degrees = {name: getattr(wanted, name) for name in ("dp_replicate", "dp_shard", "tp", "pp")}
     written = {f"parallel.{name}" for name, value in degrees.items() if value is not None}
-    if workers == 1 or len(written) == 4:
+    if len(written) == 4:
         return Choice(choose("auto", workers, **degrees), config.train.micro_batch_size, _mode(config), "")
     try:
-        machine = devices if isinstance(devices, Machine) else _machine(devices, workers)
-        return _planned(config, task, machine, written)
+        machine = devices if isinstance(devices, Machine) else _machine(devices, workers, per_node)
+        return _planned(config, task, learned(machine, model_name(config)), written)
+    except FitsNowhere:
+        raise
     except Exception as error:
         layout = choose("auto", workers, **degrees)
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -121,45 +149,74 @@ def choose_layout(config: Config, task: Task, workers: int, devices: Iterable[st
         )
 
 
-def _machine(devices: Iterable[str] | None, workers: int) -> Machine:
+def _machine(devices: Iterable[str] | None, workers: int, per_node: int | None) -> Machine:
     from app.planner.where import Asked, find
 
     names = list(devices or ())
     if names:
         return find(Asked(gpus=workers, gpu=names[0], per_node=min(workers, len(names))), str(workers))
-    return running(workers)
+    return running(workers, per_node)
 
 
 def _planned(config: Config, task: Task, machine: Machine, written: set[str]) -> Choice:
-    train = config.train
-    given = written | {"train.precision", "train.activation_checkpointing", "parallel.offload"}
-    if train.micro_batch_size is not None:
-        given = given | {"train.micro_batch_size"}
-    plan = make_plan(config, task, machine, given=frozenset(given))
-    row = _simplest(plan, allow_pipeline="parallel.pp" in written)
-    if row is None and train.activation_checkpointing == "none":
-        plan = make_plan(
-            config, task, machine, given=frozenset(given - {"train.activation_checkpointing"}), reader=plan.reader
-        )
-        row = _simplest(plan, allow_pipeline=False)
-    if row is None:
-        row = _simplest(plan, allow_pipeline=True)
-    if row is None:
-        from app.planner.nowhere import nowhere
-
-        raise ValueError(nowhere(plan)[0])
-    found = plan.layout(row)
+    plan, row = _search(config, task, machine, written)
+    found, train = plan.layout(row), config.train
     parallel = found["parallel"]
     layout = choose(
         found["strategy"], machine.world, **{key: parallel[key] for key in ("dp_replicate", "dp_shard", "tp", "pp")}
     )
-    size = found["micro_batch_size"]
+    size = _whole_share(plan, row) if train.micro_batch_size is None else found["micro_batch_size"]
     mode = found["activation_checkpointing"] if train.activation_checkpointing == "none" else _mode(config)
+    sets: dict[str, Any] = {"offload": True} if parallel["offload"] else {}
+    if parallel["accumulate_sharded"] is not None:
+        sets["accumulate_sharded"] = parallel["accumulate_sharded"]
+    if parallel["pp"] > 1 and "parallel.pp" not in written:
+        sets |= {key: parallel[key] for key in ("schedule", "chunks", "stages")}
     sentence = (
         f"strategy auto is {layout}, micro-batches of {size}, activation checkpointing {mode}: predicted "
         f"{found['step_seconds']:.3g} s per step and {found['memory_bytes'] / 2**30:.2f} GiB per worker"
     )
-    return Choice(layout, size, mode, sentence, parallel["accumulate_sharded"])
+    return Choice(layout, size, mode, sentence, sets)
+
+
+def _search(config: Config, task: Task, machine: Machine, written: set[str]) -> tuple[Plan, int]:
+    """The simplest layout that is about the best, and its plan; less is allowed first, more where nothing fits."""
+    train, parallel = config.train, config.parallel
+    given = written | {"train.precision", "train.activation_checkpointing", "parallel.offload"}
+    if train.micro_batch_size is not None:
+        given = given | {"train.micro_batch_size"}
+    if "parallel.pp" in written:
+        given = given | {"parallel.schedule", "parallel.chunks"}
+    own = "parallel.pp" in written
+    more = frozenset({"train.activation_checkpointing"} if train.activation_checkpointing == "none" else ())
+    attempts = [(frozenset[str](), own), (more, own), (more, True)]
+    if not parallel.offload and machine.device.gpu.name != "cpu":
+        attempts.append((more | {"parallel.offload"}, True))
+    plans: dict[frozenset[str], Plan] = {}
+    reader = None
+    for free, pipelines in attempts:
+        if free not in plans:
+            plans[free] = make_plan(config, task, machine, given=frozenset(given - free), reader=reader)
+        plan = plans[free]
+        reader = plan.reader
+        row = _simplest(plan, allow_pipeline=pipelines)
+        if row is not None:
+            return plan, row
+    from app.planner.nowhere import nowhere
+
+    raise FitsNowhere("strategy auto finds nothing that fits. " + " ".join(nowhere(plan)))
+
+
+def _whole_share(plan: Plan, row: int) -> int:
+    """The layout's micro-batch; the worker's whole share where plans did not look at it, and it fits and is as fast."""
+    from app.planner.probe import costs_of
+
+    size, share = int(plan.table.micro_batch[row]), plan.config.train.global_batch_size // int(plan.table.dp[row])
+    if plan.table.pp[row] > 1 or size == share:
+        return size
+    whole = costs_of(plan, row, np.array([share]))
+    good = whole.bytes[0] <= plan.machine.capacity and whole.step[0] <= NEAR * plan.costs.step[row]
+    return share if good else size
 
 
 def _mode(config: Config) -> str:

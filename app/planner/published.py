@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 from app.errors import UserError
 from app.planner.evaluate import Evaluated, Machine, Settings, evaluate
 from app.planner.rates import Rates, rates
-from app.planner.read import CAST, ModelRead, Reader
+from app.planner.read import CAST, GPU, ModelRead, Reader
 from app.planner.table import CHECKPOINTING, DATA, PRECISIONS, Table
 from app.tasks.base import Task
 
@@ -163,8 +163,8 @@ class PublishedTask(Task):
 def model_of(d_model: int, n_layers: int, n_heads: int, vocab_size: int, sequence: int) -> ModelRead:
     """The row's model, read off a GPT-2 with two blocks, of which the second stands for all others."""
     task = PublishedTask(d_model=d_model, n_heads=n_heads, vocab_size=vocab_size, sequence=sequence)
-    read = Reader(task, tensor=False).read(CAST)
-    costs, (first, second) = read.costs[CAST], read.blocks
+    read = Reader(task, tensor=False).read(CAST + GPU)
+    costs, (first, second) = read.costs[CAST + GPU], read.blocks
     parameters = [p for p in read.size.parameters if not p.name.startswith(second + ".")]
     block = [p for p in read.size.parameters if p.name.startswith(second + ".")]
     blocks = [first, *(f"{second}.{i}" for i in range(n_layers - 1))]
@@ -174,7 +174,7 @@ def model_of(d_model: int, n_layers: int, n_heads: int, vocab_size: int, sequenc
         read,
         blocks=blocks,
         size=dataclasses.replace(read.size, parameters=tuple(parameters)),
-        costs={CAST: dataclasses.replace(costs, order=[costs.order[0]] * n_layers)},
+        costs={CAST + GPU: dataclasses.replace(costs, order=[costs.order[0]] * n_layers)},
     )
 
 

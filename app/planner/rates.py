@@ -58,6 +58,12 @@ class Rates:
     """Share of backward's computing behind which gradients' communication can hide."""
     unit: float = 0.0
     """Seconds that gathering or scattering a unit costs beside the sending; hidden on GPUs."""
+    unit_operations: float = 40.0
+    """Operations' worth of the host that a sharded unit costs in forward, and in backward: copies, events, hooks."""
+    compiled_bytes: float = 0.45
+    """Share of a block's element-wise bytes that torch.compile's fused kernels still move."""
+    compiled_operations: float = 0.3
+    """Share of a block's operations that are still launched."""
     tensor_step: float = 0.0
     """Seconds the optimizer needs per sharded or split parameter beside moving it; hidden on GPUs."""
     stage: float = 0.05

@@ -39,6 +39,10 @@ from strategies.tensor_plan import make_plan
 BATCHES = (2, 4)
 PLAIN, CAST, AUTOCAST = "plain", "cast", "autocast"
 """How precision is had: float32; every number 16 bits (sharded strategies); torch.autocast (the others)."""
+GPU = " on a GPU"
+"""After one of these: the same, with what a GPU's kernels fuse and a CPU's do not."""
+ROOM = 0.8
+"""Share of the host's free memory that a model may take which must be run for real; activations come on top."""
 
 
 @dataclass
@@ -109,7 +113,7 @@ class Reader:
             raise UserError("the task's model has no parameters, so there is nothing to plan")
 
     def read(self, way: str = PLAIN) -> ModelRead:
-        """The model with its costs under `way` among its `costs`."""
+        """The model with its costs under `way` (PLAIN, or CAST + GPU, …) among its `costs`."""
         if way not in self.model.costs:
             self.model.costs[way] = self._costs(way)
             self.model.note = self.note
@@ -158,15 +162,30 @@ class Reader:
                     raise
                 self.real = True
                 self.note = f"the model's code looks at values ({_first_line(error)}): run for real, once, on the CPU"
+        self._require_room(way)
         return self._traced(batch, tp, way, None)
 
+    def _require_room(self, way: str) -> None:
+        """Raises UserError if this host has no room to run the model for real."""
+        import psutil
+
+        numbers = self.model.parameters
+        needed, free = numbers * (4 + (4 if way.startswith(CAST) else 8)), psutil.virtual_memory().available
+        if needed > ROOM * free:
+            raise UserError(
+                "the model's code looks at values, so it must be run for real to be planned, and that takes "
+                f"{needed / 2**30:.1f} GiB and its activations where {free / 2**30:.1f} GiB are free: plan it on a "
+                "larger machine, or plan the same model with fewer layers"
+            )
+
     def _traced(self, batch: int, tp: int, way: str, mode: FakeTensorMode | None) -> Trace:
-        module = self.task.build_model() if mode is None else self._fake(mode, way)
+        module = self.task.build_model() if mode is None else self._fake(mode, way.removesuffix(GPU))
         module.train()
         peers = None
         if tp > 1:
             peers, _ = one_part(module, self.task.tensor_plan(module), tp, **self.parallel_options)
         values: Any = self.batches[batch]
+        gpu, way = way.endswith(GPU), way.removesuffix(GPU)
         if way == CAST:
             if mode is None:
                 module.to(torch.bfloat16)
@@ -182,7 +201,7 @@ class Reader:
                 return self.task.loss(model, values)
 
         with mode or contextlib.nullcontext(), _quietly():
-            return watch(module, self.blocks, loss, peers)
+            return watch(module, self.blocks, loss, peers, gpu)
 
     def _fake(self, mode: FakeTensorMode, way: str) -> nn.Module:
         dtype = torch.bfloat16 if way == CAST else None

@@ -1,4 +1,7 @@
-"""What a run took beside what was predicted: noted when it ends, shown by `trireme plan --history`."""
+"""What a run took beside what was predicted: noted when it ends, shown by `trireme plan --history`.
+
+Memory is what the model brought, as plans count it: on a CPU without what the process took before there was a model.
+"""
 
 from __future__ import annotations
 
@@ -8,40 +11,53 @@ import time
 from typing import Any
 
 from app.config import Config
-from app.planner.calibration import history, note
+from app.planner.calibration import LEAST_SECONDS, history, note
+from app.planner.measure import FIRST_USE
 from app.planner.plan import GIB, model_name
 from app.planner.prediction import Prediction, predict
 from app.planner.where import running
 from app.tasks import load_task
 from strategies.names import Layout
 
-LEAST_SECONDS = 30.0
-"""Shorter runs are not noted: their step time says little, and reading the model would be much beside them."""
-
 
 def record(config: Config, layout: Layout, seconds: float, memory: float, trained: float) -> dict[str, float]:
-    """Notes a run; figures to log. Empty for a short one, and where the model cannot be planned.
+    """Notes a run; figures to log. Empty where the model cannot be planned.
 
-    seconds: measured per step. memory: bytes of the fullest worker. trained: seconds the training took.
+    seconds: measured per step. memory: bytes that training took on the fullest worker, 0 where that is not known.
+    trained: seconds the training took; plans learn from those that took long.
     """
-    if trained < LEAST_SECONDS or seconds <= 0:
+    if seconds <= 0:
         return {}
     try:
         machine = running(layout.dims.world_size)
         found = predict(config, load_task(config.task, config.task_args), layout, machine)
+        if memory and machine.device.gpu.name == "cpu":
+            memory = max(0.0, memory - FIRST_USE)
     except Exception:  # whatever is wrong with a prediction, the run itself was right
         return {}
-    note(entry(config, layout, machine.device.gpu.name, found, seconds, memory))
-    return {
+    note(entry(config, layout, machine.device.gpu.name, found, seconds, memory, trained))
+    figures = {
         "plan/step_seconds": found.step_seconds,
-        "plan/memory_bytes": found.memory_bytes,
+        "plan/step_seconds_measured": seconds,
         "plan/step_error": found.step_seconds / seconds - 1,
-        "plan/memory_error": found.memory_bytes / memory - 1 if memory else 0.0,
+        "plan/memory_bytes": found.memory_bytes,
     }
+    if memory > 0:
+        figures |= {"plan/memory_bytes_measured": memory, "plan/memory_error": found.memory_bytes / memory - 1}
+    return figures
 
 
-def entry(config: Config, layout: Layout, gpu: str, found: Prediction, seconds: float, memory: float) -> dict[str, Any]:
+def entry(
+    config: Config,
+    layout: Layout,
+    gpu: str,
+    found: Prediction,
+    seconds: float,
+    memory: float,
+    trained: float = LEAST_SECONDS,
+) -> dict[str, Any]:
     return {
+        "trained": trained,
         "time": time.time(),
         "run": config.run.name,
         "model": model_name(config),
@@ -52,6 +68,7 @@ def entry(config: Config, layout: Layout, gpu: str, found: Prediction, seconds: 
         "uncorrected_seconds": found.step_seconds / found.correction,
         "measured_seconds": seconds,
         "predicted_bytes": found.memory_bytes,
+        "uncorrected_bytes": found.memory_bytes / found.memory_correction,
         "measured_bytes": memory,
     }
 
@@ -62,18 +79,40 @@ def history_text(as_json: bool = False) -> str:
     if as_json:
         return json.dumps(entries)
     if not entries:
-        return "no run has been noted yet: runs that train for half a minute are"
+        return "no run has been noted yet: every run that trains long enough to show its speed is"
     lines = [f"{'run':20s} {'layout':34s} {'predicted':>10s} {'measured':>10s}  {'error':>6s}    memory"]
-    errors = []
     for one in entries[-40:]:
-        error = one["predicted_seconds"] / one["measured_seconds"] - 1
-        errors.append(abs(error))
+        memory = f"{one['predicted_bytes'] / GIB:.2f} GiB"
+        if _measured_memory(one):
+            memory += f", measured {one['measured_bytes'] / GIB:.2f}"
         lines.append(
             f"{one['run'][:20]:20s} {one['layout'][:34]:34s} {1e3 * one['predicted_seconds']:8.1f}ms "
-            f"{1e3 * one['measured_seconds']:8.1f}ms {100 * error:+6.0f}%  {one['predicted_bytes'] / GIB:.2f} GiB, "
-            f"measured {one['measured_bytes'] / GIB:.2f}"
+            f"{1e3 * one['measured_seconds']:8.1f}ms {100 * _error(one, 'seconds'):+6.0f}%  {memory}"
+            f"{'' if _is_long(one) else ' (short)'}"
         )
-    lines.append(
-        f"{len(entries)} runs; median error of the last {len(errors)}: {100 * statistics.median(errors):.0f} %"
-    )
+    told = [one for one in entries if _is_long(one)][-40:] or entries[-40:]
+    lines.append(f"{len(entries)} runs; median error of the last {len(told)}{_of_long(told)}: {_median_errors(told)}")
     return "\n".join(lines)
+
+
+def _is_long(one: dict[str, Any]) -> bool:
+    return bool(one.get("trained", LEAST_SECONDS) >= LEAST_SECONDS)
+
+
+def _of_long(told: list[dict[str, Any]]) -> str:
+    return f" that trained {LEAST_SECONDS:.0f} s or more" if _is_long(told[0]) else ""
+
+
+def _measured_memory(one: dict[str, Any]) -> bool:
+    """Whether memory was measured as it was predicted; lines of older versions counted the whole process."""
+    return bool(one.get("measured_bytes")) and "uncorrected_bytes" in one
+
+
+def _error(one: dict[str, Any], of: str) -> float:
+    return float(one[f"predicted_{of}"] / one[f"measured_{of}"] - 1)
+
+
+def _median_errors(told: list[dict[str, Any]]) -> str:
+    said = f"{100 * statistics.median(abs(_error(one, 'seconds')) for one in told):.0f} % of time"
+    memory = [abs(_error(one, "bytes")) for one in told if _measured_memory(one)]
+    return said + (f", {100 * statistics.median(memory):.0f} % of memory" if memory else "")

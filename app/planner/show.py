@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from app.planner.plan import GIB, Plan
-from app.planner.why import FAMILIES, advice, families, members
+from app.planner.verdicts import FAMILIES, families, members
+from app.planner.why import advice
 
 _COLOURS = {name: f"C{i}" for i, name in enumerate(FAMILIES)}
 COLUMNS = ("strategy", "degrees", "micro", "recompute", "precision", "GiB", "s/step", "per second", "MFU", "$/step")
@@ -58,18 +59,21 @@ def cells(layout: dict[str, Any]) -> tuple[str, ...]:
     )
     if parallel["schedule"]:
         degrees += f" {parallel['schedule']}" + (f"×{parallel['chunks']}" if parallel["chunks"] > 1 else "")
+    if parallel["offload"]:
+        degrees += " offload"
     rate = layout["tokens_per_second"] or layout["samples_per_second"]
     return (
         layout["strategy"],
-        degrees or "-",
+        degrees.strip() or "-",
         f"{layout['micro_batches']}×{layout['micro_batch_size']}",
         layout["activation_checkpointing"],
         layout["precision"],
-        f"{layout['memory_bytes'] / GIB:.1f}" + ("" if layout["fits"] else " !"),
+        f"{layout['memory_bytes'] / GIB:{'.1f' if layout['memory_bytes'] > GIB else '.3f'}}"
+        + ("" if layout["fits"] else " !"),
         f"{layout['step_seconds']:.4g}",
         f"{rate:,.0f}",
         f"{100 * layout['mfu']:.0f} %",
-        f"{layout['cost_per_step']:.3g}" if layout["cost_per_step"] else "-",
+        "-" if layout["cost_per_step"] is None else f"{layout['cost_per_step']:.3g}",
     )
 
 

@@ -189,8 +189,10 @@ def _offloads(data: int, pp: int, held: Held, offload: bool) -> tuple[bool, ...]
     unless it is held."""
     if pp > 1:
         return (False,) if not held.offload else ()
-    if held.offload is not None:
-        return (held.offload and data in SHARDED,)
+    if held.offload:
+        return (True,) if data in SHARDED else ()
+    if held.offload is False:
+        return (False,)
     return (False, True) if offload and DATA[data] == "fsdp" else (False,)
 
 

@@ -166,9 +166,15 @@ class Watcher(TorchDispatchMode):
 
 
 def watch(
-    module: nn.Module, blocks: list[str], loss: Callable[[nn.Module], Tensor], peers: ShapePeers | None = None
+    module: nn.Module,
+    blocks: list[str],
+    loss: Callable[[nn.Module], Tensor],
+    peers: ShapePeers | None = None,
+    gpu: bool = False,
 ) -> Trace:
-    """Runs `loss(module)` and its backward once and tells the parts' costs; works on fake and on real tensors."""
+    """Runs `loss(module)` and its backward once and tells the parts' costs; works on fake and on real tensors.
+
+    gpu: as a GPU's kernels would do it (attention.py)."""
     parameters = {p.untyped_storage()._cdata for p in [*module.parameters(), *module.buffers()]}
     watcher = Watcher(parameters)
     order: list[str] = []
@@ -180,17 +186,25 @@ def watch(
     with _watched_blocks(module, blocks, watcher, order):
         with (
             watcher,
-            Fused(watcher.attended),
+            Fused(watcher.attended, gpu),
             torch.autograd.graph.saved_tensors_hooks(watcher.pack, lambda t: t),
         ):
             value = loss(module)
             watcher.phase = "backward"
             watcher.enter(AFTER if order else BEFORE)
-            torch.autograd.backward(value)  # Tensor.backward would go through, and switch off, the mode for functions
+            _backward(value)
     parts = _relative(dict(watcher.parts), order)
     for name, part in parts.items() if peers is not None else ():
         part.sent, part.calls = peers.sent.get(name, 0.0), peers.calls.get(name, 0)  # type: ignore[union-attr]
     return Trace(parts, order)
+
+
+def _backward(value: Tensor) -> None:
+    """torch.autograd.backward itself would go through, and be what switches off, the mode for functions."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward(
+        (value,), (torch.ones_like(value),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def _relative(parts: dict[str, PartTrace], order: list[str]) -> dict[str, PartTrace]:
@@ -267,6 +281,8 @@ def _bytes(tensor: Tensor) -> float:
 
 def _moved(name: str, tensors: list[Tensor]) -> float:
     """Bytes that an operation reads and writes."""
+    if name.startswith("new_") or name.endswith("_like"):  # looks at shape and type alone
+        return _bytes(tensors[-1])
     largest = max((t.numel() for t in tensors), default=0) if name in INDEXED else -1
     return sum(_bytes(t) for t in tensors if t.numel() != largest)
 

@@ -1,177 +1,48 @@
-"""A plan in words: why each family of layouts lost or cannot be, which to use today, what would change that."""
+"""Advice in the tutorials' own terms, with the figures behind it; which strategy to use today, what would change that.
+
+One GPU holds it: stay until time matters. Several GPUs in one machine: ddp. It does not fit: fsdp. It crosses slow
+links: hsdp. One layer is too big: tensor. Still too big, or links too slow for that: pipeline.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 import numpy as np
 
 from app.planner.evaluate import evaluate
 from app.planner.plan import GIB, Plan
 from app.planner.table import Held, Table, enumerate_layouts
+from app.planner.verdicts import FAMILIES, Verdict, dims_text, families, figures, members, size_text
 
-FAMILIES = {
-    "single": "one GPU",
-    "ddp": "a whole copy per GPU",
-    "zero1": "copies, optimizer state sharded",
-    "zero2": "copies, optimizer state and gradients sharded",
-    "fsdp": "everything sharded over all",
-    "hsdp": "sharded in groups, groups replicated",
-    "tensor": "each layer split",
-    "pipeline": "blocks split into stages",
-}
-
-
-@dataclass(frozen=True)
-class Verdict:
-    family: str
-    row: int | None
-    """Its best layout; None if there is none."""
-    fits: bool
-    sentence: str
-
-
-def families(plan: Plan) -> list[Verdict]:
-    """For each family of layouts, its best and why it is not the plan's best, or that it is."""
-    best = plan.best()
-    found = []
-    for family, mask in members(plan).items():
-        rows = plan.order[mask[plan.order]]
-        if not len(rows):
-            found.append(Verdict(family, None, False, f"{family}: {_absent(plan, family)}"))
-            continue
-        row = int(rows[0])
-        if not plan.fits[row]:
-            found.append(Verdict(family, row, False, f"{family}: {_too_large(plan, mask)}"))
-        elif row == best:
-            found.append(Verdict(family, row, True, f"{family}: the best, {_figures(plan, row)}"))
-        else:
-            found.append(Verdict(family, row, True, f"{family}: {_lost(plan, row, best)}"))
-    return found
-
-
-def members(plan: Plan) -> dict[str, np.ndarray]:
-    """Family → which rows are its own."""
-    table = plan.table
-    names = np.array([table.name(i) for i in _distinct(plan)])
-    of = dict(zip(_distinct_keys(plan), names))
-    every = np.array([of[key] for key in _keys(plan)])
-    first = np.char.partition(every.astype(str), "+")[:, 0]
-    tensor, pipeline = table.tp > 1, table.pp > 1
-    plain = ~tensor & ~pipeline
-    found = {name: plain & (first == name) for name in ("ddp", "zero1", "zero2", "fsdp", "hsdp")}
-    if plan.machine.world == 1:
-        found = {"single": plain & (first == "single")}
-    return found | {"tensor": tensor & ~pipeline, "pipeline": pipeline}
-
-
-def _keys(plan: Plan) -> list[tuple[int, bool, bool, bool]]:
-    table = plan.table
-    return list(
-        zip(
-            table.data.tolist(),
-            (table.dp_replicate > 1).tolist(),
-            (table.tp > 1).tolist(),
-            (table.pp > 1).tolist(),
-        )
-    )
-
-
-def _distinct_keys(plan: Plan) -> list[tuple[int, bool, bool, bool]]:
-    return list(dict.fromkeys(_keys(plan)))
-
-
-def _distinct(plan: Plan) -> list[int]:
-    first: dict[tuple[int, bool, bool, bool], int] = {}
-    for i, key in enumerate(_keys(plan)):
-        first.setdefault(key, i)
-    return list(first.values())
-
-
-def _figures(plan: Plan, row: int) -> str:
-    seconds = plan.costs.step[row]
-    return f"{seconds:.3g} s per step, {plan.costs.bytes[row] / GIB:.1f} GiB per GPU"
-
-
-def dims_text(plan: Plan, row: int) -> str:
-    table = plan.table
-    sides = [("dp_replicate", table.dp_replicate), ("dp_shard", table.dp_shard), ("tp", table.tp), ("pp", table.pp)]
-    written = " ".join(f"{name}={int(column[row])}" for name, column in sides if column[row] > 1)
-    recomputes = ("", ", selective recomputation", ", full recomputation")[table.checkpointing[row]]
-    return f"{written or 'one worker'}, micro-batch {int(table.micro_batch[row])}{recomputes}"
-
-
-def _too_large(plan: Plan, mask: np.ndarray) -> str:
-    rows = np.flatnonzero(mask)
-    row = int(rows[np.argmin(plan.costs.bytes[rows])])
-    there = plan.machine.capacity / GIB
-    sentence = f"needs {plan.costs.bytes[row] / GIB:.0f} GiB per GPU at least, {there:.0f} there"
-    fitting = np.flatnonzero(plan.fits)
-    if len(fitting):
-        split = plan.table.dp_shard[fitting] * plan.table.tp[fitting] * plan.table.pp[fitting]
-        least = int(fitting[np.lexsort((plan.costs.step[fitting], split))[0]])
-        sentence += f"; smallest that fits: {plan.table.name(least)} with {dims_text(plan, least)}"
-    return sentence
-
-
-def _lost(plan: Plan, row: int, best: int | None) -> str:
-    assert best is not None
-    ratio = plan.costs.step[row] / plan.costs.step[best]
-    parts = {name: float(v[row]) - float(plan.costs.seconds[name][best]) for name, v in plan.costs.seconds.items()}
-    worst = max(parts, key=lambda name: parts[name])
-    if ratio < 1.001:
-        saved = plan.costs.bytes[row] - plan.costs.bytes[best]
-        return f"as fast as the best with {abs(saved) / GIB:.2g} GiB {'more' if saved > 0 else 'less'} per GPU"
-    share = _WORDS.get(worst, worst)
-    return f"{_figures(plan, row)}: {ratio:.2f} × the best's time, most of it {share} ({dims_text(plan, row)})"
-
-
-_WORDS = {
-    "compute": "computing (smaller products, or recomputation)",
-    "tensor": "what tensor parallelism sends, which nothing hides",
-    "shard": "gathering parameters and scattering gradients that computing does not hide",
-    "replicate": "the all-reduce that backward does not hide",
-    "pipeline_send": "activations sent between stages",
-    "contention": "computing slowed by communication beside it",
-    "bubble": "stages waiting for the pipeline to fill and drain",
-    "optimizer": "the optimizer, whose state is not sharded",
-}
-
-
-def _absent(plan: Plan, family: str) -> str:
-    model, machine = plan.model, plan.machine
-    if family == "tensor" and not model.splittable:
-        return "the model has no layers that can be split over its heads"
-    if family == "tensor" and machine.per_node == 1:
-        return "a node has one GPU, and tensor parallelism across nodes would wait for the network in every layer"
-    if family == "pipeline" and len(model.blocks) < 2:
-        return "the model has no chain of blocks to cut into stages"
-    return "not among what is held fixed, or its degrees do not divide the workers, heads or batch"
+__all__ = ["FAMILIES", "Verdict", "advice", "dims_text", "families", "members", "single", "table_of"]
 
 
 def advice(plan: Plan) -> list[str]:
-    """Which strategy to use today, in the tutorials' terms, with the figures behind it; and what would change it."""
+    """Which strategy to use today, with the figures behind it; and what would change it."""
     machine, best = plan.machine, plan.best()
     if best is None:
         from app.planner.nowhere import nowhere
 
-        return nowhere(plan)
-    table = plan.table
+        return nowhere(plan) + [f"Note: {note}." for note in plan.notes]
     sentences = _from_one_gpu(plan, best)
-    name = table.name(best)
-    sentences.append(f"Use {name} today: {dims_text(plan, best)}: {_figures(plan, best)}.")
+    if machine.world > 1:
+        sentences += [*_copies(plan), *_shards(plan), *_links(plan), *_splits(plan)]
+    name = plan.table.name(best)
+    sentences.append(f"Use {name} today: {dims_text(plan, best)}: {figures(plan, best)}.")
     sentences += _what_would_change(plan, best, name)
+    if plan.rank == "cost":
+        sentences += _fewer(plan, best)
     if machine.assumed:
         sentences.append(machine.assumed[0].upper() + machine.assumed[1:] + ".")
-    return sentences
+    return sentences + [f"Note: {note}." for note in plan.notes]
 
 
 def _from_one_gpu(plan: Plan, best: int) -> list[str]:
     machine = plan.machine
     if machine.world == 1:
         return [
-            f"It fits one GPU ({plan.costs.bytes[best] / GIB:.1f} of {machine.capacity / GIB:.0f} GiB): stay there "
+            f"It fits one GPU ({size_text(plan.costs.bytes[best])} of {machine.capacity / GIB:.0f} GiB): stay there "
             "until time matters."
         ]
     one = single(plan)
@@ -185,25 +56,98 @@ def _from_one_gpu(plan: Plan, best: int) -> list[str]:
         ]
     gain = seconds / plan.costs.step[best]
     return [
-        f"It fits one GPU ({needed / GIB:.1f} GiB, {seconds:.3g} s per step); {machine.world} make it {gain:.1f} × as "
+        f"It fits one GPU ({size_text(needed)}, {seconds:.3g} s per step); {machine.world} make it {gain:.1f} × as "
         f"fast ({100 * gain / machine.world:.0f} % of {machine.world}), so one GPU is the cheaper choice while time "
         "does not matter."
     ]
 
 
+def _fastest(plan: Plan, family: str) -> int | None:
+    """The family's fastest row that fits."""
+    rows = np.flatnonzero(members(plan).get(family, np.zeros(len(plan.table), bool)) & plan.fits)
+    return int(rows[np.argmin(plan.costs.step[rows])]) if len(rows) else None
+
+
+def _least(plan: Plan, family: str) -> float | None:
+    mask = members(plan).get(family)
+    return float(plan.costs.bytes[mask].min()) if mask is not None and mask.any() else None
+
+
+def _copies(plan: Plan) -> list[str]:
+    row, least, there = _fastest(plan, "ddp"), _least(plan, "ddp"), plan.machine.capacity / GIB
+    if least is None:
+        return []
+    if row is None:
+        return [f"Several GPUs in one machine → ddp, but a whole copy needs {least / GIB:.1f} GiB, {there:.0f} there."]
+    return [f"Several GPUs in one machine → ddp: a whole copy fits, {figures(plan, row)}."]
+
+
+def _shards(plan: Plan) -> list[str]:
+    row, least, there = _fastest(plan, "fsdp"), _least(plan, "fsdp"), plan.machine.capacity / GIB
+    if least is None:
+        return []
+    if row is None:
+        return [
+            f"It does not fit → fsdp, but sharded over all it still needs {least / GIB:.1f} GiB, {there:.0f} there."
+        ]
+    copy = _least(plan, "ddp")
+    needs = copy is not None and copy > plan.machine.capacity
+    why = "It does not fit → fsdp" if needs else "Were it not to fit → fsdp"
+    return [f"{why}: everything sharded over {plan.machine.world} takes {figures(plan, row)}."]
+
+
+def _links(plan: Plan) -> list[str]:
+    """hsdp, with the two links that it is about."""
+    machine, row = plan.machine, _fastest(plan, "hsdp")
+    if machine.world <= machine.per_node:
+        return ["Slow links → hsdp: all GPUs are in one machine, so there are none to cross."]
+    within, across = machine.device.gpu.link_within, machine.across / machine.per_node
+    said = (
+        f"Slow links → hsdp: a GPU has {within / 1e9:.0f} GB/s to the others of its machine and "
+        f"{across / 1e9:.1f} GB/s (its part of {machine.across / 1e9:.0f}) to other machines"
+    )
+    if row is None:
+        return []
+    whole = _fastest(plan, "fsdp")
+    beside = f", fsdp over all {plan.costs.step[whole]:.3g} s" if whole is not None else ""
+    return [f"{said}: sharded in groups of {int(plan.table.dp_shard[row])} it takes {figures(plan, row)}{beside}."]
+
+
+def _splits(plan: Plan) -> list[str]:
+    found = []
+    largest = float(plan.costs.block_bytes)
+    row = _fastest(plan, "tensor")
+    share = f"the largest block's parameters take {size_text(largest)} of {plan.machine.capacity / GIB:.0f} GiB"
+    if row is not None:
+        found.append(f"One layer too big → tensor: {share}; split it takes {figures(plan, row)}.")
+    row = _fastest(plan, "pipeline")
+    if row is not None:
+        waits = plan.costs.seconds["bubble"][row] / plan.costs.step[row]
+        found.append(
+            f"Too many layers, or links too slow for the rest → pipeline: {int(plan.table.pp[row])} stages take "
+            f"{figures(plan, row)}, {100 * waits:.0f} % of it waiting."
+        )
+    return found
+
+
 def single(plan: Plan) -> tuple[float, float, bool] | None:
     """Seconds, bytes and fit of the best layout on one GPU."""
-    machine = dataclasses.replace(plan.machine, world=1, per_node=1)
+    found = on_fewer(plan, 1)
+    return None if found is None else found[:3]
+
+
+def on_fewer(plan: Plan, world: int) -> tuple[float, float, bool, str] | None:
+    """Seconds, bytes and fit of the best layout on so many of the GPUs, and its name."""
+    machine = dataclasses.replace(plan.machine, world=world, per_node=min(world, plan.machine.per_node))
     precision = plan.layout(int(plan.order[0]))["precision"]
-    table = table_of(plan, 1, Held(precision=precision))
+    table = table_of(plan, world, Held(precision=precision))
     if not len(table):
         return None
     costs = evaluate(plan.reader.read, table, machine, plan.settings)
     fits = costs.bytes <= machine.capacity
-    if not fits.any():
-        return float(costs.step.min()), float(costs.bytes.min()), False
-    row = int(np.flatnonzero(fits)[np.argmin(costs.step[fits])])
-    return float(costs.step[row]), float(costs.bytes[row]), True
+    rows = np.flatnonzero(fits) if fits.any() else np.arange(len(table))
+    row = int(rows[np.argmin((costs.step if fits.any() else costs.bytes)[rows])])
+    return float(costs.step[row]), float(costs.bytes[row]), bool(fits.any()), table.name(row)
 
 
 def table_of(plan: Plan, world: int, held: Held) -> Table:
@@ -222,19 +166,41 @@ def table_of(plan: Plan, world: int, held: Held) -> Table:
     )
 
 
+def _fewer(plan: Plan, best: int) -> list[str]:
+    """What a step costs on a half, a quarter, … of the GPUs: on all of them cost is time."""
+    machine, price = plan.machine, plan.machine.price_per_hour
+    first = "On a given number of GPUs the cheapest layout is the fastest, as all of them are paid for"
+    if price is None:
+        return [f"{first}; this machine's price is not known."]
+    costs = {machine.world: (price * machine.world * float(plan.costs.step[best]) / 3600, float(plan.costs.step[best]))}
+    world = machine.world // 2
+    while world >= max(1, machine.world // 64):
+        found = on_fewer(plan, world)
+        if found is not None and found[2]:
+            costs[world] = price * world * found[0] / 3600, found[0]
+        world //= 2
+    told = ", ".join(f"{n} GPUs ${cost:.3g} in {seconds:.3g} s" for n, (cost, seconds) in costs.items())
+    least = min(costs, key=lambda n: costs[n][0])
+    return [f"{first}; a step on {told}: the cheapest is {least}."]
+
+
 def _what_would_change(plan: Plan, best: int, name: str) -> list[str]:
-    machine, found = plan.machine, []
+    found = []
     ddp = members(plan).get("ddp")
     if name.startswith(("fsdp", "hsdp", "zero")) and ddp is not None and ddp.any():
         least = float(plan.costs.bytes[ddp].min())
-        if least > machine.capacity:
+        if least > plan.machine.capacity:
             found.append(f"With {least / GIB:.0f} GiB per GPU ddp would fit, which sends a third less.")
+    total = float(plan.costs.step[best])
     seconds = {part: float(values[best]) for part, values in plan.costs.seconds.items()}
-    total = sum(seconds.values())
     talk = sum(seconds[part] for part in ("tensor", "shard", "replicate", "pipeline_send", "contention"))
     if talk > 0.1 * total:
+        parts = {key: float(values[best]) for key, values in plan.costs.communication.items()}
+        most = max(parts, key=lambda key: parts[key])
+        link = "between machines" if most.endswith("across") else "within a machine"
+        said = f", most of it {most.partition('.')[0].replace('_', '-')} {link}" if parts[most] > 0.02 * total else ""
         found.append(
-            f"Communication takes {100 * talk / total:.0f} % of the step: faster links, a larger "
+            f"Communication takes {100 * talk / total:.0f} % of the step{said}: faster links, a larger "
             "train.global_batch_size or parallel.reduce_dtype=bf16 would shorten it."
         )
     if seconds["bubble"] > 0.1 * total:
@@ -242,6 +208,19 @@ def _what_would_change(plan: Plan, best: int, name: str) -> list[str]:
             f"The pipeline's waiting takes {100 * seconds['bubble'] / total:.0f} % of the step: more micro-batches (a "
             "larger train.global_batch_size) or a zero-bubble parallel.schedule would shorten it."
         )
-    if plan.table.checkpointing[best]:
-        found.append("With more memory per GPU nothing would be recomputed, which is up to a quarter of the time.")
-    return found
+    return found + _recomputes(plan, best)
+
+
+def _recomputes(plan: Plan, best: int) -> list[str]:
+    """Whether more memory would save what is recomputed: only where memory, and not the person, asks for it."""
+    costs = plan.costs
+    if not plan.table.checkpointing[best] or plan.held.checkpointing:
+        return []
+    larger = np.flatnonzero(~plan.fits & (plan.table.checkpointing == 0) & (costs.step < 0.98 * costs.step[best]))
+    if not len(larger):
+        return []
+    row = int(larger[np.argmin(costs.bytes[larger])])
+    return [
+        f"With {costs.bytes[row] / GIB:.0f} GiB per GPU nothing would be recomputed: {plan.table.name(row)}, "
+        f"{costs.step[row]:.3g} s per step."
+    ]

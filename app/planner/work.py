@@ -23,41 +23,48 @@ class Work:
     recompute_full: Array
     recompute_selective: Array
     flops: Array
+    launched_forward: Array
+    """What the host needs to launch a forward; `forward` is at least that."""
+    launched_backward: Array
 
 
 def precision_of(way: str, precision: str) -> str:
     return "fp32" if way == PLAIN else precision
 
 
-def work(costs: Costs, way: str, precision: str, batch: Array, tp: Array, device: Rates) -> Work:
+def work(
+    costs: Costs, way: str, precision: str, batch: Array, tp: Array, device: Rates, compiled: bool = False
+) -> Work:
     """Roofline: products at the device's rate for their size, everything else by the bytes it moves.
 
-    A part takes at least as long as the host needs to launch its operations.
+    A part takes at least as long as the host needs to launch its operations. compiled: blocks are, by torch.compile.
     """
     at = basis(batch, tp)
     runs = precision_of(way, precision)
-    rows: dict[str, list[Array]] = {"forward": [], "backward": [], "full": [], "selective": [], "flops": []}
-    for part in costs.parts.values():
-        forward, f_flops = _phase(part, "forward", runs, way, at, device)
-        backward, b_flops = _phase(part, "backward", runs, way, at, device)
+    rows: dict[str, list[Array]] = {}
+    for name, part in costs.parts.items():
+        fuses = compiled and name.startswith("block")
+        forward, f_flops, f_launched = _phase(part, "forward", runs, way, at, device, fuses)
+        backward, b_flops, b_launched = _phase(part, "backward", runs, way, at, device, fuses)
         moved = np.maximum(part.scalars["moved_forward"] @ at, 0) / device.bandwidth
-        rows["forward"].append(forward)
-        rows["backward"].append(backward)
-        rows["full"].append(forward)
-        rows["selective"].append(moved)
-        rows["flops"].append(f_flops + b_flops)
-    stacked = {key: np.array(values) for key, values in rows.items()}
-    return Work(
-        list(costs.parts),
-        stacked["forward"],
-        stacked["backward"],
-        stacked["full"],
-        stacked["selective"],
-        stacked["flops"],
-    )
+        values = {
+            "forward": forward,
+            "backward": backward,
+            "recompute_full": forward,
+            "recompute_selective": moved * (device.compiled_bytes if fuses else 1.0),
+            "flops": f_flops + b_flops,
+            "launched_forward": f_launched,
+            "launched_backward": b_launched,
+        }
+        for key, value in values.items():
+            rows.setdefault(key, []).append(value)
+    return Work(list(costs.parts), **{key: np.array(values) for key, values in rows.items()})
 
 
-def _phase(part: Part, phase: str, precision: str, way: str, at: Array, device: Rates) -> tuple[Array, Array]:
+def _phase(
+    part: Part, phase: str, precision: str, way: str, at: Array, device: Rates, fuses: bool
+) -> tuple[Array, Array, Array]:
+    """Seconds, FLOPs, and the seconds that launching takes."""
     shapes, counts = part.products[phase]
     seconds = np.zeros(at.shape[1])
     flops = np.zeros(at.shape[1])
@@ -73,9 +80,10 @@ def _phase(part: Part, phase: str, precision: str, way: str, at: Array, device: 
         flops += work_.sum(0)
     attended = np.maximum(part.scalars[f"attention_{phase}"] @ at, 0)
     seconds += attended / (device.gpu.rate(precision) * device.attention)
-    seconds += np.maximum(part.scalars[f"moved_{phase}"] @ at, 0) / device.bandwidth
+    moved_ = np.maximum(part.scalars[f"moved_{phase}"] @ at, 0) * (device.compiled_bytes if fuses else 1.0)
     launched = np.maximum(part.scalars[f"operations_{phase}"] @ at, 0) * device.operation
-    return np.maximum(seconds, launched), flops + attended
+    launched = launched * (device.compiled_operations if fuses else 1.0)
+    return np.maximum(seconds + moved_ / device.bandwidth, launched), flops + attended, launched
 
 
 def ways_of(strategy_shards: bool, precision: str) -> str:
