@@ -1,4 +1,6 @@
-"""A worker's sign of life: what it does and how often it has got on; written by the loop, read by who watches it."""
+"""A worker's sign of life: what it does and how often it has got on; written by the loop, read by who watches it.
+
+The other way goes one wish: a checkpoint, soon."""
 
 from __future__ import annotations
 
@@ -10,8 +12,9 @@ SLOW = ("starting", "saving", "ending")
 
 @dataclass
 class Beat:
-    """Two plain stores per step, so that it costs the loop nothing; another thread may read it at any moment."""
+    """A few plain stores per step, so that it costs the loop nothing; another thread may read it at any moment."""
 
-    doing: str = "starting"  # starting, training, evaluating, saving, ending
+    doing: str = "starting"  # starting, reading, training, evaluating, saving, ending
     step: int = 0  # optimizer steps done
     ticks: int = 0  # grows whenever anything is done
+    save: bool = False  # set by who watches: a checkpoint is wanted at the next pulse

@@ -1,8 +1,8 @@
 """What the stages of a pipeline do with their time: measured in single steps, told as metrics beside the theory.
 
 Every rank notes when it computed, waited and sent in a step that is profiled; the notes are put together here. The
-clocks of different nodes are aligned by a barrier before the step, so times on different stages are good to the
-barrier's own duration (tens of microseconds within a node, a round trip between nodes).
+clocks of different nodes are aligned by a barrier just before the first instruction, so times on different stages are
+good to the barrier's own duration (tens of microseconds within a node, a round trip between nodes).
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from strategies.pipeline.simulate import Span
 
 COMPUTE = "FBW"
+EARLY = 5
+"""A step that is profiled as well, so that a short run has a profile."""
 Report = Callable[[int, dict[str, float]], None]
 
 
 class StageProfile:
-    """Profiles every `every`-th step, and the step that is asked for as a trace."""
+    """Profiles every `every`-th step, an early one, and the step that is asked for as a trace."""
 
     def __init__(self, config: Config, parallel: Parallel, channel: Channel, replicas: int) -> None:
         self.config, self.parallel, self.channel, self.replicas = config, parallel, channel, replicas
@@ -43,10 +45,10 @@ class StageProfile:
     def around(self, step: int, take: Callable[[], None], report: Report) -> None:
         """Takes a step; profiles it if it is due."""
         traced = step == self.trace
-        if not (traced or (self.every and step % self.every == 0)):
+        due = self.every and (step % self.every == 0 or step == EARLY < self.every)
+        if not (traced or due):
             take()
             return
-        dist.barrier()
         self.parallel.profiling = True
         try:
             take()
@@ -64,8 +66,9 @@ class StageProfile:
 
 
 def figures(ranks: list[list[Span]], config: Config) -> dict[str, float]:
-    """The metrics of one step: per stage seconds of compute, waiting, sending and reducing (means over its ranks), the
-    share of the step in which stages compute nothing, and what that share would be by the schedule's formula and by
+    """The metrics of one step: per stage seconds of compute, of waiting for what neighbours send, of handing over what
+    is sent to them (it travels while the stage computes on), and of reducing (means over its ranks); the share of the
+    step in which stages compute nothing, and what that share would be by the schedule's formula and by
     playing the schedule through with the measured times."""
     from strategies.pipeline.schedules import chunks_of, make
     from strategies.pipeline.simulate import Times, bubble_by_formula, simulate
@@ -80,7 +83,7 @@ def figures(ranks: list[list[Span]], config: Config) -> dict[str, float]:
             totals[span.stage, _heading(span.kind)] += span.end - span.start
     values: dict[str, float] = {}
     for stage, count in sorted(peers.items()):
-        for heading in ("compute", "wait", "send", "reduce"):
+        for heading in ("compute", "wait", "handover", "reduce"):
             values[f"pipeline/stage_{stage}/{heading}_seconds"] = totals[stage, heading] / count
     together = [span for spans in ranks for span in spans if span.kind in COMPUTE]
     if not together:
@@ -110,7 +113,7 @@ def figures(ranks: list[list[Span]], config: Config) -> dict[str, float]:
 
 
 def _heading(kind: str) -> str:
-    return "compute" if kind in COMPUTE else {"RECV": "wait", "SEND": "send"}.get(kind, "reduce")
+    return "compute" if kind in COMPUTE else {"RECV": "wait", "SEND": "handover"}.get(kind, "reduce")
 
 
 def _mean(spans: list[Span], kind: str) -> float:
@@ -119,7 +122,7 @@ def _mean(spans: list[Span], kind: str) -> float:
 
 
 def chrome_trace(spans: list[Span]) -> dict[str, Any]:
-    """For chrome://tracing or ui.perfetto.dev: a row per stage, what waits and sends in rows below it."""
+    """For chrome://tracing or ui.perfetto.dev: a row per stage, what waits and is handed over in rows below it."""
     events: list[dict[str, Any]] = []
     for stage in sorted({span.stage for span in spans}):
         events.append({"ph": "M", "name": "process_name", "pid": stage, "args": {"name": f"stage {stage}"}})

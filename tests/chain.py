@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -16,25 +17,33 @@ UNLIKE += ["train.log_every=1", "train.eval_every=11", "checkpoint.every_steps=5
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, dropout: float, pause: float = 0.0) -> None:
+    def __init__(self, width: int, dropout: float, pause: float = 0.0, hang: str = "") -> None:
         super().__init__()
-        self.pause = pause
+        self.pause, self.hang = pause, hang
         self.up, self.down, self.drop = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.hang and Path(self.hang).exists():
+            Path(self.hang).unlink()
+            time.sleep(3600)
         if self.pause and self.training:
             time.sleep(self.pause)
         return x + self.drop(self.down(torch.tanh(self.up(x))))
 
 
 class Net(nn.Module):
-    def __init__(self, width: int, blocks: int, dropout: float, slow: int, pause: float) -> None:
+    def __init__(self, width: int, blocks: int, dropout: float, slow: int, pause: float, hang: str = "") -> None:
         super().__init__()
         self.entry, self.head = nn.Linear(2, width), nn.Linear(width, 4)
-        self.blocks = nn.ModuleList(Block(width, dropout, pause if i < slow else 0.0) for i in range(blocks))
+        self.blocks = nn.ModuleList(
+            Block(width, dropout, pause if i < slow else 0.0, hang if i == blocks - 1 else "") for i in range(blocks)
+        )
+        self.fork = False
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x)
+        if self.fork:
+            return self.head(sum(block(x) for block in self.blocks))
         for block in self.blocks:
             x = block(x)
         return self.head(x)
@@ -42,7 +51,8 @@ class Net(nn.Module):
 
 class Chain(Points):
     """Points, classified by a few residual blocks; each micro-batch takes `step_seconds` more on every stage, and
-    `slow_seconds` more in each of the first `slow_blocks` blocks, which no estimate knows of."""
+    `slow_seconds` more in each of the first `slow_blocks` blocks, which no estimate knows of. Once the file `hang` is
+    there the last block takes it away and sleeps for an hour."""
 
     def __init__(
         self,
@@ -53,9 +63,34 @@ class Chain(Points):
         width: int = 16,
         slow_blocks: int = 0,
         slow_seconds: float = 0.0,
+        hang: str = "",
     ) -> None:
         super().__init__(width=width, step_seconds=step_seconds)
+        self.hang = hang
         self.n_blocks, self.dropout, self.slow_blocks, self.slow_seconds = n_blocks, dropout, slow_blocks, slow_seconds
 
     def build_model(self) -> nn.Module:
-        return Net(self.width, self.n_blocks, self.dropout, self.slow_blocks, self.slow_seconds)
+        return Net(self.width, self.n_blocks, self.dropout, self.slow_blocks, self.slow_seconds, self.hang)
+
+
+class Wrong(Chain):
+    """A model that cannot be what it is asked to be; what: fork, iterator, empty, misnamed, norm."""
+
+    def __init__(self, *, what: str = "fork") -> None:
+        super().__init__()
+        self.what = what
+
+    def build_model(self) -> nn.Module:
+        if self.what == "empty":
+            return nn.Sequential(nn.Flatten(), nn.Flatten())
+        model = Net(self.width, self.n_blocks, 0.0, 0, 0.0)
+        model.fork = self.what == "fork"
+        if self.what == "iterator":
+            model.blocks[1].forward = lambda x: iter([x])
+        return model
+
+    def blocks(self, model: nn.Module) -> list[str] | None:
+        return ["blocks.0", "bloks.1"] if self.what == "misnamed" else None
+
+    def tensor_plan(self, model: nn.Module) -> dict[str, str] | None:
+        return {"blocks.*.upp": "colwise"}

@@ -155,7 +155,7 @@ def _logits(model: nn.Module, batch: Any) -> torch.Tensor:
     return model(batch[0])
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "zbv"}], ids=str)
+@pytest.mark.parametrize("options", [given for given in ALL if given["schedule"] != "gpipe"], ids=str)
 def test_a_smaller_last_micro_batch_and_evaluation(options: dict[str, Any]) -> None:
     rows = [2, 2, 2, 1]
     stages = run_distributed(_one_step, 2, rows, options)
@@ -172,7 +172,7 @@ def test_a_smaller_last_micro_batch_and_evaluation(options: dict[str, Any]) -> N
     assert seen == whole.keys(), "the tied table under its first name, on both stages"
     assert set(stages[0]["names"]) | set(stages[1]["names"]) == set(model.state_dict())
     assert all(stage["own"] < 0.75 * sum(p.numel() for p in whole.values()) for stage in stages)
-    last = 0 if options else 1  # folded, the first stage computes the loss
+    last = 0 if options["schedule"] == "zbv" else 1  # folded, the first stage computes the loss
     assert [stage["has_loss"] for stage in stages] == [rank == last for rank in range(2)]
     for batch, found in zip(batches, stages[last]["evaluated"]):
         torch.testing.assert_close(found, model(batch[0]).detach(), rtol=1e-5, atol=1e-5)

@@ -149,7 +149,15 @@ def test_of_equally_good_cuts_the_even_one() -> None:
     ("stages", "options", "facts", "sentence"),
     [
         (4, {}, {"blocks": 3}, "parallel.pp is 4, but the model has only 3 blocks: write at most 3"),
-        (2, {"schedule": "interleaved_1f1b", "chunks": 3}, {"blocks": 4}, "2 with 3 chunks each, but .* 4 blocks"),
+        (2, {}, {"blocks": 0}, "has no repeating blocks, which cannot be cut: .*blocks.. name.*strategy=fsdp"),
+        (2, {}, {"blocks": 1}, "has only one block, which cannot be cut"),
+        (4, {"schedule": "zbv"}, {"blocks": 5}, "4 with 2 chunks each, but .* 5 blocks: write at most 2"),
+        (
+            2,
+            {"schedule": "interleaved_1f1b", "chunks": 3},
+            {"blocks": 4},
+            "2 with 3 chunks each, but .* 4 blocks: write parallel.schedule=1f1b, and a parallel.pp of at most 4",
+        ),
         (4, {"schedule": "zb_h2"}, {"micro_batches": 6}, "needs at least 7 micro-batches.* are 6.*schedule=zb_h1"),
         (4, {"schedule": "zb_h1"}, {"micro_batches": 2}, "needs at least 4 micro-batches.* are 2.*schedule=1f1b"),
         (4, {"schedule": "interleaved_1f1b", "chunks": 2}, {"micro_batches": 6}, "groups of 4.*has 6.*=1f1b"),

@@ -22,11 +22,10 @@ import ray
 from app.errors import Interrupted
 from app.job import Job
 from app.launchers.crew import Crew, Place
-from app.launchers.hangs import LOOKS_APART_SECONDS, Sign, Signs, Silence, moved, stuck
+from app.launchers.hangs import COMPILED, LOOKS_APART_SECONDS, Sign, Signs, Silence, moved, stuck
 from app.launchers.inbox import hear, open_inbox
 from app.launchers.member import Seat
 from app.launchers.restart import Failures, WorkerLost, is_consequence, until_done
-from app.pending import selector
 
 if TYPE_CHECKING:
     from app.driver import Driver
@@ -53,7 +52,7 @@ class ActorGroup:
     strategy: Ray's: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD, over the bundles.
     spares: idle processes with torch imported that are kept on each node, without resources of their own.
     labels: what messages call the ranks.
-    avoid: ids of nodes that get no place.
+    avoid: ids of nodes that get no place. grows: whether an autoscaler may add nodes.
     """
 
     def __init__(
@@ -67,13 +66,14 @@ class ActorGroup:
         spares: int = 0,
         labels: Sequence[str] | None = None,
         avoid: Sequence[str] = (),
+        grows: bool = False,
     ) -> None:
         self.workers, self.strategy, self.spares = workers, strategy, spares
         self.needs = [dict(per_worker)] * workers if isinstance(per_worker, dict) else list(per_worker)
         self.bundles = bundles or self.needs
         self.bundle_of_rank = bundle_of_rank or range(workers)
         self.labels = labels or [""] * workers
-        self.avoid = list(avoid)
+        self.avoid, self.grows = list(avoid), grows
         self.crew: Crew | None = None
         self.inbox: Any = None
         self.noticed_at: float | None = None
@@ -84,7 +84,7 @@ class ActorGroup:
         if self.crew is None:
             places = [Place(*entry) for entry in zip(self.bundle_of_rank, self.needs, self.labels, strict=True)]
             self.inbox = open_inbox()
-            self.crew = Crew(places, self.bundles, self.strategy, self.spares, selector(self.avoid))
+            self.crew = Crew(places, self.bundles, self.strategy, self.spares, self.avoid, self.grows)
 
     def shutdown(self) -> None:
         """Ends every process of the group and gives its places back."""
@@ -105,7 +105,7 @@ class ActorGroup:
 
     def _attempt(self, crew: Crew, job: Job, driver: Driver) -> Failures:
         """One run of all ranks, and what ended it."""
-        if not crew.fill(driver.stop_requested, driver.console.status):
+        if not crew.fill(driver.stop_requested, driver.console.say):
             raise Interrupted("stopped before training began")
         ray.get(self.inbox.begin.remote())
         try:
@@ -113,11 +113,11 @@ class ActorGroup:
         except ray.exceptions.RayError:  # it died just now
             crew.places[0].process = None
             return {0: WorkerLost("worker 0 died before the run began")}
-        attempt = Attempt(
-            self._call(crew, driver.as_it_stands(job), store), Silence(job.config.fault.hang_seconds, time.monotonic())
-        )
+        least = job.config.fault.hang_seconds * (COMPILED if job.config.train.compile else 1.0)
+        attempt = Attempt(self._call(crew, driver.as_it_stands(job), store), Silence(least, time.monotonic()))
         try:
             while attempt.calls:
+                driver.check_start()
                 self._look(crew, attempt, driver)
         finally:
             if attempt.calls:  # a second Ctrl-C, say
@@ -164,11 +164,11 @@ class ActorGroup:
         before, now = attempt.same, time.monotonic()
         if before is not None and now - before[0] < LOOKS_APART_SECONDS:
             return
-        signs, limit = _signs(crew), attempt.silence.limit
+        signs = _signs(crew)
         if before is None or moved(before[1], signs):
             attempt.same = (now, signs)
             return
-        found = stuck(signs, now - before[0], limit)
+        found = stuck(signs, now - before[0], attempt.silence.window)
         if found is None:
             return
         rank, why = found

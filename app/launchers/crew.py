@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from app.errors import RunFailed
 from app.launchers.member import Hello, Member, kill, kill_there
+from app.pending import look, selector
 
 STARTS = 5  # of one place in a row, before it is given up
 ANSWER_SECONDS = 1.0
@@ -43,12 +44,13 @@ class Place:
     label: str = ""  # for messages: "stage 2 of 4"
     process: Process | None = None
     gpus: tuple[str, ...] = ()  # ids, from the process that Ray gave them to
+    node: str = ""  # where those are
     starts: int = 0
 
 
 class Crew:
-    """bundles, strategy: of the placement group. spares: idle processes kept on each node. only: Ray's label selector
-    of the nodes that bundles may be on; None: all."""
+    """bundles, strategy: of the placement group. spares: idle processes kept on each node. avoid: ids of nodes that no
+    bundle may be on. grows: whether an autoscaler may add nodes."""
 
     def __init__(
         self,
@@ -56,9 +58,11 @@ class Crew:
         bundles: list[dict[str, float]],
         strategy: str,
         spares: int,
-        only: dict[str, str] | None = None,
+        avoid: list[str],
+        grows: bool = False,
     ) -> None:
-        self.places, self.spares = places, spares
+        self.places, self.bundles, self.spares, self.avoid, self.grows = places, bundles, spares, avoid, grows
+        only = selector(self.avoid)
         self.group = placement_group(
             bundles, strategy=strategy, bundle_label_selector=[only] * len(bundles) if only else None
         )
@@ -106,7 +110,7 @@ class Crew:
         Raises:
             RunFailed: a process does not start.
         """
-        began, said = time.monotonic(), False
+        began, told = time.monotonic(), ""
         self._forget_dead()
         for place in self.places:
             if place.process is None and not self._take_spare(place):
@@ -116,10 +120,19 @@ class Crew:
                 return False
             for place in waiting:
                 self._welcome(place)
-            if not said and time.monotonic() - began > SAY_AFTER_SECONDS:
-                say(f"waiting for Ray to give {len(waiting)} workers what they need")
-                said = True
+            if time.monotonic() - began > SAY_AFTER_SECONDS:
+                began, reason = time.monotonic(), self._obstacle()
+                if reason != told:
+                    told = reason
+                    say(f"waiting for {len(waiting)} of {len(self.places)} workers: {reason}")
         return True
+
+    def _obstacle(self) -> str:
+        """What the processes wait for."""
+        nodes = self._nodes()
+        moving = [bundle for bundle in range(len(self.bundles)) if not nodes.get(bundle)]
+        found = look([self.bundles[i] for i in moving], None, self.avoid, growing=self.grows) if moving else None
+        return found.sentence if found else "their processes are starting"
 
     def _forget_dead(self) -> None:
         """Empties the places whose process has died since it was last heard of."""
@@ -158,12 +171,15 @@ class Crew:
         return Process(actor, actor.hello.remote())
 
     def _welcome(self, place: Place) -> None:
-        """Waits a little for a process to say hello; one that died is started again."""
+        """Waits a little for a process to say hello; one that died is started again. A spare that is ready by then is
+        taken instead: of a lost node's bundles Ray may say only later where they are now."""
         if place.process is None:
             self._employ(place)
         process = place.process
         assert process is not None
         if not ray.wait([process.asked], timeout=0.1)[0]:
+            if self.idle and self._take_spare(place):
+                self.end(process)
             return
         try:
             hello: Hello = ray.get(process.asked)
@@ -175,11 +191,13 @@ class Crew:
             return
         process.hello, place.starts = hello, 0
         if hello.gpus:
-            place.gpus = hello.gpus
+            place.gpus, place.node = hello.gpus, hello.node_id
 
     def _take_spare(self, place: Place) -> bool:
-        """Puts an idle process of the place's node into it."""
+        """Puts an idle process of the place's node into it; where the place has moved to, only Ray knows which GPUs."""
         node = self._nodes().get(place.bundle) if self.idle else None
+        if place.needs.get("GPU") and place.node != node:
+            return False
         for process in list(self.idle):
             if self._is_ready(process) and process.hello is not None and process.hello.node_id == node:
                 self.idle.remove(process)

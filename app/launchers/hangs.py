@@ -1,8 +1,11 @@
 """Is a rank stuck? Decided by pure functions from what the ranks last said; `actor_group.py` asks and acts.
 
 While rank 0 is heard of nobody is asked anything. When it has been silent for far longer than ever before in this run,
-all ranks are asked, every second, how far they are. If nothing moves for as long again, the rank that does not wait for
-its peers, or is furthest behind, is the one; a rank that does not even answer is, at once.
+all ranks are asked, every second, how far they are. If nothing moves for twice the longest silence, the rank that does
+not answer, does not wait for its peers, or is furthest behind, is the one.
+
+What has no history gets more: nothing is suspicious before a second step is heard of; what compiles may do so again for
+a shape that is new; reading data and evaluating have a minute.
 """
 
 from __future__ import annotations
@@ -14,8 +17,14 @@ from app.beat import SLOW, Beat
 
 FACTOR = 5.0
 """A silence is suspicious when it lasts this many times the longest one before."""
+WINDOW = 2.0
+"""And nothing must move for this many times the longest one."""
+COMPILED = 10.0
+"""How many times longer every silence may be where a new shape is compiled."""
 EVALUATION = 6.0
-"""A batch of evaluation has no history: it may take this many times longer than a suspicious silence."""
+"""A batch of evaluation has no history: it may take this many times longer than a step."""
+MINUTE = 60.0
+"""What reading data and a batch of evaluation may take at least."""
 PATIENCE_SECONDS = 1800.0
 """How long a rank may load, save, or compile its first step without a sign of progress."""
 LOOKS_APART_SECONDS = 1.0
@@ -41,7 +50,15 @@ class Silence:
     @property
     def limit(self) -> float:
         """Seconds after which a silence is suspicious."""
-        return max(self.least, FACTOR * self.longest) if self.news else PATIENCE_SECONDS
+        return self._times(FACTOR)
+
+    @property
+    def window(self) -> float:
+        """Seconds in which nothing must have moved after that."""
+        return self._times(WINDOW)
+
+    def _times(self, factor: float) -> float:
+        return max(self.least, factor * self.longest) if self.news > 1 else PATIENCE_SECONDS
 
     def suspicious(self, now: float) -> bool:
         """Whether to look closer."""
@@ -72,10 +89,10 @@ def moved(before: Signs, after: Signs) -> bool:
 def stuck(signs: Signs, lasted: float, limit: float) -> tuple[int, str] | None:
     """The rank that holds the others up, and why it is thought so; None as long as it may yet get on.
 
-    lasted: seconds since when the answers have been the same. limit: of the silence, in seconds.
+    lasted: seconds since when the answers have been the same. limit: seconds that a rank may take in a step.
     """
     if dumb := [rank for rank, sign in signs.items() if sign is None]:
-        return min(dumb), "does not answer"
+        return (min(dumb), "does not answer") if lasted >= limit else None
     found = {rank: sign for rank, sign in signs.items() if sign is not None}
     if lasted < max(_patience(sign.beat, limit) for sign in found.values()):
         return None
@@ -88,4 +105,6 @@ def stuck(signs: Signs, lasted: float, limit: float) -> tuple[int, str] | None:
 def _patience(beat: Beat, limit: float) -> float:
     if beat.doing in SLOW:
         return PATIENCE_SECONDS
-    return EVALUATION * limit if beat.doing == "evaluating" else limit
+    if beat.doing in ("reading", "evaluating"):
+        return max(MINUTE, EVALUATION * limit)
+    return limit

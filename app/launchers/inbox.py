@@ -17,6 +17,7 @@ from app.beat import Beat
 from app.job import Job, Place
 from app.launchers.output import worker_output
 from app.storage import Storage
+from cluster.notice import Watch
 
 if TYPE_CHECKING:
     from app.driver import Driver
@@ -92,6 +93,17 @@ def hear(inbox: Any, driver: Driver) -> int:
     return sum(event["type"] not in ("system", "warning") for event in events)
 
 
+def _heed_notice(job: Job, channel: InboxChannel) -> Watch:
+    """Has a checkpoint saved when this node is about to be taken away, and says so."""
+
+    def told(why: str) -> None:
+        channel.beat.save = True
+        text = f"the node {ray.util.get_node_ip_address()} is about to go ({why}): saving a checkpoint"
+        channel.emit({"type": "warning", "text": text})
+
+    return Watch(job.spot, told)
+
+
 def work(job: Job, place: Place, channel: InboxChannel, node_rank: int) -> None:
     """What every worker in Ray does: the whole of training, its output in a file of its own."""
     from app import worker
@@ -108,6 +120,7 @@ def work(job: Job, place: Place, channel: InboxChannel, node_rank: int) -> None:
                 lambda event: channel.emit({"type": "system", "event": event}), f"node-{node_rank}", every
             )
             stack.callback(sampler.close)
+            stack.callback(_heed_notice(job, channel).close)
         summary = worker.train(job, place, channel)
         channel.emit({"type": "done", "summary": summary})
         channel.flush()

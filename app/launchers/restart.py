@@ -10,12 +10,17 @@ import ray
 from app.errors import Interrupted, NonFiniteError, RunFailed, UserError
 from app.faults import Failure, Kind, decide
 from app.job import Job
+from strategies.dims import LayoutError
 
 if TYPE_CHECKING:
     from app.driver import Driver
 
 Failures = Mapping[int | None, BaseException]
 """What ended each worker, by rank; None is the launcher itself. Empty: all finished."""
+
+
+HOPELESS = (UserError, LayoutError, NonFiniteError)
+"""What trying again cannot mend, and says so in a sentence of its own."""
 
 
 class WorkerLost(Exception):
@@ -26,7 +31,7 @@ def until_done(job: Job, driver: Driver, attempt: Callable[[int], Failures]) -> 
     """Calls `attempt` (given how many went before) until it finishes or `decide` gives up.
 
     Raises:
-        UserError, NonFiniteError: a worker found something that trying again cannot mend.
+        UserError, LayoutError, NonFiniteError: a worker found something that trying again cannot mend.
         RunFailed: the restarts are used up.
         Interrupted: asked to stop, and the checkpoint is saved.
     """
@@ -47,7 +52,7 @@ def until_done(job: Job, driver: Driver, attempt: Callable[[int], Failures]) -> 
 def classify(failures: Failures, driver: Driver) -> Failure:
     """What ended the workers, in one sentence, and what kind of thing it was."""
     rank, original = first_cause(failures)
-    if isinstance(original, UserError | NonFiniteError | RunFailed):
+    if isinstance(original, (*HOPELESS, RunFailed)):
         kind, sentence = Kind.HOPELESS, str(original)
     elif isinstance(original, WorkerLost):
         kind, sentence = Kind.DIED, str(original)
@@ -64,7 +69,7 @@ def classify(failures: Failures, driver: Driver) -> Failure:
 def root_cause(failures: Failures, reason: str) -> Exception:
     """What to raise when the run is given up."""
     original = first_cause(failures)[1]
-    if isinstance(original, UserError | NonFiniteError):
+    if isinstance(original, HOPELESS):
         return original
     return RunFailed(reason)
 
@@ -73,7 +78,7 @@ def first_cause(failures: Failures) -> tuple[int | None, BaseException]:
     """The rank and the exception that came first: a peer that lost its connection is a consequence."""
 
     def order(item: tuple[int | None, BaseException]) -> int:
-        if isinstance(item[1], UserError | NonFiniteError):
+        if isinstance(item[1], HOPELESS):
             return 0
         if isinstance(item[1], WorkerLost) or _is_death(item[1]):
             return 1

@@ -19,6 +19,7 @@ from app.beat import Beat
 from app.carry_out import Outcome, carry_out, run_storage
 from app.config import Config
 from app.console import Console
+from app.doctor.job import with_remarks
 from app.driver import Driver
 from app.errors import Interrupted, UserError
 from app.job import Job, Place
@@ -28,6 +29,7 @@ from app.run import Run
 from app.storage import Storage
 from app.tracking.settings import resolve_tracking
 from app.tracking.system import SystemSampler
+from strategies.devices import home
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,9 @@ def train(config: Config, console: Console) -> Outcome:
     if config.workers not in ("auto", str(here.world_size)):
         raise UserError(f"workers={config.workers}, but torchrun has started {here.world_size}: leave workers out")
     os.environ |= {"RANK": str(here.rank), "WORLD_SIZE": str(here.world_size), "LOCAL_RANK": str(here.local_rank)}
-    device = torch.device("cuda", here.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    os.environ["LOCAL_WORLD_SIZE"] = str(here.local_world_size)
+    gpu = home(config.strategy, here.local_rank, here.local_world_size, torch.cuda.device_count())
+    device = torch.device("cuda", gpu) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
@@ -123,6 +127,7 @@ def _first_rank(config: Config, console: Console, place: Place, per_node: int) -
                 place.world_size,
                 devices_per_node=per_node,
             )
+            prepared = with_remarks(config, prepared, place.world_size, per_node, torch.cuda.device_count())
             driver = Driver(run, console, settings)
             kind = "GPU" if place.device.type == "cuda" else "CPU"
             outcome = carry_out(driver, prepared, launch, f"{place.world_size} {kind} processes of torchrun")

@@ -24,6 +24,7 @@ def page_of(records: list[RunRecord]) -> str:
         page.facts(_facts(first)) if len(records) == 1 else page.section("Runs", _table(records)),
         *(page.paragraph(record.problem) for record in records if record.problem),
         page.section("Curves", page.plots(_plots(records))),
+        *_stages(records),
         page.section("Plan against measurement", _planned(records)),
         page.section("Where they differ", page.table(*differences(records))) if len(records) > 1 else "",
         page.section("Failures and restarts", page.sentences(_failures(records))),
@@ -102,6 +103,31 @@ def _planned(records: list[RunRecord]) -> str:
         found |= {k: page.number(c[-1][1]) for k, c in record.curves.items() if k.startswith("plan/") and c}
         rows += [[record.name, key.removeprefix("plan/"), str(value)] for key, value in sorted(found.items())]
     return page.table(["run", "what", "value"], rows)
+
+
+_SPENT = ("compute", "wait", "handover", "reduce")
+_BUBBLES = {"bubble": "measured", "bubble_by_formula": "formula", "bubble_by_simulation": "simulated"}
+
+
+def _stages(records: list[RunRecord]) -> list[str]:
+    """What the stages of pipelines did with the last step that was profiled; nothing where there are none."""
+    spent: list[list[object]] = []
+    idle: list[list[object]] = []
+    for record in records:
+        stages = 0
+        while f"pipeline/stage_{stages}/compute_seconds" in record.curves:
+            values = (record.last(f"pipeline/stage_{stages}/{what}_seconds") for what in _SPENT)
+            spent.append([record.name, stages, *(f"{1e3 * (value or 0.0):,.2f}" for value in values)])
+            stages += 1
+        if stages:
+            shares = (record.last(f"pipeline/{name}") for name in _BUBBLES)
+            idle.append([record.name, *("–" if share is None else f"{share:.1%}" for share in shares)])
+    if not spent:
+        return []
+    about = "Milliseconds of the last step that was profiled; what is handed over travels while the stage computes on."
+    head = ["run", "stage", *("handing over" if what == "handover" else what for what in _SPENT)]
+    parts = (page.paragraph(about), page.table(head, spent), page.table(["bubble of", *_BUBBLES.values()], idle))
+    return [page.section("Stages", *parts)]
 
 
 def _failures(records: list[RunRecord]) -> list[str]:

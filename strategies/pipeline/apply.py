@@ -56,7 +56,7 @@ def apply(
     stage_number = dims.coordinates(dist.get_rank())["pp"]
     folded, chunks = options.schedule in schedules.FOLDED, schedules.chunks_of(options.schedule, options.chunks)
     own = [schedules.part_of(stage_number, chunk, dims.pp, folded) for chunk in range(chunks)]
-    notes = [*([note] if note else []), *_batch_norm(module, layout)]
+    notes = [*([note] if note else []), *_batch_norm(module, layout), *_whole_backward(options)]
     split = None
     if dims.tp > 1:
         split = tensor.apply(
@@ -95,6 +95,7 @@ def apply(
         _wires(stage_number, dims, stage_group, device),
         dims.pp,
         autocast=precision.autocast(options.precision, device.type),
+        last=reducer.last_backward,
         done=reducer.chunk_done,
         put_off=put_off,
         clear=split.forget if split is not None else lambda: None,
@@ -126,13 +127,9 @@ def plan_cut(
     Raises:
         LayoutError: too few blocks, no chain, a cut by hand that does not fit.
     """
-    parts = stages * schedules.chunks_of(options.schedule, options.chunks)
-    if len(blocks) < parts:
-        what = f"its {len(blocks)} blocks" if blocks else "no repeating blocks"
-        raise LayoutError(
-            f"the model {type(module).__name__} has {what}, too few for {parts} parts of a pipeline: write parallel.pp="
-            f"{max(1, len(blocks))} or less, or strategy=fsdp"
-        )
+    chunks = schedules.chunks_of(options.schedule, options.chunks)
+    cut.require_blocks(len(blocks), stages, chunks)
+    parts = stages * chunks
     skeleton = Skeleton(without_numbers(module), blocks, device)
     loss, batch = example
     survey = skeleton.survey(loss, tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, batch))
@@ -220,6 +217,15 @@ def _shared(
             if dist.get_rank() in [ranks[s] for s in stages]:
                 found[group] = [(name, own[name]) for name, several in users.items() if several == stages]
     return Shared(found), [p for name, p in named if users[name][0] == stage]
+
+
+def _whole_backward(options: Options) -> tuple[str, ...]:
+    if options.schedule not in schedules.SPLIT or not options.compile:
+        return ()
+    return (
+        f"what is compiled has its backward in one piece, so {options.schedule} puts no weights' gradients off and has "
+        "1f1b's bubble: train.compile=false lets it split them",
+    )
 
 
 def _batch_norm(module: nn.Module, layout: Layout) -> tuple[str, ...]:

@@ -90,6 +90,24 @@ def along(calls: Iterable[tuple[float, bool]], after: float = 0.0) -> tuple[floa
     return first, costs, waiting + after
 
 
+def require_blocks(blocks: int, stages: int, chunks: int) -> None:
+    """Raises LayoutError unless there is a block for every part."""
+    if blocks >= stages * chunks:
+        return
+    many = f"parallel.pp is {stages}" + (f" with {chunks} chunks each" if chunks > 1 else "")
+    if blocks < 2:
+        has = "only one block" if blocks else "no repeating blocks"
+        raise LayoutError(
+            f"{many}, but the model has {has}, which cannot be cut: have the task's blocks() name modules that follow "
+            "each other, or write strategy=fsdp"
+        )
+    if blocks >= 2 * chunks:
+        instead = f"write at most {blocks // chunks}"
+    else:
+        instead = f"write parallel.schedule=1f1b, and a parallel.pp of at most {blocks}"
+    raise LayoutError(f"{many}, but the model has only {blocks} blocks: {instead}")
+
+
 def require(sizes: Sequence[int], blocks: int, parts: int) -> tuple[int, ...]:
     """A cut by hand, checked.
 

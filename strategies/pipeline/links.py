@@ -89,7 +89,8 @@ class Wires:
         self.stage, self.peers, self.device = stage, list(peers), device
         self.group = group
         self.groups: dict[tuple[str, bool], dist.ProcessGroup] = {}
-        self.sent: deque[tuple[Any, Tensor]] = deque()
+        self.sent: dict[Any, list[tuple[Any, Tensor]]] = {}
+        """What is kept until it has been received, by the key it was sent with."""
 
     def separate(self, every: Iterable[Sequence[int]]) -> None:
         """Makes a group per direction for all pipelines; collective over all workers."""
@@ -103,20 +104,29 @@ class Wires:
     def _group(self, kind: str, source: int, target: int) -> dist.ProcessGroup:
         return self.groups.get((kind, source < target), self.group)
 
-    def send(self, kind: str, stage: int, tensors: Iterable[Tensor]) -> None:
+    def send(self, kind: str, stage: int, tensors: Iterable[Tensor], key: Any = None) -> None:
+        """Returns at once. key: by which `received` knows these tensors."""
         group, tag = self._group(kind, self.stage, stage), "FB".index(kind)
         for tensor in tensors:
             data = tensor.detach().contiguous()
-            self.sent.append((dist.isend(data, self.peers[stage], group=group, tag=tag), data))
+            work = dist.isend(data, self.peers[stage], group=group, tag=tag)
+            self.sent.setdefault(key, []).append((work, data))
 
     def receive(self, kind: str, stage: int, tensors: Iterable[Tensor]) -> list[Any]:
         group, tag = self._group(kind, stage, self.stage), "FB".index(kind)
         return [dist.irecv(tensor, self.peers[stage], group=group, tag=tag) for tensor in tensors]
 
+    def received(self, keys: Iterable[Any]) -> None:
+        """Lets go of what was sent with these keys: it has arrived, as what came back since then shows.
+
+        (gloo says of a message that it has been sent only to who waits for it.)"""
+        for key in keys:
+            for work, _ in self.sent.pop(key, ()):
+                work.wait()
+
     def settle(self) -> None:
         """Waits until everything that was sent has been taken."""
-        while self.sent:
-            self.sent.popleft()[0].wait()
+        self.received(list(self.sent))
 
 
 class Inbox:

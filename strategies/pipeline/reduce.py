@@ -1,9 +1,9 @@
 """Gradients after the pipeline: averaged over data-parallel workers, added over stages that share a parameter.
 
 A chunk's gradients are complete with the last micro-batch that passes it, while other chunks and stages still compute:
-that is when they are sent off, in buckets (replicas) or one unit after the other (shards). At the end of the step they
-are waited for, and then the gradients of parameters that several stages use (a tied embedding) are added up: one
-all-reduce per set of stages.
+that is when they are sent off, in buckets (replicas; while that backward still runs, unless a schedule splits it) or
+one unit after the other (shards). At the end of the step they are waited for, and then the gradients of parameters that
+several stages use (a tied embedding) are added up: one all-reduce per set of stages.
 
 Shards: parameters are `fully_shard`ed and gathered once per step, at its beginning; gradients are reduce-scattered
 once, at its end. (To gather them for every micro-batch, as fsdp does without a pipeline, would send m times as much:
@@ -33,6 +33,9 @@ class Reducer(Protocol):
     def begin(self) -> None:
         """Before a step."""
 
+    def last_backward(self, chunk: int) -> None:
+        """The chunk's last backward begins: from here on gradients get complete one after the other."""
+
     def chunk_done(self, chunk: int) -> None:
         """The chunk's gradients are complete; returns at once."""
 
@@ -45,13 +48,18 @@ class Nothing:
 
     def begin(self) -> None: ...
 
+    def last_backward(self, chunk: int) -> None: ...
+
     def chunk_done(self, chunk: int) -> None: ...
 
     def finish(self) -> None: ...
 
 
 class Replicas:
-    """Averages gradients over `group`. ready: per chunk the parameters that are complete when it is."""
+    """Averages gradients over `group`. ready: per chunk the parameters that are complete when it is.
+
+    Within a chunk's last backward a bucket goes as soon as autograd has added the last of its gradients, in the order
+    of the buckets on every replica; what is left goes when the chunk is done."""
 
     def __init__(self, ready: dict[int, Named], group: dist.ProcessGroup, options: Options) -> None:
         self.group = group
@@ -62,21 +70,44 @@ class Replicas:
         self.buckets = {
             chunk: buckets([p for _, p in reversed(named) if p.requires_grad], limit) for chunk, named in ready.items()
         }
+        self.of = {p: bucket for several in self.buckets.values() for bucket in several for p in bucket.parameters}
+        self.waiting: list[Bucket] = []
+        """Of the chunk whose last backward runs, the buckets that have not gone."""
+        for parameter in self.of:
+            parameter.register_post_accumulate_grad_hook(self._added)
 
     def begin(self) -> None: ...
 
-    @torch.no_grad()
+    def last_backward(self, chunk: int) -> None:
+        self.waiting = list(self.buckets.get(chunk, []))
+        for bucket in self.waiting:
+            bucket.pending = len(bucket.parameters)
+
+    def _added(self, parameter: Tensor) -> None:
+        bucket = self.of[parameter]  # type: ignore[index]
+        if not any(bucket is other for other in self.waiting):
+            return
+        bucket.pending -= 1
+        while self.waiting and self.waiting[0].pending == 0:
+            self._send(self.waiting.pop(0))
+
     def chunk_done(self, chunk: int) -> None:
+        self.waiting = []
         for bucket in self.buckets.get(chunk, []):
-            missing = [p for p in bucket.parameters if p.grad is None]
-            if missing:
-                raise LayoutError(
-                    f"the loss does not depend on parameter {self.names[missing[0]]}, which ddp cannot average: use it "
-                    "in forward, set its requires_grad to False, or write strategy=fsdp+pipeline"
-                )
-            flat = torch.cat([local(p.grad).reshape(-1) for p in bucket.parameters])
-            bucket.flat = flat.to(self.wire).div_(self.group.size()) if self.wire else flat.div_(self.group.size())
-            bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+            if bucket.flat is None:
+                self._send(bucket)
+
+    @torch.no_grad()
+    def _send(self, bucket: Bucket) -> None:
+        missing = [p for p in bucket.parameters if p.grad is None]
+        if missing:
+            raise LayoutError(
+                f"the loss does not depend on parameter {self.names[missing[0]]}, which ddp cannot average: use it "
+                "in forward, set its requires_grad to False, or write strategy=fsdp+pipeline"
+            )
+        flat = torch.cat([local(p.grad).reshape(-1) for p in bucket.parameters])
+        bucket.flat = flat.to(self.wire).div_(self.group.size()) if self.wire else flat.div_(self.group.size())
+        bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -115,6 +146,8 @@ class Shards:
         for handle in handles:
             if handle is not None:
                 handle.wait()
+
+    def last_backward(self, chunk: int) -> None: ...
 
     def chunk_done(self, chunk: int) -> None:
         for unit in self.ready.get(chunk, []):

@@ -5,8 +5,8 @@
     W   the weights' gradients that B left (schedules that split backward)
 
 Waiting happens only where an instruction needs what has not arrived. Gradients add up in the parameters over
-micro-batches; `done` is called as soon as a chunk has seen its last, so that reducing them over data-parallel workers
-overlaps with what the other chunks and stages still compute.
+micro-batches; `last` is called before a chunk's last backward and `done` after it, so that reducing them over
+data-parallel workers overlaps with what is still computed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from strategies.dims import LayoutError
@@ -52,8 +53,8 @@ class Alive:
 class Runtime:
     """Runs schedules on one worker.
 
-    autocast: put around forward. done(chunk): a chunk's gradients are complete. put_off: what the modules' backward
-    leaves for W. clear: to be called after a forward.
+    autocast: put around forward. last(chunk): a chunk's last backward begins, if it is in one piece. done(chunk): its
+    gradients are complete. put_off: what the modules' backward leaves for W. clear: to be called after a forward.
     """
 
     def __init__(
@@ -64,20 +65,21 @@ class Runtime:
         *,
         autocast: Callable[[], AbstractContextManager[Any]],
         done: Callable[[int], None],
+        last: Callable[[int], None],
         put_off: later.Later,
         clear: Callable[[], None] = lambda: None,
     ) -> None:
         self.stage, self.wires, self.stages = stage, wires, stages
-        self.autocast, self.done, self.clear = autocast, done, clear
+        self.autocast, self.last, self.done, self.clear = autocast, last, done, clear
         self.forms: dict[Any, Forms] = {}
         self.later = put_off
         self.most_alive = 0
-        """Of the last step: the most activations (of one micro-batch and chunk) that were held at once."""
+        """Of the last step: the most micro-batches, once for each chunk, of which something was held at once."""
         self.profiled: list[Span] = []
         """Of the last step that was profiled."""
         self.spans: list[Span] | None = None
         self.began = 0.0
-        self._orders: dict[Any, Any] = {}
+        self._orders: dict[Any, tuple[Any, Any]] = {}
 
     @property
     def parts(self) -> int:
@@ -89,11 +91,13 @@ class Runtime:
         """One optimizer step's forwards and backwards; Σ weight · loss where the last part is, else 0."""
         ops = schedule.lists[self.wires.stage]
         self._open(schedule, step.kinds)
+        if profiled:  # all workers' clocks begin here
+            dist.barrier()
         self.spans, self.began = ([] if profiled else None), time.perf_counter()
         self.total = torch.zeros((), device=device)
         self.alive: dict[tuple[int, int], Alive] = {}
         self.left: dict[tuple[int, int], later.Waiting] = {}
-        self.most_alive, held = 0, 0
+        self.most_alive = 0
         release = "W" if schedule.split else "B"
         final = {op.chunk: i for i, op in enumerate(ops) if op.kind == release}
         seed = torch.initial_seed()
@@ -104,11 +108,13 @@ class Runtime:
                 torch.manual_seed(_mixed(seed, part, op.micro))
                 self._forward(step, op, part, absent)
             elif op.kind == "B":
+                if final[op.chunk] == i:
+                    self.last(op.chunk)
                 self._backward(schedule.split, op, part)
             else:
                 self._weights(op, part)
-            held += (op.kind == "F") - (op.kind == release)
-            self.most_alive = max(self.most_alive, held)
+            sent = {key[1:] for key in self.wires.sent if key is not None and key[0] == "F"}
+            self.most_alive = max(self.most_alive, len(self.alive.keys() | self.left.keys() | sent))
             if final[op.chunk] == i:
                 self.done(op.chunk)
         torch.manual_seed(_mixed(seed, self.parts, 0))
@@ -192,7 +198,8 @@ class Runtime:
         if key not in self._orders:
             self._orders[key] = _orders(schedule, self.wires.stage)
         self.inboxes: dict[tuple[str, int], Inbox] = {}
-        for (kind, stage), order in self._orders[key].items():
+        orders, self.shows = self._orders[key]
+        for (kind, stage), order in orders.items():
             messages = [Message(part, micro, kinds[micro]) for part, micro in order]
             self.inboxes[kind, stage] = Inbox(self.wires, kind, stage, messages, self.forms)
 
@@ -201,13 +208,15 @@ class Runtime:
         source = place_of(edge if kind == "F" else edge + 1, self.stages, self.folded)[0]
         if source == self.wires.stage:
             return self.local.pop((kind, edge, op.micro))
-        return self._timed("RECV", op, lambda: self.inboxes[kind, source].take(edge, op.micro))
+        arrived = self._timed("RECV", op, lambda: self.inboxes[kind, source].take(edge, op.micro))
+        self.wires.received([("F", edge, op.micro), *self.shows.get((kind, edge, op.micro), ())])
+        return arrived
 
     def _give(self, kind: str, edge: int, op: Op, tensors: list[Tensor], target: int) -> None:
         if target == self.wires.stage:
             self.local[kind, edge, op.micro] = [tensor.detach() for tensor in tensors]
         else:
-            self._timed("SEND", op, lambda: self.wires.send(kind, target, tensors))
+            self._timed("SEND", op, lambda: self.wires.send(kind, target, tensors, (kind, edge, op.micro)))
 
     def _timed(self, kind: str, op: Op, work: Callable[[], Any]) -> Any:
         if self.spans is None:
@@ -234,7 +243,7 @@ class Runtime:
     def evaluate(self, function: Callable[..., Any], batch: Any, folded: bool) -> Any:
         """The function's answer where the last part is, else None. Of several in a row the next begins here while this
         one is still computed on later stages."""
-        self.folded, self.local, self.spans = folded, {}, None
+        self.folded, self.local, self.spans, self.shows = folded, {}, None, {}
         kind, answer = self.stage.signature(batch), None
         step = Step([batch], [1.0], [1.0], function, [kind])
         absent = self.stage.outputs(kind, function, batch)
@@ -254,18 +263,33 @@ class Runtime:
         return self._take("F", part - 1, op)
 
 
-def _orders(schedule: Schedule, own: int) -> dict[tuple[str, int], list[tuple[int, int]]]:
-    """Per direction and neighbour, (edge, micro-batch) in the order in which the neighbour sends it to stage `own`."""
+Key = tuple[str, int, int]
+"""A message: F or B, the edge it crosses (from that part to the next, or back to it), the micro-batch."""
+
+
+def _orders(schedule: Schedule, own: int) -> tuple[dict[tuple[str, int], list[tuple[int, int]]], dict[Key, list[Key]]]:
+    """Per direction and neighbour, (edge, micro-batch) in the order in which the neighbour sends it to stage `own`; and
+    for each of these messages what of `own`'s the neighbour has taken before it sends it."""
     found: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    shows: dict[Key, list[Key]] = {}
     for stage, ops in enumerate(schedule.lists):
+        taken: list[Key] = []
         for op in ops:
             part = schedule.part(stage, op.chunk)
-            target = part + 1 if op.kind == "F" else part - 1
-            if stage == own or op.kind == "W" or not 0 <= target < schedule.parts:
+            source, target = (part - 1, part + 1) if op.kind == "F" else (part + 1, part - 1)
+            if stage == own or op.kind == "W":
                 continue
-            if place_of(target, schedule.stages, schedule.folded)[0] == own:
-                found.setdefault((op.kind, stage), []).append((part if op.kind == "F" else target, op.micro))
-    return found
+            if _is_on(own, source, schedule):
+                taken.append((op.kind, min(source, part), op.micro))
+            if _is_on(own, target, schedule):
+                edge = min(target, part)
+                found.setdefault((op.kind, stage), []).append((edge, op.micro))
+                shows[op.kind, edge, op.micro], taken = taken, []
+    return found, shows
+
+
+def _is_on(stage: int, part: int, schedule: Schedule) -> bool:
+    return 0 <= part < schedule.parts and place_of(part, schedule.stages, schedule.folded)[0] == stage
 
 
 def _mixed(seed: int, part: int, micro: int) -> int:

@@ -17,7 +17,8 @@ from strategies.pipeline.schedules import Op, Schedule, place_of
 
 @dataclass(frozen=True)
 class Span:
-    """Something a stage did: F, B, W, SEND, RECV (waiting for a neighbour) or REDUCE; seconds from the step's start."""
+    """Something a stage did: F, B, W, SEND (handing it over, not its travel), RECV (waiting for a neighbour) or REDUCE;
+    seconds from the step's start."""
 
     stage: int
     kind: str

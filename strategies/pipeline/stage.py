@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from strategies.dims import LayoutError
 from strategies.pipeline.absent import Absent
@@ -127,6 +127,7 @@ class Stage:
         self.module, self.deal, self.skeleton = module, given, skeleton
         self.own = frozenset(own)
         self.surveys: dict[Any, dict[str, Any]] = {}
+        self.assumed: dict[str, str] = {}
         self.clock: Callable[[], float] | None = None
         """Set to have `taken` filled: seconds of every call of this worker's parts, forward, one for each time."""
         self.taken: dict[str, list[float]] = {}
@@ -145,7 +146,9 @@ class Stage:
         """Every call's absent output for batches of this signature."""
         found = self.surveys.get(signature)
         if found is None:
-            found = self.skeleton.survey(loss, batch, self.module.training).outputs()
+            survey = self.skeleton.survey(loss, batch, self.module.training)
+            found = survey.outputs()
+            self.assumed |= survey.assumed()
             strange = [name for name in found if name not in self.deal.part_of]
             if strange:
                 raise LayoutError(
@@ -197,6 +200,8 @@ class Stage:
                 return passage.outputs[name]
             output = self._timed(name, forward, args, kwargs) if own and self.clock else forward(*args, **kwargs)
             if own:
+                if name in self.assumed:
+                    self._require_assumed(name, output, passage.outputs[name])
                 if name in passage.sends:
                     passage.made[name] = output
                 if name == last[passage.part] and passage.part < self.deal.parts - 1:
@@ -204,6 +209,15 @@ class Stage:
             return output
 
         return standing_in
+
+    def _require_assumed(self, name: str, output: Any, assumed: Any) -> None:
+        """Raises LayoutError unless a block that could not be looked at without numbers returns what it was taken to:
+        one tensor."""
+        if tree_structure(output) != tree_structure(assumed):
+            raise LayoutError(
+                f"the block {name} looks at numbers ({self.assumed[name]}), so it was taken to return one tensor as it "
+                f"is given, but it returns a {type(output).__name__}: let it return one tensor, or write strategy=fsdp"
+            )
 
     def _timed(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         assert self.clock is not None

@@ -41,6 +41,8 @@ class Call:
     uses: frozenset[str]
     output: Any = None
     """Absent tensors in the structure that the module returned."""
+    assumed: str = ""
+    """Why it could not be run without numbers, where `output` is only assumed to be like its input."""
     cost: float = 0.0
     """Floating-point operations, or what takes as long, of one forward."""
 
@@ -59,6 +61,9 @@ class Survey:
 
     def outputs(self) -> dict[str, Any]:
         return {call.name: call.output for call in self.calls}
+
+    def assumed(self) -> dict[str, str]:
+        return {call.name: call.assumed for call in self.calls if call.assumed}
 
 
 class Skeleton:
@@ -154,13 +159,14 @@ class Skeleton:
 
     def _output(self, forward: Callable[..., Any], call: Call, args: Any, kwargs: Any) -> Any:
         """What the module returns. A block is on one stage, so its code may look at numbers (a router of experts does),
-        of which there are none here: it is then taken to return something like its input."""
+        of which there are none here: it is then taken to return something like its input, until it is seen to."""
         try:
             return forward(*args, **kwargs)
-        except Exception:
+        except Exception as error:
             first = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
             if not call.block or first is None:
                 raise
+            call.assumed = (str(error).strip().splitlines() or [type(error).__name__])[0]
             return first
 
 
