@@ -18,6 +18,7 @@ from app.cost import check_launcher
 from app.errors import UserError
 from app.run import Run, free_name
 from app.tracking.settings import Settings, resolve_tracking
+from strategies.names import ONE_PROCESS
 
 if TYPE_CHECKING:
     from app.driver import Driver
@@ -69,6 +70,7 @@ def chosen_launcher(config: Config) -> str:
 def _in_this_process(run: Run, console: Console, settings: Settings) -> Outcome:
     import torch
 
+    from app.doctor.job import with_remarks
     from app.driver import Driver
     from app.launchers import process
     from app.prepare import prepare, read_task
@@ -86,7 +88,8 @@ def _in_this_process(run: Run, console: Console, settings: Settings) -> Outcome:
         )
     task = read_task(config)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    prepared = prepare(config, task, 1, devices_per_node=torch.cuda.device_count() or None)
+    gpus = torch.cuda.device_count()
+    prepared = with_remarks(config, prepare(config, task, 1, devices_per_node=gpus or None), 1, 1, gpus)
     driver = Driver(run, console, settings)
     return carry_out(driver, prepared, lambda job: process.launch(job, driver), f"1 process ({device_type})")
 
@@ -160,15 +163,30 @@ def _read(config: Config) -> Task:
 
 
 def ask_for(config: Config, cluster: Cluster) -> tuple[int, dict[str, float]]:
-    """How many workers, and the resources of each."""
+    """How many workers, and the resources of each.
+
+    A strategy of one process is one worker; those that spread over a worker's GPUs ask for all of the largest node's
+    (ddp_model_parallel: for two each)."""
     per_worker = dict(config.resources_per_worker)
     if config.workers == "auto":
-        per_worker = per_worker or ({"GPU": 1.0} if cluster.gpus else {"CPU": 1.0})
+        per_worker = per_worker or ({"GPU": _gpus_each(config, cluster)} if cluster.gpus else {"CPU": 1.0})
+        if config.strategy in ONE_PROCESS:
+            return 1, per_worker
         if per_worker.get("GPU"):
             return max(1, int(cluster.gpus / per_worker["GPU"])), per_worker
         return max(2, _degrees(config)), per_worker
     workers = int(config.workers)
-    return workers, per_worker or ({"GPU": 1.0} if cluster.gpus >= workers else {"CPU": 1.0})
+    gpus = _gpus_each(config, cluster)
+    return workers, per_worker or ({"GPU": gpus} if cluster.gpus >= workers * gpus else {"CPU": 1.0})
+
+
+def _gpus_each(config: Config, cluster: Cluster) -> float:
+    """GPUs of one worker where the configuration does not say."""
+    most = max(1.0, cluster.largest.get("GPU", 0.0))
+    if config.strategy in ("dp", "model_parallel"):
+        return most
+    wanted = config.workers == "auto" or cluster.gpus >= 2 * int(config.workers)
+    return min(2.0, most) if config.strategy == "ddp_model_parallel" and wanted else 1.0
 
 
 def _degrees(config: Config) -> int:

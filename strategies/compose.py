@@ -122,9 +122,9 @@ def _replicated(
     if layout.dims.world_size == 1:
         return Parallel(single.apply(module), layout, device, autocast=autocast, notes=notes)
     group = layout.dims.data_group(layout.dims.build_mesh(device.type))
-    used_parameters = ddp.UsedParameters(module)
+    used_parameters = ddp.UsedParameters(module) if options.static_graph else None
     wrapped = ddp.apply(module, group, device, options, spread=spread)
-    step = ddp.micro_step(wrapped, options, used_parameters)
+    step = ddp.micro_step(wrapped, used_parameters)
     return Parallel(wrapped, layout, device, inner=module, group=group, micro_step=step, autocast=autocast, notes=notes)
 
 
@@ -144,7 +144,7 @@ def _deepspeed(
         config,
         group=group,
         autocast=precision.autocast(options.precision, device.type),
-        notes=start.unsynchronised(module, layout),
+        notes=(*start.unsynchronised(module, layout), *deepspeed.remark(config)),
     )
 
 
@@ -164,12 +164,15 @@ def _sharded(
     names = find_blocks(module, _answer(blocks, module))
     split = _split(module, layout, mesh, _answer(tensor_plan, module), options) if layout.dims.tp > 1 else None
     _recompute_and_compile(module, names, options, split=split is not None)
+    decided: tuple[str, ...] = ()
     if layout.dims.dp_shard > 1 and _stage(layout) == 3:
+        asked = options
         options = replace(
             options,
             reshard_after_forward=fsdp.frees_after_forward(module, options, device),
             accumulate_sharded=fsdp.scatters_each(module, options, device),
         )
+        decided = fsdp.decided(asked, options)
     units = _shard(module, layout, mesh, names, options) if layout.dims.dp_shard > 1 else None
     start.materialise(module, device, torch.device("cpu") if options.offload else device)
     start.fill(module, source, device)
@@ -178,11 +181,11 @@ def _sharded(
     if units is not None:
         step = _shard_step(units, layout, options)
     elif group is not None:
-        step = replicate.micro_step(list(module.named_parameters()), group, options)
+        step = replicate.micro_step(list(module.named_parameters()), group, options, device)
     if split is not None:
         step = tensor.GradientSums(module, split).micro_step(step)
     autocast = contextlib.nullcontext if units is not None else precision.autocast(options.precision, device.type)
-    notes = (*([note] if note else []), *start.unsynchronised(module, layout))
+    notes = (*([note] if note else []), *start.unsynchronised(module, layout), *decided)
     return Parallel(module, layout, device, group=group, micro_step=step, autocast=autocast, notes=notes)
 
 

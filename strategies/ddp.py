@@ -12,7 +12,8 @@ Choose it whenever the whole training state fits on a device: nothing is faster.
 
 - *Static graph*: DDP is told that every step uses the same parameters in the same order. Its first backward may not
   be without communication (it would assert), so the first step communicates for each micro-batch, which averages what
-  is averaged already and changes nothing.
+  is averaged already and changes nothing. Without it a step may leave parameters out: DDP looks for them after every
+  forward, which takes time, and averages the others.
 - *BatchNorm* normalises with the statistics of one worker's micro-batch, so it is not the same training on another
   number of workers; running statistics are those of rank 0, broadcast before each forward. GroupNorm or SyncBatchNorm
   do not depend on the split.
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -50,7 +51,7 @@ def apply(
 ) -> DistributedDataParallel:
     """Wraps a whole module; collective over `group`. spread: its parameters are on several devices."""
     several = spread or device.type != "cuda"
-    size = options.bucket_mb or measured_bucket(module, group, device)
+    size = options.bucket_mb or measured_bucket([p for p in module.parameters() if p.requires_grad], group, device)
     wrapped = DistributedDataParallel(
         module,
         device_ids=None if several else [device],
@@ -58,14 +59,19 @@ def apply(
         bucket_cap_mb=size,
         gradient_as_bucket_view=True,
         static_graph=options.static_graph,
+        find_unused_parameters=not options.static_graph,
     )
     _compress(wrapped, group, options)
     return wrapped
 
 
-def measured_bucket(module: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> float:
-    """MiB: the smallest bucket that is all-reduced at 9/10 of the best rate; smaller ones start earlier. Collective."""
-    limit = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad) / 2**20
+def measured_bucket(parameters: Iterable[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device) -> float:
+    """MiB: the smallest bucket that is all-reduced at 9/10 of the best rate; smaller ones start earlier. Collective.
+
+    It is not the default: two starts of a run may measure differently, and sums in buckets of another size round
+    otherwise, so a resumed run would not be the same to the last bit.
+    """
+    limit = sum(p.numel() * p.element_size() for p in parameters) / 2**20
     rates: dict[float, float] = {}
     for size in (s for s in BUCKETS if s <= max(limit, BUCKETS[0])):
         buffer = torch.zeros(int(size * 2**18), device=device)
@@ -104,10 +110,12 @@ reduce_as_bfloat16.__annotations__.update(bucket=dist.GradBucket)
 reduce_as_bfloat16.__annotations__.update({"return": torch.futures.Future[torch.Tensor]})
 
 
-def micro_step(wrapped: DistributedDataParallel, options: Options, used: UsedParameters) -> MicroStep:
-    """What to put around forward and backward of a micro-batch: only the last one communicates."""
+def micro_step(wrapped: DistributedDataParallel, used: UsedParameters | None) -> MicroStep:
+    """What to put around forward and backward of a micro-batch: only the last one communicates.
+
+    used: of a static graph, whose first step is watched."""
     plain = contextlib.nullcontext()
-    state = {"begun": not options.static_graph, "watching": True}
+    state = {"begun": used is None, "watching": used is not None}
 
     def context(last: bool) -> AbstractContextManager[Any]:
         if state["watching"]:
@@ -119,7 +127,7 @@ def micro_step(wrapped: DistributedDataParallel, options: Options, used: UsedPar
         sync = plain if last or not state["begun"] else wrapped.no_sync()
         with sync:
             yield
-        if torch.is_grad_enabled() and used.any():
+        if used is not None and torch.is_grad_enabled() and used.any():
             state["begun"] = True
             if last:
                 state["watching"] = False
@@ -158,7 +166,7 @@ class UsedParameters:
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise LayoutError(
                 f"the loss does not depend on parameter {names[0]}{others}, which ddp cannot average: use it in "
-                "forward, set its requires_grad to False, or write strategy=fsdp"
+                "forward, set its requires_grad to False, or write parallel.static_graph=false or strategy=fsdp"
             )
 
 

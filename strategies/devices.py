@@ -11,16 +11,29 @@ PRETENDED = 2
 
 
 def own_devices(device: torch.device) -> list[torch.device]:
-    """All visible GPUs, divided among this node's workers (LOCAL_RANK, LOCAL_WORLD_SIZE), this worker's first.
+    """All GPUs that are this worker's, its `device` first. Without GPUs the CPU, several times.
 
-    Without GPUs the CPU, several times.
+    Where each worker sees its own only (Ray's actors) they are all its own; where all see all of a node's (torchrun,
+    Ray Train) the node's workers, by LOCAL_RANK and LOCAL_WORLD_SIZE, have equal shares.
     """
     if device.type != "cuda":
         return [device] * PRETENDED
     workers, rank = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
-    each = max(1, torch.cuda.device_count() // workers)
-    own = [torch.device("cuda", rank * each + i) for i in range(each)]
-    return own if device in own else [device]
+    return [torch.device("cuda", index) for index in share(device.index or 0, rank, workers, torch.cuda.device_count())]
+
+
+def share(first: int, rank: int, workers: int, visible: int) -> list[int]:
+    """Of `visible` GPUs those of local worker `rank` of `workers`, whose device is `first`; pure."""
+    each = max(1, visible // workers)
+    if first == rank * each:
+        return list(range(first, first + each))
+    return list(range(visible)) if first == 0 else [first]
+
+
+def home(strategy: str, rank: int, workers: int, visible: int) -> int:
+    """The GPU on which local worker `rank` of `workers` begins: its own, or the first of its share if it has several;
+    pure."""
+    return rank * max(1, visible // workers) if strategy == "ddp_model_parallel" else rank
 
 
 def remark(name: str, devices: list[torch.device], used: int) -> tuple[str, ...]:

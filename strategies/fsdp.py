@@ -84,6 +84,22 @@ def frees_after_forward(module: nn.Module, options: Options, device: torch.devic
     return not _everywhere(whole < ROOM * torch.cuda.mem_get_info(device)[0], device)
 
 
+def decided(asked: Options, chosen: Options) -> tuple[str, ...]:
+    """What was decided by memory and is not what the name says, one sentence each."""
+    found = []
+    if asked.reshard_after_forward is None and not chosen.reshard_after_forward:
+        found.append(
+            "blocks keep their gathered parameters between forward and backward, for these take less than an eighth of "
+            "the GPU's free memory: parallel.reshard_after_forward=true frees them"
+        )
+    if asked.accumulate_sharded is None and chosen.accumulate_sharded:
+        found.append(
+            "every micro-batch's gradients are scattered, for whole ones would take an eighth of the GPU's memory or "
+            "more: parallel.accumulate_sharded=false keeps them until the last"
+        )
+    return tuple(found)
+
+
 def scatters_each(module: nn.Module, options: Options, device: torch.device) -> bool:
     """Whether every micro-batch's gradients are reduced, or whole ones wait for the last; the same on every rank.
     Collective.

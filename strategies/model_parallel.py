@@ -10,7 +10,8 @@ neighbours, forward and backward. https://docs.pytorch.org/tutorials/intermediat
 Huang et al. 2019, https://arxiv.org/abs/1811.06965, figure 2b, shows the waiting.
 
 What is before the first block goes with it to the first device, what is after the last one to the last. A weight used
-in two places has one device, and both places compute there.
+in two places has one device, and both places compute there. It is built whole in the worker's host memory first, as
+ddp_model_parallel does once per worker, and moved device by device; no GPU ever holds more than its own blocks.
 """
 
 from __future__ import annotations

@@ -162,8 +162,8 @@ def _shards_per_node(name: str, rest: int, devices_per_node: int | None, degrees
 
 def _refuse(name: str, parts: list[str], world_size: int, degrees: dict[str, int]) -> None:
     if set(parts) & set(ONE_PROCESS):
-        hint = "single is one device: write strategy=ddp" if name == "single" else f"{name} is one process"
-        raise LayoutError(f"there are {world_size} workers, but {hint} or workers=1")
+        kind = "one device: write workers=1, or strategy=ddp" if name == "single" else "one process: write workers=1"
+        raise LayoutError(f"there are {world_size} workers, but {name} is {kind}")
     product = math.prod(degrees.values())
     written = " × ".join(f"{side} {degree}" for side, degree in degrees.items() if degree > 1) or "1"
     raise LayoutError(

@@ -24,7 +24,7 @@ class Options:
     precision: str = "fp32"
     """Type of the arithmetic: fp32, bf16 or fp16. Parameters, optimizer and loss stay float32."""
     reduce_dtype: str = "fp32"
-    """Type that gradients are reduced in: fp32 or bf16."""
+    """Type that gradients are averaged over data-parallel workers in: fp32 or bf16."""
     compile: bool = False
     """torch.compile every block."""
     compile_backend: str = "inductor"
@@ -35,7 +35,8 @@ class Options:
     loss_parallel: bool = True
     """With tp and a plan: logits stay split over the vocabulary."""
     reshard_after_forward: bool | None = None
-    """With dp_shard: free gathered parameters after forward. None: as the name says (zero3 yes, zero1 and zero2 no)."""
+    """With dp_shard: free gathered parameters after forward. None: zero1 and zero2 no; zero3 yes, but on a GPU of whose
+    free memory they take less than an eighth."""
     accumulate_sharded: bool | None = None
     """With dp_shard and several micro-batches: reduce-scatter each micro-batch's gradients instead of keeping whole
     ones until the last (less memory, more communication). None: zero2 yes, zero1 no, zero3 on a GPU of which whole
@@ -49,7 +50,8 @@ class Options:
     deepspeed: dict[str, Any] | None = None
     """With deepspeed: the contents of a DeepSpeed JSON. None: ZeRO stage 2."""
     static_graph: bool = True
-    """With ddp: every step uses the same parameters in the same order, which DDP exploits. False: it may change."""
+    """With ddp: every step uses the same parameters in the same order, which DDP exploits. False: a step may leave some
+    out; they are looked for in each."""
     schedule: str = "1f1b"
     """With pp: in which order stages work: gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_h2 or zbv."""
     chunks: int = 1
@@ -103,10 +105,10 @@ def _check_pipeline(layout: Layout, options: Options, blocks: int | None, micro_
     stages = layout.dims.pp
     _one_of("parallel.schedule", options.schedule, tuple(schedules.SCHEDULES))
     schedules.require(options.schedule, stages, micro_batches, options.chunks)
-    parts = stages * schedules.chunks_of(options.schedule, options.chunks)
-    if blocks is not None and blocks < parts:
-        many = f"parallel.pp is {stages}" + (f" with {parts // stages} chunks each" if parts > stages else "")
-        raise LayoutError(f"{many}, but the model has only {blocks} blocks: write at most {blocks * stages // parts}")
+    chunks = schedules.chunks_of(options.schedule, options.chunks)
+    parts = stages * chunks
+    if blocks is not None:
+        cut.require_blocks(blocks, stages, chunks)
     if options.stages is not None:
         cut.require(options.stages, blocks if blocks is not None else sum(options.stages), parts)
     if set(layout.parts) & {"zero1", "zero2"}:
@@ -130,13 +132,31 @@ def _check_options(layout: Layout, options: Options) -> None:
     sharded = bool(set(layout.parts) & set(SHARDED))
     if options.offload and not sharded:
         raise LayoutError(f"parallel.offload needs sharded parameters, but the strategy is {layout.name}: write fsdp")
-    if options.compression != "none" and layout.parts[0] not in ("ddp", "ddp_model_parallel"):
+    if options.compression != "none" and not _replicates(layout):
         raise LayoutError(
             f"parallel.compression={options.compression} is for ddp, but the strategy is {layout.name}: leave it out"
             + (", or write parallel.reduce_dtype=bf16" if sharded else "")
         )
+    if options.reduce_dtype != "fp32":
+        _check_reduce_dtype(layout, options)
     if options.compression == "powersgd" and layout.dims.tp > 1:
         raise LayoutError("parallel.compression=powersgd does not work with parallel.tp > 1: write bf16 or none")
+
+
+def _check_reduce_dtype(layout: Layout, options: Options) -> None:
+    written = f"parallel.reduce_dtype={options.reduce_dtype}"
+    if layout.name == "deepspeed":
+        raise LayoutError(f"{written} is not DeepSpeed's: write communication_data_type in its JSON")
+    if layout.name == "dp":
+        raise LayoutError(f"{written}, but DataParallel adds gradients in float32: leave it out, or write strategy=ddp")
+    if options.compression == "powersgd":
+        raise LayoutError(f"{written} does nothing beside parallel.compression=powersgd: leave one of them out")
+
+
+def _replicates(layout: Layout) -> bool:
+    """Whether whole gradients are averaged over copies; `pipeline` says only by its degrees what else there is."""
+    copies = "pipeline" in layout.parts and layout.dims.dp_replicate > 1 and layout.dims.dp_shard == 1
+    return layout.parts[0] in ("ddp", "ddp_model_parallel") or copies
 
 
 def checkpoint_every(value: str) -> int | None:

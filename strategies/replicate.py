@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from strategies.ddp import measured_bucket
 from strategies.dims import LayoutError
 from strategies.options import Options
 
@@ -40,12 +41,15 @@ class Bucket:
 class Replicas:
     """Averages the gradients of `parameters` over `group` at the end of a step's last micro-batch."""
 
-    def __init__(self, named: list[tuple[str, nn.Parameter]], group: dist.ProcessGroup, options: Options) -> None:
+    def __init__(
+        self, named: list[tuple[str, nn.Parameter]], group: dist.ProcessGroup, options: Options, device: torch.device
+    ) -> None:
         self.names = {parameter: name for name, parameter in named}
         self.group = group
         half = options.compression == "bf16" or options.reduce_dtype == "bf16"
         self.wire = torch.bfloat16 if half else None
-        self.buckets = buckets([p for _, p in reversed(named) if p.requires_grad], (options.bucket_mb or 25.0) * 2**20)
+        size = options.bucket_mb or measured_bucket([_part(p) for _, p in named if p.requires_grad], group, device)
+        self.buckets = buckets([p for _, p in reversed(named) if p.requires_grad], size * 2**20)
         self.of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self.active = False
         self.launched = 0
@@ -112,6 +116,13 @@ def _local(parameter: nn.Parameter) -> torch.Tensor:
     return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
 
 
-def micro_step(named: list[tuple[str, nn.Parameter]], group: dist.ProcessGroup, options: Options) -> Callable[..., Any]:
+def _part(parameter: nn.Parameter) -> torch.Tensor:
+    """What this worker holds of it."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def micro_step(
+    named: list[tuple[str, nn.Parameter]], group: dist.ProcessGroup, options: Options, device: torch.device
+) -> Callable[..., Any]:
     """What to put around forward and backward of a micro-batch."""
-    return Replicas(named, group, options).micro_step
+    return Replicas(named, group, options, device).micro_step

@@ -32,7 +32,7 @@ def resume(trial: Trial, layout: Layout, options: Options, device: torch.device,
     parallel.load_model_state(state["model"])
     parallel.load_optimizer_state(optimizer, state["optimizer"])
     losses, norms = run_steps(trial, parallel, optimizer, range(steps, trial.steps))
-    return Curve(losses, norms, parallel.full_model_state())
+    return Curve(losses, norms, parallel.full_model_state(), parallel.notes)
 
 
 def _start(

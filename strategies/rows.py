@@ -40,11 +40,11 @@ class Row:
         return " ".join([str(self.layout), *(str(value) for value in self.options.values())])
 
 
-def _pipeline(name: str, workers: int, schedule: str, stages: int, chunks: int = 1) -> Row:
-    options: dict[str, Any] = {"schedule": schedule}
-    return Row(
-        name, workers, {"pp": stages}, options=options | ({"chunks": chunks} if chunks > 1 else {}), micro_batches=4
-    )
+def _pipeline(
+    name: str, workers: int, schedule: str, stages: int, chunks: int = 1, micro_batches: int = 4, **degrees: int
+) -> Row:
+    options: dict[str, Any] = {"schedule": schedule} | ({"chunks": chunks} if chunks > 1 else {})
+    return Row(name, workers, {"pp": stages, **degrees}, options=options, micro_batches=micro_batches)
 
 
 ROWS: tuple[Row, ...] = (
@@ -59,6 +59,7 @@ ROWS: tuple[Row, ...] = (
     Row("zero2", 2),
     Row("zero2", 4),
     Row("zero3", 2),
+    Row("zero3", 4),
     Row("fsdp", 2),
     Row("fsdp", 4),
     Row("hsdp", 4, {"dp_shard": 2}),
@@ -73,8 +74,19 @@ ROWS: tuple[Row, ...] = (
     _pipeline("pipeline", 2, "1f1b", 2),
     _pipeline("pipeline", 2, "zbv", 2),
     _pipeline("pipeline", 4, "zb_h1", 4),
+    _pipeline("pipeline", 4, "zb_h2", 4, micro_batches=8),
     _pipeline("ddp+pipeline", 4, "interleaved_1f1b", 2, chunks=2),
     _pipeline("fsdp+pipeline", 4, "zb_h2", 2),
     _pipeline("tensor+pipeline", 4, "1f1b", 2),
 )
 """Every name and every pair, at 2 and 4 workers."""
+
+THREE: tuple[Row, ...] = (
+    Row("hsdp+tensor", 8, {"dp_shard": 2, "tp": 2}),
+    _pipeline("ddp+tensor+pipeline", 8, "1f1b", 2, tp=2),
+    _pipeline("fsdp+tensor+pipeline", 8, "1f1b", 2, tp=2),
+)
+"""Three sides of the grid at once, at the fewest workers that have them: 8."""
+
+DEEPSPEED = Row("deepspeed", 2, tolerance=2e-5)
+"""The optional extra, where it is installed; its engine adds up in buckets of its own."""

@@ -12,7 +12,7 @@ itself keeps (a step count, an estimate of the learning rate) are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -65,22 +65,27 @@ def load_model_state(module: nn.Module, state: dict[str, Any]) -> None:
         LayoutError: names or shapes that are not this model's.
     """
     own = module.state_dict()
-    for problem, names in (("lacks", own.keys() - state.keys()), ("has unknown", state.keys() - own.keys())):
-        if names:
-            raise LayoutError(f"the state {problem} {sorted(names)[0]!r} ({len(names)} in all): it is another model's")
+    require_same({name: value.shape for name, value in own.items() if isinstance(value, torch.Tensor)}, state, own)
     with torch.no_grad():
         for name, target in own.items():
             source = state[name]
-            if not isinstance(target, torch.Tensor):
-                continue
-            if source.shape != target.shape:
-                raise LayoutError(
-                    f"{name} is {tuple(source.shape)} in the state and {tuple(target.shape)} in the model: it is "
-                    "another model's"
-                )
-            if source is not target:
+            if isinstance(target, torch.Tensor) and source is not target:
                 copy_whole_or_shard(target, source)
     module.load_state_dict(own)  # runs the hooks of modules that keep something beside tensors
+
+
+def require_same(shapes: dict[str, torch.Size], state: dict[str, Any], names: Iterable[str]) -> None:
+    """Raises LayoutError unless `state` has exactly `names`, and tensors of these shapes."""
+    own = set(names)
+    for problem, odd in (("lacks", own - state.keys()), ("has unknown", state.keys() - own)):
+        if odd:
+            raise LayoutError(f"the state {problem} {min(odd)!r} ({len(odd)} in all): it is another model's")
+    for name, shape in shapes.items():
+        if state[name].shape != shape:
+            raise LayoutError(
+                f"{name} is {tuple(state[name].shape)} in the state and {tuple(shape)} in the model: it is "
+                "another model's"
+            )
 
 
 def copy_whole_or_shard(target: torch.Tensor, source: torch.Tensor) -> None:

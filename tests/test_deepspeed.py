@@ -48,7 +48,38 @@ def test_every_stage_trains_the_same_model_and_checkpoints_go_both_ways(tmp_path
     found = {f"stage {stage}": parity.difference(truth, curve) for stage, curve in curves.items()}
     found |= {name: parity.difference(rest, curve) for name, curve in continued.items()}
     assert len(found) == 5
-    assert all(difference.loss <= 2e-5 for difference in found.values()), found
+    assert all(difference.within(2e-5) for difference in found.values()), found
+
+
+def _another_models(_: int) -> list[str]:
+    said = []
+    for stage in (2, 3):
+        trial = gpt_trial(steps=1)
+        parallel = parity.begin(trial, DEEPSPEED, _options(stage), CPU)
+        optimizer = parallel.adopt(trial.optimizer(parallel.parameters()))
+        parity.run_steps(trial, parallel, optimizer, range(1))
+        state = parallel.model_state()
+        for other in (state | {"extra": torch.zeros(1)}, state | {"norm.bias": torch.zeros(2)}):
+            try:
+                parallel.load_model_state(other)
+            except LayoutError as error:
+                said.append(str(error))
+    return said
+
+
+@pytest.mark.skipif(not HERE, reason="the optional extra is not installed: make test-deepspeed")
+def test_state_of_another_model_is_refused_as_elsewhere() -> None:
+    said = run_distributed(_another_models, 2, timeout=280)[0]
+    assert len(said) == 4 and all("it is another model's" in sentence for sentence in said)
+
+
+def test_offload_keeps_the_experiments_optimizer_and_stage_3_says_what_it_needs() -> None:
+    """DeepSpeed would refuse any optimizer but its own beside CPU offload."""
+    given = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+    found = deepspeed.configuration(given, Options())
+    assert found["zero_force_ds_cpu_optimizer"] is False
+    (said,) = deepspeed.remark(found)
+    assert "whole model on every worker" in said and deepspeed.remark(deepspeed.configuration(None, Options())) == ()
 
 
 @pytest.mark.skipif(HERE, reason="deepspeed is installed here")

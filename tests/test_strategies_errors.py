@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 import torch
 from pool import run_distributed
-from test_strategies_models import BATCH, GPT_PLAN, VOCABULARY, PlainGPT, gpt_trial, image_batch, mlp, seeded
+from test_strategies_models import (
+    BATCH,
+    GPT_PLAN,
+    VOCABULARY,
+    PlainGPT,
+    classifier_loss,
+    gpt_trial,
+    image_batch,
+    mlp,
+    seeded,
+    vector_batch,
+)
 from torch import Tensor, nn
 
 from strategies import deepspeed, parity, tensor_plan
@@ -47,10 +58,37 @@ def _messages(row: Row, make: Any, plan: dict[str, str] | None = None, options: 
     return [_message(0, *args)] if row.workers == 1 else run_distributed(_message, row.workers, *args)
 
 
-@pytest.mark.parametrize("static", [True, False])
-def test_unused_parameters_under_ddp_are_named(static: bool) -> None:
-    for message in _messages(Row("ddp", 2), PartlyUsed, options=Options(static_graph=static)):
+def test_unused_parameters_under_ddp_are_named() -> None:
+    for message in _messages(Row("ddp", 2), PartlyUsed):
         assert "idle.weight and 3 more" in message and "fsdp" in message and "\n" not in message
+        assert "parallel.static_graph=false" in message
+
+
+class Changing(nn.Module):
+    """Uses another layer in every step, and one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.idle = nn.Linear(7, 7), nn.Linear(7, 3)
+        self.ways = nn.ModuleList([nn.Linear(7, 3), nn.Linear(7, 3)])
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        x, which = inputs
+        return self.ways[int(which[0])](torch.tanh(self.stem(x)))
+
+
+def _changing(_: int, row: Row) -> parity.Curve:
+    def batch(step: int) -> Any:
+        x, y = vector_batch(step)
+        return (x, torch.full((len(x),), step % 2)), y
+
+    trial = parity.Trial(seeded(Changing), classifier_loss, batch, steps=6, micro_batches=2, clip=0.5)
+    return parity.train(trial, row.layout, Options(static_graph=False), CPU)
+
+
+def test_a_step_may_leave_parameters_out_without_a_static_graph() -> None:
+    found = parity.difference(_changing(0, Row("single", 1)), run_distributed(_changing, 2, Row("ddp", 2))[0])
+    assert found.within(1e-5), found
 
 
 def test_unused_parameters_under_ddp_and_tensor_are_named() -> None:
@@ -116,6 +154,23 @@ def test_a_plan_that_forgets_a_norm_ends_in_the_first_step() -> None:
     plan = {key: value for key, value in GPT_PLAN.items() if key != "norm"}
     for message in _messages(Row("tensor", 2), PlainGPT, plan):
         assert "norm." in message and "sequence or partial" in message
+
+
+class CountsHeads(nn.Module):
+    """Attention as many write it: the number of heads is in the shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.q, self.out = nn.Embedding(VOCABULARY, 12), nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        q = self.q(self.embed(tokens))
+        return self.out(q.view(*tokens.shape, 3, 4).transpose(1, 2).flatten(2).reshape(*tokens.shape, -1))
+
+
+def test_heads_that_tp_does_not_divide_without_a_task_that_knows_them() -> None:
+    for message in _messages(Row("tensor", 2), CountsHeads, {"q": "colwise", "out": "rowwise"}):
+        assert "parallel.tp=2" in message and "divides the attention heads" in message and "\n" not in message
 
 
 def _odd_sequence(_: int) -> str:

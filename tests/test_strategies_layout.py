@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import strategies
 from strategies.compose import Layout, LayoutError, Options, ParallelDims, check, choose
-from strategies.devices import remark
+from strategies.devices import home, own_devices, remark, share
 from strategies.names import OWN
 from strategies.rows import ROWS
 
@@ -60,8 +61,8 @@ def test_choose(name: str, workers: int, degrees: dict[str, Any], expected: Layo
         ("ddp", 4, {"dp_replicate": 3}, ["3", "4 workers", "workers=3"]),
         ("fsdp", 4, {"dp_shard": 8}, ["8", "4 workers"]),
         ("tensor", 4, {"tp": 3}, ["tp 3", "4 workers"]),
-        ("single", 2, {}, ["2 workers", "ddp", "workers=1"]),
-        ("dp", 2, {}, ["one process", "workers=1"]),
+        ("single", 2, {}, ["2 workers", "single is one device: write workers=1, or strategy=ddp"]),
+        ("dp", 2, {}, ["2 workers, but dp is one process: write workers=1"]),
         ("ddp", 4, {"dp_shard": 2}, ["parallel.dp_shard=2", "hsdp"]),
         ("single", 1, {"tp": 2}, ["parallel.tp=2"]),
         ("hsdp", 4, {}, ["parallel.dp_shard", "divisor of 4"]),
@@ -99,6 +100,9 @@ FSDP_TENSOR = choose("fsdp", 4, tp=2)
         (choose("fsdp", 2), {"compression": "bf16"}, {}, ["parallel.compression", "reduce_dtype=bf16"]),
         (choose("ddp", 4, tp=2), {"compression": "powersgd"}, {}, ["powersgd", "tp"]),
         (choose("ddp", 2), {"bucket_mb": -1.0}, {}, ["parallel.bucket_mb"]),
+        (choose("dp", 1), {"reduce_dtype": "bf16"}, {}, ["parallel.reduce_dtype=bf16", "float32", "strategy=ddp"]),
+        (choose("deepspeed", 2), {"reduce_dtype": "bf16"}, {}, ["communication_data_type"]),
+        (choose("ddp", 2), {"reduce_dtype": "bf16", "compression": "powersgd"}, {}, ["powersgd", "one of them"]),
     ],
 )
 def test_check_refuses_in_one_sentence(
@@ -139,13 +143,46 @@ def test_layouts_read_well() -> None:
 
 
 def test_idle_devices_are_said_aloud() -> None:
-    import torch
-
     cpu, gpus = torch.device("cpu"), [torch.device("cuda", i) for i in range(3)]
     assert "CPU" in remark("dp", [cpu, cpu], 2)[0]
     assert "nothing is spread" in remark("dp", gpus[:1], 1)[0]
     assert "1 of 3 GPUs idle" in remark("model_parallel", gpus, 2)[0]
     assert remark("model_parallel", gpus, 3) == ()
+
+
+@pytest.mark.parametrize(
+    ("first", "rank", "workers", "visible", "expected"),
+    [
+        (0, 0, 1, 4, [0, 1, 2, 3]),  # one process
+        (0, 0, 2, 4, [0, 1]),  # torchrun: everybody sees all
+        (2, 1, 2, 4, [2, 3]),
+        (0, 1, 1, 2, [0, 1]),  # an actor sees its own only, and LOCAL_WORLD_SIZE is not set
+        (0, 1, 2, 2, [0, 1]),  # the same, and it is
+        (1, 1, 4, 4, [1]),
+        (1, 1, 2, 4, [1]),  # a device that is not the first of a share
+        (3, 3, 4, 2, [3]),
+    ],
+)
+def test_each_worker_has_its_own_gpus(first: int, rank: int, workers: int, visible: int, expected: list[int]) -> None:
+    assert share(first, rank, workers, visible) == expected
+
+
+def test_a_worker_begins_on_the_first_gpu_of_its_share() -> None:
+    for visible in (2, 4, 5):
+        for rank in (0, 1):
+            first = home("ddp_model_parallel", rank, 2, visible)
+            assert share(first, rank, 2, visible)[0] == first < visible
+    assert [home("ddp", rank, 4, 8) for rank in range(4)] == [0, 1, 2, 3]
+
+
+def test_own_devices_reads_the_place_among_the_nodes_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert [d.index for d in own_devices(torch.device("cuda", 0))] == [0, 1, 2, 3]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert [d.index for d in own_devices(torch.device("cuda", 2))] == [2, 3]
+    assert [d.type for d in own_devices(torch.device("cpu"))] == ["cpu", "cpu"]
 
 
 def test_importing_strategies_imports_no_ray_mlflow_or_app() -> None:

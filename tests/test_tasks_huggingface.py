@@ -267,8 +267,8 @@ def _trial(args: dict[str, Any]) -> Trial:
     )
 
 
-def _curves(rank: int, rows: list[dict[str, Any]], strategy: str) -> list[Curve]:
-    layout = choose(strategy, 2)
+def _curves(rank: int, rows: list[dict[str, Any]], strategy: str, workers: int = 2, **degrees: int) -> list[Curve]:
+    layout = choose(strategy, workers, **degrees)
     return [train(_trial(args), layout, Options(), CPU) for args in rows]
 
 
@@ -283,7 +283,19 @@ def test_trains_the_same_model(strategy: str, tolerance: float, data: Path) -> N
         if strategy == "fsdp" and name == "mixtral":
             continue
         away = difference(train(_trial(args), single, Options(), CPU), curve)
-        assert away.loss <= tolerance, f"{name}: {away}"
+        assert away.within(tolerance), f"{name}: {away}"
+
+
+def _pair(rank: int, rows: list[dict[str, Any]]) -> list[Curve]:
+    return _curves(rank, rows, "fsdp+tensor", 4, tp=2)
+
+
+def test_fsdp_with_tensor_trains_the_same_llama_and_gpt2(data: Path) -> None:
+    names = ("llama", "gpt2")
+    rows = [arguments(name, data) for name in names]
+    for name, args, curve in zip(names, rows, run_distributed(_pair, 4, rows)[0], strict=True):
+        away = difference(train(_trial(args), choose("single", 1), Options(), CPU), curve)
+        assert away.within(2e-5), f"{name}: {away}"
 
 
 # --- folders and tokenizers -----------------------------------------------------------------------------------------

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from app.cli.common import experiment_arguments, read, sentences
 from app.console import Console
+
+if TYPE_CHECKING:
+    from strategies.matrix import Result
 
 
 @click.command("parity")
@@ -18,6 +22,7 @@ from app.console import Console
 @click.option("--workers", help="Only rows of these numbers of workers, comma-separated. Default: all.")
 @click.option("--checkpoints", is_flag=True, help="Also continue every row's checkpoint under every row.")
 @click.option("--certify", "run_folder", help="Store the matrix with this run: its folder and its MLflow artifacts.")
+@click.option("--out", help="Also write the table to this Markdown file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the matrix as JSON.")
 @click.option("--traceback", is_flag=True, help="Show Python's traceback of an error.")
 def command(
@@ -27,6 +32,7 @@ def command(
     workers: str | None,
     checkpoints: bool,
     run_folder: str | None,
+    out: str | None,
     as_json: bool,
     traceback: bool,
 ) -> None:
@@ -35,26 +41,53 @@ def command(
     \b
     trireme parity experiments/gpt.yaml
     trireme parity experiments/mnist.yaml --rows ddp,fsdp --workers 2
+    trireme parity experiments/gpt.yaml train.precision=bf16
 
-    Processes are started on this machine, on its GPUs where there are enough. The columns are the largest relative
-    differences: of a step's loss, of its gradient norm, and of a weight at the end. Exit code 1 if a row differs.
+    Processes are started on this machine, on its GPUs where there are enough for all rows. The columns are the largest
+    relative differences: of a step's loss, of its gradient norm, and of a weight tensor at the end. In bf16 the bound
+    is what one device differs from itself with its rows in another order. A row that the model does not fit is
+    REFUSED, with the reason. Exit code 1 if a row differs or fails.
     """
     console = Console(quiet=as_json)
     with sentences(console, as_json=as_json, traceback=traceback):
-        from app.errors import RunFailed
-        from app.parity import as_dicts, certify, chosen, measure
-        from strategies.matrix import table
+        from app.parity import as_dicts, cautions, certifiable, certify, chosen, document, measure
+        from strategies.table import table
 
         config = read(arguments)
         rows = chosen(names, workers)
+        if run_folder:
+            certifiable(run_folder, config)
+        warned = cautions(config)
+        for sentence in warned:
+            console.say(sentence)
         console.status(f"training {len(rows)} rows")
         results = measure(config, steps=steps, rows=rows, checkpoints=checkpoints)
-        text = table(results)
-        console.result(json.dumps(as_dicts(results)) if as_json else text)
+        text = "\n\n".join([table(results), *warned])
+        console.result(json.dumps(as_dicts(results)) if as_json else table(results))
+        if out:
+            _write(Path(out), document(arguments, text))
+            console.say(f"written to {out}")
         if run_folder:
-            console.say(f"stored as {certify(Path(run_folder), config, results, text)}")
-        differing = [r for r in results if r.found is not None and not r.passed]
-        if differing:
-            raise RunFailed(
-                f"{len(differing)} of {len(results)} rows differ from one device, the first {differing[0].row}"
-            )
+            console.say(f"stored as {certify(run_folder, config, results, text)}")
+        _judge(results)
+
+
+def _write(file: Path, text: str) -> None:
+    from app.errors import UserError
+
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise UserError(f"--out {file} cannot be written ({error.strerror}): write another file") from error
+
+
+def _judge(results: list[Result]) -> None:
+    """Raises RunFailed if a row differs or failed, or if nothing was measured."""
+    from app.errors import RunFailed
+
+    for verdict, what in (("FAILED", "failed"), ("DIFFERS", "differ from one device")):
+        found = [result for result in results if result.verdict == verdict]
+        if found:
+            raise RunFailed(f"{len(found)} of {len(results)} rows {what}, the first {found[0].row}")
+    if all(result.verdict == "REFUSED" for result in results):
+        raise RunFailed(f"every row was refused, the first because {results[0].refused}")

@@ -6,11 +6,14 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from strategies.names import MANY_DEVICES
 
 if TYPE_CHECKING:
     from app.config import Config
+    from app.prepare import Prepared
     from strategies.compose import Layout
 
 STEADY_SAMPLES = 4  # of system metrics, before anything is concluded from them
@@ -30,6 +33,23 @@ class JobFacts:
     samples: int
     cluster_gpus: int
     gpus_used: float
+    pool: str = "the cluster"  # whose GPUs these are
+
+
+def with_remarks(config: Config, prepared: Prepared, workers: int, per_node: int, visible: int) -> Prepared:
+    """`prepared`, its notes with what will be slow or pointless where no Ray is; visible: GPUs of this machine."""
+    layout, each = prepared.layout, visible // per_node
+    several = set(layout.parts) & set(MANY_DEVICES)
+    facts = facts_of(
+        config,
+        layout,
+        prepared.samples,
+        per_node,
+        {"GPU": float(max(1, each) if several else 1) if visible else 0.0},
+        visible,
+    )
+    facts = replace(facts, workers=workers, pool="this machine")
+    return replace(prepared, notes=(*prepared.notes, *at_start(facts)))
 
 
 def facts_of(
@@ -56,12 +76,12 @@ def at_start(facts: JobFacts) -> list[str]:
     unused = facts.cluster_gpus - facts.gpus_used
     if facts.cluster_gpus and not facts.gpus_used:
         found.append(
-            f"this run computes on CPUs, and the cluster has {facts.cluster_gpus} GPUs: write "
+            f"this run computes on CPUs, and {facts.pool} has {facts.cluster_gpus} GPUs: write "
             "resources_per_worker.GPU=1"
         )
     elif unused >= 1:
         found.append(
-            f"{unused:g} of the cluster's {facts.cluster_gpus} GPUs are not used: workers={facts.workers} takes "
+            f"{unused:g} of {facts.pool}'s {facts.cluster_gpus} GPUs are not used: workers={facts.workers} takes "
             f"{facts.gpus_used:g}"
         )
     if facts.strategy == "dp" and facts.devices_per_worker > 1:

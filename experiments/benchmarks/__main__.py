@@ -8,14 +8,25 @@ import runpy
 import sys
 from pathlib import Path
 
-NAMES = ("step", "start", "pipeline", "memory", "checkpoint", "recovery", "planner", "sweep")
+NAMES = (
+    "step",
+    "start",
+    "pipeline",
+    "torch_pipelining",
+    "memory",
+    "costs",
+    "checkpoint",
+    "recovery",
+    "planner",
+    "sweep",
+)
 
 
 def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(__doc__, end="\n\n")
         for name in NAMES:
-            print(f"  {name:<12}{_about(name)}")
+            print(f"  {name:<18}{_about(name)}")
         return
     name = sys.argv.pop(1)
     if name not in NAMES:

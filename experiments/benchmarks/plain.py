@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -57,7 +57,7 @@ class Plain:
         torch.manual_seed(0)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.model = WRAPS[wrap](build())
-        self.split_layers = wrap == "tensor"
+        self.split_layers = TENSOR_PARALLEL.get(wrap, 1)
         decayed = [p for p in self.model.parameters() if p.dim() >= 2]
         others = [p for p in self.model.parameters() if p.dim() < 2]
         groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
@@ -70,8 +70,7 @@ class Plain:
         self.indices = self._indices()
 
     def _indices(self) -> Iterator[torch.Tensor]:
-        ways = 1 if self.split_layers else self.world
-        share, mine = self.how.batch // ways, self.rank % ways
+        share, mine = self.how.batch * self.split_layers // self.world, self.rank // self.split_layers
         generator = torch.Generator().manual_seed(0)
         while True:
             for part in torch.randperm(len(self.inputs), generator=generator).split(self.how.batch):
@@ -83,7 +82,7 @@ class Plain:
         rate = self.how.lr * (1 + math.cos(math.pi * self.done / self.how.steps)) / 2
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        with loss_parallel() if self.split_layers else contextlib.nullcontext():
+        with loss_parallel() if self.split_layers > 1 else contextlib.nullcontext():
             logits = self.model(self.inputs[index])
             loss = F.cross_entropy(logits.flatten(0, -2), self.targets[index].flatten())
             loss.backward()
@@ -115,6 +114,20 @@ def fsdp(model: nn.Module, reshard: bool = True, replicas: int = 1) -> nn.Module
     return model
 
 
+def ddp_model_parallel(model: nn.Module) -> nn.Module:
+    return ddp(Halves(model))
+
+
+def fsdp_tensor(model: nn.Module) -> nn.Module:
+    """Two dimensions as the PyTorch tutorial has them: layers split within a pair, what is left sharded across."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("shard", "tp"))
+    tensor(model, mesh["tp"])
+    for block in model.blocks.values():  # type: ignore[operator, union-attr]
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    return model
+
+
 def zero2(model: nn.Module) -> nn.Module:
     return fsdp(model, reshard=False)
 
@@ -143,9 +156,9 @@ class Halves(nn.Module):
         return self.model(inputs).to("cpu")
 
 
-def tensor(model: nn.Module) -> nn.Module:
+def tensor(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
     """Megatron's split with sequence parallelism and a parallel loss, as the PyTorch tutorial has it."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     whole, split = Replicate(), Shard(1)
     rowwise = RowwiseParallel(output_layouts=split)
     block = {
@@ -175,13 +188,17 @@ WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "dp": nn.DataParallel,
     "model_parallel": Halves,
     "ddp": ddp,
+    "ddp_model_parallel": ddp_model_parallel,
     "zero1": ddp,
     "zero2": zero2,
+    "zero3": fsdp,
     "fsdp": fsdp,
     "hsdp": hsdp,
     "tensor": tensor,
+    "fsdp+tensor": fsdp_tensor,
 }
-PROCESSES = {"single": 1, "dp": 1, "model_parallel": 1, "hsdp": 4}
+TENSOR_PARALLEL = {"tensor": 2, "fsdp+tensor": 2}
+PROCESSES = {"single": 1, "dp": 1, "model_parallel": 1, "hsdp": 4, "fsdp+tensor": 4}
 """Where it is not 2."""
 
 

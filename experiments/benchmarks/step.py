@@ -43,7 +43,7 @@ OURS = {
 }
 
 
-DEGREES = {"hsdp": ["parallel.dp_shard=2"]}
+DEGREES = {"hsdp": ["parallel.dp_shard=2"], "fsdp+tensor": ["parallel.tp=2"]}
 
 
 def run(models: list[str], strategies: list[str], blocks: int) -> dict[str, Any]:

@@ -1,0 +1,179 @@
+"""Runs of matrix rows in processes of their own: started once per number of workers, and again after one has raised.
+
+A row that a layout refuses answers with that sentence; one that raises anything else ends its processes, which may be
+waiting for one another, answers with the error, and the rows after it get new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch.utils._pytree import tree_map
+
+from strategies import devices, parity, reshard
+from strategies.compose import Options
+from strategies.dims import LayoutError
+from strategies.parity import Curve, Trial
+from strategies.rows import Row
+
+MakeTrial = Callable[[], Trial]
+Changes = tuple[dict[str, Any], dict[str, Any]]
+
+EVERYTHING = "accumulated, clipped, recomputed"
+VARIANTS: dict[str, Changes] = {
+    "plain": ({}, {}),
+    EVERYTHING: ({"micro_batches": 2, "clip": 0.5}, {"activation_checkpointing": "full"}),
+    "bf16": ({"micro_batches": 2, "clip": 0.5}, {"precision": "bf16"}),
+}
+"""Name → changes to the trial, and to the options."""
+
+PATIENCE = datetime.timedelta(minutes=10)
+"""For a rank that does not come, before its peers give the row up."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One run of a row: in full, its first half, the rest from another row's checkpoint, or rounding otherwise
+    (reversed, halved, merged, float32)."""
+
+    row: Row
+    variant: str
+    kind: str = "train"
+    folder: str = ""
+
+
+@dataclass
+class Answer:
+    """What rank 0 sends back for a call."""
+
+    curve: Curve | None = None
+    seconds: float = 0.0
+    refused: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class How:
+    """What all calls share. make: gives the trial. options: that the variants change. device_type: of all rows."""
+
+    make: MakeTrial
+    options: Options
+    device_type: str
+
+    def variant(self, name: str) -> tuple[Trial, Options]:
+        changes, options = VARIANTS[name]
+        return dataclasses.replace(self.make(), **changes), dataclasses.replace(self.options, **options)
+
+
+def execute(how: How, calls: list[Call]) -> list[tuple[Call, Answer]]:
+    """Runs the calls, those of one number of workers in one set of processes; answers in the order of the calls."""
+    answers: dict[int, Answer] = {}
+    for workers in sorted({call.row.workers for call in calls}):
+        waiting = [i for i, call in enumerate(calls) if call.row.workers == workers]
+        while waiting:  # a call that raised has ended its processes: new ones for those after it
+            given = _together(workers, how, [calls[i] for i in waiting])
+            answers.update(zip(waiting, given))
+            waiting = waiting[len(given) :]
+    return [(call, answers[i]) for i, call in enumerate(calls)]
+
+
+def _together(workers: int, how: How, calls: list[Call]) -> list[Answer]:
+    """The calls in one set of processes, up to and including the first that raised."""
+    raised = ""
+    with tempfile.TemporaryDirectory(prefix="trireme-parity-") as folder:
+        try:
+            multiprocessing.start_processes(
+                _worker, (workers, how, calls, folder), nprocs=workers, start_method="spawn"
+            )
+        except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
+            raised = str(error).strip().splitlines()[-1]
+        given = [torch.load(path, weights_only=False) for path in _answers(folder)]
+    return given if len(given) == len(calls) else [*given, Answer(error=raised or "its processes ended")]
+
+
+def _answers(folder: str) -> Iterator[Path]:
+    number = 0
+    while (path := Path(folder) / f"answer-{number}").exists():
+        yield path
+        number += 1
+
+
+def _worker(rank: int, workers: int, how: How, calls: list[Call], folder: str) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(workers)}
+    torch.backends.cudnn.allow_tf32 = False
+    if workers > 1:
+        store = dist.FileStore(f"{folder}/store", workers)
+        backend = "cpu:gloo,cuda:nccl" if how.device_type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=workers, timeout=PATIENCE)
+    for number, call in enumerate(calls):
+        device = torch.device("cpu")
+        if how.device_type == "cuda":
+            device = torch.device("cuda", devices.home(call.row.name, rank, workers, torch.cuda.device_count()))
+            torch.cuda.set_device(device)
+        answer = _answer(how, call, device)
+        if workers > 1:
+            dist.barrier()  # an answer counts once every rank has come through
+        if rank == 0:
+            torch.save(answer, Path(folder) / "answer.part")
+            os.replace(Path(folder) / "answer.part", Path(folder) / f"answer-{number}")
+    if workers > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+    _leave()
+
+
+def _leave() -> None:
+    """Ends this process at once: gloo's threads sometimes abort an interpreter that shuts down around them."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(0)
+
+
+def _answer(how: How, call: Call, device: torch.device) -> Answer:
+    trial, options = call.row.applied(*how.variant(call.variant))
+    begun, half, layout = time.monotonic(), trial.steps // 2, call.row.layout
+    answer = Answer()
+    try:
+        if call.kind == "begin":
+            reshard.begin(trial, layout, options, device, call.folder, half)
+        elif call.kind == "resume":
+            answer.curve = reshard.resume(trial, layout, options, device, call.folder, half)
+        else:
+            precision = "fp32" if call.kind == "float32" else options.precision
+            options = dataclasses.replace(options, precision=precision)
+            answer.curve = parity.train(_reordered(trial, call.kind), layout, options, device)
+    except LayoutError as error:
+        answer.refused = str(error)
+    except Exception:
+        if call.row.workers > 1:  # the other ranks may be waiting for this one: end them all
+            raise
+        answer.error = traceback.format_exc(limit=-1).strip().splitlines()[-1]
+    answer.seconds = time.monotonic() - begun
+    return answer
+
+
+def _reordered(trial: Trial, kind: str) -> Trial:
+    """The same training, rounding elsewhere: its rows the other way round, in twice as many micro-batches or in one."""
+    batch = trial.batch
+    if kind == "reversed":
+        return dataclasses.replace(
+            trial, batch=lambda step: tree_map(lambda t: t.flip(0) if isinstance(t, torch.Tensor) else t, batch(step))
+        )
+    count = {"halved": 2 * trial.micro_batches, "merged": 1}.get(kind, trial.micro_batches)
+    return dataclasses.replace(trial, micro_batches=count)
