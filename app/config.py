@@ -37,8 +37,8 @@ class ParallelConfig:
     loss_parallel: bool = True
     """With tp: keep the logits split over the vocabulary and compute the loss on the parts."""
     reshard_after_forward: Optional[bool] = None
-    """With dp_shard: free gathered parameters after forward (less memory, one more all-gather).
-    null: the strategy decides."""
+    """With dp_shard: free gathered parameters after forward (less memory, one more all-gather). null: zero1 and zero2
+    no; fsdp, zero3 and hsdp yes, but not on a GPU of whose free memory they take less than an eighth."""
     offload: bool = False
     """With dp_shard: keep parameters and optimizer state in host memory."""
     reduce_dtype: str = "fp32"
@@ -46,9 +46,11 @@ class ParallelConfig:
     compression: str = "none"
     """With ddp: compress gradients on the wire: none, bf16 or powersgd (lossy)."""
     bucket_mb: float = 25.0
-    """With ddp: size of a gradient bucket, in MiB; smaller starts communicating earlier. 0: measured at the start."""
+    """With ddp: size of a gradient bucket, in MiB; smaller starts communicating earlier. 0: measured at
+    the start, so that two starts may sum in another order."""
     static_graph: bool = True
-    """With ddp: every step uses the same parameters in the same order, which DDP exploits. false: it may change."""
+    """With ddp: every step uses the same parameters in the same order, which DDP exploits. false: a step may leave some
+    out; they are looked for in each, which takes time."""
     accumulate_sharded: Optional[bool] = None
     """With dp_shard and several micro-batches: reduce-scatter each one's gradients instead of keeping whole ones
     until the last (less memory, more communication). null: zero2 yes, zero1 no, fsdp on a GPU of which whole ones
@@ -68,7 +70,8 @@ class ParallelConfig:
     """With pp: Ray resources of each stage's workers, first to last, so that unlike GPUs serve in one pipeline.
     Empty: resources_per_worker for all."""
     profile_every: int = 100
-    """With pp: measure compute, waiting and transfers of every this many-th step (pipeline/… in MLflow). 0: never."""
+    """With pp: measure compute, waiting and handing over of every this many-th step, and of the fifth (pipeline/… in
+    MLflow). 0: never."""
     trace_step: Optional[int] = None
     """With pp: write this step as a Chrome trace (and as a picture) into the run's folder and MLflow. null: none."""
     deepspeed: Optional[str] = None
@@ -94,8 +97,8 @@ class TrainConfig:
     compile_backend: str = "inductor"
     """Backend of torch.compile; aot_eager compiles nothing and starts quickly."""
     activation_checkpointing: str = "none"
-    """Recompute activations in backward instead of keeping them: none, full (each block), or selective
-    (each block, but the results of matrix products are kept)."""
+    """Recompute activations in backward instead of keeping them: none, full (each block), every_2 (every second block;
+    any number), or selective (each block, but the results of matrix products are kept)."""
     seed: int = 0
     """Decides initial weights, data order and dropout; the same whatever the number of workers."""
     deterministic: bool = False
@@ -190,9 +193,10 @@ class FaultConfig:
     """Restarts from the last checkpoint, after a worker or a node died, before the run gives up."""
     spares: int = 1
     """With pp > 1 or launcher=actors: idle processes kept ready on each node, to take a dead worker's place at once."""
-    hang_seconds: float = 10.0
+    hang_seconds: float = 3.0
     """With pp > 1 or launcher=actors: a silence at least this long, and five times longer than any before it, is looked
-    into; if no worker gets on, the one that holds the others up is replaced. 0: never."""
+    into; if no worker gets on for as long again, or twice the longest, the one that holds the others up is replaced.
+    Ten times this with train.compile. 0: never."""
 
 
 @dataclass

@@ -133,7 +133,7 @@ def meter_for(config: Config, storage: Storage, workers: int, per_worker: Mappin
 
 def check_launcher(config: Config, launcher: str) -> None:
     """Raises UserError if there is a budget where nobody counts it: only Ray knows the nodes and what is on them."""
-    if config.budget is not None and launcher != "ray":
+    if config.budget is not None and launcher not in ("ray", "actors"):
         raise UserError(f"budget is {config.budget:g}, but with launcher={launcher} nobody counts: write launcher=ray")
 
 

@@ -16,6 +16,7 @@ from app.config_file import flatten, to_dict, to_yaml
 from app.console import Console
 from app.cost import Meter
 from app.doctor.job import Watch
+from app.errors import Interrupted
 from app.run import Run
 from app.tracking.provenance import environment_text, provenance_tags
 from app.tracking.settings import Settings
@@ -39,6 +40,7 @@ class Driver:
         self.cut: tuple[int, ...] | None = None  # of a pipeline, once it is another than at the start
         self.next_cut: tuple[int, ...] | None = None  # the same, before the first step with it
         self.lost_at: float | None = None  # when workers were found dead or stuck that are not yet replaced
+        self.controller: Any = None  # Ray Train's actor that has the workers
         self.watch = Watch()
         self.meter: Meter | None = None  # counts what the run costs, where prices are known
         self.stopping = 0  # how often somebody asked to stop: once is "save and stop", twice is "now"
@@ -60,14 +62,40 @@ class Driver:
 
     def stop_requested(self) -> bool:
         if self.meter and self._count():
-            self.console.say(f"{self.meter.sentence()}: saving a checkpoint and stopping")
+            how = "stopping before training begins" if self.starting else "saving a checkpoint and stopping"
+            self.console.say(f"{self.meter.sentence()}: {how}")
             self.stopping = max(1, self.stopping)
         return self.stopping > 0
 
+    @property
+    def starting(self) -> bool:
+        """Whether the workers have yet to take a step, since the run or since they were lost: nothing would be lost."""
+        return not self.progressed or self.lost_at is not None
+
+    def check_start(self) -> None:
+        """Raises Interrupted if the workers are still starting and are to stop: they cannot hear of it themselves."""
+        if self.starting and self.stop_requested():
+            again = "" if self.first_step_at is None else " again"
+            raise Interrupted(f"stopped before training began{again}")
+
     def _count(self) -> bool:
         """Counts what was spent since the last look; True, once, when the budget is."""
-        going = self.progressed and self.lost_at is None
-        return self.meter is not None and self.meter.look(stepping=going, started=self.first_step_at is not None)
+        going, started = not self.starting, self.first_step_at is not None
+        return self.meter is not None and self.meter.look(stepping=going, started=started)
+
+    def settle(self) -> None:
+        """Counts what was spent until now, and notes it."""
+        if self.meter is None:
+            return
+        self._count()
+        self.meter.save()
+        self.summary["dollars"] = self.meter.spent.total
+        self._log_cost()
+
+    def _log_cost(self) -> None:
+        if self.meter:
+            samples = self.step * self.run.config.train.global_batch_size
+            self.tracker.metrics(self.step, self.meter.metrics(samples))
 
     def follow(self, beat: Beat) -> None:
         """Nobody watches: worker and driver are one process."""
@@ -81,6 +109,9 @@ class Driver:
             self.console.say(f"continuing after step {event['resumed_from']:,} of {event['steps']:,}")
             self.tracker.tags({"trireme.resumed_from": str(event["resumed_from"])})
 
+    def _on_controller(self, event: dict[str, Any]) -> None:
+        self.controller = event["actor"]
+
     def _on_progress(self, event: dict[str, Any]) -> None:
         if self.first_step_at is None:
             self.first_step_at = time.time()
@@ -91,9 +122,7 @@ class Driver:
         if self.lost_at is not None:
             self.tracker.metrics(self.step, {"fault/recovery_seconds": time.time() - self.lost_at})
             self.lost_at = None
-        if self.meter:
-            samples = event["step"] * self.run.config.train.global_batch_size
-            self.tracker.metrics(self.step, self.meter.metrics(samples))
+        self._log_cost()
         self.console.progress(event)
 
     def _on_metrics(self, event: dict[str, Any]) -> None:
@@ -175,7 +204,8 @@ class Driver:
         def ask(number: int, frame: object) -> None:
             self.stopping += 1
             if self.stopping == 1:
-                self.console.say("stopping: saving a checkpoint first (once more to stop at once)")
+                how = "training has not begun" if self.starting else "saving a checkpoint first"
+                self.console.say(f"stopping: {how} (once more to stop at once)")
             else:
                 raise KeyboardInterrupt
 

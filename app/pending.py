@@ -138,9 +138,7 @@ def holders_now() -> list[Holder]:
     mine = ray.get_runtime_context().get_job_id()
     held: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     with contextlib.suppress(Exception):  # private ways into Ray's tables: without them nobody is named
-        gcs_pb2: Any = importlib.import_module("ray.core.generated.gcs_pb2")
-        accessor: Any = ray._private.state.state._connect_and_get_accessor()
-
+        gcs_pb2, accessor = _tables()
         for row in accessor.get_placement_group_table():
             group = gcs_pb2.PlacementGroupTableData.FromString(row)
             if group.state == gcs_pb2.PlacementGroupTableData.CREATED:
@@ -156,6 +154,27 @@ def holders_now() -> list[Holder]:
         for job_id, amounts in held.items()
         if job_id != mine and any(amounts.values())
     ]
+
+
+def remove_groups_of(actor_id: str) -> None:
+    """Gives back the placement groups that an actor asked for; Ray itself keeps them until the whole job ends."""
+    import ray
+    from ray.util.placement_group import PlacementGroup
+
+    with contextlib.suppress(Exception):  # as above: without Ray's tables they go with the job
+        gcs_pb2, accessor = _tables()
+        for row in accessor.get_placement_group_table():
+            group = gcs_pb2.PlacementGroupTableData.FromString(row)
+            if group.creator_actor_id.hex() == actor_id and group.state != gcs_pb2.PlacementGroupTableData.REMOVED:
+                ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID(group.placement_group_id)))
+
+
+def _tables() -> tuple[Any, Any]:
+    """The classes of Ray's own tables, and what reads them. Private to Ray."""
+    import ray
+
+    gcs_pb2: Any = importlib.import_module("ray.core.generated.gcs_pb2")
+    return gcs_pb2, ray._private.state.state._connect_and_get_accessor()
 
 
 def _add(total: dict[str, float], amounts: Mapping[str, float]) -> None:

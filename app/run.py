@@ -56,6 +56,14 @@ def run_folder(config: Config) -> Storage:
     return Storage(storage).join(config.run.name)
 
 
+def local_folder(storage: Storage, name: str, uid: str) -> Path:
+    """Of a run in `storage`: where its logs and its tracking spool are on this machine."""
+    if storage.is_local:
+        return storage.local_path
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    return cache / "trireme" / "runs" / f"{name}-{uid[:8]}"
+
+
 def in_shipped_folder() -> bool:
     """Whether this process runs in a folder that Ray unpacked for a job."""
     return "runtime_resources" in Path.cwd().parts
@@ -78,10 +86,7 @@ class Run:
     @property
     def local_folder(self) -> Path:
         """A folder on this machine for logs and the tracking spool, also when the storage is an object store."""
-        if self.storage.is_local:
-            return self.storage.local_path
-        cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-        return cache / "trireme" / "runs" / f"{self.manifest.name}-{self.manifest.uid[:8]}"
+        return local_folder(self.storage, self.manifest.name, self.manifest.uid)
 
     @property
     def finished(self) -> bool:

@@ -68,6 +68,7 @@ class Training:
             torch.use_deterministic_algorithms(True)
         self.task = load_task(config.task, config.task_args)
         self.data = self.task.train_data()
+        self.memory_before = memory_bytes(place.device)  # without a model
 
         def build() -> torch.nn.Module:
             seed_everything(config.train.seed)
@@ -135,7 +136,13 @@ class Training:
         return self._is_boundary() and self._boundary()
 
     def _take(self, batches: Iterator[list[Any]]) -> None:
-        self.step(next(batches))
+        begun = self.beat.doing == "training"
+        if begun:
+            self.beat.doing = "reading"
+        batch = next(batches)
+        if begun:
+            self.beat.doing = "training"
+        self.step(batch)
 
     def step(self, micro_batches: list[Any]) -> None:
         """One optimizer step: the gradient's exact mean over the global batch, from micro-batches; the update."""
@@ -199,7 +206,8 @@ class Training:
     def _boundary(self) -> bool:
         """Agrees with the other ranks on what happened and what to do now; true when the run is to stop."""
         config, step = self.config, self.done
-        stop, save = self.channel.stop_requested(), self.kept.overdue()
+        stop, save = self.channel.stop_requested(), self.kept.overdue() or self.beat.save
+        self.beat.save = False
         agreed = self.pulse.agree(step, stop=stop, save=save, may_be_infinite=self.scale.enabled)
         self._report(agreed)
         if self.noise is not None and (found := self.noise.values()):
@@ -305,6 +313,7 @@ class Training:
             "resumed_from": self.resumed_from,
             "parameters": self.parameters,
             "memory_bytes": memory_bytes(self.place.device),
+            "memory_bytes_before": self.memory_before,
         }
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ def connect(environment: Mapping[str, str]) -> Cluster:
 
     environment: variables for every process of this job, such as PYTHONPATH.
     Raises:
-        ClusterError: there is an address, and nobody answers there.
+        ClusterError: there is an address, and nobody answers there or lets this process in.
     """
     import ray
 
@@ -48,10 +48,12 @@ def connect(environment: Mapping[str, str]) -> Cluster:
         "configure_logging": True,
         "logging_level": logging.ERROR,
     }
-    address = os.environ.get("RAY_ADDRESS") or _running_here()
+    found = address()
+    if found:
+        _check_reachable(found)
     try:
-        if address:
-            ray.init(address=address, runtime_env={"env_vars": dict(environment)}, **options)
+        if found:
+            ray.init(address=found, runtime_env={"env_vars": dict(environment)}, **options)
         else:
             # An own small Ray: no dashboard, and a small object store, since tensors never go through it. Its
             # processes inherit the environment; a runtime_env would keep the workers that Ray starts ahead unused.
@@ -59,12 +61,37 @@ def connect(environment: Mapping[str, str]) -> Cluster:
             ray.init(address="local", include_dashboard=False, object_store_memory=100_000_000, **options)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        if address:
+        if found:
             raise ClusterError(
-                f"no Ray cluster answers at {address} ({first}): `ray start --head` starts one, or unset RAY_ADDRESS"
+                f"the Ray cluster at {found} does not let this process in ({first}): its token may be missing here, "
+                "wrong or expired (~/.ray/auth_token, RAY_AUTH_MODE=token), its Ray another version, or this machine "
+                "none of its nodes (then `trireme submit` sends a job there)"
             ) from error
         raise ClusterError(f"Ray does not start on this machine: {first}") from error
-    return describe(started_here=not address)
+    return describe(started_here=not found)
+
+
+def address() -> str | None:
+    """Where `connect` finds a cluster; None if there is none, and it would start Ray here."""
+    return os.environ.get("RAY_ADDRESS") or running_here()
+
+
+def _check_reachable(found: str) -> None:
+    """Raises ClusterError where ray.init would try for minutes: nobody listens, or it is no cluster's address."""
+    if found.startswith(("http://", "https://")):
+        raise ClusterError(
+            f"RAY_ADDRESS={found} is a job server: `trireme submit` sends jobs there; for this command unset it, or "
+            "write the HOST:PORT that `ray start` printed"
+        )
+    host, _, port = found.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        return  # auto, local, and what only Ray understands
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
+    except OSError as error:
+        raise ClusterError(
+            f"no Ray cluster answers at {found} ({error}): `ray start --head` starts one, or unset RAY_ADDRESS"
+        ) from error
 
 
 def describe(*, started_here: bool) -> Cluster:
@@ -159,7 +186,7 @@ def check_fits(cluster: Cluster, workers: int, per_worker: Mapping[str, float]) 
             )
 
 
-def _running_here() -> str | None:
+def running_here() -> str | None:
     """Address of the cluster that `ray start` joined this machine to, if it still answers."""
     from ray._private.utils import read_ray_address
 

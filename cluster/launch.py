@@ -48,9 +48,11 @@ def up(path: str, say: Say, *, timeout: float = 600.0) -> Status:
     if any("auth_token" in str(mount) for mount in data.get("file_mounts") or {}):
         make_token()
     if ray_file.is_this_machine(data):
-        return _up_here(data)
+        return _up_here(data, file)
     if data["provider"]["type"] == "local":
         _check_machines(data, file, say)
+    else:
+        _check_not_up(data, file, say)
     say(f"starting {data['cluster_name']}")
     with _log(data, "up") as log:
         arguments = ["up", "--yes", "--no-config-cache", "--disable-usage-stats", file]
@@ -93,13 +95,25 @@ def _check_machines(data: Mapping[str, Any], file: str, say: Say) -> None:
         raise ClusterError(found[0])
 
 
-def _up_here(data: Mapping[str, Any]) -> Status:
+def _check_not_up(data: Mapping[str, Any], file: str, say: Say) -> None:
+    """Raises ClusterError if the cloud has this cluster's head and Ray answers there: `ray up` would restart it, and
+    end whatever runs."""
+    say(f"asking {data['provider']['type']} whether {data['cluster_name']} is there already")
+    status = status_of(data, file)
+    if status.reachable:
+        raise ClusterError(
+            f"{status.name} is up already, with {len(status.alive)} nodes: `trireme cluster status {file}` shows it, "
+            f"and `trireme cluster down {file}` ends it"
+        )
+
+
+def _up_here(data: Mapping[str, Any], file: str) -> Status:
     if answers("127.0.0.1", _gcs_port(data)):
-        raise ClusterError("Ray is running on this machine already: `trireme cluster down laptop` ends it")
+        raise ClusterError(f"Ray is running on this machine already: `trireme cluster down {file}` ends it")
     for command in data["head_start_ray_commands"]:
         # Into a file: Ray's daemons keep a pipe open, and reading it would never end.
-        with _log(data, "up") as log, log.open("a") as file:
-            code = subprocess.run(command, shell=True, env=_environment(), stdout=file, stderr=file, timeout=120)
+        with _log(data, "up") as log, log.open("a") as out:
+            code = subprocess.run(command, shell=True, env=_environment(), stdout=out, stderr=out, timeout=120)
         if code.returncode:
             raise ClusterError(f"Ray does not start on this machine ({log}): {last_lines(log)}")
     deadline = time.monotonic() + 60

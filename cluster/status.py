@@ -113,6 +113,9 @@ def head_host(data: Mapping[str, Any], file: str) -> str:
 def read_status(name: str, answer: Mapping[str, Any], shape: ClusterShape | None) -> Status:
     """What the head's state API and its autoscaler said, put together. Pure."""
     nodes = answer["nodes"]
+    if "error" in nodes and re.search(r"\b40[13]\b", nodes["error"]):
+        problem = "its Ray refuses the token in ~/.ray/auth_token there, which is not the one that it was started with"
+        return Status(name, False, problem)
     if "error" in nodes:
         return Status(name, False, f"Ray does not answer on its head ({nodes['error']})")
     rows = (((nodes.get("data") or {}).get("result") or {}).get("result")) or []

@@ -224,3 +224,39 @@ def test_this_machine_is_brought_up_and_down_and_no_other_ray_with_it(tmp_path: 
     assert not answers("127.0.0.1", port)
     gone = trireme("cluster", "status", str(file), env=env)
     assert gone.code == 1 and "is not up" in gone.out
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("127.0.0.1:9", "no Ray cluster answers at 127.0.0.1:9"),
+        ("ray://127.0.0.1:9", "no Ray cluster answers at ray://127.0.0.1:9"),
+        ("http://127.0.0.1:8265", "is a job server: `trireme submit` sends jobs there"),
+    ],
+)
+def test_an_address_where_no_cluster_is(address: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cluster.connect import connect
+
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ClusterError, match=said):
+        connect({})
+
+
+def test_a_cloud_cluster_that_is_up_already_is_not_started_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from cluster import launch
+    from cluster.status import Status
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(launch, "status_of", lambda data, file: Status(data["cluster_name"], True, alive=[{}, {}]))
+    monkeypatch.setattr(launch, "_ray", lambda *_: pytest.fail("`ray up` restarts the head and ends its jobs"))
+    with pytest.raises(ClusterError, match=r"trireme-aws is up already, with 2 nodes: .*cluster down"):
+        launch.up("aws", lambda _: None)
+
+
+def test_a_token_that_the_head_refuses() -> None:
+    from cluster.status import read_status
+
+    found = read_status("c", {"nodes": {"error": "HTTPError: HTTP Error 401: Unauthorized"}}, None)
+    assert not found.reachable and "refuses the token" in found.problem

@@ -17,7 +17,7 @@ FAKE_HEAD = "fffffffffffffffffffffffffffffffffffffffffffffffffff00000"  # what R
 CONFIG = {
     "cluster_name": "fake",
     "max_workers": 3,
-    "idle_timeout_minutes": 0.05,
+    "idle_timeout_minutes": 0.3,  # longer than a run prepares and ends on a loaded machine
     "upscaling_speed": 8,
     "provider": {
         "type": "external",
@@ -77,4 +77,4 @@ def test_a_run_makes_the_cluster_grow_and_its_end_makes_it_shrink() -> None:
         assert alive() == 3, "two workers came, and no third"
         too_much = lab.trireme(0, "train", *run, "run.name=x", "workers=4", "resources_per_worker.CPU=2", **env)
         assert too_much.returncode == 2 and "do not fit" in too_much.stderr, too_much.stderr
-        wait_until(lambda: alive() == 1, 60)
+        wait_until(lambda: alive() == 1, 120)

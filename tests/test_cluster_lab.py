@@ -157,6 +157,35 @@ def test_a_pipeline_across_hosts(site: Site) -> None:
     assert committed(site.lab.shared / "runs" / "pipeline") == [10]
 
 
+def test_a_pipeline_survives_a_host_with_two_of_its_stages(site: Site) -> None:
+    lab, folder = site.lab, site.lab.shared / "runs" / "staged"
+    half = f"resources_per_worker.CPU={(os.cpu_count() or 2) / 2:g}"  # two stages on a host
+    four = [
+        "task=tests.chain:Chain",
+        half,
+        "workers=4",
+        "strategy=pipeline",
+        "parallel.pp=4",
+        "train.micro_batch_size=3",
+    ]
+    long = ["train.steps=100000", "checkpoint.every_seconds=2", "fault.max_restarts=5"]
+    sent = site.submit("staged", *four, *long, "--detach")
+    assert sent.returncode == 0, sent.stdout + sent.stderr
+    wait_until(lambda: committed(folder), 90)
+    stages = {host: [line for line in lab.processes_of(host) if "Member.run" in line] for host in (FIRST, SECOND)}
+    victim = max(stages, key=lambda host: len(stages[host]))
+    assert len(stages[victim]) == 2, stages
+    lab.cut(victim)
+    before = committed(folder)[-1]
+    try:
+        wait_until(lambda: committed(folder) and committed(folder)[-1] > before + 20, 120)
+        job = sent.stdout.strip().splitlines()[-1]
+        stopped = lab.trireme(DESK, "submit", "stop", job, "--cluster", str(site.file))
+        assert stopped.returncode == 0 and "has stopped" in stopped.stdout, stopped.stdout + stopped.stderr
+    finally:
+        lab.mend(victim)
+
+
 def test_down_leaves_nothing(site: Site) -> None:
     down = site.lab.trireme(DESK, "cluster", "down", str(site.file))
     assert down.returncode == 0 and "the cluster is down" in down.stdout, down.stdout + down.stderr

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from app.doctor.checks import bad_nodes, judge
-from app.doctor.facts import ClusterFacts, Finding, GpuFacts, LinkFacts, NodeFacts
+from app.doctor.facts import ClusterFacts, Finding, GpuFacts, LinkFacts, NodeFacts, RingFacts
 from app.doctor.gpu_probe import parse_gpu
 from app.doctor.job import JobFacts, Watch, at_start
 from app.doctor.look import rounds
+from app.doctor.rings import across, disjoint_pairs, seats_of, within
 from tests.running import trireme
 
 GB = 1_000_000_000
@@ -79,8 +80,15 @@ def cut(*pairs: tuple[int, int], problem: str = "timed out") -> tuple[LinkFacts,
     return links(**{f"n{a}_n{b}": LinkFacts(f"n{a}", f"n{b}", None, problem) for a, b in pairs})
 
 
+def rings(whole: float, **pairs: float) -> tuple[RingFacts, ...]:
+    """All-reduce over all nodes, where 100 GB/s should come, and between pairs, by `a_b`."""
+    found = [RingFacts(("n0", "n1", "n2"), 6, "nccl", whole, 1e11)]
+    return (*found, *(RingFacts(tuple(key.split("_")), 2, "nccl", rate, 1e11) for key, rate in pairs.items()))
+
+
 WHOLE = [
     cluster(),
+    cluster(rings=(*rings(6e10), RingFacts(("n1",), 2, "nccl", 4e11, 4.5e11), RingFacts(("n2",), 2, "nccl", 1e9))),
     cluster(bare(0), bare(1), bare(2)),  # no GPUs anywhere
     cluster(bare(0)),  # a CPU head
     cluster(node(0, ray_gpus=0.0)),  # a head that keeps its GPUs from Ray
@@ -185,6 +193,31 @@ PLANTED: list[tuple[ClusterFacts, str, str, str]] = [
         "n1",
         "GPU 2 to 0",
     ),
+    (
+        cluster(rings=rings(2e10, n0_n1=2e10, n0_n2=5e10, n1_n2=2e10)),
+        "slow_pair",
+        "n1",
+        "between 10.0.0.1 (host1) and any other node moves at most 20 GB/s, between others 50 GB/s",
+    ),
+    (
+        cluster(rings=rings(2e10, n0_n1=2e10, n0_n2=5e10, n1_n2=5e10)),
+        "slow_pair",
+        "n1",
+        "between 10.0.0.0 (host0) and 10.0.0.1 (host1) moves 20 GB/s",
+    ),
+    (
+        cluster(rings=rings(2e10, n0_n1=2e10, n0_n2=2e10, n1_n2=2e10)),
+        "slow_all_reduce",
+        "",
+        "over 6 workers on 3 nodes",
+    ),
+    (
+        cluster(rings=(RingFacts(("n1",), 2, "nccl", 3e10, 4.5e11),)),
+        "slow_all_reduce",
+        "n1",
+        "within 10.0.0.1 (host1) moves 30 GB/s, where the hardware gives 450 GB/s",
+    ),
+    (cluster(rings=(RingFacts(("n0", "n1", "n2"), 6, "", problem="timed out"),)), "all_reduce", "", "timed out"),
     (cluster(node(1, asked_interfaces={"NCCL_SOCKET_IFNAME": "ib0"})), "no_interface", "n1", "it has eth0"),
     (cluster(node(1, asked_interfaces={"GLOO_SOCKET_IFNAME": "eth"})), "no_interface", "n1", "GLOO_SOCKET_IFNAME=eth"),
     (cluster(node(1, asked_interfaces={"NCCL_SOCKET_IFNAME": "lo"})), "loopback", "n1", "is the loopback"),
@@ -239,6 +272,30 @@ def test_in_a_round_every_node_sends_once_and_hears_once(count: int) -> None:
     measured = {pair for one in pairs for pair in one}
     assert len(measured) == (count * (count - 1) if count <= 16 else 2 * count)
     assert all(a != b for a, b in measured)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7, 16])
+def test_pairs_are_measured_without_one_disturbing_another(count: int) -> None:
+    rounds = disjoint_pairs(count)
+    for one in rounds:
+        members = [member for pair in one for member in pair]
+        assert len(members) == len(set(members))
+    pairs = [frozenset(pair) for one in rounds for pair in one]
+    assert len(pairs) == len(set(pairs)) == count * (count - 1) // 2
+
+
+def test_who_takes_part_in_an_all_reduce_and_what_should_come() -> None:
+    seats = [
+        (node.node_id, gpu) for node, gpu in seats_of(cluster(bare(0), node(1, gpus=gpus_of(processes=("4711",)))))
+    ]
+    assert seats == [("n1", 0), ("n2", 0), ("n2", 1)], "no CPU beside GPUs, and no GPU that works for somebody"
+    assert [gpu for _, gpu in seats_of(cluster(bare(0), bare(1), bare(2)))] == [None] * 3
+    dead = cluster(bare(0), bare(1), bare(2), links=cut((0, 1)))
+    assert [node.node_id for node, _ in seats_of(dead)] == ["n2"], "it would hang"
+    assert across(cluster(), ["n0", "n1"], "nccl") == 1.25e9 and across(cluster(), ["n0", "n1"], "gloo") == 1e9
+    assert across(cluster(link_expected=5e10), ["n0", "n1"], "nccl") == 5e10
+    assert across(cluster(node(1, speeds={})), ["n0", "n1"], "nccl") is None
+    assert within(cluster(), ["n1"], "nccl") == 4.5e11
 
 
 def test_what_nvidia_smi_says_is_read() -> None:
@@ -339,6 +396,35 @@ def test_what_a_storage_and_a_server_say(tmp_path: Path) -> None:
     assert "refused" in reach("http://127.0.0.1:9") and reach("sqlite:///x.db") == "" and reach("") == ""
 
 
+RINGS = """
+import json, ray
+from app.doctor import look, ring_probe, rings
+from app.doctor.facts import ClusterFacts, NodeFacts
+ray.init(address="auto", log_to_driver=False)
+real = ray.nodes()[0]
+for module in look.BY_VALUE:
+    ray.cloudpickle.register_pickle_by_value(module)
+nodes = tuple(NodeFacts(name, real["NodeManagerAddress"], interfaces={"lo": "127.0.0.1"}) for name in "abc")
+facts = ClusterFacts(nodes, link_expected=1e12)
+rings.SHARE["gloo"] = 1e6  # whatever comes is too little, so every pair is looked at
+actors = [look.spawn(ring_probe.Ring, real["NodeID"], None, "lo") for _ in nodes]
+found = rings._measure(facts, [(node, None) for node in nodes], actors)
+ray.kill(actors[2])
+alone = rings._measure(facts, [(node, None) for node in nodes], actors)
+print(json.dumps([[(ring.nodes, ring.rate, ring.low, ring.problem) for ring in some] for some in (found, alone)]))
+"""
+
+
+def test_all_reduce_between_actors(ray_environment: dict[str, str]) -> None:
+    done = subprocess.run([sys.executable, "-c", RINGS], env=ray_environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found, broken = json.loads(done.stdout.splitlines()[-1])
+    assert [nodes for nodes, *_ in found] == [["a", "b", "c"], ["b", "c"], ["a", "c"], ["a", "b"]]
+    assert all(rate > 1e6 and low and not problem for _, rate, low, problem in found), found
+    ((nodes, rate, _, problem),) = broken
+    assert nodes == ["a", "b", "c"] and rate is None and problem
+
+
 def test_doctor_on_a_running_cluster(tmp_path: Path, ray_environment: dict[str, str]) -> None:
     told = trireme("doctor", "--json", "--storage", str(tmp_path), env=ray_environment)
     found = json.loads(told.out)
@@ -351,3 +437,23 @@ def test_doctor_on_a_running_cluster(tmp_path: Path, ray_environment: dict[str, 
     assert bad.code == 1 and "cannot write to /proc/nowhere" in bad.out, bad.out + bad.err
     out = trireme("doctor", "--storage", "/proc/nowhere", "--exclude-bad", env=ray_environment)
     assert out.code == 1 and "every node is bad" in out.err
+
+
+def test_which_cluster_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    from app.doctor.elsewhere import result, where
+
+    running: list[str] = []
+    monkeypatch.setattr("cluster.connect.running_here", lambda: running[0] if running else None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
+    assert where(None) is None and where("laptop") is None
+    there = where("aws")
+    assert there and there.cluster == "aws", "its head is another machine"
+    running.append("10.0.0.1:6379")
+    assert where("aws") is None, "this is one of a running cluster"
+    monkeypatch.setenv("RAY_ADDRESS", "http://10.0.0.1:8265")
+    there = where(None)
+    assert there and there.address == "http://10.0.0.1:8265"
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert where("aws") is None
+    assert result('note: x\n{"a": 1}\n', only="{") == '{"a": 1}' and result("note: x\n1 node\nfine") == "1 node\nfine"

@@ -10,7 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from experiments.report import figures, page
+from experiments.report import figures, page, run_page
+from experiments.report.runs import RunRecord
 from tests.running import POINTS, mlflow_run, trireme
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or ""
@@ -74,3 +75,16 @@ def test_nothing_is_wider_than_the_window_in_a_browser(runs: Path, tmp_path: Pat
     found = re.search(r"<title>W(\d+)of(\d+)</title>", shown)
     assert found, shown[:500]
     assert int(found[1]) <= int(found[2])
+
+
+def test_the_stages_of_a_pipeline_are_a_table(tmp_path: Path) -> None:
+    manifest = {"created": 0.0, "steps": 9, "starts": 1, "status": "finished"}
+    seconds = {"compute": 0.02, "wait": 0.003, "handover": 0.0001, "reduce": 0.0}
+    values = {f"pipeline/stage_{stage}/{what}_seconds": n for stage in (0, 1) for what, n in seconds.items()}
+    values |= {"pipeline/bubble": 0.12, "pipeline/bubble_by_formula": 1 / 9, "pipeline/bubble_by_simulation": 0.115}
+    curves = {name: [(5.0, value)] for name, value in values.items()}
+    record = RunRecord("staged", tmp_path, manifest, {"task": "x", "workers": "2"}, curves)
+    found = re.sub(r"<[^>]+>", " ", "".join(run_page._stages([record])))
+    assert re.search(r"staged\s+1\s+20\.00\s+3\.00\s+0\.10\s+0\.00", found), found
+    assert re.search(r"measured\s+formula\s+simulated\s+staged\s+12\.0%\s+11\.1%\s+11\.5%", found), found
+    assert run_page._stages([RunRecord("plain", tmp_path, manifest, {})]) == []

@@ -18,7 +18,7 @@ import pytest
 from app.errors import UserError
 from app.submit import secrets, submission, versions
 from app.submit.client import Server as JobServer
-from app.submit.client import Target, target
+from app.submit.client import Target, TokenRefused, target
 from app.submit.package import check_size, look
 from tests.running import (
     POINTS,
@@ -164,6 +164,15 @@ def test_the_log_survives_dropped_connections_without_a_gap_or_a_repetition() ->
     assert any("the job goes on" in sentence for sentence in said)
 
 
+def test_a_token_that_expires_while_following_ends_it() -> None:
+    class Expired(Server):
+        def reconnect(self) -> None:
+            raise TokenRefused("the cluster refuses the token")
+
+    with pytest.raises(UserError, match="refuses the token"):
+        submission.follow(Expired(["one\n", "two\n"]), "job", [].append, [].append)  # type: ignore[arg-type]
+
+
 def test_exit_status() -> None:
     for status, code, wanted in [("SUCCEEDED", 0, 0), ("FAILED", 7, 7), ("FAILED", None, 1), ("STOPPED", None, 130)]:
         assert submission.exit_status(SimpleNamespace(status=status, driver_exit_code=code)) == wanted
@@ -180,11 +189,14 @@ def test_refused_before_anything_is_sent(tmp_path: Path) -> None:
         (["submit", *POINTS, "--cluster", "aws", "workers=65", "resources_per_worker.GPU=1"], "room for 64"),
         (["submit", *POINTS, "--address", "http://127.0.0.1:9"], "no Ray job server answers"),
         (["submit", "stop", "raysubmit_x", "--address", "http://127.0.0.1:9"], "no Ray job server answers"),
+        (["submit", *POINTS, "tracking.uri=http://me:planted@host"], "tracking.uri holds a secret"),
+        (["submit", *POINTS, "task_args.hf_token=planted"], "task_args.hf_token holds a secret"),
         (["submit", *POINTS, "--adress", "x"], "No such option"),
     ]:
         ended = trireme(*arguments)
         assert ended.code == 2, (arguments, ended)
         assert said in ended.err and "Traceback" not in ended.err, (said, ended.err)
+        assert "planted" not in ended.out + ended.err
 
 
 def test_a_dry_run_says_what_would_go() -> None:
@@ -209,6 +221,17 @@ def server() -> Iterator[dict[str, str]]:
 def submit(server: dict[str, str], storage: Path, name: str, *more: str) -> Ended:
     run = ["submit", *POINTS, "train.log_every=1", f"run.name={name}", f"run.storage={storage}", "workers=2"]
     return trireme(*run, *more, env=server, timeout=180)
+
+
+@pytest.mark.slow
+def test_doctor_asks_a_cluster_that_it_is_not_part_of(tmp_path: Path, server: dict[str, str]) -> None:
+    told = trireme("doctor", "--json", "--storage", str(tmp_path), env=server, timeout=180)
+    (node,) = json.loads(told.out)["facts"]["nodes"]
+    assert node["storage_seen"] == [node["node_id"]] and node["packages"]["ray"], told.out
+    bad = trireme("doctor", "--exclude-bad", "--storage", "/proc/nowhere", env=server, timeout=180)
+    assert bad.code == 1 and "every node is bad" in bad.err and not bad.out, bad.out + bad.err
+    ended = trireme("train", *POINTS, "train.steps=1", "run.name=x", f"run.storage={tmp_path}", env=server)
+    assert ended.code == 2 and "`trireme submit`" in ended.err, ended.err
 
 
 @pytest.mark.slow

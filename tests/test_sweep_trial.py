@@ -7,8 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+import ray
 import torch
 
+from app.cost import Rate
 from app.tracking.settings import Settings
 from experiments.sweep.spec import read_sweep
 from experiments.sweep.tracking import END_FILE, last_start
@@ -53,6 +56,18 @@ def test_a_trial_reports_every_evaluation_and_ends(tmp_path: Path) -> None:
     assert last_start(spool) and not (spool / "writer.log").exists(), "its metrics wait for the sweep's own process"
     again = hear(session(setting(tmp_path), 0))
     assert [(r["step"], r["status"]) for r in again] == [(40, "finished")], "what has finished is not trained again"
+
+
+def test_what_a_trial_costs_is_in_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr("app.cost.rate_now", lambda *_: Rate(3600.0, "a file"))
+    said = hear(session(setting(tmp_path, "task_args.step_seconds=0.02"), 0))
+    assert said[-1]["status"] == "finished"
+    spooled = [json.loads(line) for file in (tmp_path / "t000" / "tracking").glob("*.jsonl") for line in file.open()]
+    costs = [event["values"] for event in spooled if "cost/dollars" in event.get("values", {})]
+    spent = json.loads((tmp_path / "t000" / "cost.json").read_text())["total"]
+    assert costs[-1]["cost/dollars"] == spent > 0.5, "the last figure is the whole of it"
+    assert costs[-1]["cost/dollars_per_million_samples"] == pytest.approx(spent / (40 * 16) * 1e6)
 
 
 def test_a_stopped_trial_says_why_and_continues(tmp_path: Path) -> None:

@@ -17,6 +17,11 @@ from app.console import Console
 @experiment_arguments
 @click.option("--cluster", metavar="FILE", help="The file the cluster was made from: says what links should give.")
 @click.option("--storage", metavar="FOLDER", help="Look whether every node can write there. Default: run.storage.")
+@click.option(
+    "--all-reduce/--no-all-reduce",
+    default=None,
+    help="Measure all-reduce within and across nodes too. Default: where there are GPUs.",
+)
 @click.option("--exclude-bad", is_flag=True, help="Print only the keys that keep a run off the bad nodes.")
 @click.option("--json", "as_json", is_flag=True, help="Print facts and findings as JSON.")
 @click.option("--traceback", is_flag=True, help="Show Python's traceback of an error.")
@@ -24,6 +29,7 @@ def command(
     arguments: tuple[str, ...],
     cluster: str | None,
     storage: str | None,
+    all_reduce: bool | None,
     exclude_bad: bool,
     as_json: bool,
     traceback: bool,
@@ -37,29 +43,59 @@ def command(
     """
     console = Console(quiet=as_json or exclude_bad)
     with sentences(console, as_json=as_json, traceback=traceback):
-        from app.doctor.checks import bad_nodes, judge
+        from app.doctor import elsewhere
+        from app.doctor.checks import judge
         from app.errors import RunFailed
 
         config = read(arguments) if arguments else None
-        facts = _look(config, console, cluster, storage)
-        findings = judge(facts)
-        bad = bad_nodes(findings)
-        if exclude_bad:
-            if len(bad) == len(facts.nodes):
-                raise RunFailed(f"every node is bad, so none can be left out: {findings[0]}")
-            # Without spaces and quotes, so that a shell hands it on as one word.
-            console.result(f"cluster.exclude_nodes=[{','.join(bad)}]" if bad else "")
-        elif as_json:
-            said = [dataclasses.asdict(finding) for finding in findings]
-            console.result(json.dumps({"findings": said, "bad_nodes": bad, "facts": dataclasses.asdict(facts)}))
+        if there := elsewhere.where(cluster):
+            given = {"--storage": storage, "--all-reduce": all_reduce, "--exclude-bad": exclude_bad, "--json": as_json}
+            options = [word for name, value in given.items() for word in _words(name, value)]
+            console.say(f"asking {there.words}")
+            code, printed = elsewhere.ask(there, arguments, options, console.say)
+            if code and exclude_bad:
+                raise RunFailed(elsewhere.result(printed, only="trireme: ").removeprefix("trireme: "))
+            console.result(elsewhere.result(printed, only=_line(exclude_bad, as_json)))
         else:
-            for line in report(facts, findings):
-                console.result(line)
-    if not exclude_bad and any(finding.grave for finding in findings):
-        raise click.exceptions.Exit(1)
+            facts = _look(config, console, cluster, storage, all_reduce)
+            findings = judge(facts)
+            code = int(not exclude_bad and any(finding.grave for finding in findings))
+            _print(console, facts, findings, exclude_bad=exclude_bad, as_json=as_json)
+    if code:
+        raise click.exceptions.Exit(code)
 
 
-def _look(config: Any, console: Console, cluster: str | None, storage: str | None) -> Any:
+def _print(console: Console, facts: Any, findings: list[Any], *, exclude_bad: bool, as_json: bool) -> None:
+    from app.doctor.checks import bad_nodes
+    from app.errors import RunFailed
+
+    bad = bad_nodes(findings)
+    if exclude_bad:
+        if len(bad) == len(facts.nodes):
+            raise RunFailed(f"every node is bad, so none can be left out: {findings[0]}")
+        # Without spaces and quotes, so that a shell hands it on as one word.
+        console.result(f"cluster.exclude_nodes=[{','.join(bad)}]" if bad else "")
+    elif as_json:
+        said = [dataclasses.asdict(finding) for finding in findings]
+        console.result(json.dumps({"findings": said, "bad_nodes": bad, "facts": dataclasses.asdict(facts)}))
+    else:
+        for line in report(facts, findings):
+            console.result(line)
+
+
+def _line(exclude_bad: bool, as_json: bool) -> str:
+    """How the one line begins that is the result; "" where it is all of them."""
+    return "cluster.exclude_nodes=" if exclude_bad else "{" if as_json else ""
+
+
+def _words(name: str, value: str | bool | None) -> list[str]:
+    """An option as it is written on a command line; nothing where it was not given."""
+    if value is False:
+        return ["--no-all-reduce"] if name == "--all-reduce" else []
+    return [] if value is None else [name] if value is True else [name, value]
+
+
+def _look(config: Any, console: Console, cluster: str | None, storage: str | None, all_reduce: bool | None) -> Any:
     import ray
 
     from app.doctor.look import look
@@ -84,7 +120,7 @@ def _look(config: Any, console: Console, cluster: str | None, storage: str | Non
     with console.capture(Path(log)):
         connect({})
         try:
-            facts = look(storage=storage or "", mlflow=mlflow, link_expected=expected)
+            facts = look(storage=storage or "", mlflow=mlflow, link_expected=expected, all_reduce=all_reduce)
         finally:
             ray.shutdown()
     Path(log).unlink(missing_ok=True)
@@ -96,6 +132,10 @@ def report(facts: Any, findings: list[Any]) -> list[str]:
     gpus = sum(len(node.gpus) for node in facts.nodes)
     nodes = len(facts.nodes)
     head = f"{nodes} node{'s' if nodes != 1 else ''}, {gpus} GPUs, {len(facts.links)} links, {facts.seconds:.1f} s"
+    worked = [ring for ring in facts.rings if ring.rate is not None]
+    if worked:
+        whole = max(worked, key=lambda ring: ring.ranks)
+        head += f", all-reduce {whole.rate / 1e9:.3g} GB/s over {whole.ranks} workers"
     if not findings:
         return [f"{head}: nothing is wrong"]
     lines = [f"{head}: {len(findings)} finding{'s' if len(findings) != 1 else ''}"]

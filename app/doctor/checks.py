@@ -54,64 +54,58 @@ def versions(facts: ClusterFacts) -> Iterator[Finding]:
                 )
 
 
-def shared_memory(facts: ClusterFacts) -> Iterator[Finding]:
-    """NCCL and data loaders keep their buffers in /dev/shm; Docker gives 64 MB."""
-    for node in facts.answered:
-        if node.shm_bytes < 1_000_000_000:
-            yield Finding(
-                "small_shm",
-                f"{node.who} has only {size(node.shm_bytes)} of shared memory (/dev/shm)",
-                "start its container with --shm-size=16g or --ipc=host (Kubernetes: an emptyDir of medium Memory)",
-                (node.node_id,),
-            )
+def _per_node(
+    code: str, wrong: Callable[[NodeFacts], bool], says: Callable[[NodeFacts], str], mend: str, *, grave: bool = True
+) -> Check:
+    """A check that looks at each node by itself."""
+
+    def check(facts: ClusterFacts) -> Iterator[Finding]:
+        for node in facts.answered:
+            if wrong(node):
+                yield Finding(code, says(node), mend, (node.node_id,), grave=grave)
+
+    return check
 
 
-def open_files(facts: ClusterFacts) -> Iterator[Finding]:
-    """Ray holds a socket per peer and worker; with 1,024 it stops at some hundred actors."""
-    for node in facts.answered:
-        if node.open_files < 4096:
-            yield Finding(
-                "few_files",
-                f"a process on {node.who} may open only {node.open_files:,} files",
-                "run `ulimit -n 65536` before `ray start`, or set nofile in /etc/security/limits.conf",
-                (node.node_id,),
-                grave=False,
-            )
+# NCCL and data loaders keep their buffers in /dev/shm; Docker gives 64 MB.
+shared_memory = _per_node(
+    "small_shm",
+    lambda node: node.shm_bytes < 1_000_000_000,
+    lambda node: f"{node.who} has only {size(node.shm_bytes)} of shared memory (/dev/shm)",
+    "start its container with --shm-size=16g or --ipc=host (Kubernetes: an emptyDir of medium Memory)",
+)
 
+# Ray holds a socket per peer and worker; with 1,024 it stops at some hundred actors.
+open_files = _per_node(
+    "few_files",
+    lambda node: node.open_files < 4096,
+    lambda node: f"a process on {node.who} may open only {node.open_files:,} files",
+    "run `ulimit -n 65536` before `ray start`, or set nofile in /etc/security/limits.conf",
+    grave=False,
+)
 
-def disk(facts: ClusterFacts) -> Iterator[Finding]:
-    """Ray spills and logs there, and refuses work from 95 % on."""
-    for node in facts.answered:
-        if node.disk_free < 2_000_000_000:
-            yield Finding(
-                "disk_full",
-                f"{node.who} has {size(node.disk_free)} free in {node.disk_path}, where Ray works",
-                "make room there, or start Ray with --temp-dir on a larger disk",
-                (node.node_id,),
-            )
+# Ray spills and logs there, and refuses work from 95 % on.
+disk = _per_node(
+    "disk_full",
+    lambda node: node.disk_free < 2_000_000_000,
+    lambda node: f"{node.who} has {size(node.disk_free)} free in {node.disk_path}, where Ray works",
+    "make room there, or start Ray with --temp-dir on a larger disk",
+)
 
+memory = _per_node(
+    "little_memory",
+    lambda node: node.memory_available < 1_000_000_000,
+    lambda node: f"{node.who} has {size(node.memory_available)} of memory left",
+    "end what takes it (`ps aux --sort=-rss | head`), or give it less work",
+)
 
-def memory(facts: ClusterFacts) -> Iterator[Finding]:
-    for node in facts.answered:
-        if node.memory_available < 1_000_000_000:
-            yield Finding(
-                "little_memory",
-                f"{node.who} has {size(node.memory_available)} of memory left",
-                "end what takes it (`ps aux --sort=-rss | head`), or give it less work",
-                (node.node_id,),
-            )
-
-
-def clock(facts: ClusterFacts) -> Iterator[Finding]:
-    """Leases, tokens and object stores compare clocks; 5 s is far beyond what NTP leaves."""
-    for node in facts.answered:
-        if abs(node.skew) > 5.0:
-            yield Finding(
-                "clock",
-                f"the clock of {node.who} is {abs(node.skew):.0f} s {'ahead' if node.skew > 0 else 'behind'}",
-                "run chrony or systemd-timesyncd on it",
-                (node.node_id,),
-            )
+# Leases, tokens and object stores compare clocks; 5 s is far beyond what NTP leaves.
+clock = _per_node(
+    "clock",
+    lambda node: abs(node.skew) > 5.0,
+    lambda node: f"the clock of {node.who} is {abs(node.skew):.0f} s {'ahead' if node.skew > 0 else 'behind'}",
+    "run chrony or systemd-timesyncd on it",
+)
 
 
 def slow_node(facts: ClusterFacts) -> Iterator[Finding]:

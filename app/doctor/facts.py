@@ -86,6 +86,23 @@ class LinkFacts:
 
 
 @dataclass(frozen=True)
+class RingFacts:
+    """One all-reduce: over the GPUs of a node, over all nodes, or between the first GPUs of two."""
+
+    nodes: tuple[str, ...]  # node ids
+    ranks: int
+    backend: str  # nccl or gloo
+    rate: float | None = None  # bytes/s that left each rank; None: it did not work
+    expected: float | None = None  # bytes/s that the hardware gives; None: nobody knows
+    share: float = 0.5  # of `expected`, below which it is low
+    problem: str = ""
+
+    @property
+    def low(self) -> bool:
+        return self.rate is not None and self.expected is not None and self.rate < self.share * self.expected
+
+
+@dataclass(frozen=True)
 class ClusterFacts:
     """Everything that was found out in one look."""
 
@@ -95,6 +112,7 @@ class ClusterFacts:
     mlflow: str = ""
     link_expected: float | None = None  # bytes/s across nodes, by the cluster's file
     seconds: float = 0.0
+    rings: tuple[RingFacts, ...] = ()
 
     def node(self, node_id: str) -> NodeFacts:
         return next(node for node in self.nodes if node.node_id == node_id)

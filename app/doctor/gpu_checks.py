@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from app.console import size
 from app.doctor.facts import ClusterFacts, Finding, GpuFacts, NodeFacts
@@ -105,44 +105,46 @@ def _each(facts: ClusterFacts) -> Iterator[tuple[NodeFacts, GpuFacts, str]]:
             yield node, gpu, f"GPU {gpu.index} ({gpu.name}) of {node.who}"
 
 
-def mig(facts: ClusterFacts) -> Iterator[Finding]:
-    for node, gpu, name in _each(facts):
-        if gpu.mig:
-            yield Finding(
-                "mig",
-                f"{name} is split by MIG: a worker gets a slice, and NCCL does not work between slices",
-                "for training over several GPUs turn it off: `nvidia-smi -mig 0` there",
-                (node.node_id,),
-            )
+def _per_gpu(
+    code: str, wrong: Callable[[GpuFacts], bool], says: Callable[[GpuFacts, str], str], mend: str
+) -> Callable[[ClusterFacts], Iterator[Finding]]:
+    """A check that looks at each GPU by itself; says: from the GPU and its name for a person."""
+
+    def check(facts: ClusterFacts) -> Iterator[Finding]:
+        for node, gpu, name in _each(facts):
+            if wrong(gpu):
+                yield Finding(code, says(gpu, name), mend, (node.node_id,))
+
+    return check
 
 
-def broken(facts: ClusterFacts) -> Iterator[Finding]:
-    for node, gpu, name in _each(facts):
-        if gpu.ecc_errors:
-            yield Finding(
-                "ecc",
-                f"{name} has {gpu.ecc_errors} memory errors that could not be corrected",
-                "restart the machine; if they come again, have the GPU replaced",
-                (node.node_id,),
-            )
-        if gpu.xids:
-            yield Finding(
-                "xid",
-                f"the driver reported {gpu.xids[-1]} for {name}",
-                "restart the machine, and look the number up in NVIDIA's list of Xid errors",
-                (node.node_id,),
-            )
+mig = _per_gpu(
+    "mig",
+    lambda gpu: gpu.mig,
+    lambda _, name: f"{name} is split by MIG: a worker gets a slice, and NCCL does not work between slices",
+    "for training over several GPUs turn it off: `nvidia-smi -mig 0` there",
+)
 
+ecc = _per_gpu(
+    "ecc",
+    lambda gpu: gpu.ecc_errors > 0,
+    lambda gpu, name: f"{name} has {gpu.ecc_errors} memory errors that could not be corrected",
+    "restart the machine; if they come again, have the GPU replaced",
+)
 
-def throttled(facts: ClusterFacts) -> Iterator[Finding]:
-    for node, gpu, name in _each(facts):
-        if gpu.throttled:
-            yield Finding(
-                "throttled",
-                f"{name} is slowed down ({', '.join(gpu.throttled)}) at {gpu.temperature:.0f} °C",
-                "look at its cooling and its power supply",
-                (node.node_id,),
-            )
+xid = _per_gpu(
+    "xid",
+    lambda gpu: bool(gpu.xids),
+    lambda gpu, name: f"the driver reported {gpu.xids[-1]} for {name}",
+    "restart the machine, and look the number up in NVIDIA's list of Xid errors",
+)
+
+throttled = _per_gpu(
+    "throttled",
+    lambda gpu: bool(gpu.throttled),
+    lambda gpu, name: f"{name} is slowed down ({', '.join(gpu.throttled)}) at {gpu.temperature:.0f} °C",
+    "look at its cooling and its power supply",
+)
 
 
 def taken(facts: ClusterFacts) -> Iterator[Finding]:
@@ -194,4 +196,4 @@ def mixed(facts: ClusterFacts) -> Iterator[Finding]:
         )
 
 
-TABLE = (no_driver, hidden, wrong_torch, ray_count, mig, broken, throttled, taken, slow_gpu, mixed)
+TABLE = (no_driver, hidden, wrong_torch, ray_count, mig, ecc, xid, throttled, taken, slow_gpu, mixed)

@@ -7,18 +7,22 @@ import time
 import uuid
 from typing import Any
 
-from app.doctor import gpu_probe, probe
+from app.doctor import gpu_probe, probe, ring_probe, rings
 from app.doctor.facts import ClusterFacts, GpuFacts, LinkFacts, NodeFacts
 
-BY_VALUE = (probe, gpu_probe)  # nodes need not have them
+BY_VALUE = (probe, gpu_probe, ring_probe)  # nodes need not have them
 ANSWER_SECONDS = 30.0
 ALL_PAIRS = 16  # up to this many nodes every pair is measured, beyond it each node with two others
 
 
-def look(*, storage: str = "", mlflow: str = "", link_expected: float | None = None) -> ClusterFacts:
+def look(
+    *, storage: str = "", mlflow: str = "", link_expected: float | None = None, all_reduce: bool | None = None
+) -> ClusterFacts:
     """Facts of the Ray cluster that this process is connected to.
 
     storage: folder or URL that every node should write to; mlflow: tracking URI; "" for not looked at.
+    link_expected: bytes/s from node to node by the cluster's file. all_reduce: whether that is measured too, which
+    takes seconds; None: where there are GPUs.
     """
     import ray
 
@@ -27,27 +31,30 @@ def look(*, storage: str = "", mlflow: str = "", link_expected: float | None = N
         ray.cloudpickle.register_pickle_by_value(module)
     try:
         nodes = [node for node in ray.nodes() if node["Alive"]]
-        probes = {node["NodeID"]: _send_probe(node["NodeID"]) for node in nodes}
+        probes = {node["NodeID"]: spawn(probe.Probe, node["NodeID"]) for node in nodes}
         try:
             found = _ask(nodes, probes, storage, mlflow)
             links = _links([node for node in found if not node.problem], probes)
         finally:
             for actor in probes.values():
                 ray.kill(actor)
+        facts = ClusterFacts(tuple(found), tuple(links), storage, mlflow, link_expected)
+        if all_reduce or (all_reduce is None and any(node.gpus for node in found)):
+            facts = dataclasses.replace(facts, rings=rings.measure(facts))
     finally:
         for module in BY_VALUE:
             ray.cloudpickle.unregister_pickle_by_value(module)
-    seconds = time.perf_counter() - begun
-    return ClusterFacts(tuple(found), tuple(links), storage, mlflow, link_expected, seconds)
+    return dataclasses.replace(facts, seconds=time.perf_counter() - begun)
 
 
-def _send_probe(node_id: str) -> Any:
+def spawn(actor: type, node_id: str, *arguments: Any) -> Any:
+    """An actor on this node, whatever else is there."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     where = NodeAffinitySchedulingStrategy(node_id, soft=False)
     # No CPU and no GPU of its own: it comes to a full node too, and sees every GPU.
-    return ray.remote(probe.Probe).options(num_cpus=0, num_gpus=0, scheduling_strategy=where).remote()
+    return ray.remote(actor).options(num_cpus=0, num_gpus=0, scheduling_strategy=where).remote(*arguments)
 
 
 def _ask(nodes: list[dict[str, Any]], probes: dict[str, Any], storage: str, mlflow: str) -> list[NodeFacts]:
@@ -59,11 +66,11 @@ def _ask(nodes: list[dict[str, Any]], probes: dict[str, Any], storage: str, mlfl
         )
         for node in nodes
     }
-    answers = _gather(calls)
+    answers = gather(calls)
     there = {node_id: probes[node_id] for node_id, answer in answers.items() if isinstance(answer, dict)}
-    marks = _gather({node_id: actor.marks.remote(storage, prefix) for node_id, actor in there.items()})
+    marks = gather({node_id: actor.marks.remote(storage, prefix) for node_id, actor in there.items()})
     skews = _skews(there)
-    _gather({node_id: actor.forget.remote(storage, prefix + node_id) for node_id, actor in there.items()})
+    gather({node_id: actor.forget.remote(storage, prefix + node_id) for node_id, actor in there.items()})
     return [_node(node, answers[node["NodeID"]], marks.get(node["NodeID"]), skews) for node in nodes]
 
 
@@ -74,7 +81,7 @@ def _session_folder() -> str:
     return node.get_session_dir_path() if node else "/tmp/ray"
 
 
-def _gather(calls: dict[str, Any]) -> dict[str, Any]:
+def gather(calls: dict[str, Any]) -> dict[str, Any]:
     """Answers by node; a text says why there is none."""
     import ray
 
@@ -140,19 +147,19 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 def _links(nodes: list[NodeFacts], probes: dict[str, Any]) -> list[LinkFacts]:
     found: list[LinkFacts] = []
-    ports = _gather({node.node_id: probes[node.node_id].listen.remote() for node in nodes})
+    ports = gather({node.node_id: probes[node.node_id].listen.remote() for node in nodes})
     nodes = [node for node in nodes if isinstance(ports[node.node_id], int)]
     for pairs in rounds(len(nodes)) if len(nodes) > 1 else ():
         calls = {}
         for source, target in pairs:
             a, b = nodes[source], nodes[target]
             calls[f"{a.node_id} {b.node_id}"] = probes[a.node_id].send.remote(b.address, ports[b.node_id])
-        for key, answer in _gather(calls).items():
+        for key, answer in gather(calls).items():
             source_id, target_id = key.split()
             rate, problem = answer if isinstance(answer, tuple) else (None, str(answer))
             found.append(LinkFacts(source_id, target_id, rate, problem))
     several = {node.node_id: probes[node.node_id].gpu_links.remote() for node in nodes if (node.torch_gpus or 0) > 1}
-    for node_id, answer in _gather(several).items():
+    for node_id, answer in gather(several).items():
         for source, target, rate in answer if isinstance(answer, list) else ():
             found.append(LinkFacts(node_id, node_id, rate, gpus=(source, target)))
     return found

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from app.doctor.facts import ClusterFacts, Finding, LinkFacts, NodeFacts
+from app.doctor.facts import ClusterFacts, Finding, LinkFacts, RingFacts
+from app.doctor.rings import card_of
 
 
 def across(facts: ClusterFacts) -> list[LinkFacts]:
@@ -47,7 +48,7 @@ def slow_link(facts: ClusterFacts) -> Iterator[Finding]:
         if link.rate is None:
             continue
         source, target = facts.node(link.source), facts.node(link.target)
-        promised = [rate for node in (source, target) if (rate := _card(node))]
+        promised = [rate for node in (source, target) if (rate := card_of(node))]
         if facts.link_expected:
             promised.append(min(facts.link_expected, 5e9))  # one stream does no more on any card
         # A single stream is bounded by a core: beyond 25 Gbit/s nothing is concluded.
@@ -61,11 +62,6 @@ def slow_link(facts: ClusterFacts) -> Iterator[Finding]:
                 (link.target,),
                 grave=False,
             )
-
-
-def _card(node: NodeFacts) -> float | None:
-    name = next((name for name, address in node.interfaces.items() if address == node.address), None)
-    return node.speeds.get(name) if name else None
 
 
 def slow_peer_link(facts: ClusterFacts) -> Iterator[Finding]:
@@ -129,4 +125,53 @@ def host_name(facts: ClusterFacts) -> Iterator[Finding]:
             )
 
 
-TABLE = (cut, slow_link, slow_peer_link, wrong_interface, host_name)
+def slow_all_reduce(facts: ClusterFacts) -> Iterator[Finding]:
+    """What training waits for. Below half of what the hardware gives, NCCL has not found its links."""
+    everywhere = max((len(ring.nodes) for ring in facts.rings), default=0)
+    pairs = [ring for ring in facts.rings if 1 < len(ring.nodes) < everywhere]
+    blamed = list(_slow_pairs(facts, pairs))
+    for ring in facts.rings:
+        whole = len(ring.nodes) == everywhere > 1
+        who = f"over {ring.ranks} workers on {len(ring.nodes)} nodes" if whole else f"within {_who(facts, ring)}"
+        if ring.problem:
+            mend = "run with NCCL_DEBUG=INFO: it says which connection fails"
+            yield Finding("all_reduce", f"all-reduce {who} does not work: {ring.problem}", mend, grave=False)
+        elif ring.low and ring not in pairs and not (whole and blamed):
+            yield Finding(
+                "slow_all_reduce",
+                f"all-reduce {who} moves {_gigabytes(ring.rate)}, where the hardware gives {_gigabytes(ring.expected)}",
+                "NCCL may have taken the wrong interface, or found no EFA, InfiniBand or NVLink: NCCL_DEBUG=INFO says"
+                if ring.backend == "nccl"
+                else "look at what else uses the network, and at GLOO_SOCKET_IFNAME",
+                () if whole else ring.nodes,
+                grave=False,
+            )
+    yield from blamed
+
+
+def _slow_pairs(facts: ClusterFacts, pairs: list[RingFacts]) -> Iterator[Finding]:
+    """Pairs below half of the best one; a node that is slow with everybody is named alone."""
+    best = max((ring.rate or 0.0 for ring in pairs), default=0.0)
+    slow = [ring for ring in pairs if (ring.rate or 0.0) < 0.5 * best]
+    members = dict.fromkeys(node for ring in pairs for node in ring.nodes)
+    alone = [node for node in members if all(ring in slow for ring in pairs if node in ring.nodes)]
+    mend = "look at its cables, its port and its drivers (`ibstat`, `fi_info`), or leave the node out (--exclude-bad)"
+    for node in alone:
+        rates = [ring.rate or 0.0 for ring in pairs if node in ring.nodes]
+        said = f"all-reduce between {facts.node(node).who} and any other node moves at most {_gigabytes(max(rates))}"
+        yield Finding("slow_pair", f"{said}, between others {_gigabytes(best)}", mend, (node,))
+    for ring in slow:
+        if not set(ring.nodes) & set(alone):
+            said = f"all-reduce between {_who(facts, ring)} moves {_gigabytes(ring.rate)}"
+            yield Finding("slow_pair", f"{said}, between others {_gigabytes(best)}", mend, ring.nodes[1:])
+
+
+def _who(facts: ClusterFacts, ring: RingFacts) -> str:
+    return " and ".join(facts.node(node).who for node in ring.nodes)
+
+
+def _gigabytes(rate: float | None) -> str:
+    return f"{(rate or 0.0) / 1e9:.3g} GB/s"
+
+
+TABLE = (cut, slow_link, slow_peer_link, slow_all_reduce, wrong_interface, host_name)

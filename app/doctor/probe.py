@@ -35,7 +35,7 @@ class Probe:
 
     def facts(self, ray_gpus: float, disk: str, mlflow: str, storage: str, mark: str) -> dict[str, Any]:
         """The node's facts, by the names of `NodeFacts`; writes its mark into the storage."""
-        found = {**machine(disk), **network(), "python": platform.python_version(), "packages": packages()}
+        found = {**machine(disk), **network(), "python": platform.python_version(), "packages": packages(PACKAGES)}
         found |= gpus(ray_gpus)
         found["flops"] = cpu_flops()
         found["mlflow_problem"] = reach(mlflow)
@@ -90,11 +90,12 @@ def machine(disk: str) -> dict[str, Any]:
     }
 
 
-def packages() -> dict[str, str]:
+def packages(names: tuple[str, ...]) -> dict[str, str]:
+    """Versions of those that this Python has."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {}
-    for name in PACKAGES:
+    for name in names:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -243,7 +244,7 @@ def _drain(connection: socket.socket) -> None:
 
 def main() -> None:
     """What this machine says of itself, without Ray: `python -m app.doctor.probe`."""
-    print(json.dumps({**machine("/tmp"), **network(), **gpus(0), "packages": packages()}, indent=1))
+    print(json.dumps({**machine("/tmp"), **network(), **gpus(0), "packages": packages(PACKAGES)}, indent=1))
 
 
 if __name__ == "__main__":

@@ -49,6 +49,10 @@ def allow_token() -> None:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
+class TokenRefused(UserError):
+    """Trying again would not help."""
+
+
 class Server:
     """The job server. `connect` opens the way to it and `close` ends it; `reconnect` does both."""
 
@@ -101,7 +105,7 @@ class Server:
         except Exception as error:
             text = f"{type(error).__name__} {error}"
             if "Authentication" in text or "401" in text or "403" in text or "Unauthorized" in text:
-                raise UserError(
+                raise TokenRefused(
                     f"the cluster at {self.target.words} refuses the token (missing, wrong or expired): put its token "
                     "into ~/.ray/auth_token or RAY_AUTH_TOKEN, and set RAY_AUTH_MODE=token"
                 ) from error

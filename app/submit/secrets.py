@@ -13,8 +13,12 @@ import re
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from app.errors import UserError
+
+if TYPE_CHECKING:
+    from app.config import Config
 
 SECRET = re.compile(r"(?i)token|secret|password|passwd|credential|api_?key|access_key|private")
 ALWAYS = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_TRACKING_USERNAME")
@@ -40,6 +44,22 @@ def chosen(names: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:
             hidden = SECRET.search(name) or re.search(r"://[^/@]+:[^/@]+@", value)
             (secret if hidden else plain)[name] = value
     return plain, secret
+
+
+def refuse_written(config: Config) -> None:
+    """Raises UserError if the configuration holds a secret: it would be shipped, and saved with the run; and what is
+    on the command line Ray shows to whoever may ask."""
+    from app.config_file import flatten, to_dict
+    from app.tracking.masking import looks_secret, mask_uri
+
+    for key, value in flatten(to_dict(config)).items():
+        if not isinstance(value, str) or not value:
+            continue
+        if mask_uri(value) != value or (SECRET.search(key) and looks_secret(key)):
+            raise UserError(
+                f"{key} holds a secret, which would be shipped with the job and shown by Ray: put it into an "
+                "environment variable (MLflow's goes along by itself, others with --env NAME)"
+            )
 
 
 def leave(cluster: str, secret: Mapping[str, str]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from app.config import Config
 from app.errors import UserError
 from app.submit import secrets, versions
-from app.submit.client import Server, Target
+from app.submit.client import Server, Target, TokenRefused
 from app.submit.package import MAX_BYTES, Package, check_size, look
 
 STOP_SECONDS = 300  # from SIGTERM to SIGKILL: time to save a checkpoint
@@ -54,8 +54,9 @@ def prepare(
         UserError, ClusterError: a file is not in the folder, it is too large, a variable is not set, the run could
             never fit; nothing was sent.
     """
+    secrets.refuse_written(config)
     folder = folder.expanduser().resolve()
-    shipped = [_inside(argument, folder) for argument in arguments]
+    shipped = [inside(argument, folder) for argument in arguments]
     if cluster:
         from cluster.pending import check_ever
         from cluster.shape import read_cluster
@@ -73,7 +74,7 @@ def prepare(
     return Submission(entrypoint, package, plain, secret, metadata)
 
 
-def _inside(argument: str, folder: Path) -> str:
+def inside(argument: str, folder: Path) -> str:
     """An experiment file's path as the job will see it."""
     if "=" in argument:
         return argument
@@ -175,6 +176,8 @@ def _back(server: Server) -> bool:
     try:
         server.reconnect()
         return True
+    except TokenRefused:
+        raise
     except Exception:
         return False
 

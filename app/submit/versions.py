@@ -6,8 +6,8 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 
+from app.doctor.probe import packages
 from app.errors import UserError
 
 PACKAGES = ("torch", "ray", "mlflow", "numpy", "omegaconf")
@@ -16,13 +16,7 @@ VARIABLE = "TRIREME_SUBMITTED_WITH"
 
 def here() -> dict[str, str]:
     """Versions of what training depends on, in this process's Python."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {"python": platform.python_version()} | packages(PACKAGES)
 
 
 def check_before(mine: Mapping[str, str], theirs: Mapping[str, str]) -> None:

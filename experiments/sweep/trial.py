@@ -125,7 +125,10 @@ class Session:
             self.driver.console.say(traceback.format_exc())
 
     def _train(self) -> dict[str, Any]:
+        import ray
+
         from app.carry_out import carry_out
+        from app.cost import meter_for
         from app.prepare import prepare
         from app.run import Run
         from experiments.sweep.trial_driver import TrialDriver, take_over, wait_for_lease
@@ -145,6 +148,8 @@ class Session:
         self.driver = driver = TrialDriver(run, self, prepared)
         if self.halted:
             raise Interrupted(self.halted)
+        if ray.is_initialized():
+            driver.meter = meter_for(config, run.storage, each.workers, dict(each.per_worker))
         kind = "group" if prepared.layout.dims.pp > 1 else how(config, sweep)
         outcome = carry_out(driver, prepared, lambda job: self.workers.launch(kind, each, job, driver), kind)
         return outcome.summary
