@@ -64,6 +64,9 @@ class Split:
         return self._entered
 
     def _enter(self, x: Tensor) -> Tensor:
+        """`x` for split layers, in the type that they compute in: cast before it is sent, so that 16 bits are sent."""
+        if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         return ops.gather_sequence(x, self.peers) if self.plan.sequence else ops.enter(x, self.peers)
 
     def leave(self, x: Tensor) -> Tensor:
