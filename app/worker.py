@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from app.allocator import keep_freed_memory
 from app.beat import Beat
 from app.data.loader import fetch, rows, train_batches
 from app.evaluate import evaluate
@@ -66,6 +67,8 @@ class Training:
         channel.follow(self.beat)
         if config.train.deterministic:
             torch.use_deterministic_algorithms(True)
+        if place.device.type == "cpu":
+            keep_freed_memory()
         self.task = load_task(config.task, config.task_args)
         self.data = self.task.train_data()
         self.memory_before = memory_bytes(place.device)  # without a model

@@ -111,8 +111,9 @@ def test_labels_out_of_range(tmp_path: Path) -> None:
     assert ended.code == 2 and "label 4 of image 4" in ended.err, ended.err
 
 
-def test_a_batch_that_does_not_divide() -> None:
-    ended = torchrun("train", "task=tests.tasks:Points", "train.steps=2", "train.global_batch_size=9", "run.name=x")
+def test_a_batch_that_does_not_divide(tmp_path: Path) -> None:
+    given = ["task=tests.tasks:Points", "strategy=ddp", "train.steps=2", "train.global_batch_size=9"]
+    ended = torchrun("train", *given, "run.name=x", f"run.storage={tmp_path}")
     assert ended.code != 0
     assert "train.global_batch_size is 9" in ended.err and "8 or 10" in ended.err
     assert ended.err.count("Traceback (most recent call last)") <= 1, "torchrun's own, none of ours"

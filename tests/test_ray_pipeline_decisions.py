@@ -221,8 +221,9 @@ def test_a_layout_error_of_a_worker_is_not_tried_again() -> None:
     assert isinstance(root_cause({1: failure}, "…"), LayoutError)
 
 
-def test_bad_input_through_the_command_line() -> None:
-    common = ["train", "task=tests.chain:Chain", "train.steps=5", "run.name=x", "strategy=pipeline", "parallel.pp=2"]
+def test_bad_input_through_the_command_line(tmp_path: Path) -> None:
+    common = ["train", "task=tests.chain:Chain", "train.steps=5", "strategy=pipeline", "parallel.pp=2"]
+    common += ["run.name=x", f"run.storage={tmp_path}"]
     ended = trireme(*common, "launcher=local")
     assert ended.code == 2 and "write launcher=ray, or strategy=model_parallel" in ended.err
     ended = trireme(*common, "parallel.schedule=1f2b")

@@ -155,7 +155,7 @@ def test_a_finished_run_says_so_and_can_be_trained_further(tmp_path: Path) -> No
 
 
 def test_two_drivers_cannot_train_one_run(tmp_path: Path) -> None:
-    arguments = command(tmp_path, "run", "launcher=local")
+    arguments = command(tmp_path, "run", "launcher=local", "task_args.step_seconds=0.2")  # longer than a start takes
     process = start(arguments)
     wait_until(lambda: committed(tmp_path / "run"))
     second = trireme(*arguments)

@@ -8,13 +8,15 @@ at the same time and share the node's link. Thakur et al. 2005.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from app.planner.rates import Rates
 
 Array = np.ndarray
+CROWDED = 1.5
+"""How much slower workers are where there are more of them than processors."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,13 @@ def links(device: Rates, across: float, per_node: int) -> Links:
         device.latency_within,
         device.latency_across,
     )
+
+
+def on_processors(link: Links, device: Rates, workers: int) -> Links:
+    """Between workers on a machine's processors: whoever computes also sends, and waits for its turn."""
+    slow = device.slowdown(workers)
+    turn = device.crowded_latency if slow > CROWDED else 1.0
+    return replace(link, within=link.within / slow, latency_within=link.latency_within * turn)
 
 
 def gather_seconds(size: Array, ways: Array, stride: Array, link: Links) -> Array:

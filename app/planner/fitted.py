@@ -1,6 +1,8 @@
-"""From traces at two batches and two degrees of tensor parallelism to costs at all of them.
+"""From traces at two batches and up to three degrees of tensor parallelism to costs at all of them.
 
-cost(b, t) = c0 + c1·b + (c2 + c3·b) / t
+cost(b, t) = c0 + c1·b + (c2 + c3·b) / t + (c4 + c5·b)·[t > 1]
+
+The last term is what only split layers do, such as gathering their input; it needs traces at two degrees above 1.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ PHASES = ("forward", "backward")
 
 @dataclass
 class Part:
-    """Coefficients (c0, c1, c2, c3) of one part's costs."""
+    """Coefficients (c0, …, c5) of one part's costs."""
 
     scalars: dict[str, np.ndarray]
     products: dict[str, tuple[np.ndarray, np.ndarray]]
-    """phase → ((P, 4, 4) coefficients of m, n, k and batch of each unlike product, (P,) how many)."""
+    """phase → ((P, 4, 6) coefficients of m, n, k and batch of each unlike product, (P,) how many)."""
 
     def at(self, name: str, batch: Any, tp: Any) -> np.ndarray:
         return self.scalars[name] @ basis(batch, tp)
@@ -41,11 +43,12 @@ class Costs:
 
 def basis(batch: Any, tp: Any) -> np.ndarray:
     batch, tp = np.broadcast_arrays(np.asarray(batch, float), np.asarray(tp, float))
-    return np.stack([np.ones_like(batch), batch, 1 / tp, batch / tp])
+    split = np.where(tp > 1, 1.0, 0.0)
+    return np.stack([np.ones_like(batch), batch, 1 / tp, batch / tp, split, batch * split])
 
 
 def fitted(traces: dict[tuple[int, int], Trace], tp: int) -> Costs:
-    """Costs from traces by (batch, tp): of two batches with tp = 1 and, if `tp` is not 0, with that."""
+    """Costs from traces by (batch, tp): of two batches with tp = 1 and, if `tp` is not 0, with that, maybe one more."""
     first = traces[min(traces)]
     names = [name for name in (BEFORE, *dict.fromkeys(first.order), AFTER) if name in first.parts]
     parts = {}
@@ -79,20 +82,27 @@ def _fit_products(traces: dict[tuple[int, int], PartTrace], tp: int, phase: str)
     for i in range(len(first)):
         columns = [_coefficients({k: float(v[i][j]) for k, v in lists.items()}, tp) for j in range(4)]
         counted[tuple(np.round(np.concatenate(columns), 6))] += 1
-    shapes = np.array(list(counted), float).reshape(-1, 4, 4)
+    shapes = np.array(list(counted), float).reshape(-1, 4, 6)
     return shapes, np.array(list(counted.values()), float)
 
 
 def _coefficients(values: dict[tuple[int, int], float], tp: int) -> np.ndarray:
-    """(c0, c1, c2, c3) from values at (batch, tp); those that were not traced do not divide by t."""
-    plain = sorted(batch for batch, ways in values if ways == 1)
-    b1, b2 = plain[0], plain[-1]
-    one, two = values[b1, 1], values[b2, 1]
-    slope = (two - one) / (b2 - b1) if b2 > b1 else one / b1
-    whole = np.array([one - slope * b1, slope])
-    if not tp or (b2, tp) not in values:
-        return np.array([*whole, 0.0, 0.0])
-    split_slope = (values[b2, tp] - values[b1, tp]) / (b2 - b1)
-    split = np.array([values[b1, tp] - split_slope * b1, split_slope])
-    divided = (whole - split) * tp / (tp - 1)
-    return np.concatenate([whole - divided, divided])
+    """(c0, …, c5) from values at (batch, tp); those that were not traced do not divide by t."""
+    degrees = sorted({ways for _, ways in values if ways > 1 and tp})
+    whole, *lines = (_line({b: value for (b, ways), value in values.items() if ways == t}) for t in (1, *degrees))
+    nothing = np.zeros(2)
+    if not lines:
+        return np.concatenate([whole, nothing, nothing])
+    if len(lines) == 1:
+        divided = (whole - lines[0]) * tp / (tp - 1)
+        return np.concatenate([whole - divided, divided, nothing])
+    t, u = degrees
+    divided = (lines[0] - lines[1]) / (1 / t - 1 / u)
+    return np.concatenate([whole - divided, divided, lines[0] - divided / t - (whole - divided)])
+
+
+def _line(values: dict[int, float]) -> np.ndarray:
+    """(at 0, slope) through the values at two batches, or from 0 through the one at one batch."""
+    b1, b2 = min(values), max(values)
+    slope = (values[b2] - values[b1]) / (b2 - b1) if b2 > b1 else values[b1] / b1
+    return np.array([values[b1] - slope * b1, slope])

@@ -3,6 +3,8 @@
     measure(configs, workers)   starts `workers` processes (torch.distributed.run), which train each configuration for a
                                 few steps with the real training loop, one after the other, and returns what they saw
 
+On a CPU each is started twice, for its memory and for its time: exact memory costs time (EXACT).
+
 A configuration that fails, out of memory included, is reported and ends its processes; the rest run in new ones. On a
 GPU memory is the peak that torch allocated; on a CPU the peak of the process, of which `base` was there before.
 
@@ -31,14 +33,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 BUDGET = 0.9
 """Seconds of steps to measure of each configuration, after warming up."""
 PATIENCE = 10.0
 """Seconds that processes have to end after they were asked to."""
 FIRST_USE = 50 * 2**20
 """Bytes of torch's libraries that a process on a CPU loads with the first step that it trains."""
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""Memory that is freed goes back at once, so that a process's size says what it holds."""
+EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""Memory that is freed goes back at once, so that a process's size says what it holds; and steps take twice as long."""
 
 
 @dataclass(frozen=True)
@@ -69,22 +73,42 @@ def measure(
     budget: seconds of steps to measure; 0: only that it runs. limit: bytes that a process on a CPU may take beside
     what it has before the model; beyond that it fails, as if memory had ended.
     """
+    if not budget or torch.cuda.is_available():
+        return _all(configs, workers, timeout, budget, limit, {} if torch.cuda.is_available() else EXACT)
+    held = _all(configs, workers, timeout, 0.0, limit, EXACT)
+    runs = [config for config, seen in zip(configs, held, strict=True) if seen.seconds is not None]
+    timed = iter(_all(runs, workers, timeout, budget, None, {}))
+    return [
+        seen if seen.seconds is None else dataclasses.replace(next(timed), bytes=seen.bytes, base=seen.base)
+        for seen in held
+    ]
+
+
+def _all(
+    configs: list[dict[str, Any]],
+    workers: int,
+    timeout: float,
+    budget: float,
+    limit: float | None,
+    environment: dict[str, str],
+) -> list[Measured]:
     found: list[Measured] = []
     while len(found) < len(configs):
-        got = _start({"configs": configs[len(found) :], "budget": budget, "limit": limit}, workers, timeout)
+        asked = {"configs": configs[len(found) :], "budget": budget, "limit": limit}
+        got = _start(asked, workers, timeout, environment)
         found += got
         if len(found) < len(configs) and (not got or got[-1].seconds is not None):
             found.append(Measured(None, failure="the processes ended without a word"))
     return found
 
 
-def _start(asked: dict[str, Any], workers: int, timeout: float) -> list[Measured]:
+def _start(asked: dict[str, Any], workers: int, timeout: float, environment: dict[str, str]) -> list[Measured]:
     with tempfile.TemporaryDirectory() as folder:
         wanted, out = Path(folder) / "wanted.json", Path(folder) / "out.jsonl"
         wanted.write_text(json.dumps(asked))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
         command += ["-m", "app.planner.measure", str(wanted), str(out)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **MALLOC}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
         with open(Path(folder) / "log", "w+") as log:
             agent = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
             try:
@@ -137,7 +161,6 @@ def _reason(said: str) -> str:
 
 def main(wanted: str, out: str) -> None:
     _expendable()
-    import torch
     import torch.distributed as dist
 
     rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
@@ -199,7 +222,6 @@ def _one(values: dict[str, Any], rank: int, device: Any, folder: str, budget: fl
 
 def _timed(advance: Callable[[], None], device: Any, budget: float) -> float:
     """Seconds per step, the median of five blocks, after three steps to warm up; budget 0: of one step after two."""
-    import torch
     import torch.distributed as dist
 
     def steps(count: int) -> float:
@@ -222,7 +244,6 @@ def _timed(advance: Callable[[], None], device: Any, budget: float) -> float:
 
 def _agreed(value: float, device: Any) -> float:
     """The largest of all ranks."""
-    import torch
     import torch.distributed as dist
 
     held = torch.tensor([value], dtype=torch.float64, device=device)
@@ -232,8 +253,6 @@ def _agreed(value: float, device: Any) -> float:
 
 def _start_peak(device: Any) -> float:
     """Begins a new peak; bytes that are there already."""
-    import torch
-
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -244,8 +263,6 @@ def _start_peak(device: Any) -> float:
 
 
 def _peak(device: Any) -> float:
-    import torch
-
     return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else _status("VmHWM")
 
 

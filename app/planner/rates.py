@@ -66,6 +66,12 @@ class Rates:
     """Share of a block's operations that are still launched."""
     tensor_step: float = 0.0
     """Seconds the optimizer needs per sharded or split parameter beside moving it; hidden on GPUs."""
+    optimizer: float = 1.0
+    """Of the bandwidth that element-wise operations reach, what the optimizer does."""
+    waiting: float = 0.0
+    """Share of computing that is lost where workers wait for one another at collectives that nothing hides."""
+    crowded_latency: float = 1.0
+    """How many times longer a hop takes where workers share processors: each waits for its turn."""
     stage: float = 0.05
     """Share of computing that a pipeline loses beside its waiting: stops and starts, and sends that do not overlap."""
     split: float = 0.03

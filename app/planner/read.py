@@ -145,6 +145,8 @@ class Reader:
             try:
                 for batch in BATCHES:
                     traces[batch, self.tp] = self._trace(batch, self.tp, way)
+                if not (self.task.heads() or 2 * self.tp) % (2 * self.tp):
+                    traces |= {(batch, 2 * self.tp): self._trace(batch, 2 * self.tp, way) for batch in BATCHES}
             except Exception as error:
                 self.model.splittable, self.tp = False, 0
                 self.note = self.note or f"tensor parallelism is left out: {_first_line(error)}"

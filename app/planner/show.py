@@ -113,7 +113,7 @@ def picture(plans: dict[str, Plan], path: str | Path) -> None:
         _draw(axis, title, plan)
     for axis in list(axes.flat)[len(plans) :]:
         axis.axis("off")
-    axes.flat[min(1, len(plans) - 1)].legend(fontsize=6, loc="upper right", markerscale=3)
+    axes.flat[min(1, len(plans) - 1)].legend(fontsize=6, loc="upper right", markerscale=1.5)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -127,8 +127,8 @@ def _draw(axis: Any, title: str, plan: Plan) -> None:
             axis.scatter(across, up, s=4, alpha=0.4, label=name, color=_COLOURS[name])
     edge = frontier(plan)
     axis.plot(plan.costs.bytes[edge] / GIB, plan.costs.step[edge], "k-", lw=0.8, label="frontier")
-    axis.axvline(plan.machine.capacity / GIB, color="r", ls="--", lw=0.8)
+    axis.axvline(plan.machine.capacity / GIB, color="r", ls="--", lw=0.8, label="a GPU's memory")
     best = plan.best()
     if best is not None:
-        axis.plot(plan.costs.bytes[best] / GIB, plan.costs.step[best], "k*", ms=9)
+        axis.plot(plan.costs.bytes[best] / GIB, plan.costs.step[best], "k*", ms=9, label="chosen")
     axis.set(xscale="log", yscale="log", title=title, xlabel="GiB per GPU", ylabel="s per step")

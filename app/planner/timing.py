@@ -12,11 +12,17 @@ Beside the parts, exposed communication is told by collective and by the link th
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
-from app.planner.collectives import Links, gather_seconds, is_across, links, reduce_seconds, send_seconds
+from app.planner.collectives import (
+    Links,
+    gather_seconds,
+    is_across,
+    links,
+    on_processors,
+    reduce_seconds,
+    send_seconds,
+)
 from app.planner.evaluate import Group
 from app.planner.stages import waits
 
@@ -36,13 +42,13 @@ def timing(group: Group) -> tuple[dict[str, Array], Array, Talk]:
     table, device, machine = group.table, group.machine.device, group.machine
     link = links(device, machine.across, min(machine.per_node, machine.world))
     if device.gpu.name == "cpu":  # whoever computes also sends
-        link = replace(link, within=link.within / device.slowdown(machine.world))
+        link = on_processors(link, device, machine.world)
     slow = device.slowdown(min(machine.world, machine.per_node)) * group.settings.correction
     forward = group.work.forward[:, group.at] * slow
     backward = group.work.backward[:, group.at] * slow + _recomputed(group) * slow
     count, many = group.critical, table.micro_batches
     compute = ((forward + backward) * count).sum(0)
-    tensor = _tensor(group, link)
+    tensor = _tensor(group, link) + np.where(table.tp > 1, device.waiting * compute, 0.0)
     shard, overlapped, talk = _sharded(group, forward, backward, link)
     replicate, hidden = _replicated(group, (backward * count).sum(0), link)
     lost = device.stage + (device.split if group.schedule.startswith("zb") else 0.0)
@@ -215,4 +221,4 @@ def _optimizer(group: Group, link: Links) -> Array:
         sharded | (table.tp > 1), device.tensor_step, 0.0
     )
     crowded = device.slowdown(min(group.machine.world, group.machine.per_node))
-    return moved / bandwidth * crowded + norm + moved_over + split * crowded
+    return moved / (bandwidth * device.optimizer) * crowded + norm + moved_over + split * crowded

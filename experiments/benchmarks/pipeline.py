@@ -23,6 +23,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from app.allocator import keep_freed_memory
+
 BLOCKS, WIDTH, TOKENS, VOCABULARY, ROWS, STAGES = 8, 256, 128, 256, 2, 2
 
 TORCH = {
@@ -204,6 +206,7 @@ class Stage:
         import torch.distributed as dist
 
         torch.set_num_threads(1)
+        keep_freed_memory()  # for every side, as Trireme's workers do
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=STAGES)
         self.sides: dict[str, Callable[[], None]] = {}
         self.parallels: dict[str, Any] = {}
