@@ -9,8 +9,10 @@ export OMP_NUM_THREADS ?= 1
 demo: setup
 	$(BIN)/trireme train experiments/mnist.yaml --again
 
+# First what may run two at a time, then what trains on several processes or is timed.
 test: setup lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow and not alone"
+	$(BIN)/python -m pytest -m "not slow and alone"
 
 # What takes minutes: several hosts in a lab of network namespaces, autoscaling, whole studies.
 test-slow: setup

@@ -10,6 +10,15 @@ import pytest
 from tests.running import environment, ray_head
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What trains on several processes has the machine to itself (`alone`); the rest runs two at a time (Makefile)."""
+    for item in items:
+        together = "ray_environment" in getattr(item, "fixturenames", ())
+        if together or hasattr(getattr(item, "module", None), "run_distributed"):
+            item.add_marker("alone")
+
+
 @pytest.fixture(scope="session")
 def ray_environment() -> Iterator[dict[str, str]]:
     """Environment in which `trireme` uses the session's Ray head."""

@@ -18,6 +18,8 @@ from app.storage import Storage
 from tests.pool import DistributedFailure, run_distributed
 from tests.test_checkpoint_ranks import _save, state_of
 
+pytestmark = pytest.mark.alone
+
 
 class Unsendable(Exception):
     """Cannot be pickled, as some libraries' exceptions cannot."""

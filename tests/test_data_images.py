@@ -20,6 +20,8 @@ from app.data.files import cached, package_file
 from app.data.images import ImageSet, read_images
 from app.errors import UserError
 
+pytestmark = pytest.mark.alone
+
 PIXELS = np.arange(6 * 8 * 5, dtype=np.uint8).reshape(6, 8, 5)
 LABELS = np.array([0, 1, 2, 0, 1, 2])
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from app.data.order import SORT_UP_TO, Order, shares
 from app.data.split import hold_out
 
+pytestmark = pytest.mark.alone
+
 SIZES = [1, 2, 3, 7, 64, 97, 1000, 4000, 7919, SORT_UP_TO - 1, SORT_UP_TO, SORT_UP_TO + 1, 200_003]
 
 

@@ -24,6 +24,8 @@ from tests.running import (
     weights,
 )
 
+pytestmark = pytest.mark.alone
+
 SHORT = [*POINTS, "train.steps=20", "train.log_every=1", "optimizer.weight_decay=0.01"]
 
 

@@ -17,6 +17,8 @@ from app.optim import build_optimizer, learning_rate
 from app.pulse import Pulse
 from app.randomness import mix, seed_step
 
+pytestmark = pytest.mark.alone
+
 
 def schedule(name: str, step: int, warmup: int = 0, final: float = 0.0) -> float:
     return learning_rate(OptimizerConfig(lr=2.0), ScheduleConfig(name, warmup, final), step, steps=11)

@@ -17,6 +17,8 @@ from strategies.compose import Layout, Options, choose, parallelize
 from tests.pool import run_distributed
 from tests.running import POINTS, curve, same_bits, trireme, weights
 
+pytestmark = pytest.mark.alone
+
 DIM, SAMPLES, BATCH = 40, 36_000, 240
 
 

@@ -39,6 +39,8 @@ from strategies.pipeline.schedules import SCHEDULES as REAL
 from strategies.pipeline.schedules import make
 from strategies.pipeline.simulate import Times, alive_by_formula, bubble_by_formula
 
+pytestmark = pytest.mark.alone
+
 EXPERIMENT = str(Path(__file__).parents[1] / "experiments" / "gpt.yaml")
 LARGE = ["task_args.d_model=4096", "task_args.n_layers=16", "task_args.n_heads=32", "task_args.sequence_length=1024"]
 

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from tests import pool
 from tests.pool import DistributedFailure, run_distributed
 
+pytestmark = pytest.mark.alone
+
 
 def _sum(rank: int, x: float) -> tuple[int, float, int]:
     t = torch.tensor(x + rank)

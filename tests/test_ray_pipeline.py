@@ -146,6 +146,7 @@ def test_a_cut_that_measured_times_better_is_made_and_kept(tmp_path: Path, ray_e
     assert (run.info.status, run.data.tags["trireme.stages"]) == ("FINISHED", "1+7")
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path, ray_environment: dict[str, str]) -> None:
     plain = ["train", *(word for word in GPT if word != "train.steps=12"), "train.steps=150", f"run.storage={tmp_path}"]
     staged = [*plain, "run.name=two", "strategy=pipeline", "parallel.pp=2"]

@@ -27,6 +27,8 @@ from tests.running import (
     weights,
 )
 
+pytestmark = pytest.mark.alone
+
 STEPS = 60
 SLOW = [*POINTS, f"train.steps={STEPS}", "task_args.step_seconds=0.05"]
 SLOW += ["checkpoint.every_steps=10", "train.log_every=1"]
@@ -102,6 +104,7 @@ def test_a_killed_ray_worker_is_replaced_without_the_command_being_run_again(
     assert_unbroken(tmp_path, "run", undisturbed[2])
 
 
+@pytest.mark.slow
 def test_a_killed_driver_continues_in_ray(
     tmp_path: Path, undisturbed: dict[int, Any], ray_environment: dict[str, str]
 ) -> None:

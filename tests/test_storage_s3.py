@@ -17,6 +17,8 @@ from app.checkpoint.files import HashedFiles  # noqa: E402
 from app.errors import UserError  # noqa: E402
 from app.storage import Storage  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:

@@ -190,11 +190,11 @@ def test_powersgd_is_lossy_and_still_learns() -> None:
     [
         Row("model_parallel", 1),
         _DDP,
-        Row("ddp_model_parallel", 2),
-        Row("zero2", 2),
+        pytest.param(Row("ddp_model_parallel", 2), marks=pytest.mark.slow),
+        pytest.param(Row("zero2", 2), marks=pytest.mark.slow),
         _FSDP,
         _TENSOR,
-        Row("hsdp", 4, {"dp_shard": 2}),
+        pytest.param(Row("hsdp", 4, {"dp_shard": 2}), marks=pytest.mark.slow),
         _FSDP_TENSOR,
     ],
     ids=str,
@@ -214,9 +214,12 @@ def test_the_plan_under_test_uses_every_kind_of_split() -> None:
     assert {"embedding", "colwise", "rowwise", "sequence", "head"} == set(GPT_PLAN.values())
 
 
-def test_any_checkpoint_any_layout(tmp_path: Path) -> None:
+SOME = [SINGLE, _DDP, Row("zero1", 2), _FSDP, _TENSOR, Row("hsdp", 4, {"dp_shard": 2}), _FSDP_TENSOR]
+
+
+@pytest.mark.parametrize("rows", [SOME, pytest.param([SINGLE, *ROWS], marks=pytest.mark.slow)], ids=["some", "all"])
+def test_any_checkpoint_any_layout(rows: list[Row], tmp_path: Path) -> None:
     """Each row continues the checkpoint of another; strategies.matrix does all ordered pairs, for 10 steps and 10."""
-    rows = [SINGLE, *ROWS]
     for i, row in enumerate(rows):
         _on_ranks(_begin, row, str(tmp_path / str(i)))
     whole = _truth(True, 6)

@@ -32,6 +32,8 @@ from tests.running import (
     wait_until,
 )
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

@@ -13,6 +13,8 @@ from app.tracking import SystemSampler
 from app.tracking.provenance import environment_text, provenance_tags
 from app.tracking.system import Sample
 
+pytestmark = pytest.mark.alone
+
 # --- provenance ---------------------------------------------------------------------------------------------------
 
 

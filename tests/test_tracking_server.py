@@ -22,6 +22,8 @@ from test_tracking_kit import Store, tracker, wait_until
 from app.tracking import sync
 from app.tracking.state import Delivered, Status
 
+pytestmark = pytest.mark.alone
+
 
 def free_port() -> int:
     with socket.socket() as probe:

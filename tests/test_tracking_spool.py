@@ -17,6 +17,8 @@ from app.tracking import Tracker
 from app.tracking.spool import Position, Reader, Spool, count_left, segment_path, segments
 from app.tracking.state import Delivered, FileLock
 
+pytestmark = pytest.mark.alone
+
 
 def events(folder: Path) -> list[dict]:
     reader, found = Reader(folder, Position()), []

@@ -17,6 +17,8 @@ from app.tracking import sync
 from app.tracking.spool import count_left, segment_path
 from app.tracking.state import Delivered, FileLock, Status
 
+pytestmark = pytest.mark.alone
+
 TASK = """
 import torch
 from torch import nn
