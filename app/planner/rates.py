@@ -39,6 +39,8 @@ class Rates:
     """Inner dimension at which a product runs at half of its speed."""
     mn_half: float = 2.0e5
     """Size of a product's result at which it runs at half of its speed: fewer tiles than processors."""
+    packing: float = 0.0
+    """How often a CPU's products read or write their weights to lay them out anew, beside using them."""
     operation: float = 5e-6
     """Seconds the host needs to launch one operation: a device waits for it where its work is shorter."""
     step: float = 2e-3

@@ -77,6 +77,7 @@ def _phase(
         seconds += np.maximum(work_ / (device.peak(precision) * np.maximum(size, 1e-3)), moved / device.bandwidth).sum(
             0
         )
+        seconds += device.packing * _weights(shapes, counts, at) * itemsize / device.bandwidth
         flops += work_.sum(0)
     attended = np.maximum(part.scalars[f"attention_{phase}"] @ at, 0)
     seconds += attended / (device.gpu.rate(precision) * device.attention)
@@ -84,6 +85,14 @@ def _phase(
     launched = np.maximum(part.scalars[f"operations_{phase}"] @ at, 0) * device.operation
     launched = launched * (device.compiled_operations if fuses else 1.0)
     return np.maximum(seconds + moved_ / device.bandwidth, launched), flops + attended, launched
+
+
+def _weights(shapes: Array, counts: Array, at: Array) -> Array:
+    """Numbers of the products' weights: of what they read or write, that which does not grow with the batch."""
+    once = at.copy()
+    once[1::2] = 0  # what grows with the batch is nothing then (fitted.basis)
+    m, n, k, many = np.moveaxis(shapes @ once, 1, 0)
+    return sum((a * b * many * (c < 0.5) * counts[:, None]).sum(0) for a, b, c in ((m, n, k), (m, k, n), (n, k, m)))
 
 
 def ways_of(strategy_shards: bool, precision: str) -> str:
