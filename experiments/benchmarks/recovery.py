@@ -40,7 +40,14 @@ from cluster.connect import connect
 
 TASK = ["experiments/gpt.yaml", "task_args.d_model=32", "task_args.n_layers=8", "task_args.sequence_length=32"]
 TASK += ["task_args.eval_samples=8", "strategy=pipeline", "train.global_batch_size=16", "train.micro_batch_size=2"]
-TASK += ["checkpoint.every_steps=5", "tracking.enabled=false", "tracking.log_model=false", "train.eval_every=null"]
+TASK += [
+    "parallel.recut=false",
+    "checkpoint.every_steps=5",
+    "tracking.enabled=false",
+    "tracking.log_model=false",
+    "train.eval_every=null",
+]
+TASK += ["parallel.recut=false"]  # another cut rounds otherwise, and the last bits are compared
 STEPS_BETWEEN = 8  # a kill comes after this many new steps, so that a checkpoint is there
 TORCHRUN = "torchrun --max-restarts"
 
