@@ -9,7 +9,6 @@ size: `matmul` is what an endlessly large product would reach.
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 import time
@@ -32,15 +31,12 @@ Seconds = Callable[[Callable[[], Any]], float]
 
 
 def main(wanted: str, out: str) -> None:
-    import torch
     import torch.distributed as dist
 
-    rank, local, world = (int(os.environ[key]) for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    from app.planner.measure import join
+
+    rank, device = join()
+    world = dist.get_world_size()
     asked = json.loads(Path(wanted).read_text())
     found: dict[str, Any] = {}
     counts = [n for n in asked["counts"] if 1 < n <= world]

@@ -163,12 +163,7 @@ def main(wanted: str, out: str) -> None:
     _expendable()
     import torch.distributed as dist
 
-    rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    rank, device = join()
     asked = json.loads(Path(wanted).read_text())
     for number, config in enumerate(asked["configs"]):
         with tempfile.TemporaryDirectory() as folder:
@@ -178,6 +173,17 @@ def main(wanted: str, out: str) -> None:
                 file.write(json.dumps(dataclasses.asdict(found)) + "\n")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def join() -> tuple[int, torch.device]:
+    """Rank and device of a process that torchrun has started, once it is in the process group."""
+    import torch.distributed as dist
+
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return int(os.environ["RANK"]), device
 
 
 def _expendable() -> None:
