@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import logging
 import os
 import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from torch.utils._pytree import tree_map
 
-from strategies import devices, parity, reshard
+from strategies import devices, drift, parity, reshard
 from strategies.compose import Options
 from strategies.dims import LayoutError
 from strategies.parity import Curve, Trial
@@ -47,8 +48,8 @@ PATIENCE = datetime.timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Call:
-    """One run of a row: in full, its first half, the rest from another row's checkpoint, or rounding otherwise
-    (reversed, halved, merged, float32)."""
+    """One run of a row: in full, its first half ("begin"), the rest from another row's checkpoint ("resume"), or on one
+    device one of drift.KINDS."""
 
     row: Row
     variant: str
@@ -116,6 +117,11 @@ def _worker(rank: int, workers: int, how: How, calls: list[Call], folder: str) -
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(workers)}
     torch.backends.cudnn.allow_tf32 = False
+    # Said once by every process: that shards on two sides are gathered one side at a time (they are, at the end), that
+    # a loss which changes a view in place loses gradients (then the row differs), and that one process saves alone.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     if workers > 1:
         store = dist.FileStore(f"{folder}/store", workers)
         backend = "cpu:gloo,cuda:nccl" if how.device_type == "cuda" else "gloo"
@@ -155,9 +161,8 @@ def _answer(how: How, call: Call, device: torch.device) -> Answer:
         elif call.kind == "resume":
             answer.curve = reshard.resume(trial, layout, options, device, call.folder, half)
         else:
-            precision = "fp32" if call.kind == "float32" else options.precision
-            options = dataclasses.replace(options, precision=precision)
-            answer.curve = parity.train(_reordered(trial, call.kind), layout, options, device)
+            trial, options = drift.changed(call.kind, trial, options)
+            answer.curve = parity.train(trial, layout, options, device)
     except LayoutError as error:
         answer.refused = str(error)
     except Exception:
@@ -166,14 +171,3 @@ def _answer(how: How, call: Call, device: torch.device) -> Answer:
         answer.error = traceback.format_exc(limit=-1).strip().splitlines()[-1]
     answer.seconds = time.monotonic() - begun
     return answer
-
-
-def _reordered(trial: Trial, kind: str) -> Trial:
-    """The same training, rounding elsewhere: its rows the other way round, in twice as many micro-batches or in one."""
-    batch = trial.batch
-    if kind == "reversed":
-        return dataclasses.replace(
-            trial, batch=lambda step: tree_map(lambda t: t.flip(0) if isinstance(t, torch.Tensor) else t, batch(step))
-        )
-    count = {"halved": 2 * trial.micro_batches, "merged": 1}.get(kind, trial.micro_batches)
-    return dataclasses.replace(trial, micro_batches=count)

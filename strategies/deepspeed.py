@@ -20,7 +20,9 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import time
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +47,9 @@ OURS = (
 )
 """Keys of a DeepSpeed JSON that the experiment decides."""
 
+
+ABANDONED_SECONDS = 1800.0
+"""Older locks are nobody's: an operator takes a few minutes to compile."""
 
 INSTEAD = "pip install deepspeed, or write strategy=zero1, zero2 or fsdp, which need nothing more"
 
@@ -73,6 +78,27 @@ def require() -> Any:
             f"strategy deepspeed needs the deepspeed package, which does not import ({type(error).__name__}: {error}): "
             f"{INSTEAD}"
         ) from error
+
+
+def require_no_abandoned_build() -> None:
+    """The engine compiles operators at its first start, under a lock that a killed build leaves behind: whoever comes
+    next waits for it for ever, and says nothing.
+
+    Raises:
+        LayoutError: there is a lock so old that nobody is building.
+    """
+    try:
+        from torch.utils.cpp_extension import get_default_build_root
+    except ImportError:
+        return
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    for lock in root.glob("**/lock"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - lock.stat().st_mtime > ABANDONED_SECONDS:
+                raise LayoutError(
+                    f"DeepSpeed would wait for ever for {lock}, which a build that was killed has left: delete the "
+                    f"folder {lock.parent}"
+                )
 
 
 def configuration(given: dict[str, Any] | None, options: Options) -> dict[str, Any]:
@@ -133,6 +159,7 @@ class DeepSpeedParallel(Parallel):
     def adopt(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
         deepspeed = require()
+        require_no_abandoned_build()
         self.engine = deepspeed.initialize(
             model=self.inner, optimizer=optimizer, config=self.config, dist_init_required=False
         )[0]

@@ -3,11 +3,7 @@
 All rows run on GPUs or all on the CPU. A row that a layout refuses says so in a sentence; one that raises anything else
 has failed, and the matrix goes on without either. `trireme parity` calls `run` and prints `table.table`.
 
-In float32 the bound is `Row.tolerance`. In 16 bits it is the drift of one device against itself: the same training
-with its rows in another order, in more and in fewer micro-batches, and in float32, rounds elsewhere, as a layout does,
-and `DRIFT` times the largest of these is what a row may differ by, or the rounding of one number if that is more.
-(Measured over 20 steps of bf16: one device 1.5e-3 from itself, ddp and pipelines less, tensor as much, fsdp and
-fsdp+tensor, which normalise in 16 bits too, 3.6e-3 and 4.3e-3.)
+In float32 the bound is `Row.tolerance`, in 16 bits what one device differs from itself by (drift.py).
 """
 
 from __future__ import annotations
@@ -19,16 +15,13 @@ from dataclasses import dataclass
 
 import torch
 
-from strategies import parity
+from strategies import drift, parity
 from strategies.calls import EVERYTHING, VARIANTS, Answer, Call, How, MakeTrial, execute
 from strategies.compose import Options
 from strategies.dims import LayoutError
 from strategies.parity import Curve, Difference, bounds
-from strategies.precision import DTYPES
 from strategies.rows import ROWS, Row
 
-DRIFT = 4.0
-"""How many times one device's own drift in 16 bits a row may differ."""
 SINGLE = Row("single", 1)
 
 
@@ -83,59 +76,95 @@ def run(
     names = list(variants or (name for name in VARIANTS if name != "bf16" or options.precision == "fp32"))
     most = max((row.workers for row in rows), default=1)
     how = How(make, options, "cuda" if torch.cuda.device_count() >= most else "cpu")
-    truth, limits = _one_device(how, [*names, *([EVERYTHING] if checkpoints and EVERYTHING not in names else [])])
+    measure = _one_device(how, [*names, *([EVERYTHING] if checkpoints and EVERYTHING not in names else [])])
     with tempfile.TemporaryDirectory(prefix="trireme-parity-") as folder:
         begin = [Call(row, EVERYTHING, "begin", f"{folder}/{i}") for i, row in enumerate([SINGLE, *rows])]
         calls = [Call(row, variant) for row in rows for variant in names]
         answers = execute(how, calls + (begin if checkpoints else []))
-        results = [_compared(call, answer, truth[call.variant], limits) for call, answer in answers[: len(calls)]]
-        return results + (_resumed(how, answers[len(calls) :], truth[EVERYTHING], limits) if checkpoints else [])
+        results = [_compared(call, answer, measure) for call, answer in answers[: len(calls)]]
+        results = _two_kinds(measure) + results
+        return results + (_resumed(how, answers[len(calls) :], measure) if checkpoints else [])
 
 
-def _one_device(how: How, names: list[str]) -> tuple[dict[str, Curve], dict[str, Difference]]:
-    """One device's curve of each variant, and for each in 16 bits what a row may differ by."""
-    narrow = [name for name in names if how.variant(name)[1].precision != "fp32"]
-    kinds = ("reversed", "halved", "merged", "float32")
-    calls = [Call(SINGLE, name) for name in names] + [Call(SINGLE, name, kind) for name in narrow for kind in kinds]
-    truth: dict[str, Curve] = {}
-    limits = {name: bounds(torch.finfo(DTYPES[how.variant(name)[1].precision]).eps / 2) for name in narrow}
+@dataclass(frozen=True)
+class Yardstick:
+    """One device's curves of a variant, by kind ("train", and in 16 bits drift.KINDS), and what a row may differ from
+    those that a row is held against (none in float32, where the row has a tolerance)."""
+
+    precision: str
+    curves: dict[str, Curve]
+    limits: dict[str, Difference]
+
+    def of(self, row: Row, skip: int = 0) -> tuple[Curve, Difference | None]:
+        """The curve that a row is held against, without its first `skip` steps, and the bound."""
+        kind = drift.truth_of(row, self.precision)
+        whole = self.curves[kind]
+        return Curve(whole.losses[skip:], whole.norms[skip:], whole.weights), self.limits.get(kind)
+
+
+def _one_device(how: How, names: list[str]) -> dict[str, Yardstick]:
+    """Variant → what its rows are held against."""
+    precisions = {name: how.variant(name)[1].precision for name in names}
+    calls = [Call(SINGLE, name) for name in names]
+    calls += [Call(SINGLE, name, kind) for name in names if precisions[name] != "fp32" for kind in drift.KINDS]
+    curves: dict[str, dict[str, Curve]] = {name: {} for name in names}
     for call, answer in execute(how, calls):
-        if answer.refused and call.kind != "halved":  # of a small batch there may be no more micro-batches
+        if answer.refused and not call.kind.endswith("halved"):  # of a small batch there may be no more micro-batches
             raise LayoutError(answer.refused)
         if answer.error:
             raise RuntimeError(f"one device does not train this: {answer.error}")
-        if call.kind == "train" and answer.curve is not None:
-            truth[call.variant] = answer.curve
-        elif answer.curve is not None:
-            found = parity.difference(truth[call.variant], answer.curve)
-            most = limits[call.variant]
-            limits[call.variant] = Difference(
-                max(most.loss, DRIFT * found.loss),
-                max(most.norm, DRIFT * found.norm),
-                max(most.weights, DRIFT * found.weights),
-            )
-    return truth, limits
+        if answer.curve is not None:
+            curves[call.variant][call.kind] = answer.curve
+    return {
+        name: Yardstick(
+            precisions[name], found, {} if precisions[name] == "fp32" else drift.limits(precisions[name], found)
+        )
+        for name, found in curves.items()
+    }
 
 
-def _resumed(how: How, begun: list[tuple[Call, Answer]], whole: Curve, limits: dict[str, Difference]) -> list[Result]:
+def _two_kinds(measure: dict[str, Yardstick]) -> list[Result]:
+    """How far the two kinds of 16 bits are from each other on one device."""
+    return [
+        Result(
+            SINGLE,
+            f"{name}, by parameters",
+            parity.difference(one.curves["train"], one.curves[drift.NARROW]),
+            0.0,
+            limit=one.limits[drift.NARROW],
+        )
+        for name, one in measure.items()
+        if one.limits
+    ]
+
+
+def _resumed(how: How, begun: list[tuple[Call, Answer]], measure: dict[str, Yardstick]) -> list[Result]:
     """Every row from every row's checkpoint. A row that could not even begin is one result, after itself."""
     half = how.make().steps // 2
-    rest = Curve(whole.losses[half:], whole.norms[half:], whole.weights)
     good = {call.folder: call.row for call, answer in begun if not (answer.refused or answer.error)}
     calls = [Call(row, EVERYTHING, "resume", place) for row in good.values() for place in good]
     dropped = [
-        dataclasses.replace(_compared(call, answer, rest, limits), after=call.row)
+        dataclasses.replace(_compared(call, answer, measure, half), after=call.row)
         for call, answer in begun
         if call.folder not in good
     ]
     return dropped + [
-        dataclasses.replace(_compared(call, answer, rest, limits), after=good[call.folder])
+        dataclasses.replace(_compared(call, answer, measure, half), after=good[call.folder])
         for call, answer in execute(how, calls)
     ]
 
 
-def _compared(call: Call, answer: Answer, truth: Curve, limits: dict[str, Difference]) -> Result:
+def _compared(call: Call, answer: Answer, measure: dict[str, Yardstick], skip: int = 0) -> Result:
+    truth, limit = measure[call.variant].of(call.row, skip)
     curve = answer.curve
     found = parity.difference(truth, curve) if curve is not None else None
-    why = {"refused": answer.refused, "error": answer.error, "notes": curve.notes if curve is not None else ()}
-    return Result(call.row, call.variant, found, answer.seconds, limit=limits.get(call.variant), **why)  # type: ignore[arg-type]
+    return Result(
+        call.row,
+        call.variant,
+        found,
+        answer.seconds,
+        refused=answer.refused,
+        error=answer.error,
+        notes=curve.notes if curve is not None else (),
+        limit=limit,
+    )

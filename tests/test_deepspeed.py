@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ def _options(stage: int) -> Options:
     return Options(deepspeed={"zero_optimization": {"stage": stage}})
 
 
-def _everything(_: int, folder: str) -> tuple[dict[int, Curve], dict[str, Curve]]:
-    """Each stage's curve, and those continued from another's checkpoint. In one call: the engine keeps the process
-    group that it met first."""
+def _everything(_: int, folder: str) -> tuple[dict[int, Curve], dict[str, Curve], list[str]]:
+    """Each stage's curve, those continued from another's checkpoint, and what is said of another model's. In one call:
+    the engine keeps the process group that it met first."""
     curves = {stage: parity.train(gpt_trial(**TRIAL), DEEPSPEED, _options(stage), CPU) for stage in (1, 2, 3)}
     ways: dict[str, Any] = {"deepspeed": (DEEPSPEED, _options(2)), "fsdp": (FSDP, Options())}
     continued = {}
@@ -37,21 +38,10 @@ def _everything(_: int, folder: str) -> tuple[dict[int, Curve], dict[str, Curve]
         place = f"{folder}/{first}"
         reshard.begin(gpt_trial(**TRIAL), *ways[first], CPU, place, 5)
         continued[f"{first} → {second}"] = reshard.resume(gpt_trial(**TRIAL), *ways[second], CPU, place, 5)
-    return curves, continued
+    return curves, continued, _another_models()
 
 
-@pytest.mark.skipif(not HERE, reason="the optional extra is not installed: make test-deepspeed")
-def test_every_stage_trains_the_same_model_and_checkpoints_go_both_ways(tmp_path: Path) -> None:
-    truth = parity.train(gpt_trial(**TRIAL), choose("single", 1), Options(), CPU)
-    rest = Curve(truth.losses[5:], truth.norms[5:], truth.weights)
-    curves, continued = run_distributed(_everything, 2, str(tmp_path), timeout=280)[0]
-    found = {f"stage {stage}": parity.difference(truth, curve) for stage, curve in curves.items()}
-    found |= {name: parity.difference(rest, curve) for name, curve in continued.items()}
-    assert len(found) == 5
-    assert all(difference.within(2e-5) for difference in found.values()), found
-
-
-def _another_models(_: int) -> list[str]:
+def _another_models() -> list[str]:
     said = []
     for stage in (2, 3):
         trial = gpt_trial(steps=1)
@@ -68,8 +58,14 @@ def _another_models(_: int) -> list[str]:
 
 
 @pytest.mark.skipif(not HERE, reason="the optional extra is not installed: make test-deepspeed")
-def test_state_of_another_model_is_refused_as_elsewhere() -> None:
-    said = run_distributed(_another_models, 2, timeout=280)[0]
+def test_every_stage_trains_the_same_model_and_checkpoints_go_both_ways(tmp_path: Path) -> None:
+    truth = parity.train(gpt_trial(**TRIAL), choose("single", 1), Options(), CPU)
+    rest = Curve(truth.losses[5:], truth.norms[5:], truth.weights)
+    curves, continued, said = run_distributed(_everything, 2, str(tmp_path), timeout=280)[0]
+    found = {f"stage {stage}": parity.difference(truth, curve) for stage, curve in curves.items()}
+    found |= {name: parity.difference(rest, curve) for name, curve in continued.items()}
+    assert len(found) == 5
+    assert all(difference.within(2e-5) for difference in found.values()), found
     assert len(said) == 4 and all("it is another model's" in sentence for sentence in said)
 
 
@@ -98,3 +94,15 @@ def test_a_missing_package_is_said_before_anything_starts() -> None:
 def test_a_configuration_that_cannot_be(given: dict[str, Any], says: str) -> None:
     with pytest.raises(LayoutError, match=says):
         deepspeed.configuration(given, Options())
+
+
+def test_a_build_that_was_killed_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    deepspeed.require_no_abandoned_build()
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    deepspeed.require_no_abandoned_build()  # somebody is building
+    os.utime(lock, (0, 0))
+    with pytest.raises(LayoutError, match=f"wait for ever for {lock}, .* delete the folder {lock.parent}"):
+        deepspeed.require_no_abandoned_build()
