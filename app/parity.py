@@ -25,6 +25,7 @@ from app.run import local_folder
 from app.storage import Storage
 from app.tasks import load_task
 from app.tracking.delivery import last_start
+from app.tracking.masking import mask_tree
 from app.tracking.tracker import Tracker
 from strategies.matrix import Result, run
 from strategies.parity import Trial, dropout
@@ -62,6 +63,7 @@ def make_trial(values: dict[str, Any], steps: int) -> Trial:
         clip=config.train.clip_norm,
         blocks=task.blocks,
         tensor_plan=task.tensor_plan,
+        heads=task.heads(),
         optimizer=lambda parameters: build_optimizer(config.optimizer, parameters),
     )
 
@@ -156,9 +158,11 @@ def certifiable(folder: str, config: Config) -> dict[str, Any]:
         raise UserError(
             f"{folder} holds no run: write the folder that `trireme train` named, such as runs/gpt"
         ) from None
-    own = json.loads(json.dumps({"task": config.task, "task_args": to_dict(config)["task_args"]}, default=str))
+    # As a run writes them down: without their secrets.
+    own = mask_tree({"task": config.task, "task_args": to_dict(config)["task_args"]})
+    own, identity = json.loads(json.dumps(own, default=str)), mask_tree(manifest["identity"])
     for key, value in own.items():
-        trained = manifest["identity"].get(key)
+        trained = identity.get(key)
         if trained != value:
             raise UserError(
                 f"the run in {folder} has {key} {trained!r}, and this matrix {value!r}: certify a run of this "

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from strategies.compose import Blocks, Layout, LayoutError, Options, Plan, parallelize
+from strategies.compose import Blocks, Layout, LayoutError, Options, Plan, check, parallelize
 from strategies.parallel import Parallel
 
 Batch = Any
@@ -27,7 +27,7 @@ class Trial:
     """What is trained.
 
     build: the model, the same every time. loss: (model, batch) → mean over the batch's rows. batch: step, from 0 →
-    that step's global batch, a pytree of tensors with samples along dimension 0.
+    that step's global batch, a pytree of tensors with samples along dimension 0. heads: that tp must divide, if any.
     """
 
     build: Callable[[], nn.Module]
@@ -38,6 +38,7 @@ class Trial:
     clip: float | None = None
     blocks: Blocks = None
     tensor_plan: Plan = None
+    heads: int | None = None
     # A larger epsilon than Adam's usual: a gradient that is zero but for rounding (the bias of attention's keys) would
     # otherwise be scaled up to a step of full size in a random direction, on one device too.
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = field(
@@ -98,8 +99,10 @@ def begin(trial: Trial, layout: Layout, options: Options, device: torch.device) 
     """The trial's model under the layout.
 
     Raises:
-        LayoutError: fewer rows in a batch than there are micro-batches, whose mean would be of nothing.
+        LayoutError: heads that tp does not divide; fewer rows in a batch than there are micro-batches, whose mean
+            would be of nothing.
     """
+    check(layout, options, heads=trial.heads)
     rows, parts = _rows(trial.batch(0)), layout.dims.dp * trial.micro_batches
     if rows < parts:
         raise LayoutError(

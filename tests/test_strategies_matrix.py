@@ -67,6 +67,12 @@ def test_a_batch_that_is_too_small_is_one_sentence() -> None:
         parity.begin(few, Row("ddp", 2).layout, Options(), torch.device("cpu"))
 
 
+def test_heads_that_a_degree_does_not_divide_are_said_before_anything_is_built() -> None:
+    trial = dataclasses.replace(gpt_trial(), heads=2)
+    with pytest.raises(LayoutError, match=r"parallel.tp is 4, which does not divide the model's 2 heads: write 1, 2"):
+        parity.begin(trial, Row("tensor", 4).layout, Options(), torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     ("found", "verdict"),
     [
