@@ -55,11 +55,7 @@ INSTEAD = "pip install deepspeed, or write strategy=zero1, zero2 or fsdp, which 
 
 
 def require_installed() -> None:
-    """Looks for the package without importing it, which takes seconds.
-
-    Raises:
-        LayoutError: it is not installed.
-    """
+    """Looks for the package without importing it, which takes seconds. Raises LayoutError if it is not installed."""
     if importlib.util.find_spec("deepspeed") is None:
         raise LayoutError(f"strategy deepspeed needs the deepspeed package, which is not installed: {INSTEAD}")
 
@@ -82,17 +78,9 @@ def require() -> Any:
 
 def require_no_abandoned_build() -> None:
     """The engine compiles operators at its first start, under a lock that a killed build leaves behind: whoever comes
-    next waits for it for ever, and says nothing.
-
-    Raises:
-        LayoutError: there is a lock so old that nobody is building.
-    """
-    try:
-        from torch.utils.cpp_extension import get_default_build_root
-    except ImportError:
-        return
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    for lock in root.glob("**/lock"):
+    next would wait for it for ever, in silence. Raises LayoutError if there is one so old that nobody is building."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "torch_extensions")
+    for lock in Path(os.environ.get("TORCH_EXTENSIONS_DIR", cache)).glob("**/lock"):
         with contextlib.suppress(FileNotFoundError):
             if time.time() - lock.stat().st_mtime > ABANDONED_SECONDS:
                 raise LayoutError(
