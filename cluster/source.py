@@ -71,8 +71,13 @@ def read_documents(path: str | Path) -> list[Document]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         at = f":{mark.line + 1}" if mark else ""
-        raise ClusterError(f"{file}{at}: this is not YAML: {getattr(error, 'problem', None) or error}") from error
+        raise ClusterError(f"{file}{at}: this is not YAML: {_problem(error)}") from error
     return [document for document in documents if document.data is not None]
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    """What YAML says is wrong, in one line: characters that it does not allow are named otherwise than the rest."""
+    return getattr(error, "problem", None) or " ".join(str(error).split())
 
 
 def _document(file: str, root: yaml.Node) -> Document:

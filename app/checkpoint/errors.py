@@ -8,8 +8,13 @@ from app.errors import RunFailed
 class CheckpointError(RunFailed):
     """A checkpoint could not be written or committed; what was committed before is untouched.
 
-    Every rank raises it with the same sentence, which names the rank that failed.
+    Every rank raises it with the same sentence, which names the rank that failed. superseded: not for want of room or
+    the like, but because another start of the run has taken over.
     """
+
+    def __init__(self, sentence: str, *, superseded: bool = False) -> None:
+        super().__init__(sentence)
+        self.superseded = superseded
 
 
 class Unexchangeable(Exception):

@@ -157,10 +157,12 @@ class Checkpointer:
 
     def _failure(self, commit: Commit, error: BaseException) -> CheckpointError:
         why = str(error) if isinstance(error, RankFailed) else said(error)
-        verb = "was not committed" if why.endswith(_SUPERSEDED) else "could not be saved"
+        superseded = why.endswith(_SUPERSEDED)
+        verb = "was not committed" if superseded else "could not be saved"
         return CheckpointError(
             f"the checkpoint of step {commit.step} in {self._storage} {verb} ({why}); "
-            "those committed before are untouched"
+            "those committed before are untouched",
+            superseded=superseded,
         )
 
     def _save(self, staged: _Staged) -> Commit:

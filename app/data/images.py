@@ -30,6 +30,8 @@ IDX_TYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 """The third byte of an IDX file: its element type (big-endian)."""
 
 CHANNELS = (1, 3, 4)
+MOST_CLASSES = 1_000_000
+"""A larger label is no class's number: a file of another kind, or a damaged one."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,11 @@ def _image_set(images: Array, labels: Array, source: Path | str) -> ImageSet:
         )
     if images.size == 0:
         raise UserError(f"{source} holds no images; give data with at least one.")
+    if labels.max() >= MOST_CLASSES:
+        raise UserError(
+            f"{source} has the label {labels.max():g}; labels must be numbers of classes, 0, 1, 2 and so on, below "
+            f"{MOST_CLASSES:,}."
+        )
     if images.dtype.kind == "f" and not np.isfinite(images).all():
         raise UserError(f"{source} holds images with numbers that are not finite; clean them first.")
     return ImageSet(images, labels.astype(np.int64), str(source))

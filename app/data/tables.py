@@ -66,7 +66,10 @@ def read_table(data: str) -> tuple[dict[str, Column], Path]:
         )
     if table.num_rows == 0:
         raise UserError(f"{path} has no rows; give a table with some.")
-    names = table.column_names
+    try:
+        names = table.column_names
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} has a column whose name is not UTF-8 ({error}); write the file as UTF-8.") from error
     double = next((name for name in names if names.count(name) > 1), None)
     if double is not None:
         raise UserError(f"{path} has more than one column {double!r}; rename one.")

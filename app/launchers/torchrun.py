@@ -8,7 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
+import time
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -57,6 +60,12 @@ class Environment:
         )
 
 
+MEET = timedelta(minutes=30)
+"""How long ranks wait for one another."""
+ANSWER_SECONDS = 3.0
+PORT = "trireme/port"
+
+
 class Silence:
     """The Channel of every rank but 0: nothing to say, but a signal may ask this process to stop."""
 
@@ -73,6 +82,33 @@ class Silence:
         return
 
 
+def own_store(rank: int) -> dist.Store:
+    """Where the ranks meet: a store of this attempt's own.
+
+    torchrun's agent (torch 2.13) gives every restart the store of the first start, where ranks find the addresses of
+    processes that are dead, and fail to connect to them. So its store only tells the port of another one, which rank 0
+    opens; a port of a start before answers no more, and then the next one is waited for.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return dist.TCPStore(host, port, is_master=rank == 0, multi_tenant=True, timeout=MEET)
+    agents = dist.TCPStore(host, port, is_master=False, timeout=MEET)
+    if rank == 0:
+        own = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=MEET)
+        agents.set(PORT, str(own.port))
+        return own
+    until = time.monotonic() + MEET.total_seconds()
+    while True:
+        there = (host, int(agents.get(PORT)))
+        try:
+            socket.create_connection(there, timeout=ANSWER_SECONDS).close()  # a store would try for long, and print it
+            return dist.TCPStore(*there, is_master=False, timeout=MEET)
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+
+
 def train(config: Config, console: Console) -> Outcome:
     """Trains in the processes there are; the outcome is rank 0's, and the others' says the same in short."""
     here = Environment.read()
@@ -86,7 +122,12 @@ def train(config: Config, console: Console) -> Outcome:
         torch.cuda.set_device(device)
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         raise UserError("MASTER_ADDR and MASTER_PORT are not set: torchrun sets them; under Slurm export both")
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=own_store(here.rank),
+        rank=here.rank,
+        world_size=here.world_size,
+    )
     try:
         place = Place(here.rank, here.world_size, here.local_rank, device)
         if here.rank == 0:

@@ -36,6 +36,7 @@ from app.launchers.pipeline import group as group_for
 from app.prepare import prepare, read_task
 from app.run import Run
 from app.tracking.settings import resolve_tracking
+from app.train import train as trireme_train
 from cluster.connect import connect
 
 TASK = ["experiments/gpt.yaml", "task_args.d_model=32", "task_args.n_layers=8", "task_args.sequence_length=32"]
@@ -50,6 +51,7 @@ TASK += [
 TASK += ["parallel.recut=false"]  # another cut rounds otherwise, and the last bits are compared
 STEPS_BETWEEN = 8  # a kill comes after this many new steps, so that a checkpoint is there
 TORCHRUN = "torchrun --max-restarts"
+MODULE = "experiments.benchmarks.recovery"
 
 
 class Watched(Driver):
@@ -62,6 +64,19 @@ class Watched(Driver):
     def _on_progress(self, event: dict[str, Any]) -> None:
         super()._on_progress(event)
         self.heard.append((time.time(), event["step"]))
+
+
+class Steps(Console):
+    """Says every step that it hears of, at once: where there is no terminal, a Console says one every five seconds."""
+
+    def progress(self, event: dict[str, Any]) -> None:
+        if not self.quiet:
+            print(f"step {event['step']}", file=self._out, flush=True)
+
+
+def worker(arguments: list[str]) -> None:
+    """What torchrun starts: `trireme train ARGUMENTS`, heard at every step."""
+    trireme_train(load_config(arguments[:1], arguments[1:]), Steps(quiet=os.environ["RANK"] != "0"))
 
 
 def configured(folder: str, name: str, stages: int, steps: int, *more: str) -> Config:
@@ -120,28 +135,30 @@ def under_torchrun(folder: str, name: str, stages: int, kills: int, seed: int) -
     steps = _steps(kills)
     own = [f"parallel.pp={stages}", f"train.steps={steps}", f"run.name={name}", f"run.storage={folder}"]
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={stages}"]
-    command = [*program, f"--max-restarts={kills + 1}", "--monitor-interval=0.1", "-m", "app", "train", *TASK, *own]
+    command = [*program, f"--max-restarts={kills + 1}", "--monitor-interval=0.1", "-m", MODULE, *TASK, *own]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     heard: list[tuple[float, int]] = []
 
     def read() -> None:
         for line in process.stdout or ():
-            if match := re.match(r"step ([\d,]+)/", line):
-                heard.append((time.time(), int(match[1].replace(",", ""))))
+            if match := re.fullmatch(r"step (\d+)\n", line):
+                heard.append((time.time(), int(match[1])))
 
     threading.Thread(target=read, daemon=True).start()
     draw = random.Random(seed)
 
     def once(number: int) -> float:
         _until(lambda: len(heard) > number and _newest(f"{folder}/{name}") >= (number + 1) * STEPS_BETWEEN)
-        workers = [p for p in psutil.Process(process.pid).children() if "app" in p.cmdline()]
-        count, killed = len(heard), time.time()
+        workers = [p for p in psutil.Process(process.pid).children() if MODULE in p.cmdline()]
+        killed = time.time()
         workers[draw.randrange(len(workers))].kill()
-        _until(lambda: len(heard) > count)
-        return heard[count][0] - killed
+        fresh = killed + 0.3  # what was said before it died has been read by then, and no process starts as soon
+        _until(lambda: bool(heard) and heard[-1][0] > fresh)
+        return next(at for at, _ in heard if at > fresh) - killed
 
     found = {"next step": [once(number) for number in range(kills)]}
-    process.wait()
+    if process.wait() != 0:
+        raise RuntimeError(f"the run under torchrun ended with exit code {process.returncode}")
     return found
 
 
@@ -214,4 +231,4 @@ def table(results: dict[str, Any], stages: int, kills: int) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    worker(sys.argv[1:]) if "TORCHELASTIC_RUN_ID" in os.environ else main()

@@ -1,0 +1,85 @@
+"""`python -m experiments.benchmarks chaos`: seeded kills of anything, at any moment; nothing may be lost.
+
+`chaos useful`, `chaos peers` and `chaos fuzz` are the other measures: see --help of each.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+from experiments.benchmarks.chaos import campaign
+
+
+@click.group(invoke_without_command=True)
+@click.option("--kills", default=40, show_default=True, help="How many, in all calls with the same --out together.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--minutes", default=50.0, show_default=True, help="Stop after this long; call again to go on.")
+@click.option("--each", default=6, show_default=True, help="Kills of one run.")
+@click.option("--victims", default="", help="Only these, such as boundary,driver.")
+@click.option("--out", default="", help="Folder of the results; default: runs/chaos-SEED.")
+@click.pass_context
+def main(context: click.Context, kills: int, seed: int, minutes: float, each: int, victims: str, out: str) -> None:
+    """Kills worker, stage, raylet, driver, tracking server and its writer; at random and at every file operation."""
+    if context.invoked_subcommand is None:
+        only = [word for word in victims.split(",") if word]
+        campaign.go(kills, seed, minutes, each, only, out or f"runs/chaos-{seed}")
+
+
+@main.command("fuzz")
+@click.option("--examples", default=20000, show_default=True, help="Mutated inputs in all, shared by the targets.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--only", default="", help="Only targets whose names hold this.")
+@click.option("--out", default="", help="Keep the inputs that go wrong in this folder.")
+def fuzz(examples: int, seed: int, only: str, out: str) -> None:
+    """Mutated configurations, cluster files, data files, checkpoints and run folders."""
+    from experiments.benchmarks.chaos.fuzz import Result, report
+    from experiments.benchmarks.chaos.fuzz import fuzz as go
+    from experiments.benchmarks.chaos.targets import targets
+
+    result = Result()
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"  # tokenised texts
+        wanted = [target for target in targets(Path(folder)) if only in target.name]
+        for target in wanted:
+            go(target, Path(folder, target.name.replace(" ", "-")), examples // len(wanted), seed, result)
+            click.echo(f"{target.name}: {result.examples[target.name]:,}", err=True)
+    click.echo(report(result, Path(out) if out else None))
+    sys.exit(1 if result.found else 0)
+
+
+@main.command("useful")
+@click.option("--layout", default="ddp", show_default=True)
+@click.option("--kills", default=5, show_default=True, help="Kills that the share is measured over.")
+@click.option("--every", default=60.0, show_default=True, help="Seconds from one to the next.")
+@click.option("--step-seconds", default=0.1, show_default=True, help="What a step takes longer.")
+@click.option("--seed", default=0, show_default=True)
+def useful(layout: str, kills: int, every: float, step_seconds: float, seed: int) -> None:
+    """The share of time in which training gets on, with a kill every minute, beside what arithmetic says."""
+    from experiments.benchmarks.chaos.useful import measure, table
+
+    with tempfile.TemporaryDirectory(prefix="useful-") as folder:
+        click.echo(table(measure(Path(folder), layout, kills, every, seed, step_seconds), layout))
+
+
+@main.command("peers")
+@click.option("--python", default=".venv-peers/bin/python", show_default=True, help="Python of `make peers`.")
+@click.option("--kills", default=40, show_default=True, help="Of each.")
+@click.option("--each", default=5, show_default=True, help="Kills of one run.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--only", default="", help="Accelerate or Lightning.")
+def peers(python: str, kills: int, each: int, seed: int, only: str) -> None:
+    """The same kills on Accelerate's and Lightning's own resume, with their documented settings."""
+    from experiments.benchmarks.chaos.peers import PEERS, measure, table
+
+    if not Path(python).exists():
+        raise click.ClickException(f"there is no {python}: `make peers` makes it")
+    click.echo(table({peer: measure(python, peer, kills, each, seed) for peer in PEERS if only in peer}))
+
+
+if __name__ == "__main__":
+    main()
