@@ -11,7 +11,7 @@ import pytest
 
 from app.errors import UserError
 from experiments.sweep import science
-from experiments.sweep.answer import work_out
+from experiments.sweep.answer import spent, work_out
 from experiments.sweep.ledger import Ledger, Trial
 from experiments.sweep.science import BATCH, RATE
 from experiments.sweep.slots import Need, at_once, place, refuse_what_never_fits
@@ -239,3 +239,45 @@ def test_a_target_that_is_never_reached_says_how_near(tmp_path: Path) -> None:
         ledger.trials[trial.index] = trial
     said = " ".join(work_out(sweep, ledger).sentences)
     assert "was not reached; the nearest is 0.01" in said
+    assert "it got no nearer" in said or "it came" in said
+    assert "worker-seconds of training" in said and "cost" not in said
+
+
+def test_what_a_sweep_cost_is_what_its_runs_have_counted(tmp_path: Path) -> None:
+    sweep = sweep_of(tmp_path, BASE, "price_per_worker_hour=3.6")
+    ledger = Ledger(str(tmp_path / "s"), "s", {})
+    for trial in world():
+        ledger.trials[trial.index] = trial
+    by_price = spent(sweep, ledger)
+    assert by_price["dollars"] == pytest.approx(by_price["worker_seconds"] / 1000)
+    for trial, dollars in zip(world(), (1.5, 2.0)):
+        (tmp_path / "s" / trial.name).mkdir(parents=True)
+        (tmp_path / "s" / trial.name / "cost.json").write_text(json.dumps({"total": dollars}))
+    assert work_out(sweep, ledger).figures["cost/dollars"] == 3.5
+
+
+def test_a_sweep_of_an_older_version_is_the_same_sweep(tmp_path: Path) -> None:
+    """Configuration keys that have come since stand at their defaults."""
+    sweep = sweep_of(tmp_path, BASE)
+    Ledger(str(tmp_path / "s"), "s", sweep.about()).save_head()
+    head = json.loads((tmp_path / "s" / "sweep.json").read_text())
+    del head["about"]["experiment"]["checkpoint"]["keep_last"]
+    (tmp_path / "s" / "sweep.json").write_text(json.dumps(head))
+    Ledger(str(tmp_path / "s"), "s", sweep.about())
+    Ledger(str(tmp_path / "s"), "s", head["about"])  # as a report opens it
+    head["about"]["experiment"]["checkpoint"]["keep_last"] = 77
+    (tmp_path / "s" / "sweep.json").write_text(json.dumps(head))
+    with pytest.raises(UserError, match="another checkpoint"):
+        Ledger(str(tmp_path / "s"), "s", sweep.about())
+
+
+def test_seeds_are_averaged_before_rates_are_compared() -> None:
+    """One lucky seed at a bad rate does not make it the best."""
+
+    def trial(index: int, rate: float, seed: int, loss: float) -> Trial:
+        report = {"step": 10, "samples": 320, "seconds": 1.0, "metrics": {"eval/loss": loss}}
+        return Trial(index, f"t{index}", {BATCH: 32, RATE: rate, "train.seed": seed}, "finished", "", [report])
+
+    losses = {(0.01, 0): 0.5, (0.01, 1): 0.5, (0.1, 0): 0.4, (0.1, 1): 0.42, (1.0, 0): 0.1, (1.0, 1): 9.0}
+    found = science.best_rates([trial(i, *k, v) for i, (k, v) in enumerate(losses.items())], "eval/loss", "min")
+    assert found[0].value == pytest.approx(0.41) and not found[0].edge

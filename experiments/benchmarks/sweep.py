@@ -1,10 +1,13 @@
-"""`python -m experiments.benchmarks.sweep bookkeeping warm asha noise`: what sweeping costs, and what ASHA saves.
+"""`python -m experiments.benchmarks sweep bookkeeping warm asha noise rate`: what sweeping costs, and if it is right.
 
 bookkeeping   200 trials of one second on two slots, through our searcher, scheduler and ledger; the ideal is 100 s
 warm          from a trial's start to its first step, on two warm workers, beside workers that Ray Train starts anew
 asha          64 random trials of digits trained in full, and ASHA over the curves they left (trainings are
               deterministic, so replaying a curve gives what training again would); per seed the loss and the compute
-noise         what measuring the gradient noise scale costs a step
+noise         the noise scale where it is known in closed form, and what measuring it costs a step
+rate          the learning rate that the fitted rule recommends at a batch size that was not swept, and its optimum
+
+Every figure is printed as JSON, and then beside its limit; the exit status is 1 where one does not hold.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import json
 import math
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,32 +25,59 @@ from typing import Any
 
 import click
 
+from experiments.benchmarks.told import Said, replay, report, sweep_of
+
+NAMES = ("bookkeeping", "warm", "asha", "noise", "rate")
+Limit = tuple[str, Callable[[dict[str, Any]], float], float, str]
+LIMITS: dict[str, list[Limit]] = {
+    "bookkeeping": [("time over the ideal", lambda f: f["over"], 0.10, "{:.1%}")],
+    "warm": [("seconds to a warm trial's first step", lambda f: f["warm"]["median_of_others"], 1.0, "{:.2f}")],
+    "asha": [
+        ("loss over the best of all, median of seeds", lambda f: f["median_loss_over_best"], 0.005, "{:.2%}"),
+        ("share of their compute, median of seeds", lambda f: f["median_compute"], 0.25, "{:.1%}"),
+    ],
+    "noise": [
+        ("error against the closed form", lambda f: f["error"], 0.05, "{:.1%}"),
+        ("cost, every 50th step measured", lambda f: f["of_all_at_50"], 0.01, "{:.2%}"),
+    ],
+    "rate": [("steps of √2 from the optimum", lambda f: f["steps_of_sqrt2"], 1.0, "{:.2f}")],
+}
+"""Per benchmark: what, its figure, the most that it may be, how it is written."""
+
 
 @click.command()
-@click.argument("names", nargs=-1, required=True, type=click.Choice(["bookkeeping", "warm", "asha", "noise"]))
+@click.argument("names", nargs=-1, required=True, type=click.Choice(NAMES))
 @click.option("--trials", default=200, show_default=True, help="Of bookkeeping.")
 @click.option("--seeds", default=5, show_default=True, help="Of asha.")
 @click.option("--random", "drawn", default=64, show_default=True, help="Random trials per seed of asha.")
-def main(names: tuple[str, ...], trials: int, seeds: int, drawn: int) -> None:
-    """What sweeping costs, and what ASHA saves; prints JSON."""
+@click.option("--repeats", default=3, show_default=True, help="Trainings per point of rate, each with another seed.")
+def main(names: tuple[str, ...], trials: int, seeds: int, drawn: int, repeats: int) -> None:
+    """What sweeping costs, and whether what it says is right; prints JSON and verdicts."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    found: dict[str, Any] = {}
-    if "bookkeeping" in names:
-        found["bookkeeping"] = bookkeeping(trials)
-    if "warm" in names:
-        found["warm"] = {"warm": first_steps(True), "cold": first_steps(False)}
-    if "asha" in names:
-        found["asha"] = asha(seeds, drawn)
-    if "noise" in names:
-        found["noise"] = noise()
+    run: dict[str, Callable[[], dict[str, Any]]] = {
+        "bookkeeping": lambda: bookkeeping(trials),
+        "warm": lambda: {"warm": first_steps(True), "cold": first_steps(False)},
+        "asha": lambda: asha(seeds, drawn),
+        "noise": lambda: noise_accuracy() | noise_cost(),
+        "rate": lambda: rate(repeats),
+    }
+    found = {name: run[name]() for name in dict.fromkeys(names)}
     click.echo(json.dumps(found, indent=1))
+    kept = True
+    for name, figures in found.items():
+        for what, figure, most, form in LIMITS[name]:
+            value = figure(figures)
+            kept = kept and value <= most
+            verdict = "holds" if value <= most else "DOES NOT HOLD"
+            click.echo(f"{name}: {what}: {form.format(value)}, at most {form.format(most)}: {verdict}")
+    sys.exit(0 if kept else 1)
 
 
 def bookkeeping(trials: int) -> dict[str, float]:
     """Seconds for so many one-second trials on two slots, the start of Ray left out."""
-    sweep = _sweep(f"optimizer.lr: {{linspace: [0.001, 1.0, {trials}]}}", ["concurrent=2"])
+    sweep = sweep_of(f"optimizer.lr: {{linspace: [0.001, 1.0, {trials}]}}", ["concurrent=2"])
     with tempfile.TemporaryDirectory() as folder:
-        ledger, seconds = _replay(sweep, Path(folder), lambda index: [(1.0, _report(1, 1.0))])
+        ledger, seconds = replay(sweep, Path(folder), lambda index: [(1.0, report(1, 1.0))])
     assert len(ledger.ended) == trials
     return {"seconds": seconds, "ideal": trials / 2, "over": seconds / (trials / 2) - 1}
 
@@ -59,7 +90,7 @@ def first_steps(warm: bool) -> dict[str, Any]:
     overrides = ["workers=2", "strategy=ddp", "train.steps=30", f"warm={str(warm).lower()}"]
     with tempfile.TemporaryDirectory() as folder:
         space = f"optimizer.lr: [{', '.join(str(0.001 * (i + 1)) for i in range(6 if warm else 3))}]"
-        sweep = _sweep(space, [*overrides, f"run.storage={folder}", "reports=2"])
+        sweep = sweep_of(space, [*overrides, f"run.storage={folder}", "reports=2"])
         outcome = run(sweep, Console(quiet=True))
         lines = (Path(outcome.folder) / "ledger.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
@@ -91,17 +122,17 @@ def _asha_once(space: str, more: list[str], seed: int) -> dict[str, Any]:
     from experiments.sweep.run import sweep as run
 
     with tempfile.TemporaryDirectory() as folder:
-        full = _sweep(space, [*more, f"run.storage={folder}", f"train.seed={seed}"])
+        full = sweep_of(space, [*more, f"run.storage={folder}", f"train.seed={seed}"])
         outcome = run(full, Console(quiet=True))
         curves = {t.index: t.reports for t in Ledger(outcome.folder, full.name, full.about()).trials.values()}
-        halving = _sweep(space, [*more, f"train.seed={seed}", "scheduler={name: asha, reduction_factor: 4}"])
+        halving = sweep_of(space, [*more, f"train.seed={seed}", "scheduler={name: asha, reduction_factor: 4}"])
         halving.concurrent = 2
         length = max(reports[-1]["samples"] for reports in curves.values() if reports)
 
-        def recorded(index: int) -> list[tuple[float, dict[str, Any]]]:
+        def recorded(index: int) -> Said:
             return [(0.0, report) for report in curves.get(index, [])]
 
-        ledger, _ = _replay(halving, Path(folder) / "asha", recorded, length)
+        ledger, _ = replay(halving, Path(folder) / "asha", recorded, length)
     metric = full.metric
 
     def best(reports: list[list[dict[str, Any]]]) -> float:
@@ -114,7 +145,43 @@ def _asha_once(space: str, more: list[str], seed: int) -> dict[str, Any]:
     return {"seed": seed, "best": best(list(curves.values())), "asha": found, "compute": spent / total}
 
 
-def noise(blocks: int = 30, each: int = 20, every: int = 50) -> dict[str, float]:
+def noise_accuracy(dim: int = 40, steps: int = 150, batch: int = 240) -> dict[str, float]:
+    """A model whose gradient at a sample is that sample, so that tr(Σ) and |G|² are the data's own variance and mean;
+    the noise scale measured from micro-batches on one worker, over several data sets; the largest error."""
+    import torch
+    from torch import nn
+
+    from app.noise_scale import Estimate, NoiseScale
+    from strategies.compose import Options, choose, parallelize
+
+    class Line(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(dim))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.w
+
+    errors = []
+    for seed in range(5):
+        draw = torch.Generator().manual_seed(seed)
+        data = 0.35 + torch.linspace(0.2, 2.0, dim) * torch.randn(steps * batch, dim, generator=draw)
+        known = float(data.double().var(0).sum() / data.double().mean(0).square().sum())
+        parallel = parallelize(Line, choose("single", 1), Options(), device=torch.device("cpu"))
+        noise = NoiseScale(parallel, 1, batch)
+        noise.estimate = Estimate(window=steps)
+        for step in range(steps):
+            parts = list(data[step * batch : (step + 1) * batch].chunk(4))
+            noise.forward_backward(parts, [len(p) / batch for p in parts], lambda model, x: model(x).mean())
+            for parameter in parallel.parameters():
+                parameter.grad = None
+        noise.values()
+        value = noise.estimate.value()
+        errors.append(abs(value[0] / known - 1) if value else math.inf)
+    return {"error": max(errors), "median_error": statistics.median(errors)}
+
+
+def noise_cost(blocks: int = 20, each: int = 20, every: int = 50) -> dict[str, float]:
     """What a measured step takes over an ordinary one, in the same process, block by block in turns; and what that is
     of the whole time where every 50th step is measured."""
     import torch
@@ -131,7 +198,7 @@ def noise(blocks: int = 30, each: int = 20, every: int = 50) -> dict[str, float]
         for name, measured in (("with", "1"), ("without", "null")):
             steps = each * (blocks + 2)
             more = [f"train.steps={steps}", f"train.noise_scale_every={measured}", "workers=1", f"run.storage={folder}"]
-            config = load_config(["experiments/digits.yaml"], [*more, "train.eval_every=null", "strategy=single"])
+            config = load_config(["experiments/mnist.yaml"], [*more, "train.eval_every=null", "strategy=single"])
             layout = prepare(config, read_task(config), 1, devices_per_node=None).layout
             job = Job(config, layout, f"{folder}/{name}", "b", "b", steps, os.getcwd())
             training = Training(job, Place(0, 1, 0, torch.device("cpu")), Silence())
@@ -151,73 +218,39 @@ def noise(blocks: int = 30, each: int = 20, every: int = 50) -> dict[str, float]
     return {"of_a_measured_step": over, f"of_all_at_{every}": over / every, "step_ms": step}
 
 
-# --- a sweep whose trials only say what they are told to ------------------------------------------------------------
+def rate(repeats: int) -> dict[str, Any]:
+    """The rule fitted to sweeps of four batch sizes, and the optimum found by sweeping a fifth between them in steps of
+    √2; digits, every point trained with several seeds."""
+    swept, left_out = [16, 32, 128, 256], 64
+    seeds = f"train.seed: {list(range(repeats))}"
+    coarse = f"optimizer.lr: {{logspace: [5.0e-4, 6.4e-2, 8]}}\n  train.global_batch_size: {swept}\n  {seeds}"
+    fine = f"optimizer.lr: {{logspace: [1.0e-3, 3.2e-2, 11]}}\n  train.global_batch_size: [{left_out}]\n  {seeds}"
+    answers = [_answer(space) for space in (coarse, fine)]
+    rule, optimum = answers[0].rule, answers[1].rates[0]
+    assert rule is not None
+    recommended = rule.rate(left_out)
+    return {
+        "best_rates": {found.batch: found.rate for found in answers[0].rates},
+        "exponent": [rule.exponent, rule.low, rule.high],
+        "unswept_batch": left_out,
+        "recommended": recommended,
+        "optimum": optimum.rate,
+        "optimum_at_edge": optimum.edge,
+        "steps_of_sqrt2": abs(math.log(recommended / optimum.rate)) / math.log(math.sqrt(2)),
+    }
 
 
-def _sweep(space: str, overrides: list[str]) -> Any:
-    from experiments.sweep.spec import read_sweep
-
-    text = f"experiment: {Path('experiments/digits.yaml').resolve()}\nset: {{tracking.enabled: false, workers: 1}}\n"
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "benchmark.yaml"
-        file.write_text(f"{text}space:\n  {space}\n")
-        return read_sweep(str(file), overrides)
-
-
-def _report(step: int, loss: float) -> dict[str, Any]:
-    return {"step": step, "samples": step, "seconds": 0.0, "metrics": {"eval/loss": loss}, "steps": step, "workers": 1}
-
-
-def _replay(
-    sweep: Any, folder: Path, reports: Callable[[int], list[tuple[float, dict[str, Any]]]], length: int = 1
-) -> tuple[Any, float]:
-    """Runs a sweep whose trials wait and report as `reports(index)` says; its ledger, and the seconds it took."""
-    import ray
-    from ray import tune
-
-    from experiments.sweep import oversee, search, slots
+def _answer(space: str) -> Any:
+    from app.console import Console
+    from experiments.sweep.answer import work_out
     from experiments.sweep.ledger import Ledger
-    from experiments.sweep.ready import ENVIRONMENT
-    from experiments.sweep.trial import INDEX, REPORT
+    from experiments.sweep.run import sweep as run
 
-    class Told(tune.Trainable):
-        def setup(self, config: dict[str, Any]) -> None:
-            self.reset_config(config)
-
-        def reset_config(self, new_config: dict[str, Any]) -> bool:
-            self.left, self.began = list(reports(new_config[INDEX])), time.time()
-            return True
-
-        def step(self) -> dict[str, Any]:
-            if not self.left:
-                end = {"ended": True, "status": "finished", "message": "", "step": 0, "start": self.began}
-                return {REPORT: json.dumps(end)}
-            seconds, report = self.left.pop(0)
-            time.sleep(seconds)
-            ended = {"ended": not self.left, "status": "finished", "message": "", "start": self.began}
-            return {REPORT: json.dumps({**report, **ended})}
-
-    os.environ.update({**ENVIRONMENT, "TUNE_MAX_PENDING_TRIALS_PG": "2"})
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False)
-    try:
-        ledger = Ledger(str(folder / "ledger"), "told", {})
-        scheduler = oversee.scheduler_of(sweep, length, max(1, length // (sweep.reports or 1)))
-        overseer = oversee.Overseer(sweep, ledger, scheduler, lambda trial, what: None)
-        asks = search.Next(sweep, ledger, None, lambda values: slots.Need.of(1, {"CPU": 1.0}), slots.nodes_now, {})
-        began = time.monotonic()
-        tune.Tuner(
-            tune.with_resources(Told, tune.PlacementGroupFactory([{"CPU": 1.0}])),
-            tune_config=tune.TuneConfig(search_alg=asks, scheduler=overseer, num_samples=-1, reuse_actors=True),
-            run_config=tune.RunConfig(
-                name="told",
-                storage_path=str(folder / "tune"),
-                verbose=0,
-                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
-            ),
-        ).fit()
-        return ledger, time.monotonic() - began
-    finally:
-        ray.shutdown()
+    with tempfile.TemporaryDirectory() as folder:
+        more = ["train.epochs=8", "reports=16", "schedule.warmup_steps=0", f"run.storage={folder}"]
+        sweep = sweep_of(space, more)
+        outcome = run(sweep, Console(quiet=True))
+        return work_out(sweep, Ledger(outcome.folder, sweep.name, sweep.about()))
 
 
 if __name__ == "__main__":

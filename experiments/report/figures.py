@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -131,8 +131,10 @@ def heat_map(
     x: str,
     y: str,
     best_low: bool,
+    unfinished: Collection[tuple[Any, Any]] = (),
 ) -> Figure:
-    """A cell per (column, row) with its value written in it; the best cell framed; empty where nothing was tried."""
+    """A cell per (column, row) with its value written in it, with … where it is unfinished; the best cell framed; empty
+    where nothing was tried."""
     import numpy as np
     from matplotlib import pyplot
 
@@ -158,7 +160,7 @@ def heat_map(
         at = (columns.index(column), rows.index(row))
         share = 0.5 if high == low else (value - low) / (high - low)
         dark = (share > 0.45) if best_low else (share < 0.55)
-        text = f"{value:.3g}" if math.isfinite(value) else "diverged"
+        text = f"{value:.3g}{' …' if (column, row) in unfinished else ''}" if math.isfinite(value) else "diverged"
         light = "white" if math.isfinite(value) and dark else INK
         axes.annotate(text, at, ha="center", va="center", fontsize=9, color=light)
         if value == best:

@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from app.console import duration
 from experiments.report import figures, page
 from experiments.scale import fits
-from experiments.scale.run import times_of
+from experiments.scale.plan import times_of
 
 
 def page_of(head: dict[str, Any], folder: Path) -> str:
@@ -32,7 +33,8 @@ def page_of(head: dict[str, Any], folder: Path) -> str:
         page.facts(facts),
         page.section("Does more pay?", page.sentences(verdicts)),
         page.section("Pictures", page.plots(_plots(head, strategies, weak))),
-        page.section("Measured", _measured(points, strategies, weak), page.paragraph(_BALANCE)),
+        page.section("Measured, ms", _measured(points, strategies, weak), page.paragraph(_PARTS)),
+        page.section("Checkpoints, memory, balance", _beside(points, strategies)),
         page.section("Laws", _laws(head)),
         page.section("Further out", _forecast(head)),
         page.section("The experiment", page.folded("configuration", json.dumps(head["about"], indent=1))),
@@ -40,11 +42,25 @@ def page_of(head: dict[str, Any], folder: Path) -> str:
     return page.page(head["name"], f"{law}; begun {began}; {folder}", parts)
 
 
-_BALANCE = (
-    "Computing is a step without communication; exposed communication is what a whole step takes beyond it, with what "
-    "the workers cost each other by sharing a machine; it is unknown where a strategy cannot leave communication out. "
-    "Balance: the mean worker's computing time over the slowest's; below 100 % one worker does the work of others."
+_PARTS = (
+    "A whole step is computing, the bubble (what a pipeline's schedule leaves idle), exposed communication (what "
+    "sending adds beyond what is hidden behind computing) and waiting for data. Computing is measured by the same "
+    "steps over a process group that sends nothing; of a pipeline by a profile of its stages. A checkpoint comes on "
+    "top: how long training stands still for it, and how long until it is committed. Balance: the mean worker's "
+    "computing over the slowest's; below 95 % it is said why. Planned: what the planner had predicted beforehand. –: "
+    "not known, and part of computing."
 )
+Bar = tuple[str, dict[str, float]]
+LABELS = {"communication": "exposed communication", "data": "waiting for data"} | {
+    k: k for k in ("computing", "bubble")
+}
+PARTS = ("computing", "bubble", "communication", "data")
+
+
+def _ms(points: list[dict[str, Any]], key: str) -> float | str:
+    """The median over repeats, in milliseconds; – where it is not known."""
+    known = [p[key] for p in points if p[key] is not None]
+    return 1e3 * statistics.median(known) if known else "–"
 
 
 def _measured(points: list[dict[str, Any]], strategies: list[str], weak: bool) -> str:
@@ -54,28 +70,32 @@ def _measured(points: list[dict[str, Any]], strategies: list[str], weak: bool) -
         for n, gain in gains.items():
             own = [p for p in points if (p["strategy"], p["workers"]) == (strategy, n)]
             steps = [1e3 * p["step"] for p in own]
-            local = [max(p["local"]) for p in own if p["local"]]
-            compute = 1e3 * statistics.median(local) if local else "–"
-            exposed = max(0.0, statistics.median(steps) - compute) if isinstance(compute, float) else "–"
-            balance = [statistics.mean(p["local"]) / max(p["local"]) for p in own if p["local"]]
-            planned = [p["predicted"] for p in own if p.get("predicted")]
-            rows.append(
-                [
-                    strategy,
-                    n,
-                    round(statistics.median(steps), 2),
-                    f"{min(steps):.1f}–{max(steps):.1f}",
-                    compute,
-                    exposed,
-                    1e3 * statistics.median(p["data"] for p in own),
-                    f"{statistics.median(balance):.0%}" if balance else "–",
-                    round(gain, 3),
-                    f"{gain / n:.0%}",
-                    1e3 * planned[0] if planned else "–",
-                ]
-            )
-    head = ["strategy", "workers", "ms per step", "range", "computing, ms", "exposed comm., ms", "data, ms", "balance"]
-    return page.table([*head, "speed-up", "efficiency", "planned, ms"], rows)
+            planned = [1e3 * p["predicted"] for p in own if p.get("predicted")]
+            times: list[object] = [
+                _ms(own, "step"),
+                f"{min(steps):.1f}–{max(steps):.1f}",
+                *(_ms(own, k) for k in PARTS),
+            ]
+            rows.append([strategy, n, round(gain, 3), f"{gain / n:.0%}", *times, planned[0] if planned else "–"])
+    head = ["strategy", "workers", "speed-up", "efficiency", "ms per step", "range", "computing", "bubble"]
+    return page.table([*head, "exposed comm.", "data", "planned"], rows)
+
+
+def _beside(points: list[dict[str, Any]], strategies: list[str]) -> str:
+    """What is not part of a step: checkpoints, memory, and whether workers share the work."""
+    rows: list[list[object]] = []
+    for strategy in strategies:
+        for n in times_of(points, strategy):
+            own = [p for p in points if (p["strategy"], p["workers"]) == (strategy, n)]
+            each = [1e3 * statistics.median(times) for times in zip(*(p["workers_computing"] for p in own))]
+            why = next((p["why"] for p in own if p["why"]), "even") if n > 1 else ""
+            balance = f"{statistics.median(p['balance'] for p in own):.0%}"
+            shown = ", ".join(f"{ms:.1f}" for ms in each[:8]) + (" …" if len(each) > 8 else "")
+            memory = max(max(p["memory"]) for p in own) / 2**20
+            row = [own[0]["layout"], n, _ms(own, "stall"), _ms(own, "save"), round(memory), shown, balance, why]
+            rows.append(row)
+    head = ["layout", "workers", "checkpoint stalls, ms", "committed after, ms", "MiB per worker"]
+    return page.table([*head, "computing per worker, ms", "balance", "why"], rows)
 
 
 def _laws(head: dict[str, Any]) -> str:
@@ -95,25 +115,11 @@ def _forecast(head: dict[str, Any]) -> str:
     price = head.get("price")
     for strategy, found in head.get("laws", {}).items():
         for f in found["forecast"]:
-            money = f["seconds"] * f["workers"] / 3600 * price if price else None
-            row = [
-                strategy,
-                f["workers"],
-                round(f["speedup"], 2),
-                f"{f['efficiency']:.0%}",
-                1e3 * f["seconds"],
-                f["cost"],
-            ]
-            rows.append([*row, money if money is not None else "–"])
-    names = [
-        "strategy",
-        "workers",
-        "speed-up",
-        "efficiency",
-        "ms per step",
-        "price per sample, × one worker",
-        "per step",
-    ]
+            n, hours = f["workers"], f["run_seconds"] / 3600
+            row = [strategy, n, round(f["speedup"], 2), f"{f['efficiency']:.0%}", 1e3 * f["seconds"], f["cost"]]
+            rows.append([*row, duration(f["run_seconds"]), hours * n * price if price else "–"])
+    names = ["strategy", "workers", "speed-up", "efficiency", "ms per step", "price per sample, × one worker"]
+    names += ["the whole run", "its cost"]
     most = [
         f"{strategy}: more than {found['most_useful']:.0f} workers would be slower"
         for strategy, found in head.get("laws", {}).items()
@@ -124,8 +130,8 @@ def _forecast(head: dict[str, Any]) -> str:
 
 def _plots(head: dict[str, Any], strategies: list[str], weak: bool) -> list[tuple[str, str]]:
     figure, axes = figures.new()
-    parts, part_axes = figures.new()
-    bars: list[tuple[str, float, float]] = []
+    shares, part_axes = figures.new()
+    bars: list[Bar] = []
     largest = 1
     for i, strategy in enumerate(strategies):
         times = times_of(head["points"], strategy)
@@ -149,11 +155,12 @@ def _plots(head: dict[str, Any], strategies: list[str], weak: bool) -> list[tupl
     axes.set_xlabel("workers")
     axes.set_ylabel("speed-up")
     axes.legend()
-    for i, (name, compute, rest) in enumerate(bars):
-        part_axes.bar(name, compute, color=figures.colour(0), label="computing" if i == 0 else None)
-        part_axes.bar(
-            name, rest, bottom=compute, color=figures.colour(1), label="exposed communication" if i == 0 else None
-        )
+    names, heap = [name for name, _ in bars], [0.0] * len(bars)
+    for i, part in enumerate(PARTS):
+        heights = [parts[part] for _, parts in bars]
+        if max(heights) > 0.002 * max(map(sum, zip(heap, heights))):
+            part_axes.bar(names, heights, bottom=heap, color=figures.colour(i), label=LABELS[part])
+        heap = [a + b for a, b in zip(heap, heights)]
     part_axes.set_ylabel("ms per step")
     part_axes.grid(axis="x", visible=False)
     part_axes.legend()
@@ -162,7 +169,7 @@ def _plots(head: dict[str, Any], strategies: list[str], weak: bool) -> list[tupl
             figures.svg(figure),
             "Every repeat of every point, the universal scalability law through them, and the ideal.",
         ),
-        (figures.svg(parts), "Where a step's time goes."),
+        (figures.svg(shares), "Where a step's time goes."),
     ]
 
 
@@ -172,11 +179,9 @@ def _curve(axes: Any, law: dict[str, Any], most: int, colour: str, label: str) -
     axes.plot(grid, [fits.speedup(law["name"], values, n) for n in grid], color=colour, label=f"{label}, fitted")
 
 
-def _bars(points: list[dict[str, Any]], strategy: str, times: dict[int, list[float]]) -> list[tuple[str, float, float]]:
+def _bars(points: list[dict[str, Any]], strategy: str, times: dict[int, list[float]]) -> list[Bar]:
     found = []
-    for n, seconds in times.items():
-        whole = 1e3 * statistics.median(seconds)
-        local = [max(p["local"]) for p in points if (p["strategy"], p["workers"]) == (strategy, n) and p["local"]]
-        compute = min(whole, 1e3 * statistics.median(local)) if local else whole
-        found.append((f"{strategy}\n× {n}", compute, whole - compute))
+    for n in times:
+        own = [p for p in points if (p["strategy"], p["workers"]) == (strategy, n)]
+        found.append((f"{strategy}\n× {n}", {part: float(str(_ms(own, part)).replace("–", "0")) for part in PARTS}))
     return found

@@ -122,22 +122,29 @@ def most_useful(law: Law) -> float | None:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What `workers` would bring. seconds: per step. cost: worker-seconds per sample, relative to one worker."""
+    """What `workers` would bring. seconds: per step. cost: worker-seconds per sample, relative to one worker.
+    run_seconds: to see as many samples as the whole run does on one worker."""
 
     workers: int
     speedup: float
     efficiency: float
     seconds: float
     cost: float
+    run_seconds: float
 
 
-def forecast(law: Law, times: Times, weak: bool, factors: Sequence[int] = (2, 4, 16)) -> list[Forecast]:
-    """The law beyond what was measured: `factors` times the largest number of workers."""
+def forecast(
+    law: Law, times: Times, weak: bool, steps: float = 1.0, factors: Sequence[int] = (1, 2, 4, 16)
+) -> list[Forecast]:
+    """The law at and beyond what was measured: `factors` times the largest number of workers.
+
+    steps: of the whole run on one worker.
+    """
     one, largest = statistics.median(times[1]), max(times)
     found = []
     for n in (largest * factor for factor in factors):
         gain = law.speedup(n)
-        found.append(Forecast(n, gain, gain / n, one / gain * (n if weak else 1), n / gain))
+        found.append(Forecast(n, gain, gain / n, one / gain * (n if weak else 1), n / gain, steps * one / gain))
     return found
 
 

@@ -1,19 +1,20 @@
 """One point of a study: so many workers in a placement group of their own, the loop's own steps timed in them.
 
-Blocks of whole steps take turns with blocks of steps that leave communication out (where the layout allows that: DDP's
-`no_sync`), so that what communication adds, beyond what is hidden behind computing, is measured under the same
-conditions. Each worker's own block without communication shows who has more to do than others.
+Whole steps are timed in blocks, then checkpoints, then the same steps over a process group that sends nothing (torch's
+`fake` backend, whose collectives return at once): what a step takes beyond that is exposed communication, whatever the
+strategy. Points are repeated with the two in turns, so that drift cancels. A pipeline's stages cannot compute without
+what their neighbours send; their steps are profiled instead (app/stage_profile.py), and `parts.py` does the sums.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
-import statistics
 import sys
-import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import astuple, replace
 from typing import Any
 
 import ray
@@ -22,18 +23,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from app.errors import RunFailed
 from app.job import Job, Place, memory_bytes
+from experiments.scale import silence
+from experiments.scale.parts import Told
 
 START_SECONDS = 120.0
-
-
-@dataclass
-class Measured:
-    """Seconds per step, medians over blocks; `local` per worker, None where communication cannot be left out."""
-
-    step: float
-    data: float
-    local: list[float] | None
-    memory: list[int]
+CHECKPOINTS = 2
+"""The first one also makes the optimizer's state and the folders: the second counts."""
 
 
 class _Silence:
@@ -60,94 +55,153 @@ class Worker:
         self.store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return host, self.store.port
 
-    def measure(self, job: Job, rank: int, size: int, store: tuple[str, int], gpu: bool, plan: tuple[int, int]) -> Any:
-        """This worker's (whole steps, data waits, local steps, memory): seconds per step of each block."""
+    def measure(self, job: Job, place: Place, store: tuple[str, int], plan: Plan, alone_first: bool) -> Told:
+        """What this worker has to tell. place.device: whether there is a GPU; its own is number 0."""
         import torch
-        import torch.distributed as dist
-
-        from app.worker import Training
+        from torch.distributed import TCPStore
 
         if os.path.isdir(job.cwd):
             os.chdir(job.cwd)
             sys.path.insert(0, job.cwd)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        if size > 1:
-            own = self.store if rank == 0 else dist.TCPStore(*store, is_master=False)
-            dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", store=own, rank=rank, world_size=size)
-        device = torch.device("cuda", 0) if gpu else torch.device("cpu")
-        training = Training(job, Place(rank, size, rank, device), _Silence())
+        own = self.store if place.rank == 0 else TCPStore(*store, is_master=False)
+        bench = Bench(job, place, own, plan, Told(ray.util.get_node_ip_address()))
+        phases = [bench.together]
+        if place.world_size > 1 and job.layout.dims.pp == 1:
+            phases.insert(0 if alone_first else 1, bench.alone)
+        for phase in phases:
+            phase()
+            gc.collect()
+        return bench.told
+
+
+Plan = tuple[int, int]
+"""Blocks, and steps in each."""
+
+
+class Bench:
+    """The measurements of one worker, added to `told`."""
+
+    def __init__(self, job: Job, place: Place, store: Any, plan: Plan, told: Told) -> None:
+        self.job, self.place, self.store, self.plan, self.told = job, place, store, plan, told
+        self.gpu = place.device.type == "cuda"
+        self.meetings = 0
+
+    def together(self) -> None:
+        """Whole steps, checkpoints, and of a pipeline what its stages did."""
+        import torch.distributed as dist
+
+        if self.place.world_size > 1:
+            backend = "cpu:gloo,cuda:nccl" if self.gpu else "gloo"
+            own = dist.PrefixStore("together", self.store)
+            dist.init_process_group(backend, store=own, rank=self.place.rank, world_size=self.place.world_size)
+        training, batches = self._training("together", self.place.rank)
+        self._block(training, batches)  # warms up
+        for _ in range(self.plan[0]):
+            seconds, waited, _ = self._block(training, batches)
+            self.told.steps.append(seconds)
+            self.told.data.append(waited)
+        if self.job.layout.dims.pp > 1:
+            training.parallel.profiling = True
+            for _ in range(self.plan[1]):
+                training.step(next(batches))
+                self.told.spans.append([astuple(span) for span in training.parallel.profile()])
+        self.told.memory = memory_bytes(self.place.device)
+        for _ in range(CHECKPOINTS):
+            training.step(next(batches))
+            self._meet()
+            began = time.perf_counter()
+            training.kept.save(training.progress)
+            self.told.stalls.append(time.perf_counter() - began)
+            training.kept.checkpointer.wait()
+            self.told.saves.append(time.perf_counter() - began)
+        self._end(training, batches)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def alone(self) -> None:
+        """The same steps, with nothing sent: what they compute means nothing, and takes as long. Where a strategy
+        cannot do without answers, what it sends stays unknown."""
+        meetings = self.meetings + self.plan[0] + 2
+        try:
+            self._alone()
+        except Exception as error:
+            self.told.alone, self.told.unknown = [], f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        while self.meetings < meetings:
+            self._meet()
+
+    def _alone(self) -> None:
+        with silence.nothing_sent(self.place.world_size):
+            training, batches = self._training("alone", rank=0)
+            silence.fit(training.parallel)
+            self._block(training, batches)  # warms up
+            for _ in range(self.plan[0]):
+                seconds, waited, busy = self._block(training, batches)
+                self.told.alone.append(seconds - waited)
+                self.told.busy.append(busy)
+            self._end(training, batches)
+
+    def _training(self, name: str, rank: int) -> tuple[Any, Any]:
+        """The loop and its batches, which are this worker's own, also where it stands in as `rank`."""
+        from app.data.loader import rows
+        from app.worker import Training
+
+        job = replace(self.job, folder=f"{self.job.folder}/{name}")  # one phase does not go on where another ended
+        training = Training(job, replace(self.place, rank=rank), _Silence())
+        training.data_rank = job.layout.dims.data_rank(self.place.rank)
         batches = training.batches()
-        blocks, each = plan
+        step = training.step
 
-        def settle() -> None:
-            if gpu:
-                torch.cuda.synchronize()
-            if size > 1:
-                dist.barrier()
+        def counted(micro_batches: list[Any]) -> None:
+            task = training.task
+            self.told.items = float(sum(task.items(b) if task.items_vary else rows(b) for b in micro_batches))
+            training.step = step  # type: ignore[method-assign]  # once: later steps are timed
+            step(micro_batches)
 
-        def block(step: Any) -> tuple[float, float]:
-            settle()
-            waited, began = 0.0, time.perf_counter()
-            for _ in range(each):
-                asked = time.perf_counter()
-                batch = next(batches)
-                waited += time.perf_counter() - asked
-                step(batch)
-            if gpu:
-                torch.cuda.synchronize()
-            return (time.perf_counter() - began) / each, waited / each
+        training.step = counted  # type: ignore[method-assign]
+        return training, batches
 
-        block(training.step)  # warms up
-        whole, data, local = [], [], []
-        for number in range(blocks):
-            kinds = [training.step, _local_step(training)] if _separable(training) else [training.step]
-            for kind in kinds if number % 2 else reversed(kinds):
-                seconds, waited = block(kind)
-                if kind == training.step:
-                    whole.append(seconds)
-                    data.append(waited)
-                else:
-                    local.append(seconds)
+    def _block(self, training: Any, batches: Any) -> tuple[float, float, float]:
+        """Seconds per step, seconds of it waiting for data, and CPU-seconds per second of this process."""
+        import torch
+
+        self._meet()
+        waited, began, busy = 0.0, time.perf_counter(), time.process_time()
+        for _ in range(self.plan[1]):
+            asked = time.perf_counter()
+            batch = next(batches)
+            waited += time.perf_counter() - asked
+            training.step(batch)
+        if self.gpu:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+        return seconds / self.plan[1], waited / self.plan[1], (time.process_time() - busy) / seconds
+
+    def _meet(self) -> None:
+        """All workers begin together; through the store, since a process group that sends nothing cannot."""
+        import torch
+
+        if self.gpu:
+            torch.cuda.synchronize()
+        self.meetings += 1
+        if self.store.add(f"meeting-{self.meetings}", 1) == self.place.world_size:
+            self.store.set(f"begin-{self.meetings}", "1")
+        self.store.wait([f"begin-{self.meetings}"])
+
+    def _end(self, training: Any, batches: Any) -> None:
         getattr(batches, "close", lambda: None)()
         training.close()
-        settle()
-        if size > 1:
-            dist.destroy_process_group()
-        return whole, data, local, memory_bytes(device)
+        self._meet()
 
 
-def _separable(training: Any) -> bool:
-    """Whether a step can be done without communication: replicas that average whole gradients."""
-    from torch.distributed.tensor import DTensor
+def run(job: Job, workers: int, per_worker: dict[str, float], plan: Plan, alone_first: bool = False) -> list[Told]:
+    """What each worker of one point tells, alone on the cluster.
 
-    dims = training.dims
-    sharded = any(isinstance(p, DTensor) for p in training.parallel.parameters())
-    return dims.dp > 1 and dims.tp == dims.pp == 1 and not sharded
-
-
-def _local_step(training: Any) -> Any:
-    """The step with gradients averaged over nobody. Replicas drift apart, which no timing notices."""
-
-    def step(micro_batches: list[Any]) -> None:
-        parallel = training.parallel
-        for batch, weight in zip(micro_batches, training._shares(micro_batches)):
-            with parallel.micro_step(last=False):
-                with parallel.autocast():
-                    value = training.task.loss(parallel.module, batch)
-                (value * (weight * training.dims.dp)).backward()
-        training.optimizer.step()
-        training.optimizer.zero_grad(set_to_none=True)
-
-    return step
-
-
-def run(job: Job, workers: int, per_worker: dict[str, float], plan: tuple[int, int]) -> Measured:
-    """Measures one point, alone on the cluster.
-
-    plan: blocks, and steps in each.
     Raises:
         RunFailed: its workers could not be placed, or one of them failed.
     """
+    import torch
+
     group = placement_group([dict(per_worker) for _ in range(workers)], strategy="PACK")
     actors: list[Any] = []
     try:
@@ -158,9 +212,10 @@ def run(job: Job, workers: int, per_worker: dict[str, float], plan: tuple[int, i
         for rank in range(workers):
             inside = PlacementGroupSchedulingStrategy(group, rank)
             actors.append(Worker.options(scheduling_strategy=inside, **options).remote())  # type: ignore[attr-defined]
-        store, gpu = ray.get(actors[0].open_store.remote()), bool(per_worker.get("GPU"))
-        calls = [a.measure.remote(job, rank, workers, store, gpu, plan) for rank, a in enumerate(actors)]
-        answers = ray.get(calls)
+        store = ray.get(actors[0].open_store.remote())
+        device = torch.device("cuda", 0) if per_worker.get("GPU") else torch.device("cpu")
+        places = [Place(rank, workers, rank, device) for rank in range(workers)]
+        return _all([a.measure.remote(job, p, store, plan, alone_first) for a, p in zip(actors, places)])
     except ray.exceptions.RayError as error:
         first = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
         raise RunFailed(f"the point with {workers} workers failed: {first}") from error
@@ -169,15 +224,18 @@ def run(job: Job, workers: int, per_worker: dict[str, float], plan: tuple[int, i
             with contextlib.suppress(Exception):
                 ray.kill(actor)
         remove_placement_group(group)
-    local = [statistics.median(answer[2]) for answer in answers] if answers[0][2] else None
-    return Measured(
-        max(statistics.median(answer[0]) for answer in answers),
-        max(statistics.median(answer[1]) for answer in answers),
-        local,
-        [answer[3] for answer in answers],
-    )
 
 
-def scratch_folder() -> str:
-    """A place for runs of which nothing is kept."""
-    return tempfile.mkdtemp(prefix="trireme-scale-")
+def _all(calls: list[Any]) -> list[Told]:
+    """The answers in order; raises as soon as one of them fails, since the others would wait for it."""
+    left: list[Any] = list(calls)
+    get: Callable[[Any], Any] = ray.get
+    while left:
+        ready, left = ray.wait(left)
+        get(ready)
+    return list(get(calls))
+
+
+def steps_of(plan: Plan) -> int:
+    """Optimizer steps that a phase takes at most: the data must last so long."""
+    return (plan[0] + 2) * plan[1] + CHECKPOINTS

@@ -24,19 +24,7 @@ from app.storage import Storage
 from app.tracking.settings import resolve_tracking, ui_command
 from app.tracking.tracker import Tracker
 from experiments.scale import fits
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is to be measured."""
-
-    workers: tuple[int, ...]
-    strategies: tuple[str, ...]
-    weak: bool
-    repeats: int
-    blocks: int
-    steps: int  # in each block
-    price: float | None = None  # of one worker for an hour
+from experiments.scale.plan import MEASURES, Plan, check, predicted, times_of
 
 
 @dataclass
@@ -72,21 +60,6 @@ def scale(config: Config, plan: Plan, console: Console, *, verbose: bool = False
         return _Study(config, plan, folder, console).do()
 
 
-def check(config: Config, plan: Plan) -> None:
-    """Raises UserError for a plan that no cluster could carry out."""
-    if not plan.workers or any(n < 1 for n in plan.workers):
-        raise UserError("--workers needs numbers greater than 0: write for instance --workers 1,2,4")
-    if len(set(plan.workers)) < 2:
-        raise UserError(f"--workers {plan.workers[0]} is one point, which shows no scaling: write for instance 1,2")
-    batch = config.train.global_batch_size
-    for n in plan.workers:
-        if not plan.weak and batch % n:
-            raise UserError(
-                f"train.global_batch_size is {batch}, which {n} workers cannot share evenly: write a multiple of "
-                f"{n}, or --weak"
-            )
-
-
 class _Study:
     def __init__(self, config: Config, plan: Plan, folder: Storage, console: Console) -> None:
         self.config, self.plan, self.folder, self.console = config, plan, folder, console
@@ -99,7 +72,7 @@ class _Study:
         """The study as it was left, where it is the same study."""
         tree = to_dict(self.config)
         about = {key: tree[key] for key in tree if key not in ("run", "tracking", "fault", "checkpoint")}
-        about = json.loads(json.dumps({"experiment": about, "weak": self.plan.weak}, default=str))
+        about = json.loads(json.dumps({"experiment": about, "weak": self.plan.weak, "measures": MEASURES}, default=str))
         try:
             head = json.loads(self.folder.read_bytes("study.json"))
             if head["about"] == about:
@@ -178,6 +151,7 @@ class _Study:
             per_worker = dict(self.config.resources_per_worker) or ({"GPU": 1.0} if gpu else {"CPU": 1.0})
             check_fits(cluster, max(self.plan.workers), per_worker)
             jobs = {key: self._prepared(task, *key) for key in self._keys()}
+            self.head["price"] = self._price(per_worker)
             for number in range(self.plan.repeats):
                 keys = self._keys() if number % 2 == 0 else self._keys()[::-1]  # so that drift cancels
                 for strategy, workers in keys:
@@ -193,6 +167,15 @@ class _Study:
         wanted = (strategy, workers, number)
         return any((p["strategy"], p["workers"], p["repeat"]) == wanted for p in self.head["points"])
 
+    def _price(self, per_worker: dict[str, float]) -> float | None:
+        """Of one worker for an hour: as given, else as the cluster's file or the list of prices says."""
+        from app.cost import rate_now
+
+        if self.plan.price is not None:
+            return self.plan.price
+        known = rate_now(self.config, 1, per_worker)
+        return known.dollars_per_hour if known else None
+
     def _prepared(self, task: Any, strategy: str, workers: int) -> Callable[[], Any]:
         """What makes the job of a point; what is wrong with it is said now."""
         from app.job import Job
@@ -204,17 +187,19 @@ class _Study:
             config.train.global_batch_size *= workers
         if workers == 1:
             config.parallel = type(config.parallel)()
-        config.checkpoint.weights, config.train.compile = False, self.config.train.compile
+        config.checkpoint.weights = False
         prepared = prepare(config, task, workers, devices_per_node=None)
-        steps = (self.plan.blocks * 2 + 2) * self.plan.steps
-        predicted = _predicted(config, task, prepared)
+        samples = prepared.steps * config.train.global_batch_size
+        known = {"layout": str(prepared.layout), "samples": samples, "predicted": predicted(config, task, prepared)}
 
-        def make() -> tuple[Any, str, float | None]:
-            from experiments.scale.point import scratch_folder
+        def make() -> tuple[Any, Path, dict[str, Any]]:
+            from experiments.scale.point import steps_of
 
-            scratch = scratch_folder()
-            job = Job(config, prepared.layout, scratch, uuid.uuid4().hex[:8], "scale", steps, os.getcwd())
-            return job, scratch, predicted
+            attempt = uuid.uuid4().hex[:8]
+            scratch = self.folder.local_path / f".point-{attempt}"  # where checkpoints of a run would be
+            steps = steps_of((self.plan.blocks, self.plan.steps))
+            job = Job(config, prepared.layout, str(scratch), attempt, "scale", steps, os.getcwd(), may_recut=False)
+            return job, scratch, known
 
         return make
 
@@ -222,20 +207,31 @@ class _Study:
         self, make: Any, strategy: str, workers: int, number: int, per_worker: dict[str, float], tracker: Tracker
     ) -> None:
         from experiments.scale import point
+        from experiments.scale.parts import measured
 
         self.console.status(f"measuring {strategy} on {workers} workers, {number + 1} of {self.plan.repeats}")
-        job, scratch, predicted = make()
+        job, scratch, known = make()
+        # Without a lease no checkpoint is committed.
+        lease = {"attempt": job.attempt, "host": "", "pid": os.getpid(), "process_started": 0.0, "time": time.time()}
+        Storage(f"{scratch}/together").write_bytes("lease.json", json.dumps(lease).encode())
         try:
-            found = point.run(job, workers, per_worker, (self.plan.blocks, self.plan.steps))
+            told = point.run(job, workers, per_worker, (self.plan.blocks, self.plan.steps), alone_first=number % 2 > 0)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-        batch = job.config.train.global_batch_size
+        found, batch = measured(told, job.config), job.config.train.global_batch_size
         entry = {"strategy": strategy, "workers": workers, "repeat": number, "batch": batch, **asdict(found)}
-        self.head["points"].append(entry | {"predicted": predicted})
+        self.head["points"].append(entry | known)
         self._save()
-        tracker.metrics(number * 1000 + workers, {f"scale/{strategy}/{workers}/step_seconds": found.step})
+        parts = {"step": found.step, "computing": found.computing, "bubble": found.bubble, "data": found.data}
+        parts |= {"checkpoint": found.stall, "balance": found.balance}
+        if found.communication is not None:
+            parts["communication"] = found.communication
+        tracker.metrics(number, {f"scale/{strategy}/{workers}/{name}": value for name, value in parts.items()})
         shown = f"{1e3 * found.step:.1f} ms per step, {batch / found.step:,.0f} samples/s"
         self.console.say(f"{strategy}, {workers} worker{'s' if workers > 1 else ''}, {number + 1}: {shown}")
+        unknown = f"what {strategy} sends could not be measured ({told[0].unknown})" if told[0].unknown else ""
+        for note in filter(None, (found.why, unknown)):
+            self.console.say(f"  note: {note}")
 
     # --- what it means ------------------------------------------------------------------------------------------------
 
@@ -250,10 +246,12 @@ class _Study:
                 self.console.say(f"  {strategy}: {verdicts[strategy]}")
                 continue
             usl = found[-1]
+            one = next(p for p in self.head["points"] if (p["strategy"], p["workers"]) == (strategy, 1))
+            steps = one["samples"] / one["batch"]
             verdicts[strategy] = fits.verdict(usl, times, self.plan.weak)
             laws[strategy] = {
                 "laws": [asdict(law) for law in found],
-                "forecast": [asdict(f) for f in fits.forecast(usl, times, self.plan.weak)],
+                "forecast": [asdict(f) for f in fits.forecast(usl, times, self.plan.weak, steps)],
                 "most_useful": fits.most_useful(usl),
             }
             self._say(strategy, times, verdicts[strategy])
@@ -270,8 +268,6 @@ class _Study:
     def _page(self) -> Path:
         from experiments.report.build import study_page
 
-        self.head["price"] = self.plan.price
-        self._save()
         return study_page(self.folder.local_path)
 
     def _tell(self, tracker: Tracker, page: Path) -> None:
@@ -281,22 +277,3 @@ class _Study:
         tracker.tags({f"trireme.verdict.{s}": text for s, text in self.head["verdicts"].items()})
         tracker.artifact(page)
         tracker.artifact(self.folder.local_path / "study.json")
-
-
-def times_of(points: list[dict[str, Any]], strategy: str) -> dict[int, list[float]]:
-    """Workers → seconds per step, repeated."""
-    found: dict[int, list[float]] = {}
-    for point in points:
-        if point["strategy"] == strategy:
-            found.setdefault(point["workers"], []).append(point["step"])
-    return dict(sorted(found.items()))
-
-
-def _predicted(config: Config, task: Any, prepared: Any) -> float | None:
-    """What the planner says of a step, in seconds, of the cluster that we are connected to; None where it cannot."""
-    with contextlib.suppress(Exception):  # a study is not refused because nobody could predict it
-        from app.planner.prediction import predict
-        from cluster.shape import connected
-
-        return float(predict(config, task, prepared.layout, connected()).step_seconds)
-    return None

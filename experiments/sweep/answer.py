@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from dataclasses import asdict, dataclass, field
@@ -28,6 +29,7 @@ class Answer:
     noise: float | None
     time: science.StepTime | None
     recommended: dict[str, Any] | None
+    spent: dict[str, float] = field(default_factory=dict)
     goodput: list[dict[str, Any]] = field(default_factory=list)
     sentences: list[str] = field(default_factory=list)
 
@@ -43,7 +45,25 @@ class Answer:
             found["answer/noise_scale"] = self.noise
         if self.recommended and self.recommended.get("seconds"):
             found["answer/seconds_to_target"] = self.recommended["seconds"]
+        found |= {"cost/worker_hours": self.spent["worker_seconds"] / 3600} if self.spent else {}
+        if "dollars" in self.spent:
+            found["cost/dollars"] = self.spent["dollars"]
         return found
+
+
+def spent(sweep: Sweep, ledger: Ledger) -> dict[str, float]:
+    """What all trials took: worker-seconds of training, and dollars where a price is known: as each run has counted
+    them in its cost.json (from the asking for workers to their end), else by price_per_worker_hour."""
+    trained = sum(t.last.get("seconds", 0.0) * (t.last.get("workers") or 1) for t in ledger.trials.values())
+    found, counted = {"worker_seconds": trained}, list[float]()
+    for trial in ledger.trials.values():
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
+            counted.append(float(json.loads(ledger.storage.join(trial.name).read_bytes("cost.json"))["total"]))
+    if counted:
+        found["dollars"] = sum(counted)
+    elif sweep.price_per_worker_hour is not None:
+        found["dollars"] = trained / 3600 * sweep.price_per_worker_hour
+    return found
 
 
 def work_out(sweep: Sweep, ledger: Ledger) -> Answer:
@@ -65,6 +85,7 @@ def work_out(sweep: Sweep, ledger: Ledger) -> Answer:
         science.noise_scale(whole),
         science.step_time(whole),
         None,
+        spent(sweep, ledger),
     )
     if target is not None:
         answer.recommended = recommend(sweep, whole, answer)
@@ -156,7 +177,7 @@ def _sentences(sweep: Sweep, ledger: Ledger, answer: Answer) -> list[str]:
     if answer.target_given and not answer.steps and not answer.recommended:
         lines.append(
             f"target    {sweep.metric} {answer.target:g} was not reached; the nearest is {best['value']:.4g}, off by "
-            f"{abs(best['value'] - (answer.target or 0)):.3g}: train for longer, or look around the best point"
+            f"{abs(best['value'] - (answer.target or 0)):.3g}: {_learnt(sweep, ledger, answer)}"
         )
     if answer.rule:
         lines.append(f"rule      {rule_sentence(answer)}")
@@ -169,9 +190,29 @@ def _sentences(sweep: Sweep, ledger: Ledger, answer: Answer) -> list[str]:
         )
     elif answer.noise:
         lines.append(f"batch     gradient noise scale {answer.noise:.0f} samples")
+    if answer.spent["worker_seconds"]:
+        dollars = f", cost {answer.spent['dollars']:.3g}" if "dollars" in answer.spent else ""
+        lines.append(f"spent     {answer.spent['worker_seconds']:,.0f} worker-seconds of training{dollars}")
     if answer.recommended:
         lines += _advice(answer.recommended, sweep.metric, answer.target or 0.0)
     return lines
+
+
+def _learnt(sweep: Sweep, ledger: Ledger, answer: Answer) -> str:
+    """What to do where no trial reached the target: the nearest was still getting better, or had stopped to."""
+    trial = next(t for t in ledger.trials.values() if t.name == answer.best["trial"])
+    values = [value for _, value in trial.curve(sweep.metric) if math.isfinite(value)]
+    if len(values) < 3:
+        return "train for longer, or look around the best point"
+    best = min if sweep.mode == "min" else max
+    late = values[-max(1, len(values) // 4) :]
+    gained, missing = abs(best(late) - best(values[: -len(late)])), abs(answer.best["value"] - (answer.target or 0.0))
+    if not sweep.better(best(late), best(values[: -len(late)])) or gained < 0.02 * missing:
+        return (
+            "it got no nearer in the last quarter of its training, so longer training would not reach it: look around "
+            "the best point, at other keys, or at a larger model"
+        )
+    return f"it came {gained:.3g} nearer in the last quarter of its training: train for longer"
 
 
 def rule_sentence(answer: Answer) -> str:

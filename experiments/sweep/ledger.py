@@ -78,7 +78,7 @@ class Ledger:
             return {"name": name, "uid": uuid.uuid4().hex, "created": time.time(), "about": about}
         except ValueError as error:
             raise UserError(f"{self.storage.url}/sweep.json is damaged ({error}): use another name") from error
-        if (key := _first_difference(head["about"], about)) is not None:
+        if (key := _first_difference(_of_today(head["about"]), _of_today(about))) is not None:
             raise UserError(
                 f"the sweep {name!r} in {self.storage.url} was begun with another {key}: run it as it was, or give "
                 "this one a name of its own (name=…)"
@@ -149,6 +149,18 @@ class Ledger:
     @property
     def under_way(self) -> list[Trial]:
         return [trial for trial in self.trials.values() if not trial.ended]
+
+
+def _of_today(about: dict[str, Any]) -> dict[str, Any]:
+    """With the defaults of configuration keys that this version has and the one that wrote it had not."""
+    from app.config_file import from_dict, to_dict
+
+    try:
+        whole = to_dict(from_dict(about["experiment"], source="a sweep that was begun"))
+    except (KeyError, UserError):  # it has keys that are gone, which is then what is said
+        return about
+    filled = {key: value for key, value in whole.items() if key in about["experiment"]}
+    return {**about, "experiment": json.loads(json.dumps(filled, default=str))}
 
 
 def _first_difference(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> str | None:

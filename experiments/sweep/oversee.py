@@ -246,5 +246,6 @@ def _last_line(trial: Any) -> str:
         lines = [line for line in str(error).strip().splitlines() if line.strip()]
         if any("OutOfMemory" in line or "memory" in line.lower() for line in lines):
             return "out of memory"
-        return lines[-1][:200]
-    return "no reason known"
+        if lines and lines[-1] != "None":  # which is what Tune keeps of a process that could not start
+            return lines[-1][:200]
+    return "its last words are in logs/sweep.log of the sweep's folder"

@@ -40,7 +40,8 @@ def write(sweep: Sweep, ledger: Ledger, answer: Answer, folder: Path) -> None:
 
 
 CAPTIONS = {
-    "1-heat-map": "The best value of each trial over batch size and learning rate; the best of all is framed.",
+    "1-heat-map": "The best value of each trial over batch size and learning rate; the best of all is framed. A value "
+    "with … is of a trial that was stopped early.",
     "2-learning-rate": "The best learning rate at each batch size, and the power law through them. Hollow: the best "
     "was the last that was tried, so it may lie beyond.",
     "3-steps-to-target": "Optimizer steps until the target was reached, over batch size: below the critical batch size "
@@ -53,6 +54,7 @@ CAPTIONS = {
 def heat_map(sweep: Sweep, ledger: Ledger) -> Figure | None:
     """Metric over batch size × learning rate. Where rates are drawn at random, cells gather them by half decade."""
     cells: dict[tuple[float, float], float] = {}
+    early: set[tuple[float, float]] = set()
     rates = {t.values[RATE] for t in ledger.trials.values() if RATE in t.values}
     few = len(rates) <= 12
     for trial in ledger.trials.values():
@@ -64,11 +66,12 @@ def heat_map(sweep: Sweep, ledger: Ledger) -> Figure | None:
         value = value if value is not None else sweep.worse
         if place not in cells or sweep.better(value, cells[place]):
             cells[place] = value
+            (early.add if trial.status == "pruned" else early.discard)(place)
     if len(cells) < 2 or not any(math.isfinite(v) for v in cells.values()):
         return None
     columns, rows = sorted({c for c, _ in cells}), sorted({r for _, r in cells})
     return figures.heat_map(
-        columns, rows, cells, x="global batch size", y="learning rate", best_low=sweep.mode == "min"
+        columns, rows, cells, x="global batch size", y="learning rate", best_low=sweep.mode == "min", unfinished=early
     )
 
 
@@ -132,6 +135,7 @@ def steps_to_target(sweep: Sweep, answer: Answer) -> Figure | None:
     axes.set_yscale("log")
     figures.plain_ticks(axes, "x", batches)
     figures.plain_ticks(axes, "y", _round_ticks(list(answer.steps.values())))
+    axes.set_ylim(min(answer.steps.values()) / 2, max(answer.steps.values()) * 2)
     axes.set_xlabel("global batch size")
     axes.set_ylabel(f"steps to {sweep.metric} {answer.target:.3g}")
     axes.legend()

@@ -16,7 +16,7 @@ import numpy as np
 
 from experiments.sweep.ledger import Trial
 
-BATCH, RATE, WORKERS = "train.global_batch_size", "optimizer.lr", "workers"
+BATCH, RATE, WORKERS, SEED = "train.global_batch_size", "optimizer.lr", "workers", "train.seed"
 
 
 @dataclass(frozen=True)
@@ -98,32 +98,45 @@ def steps_to(trial: Trial, metric: str, target: float, mode: str, over: str = "s
     return None
 
 
+@dataclass
+class _Tried:
+    """Trials that differ in their seed at most: one point of the space, whose value is their mean."""
+
+    trials: list[Trial]
+
+    def value(self, metric: str, mode: str, samples: float = math.inf) -> float:
+        found = [v for t in self.trials if (v := value_of(t, metric, mode, samples)) is not None]
+        return sum(found) / len(found) if found else math.nan
+
+    @property
+    def samples(self) -> float:
+        return min(float(trial.last["samples"]) for trial in self.trials)
+
+
 def best_rates(trials: Iterable[Trial], metric: str, mode: str) -> list[BestRate]:
     """The best learning rate of every batch size that three or more were tried at: the vertex of the parabola through
-    the best point and its neighbours, over the logarithm of the rate."""
+    the best point and its neighbours, over the logarithm of the rate. Seeds are averaged over."""
     sign = 1.0 if mode == "min" else -1.0
-    by_batch: dict[int, dict[float, Trial]] = {}
+    by_batch: dict[int, dict[float, dict[str, _Tried]]] = {}
     for trial in trials:
-        value = value_of(trial, metric, mode)
-        if value is None or RATE not in trial.values or BATCH not in trial.values:
+        if value_of(trial, metric, mode) is None or RATE not in trial.values or BATCH not in trial.values:
             continue
-        rates = by_batch.setdefault(int(trial.values[BATCH]), {})
-        rate = float(trial.values[RATE])
-        known = value_of(rates[rate], metric, mode) if rate in rates else None
-        if known is None or sign * value < sign * known:
-            rates[rate] = trial
+        alike = str(sorted((key, str(value)) for key, value in trial.values.items() if key != SEED))
+        points = by_batch.setdefault(int(trial.values[BATCH]), {}).setdefault(float(trial.values[RATE]), {})
+        points.setdefault(alike, _Tried([])).trials.append(trial)
     found = []
     for batch, rates in sorted(by_batch.items()):
         if len(rates) < 3:
             continue
         tried = sorted(rates)
-        values = {rate: sign * (value_of(trial, metric, mode) or 0.0) for rate, trial in rates.items()}
+        best = {r: min(points.values(), key=lambda p: sign * p.value(metric, mode)) for r, points in rates.items()}
+        values = {r: sign * point.value(metric, mode) for r, point in best.items()}
         i = min(range(len(tried)), key=lambda i: values[tried[i]])
         edge, near = i in (0, len(tried) - 1), tried[max(0, i - 1) : i + 2]
         # One that was stopped early is compared with what the others had reached by then.
-        shortest = min(rates[rate].last["samples"] for rate in near)
-        then = [value_of(rates[rate], metric, mode, shortest) for rate in near]
-        rate = tried[i] if edge else _vertex(near, [sign * value for value in then if value is not None])
+        shortest = min(best[r].samples for r in near)
+        then = [best[r].value(metric, mode, shortest) for r in near]
+        rate = tried[i] if edge else _vertex(near, [sign * value for value in then if math.isfinite(value)])
         found.append(BestRate(batch, rate, sign * values[tried[i]], edge))
     return found
 

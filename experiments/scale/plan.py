@@ -1,0 +1,60 @@
+"""What a study is asked for, what is wrong with that, and what its points say together."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+from app.config import Config
+from app.errors import UserError
+
+MEASURES = 2
+"""What a point holds; a study that was begun when it held something else begins anew."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be measured."""
+
+    workers: tuple[int, ...]
+    strategies: tuple[str, ...]
+    weak: bool
+    repeats: int
+    blocks: int
+    steps: int  # in each block
+    price: float | None = None  # of one worker for an hour
+
+
+def check(config: Config, plan: Plan) -> None:
+    """Raises UserError for a plan that no cluster could carry out."""
+    if not plan.workers or any(n < 1 for n in plan.workers):
+        raise UserError("--workers needs numbers greater than 0: write for instance --workers 1,2,4")
+    if len(set(plan.workers)) < 2:
+        raise UserError(f"--workers {plan.workers[0]} is one point, which shows no scaling: write for instance 1,2")
+    batch = config.train.global_batch_size
+    for n in plan.workers:
+        if not plan.weak and batch % n:
+            raise UserError(
+                f"train.global_batch_size is {batch}, which {n} workers cannot share evenly: write a multiple of "
+                f"{n}, or --weak"
+            )
+
+
+def times_of(points: list[dict[str, Any]], strategy: str) -> dict[int, list[float]]:
+    """Workers → seconds per step, repeated."""
+    found: dict[int, list[float]] = {}
+    for point in points:
+        if point["strategy"] == strategy:
+            found.setdefault(point["workers"], []).append(point["step"])
+    return dict(sorted(found.items()))
+
+
+def predicted(config: Config, task: Any, prepared: Any) -> float | None:
+    """What the planner says of a step, in seconds, of the cluster that we are connected to; None where it cannot."""
+    with contextlib.suppress(Exception):  # a study is not refused because nobody could predict it
+        from app.planner.prediction import predict
+        from cluster.shape import connected
+
+        return float(predict(config, task, prepared.layout, connected()).step_seconds)
+    return None
