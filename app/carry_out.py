@@ -70,7 +70,7 @@ def carry_out(driver: Driver, prepared: Prepared, launch: Callable[[Any], None],
 def _hold_against_plan(driver: Driver, prepared: Prepared) -> None:
     """Logs what the planner predicts beside what was measured, and notes it for `trireme plan --history`."""
     seconds, summary = driver.seconds_per_step, driver.summary
-    if seconds is None:
+    if seconds is None or driver.resized:  # then no one layout was measured
         return
     from app.planner.record import record
 
@@ -145,6 +145,8 @@ def _say_how_it_went(driver: Driver, outcome: Outcome) -> None:
         f"  speed     {quantity(rate)} {unit}/s; {duration(summary['seconds'])} of training in "
         f"{duration(summary['total_seconds'])} (first step after {summary['first_step_seconds']:.1f} s)"
     )
+    if driver.meter and driver.meter.rate.dollars_per_hour:
+        console.say(f"  cost      {driver.meter.total()}")
     console.say(f"  stored    {outcome.folder}")
     if driver.run.config.tracking.enabled:
         console.say(f"  MLflow    {ui_command(driver.settings)}")

@@ -155,6 +155,9 @@ class CheckpointConfig:
     """Save after every this many steps. null: only at the end and when asked to stop."""
     every_seconds: Optional[float] = 300.0
     """Save when this many seconds have passed since the last save. null: never by time."""
+    auto: bool = False
+    """Choose checkpoint.every_seconds while training, from what a save is measured to cost and how often the run has
+    failed (Young's and Daly's formula)."""
     keep_last: int = 2
     """Committed checkpoints that are kept, newest first."""
     keep_best: bool = True
@@ -190,7 +193,12 @@ class TrackingConfig:
 @dataclass
 class FaultConfig:
     max_restarts: int = 3
-    """Restarts from the last checkpoint, after a worker or a node died, before the run gives up."""
+    """Restarts from the last checkpoint, after a worker or a node died, before the run gives up; those of the last hour
+    count, and not those after a node that was announced to go."""
+    elastic_seconds: Optional[float] = 30.0
+    """Seconds that a lost worker's place may take to come back (cluster.wait_seconds where an autoscaler may add
+    nodes). Then the run goes on with the largest layout there is room for, cluster.min_workers at least, at the same
+    global batch, and grows again when there is room. null: it waits. Not with parallel.stage_resources."""
     spares: int = 1
     """With pp > 1 or launcher=actors: idle processes kept ready on each node, to take a dead worker's place at once."""
     hang_seconds: float = 3.0
@@ -208,7 +216,7 @@ class ClusterConfig:
     when_pending: str = "end"
     """When the resources have not come: end, wait (on, saying why), or shrink (to the workers there is room for)."""
     min_workers: int = 1
-    """With cluster.when_pending=shrink: fewer workers than this do not start."""
+    """With cluster.when_pending=shrink or fault.elastic_seconds: with fewer workers than this nothing is trained."""
     exclude_nodes: list[str] = field(default_factory=list)
     """Ids of nodes that get no worker, such as those that `trireme doctor --exclude-bad` prints."""
 

@@ -23,7 +23,7 @@ _NOT_NEGATIVE = (
     "parallel.bucket_mb parallel.profile_every train.seed train.data_workers optimizer.lr optimizer.weight_decay "
     "optimizer.eps "
     "schedule.warmup_steps schedule.final_fraction tracking.system_metrics_every tracking.flush_timeout "
-    "fault.max_restarts fault.spares fault.hang_seconds"
+    "fault.max_restarts fault.spares fault.hang_seconds fault.elastic_seconds"
 )
 CHOICES = {
     "launcher": ("auto", "ray", "actors", "local", "torchrun"),
@@ -48,7 +48,7 @@ def validate(config: Config) -> None:
         if value(key) is not None and not value(key) > 0:
             raise UserError(f"{key} is {value(key)}, but it must be greater than 0")
     for key in _NOT_NEGATIVE.split():
-        if not value(key) >= 0:
+        if value(key) is not None and not value(key) >= 0:
             raise UserError(f"{key} is {value(key)}, but it must not be negative")
     for key, allowed in CHOICES.items():
         if value(key) not in allowed:
@@ -71,6 +71,8 @@ def validate(config: Config) -> None:
 
 def _check_resources(key: str, resources: dict[str, float]) -> None:
     for name, amount in resources.items():
+        if not isinstance(amount, (int, float)):  # OmegaConf lets a mapping of mappings pass
+            raise UserError(f"{key}.{name} is {amount}, but it must be a number")
         if not amount >= 0:
             raise UserError(f"{key}.{name} is {amount}, but it must not be negative")
 

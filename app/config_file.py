@@ -52,9 +52,10 @@ def to_dict(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def to_yaml(config: Config) -> str:
-    """The whole configuration as a YAML file that `load_config` reads back to the same tree."""
-    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True, width=120)
+def to_yaml(config: Config | Mapping[str, Any]) -> str:
+    """The whole configuration (or its tree) as a YAML file that `load_config` reads back to the same tree."""
+    tree = dict(config) if isinstance(config, Mapping) else to_dict(config)
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -156,6 +157,8 @@ def _read_yaml(file: Path) -> DictConfig:
         raise UserError(f"{file} is not valid YAML{place}: {what}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file} cannot be read: {error}") from error
+    except RecursionError as error:
+        raise UserError(f"{file} is nested too deeply: a configuration has sections with keys in them") from error
     if not isinstance(tree, DictConfig):
         raise UserError(f"{file} holds no keys: write lines such as `task: image_classification`")
     return tree
@@ -173,7 +176,9 @@ def _read_override(override: str) -> DictConfig:
 
 def _merge(tree: DictConfig, values: DictConfig, source: str) -> DictConfig:
     at = source if source.startswith("on ") else f"in {source}"
-    length = {key: OmegaConf.select(values, f"train.{key}") for key in ("steps", "epochs")}
+    length = {
+        key: OmegaConf.select(values, f"train.{key}", throw_on_resolution_failure=False) for key in ("steps", "epochs")
+    }
     try:
         merged = OmegaConf.merge(tree, values)
         for key, other in (("steps", "epochs"), ("epochs", "steps")):

@@ -3,10 +3,12 @@
 rate      = sum over nodes of price per hour × the share of the node's GPUs (else CPUs) that the run's workers hold
 cost      = rate × time since the workers were asked for
 wasted    = cost until the first step of this start, and from a failure until training goes on
+idle      = what the cluster's nodes cost beside it, while nobody held their GPUs (else CPUs): not part of `cost`
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +21,9 @@ from cluster.shape import ClusterShape, cluster_file, read_cluster
 if TYPE_CHECKING:
     from app.config import Config
     from app.storage import Storage
+
+Nodes = list[tuple[str, bool, Mapping[str, float]]]
+"""Type, whether it is the head, and total resources of each living node."""
 
 RESERVE_SECONDS = 60.0  # kept for the last checkpoint and the end of the workers
 SAVE_SECONDS = 15.0
@@ -39,6 +44,7 @@ class Spent:
     total: float = 0.0
     start: float = 0.0  # until a start's first step
     restarts: float = 0.0  # from a failure until training went on
+    idle: float = 0.0  # beside the run: of nodes that are up, where nobody holds them
 
     @property
     def wasted(self) -> float:
@@ -48,19 +54,17 @@ class Spent:
 def rate_of(
     workers: int,
     per_worker: Mapping[str, float],
-    nodes: list[tuple[str, bool, Mapping[str, float]]],
+    nodes: Nodes,
     shape: ClusterShape | None,
     gpu_names: Mapping[str, str],
 ) -> Rate | None:
     """Dollars an hour of `workers` workers on these nodes; None if nobody has said what they cost. Pure.
 
-    nodes: type, whether it is the head, and total resources of each living node. gpu_names: GPU name by node type, for
+    gpu_names: GPU name by node type, for
     the list price where there is no file.
     A worker takes the share of its node that it asks for; the dearest nodes are counted first, so the rate is not less
     than what is spent.
     """
-    from cluster.status import price_of
-
     scarce = "GPU" if per_worker.get("GPU") else "CPU"
     amount = per_worker.get(scarce, 0.0)
     if amount <= 0:
@@ -71,10 +75,7 @@ def rate_of(
         room = int(total.get(scarce, 0.0) / amount + 1e-9)
         if not room:
             continue
-        price = price_of(shape, kind, head=head) if shape else None
-        source = shape.path if shape else ""
-        if price is None and total.get("GPU"):
-            price, source = _list_price(gpu_names.get(kind, ""), total["GPU"])
+        price, source = _price_of_node(kind, head, total, shape, gpu_names)
         if price is None:
             return None
         places += [price * amount / total[scarce]] * room
@@ -84,6 +85,37 @@ def rate_of(
         return None
     dollars = sum(chosen) + (workers - len(chosen)) * chosen[0]
     return Rate(dollars, ", ".join(sorted(sources)))
+
+
+def idle_rate(
+    nodes: Nodes,
+    free: list[Mapping[str, float]],
+    shape: ClusterShape | None,
+    gpu_names: Mapping[str, str],
+) -> float:
+    """Dollars an hour of what nobody holds of these nodes, by their GPUs (else CPUs); free: of each. Pure.
+
+    Nodes whose price nobody has said count for nothing.
+    """
+    dollars = 0.0
+    for (kind, head, total), left in zip(nodes, free, strict=True):
+        scarce = "GPU" if total.get("GPU") else "CPU"
+        price, _ = _price_of_node(kind, head, total, shape, gpu_names)
+        if price and total.get(scarce):
+            dollars += price * min(1.0, left.get(scarce, 0.0) / total[scarce])
+    return dollars
+
+
+def _price_of_node(
+    kind: str, head: bool, total: Mapping[str, float], shape: ClusterShape | None, gpu_names: Mapping[str, str]
+) -> tuple[float | None, str]:
+    """Dollars an hour of a node, and where the figure is from: the file, else the list."""
+    from cluster.status import price_of
+
+    price = price_of(shape, kind, head=head) if shape else None
+    if price is None and total.get("GPU"):
+        return _list_price(gpu_names.get(kind, ""), total["GPU"])
+    return price, shape.path if shape else ""
 
 
 def _list_price(gpu: str, count: float) -> tuple[float | None, str]:
@@ -99,20 +131,44 @@ def _list_price(gpu: str, count: float) -> tuple[float | None, str]:
     return offer.price_per_gpu_hour * count, f"list price of {offer.provider} {offer.name}, {offer.date}"
 
 
-def rate_now(config: Config, workers: int, per_worker: Mapping[str, float]) -> Rate | None:
-    """The rate of this run's workers on the cluster that this process is connected to."""
+def _nodes_now() -> tuple[list[str], Nodes, dict[str, str]]:
+    """Ids, then type, whether it is the head, and resources of each living node; and the GPU's name by type."""
     import ray
 
-    file = cluster_file(config.cluster.file)
-    shape = read_cluster(file) if file else None
-    nodes, names = [], {}
+    ids, nodes, names = [], Nodes(), {}
     for node in ray.nodes():
         if node["Alive"]:
             kind = (node.get("Labels") or {}).get("ray.io/node-group", "")
             resources = node["Resources"]
+            ids.append(node["NodeID"])
             nodes.append((kind, "node:__internal_head__" in resources, resources))
             names[kind] = next((k.partition(":")[2] for k in resources if k.startswith("accelerator_type:")), "")
-    return rate_of(workers, per_worker, nodes, shape, names)
+    return ids, nodes, names
+
+
+def _shape(config: Config) -> ClusterShape | None:
+    file = cluster_file(config.cluster.file)
+    return read_cluster(file) if file else None
+
+
+def rate_now(config: Config, workers: int, per_worker: Mapping[str, float]) -> Rate | None:
+    """The rate of this run's workers on the cluster that this process is connected to."""
+    _, nodes, names = _nodes_now()
+    return rate_of(workers, per_worker, nodes, _shape(config), names)
+
+
+def idle_now(config: Config) -> Callable[[], float]:
+    """What asks for dollars an hour of what nobody holds of the cluster that this process is connected to."""
+    import ray
+
+    shape = _shape(config)
+
+    def ask() -> float:
+        ids, nodes, names = _nodes_now()
+        free = ray._private.state.available_resources_per_node()
+        return idle_rate(nodes, [free.get(node, {}) for node in ids], shape, names)
+
+    return ask
 
 
 def meter_for(config: Config, storage: Storage, workers: int, per_worker: Mapping[str, float]) -> Meter | None:
@@ -125,7 +181,7 @@ def meter_for(config: Config, storage: Storage, workers: int, per_worker: Mappin
     check_budget(config.budget, rate)
     if rate is None:
         return None
-    meter = Meter(rate, config.budget, storage)
+    meter = Meter(rate, config.budget, storage, idle=idle_now(config))
     if config.budget is not None and must_stop(meter.before, rate.dollars_per_hour, config.budget):
         raise UserError(f"the run's budget is spent: {meter.sentence()}; raise budget to go on")
     return meter
@@ -158,13 +214,20 @@ class Meter:
     """Counts one start of a run. `look` is called often and cheap; it says when the budget is spent."""
 
     def __init__(
-        self, rate: Rate, budget: float | None, storage: Storage, clock: Callable[[], float] = time.time
+        self,
+        rate: Rate,
+        budget: float | None,
+        storage: Storage,
+        clock: Callable[[], float] = time.time,
+        idle: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        self.idle = idle
         self.rate, self.budget, self.storage, self.clock = rate, budget, storage, clock
         self.spent = _read(storage)
         self.before = self.spent.total
         self._last = clock()
         self._saved = 0.0
+        self._asked = clock()
         self.over = False
 
     def look(self, *, stepping: bool, started: bool) -> bool:
@@ -181,7 +244,9 @@ class Meter:
         elif not stepping:
             self.spent.restarts += dollars
         if now - self._saved >= SAVE_SECONDS:
-            self._saved = now
+            with contextlib.suppress(Exception):  # Ray does not answer just now
+                self.spent.idle += self.idle() * max(0.0, now - self._asked) / 3600
+            self._saved = self._asked = now
             self.save()
         first = not self.over and must_stop(self.spent.total, self.rate.dollars_per_hour, self.budget)
         self.over = self.over or first
@@ -196,11 +261,19 @@ class Meter:
         found = {
             "cost/dollars": self.spent.total,
             "cost/wasted_dollars": self.spent.wasted,
+            "cost/idle_dollars": self.spent.idle,
             "cost/dollars_per_hour": self.rate.dollars_per_hour,
         }
         if samples > 0:
             found["cost/dollars_per_million_samples"] = self.spent.total / samples * 1e6
         return found
+
+    def total(self) -> str:
+        """What it came to, for a person."""
+        return (
+            f"${self.spent.total:.2f}, of which ${self.spent.wasted:.2f} before the first step and after failures; "
+            f"nodes that nobody held cost ${self.spent.idle:.2f} beside it"
+        )
 
     def sentence(self) -> str:
         return f"${self.spent.total:.2f} spent of a budget of ${self.budget:.2f}"
@@ -209,6 +282,6 @@ class Meter:
 def _read(storage: Storage) -> Spent:
     try:
         known: dict[str, Any] = json.loads(storage.read_bytes("cost.json"))
-        return Spent(**{key: float(known.get(key, 0.0)) for key in ("total", "start", "restarts")})
+        return Spent(**{key: float(known.get(key, 0.0)) for key in ("total", "start", "restarts", "idle")})
     except (FileNotFoundError, ValueError, OSError, AttributeError):
         return Spent()

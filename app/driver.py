@@ -17,6 +17,8 @@ from app.console import Console
 from app.cost import Meter
 from app.doctor.job import Watch
 from app.errors import Interrupted
+from app.faults import between_failures
+from app.launchers.whereabouts import Whereabouts
 from app.run import Run
 from app.tracking.provenance import environment_text, provenance_tags
 from app.tracking.settings import Settings
@@ -36,11 +38,15 @@ class Driver:
         self.step = 0
         self.seconds_per_step: float | None = None  # as the last progress had it
         self.progressed = False  # whether the present start of the workers took a step
+        self.failures = 0
+        self.rewinds: list[str] = []  # "812→800": the step that had been taken, and the one gone on after
         self.summary: dict[str, Any] = {}
         self.cut: tuple[int, ...] | None = None  # of a pipeline, once it is another than at the start
         self.next_cut: tuple[int, ...] | None = None  # the same, before the first step with it
         self.lost_at: float | None = None  # when workers were found dead or stuck that are not yet replaced
-        self.controller: Any = None  # Ray Train's actor that has the workers
+        self.whereabouts = Whereabouts()
+        self.more: int | None = None  # workers that there is room for, once it is more than there are: they pause
+        self.resized = False  # whether another number of workers has been gone on with
         self.watch = Watch()
         self.meter: Meter | None = None  # counts what the run costs, where prices are known
         self.stopping = 0  # how often somebody asked to stop: once is "save and stop", twice is "now"
@@ -108,9 +114,21 @@ class Driver:
         if event["resumed_from"] is not None:
             self.console.say(f"continuing after step {event['resumed_from']:,} of {event['steps']:,}")
             self.tracker.tags({"trireme.resumed_from": str(event["resumed_from"])})
+        self._mark_rewind(event["resumed_from"] or 0)
 
-    def _on_controller(self, event: dict[str, Any]) -> None:
-        self.controller = event["actor"]
+    def _mark_rewind(self, step: int) -> None:
+        """Marks in MLflow that steps are taken again; what they log again is dropped there, so curves stay unbroken."""
+        if step < self.step:
+            self.rewinds.append(f"{self.step}→{step}")
+            self.tracker.metrics(self.step, {"fault/rewind_steps": float(self.step - step)})
+            self.tracker.tags({"trireme.rewinds": ", ".join(self.rewinds[-50:])})
+
+    def _on_here(self, event: dict[str, Any]) -> None:
+        self.whereabouts.ranks[event["where"].rank] = event["where"]
+
+    def _on_notice(self, event: dict[str, Any]) -> None:
+        self.whereabouts.announced[event["node"]] = event["why"]
+        self.console.say(f"note: {event['text']}")
 
     def _on_progress(self, event: dict[str, Any]) -> None:
         if self.first_step_at is None:
@@ -134,7 +152,10 @@ class Driver:
             self.console.say(f"note: {sentence}")
 
     def _on_checkpoint(self, event: dict[str, Any]) -> None:
-        self.tracker.metrics(event["step"], {"checkpoint/stall_seconds": event["stall"]})
+        values = {"checkpoint/stall_seconds": event["stall"]}
+        if "interval" in event:
+            values["checkpoint/interval_seconds"] = event["interval"]
+        self.tracker.metrics(event["step"], values)
 
     def _on_warning(self, event: dict[str, Any]) -> None:
         self.console.say(f"note: {event['text']}")
@@ -156,8 +177,15 @@ class Driver:
 
     def as_it_stands(self, job: Job) -> Job:
         """The job for the workers' next start: with the cut they came to, and without another try of one that failed
-        before its first step."""
-        return replace(job, stages=self.cut or job.stages, may_recut=job.may_recut and self.next_cut is None)
+        before its first step, and how often it fails."""
+        nodes = len({where.node for where in self.whereabouts.ranks.values()})
+        mean = between_failures(self.failures, time.time() - self.started, nodes)
+        return replace(
+            job,
+            stages=None if self.resized else self.cut or job.stages,
+            may_recut=job.may_recut and self.next_cut is None,
+            between_failures=mean,
+        )
 
     def _on_spans(self, event: dict[str, Any]) -> None:
         """One step of a pipeline, to look at: as a Chrome trace and as a picture."""

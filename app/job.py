@@ -29,6 +29,7 @@ class Job:
     cwd: str  # the driver's current folder: what relative paths in the configuration are relative to
     stages: tuple[int, ...] | None = None  # blocks per part of a pipeline, as measured; None: the strategy decides
     may_recut: bool = True  # whether measured times may lead to another cut
+    between_failures: float = 30 * 86400.0  # mean seconds, as far as the driver knows
     spot: str = ""  # the cloud whose warnings are to be heard, where its cluster has spot machines
 
     @property

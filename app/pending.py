@@ -7,7 +7,8 @@ import importlib
 import json
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from app.config import Config
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 1.0
 REPEAT_SECONDS = 60.0
+FREE_SECONDS = 5.0  # until Ray's tables know of resources that were given back
 GRACE_SECONDS = 3.0  # an earlier run's group may be just about to go
 
 
@@ -30,10 +32,34 @@ def selector(excluded: list[str]) -> dict[str, str] | None:
     return {"ray.io/node-id": f"!in({','.join(excluded)})"} if excluded else None
 
 
+@dataclass
+class Reserved:
+    """How many workers there will be, and what keeps their places, if anything does: nodes that stood idle while a run
+    prepares would be taken away by the autoscaler just as the workers come."""
+
+    workers: int
+    group: Any = None
+    free: Callable[[], bool] = lambda: True
+
+    def give_back(self) -> None:
+        """Frees the places, and waits a moment until Ray's tables say so: when the workers ask for their own."""
+        import ray
+
+        group, self.group = self.group, None
+        if group is None:
+            return
+        with contextlib.suppress(Exception):
+            ray.util.remove_placement_group(group)
+            until = time.monotonic() + FREE_SECONDS
+            while not self.free() and time.monotonic() < until:
+                time.sleep(0.1)
+
+
 def wait_for_room(
     config: Config, cluster: Cluster, workers: int, per_worker: dict[str, float], console: Console
-) -> int:
-    """Waits until `workers` bundles of `per_worker` can be placed; returns how many there will be.
+) -> Reserved:
+    """Waits until `workers` bundles of `per_worker` can be placed; returns how many there will be. On a cluster that
+    grows and shrinks they are kept.
 
     While it waits the whole group is asked for, so that an autoscaling cluster grows to it. After
     `cluster.wait_seconds` it does what `cluster.when_pending` says: goes on waiting, shrinks, or ends.
@@ -47,15 +73,15 @@ def wait_for_room(
         check_ever(shape, str(workers), per_worker)
     excluded = list(config.cluster.exclude_nodes)
     demand = [per_worker] * workers
-    found = look(demand, shape, excluded, growing=bool(cluster.limits))
-    if found is None:
-        return workers
-    return _wait(config, demand, shape, bool(cluster.limits), console)
+    growing = bool(cluster.limits)
+    if not growing and look(demand, shape, excluded, growing=False) is None:
+        return Reserved(workers)
+    return _wait(config, demand, shape, growing, console)
 
 
 def _wait(
     config: Config, demand: list[dict[str, float]], shape: ClusterShape | None, growing: bool, console: Console
-) -> int:
+) -> Reserved:
     import ray
 
     excluded = list(config.cluster.exclude_nodes)
@@ -64,10 +90,16 @@ def _wait(
         demand, strategy="PACK", bundle_label_selector=[wanted] * len(demand) if wanted else None
     )
     begun, said, said_at = time.monotonic(), "", 0.0
+    kept = False
+
+    def free() -> bool:
+        return place(demand, nodes_now(excluded))[1] is None
+
     try:
         while True:
             if group.wait(LOOK_SECONDS):
-                return len(demand)
+                kept = growing
+                return Reserved(len(demand), group if kept else None, free)
             found = look(demand, shape, excluded, growing=growing)
             now = time.monotonic()
             if found and now - begun > GRACE_SECONDS and (found.sentence != said or now - said_at > REPEAT_SECONDS):
@@ -77,10 +109,11 @@ def _wait(
                 decided = decide(config, found, len(demand))
                 if decided:
                     console.say(f"going on with {decided} of {len(demand)} workers: {found.sentence}")
-                    return decided
+                    return Reserved(decided)
     finally:
-        with contextlib.suppress(Exception):
-            ray.util.remove_placement_group(group)
+        if not kept:
+            with contextlib.suppress(Exception):
+                ray.util.remove_placement_group(group)
 
 
 def decide(config: Config, found: Diagnosis, workers: int) -> int:
@@ -156,17 +189,18 @@ def holders_now() -> list[Holder]:
     ]
 
 
-def remove_groups_of(actor_id: str) -> None:
-    """Gives back the placement groups that an actor asked for; Ray itself keeps them until the whole job ends."""
-    import ray
-    from ray.util.placement_group import PlacementGroup
-
-    with contextlib.suppress(Exception):  # as above: without Ray's tables they go with the job
-        gcs_pb2, accessor = _tables()
-        for row in accessor.get_placement_group_table():
-            group = gcs_pb2.PlacementGroupTableData.FromString(row)
-            if group.creator_actor_id.hex() == actor_id and group.state != gcs_pb2.PlacementGroupTableData.REMOVED:
-                ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID(group.placement_group_id)))
+def held_by(job_id: str) -> list[tuple[str, dict[str, float]]]:
+    """The bundles of a job's placement groups that have a place: the id of each one's node, and its resources."""
+    gcs_pb2, accessor = _tables()
+    found = []
+    for row in accessor.get_placement_group_table():
+        group = gcs_pb2.PlacementGroupTableData.FromString(row)
+        if group.creator_job_id.hex() == job_id and group.state in (
+            gcs_pb2.PlacementGroupTableData.CREATED,
+            gcs_pb2.PlacementGroupTableData.RESCHEDULING,
+        ):
+            found += [(bundle.node_id.hex(), dict(bundle.unit_resources)) for bundle in group.bundles]
+    return found
 
 
 def _tables() -> tuple[Any, Any]:

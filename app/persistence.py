@@ -6,14 +6,16 @@ import io
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from app import checkpoint
-from app.checkpoint import Checkpointer
+from app.checkpoint import Checkpointer, CheckpointError
 from app.errors import NonFiniteError, UserError
+from app.faults import interval
 from app.job import Channel, Job, Place
 from app.loss_scale import LossScale
 from app.randomness import random_state, set_random_state
@@ -21,6 +23,8 @@ from app.run import is_current
 from app.storage import Storage
 from strategies.compose import Parallel
 
+FIRST_SECONDS = 60.0  # until the first save, where the interval is measured
+AGAIN_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)  # before the last checkpoint of a start is tried once more
 REMEMBERED = 2000  # metric events kept with a checkpoint, so that a killed driver loses none
 
 
@@ -62,18 +66,29 @@ class Persistence:
             fence=lambda: is_current(job.folder, job.attempt),
         )
         self.saved, self.saved_at = -1, time.monotonic()
+        self.borne = ""  # what was last said of a failed save
+        self.costliest: float | None = None  # seconds that a save of this start has held training up at most
 
     def overdue(self) -> bool:
         """Whether a checkpoint is due by time."""
-        seconds = self.job.config.checkpoint.every_seconds
+        seconds = self.interval()
         return seconds is not None and time.monotonic() - self.saved_at >= seconds
+
+    def interval(self) -> float | None:
+        """Seconds from one save to the next; None: none by time."""
+        keep = self.job.config.checkpoint
+        if not keep.auto:
+            return keep.every_seconds
+        if self.costliest is None:
+            return FIRST_SECONDS
+        return interval(self.costliest, self.checkpointer.last_total_seconds, self.job.between_failures)
 
     def save(self, progress: Progress) -> None:
         """Begins a checkpoint of the step just taken; training goes on while it is written.
 
         Raises:
             NonFiniteError: a weight is not finite; nothing was saved.
-            CheckpointError: the save before this one failed.
+            CheckpointError: another start has taken over, or a rank is gone.
         """
         if self.saved == progress.step:
             return
@@ -91,15 +106,53 @@ class Persistence:
             "latest": progress.latest,
             "remembered": progress.remembered,
         }
-        self.checkpointer.save(
+        begin = partial(
+            self.checkpointer.save,
             self._state(),
             meta=meta,
             per_rank={"world_size": self.place.world_size, "random": random_state()},
             metric=progress.latest.get(f"eval/{self.job.config.checkpoint.metric}"),
         )
+        try:
+            begin()
+        except CheckpointError as error:  # the one before failed, on all ranks; nothing was begun
+            self._bear(error)
+            begin()
         self.saved, self.saved_at = progress.step, time.monotonic()
         stall = self.checkpointer.last_stall_seconds
-        self.channel.emit({"type": "checkpoint", "step": progress.step, "stall": stall})
+        self.costliest = max(stall, self.costliest or 0.0)
+        event = {"type": "checkpoint", "step": progress.step, "stall": stall}
+        self.channel.emit(event | ({"interval": self.interval()} if self.job.config.checkpoint.auto else {}))
+
+    def check(self) -> None:
+        """Says so if the last checkpoint could not be written (the disk is full, say): training goes on, and the next
+        one is tried when it is due. Raises CheckpointError if another start of the run has taken over."""
+        try:
+            self.checkpointer.check()
+        except CheckpointError as error:
+            self._bear(error)
+
+    def finish(self, progress: Progress) -> None:
+        """Waits for the last checkpoint of this start. One that fails is tried again for half a minute, since no other
+        comes after it; then CheckpointError."""
+        for pause in (*AGAIN_SECONDS, None):
+            try:
+                return self.checkpointer.wait()
+            except CheckpointError as error:
+                if pause is None:
+                    raise
+                self._bear(error)
+            time.sleep(pause)
+            self.saved = -1
+            self.save(progress)
+
+    def _bear(self, error: CheckpointError) -> None:
+        if error.superseded:
+            raise error
+        sentence = f"{error}; training goes on, and the next one is tried when it is due"
+        if self.place.rank == 0 and sentence != self.borne:
+            self.channel.emit({"type": "warning", "text": sentence})
+        self.borne = sentence
 
     def resume(self, progress: Progress) -> int | None:
         """Continues from the newest good checkpoint of this run, if there is one; the step it continues after.

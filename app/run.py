@@ -1,7 +1,7 @@
 """A run: one name, one folder, one MLflow run, however often it is started.
 
 FOLDER/run.json         what the run is and how it ended
-FOLDER/config.yaml      the resolved configuration of its latest start
+FOLDER/config.yaml      the resolved configuration of its latest start, without its secrets
 FOLDER/lease.json       which start may write here, and that its driver lives
 FOLDER/checkpoints/     see app/checkpoint
 FOLDER/logs/            the driver's and the workers' output
@@ -25,6 +25,7 @@ from app.config import Config
 from app.config_file import flatten, to_dict, to_yaml
 from app.errors import UserError
 from app.storage import Storage
+from app.tracking.masking import mask_tree
 
 HEARTBEAT_SECONDS = 10.0
 LEASE_SECONDS = 60.0  # a driver on another machine that has been silent for longer is taken for dead
@@ -107,6 +108,7 @@ class Run:
             raise UserError(
                 f"the storage {self.storage.url} cannot be read ({said}): use another run.storage"
             ) from error
+        saved.identity = mask_tree(saved.identity)  # one of before this was done
         for key, value in identity.items():
             if saved.identity.get(key) != value:
                 raise UserError(
@@ -118,7 +120,7 @@ class Run:
     def _identity(self) -> dict[str, Any]:
         tree = to_dict(self.config)
         flat = flatten(tree) | {"task_args": tree["task_args"]}
-        return json.loads(json.dumps({key: flat[key] for key in IDENTITY}, default=str))
+        return json.loads(json.dumps(mask_tree({key: flat[key] for key in IDENTITY}), default=str))
 
     def open(self) -> None:
         """Takes the lease: from now on this start, and no earlier one, may write to the run's folder.
@@ -132,7 +134,8 @@ class Run:
         self.manifest.status = "running"
         self._write_lease()
         self.save()
-        self.storage.write_bytes("config.yaml", to_yaml(self.config).encode())
+        # Secrets stay out; to go on, a run reads the configuration that it is given again, not this one.
+        self.storage.write_bytes("config.yaml", to_yaml(mask_tree(to_dict(self.config))).encode())
         threading.Thread(target=self._beat, daemon=True, name="lease").start()
 
     def save(self) -> None:
@@ -188,10 +191,21 @@ class Run:
 
 
 def read_lease(storage: Storage) -> dict[str, Any] | None:
+    """None if there is none, or what is there is no lease: such a file keeps nobody out."""
     try:
-        return json.loads(storage.read_bytes("lease.json"))
+        lease = json.loads(storage.read_bytes("lease.json"))
     except (FileNotFoundError, ValueError):
         return None
+    kinds: dict[str, Any] = {
+        "attempt": str,
+        "host": str,
+        "pid": int,
+        "process_started": (int, float),
+        "time": (int, float),
+    }
+    if not isinstance(lease, dict) or not all(isinstance(lease.get(key), kind) for key, kind in kinds.items()):
+        return None
+    return lease if 0 < lease["pid"] < 2**31 else None
 
 
 def is_current(folder: str, attempt: str) -> bool:

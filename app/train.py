@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import os
 import threading
@@ -23,6 +24,8 @@ from strategies.names import ONE_PROCESS
 if TYPE_CHECKING:
     from app.driver import Driver
     from app.job import Job
+    from app.launchers.elastic import Elastic
+    from app.pending import Reserved
     from app.prepare import Prepared
     from app.tasks.base import Task
     from cluster.connect import Cluster
@@ -97,7 +100,7 @@ def _in_this_process(run: Run, console: Console, settings: Settings) -> Outcome:
 def _in_ray(run: Run, console: Console, settings: Settings) -> Outcome:
     from app.cost import meter_for
     from app.doctor.job import at_start, facts_of
-    from app.pending import wait_for_room
+    from app.pending import Reserved, wait_for_room
     from cluster.connect import check_fits, connect
 
     config = run.config
@@ -105,53 +108,75 @@ def _in_ray(run: Run, console: Console, settings: Settings) -> Outcome:
     # Ray starts its processes while this one imports torch and reads the data.
     reading = Background(lambda: _read(config))
     cluster = connect({"PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))})
+    room = Reserved(0)
     try:
         task = reading.result()
         workers, per_worker = ask_for(config, cluster)
         if not config.parallel.stage_resources:
             check_fits(cluster, workers, per_worker)
-            workers = wait_for_room(config, cluster, workers, per_worker, console)
+            room = wait_for_room(config, cluster, workers, per_worker, console)
+            workers = room.workers
         from app.driver import Driver
         from app.prepare import prepare
 
         gpus = per_worker.get("GPU", 0)
         per_node = int(cluster.largest.get("GPU", 0) / gpus) if gpus else None
+        written = copy.deepcopy(config)
         prepared = prepare(config, task, workers, devices_per_node=per_node)
+        elastic = None
+        if not config.parallel.stage_resources:
+            from app.launchers.elastic import Elastic
+
+            elastic = Elastic(written, config, task, per_worker, per_node, prepared, growing=bool(cluster.limits))
         job = facts_of(config, prepared.layout, prepared.samples, workers, per_worker, cluster.gpus)
         prepared = replace(prepared, notes=(*prepared.notes, *at_start(job)))
         driver = Driver(run, console, settings)
         driver.meter = meter_for(config, run.storage, workers, per_worker)
         kind = "GPU" if gpus else "CPU"
         where = f"{workers} {kind} worker{'s' if workers > 1 else ''} in Ray"
-        with _launcher(driver, prepared, cluster, per_worker) as launch:
+        with _launcher(driver, prepared, cluster, per_worker, room, elastic) as launch:
             return carry_out(driver, prepared, launch, where)
     finally:
         import ray
 
+        room.give_back()
         ray.shutdown()
 
 
 @contextlib.contextmanager
 def _launcher(
-    driver: Driver, prepared: Prepared, cluster: Cluster, per_worker: dict[str, float]
+    driver: Driver,
+    prepared: Prepared,
+    cluster: Cluster,
+    per_worker: dict[str, float],
+    room: Reserved,
+    elastic: Elastic | None,
 ) -> Iterator[Callable[[Job], None]]:
     """What trains a job in Ray: warm actors where there are stages or they are asked for, else Ray Train's workers."""
     if prepared.layout.dims.pp > 1 or driver.run.config.launcher == "actors":
         from app.launchers import pipeline
 
+        room.give_back()
         group = pipeline.group(driver.run.config, prepared.layout, per_worker, cluster)
+        if elastic is not None:
+            elastic.reshape = lambda job: group.become(pipeline.group(job.config, job.layout, per_worker, cluster))
         try:
             if not driver.run.finished:
                 group.start()  # the processes come up while tracking does
-            yield lambda job: group.run(job, driver)
+            yield lambda job: group.run(job, driver, elastic)
         finally:
             group.shutdown()
         return
     from app.launchers import ray_train
 
     workers = prepared.layout.dims.world_size
+
+    def launch(job: Job) -> None:
+        room.give_back()
+        ray_train.launch(job, driver, workers=workers, per_worker=per_worker, elastic=elastic)
+
     try:
-        yield lambda job: ray_train.launch(job, driver, workers=workers, per_worker=per_worker)
+        yield launch
     finally:
         ray_train.clean_up(driver.run.folder)
 

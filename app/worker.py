@@ -125,7 +125,7 @@ class Training:
         self.beat.doing = "ending"
         if not stopped:
             self.kept.keep_weights()
-        self.kept.checkpointer.wait()
+        self.kept.finish(self.progress)
         return self._summary(stopped, time.monotonic() - began)
 
     def advance(self, batches: Iterator[list[Any]]) -> bool:
@@ -225,7 +225,7 @@ class Training:
         if last or agreed.save or stop_here or (every and step % every == 0):
             self.beat.doing = "saving"
             self.kept.save(self.progress)
-        self.kept.checkpointer.check()
+        self.kept.check()
         self.beat.doing = "training"
         return stop_here and not last
 

@@ -56,8 +56,12 @@ def trireme(*arguments: str, env: dict[str, str] | None = None, timeout: float =
 
 
 def torchrun(*arguments: str, workers: int = 2, timeout: float = 120.0) -> Ended:
+    return finish(start(list(arguments), program=torchrun_program(workers=workers)), timeout)
+
+
+def torchrun_program(*more: str, workers: int = 2) -> list[str]:
     program = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={workers}", "--standalone"]
-    return finish(start(list(arguments), program=[*program, "-m", "app"]), timeout)
+    return [*program, *more, "-m", "app"]
 
 
 def finish(process: Any, timeout: float = 120.0) -> Ended:
@@ -108,6 +112,7 @@ def mlflow_run(storage: Path, name: str) -> Any:
 
     client = MlflowClient(f"sqlite:///{storage}/mlflow.db")
     experiment = client.get_experiment_by_name("trireme")
+    assert experiment is not None
     found = client.search_runs([experiment.experiment_id], f"attributes.run_name = '{name}'")
     assert len(found) == 1, [run.info.run_id for run in found]
     return found[0]

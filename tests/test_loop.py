@@ -11,7 +11,6 @@ from torch import nn
 from app.config import OptimizerConfig, ScheduleConfig
 from app.console import duration, progress_line, quantity, size
 from app.errors import NonFiniteError, UserError
-from app.faults import Failure, Kind, decide
 from app.loss_scale import LossScale
 from app.optim import build_optimizer, learning_rate
 from app.pulse import Pulse
@@ -117,31 +116,6 @@ def test_pulse_names_the_step_that_was_not_finite(losses: list[float], norm: flo
     pulse.log(3, 0.1, torch.tensor(norm))
     with pytest.raises(NonFiniteError, match=says):
         pulse.agree(3, stop=False, save=False)
-
-
-def failure(kind: Kind, step: int = 10, *, progressed: bool = True, sentence: str = "it broke") -> Failure:
-    return Failure(kind, sentence, step, progressed)
-
-
-@pytest.mark.parametrize(
-    ("history", "limit", "retry", "says"),
-    [
-        ([failure(Kind.DIED)], 3, True, "it broke"),
-        ([failure(Kind.DIED)] * 3, 3, True, "it broke"),
-        ([failure(Kind.DIED)] * 4, 3, False, "fault.max_restarts=3 is used up"),
-        ([failure(Kind.DIED)], 0, False, "fault.max_restarts is 0"),
-        ([failure(Kind.HOPELESS)], 3, False, "it broke"),
-        ([failure(Kind.EXCEPTION, progressed=False)], 3, False, "it broke"),
-        ([failure(Kind.EXCEPTION)], 3, True, "it broke"),
-        ([failure(Kind.EXCEPTION), failure(Kind.EXCEPTION)], 3, False, "twice at the same step"),
-        ([failure(Kind.EXCEPTION, 10), failure(Kind.EXCEPTION, 20)], 3, True, "it broke"),
-        ([failure(Kind.EXCEPTION), failure(Kind.EXCEPTION, sentence="another")], 3, True, "another"),
-        ([failure(Kind.DIED), failure(Kind.EXCEPTION)], 3, True, "it broke"),
-    ],
-)
-def test_decisions(history: list[Failure], limit: int, retry: bool, says: str) -> None:
-    decision = decide(history, limit)
-    assert decision.retry is retry and says in decision.reason
 
 
 def test_what_the_person_reads() -> None:

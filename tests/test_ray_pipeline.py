@@ -204,7 +204,10 @@ class Lines:
         return "".join(line for _, line in self.heard)
 
     def when(self, part: str, timeout: float = 10.0) -> float:
-        return wait_until(lambda: next((at for at, line in self.heard if part in line), None), timeout)
+        try:
+            return wait_until(lambda: next((at for at, line in self.heard if part in line), None), timeout)
+        except AssertionError:
+            raise AssertionError(f"{part!r} was not said within {timeout:g} s, but: {self.text}") from None
 
 
 def disturb(folder: Path, rank: int, number: int) -> float:

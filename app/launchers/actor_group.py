@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from app.errors import Interrupted
+from app.faults import Kind
 from app.job import Job
 from app.launchers.crew import Crew, Place
-from app.launchers.hangs import COMPILED, LOOKS_APART_SECONDS, Sign, Signs, Silence, moved, stuck
+from app.launchers.elastic import Elastic
 from app.launchers.inbox import hear, open_inbox
 from app.launchers.member import Seat
-from app.launchers.restart import Failures, WorkerLost, is_consequence, until_done
+from app.launchers.restart import Failures, NoRoom, WorkerLost, is_consequence, until_done
+from app.launchers.watching import Stuck, Watching
 
 if TYPE_CHECKING:
     from app.driver import Driver
@@ -39,8 +41,7 @@ class Attempt:
     """One run of all ranks, under way."""
 
     calls: dict[Any, int]  # the run calls that have not ended, and whose they are
-    silence: Silence
-    same: tuple[float, Signs] | None = None  # the ranks' signs, and since when they have not changed
+    watching: Watching
     failures: dict[int | None, BaseException] = field(default_factory=dict)
 
 
@@ -76,6 +77,7 @@ class ActorGroup:
         self.avoid, self.grows = list(avoid), grows
         self.crew: Crew | None = None
         self.inbox: Any = None
+        self.elastic: Elastic | None = None
         self.noticed_at: float | None = None
         """When (Unix time) the last failure was noticed."""
 
@@ -93,32 +95,48 @@ class ActorGroup:
             ray.kill(self.inbox)
         self.crew = self.inbox = None
 
-    def run(self, job: Job, driver: Driver) -> None:
+    def become(self, other: ActorGroup) -> None:
+        """Has the workers and places of another group, that was not started, from the next attempt on."""
+        self.shutdown()
+        self.workers, self.strategy, self.spares, self.needs = other.workers, other.strategy, other.spares, other.needs
+        self.bundles, self.bundle_of_rank, self.labels = other.bundles, other.bundle_of_rank, other.labels
+        self.avoid, self.grows = other.avoid, other.grows
+
+    def run(self, job: Job, driver: Driver, elastic: Elastic | None = None) -> None:
         """Trains `job` in all places, starting again after a failure as long as `app.faults.decide` says so.
 
+        elastic: how to go on with other numbers of workers; None: their number stays what it is.
         Raises: see `app.launchers.restart.until_done`.
         """
-        self.start()
-        crew = self.crew
-        assert crew is not None
-        until_done(job, driver, lambda number: self._attempt(crew, job, driver))
+        self.elastic = elastic
+        until_done(job, driver, lambda job, number: self._attempt(job, driver), elastic)
 
-    def _attempt(self, crew: Crew, job: Job, driver: Driver) -> Failures:
+    def _attempt(self, job: Job, driver: Driver) -> Failures:
         """One run of all ranks, and what ended it."""
-        if not crew.fill(driver.stop_requested, driver.console.say):
+        self.start()
+        crew, elastic = self.crew, self.elastic
+        assert crew is not None
+        full = crew.fill(
+            lambda: driver.stop_requested() or (elastic is not None and elastic.lacks(job)), driver.console.say
+        )
+        if driver.stop_requested():
             raise Interrupted("stopped before training began")
+        if not full:
+            return {None: NoRoom("the workers' places have not come back")}
         ray.get(self.inbox.begin.remote())
         try:
             store = ray.get(crew.of(0).actor.open_store.remote())
         except ray.exceptions.RayError:  # it died just now
             crew.places[0].process = None
-            return {0: WorkerLost("worker 0 died before the run began")}
-        least = job.config.fault.hang_seconds * (COMPILED if job.config.train.compile else 1.0)
-        attempt = Attempt(self._call(crew, driver.as_it_stands(job), store), Silence(least, time.monotonic()))
+            return {0: WorkerLost("worker 0")}
+        watching = Watching(job.config, crew.ask)
+        attempt = Attempt(self._call(crew, job, store), watching)
         try:
             while attempt.calls:
                 driver.check_start()
                 self._look(crew, attempt, driver)
+                if elastic is not None and not driver.starting and driver.more is None:
+                    driver.more = elastic.more(job)
         finally:
             if attempt.calls:  # a second Ctrl-C, say
                 self._break_off(crew, attempt, set(attempt.calls.values()))
@@ -145,9 +163,8 @@ class ActorGroup:
         """One round: who ended, what is new, who is silent."""
         ended, _ = ray.wait(list(attempt.calls), timeout=POLL_SECONDS)
         if hear(self.inbox, driver):
-            attempt.silence.heard(time.monotonic())
-            attempt.same = None
-            if attempt.silence.news == 2:  # the start is over
+            attempt.watching.heard()
+            if attempt.watching.silence.news == 2:  # the start is over
                 crew.have_spares()
         for call in ended:
             rank = attempt.calls.pop(call)
@@ -156,28 +173,15 @@ class ActorGroup:
         if attempt.failures:
             self.noticed_at = driver.lost()
             self._break_off(crew, attempt, set())
-        elif attempt.silence.suspicious(time.monotonic()):
-            self._look_closer(crew, attempt, driver)
+        elif found := attempt.watching.look():
+            self._end_stuck(crew, attempt, driver, found)
 
-    def _look_closer(self, crew: Crew, attempt: Attempt, driver: Driver) -> None:
-        """Asks everybody how far they are, every second; ends the attempt if nobody gets on."""
-        before, now = attempt.same, time.monotonic()
-        if before is not None and now - before[0] < LOOKS_APART_SECONDS:
-            return
-        signs = _signs(crew)
-        if before is None or moved(before[1], signs):
-            attempt.same = (now, signs)
-            return
-        found = stuck(signs, now - before[0], attempt.silence.window)
-        if found is None:
-            return
-        rank, why = found
-        silent = now - attempt.silence.since
+    def _end_stuck(self, crew: Crew, attempt: Attempt, driver: Driver, found: Stuck) -> None:
+        """Keeps where everybody stands with the run, and ends the attempt."""
         self.noticed_at = driver.lost()
-        stacks = [f"--- {crew.name(r)}\n{answer or 'does not answer'}\n" for r, answer in crew.ask("stack").items()]
-        driver.tracker.text("\n".join(stacks), f"hangs/step-{driver.step}.txt")
-        attempt.failures[rank] = WorkerLost(f"{crew.name(rank)} {why}, and nothing was heard for {silent:.0f} s")
-        self._break_off(crew, attempt, {rank} | {other for other, sign in signs.items() if sign is None})
+        driver.tracker.text(attempt.watching.stacks(crew.name), f"hangs/step-{driver.step}.txt")
+        attempt.failures[found.rank] = WorkerLost(f"{crew.name(found.rank)} {found.why}", Kind.HUNG)
+        self._break_off(crew, attempt, {found.rank} | found.dumb)
 
     def _break_off(self, crew: Crew, attempt: Attempt, culprits: set[int]) -> None:
         """Ends an attempt: culprits are killed, the others let go of it and keep their processes if they can."""
@@ -197,17 +201,15 @@ class ActorGroup:
             crew.end(crew.of(rank))
         if silent and all(is_consequence(error) for error in attempt.failures.values()):
             # Its peers lost it, and Ray does not know yet: its node is gone, or cut off.
-            attempt.failures[min(silent)] = WorkerLost(f"{crew.name(min(silent))} cannot be reached any more")
+            attempt.failures[min(silent)] = WorkerLost(
+                f"{crew.name(min(silent))} cannot be reached any more", Kind.NODE
+            )
         dead = {r: e for r, e in attempt.failures.items() if isinstance(e, ray.exceptions.RayActorError)}
         for number, error in dead.items():
             assert number is not None
-            attempt.failures[number] = WorkerLost(f"{crew.name(number)} died{_why(error)}")
+            attempt.failures[number] = WorkerLost(crew.name(number), words=str(error))
         for rank in {*silent, *culprits, *(number for number in dead if number is not None)}:
             crew.places[rank].process = None
-
-
-def _signs(crew: Crew) -> Signs:
-    return {rank: Sign(*answer) if answer is not None else None for rank, answer in crew.ask("beat").items()}
 
 
 def _error_of(call: Any) -> BaseException | None:
@@ -219,12 +221,3 @@ def _error_of(call: Any) -> BaseException | None:
     except ray.exceptions.RayError as error:
         return error
     return None
-
-
-def _why(error: BaseException) -> str:
-    """What Ray knows of the reason, in a few words."""
-    if isinstance(error, ray.exceptions.OutOfMemoryError) or "NODE_OUT_OF_MEMORY" in str(error):
-        return ", ended by Ray because its node ran out of memory"
-    if "node died" in str(error).lower() or "NODE_DIED" in str(error):
-        return " with its node"
-    return ""

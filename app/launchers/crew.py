@@ -7,7 +7,6 @@ resources stay the placement group's, so nobody else gets them.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,14 +14,14 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from app.errors import RunFailed
-from app.launchers.member import Hello, Member, kill, kill_there
+from app.launchers.member import Hello, Member, kill_at
+from app.launchers.watching import ANSWER_SECONDS, gather
 from app.pending import look, selector
 
 STARTS = 5  # of one place in a row, before it is given up
-ANSWER_SECONDS = 1.0
 SAY_AFTER_SECONDS = 15.0
 
 
@@ -91,15 +90,7 @@ class Crew:
 
     def ask(self, method: str) -> dict[int, Any]:
         """What every rank answers; None for those that do not within `ANSWER_SECONDS`."""
-        calls = {rank: getattr(self.of(rank).actor, method).remote() for rank in range(len(self.places))}
-        ray.wait(list(calls.values()), num_returns=len(calls), timeout=ANSWER_SECONDS)
-        answers: dict[int, Any] = {}
-        for rank, call in calls.items():
-            try:
-                answers[rank] = ray.get(call, timeout=0)
-            except ray.exceptions.RayError:
-                answers[rank] = None
-        return answers
+        return gather({rank: getattr(self.of(rank).actor, method).remote() for rank in range(len(self.places))})
 
     # --- filling places -----------------------------------------------------------------------------------------
 
@@ -227,14 +218,8 @@ class Crew:
         """Ends a process, also one that is stopped or deep in a kernel: Ray's own way would wait for it."""
         ray.kill(process.actor)
         hello = process.hello
-        if hello is None:
-            return
-        if hello.node_id == ray.get_runtime_context().get_node_id():
-            kill(hello.pid)
-            return
-        there = NodeAffinitySchedulingStrategy(hello.node_id, soft=False)
-        with contextlib.suppress(ray.exceptions.RayError):
-            kill_there.options(scheduling_strategy=there).remote(hello.pid)
+        if hello is not None:
+            kill_at(hello.node_id, hello.pid)
 
 
 def _last_line(error: BaseException) -> str:

@@ -15,34 +15,14 @@ import ray
 
 from app.beat import Beat
 from app.job import Job, Place
+from app.launchers.box import Inbox
 from app.launchers.output import worker_output
+from app.launchers.whereabouts import NO_NEWS, Where, here
 from app.storage import Storage
 from cluster.notice import Watch
 
 if TYPE_CHECKING:
     from app.driver import Driver
-
-
-@ray.remote(num_cpus=0)
-class Inbox:
-    """What workers have said and the driver has not yet heard; and whether they are to stop."""
-
-    def __init__(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        """Forgets an earlier run."""
-        self.events: list[dict[str, Any]] = []
-        self.stop = False
-
-    def put(self, events: list[dict[str, Any]]) -> bool:
-        self.events += events
-        return self.stop
-
-    def drain(self, stop: bool) -> list[dict[str, Any]]:
-        self.stop = self.stop or stop
-        events, self.events = self.events, []
-        return events
 
 
 class InboxChannel:
@@ -56,7 +36,7 @@ class InboxChannel:
         self.beat = Beat()
 
     def emit(self, event: dict[str, Any]) -> None:
-        if self.rank and event["type"] not in ("warning", "system"):
+        if self.rank and event["type"] not in NO_NEWS:
             return
         self.waiting.append(event)
         if event["type"] != "metrics":
@@ -87,10 +67,10 @@ def open_inbox() -> Any:
 
 def hear(inbox: Any, driver: Driver) -> int:
     """Hands what has come to the driver; how many events tell that training gets on."""
-    events = ray.get(inbox.drain.remote(driver.stop_requested()))
+    events = ray.get(inbox.drain.remote(driver.stop_requested() or driver.more is not None))
     for event in events:
         driver.emit(event)
-    return sum(event["type"] not in ("system", "warning") for event in events)
+    return sum(event["type"] not in NO_NEWS for event in events)
 
 
 def _heed_notice(job: Job, channel: InboxChannel) -> Watch:
@@ -99,9 +79,16 @@ def _heed_notice(job: Job, channel: InboxChannel) -> Watch:
     def told(why: str) -> None:
         channel.beat.save = True
         text = f"the node {ray.util.get_node_ip_address()} is about to go ({why}): saving a checkpoint"
-        channel.emit({"type": "warning", "text": text})
+        node = ray.get_runtime_context().get_node_id()
+        channel.emit({"type": "notice", "node": node, "why": why, "text": text})
 
     return Watch(job.spot, told)
+
+
+def _here(job: Job, rank: int) -> Where:
+    context, storage = ray.get_runtime_context(), Storage(job.folder)
+    log = storage.local_path / "logs" / f"rank-{rank}.log" if storage.is_local else None
+    return here(rank, ray.util.get_node_ip_address(), context.get_node_id(), log, context.current_actor)
 
 
 def work(job: Job, place: Place, channel: InboxChannel, node_rank: int) -> None:
@@ -113,6 +100,7 @@ def work(job: Job, place: Place, channel: InboxChannel, node_rank: int) -> None:
         os.chdir(job.cwd)
         if job.cwd not in sys.path:
             sys.path.insert(0, job.cwd)
+    channel.emit({"type": "here", "where": _here(job, place.rank)})
     with worker_output(Storage(job.folder), place.rank), contextlib.ExitStack() as stack:
         if place.local_rank == 0:  # one worker of each node watches it
             every = job.config.tracking.system_metrics_every

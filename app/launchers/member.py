@@ -9,20 +9,19 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import signal
 import socket
-import sys
-import threading
-import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from app.beat import Beat
 from app.job import Job, Place
+from app.launchers import answers
 from app.launchers.inbox import InboxChannel, work
+from app.launchers.whereabouts import kill
 
 PROCESS_GROUP_SECONDS = 1800.0
 """The supervisor ends what hangs long before this."""
@@ -55,8 +54,6 @@ class Member:
     def __init__(self) -> None:
         import app.worker  # noqa: F401  what takes seconds, done before anybody waits for it
 
-        self.channel: InboxChannel | None = None
-        self.thread = 0
         self.opened_before: set[int] = set()
         self.store: Any = None
 
@@ -84,16 +81,16 @@ class Member:
 
         if seat.rank:
             self.opened_before = _listening()
-        self.thread = threading.get_ident()
-        self.channel = InboxChannel(inbox, seat.rank)
+        channel = InboxChannel(inbox, seat.rank)
+        answers.NOW.begin(channel)
         device = torch.device("cuda", 0) if seat.use_gpu else torch.device("cpu")
         try:
             self._join(seat)
             place = Place(seat.rank, seat.world_size, seat.local_rank, device)
-            work(job, place, self.channel, seat.node_rank)
+            work(job, place, channel, seat.node_rank)
             torch.distributed.barrier()  # nobody tears its connections down while another rank still uses them
         finally:
-            self.channel, self.thread = None, 0
+            answers.NOW.end()
             self._leave()
 
     def _join(self, seat: Seat) -> None:
@@ -137,45 +134,41 @@ class Member:
 
     @ray.method(concurrency_group="watch")
     def beat(self) -> tuple[Beat, bool]:
-        """How far the run is, and whether it waits for its peers just now."""
-        channel = self.channel
-        return (channel.beat if channel else Beat()), _waits_for_peers(self._frames())
+        return answers.beat()
 
     @ray.method(concurrency_group="watch")
     def stack(self) -> str:
-        """Where the run stands, innermost call last."""
-        frames = self._frames()
-        return "".join(traceback.format_list(frames)) if frames else "not in a run\n"
+        return answers.stack()
 
     @ray.method(concurrency_group="watch")
     def let_go(self) -> int:
         """Makes every collective of the run fail now; the number of connections that were cut."""
         import torch.distributed as dist
 
-        if self.thread and dist.is_initialized() and dist.get_backend() != "gloo":
+        if answers.NOW.thread and dist.is_initialized() and dist.get_backend() != "gloo":
             with contextlib.suppress(Exception):  # gloo's groups have no abort
                 dist.distributed_c10d._abort_process_group()
-        return _cut(self.opened_before) if self.thread else 0
+        return _cut(self.opened_before) if answers.NOW.thread else 0
 
     @ray.method(concurrency_group="watch")
     def end(self, pid: int) -> None:
         """Kills a process of this node."""
         kill(pid)
 
-    def _frames(self) -> traceback.StackSummary | list[traceback.FrameSummary]:
-        frame = sys._current_frames().get(self.thread)
-        return traceback.extract_stack(frame) if frame else []
-
-
-def kill(pid: int) -> None:
-    """Ends a process at once, also one that is stopped."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
 
 @ray.remote(num_cpus=0)
 def kill_there(pid: int) -> None:
     kill(pid)
+
+
+def kill_at(node: str, pid: int) -> None:
+    """Ends a process of the node with this id; does not wait for it."""
+    if node == ray.get_runtime_context().get_node_id():
+        kill(pid)
+        return
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    with contextlib.suppress(ray.exceptions.RayError):
+        kill_there.options(scheduling_strategy=there).remote(pid)
 
 
 def _interface(ip: str) -> str | None:
@@ -213,11 +206,3 @@ def _cut(before: set[int]) -> int:
                 connection.shutdown(socket.SHUT_RDWR)
                 count += 1
     return count
-
-
-def _waits_for_peers(frames: traceback.StackSummary | list[traceback.FrameSummary]) -> bool:
-    """Whether the innermost calls are of torch.distributed, or wait for a transfer."""
-    inner = list(frames)[-4:]
-    return any("torch/distributed" in frame.filename for frame in inner) or any(
-        ".wait(" in (frame.line or "") for frame in inner[-1:]
-    )

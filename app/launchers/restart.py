@@ -1,15 +1,20 @@
-"""Trying again: what ended the workers, in one sentence, and whether another start makes sense."""
+"""Trying again: what ended the workers, in one sentence, and what to go on with; decided by `app.faults`."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import ray
 
+from app.cost import rate_now
 from app.errors import Interrupted, NonFiniteError, RunFailed, UserError
-from app.faults import Failure, Kind, decide
+from app.faults import Action, Death, Decision, Failure, Kind, death_of, decide
 from app.job import Job
+from app.launchers.elastic import Elastic, limits_of, living
+from app.launchers.whereabouts import kernel_kills, last_words
 from strategies.dims import LayoutError
 
 if TYPE_CHECKING:
@@ -21,14 +26,27 @@ Failures = Mapping[int | None, BaseException]
 
 HOPELESS = (UserError, LayoutError, NonFiniteError)
 """What trying again cannot mend, and says so in a sentence of its own."""
+ANSWER_SECONDS = 3.0
 
 
 class WorkerLost(Exception):
-    """A worker is gone or hangs; says which, where and since when."""
+    """A worker is gone or hangs; says which, where and since when; of one that DIED, only which and where.
+
+    words: Ray's, about its end."""
+
+    def __init__(self, sentence: str, kind: Kind = Kind.DIED, words: str = "") -> None:
+        super().__init__(sentence)
+        self.kind, self.words = kind, words
 
 
-def until_done(job: Job, driver: Driver, attempt: Callable[[int], Failures]) -> None:
-    """Calls `attempt` (given how many went before) until it finishes or `decide` gives up.
+class NoRoom(Exception):
+    """The workers' places have not come back in the time they have for it."""
+
+
+def until_done(job: Job, driver: Driver, attempt: Callable[[Job, int], Failures], elastic: Elastic | None) -> None:
+    """Calls `attempt` (with the job, and how many went before) until it finishes or `decide` gives up.
+
+    elastic: how to go on with other numbers of workers; None: their number stays what it is.
 
     Raises:
         UserError, LayoutError, NonFiniteError: a worker found something that trying again cannot mend.
@@ -36,34 +54,141 @@ def until_done(job: Job, driver: Driver, attempt: Callable[[int], Failures]) -> 
         Interrupted: asked to stop, and the checkpoint is saved.
     """
     history: list[Failure] = []
-    while failures := attempt(len(history)):
+    number = 0
+    while True:
+        driver.whereabouts.begin()
+        driver.summary = {}
+        failures = attempt(driver.as_it_stands(job), number)
+        driver.whereabouts.end()
+        number += 1
+        more, driver.more = driver.more, None
+        paused = driver.summary.get("stopped") and not driver.stop_requested()
+        if not failures and elastic is not None and more is not None and paused:
+            driver.lost()
+            job = _resize(job, driver, elastic, more, f"there is room for {more} workers again")
+            continue
+        if not failures:
+            break
         driver.lost()
-        failure = classify(failures, driver)
-        history.append(failure)
-        decision = decide(history, job.config.fault.max_restarts)
-        if not decision.retry:
+        history.append(classify(failures, driver, history))
+        driver.failures += history[-1].kind is not Kind.NO_ROOM
+        there = elastic.look(job) if elastic is not None else None
+        decision = decide(history, elastic.limits if elastic else limits_of(job.config), there)
+        if decision.action is Action.GIVE_UP:
             raise root_cause(failures, decision.reason)
-        driver.console.say(f"{failure.sentence}; starting again from the last checkpoint")
-        driver.tracker.tags({"trireme.restarts": str(len(history)), "trireme.last_failure": failure.sentence})
+        job = _carry_out(decision, job, driver, elastic, history)
+        _pause(driver, decision.pause)
     if driver.summary.get("stopped"):
         raise Interrupted(f"stopped after step {driver.summary['step']:,}")
 
 
-def classify(failures: Failures, driver: Driver) -> Failure:
+def _carry_out(decision: Decision, job: Job, driver: Driver, elastic: Elastic | None, history: list[Failure]) -> Job:
+    """Says what happened and what is done about it; the job to go on with."""
+    newest, count = history[-1], sum(f.kind is not Kind.NO_ROOM for f in history)
+    driver.tracker.tags({"trireme.restarts": str(count), "trireme.last_failure": newest.sentence})
+    if decision.node:
+        job.config.cluster.exclude_nodes = [*job.config.cluster.exclude_nodes, decision.node]
+        driver.tracker.tags({"trireme.excluded_nodes": ",".join(job.config.cluster.exclude_nodes)})
+    if elastic is not None and decision.action in (Action.SMALLER, Action.EXCLUDE):
+        return _resize(job, driver, elastic, decision.workers, decision.reason)
+    then = "waiting for their places" if decision.action is Action.WAIT else "starting again from the last checkpoint"
+    after = f" in {decision.pause:g} s" if decision.pause > 1 and decision.action is not Action.WAIT else ""
+    driver.console.say(f"{decision.reason}; {then}{after}")
+    return job
+
+
+def _resize(job: Job, driver: Driver, elastic: Elastic, workers: int, reason: str) -> Job:
+    """The job with another number of workers (or on other nodes), and its places."""
+    before, job = job.layout, elastic.job(job, workers)
+    passes = "" if job.layout.dims.dp == before.dims.dp else f" ({job.layout})"
+    driver.console.say(f"{reason}; going on with {workers} of {elastic.wanted} workers{passes} after the last save")
+    driver.tracker.metrics(driver.step, {"fault/workers": float(workers)})
+    driver.tracker.tags({"trireme.workers": str(workers)})
+    driver.resized = True
+    if driver.meter is not None:
+        driver.stop_requested()  # counts what was spent at the rate until now
+        driver.meter.rate = rate_now(job.config, workers, elastic.per_worker) or driver.meter.rate
+    elastic.reshape(job)
+    return job
+
+
+def _pause(driver: Driver, seconds: float) -> None:
+    """Waits, unless somebody asks to stop."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        driver.check_start()
+        time.sleep(0.1)
+
+
+# --- what happened ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What ended the workers."""
+
+    kind: Kind
+    sentence: str
+
+
+def classify(failures: Failures, driver: Driver, history: list[Failure]) -> Failure:
     """What ended the workers, in one sentence, and what kind of thing it was."""
     rank, original = first_cause(failures)
+    cause = _cause(rank, original, driver)
+    if cause.kind is Kind.NO_ROOM and history:
+        cause = Cause(Kind.NO_ROOM, history[-1].sentence)
+    where = driver.whereabouts.ranks.get(rank) if rank is not None else None
+    return Failure(
+        cause.kind, cause.sentence, driver.step, driver.progressed, where.node if where else "", at=time.time()
+    )
+
+
+def _cause(rank: int | None, original: BaseException, driver: Driver) -> Cause:
     if isinstance(original, (*HOPELESS, RunFailed)):
-        kind, sentence = Kind.HOPELESS, str(original)
-    elif isinstance(original, WorkerLost):
-        kind, sentence = Kind.DIED, str(original)
-    elif _is_death(original):
-        kind, sentence = Kind.DIED, f"worker {rank} died" if rank is not None else "a worker died"
-    else:
-        text = (str(original).strip().splitlines() or [""])[0]
-        at = f" on worker {rank}" if rank is not None else ""
-        log = f" (see {driver.run.local_folder}/logs/rank-{rank}.log)" if rank is not None else ""
-        kind, sentence = Kind.EXCEPTION, f"{type(original).__name__}{at}: {text}{log}"
-    return Failure(kind, sentence, driver.step, driver.progressed)
+        return Cause(Kind.HOPELESS, str(original))
+    if isinstance(original, NoRoom):
+        return Cause(Kind.NO_ROOM, str(original))
+    if isinstance(original, WorkerLost) and (original.kind is not Kind.DIED or rank is None):
+        return Cause(original.kind, str(original))
+    if isinstance(original, WorkerLost) or _is_death(original):
+        return Cause(*death_of(_death(rank, original, driver)))
+    text = (str(original).strip().splitlines() or [""])[0]
+    at = f" on worker {rank}" if rank is not None else ""
+    log = f" (see {driver.run.local_folder}/logs/rank-{rank}.log)" if rank is not None else ""
+    return Cause(Kind.EXCEPTION, f"{type(original).__name__}{at}: {text}{log}")
+
+
+def _death(rank: int | None, error: BaseException, driver: Driver) -> Death:
+    """What its node, its log and Ray know of a rank's end."""
+    where = driver.whereabouts.ranks.get(rank) if rank is not None else None
+    who, text = (str(error), error.words) if isinstance(error, WorkerLost) else ("", str(error))
+    memory = isinstance(error, ray.exceptions.OutOfMemoryError) or "OUT_OF_MEMORY" in text or "OutOfMemory" in text
+    if where is None:
+        return Death(who or (f"worker {rank}" if rank is not None else "a worker"), driver.step, ray_memory=memory)
+    log = driver.run.local_folder / "logs" / f"rank-{rank}.log"
+    gone = "node died" in text.lower() or "NODE_DIED" in text or not living(where.node)
+    kills = None if gone else _kernel_kills_at(where.node)
+    return Death(
+        who or str(where),
+        driver.step,
+        node_gone=gone or not living(where.node),
+        announced=driver.whereabouts.announced.get(where.node, ""),
+        kernel_kills=max(0, kills - where.kernel_kills) if kills is not None else 0,
+        ray_memory=memory,
+        last_words=last_words(log, where.log_bytes),
+    )
+
+
+def _kernel_kills_at(node: str) -> int | None:
+    """A node's count; None if it does not answer soon."""
+    if node == ray.get_runtime_context().get_node_id():
+        return kernel_kills()
+    there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+    asked = ray.remote(num_cpus=0)(kernel_kills).options(scheduling_strategy=there).remote()
+    try:
+        return ray.get(asked, timeout=ANSWER_SECONDS)
+    except ray.exceptions.RayError:
+        return None
 
 
 def root_cause(failures: Failures, reason: str) -> Exception:

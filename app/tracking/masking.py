@@ -28,6 +28,7 @@ _ASSIGNMENTS = (
     ),
 )
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_OF_A_VOCABULARY = {"pad", "eos", "bos", "unk", "mask", "sep", "cls", "special", "start", "end", "stop", "image", "new"}
 _NO_SECRET = {"", "null", "none", "true", "false", "~", HIDDEN}
 
 
@@ -41,13 +42,17 @@ def looks_secret(name: str) -> bool:
 
 def mask_uri(text: str) -> str:
     """`scheme://user:password@host` anywhere in the text becomes `scheme://***@host`; likewise `?token=…`."""
-    text = _CREDENTIALS_IN_URI.sub(lambda match: f"{match['scheme']}{HIDDEN}@", text)
-    text = _SECRET_IN_QUERY.sub(lambda match: match["name"] + HIDDEN, text)
+    text = _without_credentials(text)
     for variable in _SECRET_ENVIRONMENT:
         value = os.environ.get(variable, "")
         if len(value) >= 4:  # shorter ones would eat ordinary words
             text = text.replace(value, HIDDEN)
     return text
+
+
+def _without_credentials(text: str) -> str:
+    text = _CREDENTIALS_IN_URI.sub(lambda match: f"{match['scheme']}{HIDDEN}@", text)
+    return _SECRET_IN_QUERY.sub(lambda match: match["name"] + HIDDEN, text)
 
 
 def mask_text(text: str) -> str:
@@ -74,6 +79,31 @@ def mask_value(name: str, value: object) -> object:
     if looks_secret(name) and not (value is None or isinstance(value, (bool, int, float))) and value != "":
         return HIDDEN
     return mask_uri(value) if isinstance(value, str) else value
+
+
+def surely_secret(name: str) -> bool:
+    """Whether a configuration's key names a secret and nothing else: `hf_token`, `api_key`, `db.password`; not
+    `pad_token` (a word of a vocabulary) or `label_key` (a column)."""
+    words = [word for word in re.split(r"[^a-z0-9]+", _CAMEL.sub("_", name.rpartition(".")[2]).lower()) if word]
+    if not words or words[-1] not in _SECRET_WORDS or (len(words) > 1 and words[-2] in _OF_A_VOCABULARY):
+        return False
+    return words[-1] != "key" or (len(words) > 1 and words[-2] in ("api", "access", "secret", "private", "auth"))
+
+
+def mask_tree(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """The same nested mapping, its secrets hidden: what a run may write down. Everything else stays as it is."""
+
+    def masked(key: str, value: object) -> object:
+        if isinstance(value, Mapping):
+            return mask_tree(value, f"{key}.")
+        if isinstance(value, (list, tuple)):
+            return [masked(key, one) for one in value]
+        if not isinstance(value, str) or not value:
+            return value
+        known = value in (os.environ.get(variable) for variable in _SECRET_ENVIRONMENT)
+        return HIDDEN if known or surely_secret(key) else _without_credentials(value)
+
+    return {name: masked(f"{prefix}{name}", value) for name, value in values.items()}
 
 
 def flatten(values: Mapping[str, object], prefix: str = "", *, hide: bool = True) -> dict[str, object]:

@@ -184,7 +184,7 @@ def main() -> None:
     os.environ.update(_ENVIRONMENT)
     for variable in _NOT_OURS:
         os.environ.pop(variable, None)
-    os.nice(5)  # training comes first
+    os.nice(10)  # training comes first, and so does what starts it
     pipe = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever anybody prints goes to the log
     sys.stdout = sys.stderr = MaskedStream(sys.stderr)  # type: ignore[assignment]

@@ -1,0 +1,85 @@
+"""Faults as runs meet them: a rank killed under torchrun, nodes that go and come back."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.running import POINTS, committed, curve, environment, mlflow_run, start, trireme, wait_until, weights
+from tests.running import torchrun_program as torchrun
+from tests.test_ray_pipeline import Lines, disturb
+
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+
+SLOW = [*POINTS, "train.steps=60", "task_args.step_seconds=0.05", "checkpoint.every_steps=5", "train.log_every=1"]
+
+
+def close(ours: dict[int, float], theirs: dict[int, float]) -> bool:
+    """Whether two loss curves are the same to rounding."""
+    return ours.keys() == theirs.keys() and all(abs(ours[at] - theirs[at]) <= 1e-4 * abs(theirs[at]) for at in theirs)
+
+
+def single(storage: Path, *more: str) -> dict[int, float]:
+    one = trireme(
+        "train", *SLOW, "task_args.step_seconds=0", "launcher=local", "run.name=one", f"run.storage={storage}", *more
+    )
+    assert one.code == 0, one.err
+    return curve(storage, "one")
+
+
+def test_torchrun_starts_again_by_itself(tmp_path: Path) -> None:
+    arguments = ["train", *SLOW, "run.name=run", f"run.storage={tmp_path}"]
+    process = start(arguments, program=torchrun("--max-restarts=2"))
+    lines, folder = Lines(process), tmp_path / "run"
+    wait_until(lambda: max(committed(folder), default=0) >= 10, 60)
+    disturb(folder, 1, signal.SIGKILL)
+    assert process.wait(90) == 0, lines.text
+    assert "continuing after step" in lines.text
+    assert close(curve(tmp_path, "run"), single(tmp_path)), "no step lost, none twice, in one MLflow run"
+    assert mlflow_run(tmp_path, "run").info.status == "FINISHED"
+
+
+@pytest.fixture
+def nodes() -> Iterator[Any]:
+    """A Ray cluster of a head without CPUs and four nodes with one each, on this machine."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "num_gpus": 0, "include_dashboard": False})
+    try:
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+@pytest.mark.parametrize("launcher", ["ray", "actors"])
+def test_four_three_two_four_workers(tmp_path: Path, nodes: Any, launcher: str) -> None:
+    def add() -> Any:
+        return nodes.add_node(num_cpus=1, num_gpus=0)
+
+    living = [add() for _ in range(4)]
+    own = ["train.steps=3000", "train.global_batch_size=12", "train.micro_batch_size=2", "checkpoint.every_steps=20"]
+    arguments = ["train", *SLOW, *own, f"launcher={launcher}", "workers=4", "strategy=ddp", "fault.elastic_seconds=2"]
+    arguments += ["run.name=run", f"run.storage={tmp_path}", "fault.max_restarts=9", "fault.spares=0"]
+    env = environment(RAY_ADDRESS=nodes.address, RAY_AUTH_MODE="disabled")
+    process = start([word for word in arguments if not word.startswith("task_args.step")], env=env)
+    lines, folder = Lines(process), tmp_path / "run"
+
+    def further() -> None:
+        now = max(committed(folder), default=0)
+        wait_until(lambda: max(committed(folder), default=0) >= now + 20, 60)
+
+    further()
+    for left in (3, 2):
+        nodes.remove_node(living.pop(), allow_graceful=False)
+        lines.when(f"going on with {left} of 4 workers", 60)
+        further()
+    living += [add(), add()]
+    lines.when("there is room for 4 workers again; going on with 4 of 4", 60)
+    assert process.wait(120) == 0, lines.text
+    assert close(curve(tmp_path, "run"), single(tmp_path, *own)), "one curve, as with one worker"
+    assert weights(folder).keys() == weights(tmp_path / "one").keys()
+    assert list(curve(tmp_path, "run", "fault/workers").values()) == [3.0, 2.0, 4.0]
