@@ -195,10 +195,17 @@ def check_ever(shape: ClusterShape, workers: str, per_worker: Resources) -> None
     room = _per_node(shape.head, per_worker)
     for count, nodes in rows:
         room, left = room + count * min(nodes, left), left - min(nodes, left)
+    where = shape.path or shape.name
+    if not room:
+        largest = max(known, key=lambda kind: (kind.gpus, kind.cpus))
+        raise ClusterError(
+            f"no machine of {where} can ever hold a worker of {words(per_worker)}: the largest has "
+            f"{largest.gpus} GPUs and {largest.cpus:g} CPUs"
+        )
     if room < int(workers):
         raise ClusterError(
-            f"{workers} workers of {words(per_worker)} each can never fit on {shape.path or shape.name}, which can "
-            f"grow to room for {room}: write workers={max(room, 1)}, or raise its limits"
+            f"{workers} workers of {words(per_worker)} each can never fit on {where}, which can "
+            f"grow to room for {room}: write workers={room}, or raise its limits"
         )
 
 

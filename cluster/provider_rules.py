@@ -156,6 +156,10 @@ def aws_node(document: Document, path: tuple[Any, ...], config: dict[str, Any]) 
     service = _run_instances(Loader, ServiceModel)
     given = {key: value for key, value in config.items() if key not in ("SubnetIds", "MinCount", "MaxCount")}
     report = ParamValidator().validate(given | {"MinCount": 1, "MaxCount": 1}, service)
+    kind, kinds = config.get("InstanceType"), service.members["InstanceType"].enum
+    if isinstance(kind, str) and kind not in kinds:
+        said = f"EC2 has no instance type {kind!r} that botocore knows{nearest(kind, kinds)}"
+        found.append(document.fault((*path, "InstanceType"), f"{said} (a newer one: pip install --upgrade boto3)"))
     for reason, name, more in report._errors:
         inner = _aws_path(name)
         where = (*path, *inner)

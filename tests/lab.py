@@ -29,6 +29,7 @@ from typing import Any
 from tests.running import ROOT, end_tree
 
 NETWORK = "10.77.0"
+SPACE = ["unshare", "--pid", "--mount", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc"]
 
 
 def unavailable() -> str:
@@ -48,24 +49,7 @@ def unavailable() -> str:
     if tried.returncode:
         return f"no network namespaces here (CAP_SYS_ADMIN is missing): {tried.stderr.strip()}"
     try:
-        tried = subprocess.run(
-            [
-                "ip",
-                "netns",
-                "exec",
-                name,
-                "unshare",
-                "--pid",
-                "--mount",
-                "--uts",
-                "--ipc",
-                "--fork",
-                "--mount-proc",
-                "true",
-            ],
-            capture_output=True,
-            text=True,
-        )
+        tried = subprocess.run(["ip", "netns", "exec", name, *SPACE, "true"], capture_output=True, text=True)
         return f"no namespaces for hosts here: {tried.stderr.strip()}" if tried.returncode else ""
     finally:
         subprocess.run(["ip", "netns", "del", name], check=False)
@@ -163,11 +147,10 @@ class Lab:
         )
         text = text.replace("HOME/", f"{home}/").replace("NAME", f"host{host}")
         script.write_text(text.replace("ADDRESS", self.address(host)))
-        space = ["unshare", "--pid", "--mount", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc"]
         with (home / "init.log").open("wb") as log:
             self.processes.append(
                 subprocess.Popen(
-                    ["ip", "netns", "exec", name, *space, "sh", str(script)],
+                    ["ip", "netns", "exec", name, *SPACE, "sh", str(script)],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -256,10 +239,9 @@ class Lab:
             process.kill()  # unshare --kill-child: the host's init goes with it
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
-        names = [self.namespace(host) for host in range(self.count)] + [self.namespace("br")]
-        for name in names:
+        for name in [self.namespace(host) for host in (*range(self.count), "br")]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
-        for _ in range(20):
+        for _try in range(20):
             shutil.rmtree(self.folder, ignore_errors=True)
             if not self.folder.exists():
                 break
@@ -284,6 +266,18 @@ def _sweep() -> None:
         ]
         if not any(inside):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def onprem(lab: Lab) -> Path:
+    """cluster/onprem.yaml with the addresses of the lab's first three hosts in it: the head, then two workers."""
+    text = (ROOT / "cluster" / "onprem.yaml").read_text()
+    for host, written in enumerate(("192.168.1.10", "192.168.1.11", "192.168.1.12")):
+        text = text.replace(written, lab.address(host))
+    text = text.replace("ssh_user: ubuntu", "ssh_user: root").replace("/mnt/shared", str(lab.shared))
+    text = text.replace("--object-store-memory=1000000000", "--object-store-memory=100000000")
+    file = lab.folder / "cluster.yaml"
+    file.write_text(text)
+    return file
 
 
 @contextlib.contextmanager

@@ -17,7 +17,8 @@ FAKE_HEAD = "fffffffffffffffffffffffffffffffffffffffffffffffffff00000"  # what R
 CONFIG = {
     "cluster_name": "fake",
     "max_workers": 3,
-    "idle_timeout_minutes": 0.3,  # longer than a run prepares and ends on a loaded machine
+    # Longer than Ray Train takes to its own placement group; until it begins, the run keeps its places itself.
+    "idle_timeout_minutes": 0.3,
     "upscaling_speed": 8,
     "provider": {
         "type": "external",

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab import Lab, isolate, unavailable
+from tests.lab import Lab, isolate, onprem, unavailable
 from tests.running import POINTS, ROOT, committed, end_tree, wait_until
 
 WHY_NOT = unavailable()
@@ -48,18 +48,6 @@ class Site:
     def doctor(self, *more: str) -> subprocess.CompletedProcess[str]:
         ray = {"RAY_AUTH_MODE": "token", "RAY_ADDRESS": f"{self.lab.address(HEAD)}:6379"}
         return self.lab.trireme(HEAD, "doctor", *more, **ray)
-
-
-def onprem(lab: Lab) -> Path:
-    """cluster/onprem.yaml with the lab's addresses in it."""
-    text = (ROOT / "cluster" / "onprem.yaml").read_text()
-    for written, host in (("192.168.1.10", HEAD), ("192.168.1.11", FIRST), ("192.168.1.12", SECOND)):
-        text = text.replace(written, lab.address(host))
-    text = text.replace("ssh_user: ubuntu", "ssh_user: root").replace("/mnt/shared", str(lab.shared))
-    text = text.replace("--object-store-memory=1000000000", "--object-store-memory=100000000")
-    file = lab.folder / "cluster.yaml"
-    file.write_text(text)
-    return file
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from app.config import Config
 from app.console import Console
-from app.cost import Meter, Rate, check_budget, must_stop, rate_of
+from app.cost import Meter, Rate, check_budget, idle_rate, must_stop, rate_of
 from app.driver import Driver
 from app.errors import Interrupted, UserError
 from app.pending import decide
@@ -21,6 +22,7 @@ from cluster.connect import limits_of
 from cluster.errors import ClusterError
 from cluster.pending import Diagnosis, Growth, Holder, NodeState, check_ever, diagnose
 from cluster.shape import ClusterShape, NodeType, read_cluster
+from cluster.status import price_of
 from tests.running import POINTS, trireme
 
 BIG = NodeType("big", 8, "h100-80gb", 96.0, 0, None, None, 55.0, False, 0, 2)
@@ -98,13 +100,17 @@ def test_free_but_scattered() -> None:
 
 @pytest.mark.parametrize(
     ("workers", "per_worker", "room"),
-    [("21", {"GPU": 1.0}, 19), ("3", {"GPU": 8.0}, 2), ("1", {"GPU": 9.0}, 0), ("400", {"CPU": 1.0}, 220)],
+    [("21", {"GPU": 1.0}, 19), ("3", {"GPU": 8.0}, 2), ("400", {"CPU": 1.0}, 220)],
 )
 def test_a_job_larger_than_the_cluster_can_ever_be(workers: str, per_worker: dict[str, float], room: int) -> None:
     with pytest.raises(ClusterError, match=f"room for {room}"):
         check_ever(SHAPE, workers, per_worker)
-    if room:
-        check_ever(SHAPE, str(room), per_worker)
+    check_ever(SHAPE, str(room), per_worker)
+
+
+def test_a_worker_larger_than_any_machine() -> None:
+    with pytest.raises(ClusterError, match=r"can ever hold a worker of GPU 9: the largest has 8 GPUs"):
+        check_ever(SHAPE, "1", {"GPU": 9.0})
 
 
 def config(**more: Any) -> Config:
@@ -140,6 +146,11 @@ def test_the_rate_is_the_share_of_the_nodes() -> None:
     listed = rate_of(8, {"GPU": 1.0}, nodes[1:2], None, {"big": "H100"})
     assert listed and 10 < listed.dollars_per_hour < 200 and "list price" in listed.source
     assert rate_of(8, {"GPU": 1.0}, nodes[1:2], None, {}) is None, "nobody knows the price"
+    free: list[dict[str, float]] = [{"CPU": 1.0}, {"GPU": 6.0}, {}][: len(nodes)]
+    full = idle_rate(nodes, [dict(total) for _, _, total in nodes], SHAPE, {})
+    assert full == pytest.approx(sum(price_of(SHAPE, kind, head=head) or 0 for kind, head, _ in nodes))
+    assert idle_rate(nodes, [{} for _ in nodes], SHAPE, {}) == 0.0, "everything is held"
+    assert 0 < idle_rate(nodes, free, SHAPE, {}) < full
     with pytest.raises(UserError, match=r"cluster\.file"):
         check_budget(5.0, None)
     check_budget(None, None)
@@ -176,6 +187,11 @@ def test_the_meter_goes_on_over_starts_and_knows_what_was_wasted(tmp_path: Path)
     assert not later.look(stepping=True, started=True)
     now[0] += 2
     assert later.look(stepping=True, started=True) and not later.look(stepping=True, started=True), "said once"
+    beside = Meter(Rate(1.0, ""), None, storage, lambda: now[0], lambda: 3600.0)  # a dollar a second stands idle
+    for seconds in (10, 10, 20):
+        now[0] += seconds
+        beside.look(stepping=True, started=True)
+    assert beside.metrics(1)["cost/idle_dollars"] == 40.0 and "cost $40.00 beside it" in beside.total()
 
 
 def test_workers_are_ended_at_once_where_nothing_would_be_lost(tmp_path: Path) -> None:
@@ -302,3 +318,25 @@ def test_from_no_workers_and_without_a_file_it_waits_for_the_autoscaler() -> Non
     assert found.ever and "no node has it, but the autoscaler has not asked for one yet" in found.sentence
     found = why([{"CPU": 2.0}], node("head", "", {"CPU": 0.0}), growth=Growth(True, starting=("small × 1: asked for",)))
     assert found.ever and "still starting: small × 1: asked for" in found.sentence
+
+
+def test_places_are_kept_where_an_autoscaler_would_take_idle_nodes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    from app import pending
+    from cluster.connect import Cluster
+
+    group, removed = SimpleNamespace(wait=lambda seconds: True), list[Any]()
+    monkeypatch.setattr("ray.util.placement_group", lambda *_, **__: group)
+    monkeypatch.setattr("ray.util.remove_placement_group", removed.append)
+    monkeypatch.setattr(pending, "look", lambda *_, **__: None)
+    monkeypatch.setattr(pending, "nodes_now", lambda excluded: [node("a", "", {"CPU": 4.0}, CPU=4.0)])
+
+    def room(**limits: float) -> pending.Reserved:
+        there = Cluster("", 1, {"CPU": 4.0}, {"CPU": 4.0}, limits, False)
+        return pending.wait_for_room(Config(), there, 2, {"CPU": 1.0}, Console(quiet=True))
+
+    assert room().group is None and not removed, "there is room, and it stays"
+    kept = room(CPU=8.0)
+    assert kept.workers == 2 and kept.group is group and not removed
+    kept.give_back()
+    kept.give_back()
+    assert removed == [group], "when the workers ask for their own"

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +13,6 @@ from app.doctor.gpu_probe import parse_gpu
 from app.doctor.job import JobFacts, Watch, at_start
 from app.doctor.look import rounds
 from app.doctor.rings import across, disjoint_pairs, seats_of, within
-from tests.running import trireme
 
 GB = 1_000_000_000
 VERSIONS = {"ray": "2.60.0", "torch": "2.13.0", "numpy": "2.3.0", "mlflow": "3.17.2"}
@@ -356,104 +351,3 @@ def test_what_shows_while_training_is_said_once() -> None:
     assert seen(*[sample(90.0, 0.0)] * 20, training=False) == []
     both = [values for _ in range(9) for values in (sample(90.0), sample(0.0, node="node-1"))]
     assert seen(*both) == ["GPU 0 of node-1 is idle while others train"]
-
-
-# --- the probe --------------------------------------------------------------------------------------------------------
-
-
-def test_nodes_need_nothing_of_ours_for_the_probe() -> None:
-    from ray import cloudpickle
-
-    from app.doctor.look import BY_VALUE
-    from app.doctor.probe import Probe
-
-    for module in BY_VALUE:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        sent = cloudpickle.dumps(Probe).hex()
-    finally:
-        for module in BY_VALUE:
-            cloudpickle.unregister_pickle_by_value(module)
-    code = (
-        "import sys, json; sys.modules['app'] = None; from ray import cloudpickle\n"
-        "probe = cloudpickle.loads(bytes.fromhex(sys.stdin.read()))()\n"
-        "print(json.dumps(probe.facts(0.0, '/tmp', '', '', 'mark')))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout.splitlines()[-1])
-    assert facts["packages"]["ray"] and facts["interfaces"]["lo"] == "127.0.0.1" and facts["flops"] > 1e8
-    assert facts["disk_free"] > 0 and facts["open_files"] > 0 and facts["storage_problem"] == ""
-
-
-def test_what_a_storage_and_a_server_say(tmp_path: Path) -> None:
-    from app.doctor.probe import reach, remove_mark, see_marks, write_mark
-
-    assert write_mark(str(tmp_path / "new"), "mark-a") == "" and see_marks(str(tmp_path / "new"), "mark-") == ["a"]
-    remove_mark(str(tmp_path / "new"), "mark-a")
-    assert see_marks(str(tmp_path / "new"), "mark-") == []
-    assert "nowhere" in write_mark("/proc/nowhere", "mark-a") and see_marks("/proc/nowhere", "mark-") is None
-    assert "refused" in reach("http://127.0.0.1:9") and reach("sqlite:///x.db") == "" and reach("") == ""
-
-
-RINGS = """
-import json, ray
-from app.doctor import look, ring_probe, rings
-from app.doctor.facts import ClusterFacts, NodeFacts
-ray.init(address="auto", log_to_driver=False)
-real = ray.nodes()[0]
-for module in look.BY_VALUE:
-    ray.cloudpickle.register_pickle_by_value(module)
-nodes = tuple(NodeFacts(name, real["NodeManagerAddress"], interfaces={"lo": "127.0.0.1"}) for name in "abc")
-facts = ClusterFacts(nodes, link_expected=1e12)
-rings.SHARE["gloo"] = 1e6  # whatever comes is too little, so every pair is looked at
-actors = [look.spawn(ring_probe.Ring, real["NodeID"], None, "lo") for _ in nodes]
-found = rings._measure(facts, [(node, None) for node in nodes], actors)
-ray.kill(actors[2])
-alone = rings._measure(facts, [(node, None) for node in nodes], actors)
-print(json.dumps([[(ring.nodes, ring.rate, ring.low, ring.problem) for ring in some] for some in (found, alone)]))
-"""
-
-
-def test_all_reduce_between_actors(ray_environment: dict[str, str]) -> None:
-    done = subprocess.run([sys.executable, "-c", RINGS], env=ray_environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found, broken = json.loads(done.stdout.splitlines()[-1])
-    assert [nodes for nodes, *_ in found] == [["a", "b", "c"], ["b", "c"], ["a", "c"], ["a", "b"]]
-    assert all(rate > 1e6 and low and not problem for _, rate, low, problem in found), found
-    ((nodes, rate, _, problem),) = broken
-    assert nodes == ["a", "b", "c"] and rate is None and problem
-
-
-def test_doctor_on_a_running_cluster(tmp_path: Path, ray_environment: dict[str, str]) -> None:
-    told = trireme("doctor", "--json", "--storage", str(tmp_path), env=ray_environment)
-    found = json.loads(told.out)
-    (seen_node,) = found["facts"]["nodes"]
-    assert seen_node["problem"] == "" and seen_node["head"] and seen_node["packages"]["ray"]
-    assert seen_node["storage_seen"] == [seen_node["node_id"]] and not list(tmp_path.iterdir()), "its mark is gone"
-    small = {"small_shm", "few_files", "disk_full", "little_memory"}  # this machine may really have these
-    assert {finding["code"] for finding in found["findings"]} <= small, told.out
-    bad = trireme("doctor", "--storage", "/proc/nowhere", env=ray_environment)
-    assert bad.code == 1 and "cannot write to /proc/nowhere" in bad.out, bad.out + bad.err
-    out = trireme("doctor", "--storage", "/proc/nowhere", "--exclude-bad", env=ray_environment)
-    assert out.code == 1 and "every node is bad" in out.err
-
-
-def test_which_cluster_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    from app.doctor.elsewhere import result, where
-
-    running: list[str] = []
-    monkeypatch.setattr("cluster.connect.running_here", lambda: running[0] if running else None)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
-    assert where(None) is None and where("laptop") is None
-    there = where("aws")
-    assert there and there.cluster == "aws", "its head is another machine"
-    running.append("10.0.0.1:6379")
-    assert where("aws") is None, "this is one of a running cluster"
-    monkeypatch.setenv("RAY_ADDRESS", "http://10.0.0.1:8265")
-    there = where(None)
-    assert there and there.address == "http://10.0.0.1:8265"
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert where("aws") is None
-    assert result('note: x\n{"a": 1}\n', only="{") == '{"a": 1}' and result("note: x\n1 node\nfine") == "1 node\nfine"

@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
+from app.config import Config
 from app.errors import UserError
+from app.run import Run
 from app.submit import secrets, submission, versions
 from app.submit.client import Server as JobServer
 from app.submit.client import Target, TokenRefused, target
@@ -199,6 +201,30 @@ def test_refused_before_anything_is_sent(tmp_path: Path) -> None:
         assert ended.code == 2, (arguments, ended)
         assert said in ended.err and "Traceback" not in ended.err, (said, ended.err)
         assert "planted" not in ended.out + ended.err
+
+
+def test_a_secret_of_the_configuration_stays_out_of_the_runs_folder(tmp_path: Path) -> None:
+    def start(token: str) -> Run:
+        config = Config(task="language_modelling")
+        config.task_args = {"hf_token": token, "pad_token": "<pad>", "nested": {"api_key": token}, "label_key": "y"}
+        config.tracking.uri = f"https://me:{token}@host/x"
+        config.run.name, config.run.storage = "kept", str(tmp_path)
+        return Run(config)
+
+    run = start("planted-1")
+    run.open()
+    run.end("stopped")
+    written = {file.name: file.read_text() for file in (tmp_path / "kept").rglob("*") if file.is_file()}
+    assert set(written) == {"run.json", "config.yaml"}
+    assert not [name for name, text in written.items() if "planted" in text], written
+    assert "pad_token: <pad>" in written["config.yaml"] and "label_key: y" in written["config.yaml"]
+    assert start("planted-2").manifest.uid == run.manifest.uid, "the same run, also with a newer token"
+    manifest = tmp_path / "kept" / "run.json"
+    manifest.write_text(manifest.read_text().replace('"hf_token": "***"', '"hf_token": "planted-0"'))
+    again = start("planted-1")
+    assert again.manifest.uid == run.manifest.uid, "one that was written before secrets were left out"
+    again.save()
+    assert "planted" not in manifest.read_text()
 
 
 def test_a_dry_run_says_what_would_go() -> None:

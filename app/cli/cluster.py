@@ -81,7 +81,7 @@ def validate(files: tuple[str, ...], as_json: bool, traceback: bool) -> None:
             try:
                 found[file] = validate_file(file)
             except ClusterError as error:
-                found[file] = [Fault(file, 1, str(error).removeprefix(f"{file}: "))]
+                found[file] = [_unreadable(file, str(error))]
         if as_json:
             console.result(json.dumps({name: [dataclasses.asdict(f) for f in rows] for name, rows in found.items()}))
         for name, rows in found.items():
@@ -93,6 +93,16 @@ def validate(files: tuple[str, ...], as_json: bool, traceback: bool) -> None:
             console.say("note: node_config of AWS was not held against EC2's own description: pip install boto3")
     if any(found.values()):
         raise click.exceptions.Exit(2)
+
+
+def _unreadable(file: str, said: str) -> Any:
+    """What keeps a file from being read as one, as a fault of the line that it names."""
+    import re
+
+    from cluster.errors import Fault
+
+    place = re.match(rf"{re.escape(file)}:(?:(\d+):)? ", said)
+    return Fault(file, int(place[1] or 1) if place else 1, said[place.end() :] if place else said)
 
 
 @command.command("up")

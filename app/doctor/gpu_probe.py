@@ -41,6 +41,9 @@ def gpus(ray_gpus: float) -> dict[str, Any]:
 def smi() -> dict[str, Any]:
     """The driver's own view, which CUDA_VISIBLE_DEVICES does not change."""
     out, error = _nvidia_smi(f"--query-gpu={QUERY}", "--format=csv,noheader,nounits")
+    if out is None and "not a valid field" in error:  # newer drivers call the throttle reasons event reasons
+        newer = QUERY.replace("throttle_reasons", "event_reasons")
+        out, error = _nvidia_smi(f"--query-gpu={newer}", "--format=csv,noheader,nounits")
     if out is None:
         return {"smi_error": error}
     processes = _processes()
@@ -60,7 +63,7 @@ def _nvidia_smi(*arguments: str) -> tuple[str | None, str]:
     except subprocess.TimeoutExpired:
         return None, "nvidia-smi hangs"
     if done.returncode:
-        return None, (done.stdout or done.stderr).strip().splitlines()[-1][:200] if done.stdout or done.stderr else "?"
+        return None, ((done.stdout + done.stderr).strip().splitlines() or ["no reason given"])[0][:200]
     return done.stdout, ""
 
 

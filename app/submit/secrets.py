@@ -50,12 +50,12 @@ def refuse_written(config: Config) -> None:
     """Raises UserError if the configuration holds a secret: it would be shipped, and saved with the run; and what is
     on the command line Ray shows to whoever may ask."""
     from app.config_file import flatten, to_dict
-    from app.tracking.masking import looks_secret, mask_uri
+    from app.tracking.masking import mask_uri, surely_secret
 
     for key, value in flatten(to_dict(config)).items():
         if not isinstance(value, str) or not value:
             continue
-        if mask_uri(value) != value or (SECRET.search(key) and looks_secret(key)):
+        if mask_uri(value) != value or surely_secret(key):
             raise UserError(
                 f"{key} holds a secret, which would be shipped with the job and shown by Ray: put it into an "
                 "environment variable (MLflow's goes along by itself, others with --env NAME)"
