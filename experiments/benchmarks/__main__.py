@@ -16,9 +16,15 @@ NAMES = (
     "memory",
     "costs",
     "checkpoint",
+    "data",
+    "tracking",
+    "idle",
+    "peers",
     "recovery",
+    "chaos",
     "planner",
     "sweep",
+    "cluster",
 )
 
 
@@ -38,7 +44,9 @@ def main() -> None:
 
 def _about(name: str) -> str:
     """The first line of the module's docstring, read without importing it."""
-    text = ast.get_docstring(ast.parse(Path(__file__).with_name(f"{name}.py").read_text())) or ""
+    here = Path(__file__).parent
+    file = here / name / "__main__.py" if (here / name).is_dir() else here / f"{name}.py"
+    text = ast.get_docstring(ast.parse(file.read_text())) or ""
     return text.split("\n", 1)[0].rsplit("`: ", 1)[-1]
 
 

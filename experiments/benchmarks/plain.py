@@ -213,6 +213,10 @@ def gpt(steps: int, wrap: str = "ddp") -> Plain:
     return language_model(steps, wrap, batch=16, length=128, d_model=128, n_layers=4, n_heads=4)
 
 
+def gpt_10m(steps: int, wrap: str = "ddp") -> Plain:
+    return language_model(steps, wrap, batch=8, length=128, d_model=384, n_layers=6, n_heads=6)
+
+
 def language_model(steps: int, wrap: str, *, batch: int, length: int, **shape: Any) -> Plain:
     from app.tasks.language import LanguageModelling
 
@@ -221,7 +225,7 @@ def language_model(steps: int, wrap: str, *, batch: int, length: int, **shape: A
     return Plain(lambda: GPT(vocab_size=256, **shape), inputs, targets, How(batch, 1e-3, steps), wrap)
 
 
-MODELS = {"mnist": mnist, "gpt": gpt}
+MODELS = {"mnist": mnist, "gpt": gpt, "gpt-10m": gpt_10m}
 
 
 def main(name: str, steps: int) -> None:

@@ -17,11 +17,13 @@ import click
 from experiments.benchmarks.machine import machine
 
 STEPS = 5
+SIDES = ("torchrun, by hand", "trireme, torchrun", "trireme, Ray", "trireme, Ray actors")
 
 
 def run(rounds: int) -> dict[str, Any]:
-    """Median seconds to the first step: by hand under torchrun, ours under torchrun, ours in a Ray started cold."""
-    seconds: dict[str, list[float]] = {"torchrun, by hand": [], "trireme, torchrun": [], "trireme, Ray": []}
+    """Median seconds to the first step: by hand under torchrun, ours under torchrun, ours in a Ray started cold (or in
+    the one that runs here already), by Ray Train and by actors."""
+    seconds: dict[str, list[float]] = {name: [] for name in SIDES}
     for number in range(-1, rounds):  # the first round warms the file cache
         names = list(seconds) if number % 2 else list(reversed(seconds))
         for name in names:
@@ -39,7 +41,8 @@ def _once(name: str) -> float:
         command = {
             "torchrun, by hand": [*torchrun, "-m", "experiments.benchmarks.plain", "mnist", str(STEPS)],
             "trireme, torchrun": [*torchrun, "-m", "app", *experiment],
-            "trireme, Ray": [sys.executable, "-m", "app", *experiment],
+            "trireme, Ray": [sys.executable, "-m", "app", *experiment, "launcher=ray"],
+            "trireme, Ray actors": [sys.executable, "-m", "app", *experiment, "launcher=actors"],
         }[name]
         begun = time.time()
         done = subprocess.run(
