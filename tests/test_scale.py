@@ -178,10 +178,10 @@ def test_the_loops_steps_run_with_nothing_sent(tmp_path: Path, strategy: str) ->
 
 def test_what_a_study_says_of_its_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything but the measuring: two workers take 0.55 of the time of one, an eleventh of it sending."""
-    asked: list[tuple[int, bool]] = []
+    asked: list[int] = []
 
-    def points(job: Job, workers: int, per_worker: Any, plan: Any, alone_first: bool) -> list[Told]:
-        asked.append((workers, alone_first))
+    def points(job: Job, workers: int, per_worker: Any, plan: Any) -> list[Told]:
+        asked.append(workers)
         step = 1.0 if workers == 1 else 0.55
         busy = {"steps": [step], "data": [0.0], "stalls": [0.1], "saves": [0.2], "memory": 2**20}
         return [Told("a", alone=[0.5] if workers > 1 else [], busy=[1.0], **busy) for _ in range(workers)]
@@ -193,7 +193,7 @@ def test_what_a_study_says_of_its_points(tmp_path: Path, monkeypatch: pytest.Mon
     more = ["train.steps=100", "run.name=p", f"run.storage={tmp_path}", "tracking.enabled=false"]
     plan = Plan((1, 2), ("ddp",), False, 2, 1, 1, price=3.6)
     outcome = run.scale(load_config([], [*POINTS, *more]), plan, Console(quiet=True))
-    assert asked == [(1, False), (2, False), (2, True), (1, True)], "in turns, so that drift cancels"
+    assert asked == [1, 2, 2, 1], "in turns, so that drift cancels"
     two = [p for p in outcome.points if p["workers"] == 2]
     assert all((p["computing"], p["communication"]) == pytest.approx((0.5, 0.05)) for p in two)
     assert outcome.verdicts["ddp"].startswith("The next doubling pays: 4 workers would do 1.69 times")

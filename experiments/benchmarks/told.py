@@ -57,7 +57,7 @@ def replay(sweep: Any, folder: Path, reports: Callable[[int], Said], length: int
             return {REPORT: json.dumps({**said, **ended})}
 
     os.environ.update({**ENVIRONMENT, "TUNE_MAX_PENDING_TRIALS_PG": "2"})
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False)
     try:
         ledger = Ledger(str(folder / "ledger"), "told", {})
         scheduler = oversee.scheduler_of(sweep, length, max(1, length // (sweep.reports or 1)))

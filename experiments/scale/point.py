@@ -55,7 +55,7 @@ class Worker:
         self.store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return host, self.store.port
 
-    def measure(self, job: Job, place: Place, store: tuple[str, int], plan: Plan, alone_first: bool) -> Told:
+    def measure(self, job: Job, place: Place, store: tuple[str, int], plan: Plan) -> Told:
         """What this worker has to tell. place.device: whether there is a GPU; its own is number 0."""
         import torch
         from torch.distributed import TCPStore
@@ -66,12 +66,11 @@ class Worker:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         own = self.store if place.rank == 0 else TCPStore(*store, is_master=False)
         bench = Bench(job, place, own, plan, Told(ray.util.get_node_ip_address()))
-        phases = [bench.together]
+        bench.together()
+        gc.collect()
         if place.world_size > 1 and job.layout.dims.pp == 1:
-            phases.insert(0 if alone_first else 1, bench.alone)
-        for phase in phases:
-            phase()
-            gc.collect()
+            # Not before: DTensor remembers which part of a tensor a process has, and alone it stands in for rank 0.
+            bench.alone()
         return bench.told
 
 
@@ -194,7 +193,7 @@ class Bench:
         self._meet()
 
 
-def run(job: Job, workers: int, per_worker: dict[str, float], plan: Plan, alone_first: bool = False) -> list[Told]:
+def run(job: Job, workers: int, per_worker: dict[str, float], plan: Plan) -> list[Told]:
     """What each worker of one point tells, alone on the cluster.
 
     Raises:
@@ -215,7 +214,7 @@ def run(job: Job, workers: int, per_worker: dict[str, float], plan: Plan, alone_
         store = ray.get(actors[0].open_store.remote())
         device = torch.device("cuda", 0) if per_worker.get("GPU") else torch.device("cpu")
         places = [Place(rank, workers, rank, device) for rank in range(workers)]
-        return _all([a.measure.remote(job, p, store, plan, alone_first) for a, p in zip(actors, places)])
+        return _all([a.measure.remote(job, p, store, plan) for a, p in zip(actors, places)])
     except ray.exceptions.RayError as error:
         first = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
         raise RunFailed(f"the point with {workers} workers failed: {first}") from error

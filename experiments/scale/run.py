@@ -215,7 +215,7 @@ class _Study:
         lease = {"attempt": job.attempt, "host": "", "pid": os.getpid(), "process_started": 0.0, "time": time.time()}
         Storage(f"{scratch}/together").write_bytes("lease.json", json.dumps(lease).encode())
         try:
-            told = point.run(job, workers, per_worker, (self.plan.blocks, self.plan.steps), alone_first=number % 2 > 0)
+            told = point.run(job, workers, per_worker, (self.plan.blocks, self.plan.steps))
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         found, batch = measured(told, job.config), job.config.train.global_batch_size
