@@ -11,7 +11,7 @@ import pytest
 
 from app.errors import UserError
 from experiments.sweep import science
-from experiments.sweep.answer import spent, work_out
+from experiments.sweep.answer import next_run, spent, work_out
 from experiments.sweep.ledger import Ledger, Trial
 from experiments.sweep.science import BATCH, RATE
 from experiments.sweep.slots import Need, at_once, place, refuse_what_never_fits
@@ -230,6 +230,9 @@ def test_the_recommendation_is_the_soonest_way(tmp_path: Path) -> None:
     assert max(goods, key=lambda b: goods[b]) == max(measured, key=lambda b: measured[b])
     assert any("critical batch size" in line for line in answer.sentences)
     assert json.dumps(answer.recommended), "it can be stored"
+    then = next_run(sweep, ledger, answer)
+    assert (then.train.global_batch_size, then.optimizer.lr) == (way["values"][BATCH], way["values"][RATE])
+    assert then.run.name == f"{sweep.name}-next" and then.tracking.log_model == sweep.base.tracking.log_model
 
 
 def test_a_target_that_is_never_reached_says_how_near(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def _plots(head: dict[str, Any], strategies: list[str], weak: bool) -> list[tupl
         heap = [a + b for a, b in zip(heap, heights)]
     part_axes.set_ylabel("ms per step")
     part_axes.grid(axis="x", visible=False)
-    part_axes.legend()
+    part_axes.legend(ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))  # over the bars, not on them
     return [
         (
             figures.svg(figure),

@@ -54,7 +54,6 @@ def predicted(config: Config, task: Any, prepared: Any) -> float | None:
     """What the planner says of a step, in seconds, of the cluster that we are connected to; None where it cannot."""
     with contextlib.suppress(Exception):  # a study is not refused because nobody could predict it
         from app.planner.prediction import predict
-        from cluster.shape import connected
 
-        return float(predict(config, task, prepared.layout, connected()).step_seconds)
+        return float(predict(config, task, prepared.layout).step_seconds)
     return None

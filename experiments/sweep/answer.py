@@ -9,10 +9,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from app.config import Config
+from app.config_file import to_dict, to_yaml
+from app.tracking.masking import mask_tree
 from experiments.sweep import science
 from experiments.sweep.ledger import Ledger, Trial
 from experiments.sweep.science import BATCH, RATE, WORKERS
 from experiments.sweep.spec import Sweep
+
+NEXT = "next.yaml"
+"""In a sweep's folder: the experiment that it recommends."""
 
 
 @dataclass
@@ -248,12 +254,23 @@ def _values(values: dict[str, Any]) -> str:
     )
 
 
+def next_run(sweep: Sweep, ledger: Ledger, answer: Answer) -> Config:
+    """What to train next: the recommended values, else those of the best trial, in a run of its own."""
+    way = answer.recommended or {"values": {}, "measured": None}
+    named = way["measured"] or answer.best["trial"]
+    trial = next(t for t in ledger.trials.values() if t.name == named)
+    config = sweep.config({**trial.values, **way["values"]}, f"{sweep.name}-next", sweep.base.run.storage)
+    config.tracking.log_model = sweep.base.tracking.log_model
+    return config
+
+
 def write(sweep: Sweep, ledger: Ledger, answer: Answer, folder: Path) -> Path:
-    """Writes answer.json, the plots and the page; the page's path."""
+    """Writes answer.json, next.yaml, the plots and the page; the page's path."""
     from experiments.report.build import sweep_page
     from experiments.sweep import plots
 
     plots.write(sweep, ledger, answer, folder / "plots")
     body = {**asdict(answer), "figures": answer.figures}
     (folder / "answer.json").write_text(json.dumps(body, indent=1, default=str))
+    (folder / NEXT).write_text(to_yaml(mask_tree(to_dict(next_run(sweep, ledger, answer)))))
     return sweep_page(folder)

@@ -159,6 +159,8 @@ class Overseer(TrialScheduler):
         decision = self.inner.on_trial_result(tune_controller, trial, result)
         self._keep_identities(tune_controller)
         if decision == TrialScheduler.STOP:
+            if report["step"] >= (report["steps"] or math.inf):  # there is nothing left to stop: its end is next
+                return TrialScheduler.CONTINUE
             return self._stop(tune_controller, trial, record, "pruned", f"stopped early by {self.sweep.scheduler}")
         return decision
 

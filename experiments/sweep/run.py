@@ -260,6 +260,7 @@ class _Work:
             self._tell_mlflow(tracker, best, found, page)
         for line in found.sentences:
             self.console.say(f"  {line}")
+        self.console.say(f"  next      trireme train {self.folder.local_path / answer.NEXT}")
         self.console.say(f"  stored    {self.folder.url}")
         self.console.say(f"  page      {page}")
         if self.sweep.base.tracking.enabled:
@@ -284,7 +285,10 @@ class _Work:
         for plot in sorted((self.folder.local_path / "plots").glob("*")):
             tracker.artifact(plot, "plots")
         tracker.artifact(page)
-        tracker.artifact(self.folder.local_path / "answer.json")
+        from experiments.sweep.answer import NEXT
+
+        for name in ("answer.json", NEXT):
+            tracker.artifact(self.folder.local_path / name)
 
     def _end_tracking(self, tracker: SpoolTracker, deliverer: Deliverer | None, status: str, message: str) -> None:
         tracker.finish(status, message=message)
