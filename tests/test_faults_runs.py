@@ -1,4 +1,4 @@
-"""Faults as runs meet them: a rank killed under torchrun, one stopped in Ray Train, nodes that go and come back."""
+"""Faults as runs meet them: a rank killed under torchrun, nodes that go and come back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.running import POINTS, committed, curve, environment, mlflow_run, start, trireme, wait_until, weights
 from tests.running import torchrun_program as torchrun
-from tests.test_ray_pipeline import Lines, disturb, mlflow_text
+from tests.test_ray_pipeline import Lines, disturb
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
@@ -29,22 +29,6 @@ def single(storage: Path, *more: str) -> dict[int, float]:
     )
     assert one.code == 0, one.err
     return curve(storage, "one")
-
-
-def test_a_stopped_worker_of_ray_train_is_found_and_replaced(tmp_path: Path, ray_environment: dict[str, str]) -> None:
-    hang = ["fault.hang_seconds=1.5", "launcher=ray", "workers=2", "run.name=run", f"run.storage={tmp_path}"]
-    process = start(["train", *SLOW, *hang], env=ray_environment)
-    lines, folder = Lines(process), tmp_path / "run"
-    wait_until(lambda: max(committed(folder), default=0) >= 10, 60)
-    stopped = disturb(folder, 1, signal.SIGSTOP)
-    assert lines.when("does not answer", 40) - stopped >= 1.5
-    assert process.wait(60) == 0, lines.text
-    assert "worker 1, process" in lines.text and "starting again from the last checkpoint" in lines.text
-    assert close(curve(tmp_path, "run"), single(tmp_path))
-    run = mlflow_run(tmp_path, "run")
-    (stacks,) = mlflow_text(tmp_path, run.info.run_id, "hangs")
-    assert "does not answer" in stacks and "worker.py" in stacks
-    assert "→" in run.data.tags["trireme.rewinds"] and run.data.metrics["fault/rewind_steps"] > 0
 
 
 def test_torchrun_starts_again_by_itself(tmp_path: Path) -> None:

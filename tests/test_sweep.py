@@ -97,8 +97,10 @@ def test_killed_and_run_again(tmp_path: Path, ray_environment: dict[str, str]) -
             )
         )
         assert tags[second.json["best"]["trial"]] == "true"
+        (command,) = database.execute("SELECT DISTINCT value FROM tags WHERE key = 'trireme.command'").fetchone()
+        assert " sweep " in command, "a trial's command is the sweep's, not that of Ray's worker process"
         artifacts = {p.name for p in (tmp_path / "mlartifacts").rglob("*") if p.is_file()}
-    assert {"report.html", "1-heat-map.svg", "answer.json"} <= artifacts
+    assert {"report.html", "1-heat-map.svg", "answer.json", "next.yaml"} <= artifacts
     again = trireme(*arguments, "--json", env=ray_environment)
     assert again.code == 0 and again.json["best"] == second.json["best"]
     other = trireme(*arguments, "train.steps=70", env=ray_environment)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -150,7 +151,8 @@ class _Work:
         sweep, at_once = self.sweep, setup.at_once
         os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(at_once)
         shown = replace(self.settings, uri=mask_uri(self.settings.uri))
-        setting = Setting(sweep, self.folder.url, shown, self.ledger.head["uid"], setup.gpus, os.getcwd())
+        uid, command = self.ledger.head["uid"], tuple(sys.argv)
+        setting = Setting(sweep, self.folder.url, shown, uid, setup.gpus, os.getcwd(), command)
         self.overseer = Overseer(sweep, self.ledger, setup.scheduler, self._said)
 
         def resources(config: dict[str, Any]) -> Any:

@@ -44,6 +44,7 @@ class Setting:
     uid: str
     gpus: bool
     cwd: str
+    command: tuple[str, ...] = ()  # the sweep's, which a trial's MLflow run names as its own
 
 
 def how(config: Config, sweep: Sweep) -> str:
@@ -214,6 +215,7 @@ class TrialProcess(tune.Trainable):
     def setup(self, config: dict[str, Any], setting: Setting | None = None) -> None:
         assert setting is not None
         self.setting = setting
+        sys.argv = list(setting.command) or sys.argv
         if os.path.isdir(setting.cwd):
             os.chdir(setting.cwd)
             if setting.cwd not in sys.path:
