@@ -1,4 +1,5 @@
-"""Runs of matrix rows in processes of their own: started once per number of workers, and again after one has raised.
+"""Runs of matrix rows in processes of their own: new ones for every number of workers, every `CALLS` of them, and after
+one has raised.
 
 A row that a layout refuses answers with that sentence; one that raises anything else ends its processes, which may be
 waiting for one another, answers with the error, and the rows after it get new ones.
@@ -41,6 +42,9 @@ VARIANTS: dict[str, Changes] = {
     "bf16": ({"micro_batches": 2, "clip": 0.5}, {"precision": "bf16"}),
 }
 """Name → changes to the trial, and to the options."""
+
+CALLS = 40
+"""Made by one set of processes: every layout makes groups, whose threads (of gloo, three for each) stay."""
 
 PATIENCE = datetime.timedelta(minutes=10)
 """For a rank that does not come, before its peers give the row up."""
@@ -86,7 +90,7 @@ def execute(how: How, calls: list[Call]) -> list[tuple[Call, Answer]]:
     for workers in sorted({call.row.workers for call in calls}):
         waiting = [i for i, call in enumerate(calls) if call.row.workers == workers]
         while waiting:  # a call that raised has ended its processes: new ones for those after it
-            given = _together(workers, how, [calls[i] for i in waiting])
+            given = _together(workers, how, [calls[i] for i in waiting[:CALLS]])
             answers.update(zip(waiting, given))
             waiting = waiting[len(given) :]
     return [(call, answers[i]) for i, call in enumerate(calls)]
