@@ -46,6 +46,7 @@ def test_three_launchers_one_curve(tmp_path: Path, ray_environment: dict[str, st
     assert curve(tmp_path, "ray", "eval/accuracy") == curve(tmp_path, "two", "eval/accuracy")
 
 
+@pytest.mark.slow
 def test_accumulation_and_a_smaller_last_micro_batch_change_nothing(tmp_path: Path) -> None:
     quiet = ["task=tests.tasks:Plain", "launcher=local", "train.clip_norm=0.5"]
     for name, size in (("whole", 16), ("uneven", 5)):
@@ -57,7 +58,7 @@ def test_accumulation_and_a_smaller_last_micro_batch_change_nothing(tmp_path: Pa
     assert all(abs(norms[0][step] - norms[1][step]) <= 1e-4 * norms[0][step] for step in norms[0])
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_lower_precisions_learn(tmp_path: Path, precision: str) -> None:
     ended = trireme(*arguments(tmp_path, "run", "launcher=local", f"train.precision={precision}"))
     assert ended.code == 0, ended.err
