@@ -45,6 +45,10 @@ class Site:
             MLFLOW_TRACKING_TOKEN=SECRET,
         )
 
+    def working_on(self) -> set[int]:
+        """The hosts of the cluster that have a worker of a run."""
+        return {h for h in range(3) if any("RayTrainWorker" in line for line in self.lab.processes_of(h))}
+
     def doctor(self, *more: str) -> subprocess.CompletedProcess[str]:
         ray = {"RAY_AUTH_MODE": "token", "RAY_ADDRESS": f"{self.lab.address(HEAD)}:6379"}
         return self.lab.trireme(HEAD, "doctor", *more, **ray)
@@ -91,9 +95,33 @@ def test_doctor_finds_nothing_in_a_sound_cluster_and_what_is_planted(site: Site)
     with isolate(site.lab, FIRST, SECOND):  # each still reaches the head
         # /tmp is a folder of each host's own, and nobody listens on that port
         told = site.doctor("--json", "--storage", "/tmp/own", *POINTS, f"tracking.uri=http://{site.lab.address(0)}:9")
+        left_out = site.doctor("--exclude-bad").stdout.strip()  # one end of the link is: either will do
+        spared = {site.lab.address(host): host for host in range(3)}
+        facts = json.loads(told.stdout)["facts"]
+        del spared[next(node["address"] for node in facts["nodes"] if node["node_id"] in left_out)]
+        slow = ["strategy=ddp", "workers=2", "train.steps=2000", "task_args.step_seconds=0.05", "--detach"]
+        job = site.submit("spared", *slow, left_out).stdout.strip().splitlines()[-1]
+        wait_until(lambda: site.working_on() == set(spared.values()), 60)
+        stopped = site.lab.trireme(DESK, "submit", "stop", job, "--cluster", str(site.file))
+        assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     found = {finding["code"]: finding for finding in json.loads(told.stdout)["findings"]}
     assert set(found) == {"cut_link", "storage_differs", "mlflow"}, told.stdout
     assert site.lab.address(SECOND) in found["cut_link"]["sentence"] and told.returncode == 1
+    assert HEAD in spared.values() and left_out == f"cluster.exclude_nodes=[{found['cut_link']['nodes'][0]}]"
+
+
+def test_a_token_that_is_not_the_clusters(site: Site) -> None:
+    token = site.lab.home(DESK) / "root" / ".ray" / "auth_token"
+    right = token.read_text()
+    token.write_text("0" * len(right.strip()))
+    try:
+        sent = site.submit("expired", "train.steps=2")
+        asked = site.lab.trireme(DESK, "submit", "logs", "raysubmit_x", "--cluster", str(site.file))
+    finally:
+        token.write_text(right)
+    for ended in (sent, asked):
+        assert ended.returncode == 2 and "refuses the token (missing, wrong or expired)" in ended.stderr, ended.stderr
+        assert "Traceback" not in ended.stderr and len(ended.stderr.splitlines()) == 1, ended.stderr
 
 
 def test_ddp_across_hosts_from_another_host_and_no_secret_anywhere(site: Site) -> None:

@@ -59,9 +59,10 @@ class InboxChannel:
 
 
 def open_inbox() -> Any:
-    """An Inbox on this node."""
+    """An Inbox on this node. Affinity must be hard: Ray puts an actor without CPUs on a random node otherwise, and that
+    may be one that a worker cannot reach."""
     here = ray.get_runtime_context().get_node_id()
-    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=True)
+    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=False)
     return Inbox.options(scheduling_strategy=affinity).remote()  # type: ignore[attr-defined]
 
 
