@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from cluster.bare import bare_head
 from cluster.errors import ClusterError
 
 
@@ -55,10 +56,11 @@ def connect(environment: Mapping[str, str]) -> Cluster:
         if found:
             ray.init(address=found, runtime_env={"env_vars": dict(environment)}, **options)
         else:
-            # An own small Ray: no dashboard, and a small object store, since tensors never go through it. Its
+            # An own small Ray, with a small object store, since tensors never go through it. Its
             # processes inherit the environment; a runtime_env would keep the workers that Ray starts ahead unused.
             os.environ.update(environment)
-            ray.init(address="local", include_dashboard=False, object_store_memory=100_000_000, **options)
+            with bare_head():
+                ray.init(address="local", include_dashboard=False, object_store_memory=100_000_000, **options)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if found:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -283,11 +282,11 @@ def test_stop_saves_a_checkpoint_first_and_the_same_submit_goes_on(tmp_path: Pat
     long = ["train.steps=100000", "checkpoint.every_seconds=null"]
     sent = submit(server, tmp_path, "long", *long, "--detach", "--json")
     job = sent.json["job"]
-    wait_until(lambda: "step" in _log(server, job), 90)
+    wait_until(lambda: "step 1/" in _log(server, job), 90)
     follower = subprocess.Popen(
         [sys.executable, "-m", "app", "submit", "logs", job], cwd=ROOT, env=server, stdout=subprocess.PIPE, text=True
     )
-    time.sleep(2)
+    assert follower.stdout and follower.stdout.readline()  # it follows
     follower.send_signal(signal.SIGINT)
     out, _ = follower.communicate(timeout=30)
     assert follower.returncode == 130 and f"trireme submit stop {job}" in out, "the job goes on"

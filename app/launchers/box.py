@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import ray
 
 
@@ -16,14 +14,15 @@ class Inbox:
 
     def begin(self) -> None:
         """Forgets an earlier run."""
-        self.events: list[dict[str, Any]] = []
+        self.said: list[bytes] = []
         self.stop = False
 
-    def put(self, events: list[dict[str, Any]]) -> bool:
-        self.events += events
+    def put(self, events: bytes) -> bool:
+        """events: pickled, since what they hold may take this process seconds to import."""
+        self.said.append(events)
         return self.stop
 
-    def drain(self, stop: bool) -> list[dict[str, Any]]:
+    def drain(self, stop: bool) -> list[bytes]:
         self.stop = self.stop or stop
-        events, self.events = self.events, []
-        return events
+        said, self.said = self.said, []
+        return said

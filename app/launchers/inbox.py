@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray import cloudpickle
 
 from app.beat import Beat
 from app.job import Job, Place
@@ -41,7 +42,7 @@ class InboxChannel:
         self.waiting.append(event)
         if event["type"] != "metrics":
             events, self.waiting = self.waiting, []
-            self.answer = self.inbox.put.remote(events)
+            self.answer = self.inbox.put.remote(cloudpickle.dumps(events))
 
     def stop_requested(self) -> bool:
         if self.answer is not None and ray.wait([self.answer], timeout=0)[0]:
@@ -68,7 +69,8 @@ def open_inbox() -> Any:
 
 def hear(inbox: Any, driver: Driver) -> int:
     """Hands what has come to the driver; how many events tell that training gets on."""
-    events = ray.get(inbox.drain.remote(driver.stop_requested() or driver.more is not None))
+    said = ray.get(inbox.drain.remote(driver.stop_requested() or driver.more is not None))
+    events = [event for part in said for event in cloudpickle.loads(part)]
     for event in events:
         driver.emit(event)
     return sum(event["type"] not in NO_NEWS for event in events)

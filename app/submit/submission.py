@@ -141,7 +141,10 @@ def follow(server: Server, job_id: str, write: Callable[[str], None], say: Say) 
     """Writes the job's log as it grows until the job ends; a dropped connection is taken up where it broke off.
 
     Returns the job's own exit status.
+    Raises:
+        UserError: there is no such job, or nobody has answered for `AWAY_SECONDS`.
     """
+    _status(server, job_id)
     written, away = 0, 0.0
     while True:
         try:
@@ -164,7 +167,7 @@ def follow(server: Server, job_id: str, write: Callable[[str], None], say: Say) 
                     f"`trireme submit logs {job_id}` follows it again"
                 ) from dropped
         except RuntimeError as error:
-            if "does not exist" in str(error):
+            if "does not exist" in str(error):  # the server is back, but another one
                 raise UserError(f"there is no job {job_id} at {server.target.words}") from error
             away = away or time.monotonic()
         time.sleep(0.5)
