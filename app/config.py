@@ -201,10 +201,10 @@ class FaultConfig:
     global batch, and grows again when there is room. null: it waits. Not with parallel.stage_resources."""
     spares: int = 1
     """With pp > 1 or launcher=actors: idle processes kept ready on each node, to take a dead worker's place at once."""
-    hang_seconds: float = 3.0
-    """With pp > 1 or launcher=actors: a silence at least this long, and five times longer than any before it, is looked
-    into; if no worker gets on for as long again, or twice the longest, the one that holds the others up is replaced.
-    Ten times this with train.compile. 0: never."""
+    hang_seconds: float = 10.0
+    """A silence at least this long, and five times longer than any before it, is looked into; if no worker gets on for
+    as long again, or twice the longest, the one that holds the others up is replaced. Before the second step only one
+    that does not answer for three times this (20 s at least). Ten times this with train.compile. 0: never."""
 
 
 @dataclass

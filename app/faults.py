@@ -17,6 +17,8 @@ from enum import Enum
 WINDOW_SECONDS = 3600.0
 """Failures longer ago than this are forgiven: a run of weeks loses more nodes than any limit would allow."""
 LONGEST_PAUSE_SECONDS = 60.0
+SURE_SECONDS = 3.0
+"""Room must have been missing this long before excluded nodes are used again: Ray may be moving places just now."""
 BLAME = 2
 """A node at which this many of the counted failures began is avoided, where there is room elsewhere."""
 
@@ -63,6 +65,7 @@ class Room:
     valid: tuple[int, ...] = ()  # numbers of workers that make a layout
     without: Mapping[str, int] = field(default_factory=dict)  # the room there would be without a node, by its id
     lacking_seconds: float = 0.0  # since when there has been less room than workers
+    pardoned: int = 0  # the room there would be with the nodes that were excluded for their failures
 
 
 class Action(Enum):
@@ -70,6 +73,7 @@ class Action(Enum):
     SMALLER = "retry smaller"
     WAIT = "wait"
     EXCLUDE = "exclude the node"
+    PARDON = "use excluded nodes again"
     GIVE_UP = "give up"
 
 
@@ -78,7 +82,7 @@ class Decision:
     action: Action
     reason: str
     pause: float = 0.0  # seconds before the next start
-    workers: int = 0  # SMALLER, EXCLUDE: with how many
+    workers: int = 0  # SMALLER, EXCLUDE, PARDON: with how many
     node: str = ""  # EXCLUDE: which
 
 
@@ -98,10 +102,25 @@ def decide(history: list[Failure], limits: Limits, there: Room | None = None) ->
     if there.room >= there.workers:
         return Decision(Action.RETRY, newest.sentence, pause)
     lacking = f"{newest.sentence}; there is room for {there.room} of {there.workers} workers"
+    if _without_need(there):
+        return Decision(Action.PARDON, f"{lacking} without the excluded nodes", pause, there.workers)
     late = limits.elastic_seconds is not None and there.lacking_seconds >= limits.elastic_seconds
-    if late and (smaller := _fits(there.room, there, limits)):
-        return Decision(Action.SMALLER, lacking, pause, smaller)
+    if late and (smaller := _fits(max(there.room, there.pardoned), there, limits)):
+        return Decision(Action.SMALLER if smaller <= there.room else Action.PARDON, lacking, pause, smaller)
     return Decision(Action.WAIT, lacking, pause)
+
+
+def _without_need(there: Room) -> bool:
+    """Whether nodes are excluded that there would be room with: one that has failed is better than none."""
+    return there.pardoned >= there.workers > there.room and there.lacking_seconds >= SURE_SECONDS
+
+
+def settled(there: Room, limits: Limits) -> bool:
+    """Whether what is waited for need not be waited for any longer: `decide` would say so."""
+    if _without_need(there):
+        return True
+    late = limits.elastic_seconds is not None and there.lacking_seconds >= limits.elastic_seconds
+    return late and _fits(max(there.room, there.pardoned), there, limits) > 0
 
 
 def grown(there: Room) -> int | None:

@@ -298,6 +298,7 @@ class Training:
         self.channel.emit(
             {
                 "type": "start",
+                "time": time.time(),
                 "resumed_from": self.resumed_from,
                 "step": self.done,
                 "steps": self.job.steps,

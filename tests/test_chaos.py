@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from app.data.order import Order
-from experiments.benchmarks.chaos import kills, page, record
+from experiments.benchmarks.chaos import campaign, kills, page, record
+from experiments.benchmarks.chaos.boundaries import operations
 from experiments.benchmarks.chaos.record import Start, lost_or_repeated
-from experiments.benchmarks.chaos.trial import operations
 from tests.running import committed, finish, start, wait_until
 
 BATCH, STEPS, SAMPLES = 4, 6, 10
@@ -76,7 +76,6 @@ def test_the_kills_are_the_seeds_and_visit_every_file_operation() -> None:
     assert {kill.victim for _, kill in drawn} == {victim for victim, _ in kills.WEIGHTS}
     visited = {(layout, kill.rank, kill.boundary) for layout, kill in drawn if kill.victim == "boundary"}
     assert visited == {(layout, rank, n) for layout in kills.LAYOUTS for rank in (0, 1) for n in range(1, 9)}
-    assert not [kill for layout, kill in drawn if "Train" in layout and kill.signal == signal.SIGSTOP]
     assert {kill.victim for kill in kills.draw(0, 0, saves, 9, ["driver"])} == {"driver"}
 
 
@@ -85,9 +84,12 @@ def test_the_page_counts_what_went_wrong() -> None:
     row = kill | {"run": "run-0", "layout": "ddp", "problems": [], "recovered_seconds": 1.5, "seconds": 3.0}
     row |= {"committed": 10, "resumed_from": 10}
     bad = row | {"run": "run-<1>", "problems": ["the final weights are not those of the undisturbed run"]}
+    bad["again"] = campaign.again(0, 1, 10, ["worker"])
     totals = page.summary([row, bad], 0)
     assert (totals["kills"], totals["other_weights"], totals["lost_or_repeated"]) == (2, 1, 0)
     shown = page.render([row, bad], totals)
+    assert "chaos --seed 0 --run 1 --each 10 --victims worker" in shown, "how to have it once more"
+    assert totals["of"] == {"ddp": {"worker": 2}} and totals["hangs"] == 0
     assert "run-&lt;1&gt;: the final weights" in shown and "SIGKILL of rank 0 after 0.50 s" in shown
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from app.faults import (
     decide,
     grown,
     interval,
+    settled,
 )
 from app.launchers import answers
 from app.launchers.elastic import Elastic, count_room, limits_of
@@ -113,6 +115,12 @@ ELASTIC = Limits(9, elastic_seconds=30.0)
         ([OOM_ON_A, ON_B, OOM_ON_A], ELASTIC, room(4, 4, a=2), Action.EXCLUDE, 2),
         ([ON_A, ON_A], Limits(9, None), room(4, 4, a=3), Action.RETRY, 0),
         ([ON_A, ON_A], ELASTIC, room(4, 4, a=0), Action.RETRY, 0),  # there is no other
+        # and then the others are gone: as many as there were at once, fewer when nothing else comes
+        ([ON_A, ON_A, ON_B], ELASTIC, replace(room(4, 0, 3.0), pardoned=4), Action.PARDON, 4),
+        ([ON_A, ON_A, ON_B], ELASTIC, replace(room(4, 0, 2.9), pardoned=4), Action.WAIT, 0),
+        ([ON_A, ON_A, ON_B], ELASTIC, replace(room(4, 1), pardoned=2), Action.WAIT, 0),
+        ([ON_A, ON_A, ON_B], ELASTIC, replace(room(4, 1, 99.0), pardoned=2), Action.PARDON, 2),
+        ([ON_A, ON_A, ON_B], ELASTIC, replace(room(4, 2, 99.0), pardoned=2), Action.SMALLER, 2),
         ([ON_A, ON_B], ELASTIC, room(4, 4, a=4, b=4), Action.RETRY, 0),
         ([ON_A, failure(Kind.EXCEPTION, node="a")], ELASTIC, room(4, 4, a=4), Action.RETRY, 0),
         ([ON_A, failure(Kind.DIED, node="a", at=3601.0)], ELASTIC, room(4, 4, a=4), Action.RETRY, 0),
@@ -122,6 +130,8 @@ def test_with_what_to_go_on(history: list[Failure], limits: Limits, there: Room,
     decision = decide(history, limits, there)
     assert (decision.action, decision.workers) == (action, workers)
     assert decision.node == ("a" if action is Action.EXCLUDE else "")
+    if action in (Action.PARDON, Action.SMALLER, Action.WAIT):
+        assert settled(there, limits) is (action is not Action.WAIT), "waiting ends when there is another answer"
 
 
 def test_growing_again() -> None:

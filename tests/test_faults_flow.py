@@ -1,4 +1,4 @@
-"""The loop around attempts, with stand-ins for workers: no process is started."""
+"""The loop around attempts, and the watch over torchrun's store, with stand-ins for workers: no process is started."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from app.beat import Beat
 from app.config_file import load_config
 from app.driver import Driver
 from app.errors import Interrupted, RunFailed
 from app.job import Job
-from app.launchers import restart
+from app.launchers import answers, restart, store_watch
 from app.launchers.elastic import Elastic
 from app.launchers.restart import NoRoom, WorkerLost, until_done
+from app.launchers.store_watch import StoreWatch
 from app.launchers.whereabouts import Where, Whereabouts
 from app.prepare import prepare, read_task
 
@@ -146,6 +149,32 @@ def test_a_node_that_keeps_failing_gets_no_more_workers(monkeypatch: pytest.Monk
     assert scene.tags["trireme.excluded_nodes"] == "b" and "2 failures began at that node" in scene.said[1]
 
 
+def test_an_excluded_node_is_used_again_when_the_others_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch)
+    scene.nodes = {name: {"CPU": 4.0} for name in "ab"}
+
+    def b_goes(scene: Scene) -> dict[int | None, BaseException]:
+        assert scene.now.config.cluster.exclude_nodes == ["a"]
+        return dies(0, 30, node_goes="b")(scene)
+
+    scene.go(dies(0, 10), dies(0, 20), b_goes, finishes)
+    assert scene.sizes == [4, 4, 4, 4] and scene.now.config.cluster.exclude_nodes == []
+    assert (
+        scene.tags["trireme.excluded_nodes"] == "" and "room for 0 of 4 workers; going on with 4 of 4" in scene.said[2]
+    )
+
+
+def test_a_death_that_only_its_peers_tell_of_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch)
+
+    def loses_a_peer(scene: Scene) -> dict[int | None, BaseException]:
+        return {1: RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")}
+
+    scene.go(loses_a_peer, loses_a_peer, finishes)  # an exception before the first step would not be tried again
+    assert scene.tags["trireme.last_failure"] == "a worker that worker 1 was connected to died before the first step"
+    assert scene.sizes == [4, 4, 4], "worker 1's node is not to blame"
+
+
 def test_announced_ends_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, "fault.max_restarts=0")
     scene.driver.whereabouts.announced["d"] = "AWS takes it back"
@@ -183,3 +212,73 @@ def test_rewinds_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
             {"type": "start", "resumed_from": step, "steps": 60, "device": "cpu", "parameters": 1, "step": step}
         )
     assert scene.logged[0] == (17, {"fault/rewind_steps": 2.0}) and scene.tags["trireme.rewinds"].startswith("17→15")
+
+
+# --- torchrun ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: dist.PrefixStore("group", made))
+    monkeypatch.setattr(store_watch, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(store_watch, "ANSWER_SECONDS", 0.3)
+    return made
+
+
+def job(config: Any) -> Any:
+    return SimpleNamespace(config=config, attempt="x")
+
+
+def test_a_rank_that_does_not_answer_is_ended(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(store_watch, "kill", ended.append)
+    monkeypatch.setattr(store_watch.os, "getpid", lambda: 4711)
+    texts: list[str] = []
+    driver: Any = SimpleNamespace(
+        step=3,
+        tracker=SimpleNamespace(text=lambda text, path: texts.append(text), tags=lambda tags: None),
+        console=SimpleNamespace(say=texts.append),
+    )
+    config = load_config([], ["task=tests.tasks:Points", "fault.hang_seconds=0.3"])
+    answers.NOW.begin(SimpleNamespace(beat=Beat("training", 3, 3)))
+    ranks = [StoreWatch(job(config), rank, 3, driver if rank == 0 else None) for rank in range(3)]
+    try:
+        for _ in range(3):
+            ranks[0].heard()
+            time.sleep(0.02)
+        ranks[2].over.set()  # its threads stand still
+        until = time.monotonic() + 10
+        while not ended and time.monotonic() < until:
+            time.sleep(0.02)
+    finally:
+        for rank in ranks:
+            rank.close()
+        answers.NOW.end()
+    assert ended == [4711]
+    assert "worker 2" in texts[-1] and "does not answer" in texts[-1] and "torchrun --max-restarts" in texts[-1]
+    assert "--- worker 0" in texts[0] and texts[0].count("test_faults_flow.py") >= 2, "where the others stand"
+
+
+def test_the_first_rank_is_watched_too(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(store_watch, "kill", ended.append)
+    config = load_config([], ["task=tests.tasks:Points", "fault.hang_seconds=0.05"])
+    driver: Any = SimpleNamespace(step=0)
+    ranks = [StoreWatch(job(config), rank, 2, driver if rank == 0 else None) for rank in range(2)]
+    ranks[1].patience = 0.5  # instead of 20 s
+    time.sleep(0.3)
+    assert not ended
+    ranks[0].over.set()
+    until = time.monotonic() + 10
+    while not ended and time.monotonic() < until:
+        time.sleep(0.02)
+    for rank in ranks:
+        rank.close()
+    assert ended
+
+
+def test_nothing_is_watched_where_nothing_can_hang(store: Any) -> None:
+    config = load_config([], ["task=tests.tasks:Points", "fault.hang_seconds=0"])
+    assert StoreWatch(job(config), 0, 2, None).threads == []
+    assert StoreWatch(job(load_config([], ["task=tests.tasks:Points"])), 0, 1, None).threads == [], "one process alone"

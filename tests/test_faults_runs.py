@@ -1,4 +1,4 @@
-"""Faults as runs meet them: a rank killed under torchrun, nodes that go and come back."""
+"""Faults as runs meet them: ranks killed and stopped under torchrun and Ray Train, nodes that go and come back."""
 
 from __future__ import annotations
 
@@ -7,15 +7,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.running import POINTS, committed, curve, environment, mlflow_run, start, trireme, wait_until, weights
 from tests.running import torchrun_program as torchrun
-from tests.test_ray_pipeline import Lines, disturb
+from tests.test_ray_pipeline import Lines, disturb, mlflow_text
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
-SLOW = [*POINTS, "train.steps=60", "task_args.step_seconds=0.05", "checkpoint.every_steps=5", "train.log_every=1"]
+SLOW = [
+    "task=tests.tasks:Plain",
+    *POINTS[1:],
+    "train.steps=60",
+    "task_args.step_seconds=0.05",
+    "checkpoint.every_steps=5",
+    "train.log_every=1",
+]
+HANG = "fault.hang_seconds=1.5"
 
 
 def close(ours: dict[int, float], theirs: dict[int, float]) -> bool:
@@ -31,16 +40,49 @@ def single(storage: Path, *more: str) -> dict[int, float]:
     return curve(storage, "one")
 
 
-def test_torchrun_starts_again_by_itself(tmp_path: Path) -> None:
-    arguments = ["train", *SLOW, "run.name=run", f"run.storage={tmp_path}"]
+def test_a_stopped_worker_of_ray_train_is_found_and_replaced(tmp_path: Path, ray_environment: dict[str, str]) -> None:
+    arguments = ["train", *SLOW, HANG, "launcher=ray", "workers=2", "run.name=run", f"run.storage={tmp_path}"]
+    process = start(arguments, env=ray_environment)
+    lines, folder = Lines(process), tmp_path / "run"
+    wait_until(lambda: max(committed(folder), default=0) >= 10, 60)
+    stopped = disturb(folder, 1, signal.SIGSTOP)
+    assert lines.when("does not answer", 40) - stopped >= 1.5
+    assert process.wait(60) == 0, lines.text
+    assert "worker 1, process" in lines.text and "starting again from the last checkpoint" in lines.text
+    assert close(curve(tmp_path, "run"), single(tmp_path))
+    run = mlflow_run(tmp_path, "run")
+    (stacks,) = mlflow_text(tmp_path, run.info.run_id, "hangs")
+    assert "does not answer" in stacks and "worker.py" in stacks
+    assert "worker 1" in run.data.tags["trireme.last_failure"] and run.data.metrics["fault/recovery_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("rank", "number"),
+    [
+        (1, signal.SIGKILL),
+        (1, signal.SIGSTOP),
+        (0, signal.SIGSTOP),
+    ],
+)
+def test_torchrun_starts_again_by_itself(tmp_path: Path, rank: int, number: int) -> None:
+    arguments = ["train", *SLOW, HANG, "run.name=run", f"run.storage={tmp_path}"]
     process = start(arguments, program=torchrun("--max-restarts=2"))
     lines, folder = Lines(process), tmp_path / "run"
     wait_until(lambda: max(committed(folder), default=0) >= 10, 60)
-    disturb(folder, 1, signal.SIGKILL)
+    if rank:
+        disturb(folder, rank, number)
+    else:
+        children = [child for child in psutil.Process(process.pid).children() if "app" in child.cmdline()]
+        min(children, key=lambda child: int(child.environ()["RANK"])).send_signal(number)
     assert process.wait(90) == 0, lines.text
     assert "continuing after step" in lines.text
     assert close(curve(tmp_path, "run"), single(tmp_path)), "no step lost, none twice, in one MLflow run"
-    assert mlflow_run(tmp_path, "run").info.status == "FINISHED"
+    run = mlflow_run(tmp_path, "run")
+    assert run.info.status == "FINISHED"
+    if (rank, number) == (1, signal.SIGSTOP):
+        assert "worker 1" in lines.text and "does not answer" in lines.text
+        (stacks,) = mlflow_text(tmp_path, run.info.run_id, "hangs")
+        assert "does not answer" in stacks and "worker.py" in stacks, "where the other one stood"
 
 
 @pytest.fixture
@@ -82,4 +124,4 @@ def test_four_three_two_four_workers(tmp_path: Path, nodes: Any, launcher: str) 
     assert process.wait(120) == 0, lines.text
     assert close(curve(tmp_path, "run"), single(tmp_path, *own)), "one curve, as with one worker"
     assert weights(folder).keys() == weights(tmp_path / "one").keys()
-    assert list(curve(tmp_path, "run", "fault/workers").values()) == [3.0, 2.0, 4.0]
+    assert list(curve(tmp_path, "run", "fault/workers").values()) == [3.0, 2.0, 4.0], lines.text

@@ -241,6 +241,7 @@ def test_who_gets_on() -> None:
     assert not moved({0: sign(), 1: None}, {0: sign(), 1: None})
     assert moved({0: sign(), 1: sign()}, {0: sign(), 1: sign(8)})
     assert moved({0: sign(), 1: None}, {0: sign(), 1: sign()}), "it was only slow to answer"
+    assert moved({0: sign()}, {0: sign(), 1: sign()}), "it has only begun"
     assert moved({0: sign(ticks=1, doing="evaluating")}, {0: sign(ticks=2, doing="evaluating")})
 
 
@@ -261,7 +262,7 @@ def test_who_gets_on() -> None:
     ],
 )
 def test_who_holds_the_others_up(signs: list[Sign | None], lasted: float, rank: int | None, why: str) -> None:
-    found = stuck(dict(enumerate(signs)), lasted, limit=10)
+    found = stuck(dict(enumerate(signs)), lasted, limit=10, dumb=10)
     if rank is None:
         assert found is None
     else:
@@ -270,11 +271,12 @@ def test_who_holds_the_others_up(signs: list[Sign | None], lasted: float, rank: 
 
 def test_a_silence_is_judged_by_those_before_it() -> None:
     silence = Silence(least=2.0, since=0.0)
-    assert not silence.suspicious(1500.0), "loading and compiling take as long as they take"
+    assert silence.suspicious(2.1) and silence.window == 1800.0, "loading and compiling take as long as they take"
+    assert silence.dumb == 20.0, "but do not silence a process"
     silence.heard(1500.0)
-    assert not silence.suspicious(1700.0), "nobody knows yet how long a step takes"
+    assert silence.window == 1800.0, "nobody knows yet how long a step takes"
     silence.heard(1500.3)
-    assert silence.suspicious(1502.5) and silence.window == 2.0, "in a few step times"
+    assert silence.suspicious(1502.5) and silence.window == silence.dumb == 2.0, "in a few step times"
     silence.heard(1503.3)  # a gap of 3 s is usual now
     assert not silence.suspicious(1503.3 + 15.0)
     assert silence.suspicious(1503.3 + 15.1) and silence.window == 6.0

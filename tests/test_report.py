@@ -10,7 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from experiments.report import figures, page, run_page
+from app.errors import UserError
+from experiments.report import build, figures, page, run_page
 from experiments.report.runs import RunRecord
 from tests.running import POINTS, mlflow_run, trireme
 
@@ -47,9 +48,23 @@ def test_a_run_and_two_runs(runs: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    for path, said in ((tmp_path, "holds no run, sweep or study"), (tmp_path / "gone", "there is no folder")):
-        ended = trireme("report", str(path))
-        assert ended.code == 2 and said in ended.err
+    ended = trireme("report", str(tmp_path))
+    assert ended.code == 2 and "holds no run, sweep or study" in ended.err
+    damaged = {
+        "a": ("study.json", "{", "study.json is damaged"),
+        "b": ("study.json", "{}", "says nothing of name"),
+        "c": ("study.json", '{"name": "c", "created": 0, "about": {}, "points": []}', "has measured nothing yet"),
+        "d": ("sweep.json", "{}", "has no answer yet"),
+        "e": ("run.json", "{", "is damaged"),
+    }
+    for name, (file, text, said) in damaged.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text(text)
+        (tmp_path / name / "config.yaml").write_text("{}")
+        with pytest.raises(UserError, match=said):
+            build.report([str(tmp_path / name)], None)
+    with pytest.raises(UserError, match="there is no folder"):
+        build.report([str(tmp_path / "gone")], None)
 
 
 def test_everything_is_escaped_and_figures_are_xml() -> None:
@@ -75,6 +90,17 @@ def test_nothing_is_wider_than_the_window_in_a_browser(runs: Path, tmp_path: Pat
     found = re.search(r"<title>W(\d+)of(\d+)</title>", shown)
     assert found, shown[:500]
     assert int(found[1]) <= int(found[2])
+
+
+def test_what_runs_cost_is_a_table(tmp_path: Path) -> None:
+    manifest = {"created": 0.0, "steps": 9, "starts": 1, "status": "finished", "summary": {"seconds": 1800.0}}
+    paid = RunRecord("paid", tmp_path, manifest, {"task": "x", "workers": "4"})
+    paid.cost = {"total": 12.5, "start": 0.25, "restarts": 0.0, "idle": 1.0}
+    free, unknown = (RunRecord(name, tmp_path, manifest, {"task": "x", "workers": "2"}) for name in ("free", "old"))
+    unknown.manifest = {**manifest, "summary": None}
+    found = re.sub(r"<[^>]+>", " ", run_page._cost([paid, free, unknown]))
+    assert re.search(r"paid\s+2\s+12\.5\s+0\.25\s+0\s+1\s+free\s+1\s+–", found) and "old" not in found, found
+    assert "dollars" not in run_page._cost([free]) and run_page._cost([unknown]) == ""
 
 
 def test_the_stages_of_a_pipeline_are_a_table(tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 
+from app.cli.scale import command
 from app.config import Config
 from app.config_file import load_config
 from app.console import Console
@@ -137,12 +139,15 @@ def test_why_one_worker_does_the_work_of_others(workers: list[Told], said: str) 
         ("1,x", "write numbers with commas"),
         ("1,3", "cannot share evenly"),
         ("0,1", "greater than 0"),
+        ("1,2 --repeats 0", "greater than 0"),
+        ("1,2 --price -1", "must not be negative"),
+        ("1,2 --strategy dpd", "'dpd' is not known"),
     ],
 )
 def test_bad_input(tmp_path: Path, workers: str, said: str) -> None:
-    arguments = ["scale", *POINTS, "train.steps=10", "run.name=x", f"run.storage={tmp_path}", "--workers", workers]
-    ended = trireme(*arguments)
-    assert ended.code == 2 and said in ended.err
+    arguments = [*POINTS, "train.steps=10", "run.name=x", f"run.storage={tmp_path}", "--workers", *workers.split()]
+    ended = CliRunner().invoke(command, arguments)
+    assert ended.exit_code == 2 and said in ended.output
 
 
 class OneForAll:

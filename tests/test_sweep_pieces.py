@@ -91,6 +91,12 @@ BAD = {
     "a sweep key misspelt": ("metrik: eval/loss", "did you mean metric"),
     "no experiment": ("experiment: null", "names no experiment"),
     "a mode": ("mode: lowest", "min or max"),
+    "a switch": ("warm: maybe", "must be true or false"),
+    "a target": ("target: low", "must be a number"),
+    "a seed": ("seed: x", "must be a whole number"),
+    "a price": ("price_per_worker_hour: -1", "must not be negative"),
+    "steps and epochs": ("space: {train.steps: [1, 2], train.epochs: [1, 2]}", "contradict each other"),
+    "a trial's own name": ("space: {run.name: [a, b]}", "which the sweep sets itself"),
 }
 
 
@@ -179,6 +185,14 @@ def world(exponent: float = 0.5, seed: int = 0) -> list[Trial]:
     return trials
 
 
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    """Of a sweep of that problem."""
+    found = Ledger(str(tmp_path / "s"), "s", {})
+    found.trials = {trial.index: trial for trial in world()}
+    return found
+
+
 @pytest.mark.parametrize("exponent", [0.5, 1.0, 0.75])
 def test_the_scaling_rule_and_an_unswept_batch_size(exponent: float) -> None:
     rates = science.best_rates(world(exponent), "eval/loss", "min")
@@ -186,6 +200,8 @@ def test_the_scaling_rule_and_an_unswept_batch_size(exponent: float) -> None:
     rule = science.scaling_rule(rates)
     assert rule is not None and abs(rule.exponent - exponent) < 0.1 and rule.low < rule.exponent < rule.high
     assert rule.name == {0.5: "square root", 1.0: "linear", 0.75: "measured exponent"}[exponent]
+    two = science.scaling_rule(rates[:2])
+    assert two is not None and two.name == "undecided", "a line through two points is no evidence"
     unswept = 0.002 * 90**exponent
     assert 2**-0.5 < rule.rate(90) / unswept < 2**0.5, "within one √2 step of the optimum"
 
@@ -215,11 +231,8 @@ def test_step_time_and_efficiency() -> None:
     assert science.efficiency(100.0, 100.0, 0.0) == 0.5, "at the noise scale half of the samples are wasted"
 
 
-def test_the_recommendation_is_the_soonest_way(tmp_path: Path) -> None:
+def test_the_recommendation_is_the_soonest_way(tmp_path: Path, ledger: Ledger) -> None:
     sweep = sweep_of(tmp_path, BASE, "target=0.2")
-    ledger = Ledger(str(tmp_path / "s"), "s", {})
-    for trial in world():
-        ledger.trials[trial.index] = trial
     answer = work_out(sweep, ledger)
     way = answer.recommended
     assert way is not None
@@ -235,22 +248,26 @@ def test_the_recommendation_is_the_soonest_way(tmp_path: Path) -> None:
     assert then.run.name == f"{sweep.name}-next" and then.tracking.log_model == sweep.base.tracking.log_model
 
 
-def test_a_target_that_is_never_reached_says_how_near(tmp_path: Path) -> None:
+def test_a_recommendation_names_all_that_was_searched(tmp_path: Path, ledger: Ledger) -> None:
+    """And nothing is predicted between trials that differ in more than the fits know of."""
+    sweep = sweep_of(tmp_path, BASE + "\n", "target=0.2", "space.strategy=[ddp, fsdp]")
+    for trial in ledger.trials.values():
+        trial.values["strategy"] = "ddp"
+    way = work_out(sweep, ledger).recommended
+    assert way is not None and way["measured"] and way["values"]["strategy"] == "ddp"
+    assert way["values"].keys() == {BATCH, RATE, "strategy", "workers"}
+
+
+def test_a_target_that_is_never_reached_says_how_near(tmp_path: Path, ledger: Ledger) -> None:
     sweep = sweep_of(tmp_path, BASE, "target=0.001")
-    ledger = Ledger(str(tmp_path / "s"), "s", {})
-    for trial in world():
-        ledger.trials[trial.index] = trial
     said = " ".join(work_out(sweep, ledger).sentences)
     assert "was not reached; the nearest is 0.01" in said
     assert "it got no nearer" in said or "it came" in said
     assert "worker-seconds of training" in said and "cost" not in said
 
 
-def test_what_a_sweep_cost_is_what_its_runs_have_counted(tmp_path: Path) -> None:
+def test_what_a_sweep_cost_is_what_its_runs_have_counted(tmp_path: Path, ledger: Ledger) -> None:
     sweep = sweep_of(tmp_path, BASE, "price_per_worker_hour=3.6")
-    ledger = Ledger(str(tmp_path / "s"), "s", {})
-    for trial in world():
-        ledger.trials[trial.index] = trial
     by_price = spent(sweep, ledger)
     assert by_price["dollars"] == pytest.approx(by_price["worker_seconds"] / 1000)
     for trial, dollars in zip(world(), (1.5, 2.0)):

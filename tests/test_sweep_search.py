@@ -155,6 +155,28 @@ def test_killed_and_run_again(tmp_path: Path, kill_after: int) -> None:
     assert sum(len(recorded) for _, recorded in rungs) >= 27
 
 
+def test_the_median_rule_and_a_kill(tmp_path: Path) -> None:
+    """It cannot read an end without a value, and asserts that a trial which it stopped says no more: one that was under
+    way when it was too early to tell is such a trial, now that it is told its past after that of all others."""
+    sweep = sweep_of(tmp_path, "scheduler={name: median, grace: 8}", "trials=12")
+    first = Tune(sweep, tmp_path / "t", slots=5)
+    first.fill()
+    worst = max(first.live, key=lambda trial: trial.config["optimizer.lr"])
+    for trial in [worst, *(trial for trial in first.live if trial is not worst)]:
+        for _ in range(2 if trial is worst else STEPS // 4 + 1):
+            decision = first.overseer.on_trial_result(first, trial, result := told(trial))
+            if decision == TrialScheduler.STOP:
+                first.overseer.on_trial_complete(first, trial, result)
+                break
+    assert [trial.index for trial in first.ledger.under_way] == [worst.config[INDEX]]
+    again = Tune(sweep, tmp_path / "t", slots=5)
+    again.run()
+    trials = again.ledger.trials
+    assert len(trials) == 12 and all(trial.ended for trial in trials.values())
+    assert trials[worst.config[INDEX]].status == "pruned" and len(trials[worst.config[INDEX]].reports) == 3
+    assert min(trials.values(), key=lambda trial: abs(trial.values["optimizer.lr"] - 0.03)).status == "finished"
+
+
 def test_a_target_stops_a_trial_that_has_done_what_it_was_for(tmp_path: Path) -> None:
     tune = Tune(sweep_of(tmp_path, "target=0.5", "scheduler=none"), tmp_path / "t")
     tune.run()
@@ -212,6 +234,19 @@ def test_unlike_searchers_say_what_to_install(tmp_path: Path) -> None:
         search.searcher_of(sweep_of(tmp_path, "searcher=hyperopt"))
     with pytest.raises(UserError, match="does not take these arguments"):
         oversee.scheduler_of(sweep_of(tmp_path, "scheduler={name: asha, reduction: 3}"), 64, 4)
+    for wrong, said in {
+        "{name: asha, reduction_factor: 0}": "does not take these arguments: Reduction Factor not valid",
+        "{name: asha, grace: soon}": "grace is 'soon', but it must be a number of steps",
+        "{name: pbt, quantile_fraction: 3}": "does not take these arguments: You must set `quantile_fraction`",
+    }.items():
+        with pytest.raises(UserError, match=said):
+            oversee.scheduler_of(sweep_of(tmp_path, f"scheduler={wrong}"), 64, 4)
+    with pytest.raises(UserError, match="does not take these arguments"):
+        search.searcher_of(sweep_of(tmp_path, "searcher={name: optuna, colour: red}"))
+    fixed = sweep_of(tmp_path, "scheduler=pbt")
+    fixed.space = {"workers": fixed.space["optimizer.lr"]}
+    with pytest.raises(UserError, match="workers cannot be changed then"):
+        oversee.scheduler_of(fixed, 64, 4)
 
 
 def test_population_based_training_changes_values_and_not_identities(tmp_path: Path) -> None:

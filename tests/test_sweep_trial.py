@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
-import torch
 
 from app.cost import Rate
 from app.tracking.settings import Settings
 from experiments.sweep.spec import read_sweep
 from experiments.sweep.tracking import END_FILE, last_start
 from experiments.sweep.trial import REPORT, Session, Setting, TrialProcess, Workers
-from experiments.sweep.trial_driver import REACHED, newest_checkpoint
-from tests.running import committed, weights
+from experiments.sweep.trial_driver import REACHED, checkpoint_at
+from tests.running import committed
 
 TEXT = """
 experiment: {task: "tests.tasks:Points", train: {steps: 40, global_batch_size: 16}, launcher: local}
@@ -36,6 +36,13 @@ def setting(tmp_path: Path, *overrides: str) -> Setting:
 
 def session(found: Setting, index: int, **values: Any) -> Session:
     return Session(found, index, f"t{index:03d}", {"optimizer.lr": 0.01, **values}, Workers())
+
+
+class Asked(TrialProcess):
+    """As Tune asks it, without Ray."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
 
 
 def hear(trial: Session, until: int = 10**9) -> list[dict[str, Any]]:
@@ -95,18 +102,21 @@ def test_a_copied_trial_goes_on_from_the_others_weights(tmp_path: Path) -> None:
     """What population-based training does with a good and a bad trial."""
     found = setting(tmp_path, "scheduler=pbt", "searcher=random", "trials=2")
     donor = session(found, 0)
-    hear(donor)
-    process = object.__new__(TrialProcess)
-    process.session = donor
-    process.save_checkpoint(str(tmp_path))
+    known = hear(donor, until=20)[-1]
+    Asked(donor).save_checkpoint(str(tmp_path))
     pointer = json.loads((tmp_path / "pointer.json").read_text())
-    assert pointer["run"] == "t000" and pointer["step"] == 40
-    assert newest_checkpoint(donor.config, donor.driver)["folder"] == pointer["folder"]
+    assert (pointer["run"], pointer["step"]) == ("t000", 20)
     taker = session(found, 1, **{"optimizer.lr": 0.0})  # with which its own training changes nothing
-    process.session = taker
-    process.load_checkpoint(str(tmp_path))
-    said = hear(taker)
-    assert said[-1]["status"] == "finished"
-    a, b = weights(tmp_path / "t000"), weights(tmp_path / "t001")
-    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert hear(taker)[-1]["status"] == "finished", "before Tune has seen that it is a bad one"
+    taken = session(found, 1, **{"optimizer.lr": 0.0})
+    Asked(taken).load_checkpoint(str(tmp_path))
+    said = hear(taken)
+    assert [report["step"] for report in said][-3:] == [30, 40, 40] and said[-1]["status"] == "finished"
+    assert said[-1]["metrics"]["eval/loss"] == known["metrics"]["eval/loss"], "what Tune knew, not what came after it"
+    assert "continuing after step 20" in (tmp_path / "t001" / "logs" / "driver.log").read_text()
+    hear(donor, until=30)
+    time.sleep(0.3)
+    assert donor.reports.empty(), "it waits at each report until Tune asks for the next"
+    hear(donor)
+    assert checkpoint_at(donor.config, 20)["folder"] == pointer["folder"]
     assert not (tmp_path / END_FILE).exists()

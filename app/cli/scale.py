@@ -56,7 +56,11 @@ def command(
             raise UserError(f"--workers is {workers!r}: write numbers with commas, such as 1,2,4") from None
         if min(repeats, steps, blocks) < 1:
             raise UserError("--repeats, --steps and --blocks must be greater than 0")
-        names = tuple(strategy.split(",")) if strategy else (config.strategy.replace("auto", "ddp"),)
+        names = (
+            tuple(name.strip() for name in strategy.split(","))
+            if strategy
+            else (config.strategy.replace("auto", "ddp"),)
+        )
         run = importlib.import_module("experiments.scale.run")
         plan = run.Plan(counts, names, not strong, repeats, blocks, steps, price)
         outcome = run.scale(config, plan, console, verbose=verbose)

@@ -17,7 +17,7 @@ import ray
 
 from app.config import Config
 from app.errors import UserError
-from app.faults import Limits, Room, grown
+from app.faults import Limits, Room, grown, settled
 from app.job import Job
 from app.pending import held_by
 from app.prepare import Prepared, prepare
@@ -122,19 +122,19 @@ class Elastic:
         nodes = free_by_node(job.config.cluster.exclude_nodes)
         room = count_room(self.per_worker, nodes)
         without = {node: count_room(self.per_worker, {n: r for n, r in nodes.items() if n != node}) for node in nodes}
-        valid = sorted({self.largest(limit) for limit in (room, *without.values())} - {0})
+        pardoned = room
+        if job.config.cluster.exclude_nodes != (named := self.written.cluster.exclude_nodes):
+            pardoned = count_room(self.per_worker, free_by_node(named))
+        valid = sorted({self.largest(limit) for limit in (room, pardoned, *without.values())} - {0})
         self.lacking_since = None if room >= workers else self.lacking_since or now
         lacking = now - self.lacking_since if self.lacking_since else 0.0
-        return Room(workers, self.wanted, room, tuple(valid), without, lacking)
+        return Room(workers, self.wanted, room, tuple(valid), without, lacking, pardoned)
 
     def lacks(self, job: Job) -> bool:
         """While places are waited for: whether to decide anew."""
         if not self._due():
             return False
-        limits, there = self.limits, self.look(job)
-        if limits.elastic_seconds is None or there.lacking_seconds < limits.elastic_seconds:
-            return False
-        return any(limits.min_workers <= n <= there.room for n in there.valid)
+        return settled(self.look(job), self.limits)
 
     def more(self, job: Job) -> int | None:
         """While training goes on with fewer workers than wanted: how many there could be, once that is sure."""

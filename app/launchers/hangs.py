@@ -4,8 +4,8 @@ While rank 0 is heard of nobody is asked anything. When it has been silent for f
 all ranks are asked, every second, how far they are. If nothing moves for twice the longest silence, the rank that does
 not answer, does not wait for its peers, or is furthest behind, is the one.
 
-What has no history gets more: nothing is suspicious before a second step is heard of; what compiles may do so again for
-a shape that is new; reading data and evaluating have a minute.
+What has no history gets more: before a second step is heard of, only a rank that does not answer at all is stuck, and
+later; what compiles may do so again for a shape that is new; reading data and evaluating have a minute.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ WINDOW = 2.0
 """And nothing must move for this many times the longest one."""
 COMPILED = 10.0
 """How many times longer every silence may be where a new shape is compiled."""
+DUMB, DUMB_SECONDS = 3.0, 20.0
+"""How many times `least`, and seconds at least, a rank may not answer at all before there is a history: what is
+loaded or compiled leaves its other threads a moment now and then, and a process that is stopped does not."""
 EVALUATION = 6.0
 """A batch of evaluation has no history: it may take this many times longer than a step."""
 MINUTE = 60.0
@@ -34,7 +37,7 @@ LOOKS_APART_SECONDS = 1.0
 class Silence:
     """Since when rank 0 has said nothing, and how long it usually does.
 
-    least: seconds below which a silence is never suspicious; 0 suspects nobody.
+    least: seconds below which a silence is never looked into; 0 suspects nobody.
     """
 
     least: float
@@ -48,17 +51,24 @@ class Silence:
         self.since, self.news = now, self.news + 1
 
     @property
+    def known(self) -> bool:
+        """Whether there is a history."""
+        return self.news > 1
+
+    @property
     def limit(self) -> float:
         """Seconds after which a silence is suspicious."""
-        return self._times(FACTOR)
+        return max(self.least, FACTOR * self.longest) if self.known else self.least
 
     @property
     def window(self) -> float:
         """Seconds in which nothing must have moved after that."""
-        return self._times(WINDOW)
+        return max(self.least, WINDOW * self.longest) if self.known else PATIENCE_SECONDS
 
-    def _times(self, factor: float) -> float:
-        return max(self.least, factor * self.longest) if self.news > 1 else PATIENCE_SECONDS
+    @property
+    def dumb(self) -> float:
+        """Seconds after which a rank that does not answer is stuck."""
+        return self.window if self.known else max(DUMB_SECONDS, DUMB * self.least)
 
     def suspicious(self, now: float) -> bool:
         """Whether to look closer."""
@@ -78,7 +88,9 @@ Signs = Mapping[int, Sign | None]
 
 
 def moved(before: Signs, after: Signs) -> bool:
-    """Whether any rank has got on, or answers that did not."""
+    """Whether any rank has got on, or answers that did not, or was not known of."""
+    if before.keys() != after.keys():
+        return True
     for rank, new in after.items():
         old = before[rank]
         if (old is None) != (new is None) or (old and new and old.beat != new.beat):
@@ -86,13 +98,14 @@ def moved(before: Signs, after: Signs) -> bool:
     return False
 
 
-def stuck(signs: Signs, lasted: float, limit: float) -> tuple[int, str] | None:
+def stuck(signs: Signs, lasted: float, limit: float, dumb: float) -> tuple[int, str] | None:
     """The rank that holds the others up, and why it is thought so; None as long as it may yet get on.
 
-    lasted: seconds since when the answers have been the same. limit: seconds that a rank may take in a step.
+    lasted: seconds since when the answers have been the same. limit: seconds that a rank may take in a step. dumb:
+    seconds that it may not answer.
     """
-    if dumb := [rank for rank, sign in signs.items() if sign is None]:
-        return (min(dumb), "does not answer") if lasted >= limit else None
+    if silent := [rank for rank, sign in signs.items() if sign is None]:
+        return (min(silent), "does not answer") if lasted >= dumb else None
     found = {rank: sign for rank, sign in signs.items() if sign is not None}
     if lasted < max(_patience(sign.beat, limit) for sign in found.values()):
         return None

@@ -16,11 +16,15 @@ from ray.train.torch import TorchConfig
 
 from app.driver import Driver
 from app.errors import Interrupted
+from app.faults import Kind
 from app.job import Job, Place
+from app.launchers import answers
 from app.launchers.elastic import Elastic
 from app.launchers.inbox import InboxChannel, hear, open_inbox, work
-from app.launchers.restart import Failures, NoRoom, until_done
+from app.launchers.member import kill_at
+from app.launchers.restart import Failures, NoRoom, WorkerLost, until_done
 from app.launchers.trainer import Trainer
+from app.launchers.watching import Stuck, Watching, gather
 from app.pending import selector
 from app.storage import Storage
 
@@ -36,6 +40,7 @@ def worker_main(loop: dict[str, Any]) -> None:
     context = get_context()
     place = Place(context.get_world_rank(), context.get_world_size(), context.get_local_rank(), get_device())
     channel = InboxChannel(loop["inbox"], place.rank)
+    answers.NOW.begin(channel)
     work(loop["job"], place, channel, context.get_node_rank())
 
 
@@ -65,11 +70,16 @@ def _attempt(job: Job, driver: Driver, per_worker: dict[str, float], number: int
             ended.append(error)
 
     thread = threading.Thread(target=fit, daemon=True, name="fit")
+    watching = Watching(job.config, lambda what: _ask(what, driver))
+    stuck: dict[int | None, BaseException] = {}
     thread.start()
     try:
         while thread.is_alive():
-            hear(inbox, driver)
+            if hear(inbox, driver):
+                watching.heard()
             driver.check_start()
+            if not stuck and not driver.summary and (found := watching.look()):
+                stuck = _end_stuck(found, watching, driver)
             if elastic is not None and not _keeps_size(job, driver, elastic):
                 _end(thread, trainer, inbox, driver)
                 return {None: NoRoom("the workers' places have not come back")}
@@ -80,7 +90,7 @@ def _attempt(job: Job, driver: Driver, per_worker: dict[str, float], number: int
         raise
     finally:
         ray.kill(inbox)
-    return failures(ended[0])
+    return stuck if stuck and ended[0] is not None else failures(ended[0])
 
 
 def _keeps_size(job: Job, driver: Driver, elastic: Elastic) -> bool:
@@ -108,6 +118,36 @@ def _trainer(job: Job, inbox: Any, per_worker: dict[str, float], number: int, *,
         torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if use_gpu else "gloo"),
         grows=grows,
     )
+
+
+def _ask(what: str, driver: Driver) -> dict[int, Any]:
+    """Asks every worker's actor, whose own thread is free while another one trains. Nothing where one is known to be
+    dead: Ray Train will end the others."""
+    question = {"beat": answers.beat, "stack": answers.stack}[what]
+    calls = {rank: where.actor.execute.remote(question) for rank, where in driver.whereabouts.ranks.items()}
+    found = gather(calls)
+    silent = [calls[rank] for rank, answer in found.items() if answer is None]
+    return {} if any(_is_dead(call) for call in silent) else found
+
+
+def _is_dead(call: Any) -> bool:
+    try:
+        ray.get(call, timeout=0)
+    except ray.exceptions.RayActorError:
+        return True
+    except ray.exceptions.RayError:
+        return False
+    return False
+
+
+def _end_stuck(found: Stuck, watching: Watching, driver: Driver) -> dict[int | None, BaseException]:
+    """Keeps where everybody stands with the run, and kills those that hold it up: Ray Train then ends the others."""
+    ranks = driver.whereabouts.ranks
+    driver.lost()
+    driver.tracker.text(watching.stacks(lambda rank: str(ranks[rank])), f"hangs/step-{driver.step}.txt")
+    for rank in {found.rank} | found.dumb:
+        kill_at(ranks[rank].node, ranks[rank].pid)
+    return {found.rank: WorkerLost(f"{ranks[found.rank]} {found.why}", Kind.HUNG)}
 
 
 def _end(thread: threading.Thread, trainer: Trainer, inbox: Any, driver: Driver) -> None:

@@ -89,7 +89,10 @@ def _carry_out(decision: Decision, job: Job, driver: Driver, elastic: Elastic | 
     if decision.node:
         job.config.cluster.exclude_nodes = [*job.config.cluster.exclude_nodes, decision.node]
         driver.tracker.tags({"trireme.excluded_nodes": ",".join(job.config.cluster.exclude_nodes)})
-    if elastic is not None and decision.action in (Action.SMALLER, Action.EXCLUDE):
+    if elastic is not None and decision.action is Action.PARDON:
+        job.config.cluster.exclude_nodes = list(elastic.written.cluster.exclude_nodes)
+        driver.tracker.tags({"trireme.excluded_nodes": ""})
+    if elastic is not None and decision.action in (Action.SMALLER, Action.EXCLUDE, Action.PARDON):
         return _resize(job, driver, elastic, decision.workers, decision.reason)
     then = "waiting for their places" if decision.action is Action.WAIT else "starting again from the last checkpoint"
     after = f" in {decision.pause:g} s" if decision.pause > 1 and decision.action is not Action.WAIT else ""
@@ -137,7 +140,7 @@ def classify(failures: Failures, driver: Driver, history: list[Failure]) -> Fail
     cause = _cause(rank, original, driver)
     if cause.kind is Kind.NO_ROOM and history:
         cause = Cause(Kind.NO_ROOM, history[-1].sentence)
-    where = driver.whereabouts.ranks.get(rank) if rank is not None else None
+    where = driver.whereabouts.ranks.get(rank) if rank is not None and not _lost_peer(original) else None
     return Failure(
         cause.kind, cause.sentence, driver.step, driver.progressed, where.node if where else "", at=time.time()
     )
@@ -152,6 +155,9 @@ def _cause(rank: int | None, original: BaseException, driver: Driver) -> Cause:
         return Cause(original.kind, str(original))
     if isinstance(original, WorkerLost) or _is_death(original):
         return Cause(*death_of(_death(rank, original, driver)))
+    if _lost_peer(original):  # and nobody says who that is
+        after = f"after step {driver.step:,}" if driver.step else "before the first step"
+        return Cause(Kind.DIED, f"a worker that worker {rank} was connected to died {after}")
     text = (str(original).strip().splitlines() or [""])[0]
     at = f" on worker {rank}" if rank is not None else ""
     log = f" (see {driver.run.local_folder}/logs/rank-{rank}.log)" if rank is not None else ""
@@ -216,8 +222,15 @@ def _is_death(error: BaseException) -> bool:
     return type(error).__name__.startswith("WorkerHealthCheck") or isinstance(error, ray.exceptions.RayActorError)
 
 
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
+
 def is_consequence(error: BaseException) -> bool:
-    """Whether this is what a rank says whose peer is gone."""
-    text = str(error)
-    signs = ("Connection closed by peer", "Connection reset by peer", "connectFullMesh", "NCCL", "Broken pipe", "gloo")
-    return type(error).__name__.startswith("Dist") or any(sign in text for sign in signs)
+    """Whether this may be what a rank says whose peer is gone."""
+    signs = (*LOST_PEER, "connectFullMesh", "NCCL", "gloo")
+    return type(error).__name__.startswith("Dist") or any(sign in str(error) for sign in signs)
+
+
+def _lost_peer(error: BaseException) -> bool:
+    """Whether this is what a rank says whose peer is gone, and can have no other cause."""
+    return not isinstance(error, WorkerLost) and any(sign in str(error) for sign in LOST_PEER)

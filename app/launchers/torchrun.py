@@ -26,7 +26,9 @@ from app.doctor.job import with_remarks
 from app.driver import Driver
 from app.errors import Interrupted, UserError
 from app.job import Job, Place
+from app.launchers import answers
 from app.launchers.output import worker_output
+from app.launchers.store_watch import FirstRank, StoreWatch
 from app.prepare import prepare, read_task
 from app.run import Run
 from app.storage import Storage
@@ -71,6 +73,7 @@ class Silence:
 
     def __init__(self) -> None:
         self.stopping = False
+        self.beat = Beat()
 
     def emit(self, event: dict[str, Any]) -> None:
         return
@@ -79,7 +82,7 @@ class Silence:
         return self.stopping
 
     def follow(self, beat: Beat) -> None:
-        return
+        self.beat = beat
 
 
 def own_store(rank: int) -> dist.Store:
@@ -149,9 +152,14 @@ def _first_rank(config: Config, console: Console, place: Place, per_node: int) -
     def launch(job: Job) -> None:
         tell(job)
         sampler = SystemSampler(driver.tracker.emit, "node-0", config.tracking.system_metrics_every)
+        watch = StoreWatch(job, 0, place.world_size, driver)
+        channel = FirstRank(driver, watch)
+        answers.NOW.begin(channel)
         try:
-            summary = worker.train(job, place, driver)
+            summary = worker.train(job, place, channel)
         finally:
+            answers.NOW.end()
+            watch.close()
             sampler.close()
         driver.emit({"type": "done", "summary": summary})
         if summary["stopped"]:
@@ -192,8 +200,14 @@ def _other_rank(config: Config, place: Place) -> Outcome:
     channel = Silence()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: setattr(channel, "stopping", True))
-    with worker_output(Storage(job.folder), place.rank):
-        summary = worker.train(job, place, channel)
+    watch = StoreWatch(job, place.rank, place.world_size, None)
+    answers.NOW.begin(channel)
+    try:
+        with worker_output(Storage(job.folder), place.rank):
+            summary = worker.train(job, place, channel)
+    finally:
+        answers.NOW.end()
+        watch.close()
     if summary["stopped"]:
         raise Interrupted(f"stopped after step {summary['step']:,}")
     return Outcome("finished", config.run.name, job.folder, summary, {})

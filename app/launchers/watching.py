@@ -56,7 +56,7 @@ class Watching:
         if before is None or moved(before[1], signs):
             self.same = (now, signs)
             return None
-        found = stuck(signs, now - before[0], self.silence.window)
+        found = stuck(signs, now - before[0], self.silence.window, self.silence.dumb)
         if found is None:
             return None
         rank, why = found

@@ -15,6 +15,7 @@ from app.planner.calibration import LEAST_SECONDS, history, note
 from app.planner.measure import FIRST_USE
 from app.planner.plan import GIB, model_name
 from app.planner.prediction import Prediction, predict
+from app.planner.read import Reader
 from app.planner.where import running
 from app.tasks import load_task
 from strategies.names import Layout
@@ -30,7 +31,8 @@ def record(config: Config, layout: Layout, seconds: float, memory: float, traine
         return {}
     try:
         machine = running(layout.dims.world_size)
-        found = predict(config, load_task(config.task, config.task_args), layout, machine)
+        reader = _reader(config)
+        found = predict(config, reader.task, layout, machine, reader)
         if memory and machine.device.gpu.name == "cpu":
             memory = max(0.0, memory - FIRST_USE)
     except Exception:  # whatever is wrong with a prediction, the run itself was right
@@ -45,6 +47,20 @@ def record(config: Config, layout: Layout, seconds: float, memory: float, traine
     if memory > 0:
         figures |= {"plan/memory_bytes_measured": memory, "plan/memory_error": found.memory_bytes / memory - 1}
     return figures
+
+
+_KEPT: dict[str, Reader] = {}
+
+
+def _reader(config: Config) -> Reader:
+    """The model as plans read it, which takes as long as training a small one: that of the last run in this process is
+    kept, since the trials of a sweep mostly have the same."""
+    split = {"sequence_parallel": config.parallel.sequence_parallel, "loss_parallel": config.parallel.loss_parallel}
+    key = json.dumps([config.task, config.task_args, split], default=str, sort_keys=True)
+    if key not in _KEPT:
+        _KEPT.clear()
+        _KEPT[key] = Reader(load_task(config.task, config.task_args), **split)
+    return _KEPT[key]
 
 
 def entry(

@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from experiments.benchmarks.machine import machine
+from experiments.benchmarks.machine import table
 
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "MNIST images": ("image_classification", {"data": "mnist"}, 64),
@@ -96,10 +96,12 @@ def main(gigabytes: float, seconds: float, rounds: int, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found))
         return
-    click.echo(f"{machine()}; token file of {gigabytes:g} GB\n")
-    click.echo("| loader | samples/s | own memory grows by, MB | pages of files, MB |\n|---|---|---|---|")
-    for name, r in found.items():
-        click.echo(f"| {name} | {r['samples_per_second']:,.0f} | {r['anonymous_mb']:.1f} | {r['of_files_mb']:.1f} |")
+    heads = ["loader", "samples/s", "own memory grows by, MB", "pages of files, MB"]
+    rows = [
+        [name, f"{r['samples_per_second']:,.0f}", f"{r['anonymous_mb']:.1f}", f"{r['of_files_mb']:.1f}"]
+        for name, r in found.items()
+    ]
+    click.echo(table(heads, rows, about=f"; token file of {gigabytes:g} GB"))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 import click
 import psutil
 
-from experiments.benchmarks.machine import machine
+from experiments.benchmarks.machine import table
 
 MARKS = (
     "gcs_server",
@@ -75,9 +75,8 @@ def main(seconds: float, settle: float, running: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found))
         return
-    click.echo(f"{machine()}\n\n| process | CPU seconds per second |\n|---|---|")
-    for name, rate in [*found["by_process"].items(), ("all", found["total"])]:
-        click.echo(f"| {name} | {rate:.4f} |")
+    rates = [*found["by_process"].items(), ("all", found["total"])]
+    click.echo(table(["process", "CPU seconds per second"], [[name, f"{rate:.4f}"] for name, rate in rates]))
 
 
 if __name__ == "__main__":

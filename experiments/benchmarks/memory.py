@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,10 +17,11 @@ from typing import Any
 
 import click
 
-from experiments.benchmarks.machine import machine
+from experiments.benchmarks.machine import table
+from experiments.benchmarks.ours import Ours, torchrun
 from experiments.benchmarks.plain import PROCESSES, WRAPS
 
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 SHAPE = {"d_model": 256, "n_layers": 8, "n_heads": 8}
 BATCH, LENGTH, STEPS = 16, 128, 6
 
@@ -67,10 +67,8 @@ def _predict(strategy: str) -> dict[str, float]:
 
 def _measure(side: str, strategy: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={PROCESSES.get(strategy, 2)}"]
-        command += ["-m", "experiments.benchmarks.memory", side, strategy, folder]
-        subprocess.run(command, check=True, env={**os.environ, **ENVIRONMENT}, capture_output=True)
+        module, processes = "experiments.benchmarks.memory", PROCESSES.get(strategy, 2)
+        torchrun(module, side, strategy, folder, processes=processes, environment=ENVIRONMENT)
         return max(json.loads(path.read_text()) for path in Path(folder).glob("peak-*")) / 2**20
 
 
@@ -83,26 +81,10 @@ def _status(key: str) -> int:
 
 
 def _ours(strategy: str, folder: str) -> Any:
-    import torch
-    import torch.distributed as dist
-
     from app.config_file import load_config
-    from app.job import Job, Place
-    from app.launchers.torchrun import Silence
-    from app.prepare import prepare, read_task
-    from app.worker import Training
 
-    rank, world = dist.get_rank(), dist.get_world_size()
-    config = load_config([], _experiment(strategy, folder))
-    prepared = prepare(config, read_task(config), world, devices_per_node=None)
-    job = Job(config, prepared.layout, f"{folder}/ours", "benchmark", "benchmark", prepared.steps, os.getcwd())
-
-    def build() -> Any:
-        training = Training(job, Place(rank, world, rank, torch.device("cpu")), Silence())
-        batches = training.batches()
-        return lambda: training.advance(batches)
-
-    return build
+    prepared = Ours(load_config([], _experiment(strategy, folder)))  # what is measured begins with build()
+    return lambda: prepared.build().advance
 
 
 def _plain(strategy: str) -> Any:
@@ -141,10 +123,8 @@ def main(strategies: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found))
         return
-    heads = list(next(iter(found.values())))
-    click.echo(f"{machine()}\n\n| peak per rank, MiB | {' | '.join(heads)} |\n{'|---' * (len(heads) + 1)}|")
-    for name, r in found.items():
-        click.echo(f"| {name} | {' | '.join(f'{value:.0f}' for value in r.values())} |")
+    heads = ["peak per rank, MiB", *next(iter(found.values()))]
+    click.echo(table(heads, [[name, *(f"{value:.0f}" for value in row.values())] for name, row in found.items()]))
 
 
 if __name__ == "__main__":

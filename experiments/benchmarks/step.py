@@ -12,16 +12,15 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import click
 
-from experiments.benchmarks.machine import machine
+from experiments.benchmarks.machine import table
+from experiments.benchmarks.ours import Ours, in_turns, torchrun
 from experiments.benchmarks.plain import PROCESSES, WRAPS
 
 BLOCK_STEPS = {"mnist": 40, "gpt": 10, "gpt-10m": 2}
@@ -62,10 +61,8 @@ def run(models: list[str], strategies: list[str], blocks: int) -> dict[str, Any]
 def _measure(name: str, strategy: str, blocks: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        processes = PROCESSES.get(strategy, 2)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        command += ["-m", "experiments.benchmarks.step", name, strategy, str(blocks), folder, str(out)]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        arguments = (name, strategy, str(blocks), folder, str(out))
+        torchrun("experiments.benchmarks.step", *arguments, processes=PROCESSES.get(strategy, 2))
         times = json.loads(out.read_text())
     plain, ours = times["plain"], times["ours"]
     low, high = interval(plain, ours)
@@ -92,55 +89,22 @@ def interval(a: list[float], b: list[float], draws: int = 2000) -> tuple[float, 
 
 
 def worker(name: str, strategy: str, blocks: int, folder: str, out: str) -> None:
-    """One of the two processes: seconds per step of each block, plain and ours."""
-    import torch
+    """One of the processes: seconds per step of each block, plain and ours."""
     import torch.distributed as dist
 
     from app.config_file import load_config
-    from app.console import Console
-    from app.driver import Driver
-    from app.job import Job, Place
-    from app.launchers.torchrun import Silence
-    from app.prepare import prepare, read_task
-    from app.run import Run
-    from app.tracking.settings import resolve_tracking
-    from app.worker import Training
     from experiments.benchmarks.plain import MODELS
 
     dist.init_process_group("gloo")
-    rank, world, each = dist.get_rank(), dist.get_world_size(), BLOCK_STEPS[name]
+    each = BLOCK_STEPS[name]
     steps = each * (blocks + 2)
     how = [f"strategy={strategy}", *DEGREES.get(strategy, []), f"train.steps={steps + 1}"]
     config = load_config([], [*OURS[name], *how, "run.name=ours", f"run.storage={folder}"])
-    prepared = prepare(config, read_task(config), world, devices_per_node=None)
-    channel: Any = Silence()
-    if rank == 0:
-        channel = Driver(Run(config), Console(quiet=True), resolve_tracking(config.tracking, folder))
-        channel.run.open()
-        channel.begin_tracking()
-    job = Job(config, prepared.layout, f"{folder}/ours", "benchmark", "benchmark", prepared.steps, os.getcwd())
-    ours = Training(job, Place(rank, world, rank, torch.device("cpu")), channel)
-    batches = ours.batches()
+    ours = Ours(config, tracked=True).build()
     plain = MODELS[name](steps, strategy)
-
-    def block(advance: Any) -> float:
-        dist.barrier()
-        begun = time.perf_counter()
-        for _ in range(each):
-            advance()
-        return (time.perf_counter() - begun) / each
-
-    advances = {"plain": plain.advance, "ours": lambda: ours.advance(batches)}
-    times: dict[str, list[float]] = {"plain": [], "ours": []}
-    for number in range(-1, blocks):  # the first pair warms up
-        for which in ("plain", "ours") if number % 2 else ("ours", "plain"):
-            seconds = block(advances[which])
-            if number >= 0:
-                times[which].append(seconds)
-    batches.close()  # type: ignore[attr-defined]
-    if rank == 0:
-        channel.tracker.finish("FINISHED", timeout=20.0)
-        channel.run.end("stopped")
+    times = in_turns({"plain": plain.advance, "ours": ours.advance}, blocks, each)
+    ours.close()
+    if ours.rank == 0:
         Path(out).write_text(json.dumps(times))
     dist.barrier()
     dist.destroy_process_group()
@@ -154,17 +118,17 @@ def worker(name: str, strategy: str, blocks: int, folder: str, out: str) -> None
 def main(models: tuple[str, ...], strategies: tuple[str, ...], blocks: int, as_json: bool) -> None:
     """One step of ours beside one written by hand, in the same processes. (mnist is for ddp only.)"""
     found = run(list(models) or list(OURS), list(strategies) or ["ddp"], blocks)
-    click.echo(json.dumps(found) if as_json else f"{machine()}\n\n{table(found)}")
+    click.echo(json.dumps(found) if as_json else shown(found))
 
 
-def table(found: dict[str, Any]) -> str:
+def shown(found: dict[str, Any]) -> str:
     """The result as Markdown."""
-    lines = ["| step | by hand, ms | Trireme, ms | ratio | 95 % interval |", "|---|---|---|---|---|"]
+    rows = []
     for name, r in found.items():
         low, high = r["interval"]
-        figures = f"{r['plain_ms']:.2f} | {r['ours_ms']:.2f} | {r['ratio']:.3f} | {low:.3f} to {high:.3f}"
-        lines.append(f"| {name} | {figures} |")
-    return "\n".join(lines)
+        figures = [f"{r['plain_ms']:.2f}", f"{r['ours_ms']:.2f}", f"{r['ratio']:.3f}", f"{low:.3f} to {high:.3f}"]
+        rows.append([name, *figures])
+    return table(["step", "by hand, ms", "Trireme, ms", "ratio", "95 % interval"], rows)
 
 
 if __name__ == "__main__":

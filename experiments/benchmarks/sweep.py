@@ -18,13 +18,13 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
+from experiments.benchmarks.ours import Ours, in_turns
 from experiments.benchmarks.told import Said, replay, report, sweep_of
 
 NAMES = ("bookkeeping", "warm", "asha", "noise", "rate")
@@ -50,14 +50,18 @@ LIMITS: dict[str, list[Limit]] = {
 @click.option("--trials", default=200, show_default=True, help="Of bookkeeping.")
 @click.option("--seeds", default=5, show_default=True, help="Of asha.")
 @click.option("--random", "drawn", default=64, show_default=True, help="Random trials per seed of asha.")
+@click.option("--reduction", default=4, show_default=True, help="Of asha: one of so many goes on at a rung.")
+@click.option("--first-rung", default=16, show_default=True, help="Of asha: after this part of the longest trial.")
 @click.option("--repeats", default=3, show_default=True, help="Trainings per point of rate, each with another seed.")
-def main(names: tuple[str, ...], trials: int, seeds: int, drawn: int, repeats: int) -> None:
+def main(
+    names: tuple[str, ...], trials: int, seeds: int, drawn: int, reduction: int, first_rung: int, repeats: int
+) -> None:
     """What sweeping costs, and whether what it says is right; prints JSON and verdicts."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     run: dict[str, Callable[[], dict[str, Any]]] = {
         "bookkeeping": lambda: bookkeeping(trials),
         "warm": lambda: {"warm": first_steps(True), "cold": first_steps(False)},
-        "asha": lambda: asha(seeds, drawn),
+        "asha": lambda: asha(seeds, drawn, reduction, first_rung),
         "noise": lambda: noise_accuracy() | noise_cost(),
         "rate": lambda: rate(repeats),
     }
@@ -102,13 +106,14 @@ def first_steps(warm: bool) -> dict[str, Any]:
     return {"first_trial": times[0], "median_of_others": statistics.median(times[1:]), "all": times}
 
 
-def asha(seeds: int, drawn: int) -> dict[str, Any]:
+def asha(seeds: int, drawn: int, reduction: int, first_rung: int) -> dict[str, Any]:
     """Per seed: the best loss of all random trials, ASHA's, and the share of their compute that ASHA spent."""
     rows = []
     for seed in range(seeds):
         space = "optimizer.lr: {loguniform: [1.0e-4, 1.0e-1]}\n  train.global_batch_size: [16, 32, 64, 128]"
         more = ["searcher=random", f"trials={drawn}", f"seed={seed}", "train.epochs=8", "reports=16", "time=samples"]
-        rows.append(_asha_once(space, more, seed))
+        more.append("schedule.name=constant")  # where rates fall to nothing at the end, a report on the way says little
+        rows.append(_asha_once(space, more, seed, reduction, first_rung))
     return {
         "seeds": rows,
         "median_loss_over_best": statistics.median(row["asha"] / row["best"] - 1 for row in rows),
@@ -116,7 +121,7 @@ def asha(seeds: int, drawn: int) -> dict[str, Any]:
     }
 
 
-def _asha_once(space: str, more: list[str], seed: int) -> dict[str, Any]:
+def _asha_once(space: str, more: list[str], seed: int, reduction: int, first_rung: int) -> dict[str, Any]:
     from app.console import Console
     from experiments.sweep.ledger import Ledger
     from experiments.sweep.run import sweep as run
@@ -125,9 +130,10 @@ def _asha_once(space: str, more: list[str], seed: int) -> dict[str, Any]:
         full = sweep_of(space, [*more, f"run.storage={folder}", f"train.seed={seed}"])
         outcome = run(full, Console(quiet=True))
         curves = {t.index: t.reports for t in Ledger(outcome.folder, full.name, full.about()).trials.values()}
-        halving = sweep_of(space, [*more, f"train.seed={seed}", "scheduler={name: asha, reduction_factor: 4}"])
-        halving.concurrent = 2
         length = max(reports[-1]["samples"] for reports in curves.values() if reports)
+        rule = f"scheduler={{name: asha, reduction_factor: {reduction}, grace: {length // first_rung}}}"
+        halving = sweep_of(space, [*more, f"train.seed={seed}", rule])
+        halving.concurrent = 2
 
         def recorded(index: int) -> Said:
             return [(0.0, report) for report in curves.get(index, [])]
@@ -187,34 +193,19 @@ def noise_cost(blocks: int = 20, each: int = 20, every: int = 50) -> dict[str, f
     import torch
 
     from app.config_file import load_config
-    from app.job import Job, Place
-    from app.launchers.torchrun import Silence
-    from app.prepare import prepare, read_task
-    from app.worker import Training
 
     torch.set_num_threads(1)
-    trainings, times = {}, {"with": list[float](), "without": list[float]()}
+    trainings: dict[str, Ours] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, measured in (("with", "1"), ("without", "null")):
-            steps = each * (blocks + 2)
-            more = [f"train.steps={steps}", f"train.noise_scale_every={measured}", "workers=1", f"run.storage={folder}"]
-            config = load_config(["experiments/mnist.yaml"], [*more, "train.eval_every=null", "strategy=single"])
-            layout = prepare(config, read_task(config), 1, devices_per_node=None).layout
-            job = Job(config, layout, f"{folder}/{name}", "b", "b", steps, os.getcwd())
-            training = Training(job, Place(0, 1, 0, torch.device("cpu")), Silence())
-            trainings[name] = (training, training.batches())
-        for number in range(-1, blocks):
-            for name in ("with", "without") if number % 2 else ("without", "with"):
-                training, batches = trainings[name]
-                began = time.perf_counter()
-                for _ in range(each):
-                    training.step(next(batches))
-                if number >= 0:
-                    times[name].append(time.perf_counter() - began)
-        for _, batches in trainings.values():
-            getattr(batches, "close", lambda: None)()
+            how = [f"train.steps={each * (blocks + 2)}", f"train.noise_scale_every={measured}", "train.eval_every=null"]
+            where = ["workers=1", "strategy=single", f"run.name={name}", f"run.storage={folder}"]
+            trainings[name] = Ours(load_config(["experiments/mnist.yaml"], [*how, *where])).build()
+        times = in_turns({name: training.step for name, training in trainings.items()}, blocks, each)
+        for training in trainings.values():
+            training.close()
     over = statistics.median(a / b for a, b in zip(times["with"], times["without"])) - 1
-    step = 1e3 * statistics.median(times["without"]) / each
+    step = 1e3 * statistics.median(times["without"])
     return {"of_a_measured_step": over, f"of_all_at_{every}": over / every, "step_ms": step}
 
 

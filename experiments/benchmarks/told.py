@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tempfile
 import time
@@ -56,6 +57,7 @@ def replay(sweep: Any, folder: Path, reports: Callable[[int], Said], length: int
             ended = {"ended": not self.left, "status": "finished", "message": "", "start": self.began}
             return {REPORT: json.dumps({**said, **ended})}
 
+    logging.getLogger("ray.tune").setLevel(logging.ERROR)  # it misses the files that our trials do not write
     os.environ.update({**ENVIRONMENT, "TUNE_MAX_PENDING_TRIALS_PG": "2"})
     ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False)
     try:

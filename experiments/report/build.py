@@ -19,8 +19,11 @@ def sweep_page(folder: Path) -> Path:
     from experiments.sweep.ledger import Ledger
     from experiments.sweep.plots import CAPTIONS
 
-    head = json.loads((folder / "sweep.json").read_text())
-    ledger, answer = Ledger(str(folder), head["name"], head["about"]), json.loads((folder / "answer.json").read_text())
+    head = _read(folder / "sweep.json", "name", "created", "about")
+    ledger, answer = (
+        Ledger(str(folder), head["name"], head["about"]),
+        _read(folder / "answer.json", "best", "sentences"),
+    )
     metric, about = head["about"]["metric"], head["about"]
     trials = list(ledger.trials.values())
     best = answer["best"]
@@ -57,6 +60,22 @@ def sweep_page(folder: Path) -> Path:
     out = folder / "report.html"
     out.write_text(page.page(head["name"], text, parts))
     return out
+
+
+def _read(file: Path, *keys: str) -> dict[str, Any]:
+    """What a sweep or a study keeps there.
+
+    Raises:
+        UserError: it is no such file, or a damaged one.
+    """
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} is damaged: {error}") from error
+    missing = next((key for key in keys if key not in found), None) if isinstance(found, dict) else keys[0]
+    if missing is not None:
+        raise UserError(f"{file} is damaged: it says nothing of {missing}")
+    return dict(found)
 
 
 def _goodput(answer: dict[str, Any]) -> str:
@@ -119,7 +138,9 @@ def study_page(folder: Path) -> Path:
     """Writes report.html into a study's folder, from what was measured and fitted."""
     from experiments.report import study
 
-    head = json.loads((folder / "study.json").read_text())
+    head = _read(folder / "study.json", "name", "created", "about", "points")
+    if not head["points"]:
+        raise UserError(f"the study in {folder} has measured nothing yet: run `trireme scale` to its end")
     out = folder / "report.html"
     out.write_text(study.page_of(head, folder))
     return out
@@ -151,8 +172,11 @@ def report(folders: list[str], out: str | None) -> tuple[Path, str]:
     note = _store(paths[0], page_file)
     if out:
         target = Path(out).expanduser()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(page_file.read_text())
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(page_file.read_text())
+        except OSError as error:
+            raise UserError(f"--out {out} cannot be written ({error.strerror}); the page is {page_file}") from error
         page_file = target
     return page_file, note
 

@@ -36,8 +36,7 @@ td.w { white-space: normal; min-width: 14rem; }
 tr.best td { font-weight: 600; background: #fdf3ea; }
 details { margin-top: .75rem; } summary { cursor: pointer; color: var(--mark); }
 pre { background: var(--wash); padding: .8rem; overflow-x: auto; font-size: .82rem; border-radius: .4rem; }
-@media (max-width: 34rem) { body { padding: 1rem .9rem 3rem; } h1 { font-size: 1.35rem; }
-  svg.plot text { font-size: 13px !important; } }
+@media (max-width: 34rem) { body { padding: 1rem .9rem 3rem; } h1 { font-size: 1.35rem; } }
 @media print { body { max-width: none; padding: 0; font-size: 11pt; } h2 { break-after: avoid; }
   .scroll { overflow: visible; }
   .plots { grid-template-columns: 1fr 1fr; } tr { break-inside: avoid; } details { display: none; }

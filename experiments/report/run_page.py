@@ -28,6 +28,7 @@ def page_of(records: list[RunRecord]) -> str:
         page.section("Plan against measurement", _planned(records)),
         page.section("Where they differ", page.table(*differences(records))) if len(records) > 1 else "",
         page.section("Failures and restarts", page.sentences(_failures(records))),
+        page.section("Cost", _cost(records)),
         page.section("Configuration", *(_config(record) for record in records)),
     ]
     return page.page(title, about, parts)
@@ -72,7 +73,7 @@ def _plots(records: list[RunRecord]) -> list[tuple[str, str]]:
         names = [name for name in names if name not in _LOSSES]
     for name in sorted(names, key=_order):
         if (
-            name.startswith(("system/", "plan/", "checkpoint/"))
+            name.startswith(("system/", "plan/", "checkpoint/", "cost/"))
             or max(len(r.curves.get(name, ())) for r in records) < 2
         ):
             continue
@@ -142,6 +143,27 @@ def _failures(records: list[RunRecord]) -> list[str]:
             message = record.tags.get("trireme.message", "no reason known")
             lines.append(f"{record.name} {record.manifest['status']}: {message}")
     return lines
+
+
+_DOLLARS = {
+    "total": "dollars",
+    "start": "before the first step",
+    "restarts": "after failures",
+    "idle": "idle beside it",
+}
+
+
+def _cost(records: list[RunRecord]) -> str:
+    """Worker-hours of training; dollars, from the asking for workers to their end, where prices are known."""
+    priced = any(record.cost for record in records)
+    rows: list[list[object]] = []
+    for record in records:
+        seconds, workers = (record.manifest.get("summary") or {}).get("seconds"), str(record.config["workers"])
+        hours = seconds * int(workers) / 3600 if seconds and workers.isdigit() else "–"
+        dollars = [float(record.cost[key]) if key in record.cost else "–" for key in _DOLLARS]
+        rows.append([record.name, hours, *(dollars if priced else [])])
+    known = [row for row in rows if row[1:].count("–") < len(row) - 1]
+    return page.table(["run", "worker-hours of training", *(_DOLLARS.values() if priced else [])], known)
 
 
 def _config(record: RunRecord) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import yaml
 
 from app.config_file import flatten, from_dict
 from app.errors import UserError
+from app.tracking.delivery import last_start
 from app.tracking.settings import resolve_tracking
 
 MOST_POINTS = 600
@@ -30,6 +33,7 @@ class RunRecord:
     params: dict[str, str] = field(default_factory=dict)
     status: str = ""
     problem: str = ""  # why there are no curves
+    cost: dict[str, float] = field(default_factory=dict)  # dollars: what app/cost.py has counted; {} without prices
 
     def last(self, metric: str) -> float | None:
         return self.curves[metric][-1][1] if self.curves.get(metric) else None
@@ -47,6 +51,8 @@ def read_run(folder: Path) -> RunRecord:
     except ValueError as error:
         raise UserError(f"{folder} is damaged: {error}") from error
     record = RunRecord(manifest["name"], folder, manifest, config, status=manifest["status"])
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        record.cost = json.loads((folder / "cost.json").read_text())
     try:
         _from_mlflow(record)
     except Exception as error:  # a page without curves is better than none
@@ -58,8 +64,11 @@ def client_for(record: RunRecord) -> Any:
     """MLflow's client for the server that the run was tracked by."""
     from mlflow.tracking import MlflowClient
 
-    settings = resolve_tracking(from_dict(record.config).tracking, str(record.folder.parent))
-    return MlflowClient(settings.uri)
+    tracking, spool = from_dict(record.config).tracking, record.folder / "tracking"
+    told = last_start(spool).get("uri") if spool.is_dir() else None
+    if told and not tracking.uri and "MLFLOW_TRACKING_URI" not in os.environ:
+        return MlflowClient(told)  # without a server the store is beside the run; that of a trial beside its sweep
+    return MlflowClient(resolve_tracking(tracking, str(record.folder.parent)).uri)
 
 
 def _from_mlflow(record: RunRecord) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,11 @@ class Plan:
     steps: int  # in each block
     price: float | None = None  # of one worker for an hour
 
+    @property
+    def keys(self) -> list[tuple[str, int]]:
+        """Strategy and number of workers of each point."""
+        return [(strategy, n) for strategy in self.strategies for n in sorted(set(self.workers))]
+
 
 def check(config: Config, plan: Plan) -> None:
     """Raises UserError for a plan that no cluster could carry out."""
@@ -32,6 +39,8 @@ def check(config: Config, plan: Plan) -> None:
         raise UserError("--workers needs numbers greater than 0: write for instance --workers 1,2,4")
     if len(set(plan.workers)) < 2:
         raise UserError(f"--workers {plan.workers[0]} is one point, which shows no scaling: write for instance 1,2")
+    if plan.price is not None and not 0 <= plan.price < math.inf:
+        raise UserError(f"--price is {plan.price:g}, but it must not be negative")
     batch = config.train.global_batch_size
     for n in plan.workers:
         if not plan.weak and batch % n:
@@ -39,6 +48,24 @@ def check(config: Config, plan: Plan) -> None:
                 f"train.global_batch_size is {batch}, which {n} workers cannot share evenly: write a multiple of "
                 f"{n}, or --weak"
             )
+
+
+def point_of(config: Config, plan: Plan, task: Any, strategy: str, workers: int) -> tuple[Config, Any]:
+    """The configuration of a point, and what prepares it.
+
+    Raises:
+        UserError, LayoutError: it cannot be trained so.
+    """
+    from app.prepare import prepare
+
+    config = copy.deepcopy(config)
+    config.workers, config.strategy = str(workers), strategy if workers > 1 else "single"
+    if plan.weak:
+        config.train.global_batch_size *= workers
+    if workers == 1:
+        config.parallel = type(config.parallel)()
+    config.checkpoint.weights = False
+    return config, prepare(config, task, workers, devices_per_node=None)
 
 
 def times_of(points: list[dict[str, Any]], strategy: str) -> dict[int, list[float]]:

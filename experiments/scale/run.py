@@ -24,7 +24,7 @@ from app.storage import Storage
 from app.tracking.settings import resolve_tracking, ui_command
 from app.tracking.tracker import Tracker
 from experiments.scale import fits
-from experiments.scale.plan import MEASURES, Plan, check, predicted, times_of
+from experiments.scale.plan import MEASURES, Plan, check, point_of, predicted, times_of
 
 
 @dataclass
@@ -48,21 +48,27 @@ def scale(config: Config, plan: Plan, console: Console, *, verbose: bool = False
         UserError: before anything starts.
         RunFailed: a point could not be measured.
     """
+    from app.prepare import read_task
+
     check(config, plan)
+    console.status("reading the data")
     config = copy.deepcopy(config)
     kind = "weak" if plan.weak else "strong"
+    task = read_task(config)
+    for strategy, workers in plan.keys:  # what is wrong with a point is said now
+        point_of(config, plan, task, strategy, workers)
     config.run.name = f"{config.run.name}-{kind}-scaling"
     folder = run_folder(config)
     if not folder.is_local:
         raise UserError(f"run.storage is {config.run.storage}, but a study is kept in a folder: write a local path")
     folder.check_writable()
     with contextlib.nullcontext() if verbose else console.capture(folder.local_path / "logs" / "study.log"):
-        return _Study(config, plan, folder, console).do()
+        return _Study(config, plan, task, folder, console).do()
 
 
 class _Study:
-    def __init__(self, config: Config, plan: Plan, folder: Storage, console: Console) -> None:
-        self.config, self.plan, self.folder, self.console = config, plan, folder, console
+    def __init__(self, config: Config, plan: Plan, task: Any, folder: Storage, console: Console) -> None:
+        self.config, self.plan, self.task, self.folder, self.console = config, plan, task, folder, console
         self.settings = resolve_tracking(config.tracking, folder.url.rsplit("/", 1)[0])
         self.head = self._open()
 
@@ -93,7 +99,7 @@ class _Study:
     # --- the work ---------------------------------------------------------------------------------------------------
 
     def do(self) -> Outcome:
-        self.console.status("reading the data and starting Ray")
+        self.console.status("starting Ray")
         tracker = self._tracker()
         status, message = "FAILED", ""
         try:
@@ -140,28 +146,23 @@ class _Study:
     def _measure(self, tracker: Tracker) -> None:
         import ray
 
-        from app.prepare import read_task
         from cluster.connect import check_fits, connect
 
         self._save()
-        task = read_task(self.config)
         cluster = connect({"PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))})
         try:
             gpu = cluster.gpus >= max(self.plan.workers)
             per_worker = dict(self.config.resources_per_worker) or ({"GPU": 1.0} if gpu else {"CPU": 1.0})
             check_fits(cluster, max(self.plan.workers), per_worker)
-            jobs = {key: self._prepared(task, *key) for key in self._keys()}
+            jobs = {key: self._prepared(*key) for key in self.plan.keys}
             self.head["price"] = self._price(per_worker)
             for number in range(self.plan.repeats):
-                keys = self._keys() if number % 2 == 0 else self._keys()[::-1]  # so that drift cancels
+                keys = self.plan.keys if number % 2 == 0 else self.plan.keys[::-1]  # so that drift cancels
                 for strategy, workers in keys:
                     if not self._has(strategy, workers, number):
                         self._point(jobs[strategy, workers], strategy, workers, number, per_worker, tracker)
         finally:
             ray.shutdown()
-
-    def _keys(self) -> list[tuple[str, int]]:
-        return [(strategy, n) for strategy in self.plan.strategies for n in sorted(set(self.plan.workers))]
 
     def _has(self, strategy: str, workers: int, number: int) -> bool:
         wanted = (strategy, workers, number)
@@ -176,21 +177,13 @@ class _Study:
         known = rate_now(self.config, 1, per_worker)
         return known.dollars_per_hour if known else None
 
-    def _prepared(self, task: Any, strategy: str, workers: int) -> Callable[[], Any]:
-        """What makes the job of a point; what is wrong with it is said now."""
+    def _prepared(self, strategy: str, workers: int) -> Callable[[], Any]:
+        """What makes the job of a point."""
         from app.job import Job
-        from app.prepare import prepare
 
-        config = copy.deepcopy(self.config)
-        config.workers, config.strategy = str(workers), strategy if workers > 1 else "single"
-        if self.plan.weak:
-            config.train.global_batch_size *= workers
-        if workers == 1:
-            config.parallel = type(config.parallel)()
-        config.checkpoint.weights = False
-        prepared = prepare(config, task, workers, devices_per_node=None)
-        samples = prepared.steps * config.train.global_batch_size
-        known = {"layout": str(prepared.layout), "samples": samples, "predicted": predicted(config, task, prepared)}
+        config, prepared = point_of(self.config, self.plan, self.task, strategy, workers)
+        samples, seconds = prepared.steps * config.train.global_batch_size, predicted(config, self.task, prepared)
+        known = {"layout": str(prepared.layout), "samples": samples, "predicted": seconds}
 
         def make() -> tuple[Any, Path, dict[str, Any]]:
             from experiments.scale.point import steps_of

@@ -14,7 +14,7 @@ from app.config_file import to_dict, to_yaml
 from app.tracking.masking import mask_tree
 from experiments.sweep import science
 from experiments.sweep.ledger import Ledger, Trial
-from experiments.sweep.science import BATCH, RATE, WORKERS
+from experiments.sweep.science import BATCH, RATE, SEED, WORKERS
 from experiments.sweep.spec import Sweep
 
 NEXT = "next.yaml"
@@ -136,11 +136,11 @@ def recommend(sweep: Sweep, trials: list[Trial], answer: Answer) -> dict[str, An
         if seconds is None:
             continue
         workers = int(trial.last.get("workers") or 1)
-        values = {BATCH: trial.values.get(BATCH), RATE: trial.values.get(RATE), WORKERS: workers}
+        values = {key: value for key, value in trial.values.items() if key != SEED} | {WORKERS: workers}
         ways.append(_way(sweep, values, seconds, workers, trial.name))
     if not ways:
         return None
-    if answer.critical and answer.time and answer.rule:
+    if answer.critical and answer.time and answer.rule and sweep.space.keys() <= {BATCH, RATE, WORKERS, SEED}:
         counts = sorted({way["values"][WORKERS] for way in ways})
         for batch in _between(list(answer.steps)):
             for workers in counts:
@@ -156,7 +156,7 @@ def recommend(sweep: Sweep, trials: list[Trial], answer: Answer) -> dict[str, An
 def _way(sweep: Sweep, values: dict[str, Any], seconds: float, workers: int, trial: str | None) -> dict[str, Any]:
     price = sweep.price_per_worker_hour
     return {
-        "values": {key: value for key, value in values.items() if value is not None},
+        "values": values,
         "seconds": seconds,
         "worker_seconds": seconds * workers,
         "cost": None if price is None else seconds * workers / 3600 * price,
@@ -213,12 +213,16 @@ def _learnt(sweep: Sweep, ledger: Ledger, answer: Answer) -> str:
     best = min if sweep.mode == "min" else max
     late = values[-max(1, len(values) // 4) :]
     gained, missing = abs(best(late) - best(values[: -len(late)])), abs(answer.best["value"] - (answer.target or 0.0))
-    if not sweep.better(best(late), best(values[: -len(late)])) or gained < 0.02 * missing:
+    if not sweep.better(best(late), best(values[: -len(late)])) or gained < 0.02 * missing:  # fifty quarters more
         return (
             "it got no nearer in the last quarter of its training, so longer training would not reach it: look around "
             "the best point, at other keys, or at a larger model"
         )
-    return f"it came {gained:.3g} nearer in the last quarter of its training: train for longer"
+    longer = 1 + missing / gained / 4  # at that pace, which mostly falls
+    return (
+        f"it came {gained:.3g} nearer in the last quarter of its training, so it would take {longer:.2g} times as long "
+        "at least: train for longer"
+    )
 
 
 def rule_sentence(answer: Answer) -> str:
@@ -229,7 +233,7 @@ def rule_sentence(answer: Answer) -> str:
     names = {"measured exponent": "neither linear nor square root", "undecided": "too few points to name a rule"}
     name = names.get(rule.name, f"the {rule.name} rule")
     edges = sum(rate.edge for rate in answer.rates)
-    note = f"; {edges} best rates are the last that were tried" if edges else ""
+    note = f"; {edges} of {len(answer.rates)} best rates are the last that were tried" if edges else ""
     return f"best learning rate ∝ batch^{rule.exponent:.2f}{interval}: {name}{note}"
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ray.tune.error import TuneError
 from ray.tune.schedulers import (
     ASHAScheduler,
     FIFOScheduler,
@@ -33,25 +34,34 @@ def scheduler_of(sweep: Sweep, longest: int, every: int) -> TrialScheduler:
     """
     common: dict[str, Any] = {"time_attr": TIME, "metric": VALUE, "mode": sweep.mode}
     given, defaults = dict(sweep.scheduler_args), dict[str, Any]()
+    for key in ("grace", "interval"):
+        if key in given and not (isinstance(given[key], int) and given[key] > 0):
+            raise UserError(f"scheduler {sweep.scheduler}: {key} is {given[key]!r}, but it must be a number of steps")
     try:
         if sweep.scheduler == "asha":
-            grace = max(1, int(given.pop("grace", max(every, longest // 16))))
+            grace = given.pop("grace", max(1, every, longest // 16))
             defaults = {"max_t": longest + 1, "grace_period": min(grace, longest), "reduction_factor": 4}
             return ASHAScheduler(**common, **(defaults | given))
         if sweep.scheduler == "median":
-            grace = int(given.pop("grace", max(every, longest // 8)))
+            grace = given.pop("grace", max(every, longest // 8))
             return MedianStoppingRule(**common, **({"grace_period": grace, "min_samples_required": 3} | given))
         if sweep.scheduler == "pbt":
-            interval = int(given.pop("interval", every))
+            interval = given.pop("interval", every)
             mutations = {
                 key: list(domain.values) if domain.finite else domain.for_tune()
                 for key, domain in sweep.space.items()
                 if key not in _FIXED_FOR_LIFE
             }
+            if not mutations:
+                raise UserError(
+                    f"scheduler pbt changes trials on the way, and {', '.join(sweep.space)} cannot be changed then: "
+                    "put for instance optimizer.lr into the space, or write another scheduler"
+                )
             defaults = {"perturbation_interval": interval, "hyperparam_mutations": mutations}
             return PopulationBasedTraining(**common, **(defaults | given))
-    except TypeError as error:
-        raise UserError(f"scheduler {sweep.scheduler} does not take these arguments: {error}") from error
+    except (TypeError, ValueError, AssertionError, TuneError) as error:
+        said = " ".join(str(error).split())
+        raise UserError(f"scheduler {sweep.scheduler} does not take these arguments: {said}") from error
     return FIFOScheduler()
 
 
@@ -100,6 +110,7 @@ class Overseer(TrialScheduler):
         self.began: dict[int, tuple[float, float]] = {}  # per trial: its present start, and the seconds before it
         self.stopped = False  # by a person: what is under way stays so
         self.own: dict[str, tuple[int, str]] = {}  # Tune's trial ids → place in the ledger and name
+        self.condemned: set[str] = set()  # Tune's ids of trials that the scheduler stopped when it was told their past
         self._replayed = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -115,7 +126,10 @@ class Overseer(TrialScheduler):
             self._replay(tune_controller)
         self.inner.on_trial_add(_WithoutSearch(tune_controller), trial)  # type: ignore[arg-type]
         for report in self.ledger.trials[trial.config[INDEX]].reports:  # it continues: what it said, it said already
-            self.inner.on_trial_result(tune_controller, trial, self._seen(report))
+            decision = self.inner.on_trial_result(tune_controller, trial, self._seen(report))
+            if decision == TrialScheduler.STOP and isinstance(self.inner, MedianStoppingRule):
+                self.condemned.add(trial.trial_id)  # it asserts that it is asked about such a trial no more
+                break
 
     def _replay(self, controller: Any) -> None:
         stand_ins = {trial.index: _Remembered(f"remembered-{trial.index}") for trial in self.ledger.ended}
@@ -156,7 +170,10 @@ class Overseer(TrialScheduler):
         reached = self.sweep.target is not None and not self.sweep.better(self.sweep.target, value)
         if reached and self.sweep.stop_at_target and math.isfinite(value):
             return self._stop(tune_controller, trial, record, "reached", REACHED)
-        decision = self.inner.on_trial_result(tune_controller, trial, result)
+        if trial.trial_id in self.condemned:
+            decision = TrialScheduler.STOP
+        else:
+            decision = self.inner.on_trial_result(tune_controller, trial, result)
         self._keep_identities(tune_controller)
         if decision == TrialScheduler.STOP:
             if report["step"] >= (report["steps"] or math.inf):  # there is nothing left to stop: its end is next
@@ -171,10 +188,7 @@ class Overseer(TrialScheduler):
         if self.began.get(record.index, (None,))[0] != result["start"]:
             self.began[record.index] = (result["start"], record.last.get("seconds", 0.0))
         before = self.began[record.index][1]
-        report = {
-            key: result.get(key, record.last.get(key))
-            for key in ("step", "samples", "metrics", "steps", "workers", "first_step")
-        }
+        report = {key: result.get(key, record.last.get(key)) for key in _KEPT}
         report["seconds"] = before + result["seconds"] if "seconds" in result else record.last.get("seconds", before)
         if report["samples"] is None:
             return None
@@ -217,7 +231,9 @@ class Overseer(TrialScheduler):
                 self.ledger.begin(own[0], own[1], values)
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
-        self.inner.on_trial_complete(tune_controller, trial, result)
+        # Only an end that brings a value with it is news; without one, the median rule would keep what it cannot read.
+        if VALUE in result and json.loads(result[REPORT])["ended"]:
+            self.inner.on_trial_complete(tune_controller, trial, result)
 
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
         record = self.ledger.trials[trial.config[INDEX]]

@@ -154,13 +154,13 @@ def time_to_target(sweep: Sweep, ledger: Ledger, answer: Answer) -> Figure | Non
     if not rows:
         return None
     rows = sorted(rows)[:16][::-1]
-    figure, axes = figures.new(6.0, 0.3 * len(rows) + 1.2)
+    figure, axes = figures.new(figures.WIDTH, 0.3 * len(rows) + 1.2)
     axes.barh([r[2] for r in rows], [r[0] for r in rows], color=figures.colour(0), height=0.7)
     several = any(r[1] != r[0] for r in rows)
     for i, (seconds, cost, _) in enumerate(rows):
-        text = f" {seconds:.3g} s" + (f", {cost:.3g} worker-s" if several else "")
-        axes.annotate(text, (seconds, i), va="center", fontsize=9)
-    axes.margins(x=0.18)
+        text = f"{seconds:.3g} s" + (f", {cost:.3g} worker-s" if several else "")
+        axes.annotate(text, (seconds, i), (4, 0), textcoords="offset points", va="center", fontsize=9)
+    axes.set_xlim(0, rows[0][0] * (1.6 if several else 1.25))  # so that what is written beside the longest fits
     axes.grid(axis="y", visible=False)
     axes.set_xlabel(f"seconds to {sweep.metric} {answer.target:.3g}")
     return figure

@@ -184,7 +184,7 @@ class _Work:
                 raise
             except Exception as error:
                 if not self.asked_to_stop and self.overseer.problem is None:
-                    raise RunFailed(f"Ray Tune gave up: {str(error).strip().splitlines()[0]}") from error
+                    raise RunFailed(f"Ray Tune gave up: {str(error).strip().splitlines()[-1]}") from error
         self.folder.remove_tree(".tune")
         self._bury()
         if self.overseer.problem is not None:

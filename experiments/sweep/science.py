@@ -44,7 +44,7 @@ class ScalingRule:
     @property
     def name(self) -> str:
         """The rule of thumb it agrees with; undecided where the interval is too wide to tell."""
-        if math.isfinite(self.high) and self.high - self.low > 1:
+        if not self.high - self.low <= 1:
             return "undecided"
         for name, exponent in (("square root", 0.5), ("linear", 1.0), ("constant", 0.0)):
             if abs(self.exponent - exponent) <= 0.15:

@@ -48,7 +48,8 @@ def searcher_of(sweep: Sweep) -> Searcher | None:
             "searcher: optuna"
         ) from error
     except (TypeError, ValueError) as error:
-        raise UserError(f"searcher {sweep.searcher} cannot search this space: {error}") from error
+        what = "does not take these arguments" if "argument" in str(error) else "cannot search this space"
+        raise UserError(f"searcher {sweep.searcher} {what}: {error}") from error
 
 
 class Next(Searcher):

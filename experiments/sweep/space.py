@@ -123,7 +123,7 @@ def _choice(key: str, values: list[Any]) -> Domain:
 
 
 def _distribution(key: str, kind: str, values: list[Any]) -> Domain:
-    numbers = [_number(v) for v in values]
+    numbers = [number(v) for v in values]
     if len(numbers) != _NUMBERS.get(kind, 2) or any(v is None for v in numbers):
         raise UserError(f"space.{key}: {kind} takes {DISTRIBUTIONS[kind]}, but it is {values!r}")
     low, high = numbers[0], numbers[1]
@@ -145,7 +145,7 @@ def _distribution(key: str, kind: str, values: list[Any]) -> Domain:
     return Domain(kind, tuple(numbers))
 
 
-def _number(value: Any) -> float | int | None:
+def number(value: Any) -> float | int | None:
     """YAML reads 1e-4 as text."""
     if isinstance(value, bool):
         return None

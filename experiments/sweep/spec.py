@@ -22,7 +22,7 @@ from app.config import Config
 from app.config_check import RUN_NAME
 from app.config_file import from_dict, load_config, to_dict
 from app.errors import UserError
-from experiments.sweep.space import Domain, points, read_space
+from experiments.sweep.space import Domain, number, points, read_space
 
 SEARCHERS = ("grid", "random", "optuna", "ax", "bayesopt", "bohb", "hebo", "hyperopt", "nevergrad", "zoopt")
 SCHEDULERS = ("none", "asha", "pbt", "median")
@@ -175,7 +175,7 @@ def _sweep(path: Path, given: dict[str, Any], overrides: list[str]) -> Sweep:
     searcher, searcher_args = _named("searcher", given.get("searcher", "grid"), SEARCHERS)
     scheduler, scheduler_args = _named("scheduler", given.get("scheduler") or "none", SCHEDULERS)
     handled = ("name", "experiment", "set", "space", "searcher", "scheduler")
-    plain = {key: value for key, value in given.items() if key not in handled}
+    plain = {key: _plain(key, value) for key, value in given.items() if key not in handled}
     sweep = Sweep(
         str(given.get("name") or path.stem), base, space, searcher, searcher_args, scheduler, scheduler_args, **plain
     )
@@ -217,8 +217,29 @@ def _named(what: str, given: Any, known: tuple[str, ...]) -> tuple[str, dict[str
 
 
 def _near(name: str, known: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(name, known, 2, 0.5)
+    near = difflib.get_close_matches(name, known, 2, 0.6)
     return f": did you mean {' or '.join(near)}?" if near else f": there are {', '.join(known)}"
+
+
+def _plain(key: str, value: Any) -> Any:
+    """The value of one of the sweep's own keys, of the type that it must have."""
+    if key in _COUNTS and not (value is None or (type(value) is int and value > 0)):
+        raise UserError(f"{key} is {value!r}, but it must be a whole number greater than 0")
+    if key in _SWITCHES and not isinstance(value, bool):
+        raise UserError(f"{key} is {value!r}, but it must be true or false")
+    if key in _NUMBERS and value is not None:
+        found = number(value)
+        if found is None or not math.isfinite(found):
+            raise UserError(f"{key} is {value!r}, but it must be a number")
+        return found
+    if key == "seed" and type(value) is not int:
+        raise UserError(f"seed is {value!r}, but it must be a whole number")
+    return value
+
+
+_COUNTS = ("trials", "reports", "concurrent")
+_SWITCHES = ("warm", "stop_at_target", "log_models")
+_NUMBERS = ("target", "price_per_worker_hour")
 
 
 def _check(sweep: Sweep) -> None:
@@ -228,16 +249,19 @@ def _check(sweep: Sweep) -> None:
         raise UserError(f"mode is {sweep.mode!r}, but it must be min or max")
     if sweep.time not in TIMES:
         raise UserError(f"time is {sweep.time!r}, but it must be one of {', '.join(TIMES)}")
-    for key in ("trials", "reports", "concurrent"):
-        value = getattr(sweep, key)
-        if value is not None and not (isinstance(value, int) and value > 0):
-            raise UserError(f"{key} is {value!r}, but it must be a whole number greater than 0")
-    if sweep.target is not None and not isinstance(sweep.target, int | float):
-        raise UserError(f"target is {sweep.target!r}, but it must be a number")
-    if sweep.metric.split("/")[0] not in ("eval", "train"):
+    if not isinstance(sweep.metric, str) or sweep.metric.split("/")[0] not in ("eval", "train"):
         raise UserError(
             f"metric is {sweep.metric!r}, but trials log eval/NAME and train/NAME: write for instance eval/loss"
         )
+    if {"train.steps", "train.epochs"} <= sweep.space.keys():
+        raise UserError(
+            "the space has train.steps and train.epochs, which contradict each other: leave one of them out"
+        )
+    for key in sweep.space:
+        if key.split(".")[0] in ("run", "tracking"):
+            raise UserError(f"the space has {key}, which the sweep sets itself for every trial: put it under `set`")
+    if sweep.price_per_worker_hour is not None and sweep.price_per_worker_hour < 0:
+        raise UserError(f"price_per_worker_hour is {sweep.price_per_worker_hour:g}, but it must not be negative")
     if sweep.scheduler == "pbt" and sweep.searcher not in ("grid", "random"):
         raise UserError(f"scheduler pbt changes the values itself: write searcher: random instead of {sweep.searcher}")
     if sweep.scheduler == "pbt" and sweep.time == "samples":

@@ -82,25 +82,37 @@ class Session:
         self.driver: Any = None
         self.halted = ""  # why, once somebody has asked for it
         self.copy_from: dict[str, Any] | None = None
+        self.told = 0  # step of the report that Tune had last
+        self.asked = threading.Event()
+        # Copying a trial is copying what Tune knows of it: one that is its own worker waits for Tune at every report.
+        self.in_step = setting.sweep.scheduler == "pbt" and how(self.config, setting.sweep) == "process"
 
     def next(self) -> dict[str, Any]:
         """The next report; training begins with the first call."""
         if self.thread is None:
             self.thread = threading.Thread(target=self._run, daemon=True, name=f"trial-{self.index}")
             self.thread.start()
-        return self.reports.get()
+        if self.reports.empty():
+            self.asked.set()
+        report = self.reports.get()
+        self.told = json.loads(report[REPORT])["step"]
+        return report
 
     def halt(self, why: str) -> None:
         """Saves and stops; returns when the workers are free."""
         self.halted = self.halted or why
         if self.driver is not None:
             self.driver.ask_to_stop(why)
+        self.asked.set()
         if self.thread is not None:
             self.thread.join()
 
     def say(self, **report: Any) -> None:
+        self.asked.clear()
         # As one text, since Tune takes nested results apart; and without "done", with which it would ask nobody.
         self.reports.put({REPORT: json.dumps({"start": self.began, "ended": False, **report})})
+        while self.in_step and not report.get("ended") and not self.halted and not self.asked.wait(0.1):
+            pass
 
     def _run(self) -> None:
         status, message, summary = "finished", "", dict[str, Any]()
@@ -249,11 +261,12 @@ class TrialProcess(tune.Trainable):
             self.session.driver.ask_to_stop(why)
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Population-based training copies trials: what is kept is where the newest checkpoint is."""
-        from experiments.sweep.trial_driver import newest_checkpoint
+        """Population-based training copies trials: what is kept is where the checkpoint of the last report is."""
+        from experiments.sweep.trial_driver import checkpoint_at
 
         assert self.session is not None
-        pointer = newest_checkpoint(self.session.config, self.session.driver)
+        self.session.asked.set()  # the checkpoint comes after the report
+        pointer = checkpoint_at(self.session.config, self.session.told)
         (Path(checkpoint_dir) / "pointer.json").write_text(json.dumps(pointer))
 
     def load_checkpoint(self, checkpoint: Any) -> None:

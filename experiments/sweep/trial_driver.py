@@ -38,7 +38,6 @@ class TrialDriver(Driver):
         self.stop_file = Path(setting.folder) / STOP_FILE
         self.loop_began = 0.0
         self.latest: dict[str, float] = {}
-        self.reported = 0  # step of the last report
         tags = {"trireme.sweep": setting.sweep.name, "trireme.trial": str(session.index)}
         parent = Status.load(Path(setting.folder) / "tracking").run_id
         if parent:
@@ -71,14 +70,13 @@ class TrialDriver(Driver):
 
     def _on_start(self, event: dict[str, Any]) -> None:
         super()._on_start(event)
-        self.loop_began = time.time()
+        self.loop_began = event["time"]
 
     def _on_metrics(self, event: dict[str, Any]) -> None:
         super()._on_metrics(event)
         self.latest |= event["values"]
         if self.metric in event["values"] or any(name.startswith("eval/") for name in event["values"]):
             train = self.run.config.train
-            self.reported = event["step"]
             self.session.say(
                 step=event["step"],
                 samples=event["step"] * train.global_batch_size,
@@ -118,18 +116,18 @@ def wait_for_lease(run: Run, seconds: float) -> None:
         time.sleep(0.2)
 
 
-def newest_checkpoint(config: Config, driver: TrialDriver | None, seconds: float = 20.0) -> dict[str, Any]:
-    """Where the newest good checkpoint of a trial is; waits for the one of its last report, which is being written."""
-    folder = run_folder(config).url
-    wanted = driver.reported if driver else 0
+def checkpoint_at(config: Config, step: int, seconds: float = 20.0) -> dict[str, Any]:
+    """Where a trial's checkpoint of that step is, or the last before it; waits for one that is being written."""
+    folder = f"{run_folder(config).url}/checkpoints"
     until = time.monotonic() + seconds
     while True:
-        commit, _ = checkpoint.latest_good(f"{folder}/checkpoints")
-        if (commit is not None and commit.step >= wanted) or time.monotonic() > until:
+        good = [commit for commit in checkpoint.commits(folder) if not checkpoint.verify(commit, by="size")]
+        if any(commit.step >= step for commit in good) or time.monotonic() > until:
             break
         time.sleep(0.1)
-    if commit is None:
+    if not good:
         return {"run": config.run.name, "folder": "", "step": 0}
+    commit = next((commit for commit in good if commit.step <= step), good[-1])
     return {"run": config.run.name, "folder": commit.path, "step": commit.step}
 
 
@@ -151,3 +149,4 @@ def take_over(run: Run, pointer: dict[str, Any]) -> None:
         raise UserError(f"the checkpoint {source} cannot be copied: {error}") from error
     shutil.rmtree(own, ignore_errors=True)
     fresh.rename(own)
+    run.manifest.status = "stopped"  # it may have come to its end before it was to become another

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import click
@@ -19,15 +20,26 @@ from experiments.benchmarks.chaos import campaign
 @click.option("--kills", default=40, show_default=True, help="How many, in all calls with the same --out together.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--minutes", default=50.0, show_default=True, help="Stop after this long; call again to go on.")
-@click.option("--each", default=6, show_default=True, help="Kills of one run.")
+@click.option("--each", default=10, show_default=True, help="Kills of one run.")
 @click.option("--victims", default="", help="Only these, such as boundary,driver.")
-@click.option("--out", default="", help="Folder of the results; default: runs/chaos-SEED.")
+@click.option("--run", "number", type=int, help="Only this run of the seed's, once more: what a WRONG line says.")
+@click.option("--out", default="", help="Folder of the results; default: runs/chaos-SEED, with --run another one.")
 @click.pass_context
-def main(context: click.Context, kills: int, seed: int, minutes: float, each: int, victims: str, out: str) -> None:
+def main(
+    context: click.Context,
+    kills: int,
+    seed: int,
+    minutes: float,
+    each: int,
+    victims: str,
+    number: int | None,
+    out: str,
+) -> None:
     """Kills worker, stage, raylet, driver, tracking server and its writer; at random and at every file operation."""
     if context.invoked_subcommand is None:
         only = [word for word in victims.split(",") if word]
-        campaign.go(kills, seed, minutes, each, only, out or f"runs/chaos-{seed}")
+        name = f"chaos-{seed}" if number is None else f"chaos-{seed}-run-{number}-{int(time.time())}"
+        campaign.go(kills, seed, minutes, each, only, out or f"runs/{name}", number)
 
 
 @main.command("fuzz")

@@ -105,3 +105,19 @@ def _short(path: Any) -> str:
     if name.startswith("step-"):
         return "step folder"
     return "COMMIT.json part" if name.startswith(".COMMIT.json.") else name
+
+
+def operations(folder: Path) -> list[tuple[int, int, str]]:
+    """The file operations of one save, as the fullest save in the middle of a calm run had them: (rank, number,
+    what)."""
+    found: list[tuple[int, int, str]] = []
+    for path in sorted((folder / "boundaries").glob("*.jsonl")):
+        saves: list[list[str]] = []
+        for line in path.read_text().splitlines():
+            _, number, what = json.loads(line)
+            if number == 1:
+                saves.append([])
+            saves[-1].append(what)
+        fullest = max(saves[1:-1], key=len)
+        found += [(int(path.stem), number, what) for number, what in enumerate(fullest, start=1)]
+    return found

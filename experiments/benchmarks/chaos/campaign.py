@@ -19,13 +19,13 @@ from experiments.benchmarks.chaos.session import Session, until, write_line
 from experiments.benchmarks.chaos.trial import Trial, Truth
 
 
-def go(kills: int, seed: int, minutes: float, each: int, victims: list[str], out: str) -> None:
-    """Goes on where an earlier call with the same folder stopped."""
+def go(kills: int, seed: int, minutes: float, each: int, victims: list[str], out: str, only: int | None = None) -> None:
+    """Goes on where an earlier call with the same folder stopped. only: this run's number, and then the end."""
     folder = Path(out).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     results = folder / "results.jsonl"
     done = read(results)
-    number = max((row["number"] for row in done), default=-1) + 1
+    number = max((row["number"] for row in done), default=-1) + 1 if only is None else only
     deadline = time.monotonic() + 60 * minutes
     work = folder / f"session-{int(time.time())}"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or what was started would be left behind
@@ -41,9 +41,15 @@ def go(kills: int, seed: int, minutes: float, each: int, victims: list[str], out
                 row["seconds"] = round(seconds / len(rows), 2)
                 write_line(results, row)
             done += rows
-            _say(rows, len(done), kills, seconds)
-            number += 1
+            problems = rows[0]["problems"] if rows else []
+            verdict = "as undisturbed" if not problems else "WRONG: " + "; ".join(problems)
+            say(f"{len(done)}/{kills} kills; run {number}: {len(rows)} in {seconds:.0f} s, {verdict}")
+            if problems:
+                say(f"  again: {again(seed, number, each, victims)}")
             write(folder, done, seed)
+            if only is not None:
+                break
+            number += 1
         if not any(row["problems"] for row in done):
             shutil.rmtree(work, ignore_errors=True)  # else it is there to be looked at
     finally:
@@ -51,6 +57,16 @@ def go(kills: int, seed: int, minutes: float, each: int, victims: list[str], out
     summary = write(folder, done, seed)
     click.echo(json.dumps(summary, indent=1))
     sys.exit(1 if summary["wrong"] else 0)
+
+
+def again(seed: int, number: int, each: int, victims: list[str]) -> str:
+    """The command that does the same kills once more, in a folder of its own."""
+    own = f" --victims {','.join(victims)}" if victims else ""
+    return f"python -m experiments.benchmarks chaos --seed {seed} --run {number} --each {each}{own}"
+
+
+def say(line: str) -> None:
+    click.echo(line, err=True)
 
 
 class Lessons:
@@ -76,8 +92,13 @@ def one(
     layout = TURNS[number % len(TURNS)]
     truth, operations = lessons.of(layout)
     kills = draw(seed, number, operations, each, victims)
-    rows = Trial(session, f"run-{number}", layout).disturb(kills, truth)
-    return [row | {"seed": seed, "number": number} for row in rows]
+    say(f"run {number} ({layout})")
+    rows = Trial(session, f"run-{number}", layout, tell=_tell).disturb(kills, truth)
+    return [row | {"seed": seed, "number": number, "again": again(seed, number, each, victims)} for row in rows]
+
+
+def _tell(found: dict[str, Any]) -> None:
+    say(f"    {found['words']}: on from step {found['resumed_from']}, {found['recovered_seconds']} s")
 
 
 def read(results: Path) -> list[dict[str, Any]]:
@@ -90,14 +111,3 @@ def write(folder: Path, rows: list[dict[str, Any]], seed: int) -> dict[str, Any]
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     (folder / "index.html").write_text(page.render(rows, summary))
     return summary
-
-
-def _say(rows: list[dict[str, Any]], done: int, kills: int, seconds: float) -> None:
-    layout = rows[0]["layout"] if rows else "?"
-    click.echo(
-        f"{done}/{kills} kills; {rows[0]['run'] if rows else ''} ({layout}): {len(rows)} in {seconds:.0f} s", err=True
-    )
-    for row in rows:
-        click.echo(f"    {row['words']}: from step {row['resumed_from']}, {row['recovered_seconds']} s", err=True)
-    for problem in rows[0]["problems"] if rows else ():
-        click.echo(f"  WRONG: {problem}", err=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 BATCH = 16
 EVERY = 10
-STEPS = 240
+STEPS = 480
 LAYOUTS: dict[str, list[str]] = {
     "ddp": ["strategy=ddp", "launcher=actors"],
     "fsdp": ["strategy=fsdp", "launcher=actors"],
@@ -36,6 +36,11 @@ class Kill:
     boundary: int = 0  # which file operation of a save, from 1
     what: str = ""  # that operation in words
     torn: float | None = None  # share of the file that a power cut leaves
+
+    @property
+    def ends_workers(self) -> bool:
+        """Whether workers must begin anew afterwards. Processes of Ray's do not heed SIGTERM while they work."""
+        return self.victim not in ("server", "writer") and (self.victim, self.signal) != ("worker", signal.SIGTERM)
 
     def words(self) -> str:
         name = signal.Signals(self.signal).name
@@ -72,10 +77,7 @@ def draw(seed: int, number: int, operations: Operations, count: int, victims: Se
     so that all are visited."""
     chance = random.Random(f"{seed}-{number}")
     layout = TURNS[number % len(TURNS)]
-    # SIGSTOP is not noticed by Ray Train itself; the file system is no safer there, so what is visited is by layout
     kinds = {kind: weight for kind, weight in WEIGHTS.items() if not victims or kind[0] in victims}
-    if "Ray Train" in layout:
-        kinds = {kind: weight for kind, weight in kinds.items() if kind[1] != signal.SIGSTOP} or kinds
     turn = list(operations.get(layout, ()))
     random.Random(f"{seed}-{layout}").shuffle(turn)
     before = number // len(TURNS) * TURNS.count(layout) + TURNS[: number % len(TURNS)].count(layout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,12 +17,15 @@ def summary(rows: Rows, seed: int) -> dict[str, Any]:
     """The figures that count: numbers of kills and runs, what went wrong, seconds to the next finished step."""
     times = [row["recovered_seconds"] for row in rows if row["recovered_seconds"] is not None]
     problems = {row["run"]: row["problems"] for row in rows if row["problems"]}
+    pairs = Counter((row["layout"], row["victim"]) for row in rows)
     return {
         "kills": len(rows),
         "runs": len({row["run"] for row in rows}),
         "seed": seed,
+        "of": {layout: {v: n for (own, v), n in sorted(pairs.items()) if own == layout} for layout, _ in sorted(pairs)},
         "wrong": problems,
-        "lost_or_repeated": _said(problems, "samples", "position"),
+        "again": sorted({row.get("again", "") for row in rows if row["problems"]}),
+        "lost_or_repeated": _said(problems, "samples lost", "samples too many", "samples other", "position"),
         "other_weights": _said(problems, "weights"),
         "other_curve": _said(problems, "curve", "MLflow"),
         "damaged_checkpoints_met": _said(problems, "damaged"),
@@ -55,9 +59,11 @@ def render(rows: Rows, totals: dict[str, Any]) -> str:
     if totals["wrong"]:
         body.append("<h2>What went wrong</h2><ul class='plain'>")
         body += [f"<li>{escape(run)}: {escape('; '.join(p))}</li>" for run, p in totals["wrong"].items()]
+        body += [f"<li><code>{escape(command)}</code></li>" for command in totals["again"]]
         body.append("</ul>")
     body += ["<h2>By victim</h2>", _table(rows, lambda row: f"{row['victim']}, {row['words'].split()[0]}")]
     body += ["<h2>By layout</h2>", _table(rows, lambda row: row["layout"])]
+    body += ["<h2>By layout and victim</h2>", _table(rows, lambda row: f"{row['layout']}: {row['victim']}")]
     body += ["<h2>Seconds from the kill to the next finished step</h2>", _dots(rows)]
     operations = [row for row in rows if row["victim"] == "boundary"]
     body += ["<h2>File operations of a save</h2>", _table(operations, lambda r: f"rank {r['rank']}: {r['what']}")]

@@ -26,6 +26,8 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).parents[3]
+HEALTH = {"RAY_health_check_initial_delay_ms": "2000", "RAY_health_check_period_ms": "1000"}
+HEALTH |= {"RAY_health_check_timeout_ms": "2000", "RAY_health_check_failure_threshold": "3"}  # as cluster/onprem.yaml
 WARM = ["app.cli", "app.train", "app.driver", "app.carry_out", "app.prepare", "app.launchers.pipeline"]
 WARM += ["app.launchers.ray_train", "app.pending", "app.doctor.job", "experiments.benchmarks.chaos.task"]
 
@@ -52,6 +54,15 @@ class Session:
         self.server: subprocess.Popen[bytes] | None = None
         self.server_port = free_port()
         self.database = folder / "mlflow.db"
+        self.head: subprocess.Popen[bytes] | None = None
+        try:
+            self._begin(server)
+        except BaseException:
+            self.close()
+            raise
+        self.context = self._fork_server()
+
+    def _begin(self, server: bool) -> None:
         if server:
             self.start_server()
         if self.own_ray:
@@ -60,7 +71,6 @@ class Session:
             for _ in range(2):
                 self.start_node()
             until(lambda: all(b"Ray runtime started" in log.read_bytes() for log in self.logs), 90, pause=0.2)
-        self.context = self._fork_server()
 
     def _fork_server(self) -> Any:
         tracking = self.uri
@@ -75,7 +85,7 @@ class Session:
 
     def close(self) -> None:
         """Ends all that it started."""
-        for process in [*self.nodes, *([self.head] if self.own_ray else []), *filter(None, [self.server])]:
+        for process in [*self.nodes, *filter(None, [self.head, self.server])]:
             end_tree(process.pid)
             process.wait()
         shutil.rmtree(self.temporary, ignore_errors=True)
@@ -92,11 +102,13 @@ class Session:
 
     def _ray(self, *flags: str) -> subprocess.Popen[bytes]:
         program = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-gpus=0"]
+        own = self.temporary / str(len(self.logs))  # nodes of one folder that start together take the same sockets
         self.logs.append(self.temporary / f"ray-{len(self.logs)}.log")
         log = self.logs[-1].open("ab")
+        place = ["--node-ip-address=127.0.0.1", f"--temp-dir={own}", "--object-store-memory=100000000"]
         return subprocess.Popen(
-            [*program, "--node-ip-address=127.0.0.1", "--object-store-memory=100000000", *flags],
-            env=environment(),
+            [*program, *place, *flags],
+            env=environment(**HEALTH),
             stdout=log,
             stderr=log,
             start_new_session=True,
@@ -132,7 +144,7 @@ class Session:
         with (self.temporary / "server.log").open("ab") as log:
             self.server = subprocess.Popen(
                 [*program, *place, f"--port={self.server_port}"],
-                env=environment(MLFLOW_DISABLE_TELEMETRY="true"),
+                env=environment(MLFLOW_DISABLE_TELEMETRY="true", MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false"),
                 stdout=log,
                 stderr=log,
                 start_new_session=True,

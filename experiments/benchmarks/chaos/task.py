@@ -111,7 +111,8 @@ class Recorded(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         loss = F.cross_entropy(model(batch[0]), batch[1])
-        if self.record is not None and model.training and len(batch) == 4 and batch[3].device.type != "meta":
+        training = model.training and torch.is_grad_enabled()  # pipelines look at a first batch without numbers
+        if self.record is not None and training and len(batch) == 4 and batch[3].device.type != "meta":
             note(self.record, batch[3].tolist(), batch[2].tolist())
             if self.step_seconds and os.path.exists(f"{self.folder}/slow"):
                 time.sleep(self.step_seconds)

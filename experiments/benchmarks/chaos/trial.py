@@ -7,15 +7,16 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
 from experiments.benchmarks.chaos import record
-from experiments.benchmarks.chaos.kills import BATCH, EVERY, LAYOUTS, STEPS, WORKERS, Kill, Operations
+from experiments.benchmarks.chaos.boundaries import operations
+from experiments.benchmarks.chaos.kills import BATCH, EVERY, LAYOUTS, STEPS, WORKERS, Kill
 from experiments.benchmarks.chaos.session import Session, end_tree, until, writer_of
 
 HANG_SECONDS = 60.0
@@ -23,8 +24,10 @@ SAMPLES = 250
 COMMON = ["task=experiments.benchmarks.chaos.task:Recorded", f"train.global_batch_size={BATCH}", f"train.steps={STEPS}"]
 COMMON += [f"checkpoint.every_steps={EVERY}", "train.log_every=1", "tracking.log_model=false", f"workers={WORKERS}"]
 COMMON += ["tracking.system_metrics_every=0", "fault.max_restarts=100", "fault.hang_seconds=2", "task_args.width=16"]
-COMMON += ["tracking.flush_timeout=60"]
+COMMON += ["tracking.flush_timeout=60", "task_args.step_seconds=0.01"]
 OPERATION_SECONDS = 20.0
+NOTHING: dict[str, Any] = {"committed": 0, "recovered_seconds": None, "resumed_from": None}
+"""What is known of a kill before it is done."""
 REFUSED = 2  # the command line's exit code for what cannot be started
 
 
@@ -41,10 +44,17 @@ class Truth:
 
 
 class Trial:
-    """name: of the run. layout: of `LAYOUTS`."""
+    """name: of the run. layout: of `LAYOUTS`. tell: hears of each kill once training goes on."""
 
-    def __init__(self, session: Session, name: str, layout: str, *more: str) -> None:
-        self.session, self.name, self.layout = session, name, layout
+    def __init__(
+        self,
+        session: Session,
+        name: str,
+        layout: str,
+        *more: str,
+        tell: Callable[[dict[str, Any]], None] = lambda found: None,
+    ) -> None:
+        self.session, self.name, self.layout, self.tell = session, name, layout, tell
         self.folder = session.folder / "trials" / name  # what the task writes
         self.run = session.folder / "runs" / name  # what Trireme writes
         self.log = self.folder / "driver.log"
@@ -72,16 +82,16 @@ class Trial:
     # --- disturbed ----------------------------------------------------------------------------------------------
 
     def disturb(self, kills: list[Kill], truth: Truth) -> list[dict[str, Any]]:
-        """A record for each kill that was done before the run came to its end."""
+        """A record for each kill that was done before the run came to its end; of one that the run did not survive,
+        too."""
         (self.folder / "slow").touch()
         done: list[dict[str, Any]] = []
         problems: list[str] = []
         self.start()
         try:
             for kill in kills:
-                if (found := self._once(kill)) is None:
+                if not self._once(kill, done):
                     break
-                done.append(found)
             (self.folder / "slow").unlink()
             self._finish()
             problems = self.judge(truth)
@@ -90,8 +100,10 @@ class Trial:
             ]
         except Hung as error:
             problems = [str(error)]
+            done = done or [kills[0].as_dict() | NOTHING]  # it did not even begin
         finally:
             self.give_up()
+            self.session.mend()
         for found in done:
             found |= {"run": self.name, "layout": self.layout, "problems": problems}
         return done
@@ -100,25 +112,36 @@ class Trial:
         self.commands += 1
         self.driver = self.session.train(self.command, self.log)
 
-    def _once(self, kill: Kill) -> dict[str, Any] | None:
-        """One kill and what came of it; None if the run had ended before it could be done."""
-        if not kill.starting and not self._gets_on(time.time()):
-            return None
-        time.sleep(kill.delay)
-        before = self._committed()
-        found = self._strike(kill)
-        if found is None:
-            return None
-        found = kill.as_dict() | {"committed": before} | found
-        struck = found["time"]
-        resumed = self._gets_on(struck)
-        found["recovered_seconds"] = round(resumed - struck, 2) if resumed else None
-        starts = [s for s in record.read(self.folder) if s.began > struck and s.lines]
+    def _once(self, kill: Kill, done: list[dict[str, Any]]) -> bool:
+        """One kill and what came of it, added to `done`; False if the run had ended before it could be done."""
+        struck = self._strike_once(kill)
+        if struck is None:
+            return False
+        found = kill.as_dict() | NOTHING | struck
+        before = found["committed"]
+        done.append(found)
+        resumed = self._gets_on(found["time"], again=kill.ends_workers)
+        found["recovered_seconds"] = round(resumed - found["time"], 2) if resumed else None
+        starts = [s for s in record.read(self.folder) if s.began > found["time"] and s.lines]
         found["resumed_from"] = starts[0].first_step(BATCH) - 1 if starts else None
         if found["resumed_from"] is not None and found["resumed_from"] < before:
             found["forgot"] = before
+        self.tell(found)
         self.session.mend()
-        return found
+        return True
+
+    def _strike_once(self, kill: Kill) -> dict[str, Any] | None:
+        """Kills as soon as there is what is to be killed; None if the run had come to its end."""
+        deadline = time.time() + HANG_SECONDS
+        while time.time() < deadline:
+            if self.driver.exitcode == 0 or (not kill.starting and not self._gets_on(time.time())):
+                return None
+            time.sleep(kill.delay)
+            before = self._committed()
+            if struck := self._strike(kill):
+                return {"committed": before} | struck
+            time.sleep(0.05)
+        raise Hung(f"there was nothing for {kill.words()} within {HANG_SECONDS:.0f} s")
 
     def _strike(self, kill: Kill) -> dict[str, Any] | None:
         if kill.victim == "boundary":
@@ -166,26 +189,29 @@ class Trial:
             until(lambda: struck.exists() or self.driver.exitcode is not None, OPERATION_SECONDS)
         except TimeoutError:
             raise Hung(f"no save came to {kill.words()} within {OPERATION_SECONDS:.0f} s") from None
+        (self.folder / f"order-{kill.rank}.json").unlink(missing_ok=True)
         return json.loads(struck.read_text()) if struck.exists() else None
 
-    def _gets_on(self, since: float) -> float | None:
-        """When the loss of a step was computed by processes that are at work after `since` (Unix time); starts the
-        command again where it has ended without finishing. None: the run has come to its end."""
+    def _gets_on(self, since: float, *, again: bool = False) -> float | None:
+        """When the loss of a step was computed after `since` (Unix time); starts the command again where it has ended
+        without finishing. again: by workers that have begun since then. None: the run has come to its end."""
         deadline = time.time() + HANG_SECONDS
         while time.time() < deadline:
             if self.driver.exitcode is not None:
                 if self.driver.exitcode == 0:
                     return None
                 self._again()
-            if found := self._step_after(since):
+            if found := self._step_after(since, again):
                 return found
             time.sleep(0.03)
         raise Hung(f"no step within {HANG_SECONDS:.0f} s; the driver said last: {self._last_words()}")
 
-    def _step_after(self, since: float) -> float | None:
-        """The time of a second line that a process wrote after `since`: the step of the first one is finished then."""
+    def _step_after(self, since: float, again: bool) -> float | None:
+        """The time of a fifth line that a process wrote after `since`: the step of the first one is finished then."""
         newest = sorted(self.folder.glob("seen/*.jsonl"), reverse=True)[: 2 * WORKERS]
         for path in newest:
+            if again and int(path.stem.split("-")[0]) / 1e9 < since:
+                continue
             times = [json.loads(line)[0] for line in path.read_bytes().split(b"\n")[-60:-1]]
             after = [when for when in times if when > since]
             if len(after) > 4:  # a pipeline's step is four micro-batches
@@ -271,22 +297,3 @@ def _first_difference(one: list[tuple[int, float]], other: list[tuple[int, float
     here, there = dict(one), dict(other)
     step = min(step for step in here.keys() | there.keys() if here.get(step) != there.get(step))
     return f"{len(one)} points instead of {len(other)}; step {step}: {here.get(step)} instead of {there.get(step)}"
-
-
-def operations(folder: Path) -> list[tuple[int, int, str]]:
-    """The file operations of one save, as the fullest save in the middle of a calm run had them: (rank, number,
-    what)."""
-    found: list[tuple[int, int, str]] = []
-    for path in sorted((folder / "boundaries").glob("*.jsonl")):
-        saves: list[list[str]] = []
-        for line in path.read_text().splitlines():
-            _, number, what = json.loads(line)
-            if number == 1:
-                saves.append([])
-            saves[-1].append(what)
-        fullest = max(saves[1:-1], key=len)
-        found += [(int(path.stem), number, what) for number, what in enumerate(fullest, start=1)]
-    return found
-
-
-__all__ = ["Hung", "Operations", "Trial", "Truth", "operations"]

@@ -53,7 +53,8 @@ def measure(folder: Path, layout: str, kills: int, every: float, seed: int, step
         time.sleep(CALM_SECONDS)
         per_step = (time.time() - begin) / (_step(trial.folder) - first)
         latency = _latency(trial)
-        recovery = statistics.mean(_kill(trial, chance, GAP_SECONDS) for _ in range(3))
+        # The median: the second of them has its node excluded, which happens once.
+        recovery = statistics.median(_kill(trial, chance, GAP_SECONDS) for _ in range(3))
         begin, first = time.time(), _step(trial.folder)
         for number in range(kills):
             moment = begin + every * (number + chance.uniform(0.25, 0.75))

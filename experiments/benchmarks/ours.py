@@ -1,0 +1,106 @@
+"""A training of ours inside a benchmark's own processes, so that it takes turns with what it is compared with."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from app.config import Config
+
+
+def torchrun(module: str, *arguments: str, processes: int = 2, environment: dict[str, str] | None = None) -> None:
+    """Runs `python -m MODULE ARGUMENTS` in so many processes, one thread each.
+
+    Raises:
+        RuntimeError: it failed; with the end of what it printed.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+    done = subprocess.run([*command, "-m", module, *arguments], env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{module} {' '.join(arguments)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+
+
+class Ours:
+    """What one worker of a run has: the rank of this process in its process group, or the only one.
+
+    Preparing reads the data; `build` makes the model and all else that training needs.
+    tracked: rank 0 gets a driver, a spool and the writer process, as a real run has them; otherwise nobody listens.
+    """
+
+    def __init__(self, config: Config, *, tracked: bool = False) -> None:
+        import torch.distributed as dist
+
+        from app.job import Job
+        from app.launchers.torchrun import Silence
+        from app.prepare import prepare, read_task
+
+        grouped = dist.is_available() and dist.is_initialized()
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+        prepared = prepare(config, read_task(config), self.world, devices_per_node=None)
+        self.channel: Any = self._driver(config) if tracked and self.rank == 0 else Silence()
+        self.tracked = tracked and self.rank == 0
+        folder = f"{config.run.storage}/{config.run.name}"
+        self.job = Job(config, prepared.layout, folder, "benchmark", "benchmark", prepared.steps, os.getcwd())
+        self.training: Any = None
+        self.batches: Any = None
+
+    def _driver(self, config: Config) -> Any:
+        from app.console import Console
+        from app.driver import Driver
+        from app.run import Run
+        from app.tracking.settings import resolve_tracking
+
+        driver = Driver(Run(config), Console(quiet=True), resolve_tracking(config.tracking, config.run.storage))
+        driver.run.open()
+        driver.begin_tracking()
+        return driver
+
+    def build(self) -> Ours:
+        import torch
+
+        from app.job import Place
+        from app.worker import Training
+
+        place = Place(self.rank, self.world, self.rank, torch.device("cpu"))
+        self.training = Training(self.job, place, self.channel)
+        self.batches = self.training.batches()
+        return self
+
+    def advance(self) -> None:
+        """One step, and all that a run does between two."""
+        self.training.advance(self.batches)
+
+    def step(self) -> None:
+        """One step, and nothing else."""
+        self.training.step(next(self.batches))
+
+    def close(self) -> None:
+        """Ends the data's threads and, if tracked, the run."""
+        self.batches.close()
+        if self.tracked:
+            self.channel.tracker.finish("FINISHED", timeout=20.0)
+            self.channel.run.end("stopped")
+
+
+def in_turns(advances: dict[str, Callable[[], Any]], blocks: int, steps: int) -> dict[str, list[float]]:
+    """Seconds per step of each block, of two or more trainings in the order A B B A, so that whatever else the machine
+    does falls on all. The first block of each warms up and is left out. Ranks begin a block together."""
+    import torch.distributed as dist
+
+    times: dict[str, list[float]] = {name: [] for name in advances}
+    for number in range(-1, blocks):
+        for name in list(advances) if number % 2 else list(reversed(advances)):
+            if dist.is_initialized():
+                dist.barrier()
+            begun = time.perf_counter()
+            for _ in range(steps):
+                advances[name]()
+            if number >= 0:
+                times[name].append((time.perf_counter() - begun) / steps)
+    return times
