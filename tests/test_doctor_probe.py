@@ -103,14 +103,14 @@ def test_nodes_need_nothing_of_ours_for_the_probe() -> None:
     assert facts["disk_free"] > 0 and facts["open_files"] > 0 and facts["storage_problem"] == ""
 
 
-POOR = "mount -t tmpfs -o size=64m x /dev/shm && mount -t tmpfs -o size=1m x /tmp && ulimit -n 1024 && exec "
+POOR = "mount -t tmpfs -o size=64m x /dev/shm && mount -t tmpfs -o size=1m x {disk} && ulimit -n 1024 && exec "
 
 
-def test_a_machine_with_little_of_everything_says_so() -> None:
+def test_a_machine_with_little_of_everything_says_so(tmp_path: Path) -> None:
     """Small shared memory, a full disk and few files, planted for real in a mount namespace of its own."""
     space = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
-    probe = [sys.executable, "-m", "app.doctor.probe"]
-    done = subprocess.run([*space, "sh", "-c", POOR + shlex.join(probe)], cwd=ROOT, capture_output=True, text=True)
+    poor = POOR.format(disk=tmp_path) + shlex.join([sys.executable, "-m", "app.doctor.probe", str(tmp_path)])
+    done = subprocess.run([*space, "sh", "-c", poor], cwd=ROOT, capture_output=True, text=True)
     if done.returncode and ("unshare" in done.stderr or "mount" in done.stderr):
         pytest.skip(f"no mount namespaces here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ import platform
 import resource
 import shutil
 import socket
+import sys
 import threading
 import time
 from typing import Any
@@ -244,7 +245,7 @@ def _drain(connection: socket.socket) -> None:
 
 def main() -> None:
     """What this machine says of itself, without Ray: `python -m app.doctor.probe`."""
-    print(json.dumps({**machine("/tmp"), **network(), **gpus(0), "packages": packages(PACKAGES)}, indent=1))
+    print(json.dumps({**machine(sys.argv[1] if sys.argv[1:] else "/tmp"), **network(), **gpus(0), "packages": packages(PACKAGES)}, indent=1))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ NAMES = (
     "data",
     "tracking",
     "idle",
+    "gpu",
     "peers",
     "recovery",
     "chaos",

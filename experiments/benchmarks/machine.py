@@ -5,13 +5,21 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterable, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 
 def machine() -> str:
-    """Cores and versions, in one line."""
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "ray", "mlflow"))
+    """Cores and versions, in one line; of what there is, since one GPU needs neither Ray nor MLflow."""
+    here = {name: _version(name) for name in ("torch", "ray", "mlflow")}
+    versions = ", ".join(f"{name} {number}" for name, number in here.items() if number)
     return f"{os.cpu_count()} cores, Python {platform.python_version()}, {versions}"
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], about: str = "") -> str:

@@ -33,7 +33,8 @@ class Ours:
     tracked: rank 0 gets a driver, a spool and the writer process, as a real run has them; otherwise nobody listens.
     """
 
-    def __init__(self, config: Config, *, tracked: bool = False) -> None:
+    def __init__(self, config: Config, *, tracked: bool = False, device: Any = "cpu") -> None:
+        import torch
         import torch.distributed as dist
 
         from app.job import Job
@@ -41,6 +42,7 @@ class Ours:
         from app.prepare import prepare, read_task
 
         grouped = dist.is_available() and dist.is_initialized()
+        self.device = torch.device(device)
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
         prepared = prepare(config, read_task(config), self.world, devices_per_node=None)
         self.channel: Any = self._driver(config) if tracked and self.rank == 0 else Silence()
@@ -62,12 +64,10 @@ class Ours:
         return driver
 
     def build(self) -> Ours:
-        import torch
-
         from app.job import Place
         from app.worker import Training
 
-        place = Place(self.rank, self.world, self.rank, torch.device("cpu"))
+        place = Place(self.rank, self.world, self.rank, self.device)
         self.training = Training(self.job, place, self.channel)
         self.batches = self.training.batches()
         return self
