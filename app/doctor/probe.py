@@ -244,8 +244,9 @@ def _drain(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    """What this machine says of itself, without Ray: `python -m app.doctor.probe`."""
-    print(json.dumps({**machine(sys.argv[1] if sys.argv[1:] else "/tmp"), **network(), **gpus(0), "packages": packages(PACKAGES)}, indent=1))
+    """What this machine says of itself, without Ray: `python -m app.doctor.probe [FOLDER WHOSE DISK COUNTS]`."""
+    disk = sys.argv[1] if sys.argv[1:] else "/tmp"
+    print(json.dumps({**machine(disk), **network(), **gpus(0), "packages": packages(PACKAGES)}, indent=1))
 
 
 if __name__ == "__main__":
