@@ -147,6 +147,9 @@ class Server:
         if self.sent < len(self.pieces):
             raise RuntimeError("WebSocket connection closed unexpectedly")
 
+    def said(self, ask: Any) -> Any:
+        return ask()
+
     def reconnect(self) -> None:
         self.tries += 1
         if self.tries % 2:
@@ -165,6 +168,15 @@ def test_the_log_survives_dropped_connections_without_a_gap_or_a_repetition() ->
     assert "".join(written) == "one\ntwo\nthree\n"
     assert code == 3, "the job's own exit status"
     assert any("the job goes on" in sentence for sentence in said)
+
+
+def test_a_job_that_there_is_not_is_said_and_not_followed() -> None:
+    class Without(Server):
+        def get_job_status(self, job_id: str) -> Any:
+            raise RuntimeError("Request failed with status code 404: Job job does not exist.")
+
+    with pytest.raises(UserError, match="there is no job job at the cluster"):
+        submission.follow(Without(["one"]), "job", [].append, [].append)  # type: ignore[arg-type]
 
 
 def test_a_token_that_expires_while_following_ends_it() -> None:
