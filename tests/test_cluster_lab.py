@@ -92,6 +92,8 @@ def test_doctor_finds_nothing_in_a_sound_cluster_and_what_is_planted(site: Site)
     seconds = time.monotonic() - begun
     assert sound.returncode == 0 and "nothing is wrong" in sound.stdout, sound.stdout + sound.stderr
     assert "3 nodes" in sound.stdout and "6 links" in sound.stdout and seconds < 15
+    afar = site.lab.trireme(DESK, "doctor", "--cluster", str(site.file), "--storage", str(site.lab.shared))
+    assert afar.returncode == 0 and "3 nodes" in afar.stdout, afar.stdout + afar.stderr
     with isolate(site.lab, FIRST, SECOND):  # each still reaches the head
         # /tmp is a folder of each host's own, and nobody listens on that port
         told = site.doctor("--json", "--storage", "/tmp/own", *POINTS, f"tracking.uri=http://{site.lab.address(0)}:9")

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-from app.submit.client import Server, Target, target
+from app.submit.client import Server, Target, allow_token, target
 from app.submit.submission import Submission, follow, inside, submit
 
 
@@ -21,6 +21,7 @@ def where(cluster: str | None) -> Target | None:
     from cluster.launch import load
     from cluster.ray_file import is_this_machine
 
+    allow_token()  # before anything imports Ray
     address = os.environ.get("RAY_ADDRESS", "")
     if address.startswith(("http://", "https://")):
         return target(address, None)
