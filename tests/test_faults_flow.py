@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from app.beat import Beat
+from app.checkpoint.errors import CheckpointError
 from app.config_file import load_config
 from app.driver import Driver
 from app.errors import Interrupted, RunFailed
@@ -164,11 +165,12 @@ def test_an_excluded_node_is_used_again_when_the_others_go(monkeypatch: pytest.M
     )
 
 
-def test_a_death_that_only_its_peers_tell_of_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("raised", [RuntimeError, CheckpointError])
+def test_a_death_that_only_its_peers_tell_of_is_one(monkeypatch: pytest.MonkeyPatch, raised: type[Exception]) -> None:
     scene = Scene(monkeypatch)
 
     def loses_a_peer(scene: Scene) -> dict[int | None, BaseException]:
-        return {1: RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")}
+        return {1: raised("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")}
 
     scene.go(loses_a_peer, loses_a_peer, finishes)  # an exception before the first step would not be tried again
     assert scene.tags["trireme.last_failure"] == "a worker that worker 1 was connected to died before the first step"

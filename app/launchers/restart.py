@@ -147,7 +147,7 @@ def classify(failures: Failures, driver: Driver, history: list[Failure]) -> Fail
 
 
 def _cause(rank: int | None, original: BaseException, driver: Driver) -> Cause:
-    if isinstance(original, (*HOPELESS, RunFailed)):
+    if isinstance(original, HOPELESS) or (isinstance(original, RunFailed) and not _lost_peer(original)):
         return Cause(Kind.HOPELESS, str(original))
     if isinstance(original, NoRoom):
         return Cause(Kind.NO_ROOM, str(original))
