@@ -103,8 +103,10 @@ def lines(
     _scale(axes, log_x, log_y)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    if len(series) > 1:
-        axes.legend(ncols=2 if len(series) > 4 else 1)
+    if len(series) > 4:
+        axes.legend(ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))  # over the lines, not on them
+    elif len(series) > 1:
+        axes.legend()
     return figure
 
 
