@@ -47,35 +47,40 @@ CONFIG = {
     "rsync_exclude": [],
     "rsync_filter": [],
 }
+ENVIRONMENT = {
+    "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+    "RAY_FAKE_CLUSTER": "1",
+    "RAY_enable_autoscaler_v2": "1",
+    "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD,
+    "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD,
+    "RAY_AUTH_MODE": "disabled",
+}
 ALIVE = "import ray; ray.init(address='auto', log_to_driver=False); print(sum(n['Alive'] for n in ray.nodes()))"
+
+
+def start_growing(lab: Lab) -> None:
+    """Starts a head without CPUs, and the stand-in for a cloud, on the lab's first host."""
+    config = lab.folder / "autoscaling.json"
+    config.write_text(json.dumps(CONFIG))
+    flags = [f"--autoscaling-config={config}", "--num-cpus=0", "--object-store-memory=100000000"]
+    started = lab.run(0, ["ray", "start", "--head", "--disable-usage-stats", *flags], ENVIRONMENT)
+    assert started.returncode == 0, started.stdout + started.stderr
 
 
 def test_a_run_makes_the_cluster_grow_and_its_end_makes_it_shrink() -> None:
     with Lab(1) as lab:
-        config = lab.folder / "autoscaling.json"
-        config.write_text(json.dumps(CONFIG))
-        env = {
-            "AUTOSCALER_UPDATE_INTERVAL_S": "1",
-            "RAY_FAKE_CLUSTER": "1",
-            "RAY_enable_autoscaler_v2": "1",
-            "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD,
-            "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD,
-            "RAY_AUTH_MODE": "disabled",
-        }
-        flags = [f"--autoscaling-config={config}", "--num-cpus=0", "--object-store-memory=100000000"]
-        started = lab.run(0, ["ray", "start", "--head", "--disable-usage-stats", *flags], env)
-        assert started.returncode == 0, started.stdout + started.stderr
+        start_growing(lab)
 
         def alive() -> int:
-            return int(lab.run(0, [sys.executable, "-c", ALIVE], env).stdout.split()[-1])
+            return int(lab.run(0, [sys.executable, "-c", ALIVE], ENVIRONMENT).stdout.split()[-1])
 
         assert alive() == 1, "the head alone"
         run = [*POINTS, "train.steps=20", "run.name=grown", f"run.storage={lab.shared}", "train.global_batch_size=12"]
         ask = ["workers=2", "resources_per_worker.CPU=2", "cluster.wait_seconds=120"]
-        ended = lab.trireme(0, "train", *run, *ask, timeout=200, **env)
+        ended = lab.trireme(0, "train", *run, *ask, timeout=200, **ENVIRONMENT)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert committed(lab.shared / "grown") == [20]
         assert alive() == 3, "two workers came, and no third"
-        too_much = lab.trireme(0, "train", *run, "run.name=x", "workers=4", "resources_per_worker.CPU=2", **env)
+        too_much = lab.trireme(0, "train", *run, "run.name=x", "workers=4", "resources_per_worker.CPU=2", **ENVIRONMENT)
         assert too_much.returncode == 2 and "do not fit" in too_much.stderr, too_much.stderr
         wait_until(lambda: alive() == 1, 120)

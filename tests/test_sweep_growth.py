@@ -11,18 +11,10 @@ import pytest
 import yaml
 
 from tests.lab import Lab, unavailable
-from tests.test_cluster_autoscaling import ALIVE, CONFIG, FAKE_HEAD
+from tests.test_cluster_autoscaling import ALIVE, ENVIRONMENT, start_growing
 
 WHY_NOT = unavailable()
 pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there is a lab"), pytest.mark.slow]
-ENVIRONMENT = {
-    "AUTOSCALER_UPDATE_INTERVAL_S": "1",
-    "RAY_FAKE_CLUSTER": "1",
-    "RAY_enable_autoscaler_v2": "1",
-    "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD,
-    "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD,
-    "RAY_AUTH_MODE": "disabled",
-}
 GROUPS = (
     "import ray; ray.init(address='auto', log_to_driver=False); from ray.util import placement_group_table as t; "
     "print(sum(g['state'] != 'REMOVED' for g in t().values()))"
@@ -32,11 +24,7 @@ GROUPS = (
 def test_more_trials_at_once_as_nodes_come() -> None:
     """The head has no CPU; up to three nodes of two come, and each takes one trial of one worker with two."""
     with Lab(1) as lab:
-        config = lab.folder / "autoscaling.json"
-        config.write_text(json.dumps(CONFIG))
-        flags = [f"--autoscaling-config={config}", "--num-cpus=0", "--object-store-memory=100000000"]
-        started = lab.run(0, ["ray", "start", "--head", "--disable-usage-stats", *flags], ENVIRONMENT)
-        assert started.returncode == 0, started.stdout + started.stderr
+        start_growing(lab)
 
         def ask(code: str) -> int:
             return int(lab.run(0, [sys.executable, "-c", code], ENVIRONMENT).stdout.split()[-1])

@@ -129,7 +129,9 @@ class Memory:
     """Bytes that each side holds and reaches, though both live in one process; zeros where there is no GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.held, self.peak = device, {}, {}  # type: ignore[var-annotated]
+        self.device = device
+        self.held: dict[str, int] = {}
+        self.peak: dict[str, int] = {}
 
     def _now(self) -> int:
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
@@ -160,7 +162,8 @@ def run(name: str, blocks: int, steps: int, *, compiled: bool, more: tuple[str, 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = True
-    memory, times = Memory(device), {"by hand": [], "trireme": []}  # type: ignore[var-annotated]
+    memory = Memory(device)
+    times: dict[str, list[float]] = {"by hand": [], "trireme": []}
     with tempfile.TemporaryDirectory() as folder:
         made = ours(shape, folder, steps * (blocks + 4), device, compiled=compiled, more=more)
         plan = predicted(made)
