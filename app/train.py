@@ -101,13 +101,15 @@ def _in_ray(run: Run, console: Console, settings: Settings) -> Outcome:
     from app.cost import meter_for
     from app.doctor.job import at_start, facts_of
     from app.pending import Reserved, wait_for_room
-    from cluster.connect import check_fits, connect
+    from cluster.connect import check_fits, connect, disconnect
+    from cluster.warm import begin
 
     config = run.config
+    begin(config.cluster.keep_warm_seconds)
     console.status("reading the data and starting Ray")
     # Ray starts its processes while this one imports torch and reads the data.
     reading = Background(lambda: _read(config))
-    cluster = connect({"PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))})
+    cluster = connect(config.cluster.keep_warm_seconds)
     room = Reserved(0)
     try:
         task = reading.result()
@@ -137,10 +139,8 @@ def _in_ray(run: Run, console: Console, settings: Settings) -> Outcome:
         with _launcher(driver, prepared, cluster, per_worker, room, elastic) as launch:
             return carry_out(driver, prepared, launch, where)
     finally:
-        import ray
-
         room.give_back()
-        ray.shutdown()
+        disconnect()
 
 
 @contextlib.contextmanager

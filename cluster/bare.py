@@ -15,8 +15,10 @@ from unittest import mock
 
 
 @contextlib.contextmanager
-def bare_head() -> Iterator[None]:
-    """While it lasts, a head that `ray.init` starts is a GCS server and a raylet with its two agents."""
+def bare_head(worker: str = "") -> Iterator[None]:
+    """While it lasts, a head that `ray.init` starts is a GCS server and a raylet with its two agents.
+
+    worker: the script that its raylet starts for each worker; "": Ray's own."""
     from ray._private import node
 
     whole = node.Node
@@ -25,6 +27,8 @@ def bare_head() -> Iterator[None]:
         def __init__(self, ray_params: Any, *rest: Any, **named: Any) -> None:
             # Any free port: the usual one may be another Ray's, and the raylet waits while its agent tries that again.
             ray_params.dashboard_agent_listen_port = 0
+            if worker:
+                ray_params.setup_worker_path = worker
             self._webui_url = ""
             super().__init__(ray_params, *rest, **named)
 

@@ -14,6 +14,7 @@ import yaml
 
 from cluster.bare import bare_head
 from cluster.errors import ClusterError
+from cluster.warm import OWN, STUB, python_path, runtime_env
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,13 @@ class Cluster:
         return int(self.resources.get("GPU", 0))
 
 
-def connect(environment: Mapping[str, str]) -> Cluster:
+def connect(keep_warm: float = 0.0) -> Cluster:
     """Connects to RAY_ADDRESS, else to the cluster running on this machine, else starts Ray here.
 
-    environment: variables for every process of this job, such as PYTHONPATH.
+    Workers import from this process' current folder too.
+
+    keep_warm: seconds that a node of a cluster keeps a process with everything imported, from which workers are forked
+        (`cluster.warm`), after its last one has ended; 0: workers start by themselves.
     Raises:
         ClusterError: there is an address, and nobody answers there or lets this process in.
     """
@@ -54,12 +58,17 @@ def connect(environment: Mapping[str, str]) -> Cluster:
         _check_reachable(found)
     try:
         if found:
-            ray.init(address=found, runtime_env={"env_vars": dict(environment)}, **options)
+            asked = {"env_vars": {"PYTHONPATH": python_path()}, **runtime_env(keep_warm)}
+            ray.init(address=found, runtime_env=asked, **options)
         else:
             # An own small Ray, with a small object store, since tensors never go through it. Its
             # processes inherit the environment; a runtime_env would keep the workers that Ray starts ahead unused.
-            os.environ.update(environment)
-            with bare_head():
+            os.environ["PYTHONPATH"] = python_path()
+            if keep_warm:
+                OWN.begin()
+            else:
+                OWN.end()
+            with bare_head(STUB if OWN.pid else ""):
                 ray.init(address="local", include_dashboard=False, object_store_memory=100_000_000, **options)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -71,6 +80,14 @@ def connect(environment: Mapping[str, str]) -> Cluster:
             ) from error
         raise ClusterError(f"Ray does not start on this machine: {first}") from error
     return describe(started_here=not found)
+
+
+def disconnect() -> None:
+    """Leaves the cluster, or ends the Ray that `connect` started, and what its workers were forked from."""
+    import ray
+
+    ray.shutdown()
+    OWN.end()
 
 
 def address() -> str | None:

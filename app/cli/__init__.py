@@ -63,15 +63,24 @@ def group() -> None:
 def main() -> None:
     """The console script: exit code 0 for success, 1 for a failed run, 2 for wrong input, 130 for a stopped run."""
     try:
-        code = group.main(prog_name="trireme", standalone_mode=False)
+        code = _forked() if sys.argv[1:2] == ["train"] else None
+        if code is None:
+            code = group.main(prog_name="trireme", standalone_mode=False)
     except click.exceptions.Exit as exit_:
         code = exit_.exit_code
     except click.ClickException as error:
         print(f"trireme: {error.format_message()}", file=sys.stderr)
         code = 2
-    except click.Abort:
+    except (click.Abort, KeyboardInterrupt):
         code = 130
     _leave(code or 0)
+
+
+def _forked() -> int | None:
+    """The exit code of a training that ran in a process forked from one that is warm; None where there is none."""
+    from cluster.warm import in_a_fork
+
+    return in_a_fork(sys.argv[1:])
 
 
 def _leave(code: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 import click
@@ -49,7 +48,7 @@ def _measure(shapes: list[list[float]], workers: int | None) -> list[dict[str, A
     from app.planner.calibrate import calibrate
     from app.planner.where import connected_shape, is_alone
 
-    if connected_shape({"PYTHONPATH": os.getcwd()}) is not None and not is_alone():
+    if connected_shape() is not None and not is_alone():
         from app.planner.calibrate_cluster import calibrate_cluster
 
         return calibrate_cluster(shapes, workers)

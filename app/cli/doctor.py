@@ -118,7 +118,7 @@ def _look(config: Any, console: Console, cluster: str | None, storage: str | Non
     from pathlib import Path
 
     with console.capture(Path(log)):
-        connect({})
+        connect()
         try:
             facts = look(storage=storage or "", mlflow=mlflow, link_expected=expected, all_reduce=all_reduce)
         finally:

@@ -94,6 +94,14 @@ def _here(job: Job, rank: int) -> Where:
     return here(rank, ray.util.get_node_ip_address(), context.get_node_id(), log, context.current_actor)
 
 
+def _take_threads() -> None:
+    """Gives torch the threads that Ray has told this worker to have: one that was forked had imported torch before."""
+    import torch
+
+    if (wanted := os.environ.get("OMP_NUM_THREADS", "")).isdigit() and int(wanted) != torch.get_num_threads():
+        torch.set_num_threads(int(wanted))
+
+
 def work(job: Job, place: Place, channel: InboxChannel, node_rank: int) -> None:
     """What every worker in Ray does: the whole of training, its output in a file of its own."""
     from app import worker
@@ -103,6 +111,7 @@ def work(job: Job, place: Place, channel: InboxChannel, node_rank: int) -> None:
         os.chdir(job.cwd)
         if job.cwd not in sys.path:
             sys.path.insert(0, job.cwd)
+    _take_threads()
     channel.emit({"type": "here", "where": _here(job, place.rank)})
     with worker_output(Storage(job.folder), place.rank), contextlib.ExitStack() as stack:
         if place.local_rank == 0:  # one worker of each node watches it

@@ -7,6 +7,7 @@ a small model's first steps. Here
 - the controller runs in a thread of the driver, whose end Ray's job bookkeeping notices as well as a controller's;
 - data sets are the task's (app/data), notices are heard by `cluster.notice`, placement groups go with the job;
 - resources are requested only where an autoscaler could bring them;
+- the actor at which workers wait for one another in `ray.train.report` is not there, since none of ours calls that;
 - nothing is handed to workers in a runtime environment, so that they can be processes that Ray has started ahead.
 
 `python -m experiments.benchmarks start` measures what this brings.
@@ -19,6 +20,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any, cast
+from unittest import mock
 
 import ray
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
@@ -27,7 +29,7 @@ from ray.train.v2._internal.callbacks.preemption_callback import PreemptionCallb
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
-from ray.train.v2._internal.execution.worker_group import RayTrainWorker, WorkerGroup
+from ray.train.v2._internal.execution.worker_group import RayTrainWorker, WorkerGroup, state, worker_group
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 LOOK_SECONDS = 0.2
@@ -85,6 +87,18 @@ class Controller(TrainController):
         self._worker_group_callbacks_to_propagate = _wanted(self._worker_group_callbacks_to_propagate)
 
 
+class Nobody:
+    """Stands where Ray Train has its SynchronizationActor."""
+
+    @classmethod
+    def options(cls, **named: Any) -> type[Nobody]:
+        return cls
+
+    @classmethod
+    def remote(cls, **named: Any) -> Nobody:
+        return cls()
+
+
 class Unasked(FixedScalingPolicy):
     """Asks for nothing: the placement group does, and no node will be added."""
 
@@ -124,7 +138,11 @@ class Trainer(TorchTrainer):
 
         named["failure_policy"].make_decision = make_decision
         controller = Controller(self.made, **named)
-        asyncio.run(controller.run())
+        with (
+            mock.patch.object(worker_group, "SynchronizationActor", Nobody),
+            mock.patch.object(state, "_shutdown_sync_actor", lambda nobody: None),
+        ):
+            asyncio.run(controller.run())
         return controller.get_result()
 
 

@@ -199,7 +199,7 @@ def _with_gpu(shape: ClusterShape, name: str) -> ClusterShape:
     return chosen
 
 
-def connected_shape(environment: dict[str, str] | None = None) -> ClusterShape | None:
+def connected_shape() -> ClusterShape | None:
     """The Ray cluster that `train` would use: RAY_ADDRESS's, else the one running here; None if there is none.
 
     Raises:
@@ -211,7 +211,7 @@ def connected_shape(environment: dict[str, str] | None = None) -> ClusterShape |
     ray = sys.modules.get("ray")
     if not (ray is not None and ray.is_initialized()) and not address():
         return None
-    connect(environment or {})
+    connect()
     return connected()
 
 

@@ -32,7 +32,7 @@ def run(seconds: float, settle: float, running: bool) -> dict[str, Any]:
     if not running:
         from cluster.connect import connect
 
-        connect({"PYTHONPATH": os.getcwd()})
+        connect()
     time.sleep(settle)
     before, begun = _cpu(), time.monotonic()
     time.sleep(seconds)

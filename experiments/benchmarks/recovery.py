@@ -166,7 +166,7 @@ def _group(config: Config) -> ActorGroup:
     stages = config.parallel.pp or 1
     prepared = prepare(config, read_task(config), stages, devices_per_node=None)
     share = {"CPU": min(1.0, (os.cpu_count() or 1) / stages)}
-    return group_for(config, prepared.layout, share, connect({"PYTHONPATH": os.getcwd()}))
+    return group_for(config, prepared.layout, share, connect(config.cluster.keep_warm_seconds))
 
 
 def _steps(kills: int) -> int:

@@ -144,12 +144,10 @@ class _Study:
         return tracker
 
     def _measure(self, tracker: Tracker) -> None:
-        import ray
-
-        from cluster.connect import check_fits, connect
+        from cluster.connect import check_fits, connect, disconnect
 
         self._save()
-        cluster = connect({"PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))})
+        cluster = connect(self.config.cluster.keep_warm_seconds)
         try:
             gpu = cluster.gpus >= max(self.plan.workers)
             per_worker = dict(self.config.resources_per_worker) or ({"GPU": 1.0} if gpu else {"CPU": 1.0})
@@ -162,7 +160,7 @@ class _Study:
                     if not self._has(strategy, workers, number):
                         self._point(jobs[strategy, workers], strategy, workers, number, per_worker, tracker)
         finally:
-            ray.shutdown()
+            disconnect()
 
     def _has(self, strategy: str, workers: int, number: int) -> bool:
         wanted = (strategy, workers, number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +46,7 @@ def make_ready(sweep: Sweep, ledger: Ledger, console: Console) -> Ready:
     every = max(1, longest // sweep.reports) if sweep.reports else sweep.base.train.eval_every or longest
     scheduler = oversee.scheduler_of(sweep, longest, every)
     searcher = search.searcher_of(sweep)
-    cluster = connect({"PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))})
+    cluster = connect(sweep.base.cluster.keep_warm_seconds)
     if removed := slots.remove_leftovers():
         console.say(f"note: removed {removed} placement groups that a sweep before this one left")
     gpus = cluster.gpus > 0

@@ -116,9 +116,9 @@ class _Work:
             raise
         finally:
             self._end_tracking(tracker, deliverer, status, message)
-            import ray
+            from cluster.connect import disconnect
 
-            ray.shutdown()
+            disconnect()
 
     # --- tracking ---------------------------------------------------------------------------------------------------
 

@@ -120,12 +120,10 @@ class Session:
 
     def raylet_of(self, worker: int) -> psutil.Process | None:
         """The raylet of a worker's node, if that is one of ours; None for the head's."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            parent = psutil.Process(worker).parent()
-            if parent is None or "raylet" not in parent.name():
-                return None
+        with contextlib.suppress(psutil.Error, KeyError):
+            raylet = int(psutil.Process(worker).environ()["RAY_RAYLET_PID"])  # its parent is a fork server
             ours = {child.pid for node in self.nodes if node.poll() is None for child in _children(node.pid)}
-            return parent if parent.pid in ours else None
+            return psutil.Process(raylet) if raylet in ours else None
         return None
 
     def mend(self) -> None:

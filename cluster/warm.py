@@ -1,0 +1,165 @@
+"""Processes that are warm when they are asked for: where a command's Ray gets its workers from.
+
+A Ray that is this command's own gets a fork server that is started with the command, and imports while Ray starts and
+the driver reads its data. On a cluster the first command on a node, or its first worker, starts one for the node
+(`cluster/forked_worker.py`); later workers and commands are forked from it, for as long as cluster.keep_warm_seconds
+say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cluster import forked_worker
+
+PRELOAD = "app.launchers.preload"
+"""The module that a fork server imports; by name, since this package knows nothing of the application."""
+STUB = str(Path(forked_worker.__file__).resolve())
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+class Own:
+    """The fork server of this command's own Ray; it ends with this process, if not before."""
+
+    def __init__(self) -> None:
+        self.pid = 0
+        self.path = ""
+
+    def begin(self) -> None:
+        """Starts it, once; where that is not possible Ray's workers are what they would be without."""
+        if self.pid or not _possible():
+            return
+        with contextlib.suppress(OSError), forked_worker.locked():
+            self.path = os.path.join(forked_worker.folder(), f"own-{os.getpid()}.socket")
+            self.pid = forked_worker.start(self.path, PRELOAD, os.getpid(), 1e9, environment())
+            os.environ[forked_worker.SOCKET] = self.path
+
+    def end(self) -> None:
+        """Ends it; its forks are Ray's to end."""
+        if not self.pid:
+            return
+        with contextlib.suppress(OSError):
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+        self.pid, self.path = 0, ""
+        os.environ.pop(forked_worker.SOCKET, None)
+
+
+OWN = Own()
+
+
+def begin(seconds: float) -> None:
+    """Has a fork server import while this command does what comes before its workers: the node's where this machine is
+    one of a cluster that the command will use, else one of its own.
+
+    seconds: cluster.keep_warm_seconds; 0 for no forks.
+    """
+    if seconds <= 0 or not _possible():
+        return
+    address = _expected()
+    if not address:
+        OWN.begin()
+    elif raylet := _raylet_of(address):
+        with contextlib.suppress(OSError):
+            forked_worker.ensure(PRELOAD, raylet, seconds, environment())
+
+
+def in_a_fork(words: Sequence[str]) -> int | None:
+    """Runs `trireme WORDS` in a process forked from this node's server, where a cluster will be used and there is one,
+    with this process' streams, folder, environment and limits; its exit code, None where there is none.
+
+    Signals are handed on; when this process is killed, the other is too.
+    """
+    if not _possible() or not _expected() or "app.train" in sys.modules or "RANK" in os.environ:
+        return None
+    mask = os.umask(0o022)
+    os.umask(mask)
+    limits = {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")}
+    request = {"argv": ["-m", "app", *words], "cwd": os.getcwd(), "env": dict(os.environ), "wait": True}
+    try:
+        path = forked_worker.found(PRELOAD, environment())
+        connection = forked_worker.ask(path, request | {"limits": limits, "umask": mask}) if path else None
+    except OSError:
+        return None
+    if connection is None:
+        return None
+    with connection:
+        return _wait(connection)
+
+
+def _wait(connection: Any) -> int | None:
+    said = forked_worker.answer(connection)
+    if said is None:  # its code is not what is on disk any more
+        return None
+    pid = said["pid"]
+    for number in FORWARDED:
+        signal.signal(number, lambda number, frame: _hand_on(pid, number))
+    said = forked_worker.answer(connection)
+    code = said["exit"] if said else 1
+    if code < 0:  # as if the signal had met this process
+        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+        os.kill(os.getpid(), -code)
+    return int(code)
+
+
+def _hand_on(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def environment() -> dict[str, str]:
+    """This process' environment with what every worker is to import from: the current folder first."""
+    return dict(os.environ) | {"PYTHONPATH": python_path()}
+
+
+def python_path() -> str:
+    parts = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return os.pathsep.join(dict.fromkeys(filter(None, parts)))
+
+
+def runtime_env(seconds: float) -> dict[str, Any]:
+    """What a job on a cluster asks of its workers' processes; seconds: as in `begin`."""
+    if seconds <= 0 or not _possible():
+        return {}
+    # Ray has a shell read this on the node. What `python` is there, only its raylet knows.
+    python = "tr '\\0' '\\n' < /proc/$RAY_RAYLET_PID/cmdline | sed -n 's/^--python_worker_command=\\([^ ]*\\) .*/\\1/p'"
+    flags = f"--preload={PRELOAD} --seconds={seconds:g}"
+    stub = shlex.quote(STUB)
+    found = f'p=$({python}); p=${{p:-python3}}; test -f {stub} && echo "$p {stub} {flags}" || echo "$p"'
+    return {"py_executable": f"$({found})"}
+
+
+def _possible() -> bool:
+    """Forks, Unix sockets and /proc as they are on Linux."""
+    return sys.platform == "linux" and hasattr(os, "pidfd_open") and "TRIREME_NO_FORKS" not in os.environ
+
+
+def _expected() -> str:
+    """The address of the cluster that `cluster.connect` will find, as far as can be told without asking anyone."""
+    if address := os.environ.get("RAY_ADDRESS"):
+        return address
+    temporary = os.environ.get("RAY_TMPDIR") or "/tmp"
+    with contextlib.suppress(OSError):
+        return Path(temporary, "ray", "ray_current_cluster").read_text().strip()
+    return ""
+
+
+def _raylet_of(address: str) -> int | None:
+    """The raylet on this machine of the cluster at an address, if there is one and it is this user's."""
+    wanted = f"--gcs-address={address}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            if words[0].endswith(b"/raylet") and wanted in words and folder.stat().st_uid == os.getuid():
+                return int(folder.name)
+    return None
