@@ -127,7 +127,10 @@ class Driver:
         self.whereabouts.ranks[event["where"].rank] = event["where"]
 
     def _on_notice(self, event: dict[str, Any]) -> None:
-        self.whereabouts.announced[event["node"]] = event["why"]
+        if "rank" in event:
+            self.whereabouts.told[event["rank"]] = event["why"]
+        else:
+            self.whereabouts.announced[event["node"]] = event["why"]
         self.console.say(f"note: {event['text']}")
 
     def _on_progress(self, event: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ class Kind(Enum):
     MEMORY = "memory"  # a process was ended because its node ran out of memory
     HUNG = "hung"  # a process does not get on
     NODE = "node"  # a machine is gone
-    NOTICE = "notice"  # a machine is gone that was announced to go, and a checkpoint was asked for in time
+    NOTICE = "notice"  # a machine or process is gone as it was announced to, and a checkpoint was asked for in time
     NO_ROOM = "no room"  # nothing new happened: the workers' places have not come back
 
 
@@ -188,6 +188,7 @@ class Death:
     step: int
     node_gone: bool = False
     announced: str = ""  # the warning that came before: "AWS takes it back at 12:03"
+    told: str = ""  # how its process was asked to end: "SIGTERM"
     kernel_kills: int = 0  # processes that the kernel of its node has ended for memory since the attempt began
     ray_memory: bool = False  # Ray says it ended it for memory
     last_words: str = ""  # of its log: "Fatal Python error: Segmentation fault"
@@ -198,6 +199,8 @@ def death_of(death: Death) -> tuple[Kind, str]:
     when = f"after step {death.step:,}" if death.step else "before the first step"
     if death.node_gone and death.announced:
         return Kind.NOTICE, f"{death.who} went {when} with its node, as announced ({death.announced})"
+    if death.told and not death.node_gone:
+        return Kind.NOTICE, f"{death.who} went {when}, as announced ({death.told})"
     if death.node_gone:
         return Kind.NODE, f"{death.who} died {when} with its node"
     if death.ray_memory:

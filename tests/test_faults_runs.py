@@ -125,3 +125,26 @@ def test_four_three_two_four_workers(tmp_path: Path, nodes: Any, launcher: str) 
     assert close(curve(tmp_path, "run"), single(tmp_path, *own)), "one curve, as with one worker"
     assert weights(folder).keys() == weights(tmp_path / "one").keys()
     assert list(curve(tmp_path, "run", "fault/workers").values()) == [3.0, 2.0, 4.0], lines.text
+
+
+@pytest.mark.parametrize("launcher", ["ray", "actors"])
+def test_sigterm_of_a_worker_saves_and_the_run_goes_on(
+    tmp_path: Path, ray_environment: dict[str, str], launcher: str
+) -> None:
+    """As a preemption does: it counts for nothing, so fault.max_restarts=0 is enough."""
+    arguments = ["train", *SLOW, f"launcher={launcher}", "workers=2", "strategy=ddp", "run.name=run"]
+    arguments += [f"run.storage={tmp_path}", "checkpoint.every_steps=1000", "fault.max_restarts=0", "fault.spares=0"]
+    process = start([word for word in arguments if word != "checkpoint.every_steps=5"], env=ray_environment)
+    lines, folder = Lines(process), tmp_path / "run"
+    lines.when("/s", 90)  # a step has been taken
+    assert not committed(folder)
+    disturb(folder, 1, signal.SIGTERM)
+    lines.when("was asked to end (SIGTERM): saving a checkpoint first", 20)
+    assert process.wait(90) == 0, lines.text
+    (saved, last) = committed(folder)
+    assert 0 < saved < last == 60
+    assert f"went after step {saved}, its checkpoint saved, as announced (SIGTERM)" in lines.text
+    assert f"continuing after step {saved}" in lines.text, "no step was lost"
+    assert close(curve(tmp_path, "run"), single(tmp_path))
+    run = mlflow_run(tmp_path, "run")
+    assert run.info.status == "FINISHED" and "fault/rewind_steps" not in run.data.metrics

@@ -141,7 +141,15 @@ class ActorGroup:
             if attempt.calls:  # a second Ctrl-C, say
                 self._break_off(crew, attempt, set(attempt.calls.values()))
         hear(self.inbox, driver)
+        self._let_go_of(crew, driver)
         return attempt.failures
+
+    def _let_go_of(self, crew: Crew, driver: Driver) -> None:
+        """Ends the processes that were asked to end and have only saved: whoever asked will kill them soon."""
+        for rank in driver.whereabouts.told:
+            if process := crew.places[rank].process:
+                crew.end(process)
+                crew.places[rank].process = None
 
     def _call(self, crew: Crew, job: Job, store: tuple[str, int]) -> dict[Any, int]:
         """Has every rank begin; store: where they find one another."""

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from app.beat import Beat
 from app.job import Job, Place
-from app.launchers import answers
+from app.launchers import answers, sigterm
 from app.launchers.inbox import InboxChannel, work
 from app.launchers.whereabouts import kill
 
@@ -54,6 +54,7 @@ class Member:
     def __init__(self) -> None:
         import app.worker  # noqa: F401  what takes seconds, done before anybody waits for it
 
+        sigterm.EAR.install()
         self.opened_before: set[int] = set()
         self.store: Any = None
 
