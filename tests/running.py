@@ -152,8 +152,8 @@ def ray_head(cpus: int = 4) -> Iterator[str]:
 @contextlib.contextmanager
 def ray_head_with_jobs(cpus: int = 4) -> Iterator[tuple[str, str]]:
     """The same with Ray's job server; yields both addresses."""
-    port = _free_port()
-    own = [f"--dashboard-port={port}", f"--dashboard-agent-listen-port={_free_port()}"]
+    port = free_port()
+    own = [f"--dashboard-port={port}", f"--dashboard-agent-listen-port={free_port()}"]
     with _head(cpus, ["--include-dashboard=true", *own]) as address:
         wait_until(lambda: _answers(port), 60)
         yield address, f"http://127.0.0.1:{port}"
@@ -161,7 +161,7 @@ def ray_head_with_jobs(cpus: int = 4) -> Iterator[tuple[str, str]]:
 
 @contextlib.contextmanager
 def _head(cpus: int, flags: list[str]) -> Iterator[str]:
-    port, folder = _free_port(), Path(tempfile.mkdtemp(prefix="trireme-ray-", dir="/tmp"))
+    port, folder = free_port(), Path(tempfile.mkdtemp(prefix="trireme-ray-", dir="/tmp"))
     program = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}"]
     flags += [f"--num-cpus={cpus}", "--num-gpus=0", "--object-store-memory=100000000", f"--temp-dir={folder}"]
     process = subprocess.Popen(
@@ -180,7 +180,7 @@ def _head(cpus: int, flags: list[str]) -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]

@@ -10,7 +10,19 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.running import POINTS, committed, curve, environment, mlflow_run, start, trireme, wait_until, weights
+from tests.running import (
+    POINTS,
+    committed,
+    curve,
+    environment,
+    finish,
+    free_port,
+    mlflow_run,
+    start,
+    trireme,
+    wait_until,
+    weights,
+)
 from tests.running import torchrun_program as torchrun
 from tests.test_ray_pipeline import Lines, disturb, mlflow_text
 
@@ -148,3 +160,82 @@ def test_sigterm_of_a_worker_saves_and_the_run_goes_on(
     assert close(curve(tmp_path, "run"), single(tmp_path))
     run = mlflow_run(tmp_path, "run")
     assert run.info.status == "FINISHED" and "fault/rewind_steps" not in run.data.metrics
+
+
+@pytest.mark.parametrize("launcher", ["ray", "actors"])
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_worker_that_is_stopped_or_dies_before_it_is_heard_of(
+    tmp_path: Path, ray_environment: dict[str, str], launcher: str, number: int
+) -> None:
+    arguments = ["train", *SLOW, "fault.hang_seconds=4", f"launcher={launcher}", "workers=2", "strategy=ddp"]
+    arguments += ["run.name=run", f"run.storage={tmp_path}"]
+    before = set(workers_of_ray())
+    process = start(arguments, env=ray_environment)
+    lines = Lines(process)
+    (victim, *_) = wait_until(lambda: set(workers_of_ray()) - before, 60)
+    victim.send_signal(number)
+    try:
+        assert process.wait(120) == 0, lines.text
+    finally:
+        if victim.is_running():
+            victim.kill()
+    if number == signal.SIGSTOP:
+        assert f"process {victim.pid} on" in lines.text and "was stopped before it was heard of" in lines.text
+    assert close(curve(tmp_path, "run"), single(tmp_path))
+
+
+def workers_of_ray() -> list[psutil.Process]:
+    """The workers in this test's own Ray: it names their processes so when their actor begins."""
+    named = ("ray::Member", "ray::QuietRayTrainWorker")
+    return [found for found in psutil.Process().children(recursive=True) if _title(found).startswith(named)]
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def test_a_process_of_torchrun_that_is_stopped_before_all_have_met(tmp_path: Path) -> None:
+    arguments = ["train", *SLOW, "fault.hang_seconds=3", "run.name=run", f"run.storage={tmp_path}"]
+    process = start(arguments, program=torchrun("--max-restarts=1"))
+    lines = Lines(process)
+    (victim, *_) = wait_until(
+        lambda: [child for child in psutil.Process(process.pid).children() if "app" in child.cmdline()], 60
+    )
+    victim.send_signal(signal.SIGSTOP)
+    assert process.wait(120) == 0, lines.text
+    assert f"process {victim.pid} beside this one was stopped before all had met: ending it" in lines.text
+    assert close(curve(tmp_path, "run"), single(tmp_path))
+
+
+def slurm(arguments: list[str], rank: int, port: int) -> Any:
+    """One of two processes as srun would start it: no agent watches them."""
+    own = {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_LOCALID": str(rank), "SLURM_NTASKS_PER_NODE": "2"}
+    return start(arguments, env=environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **own))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_under_slurm_ends_all_and_the_same_command_goes_on(tmp_path: Path, rank: int) -> None:
+    arguments = ["train", *SLOW, HANG, "launcher=torchrun", "run.name=run", f"run.storage={tmp_path}"]
+    port = free_port()
+    both = [slurm(arguments, number, port) for number in (0, 1)]
+    lines, folder = [Lines(process) for process in both], tmp_path / "run"
+    try:
+        wait_until(lambda: max(committed(folder), default=0) >= 10, 60)
+        both[rank].send_signal(signal.SIGSTOP)
+        codes = [process.wait(60) for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    assert codes[rank] == -signal.SIGKILL and codes[1 - rank] == 1, "Slurm sees a failed step, which it may run again"
+    text = lines[1 - rank].text
+    assert f"worker {rank}, process {both[rank].pid} on" in text
+    assert ("does not answer" if rank else "is stopped or cannot be reached") in text
+    port = free_port()
+    again = [slurm(arguments, number, port) for number in (0, 1)]
+    said = [finish(process) for process in again]
+    assert [ended.code for ended in said] == [0, 0], said[0].err + said[1].err
+    assert "continuing after step" in said[0].out
+    assert close(curve(tmp_path, "run"), single(tmp_path))

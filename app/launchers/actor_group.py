@@ -24,9 +24,11 @@ from app.faults import Kind
 from app.job import Job
 from app.launchers.crew import Crew, Place
 from app.launchers.elastic import Elastic
+from app.launchers.hangs import DUMB_SECONDS
 from app.launchers.inbox import hear, open_inbox
 from app.launchers.member import Seat
 from app.launchers.restart import Failures, NoRoom, WorkerLost, is_consequence, until_done
+from app.launchers.unheard import Unheard
 from app.launchers.watching import Stuck, Watching
 
 if TYPE_CHECKING:
@@ -117,7 +119,9 @@ class ActorGroup:
         crew, elastic = self.crew, self.elastic
         assert crew is not None
         full = crew.fill(
-            lambda: driver.stop_requested() or (elastic is not None and elastic.lacks(job)), driver.console.say
+            lambda: driver.stop_requested() or (elastic is not None and elastic.lacks(job)),
+            driver.console.say,
+            Unheard(job.config.fault.hang_seconds),
         )
         if driver.stop_requested():
             raise Interrupted("stopped before training began")
@@ -125,8 +129,9 @@ class ActorGroup:
             return {None: NoRoom("the workers' places have not come back")}
         ray.get(self.inbox.begin.remote())
         try:
-            store = ray.get(crew.of(0).actor.open_store.remote())
-        except ray.exceptions.RayError:  # it died just now
+            store = ray.get(crew.of(0).actor.open_store.remote(), timeout=DUMB_SECONDS)
+        except ray.exceptions.RayError:  # it died, or was stopped, just now
+            crew.end(crew.of(0))
             crew.places[0].process = None
             return {0: WorkerLost("worker 0")}
         watching = Watching(job.config, crew.ask)

@@ -53,6 +53,14 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this machine is stopped (SIGSTOP; not by a debugger). False where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
+
+
 def kernel_kills() -> int:
     """How many processes the kernel has ended for lack of memory, in this container or else on this machine."""
     for path in ("/sys/fs/cgroup/memory.events", "/proc/vmstat"):
