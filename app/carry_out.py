@@ -47,7 +47,7 @@ def carry_out(driver: Driver, prepared: Prepared, launch: Callable[[Any], None],
     if run.finished and run.manifest.steps >= prepared.steps:
         return _already_finished(driver)
     run.manifest.steps = prepared.steps
-    run.open()
+    run.open(console.say)
     name = run.manifest.name
     console.say(f"training {name} on {prepared.description}")
     console.say(
@@ -115,7 +115,7 @@ def _finished(driver: Driver) -> Outcome:
     summary |= {
         "first_step_at": driver.first_step_at,
         "first_step_seconds": (driver.first_step_at or driver.started) - driver.started,
-        "total_seconds": time.time() - driver.started,
+        "total_seconds": time.monotonic() - driver.began,
     }
     weights = driver.weights() if run.config.tracking.log_model and run.config.tracking.enabled else None
     if weights:

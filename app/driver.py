@@ -33,7 +33,7 @@ class Driver:
 
     def __init__(self, run: Run, console: Console, settings: Settings) -> None:
         self.run, self.console, self.settings = run, console, settings
-        self.started = time.time()
+        self.started, self.began = time.time(), time.monotonic()
         self.first_step_at: float | None = None
         self.step = 0
         self.seconds_per_step: float | None = None  # as the last progress had it
@@ -141,7 +141,7 @@ class Driver:
         if self.next_cut is not None:
             self._keep_cut(self.next_cut)
         if self.lost_at is not None:
-            self.tracker.metrics(self.step, {"fault/recovery_seconds": time.time() - self.lost_at})
+            self.tracker.metrics(self.step, {"fault/recovery_seconds": time.monotonic() - self.lost_at})
             self.lost_at = None
         self._log_cost()
         self.console.progress(event)
@@ -182,7 +182,7 @@ class Driver:
         """The job for the workers' next start: with the cut they came to, and without another try of one that failed
         before its first step, and how often it fails."""
         nodes = len({where.node for where in self.whereabouts.ranks.values()})
-        mean = between_failures(self.failures, time.time() - self.started, nodes)
+        mean = between_failures(self.failures, time.monotonic() - self.began, nodes)
         return replace(
             job,
             stages=None if self.resized else self.cut or job.stages,
@@ -208,8 +208,8 @@ class Driver:
 
     def lost(self) -> float:
         """Notes that training does not go on, until it does again; since when (Unix time) it has not."""
-        self.lost_at = self.lost_at or time.time()
-        return self.lost_at
+        self.lost_at = self.lost_at or time.monotonic()
+        return time.time() - (time.monotonic() - self.lost_at)
 
     # --- the run as a whole -------------------------------------------------------------------------------------
 

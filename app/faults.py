@@ -43,7 +43,7 @@ class Failure:
     step: int  # optimizer steps that were done when it happened
     progressed: bool  # whether this start had taken a step of its own
     node: str = ""  # the id of the node it began at, where that is known
-    at: float = 0.0  # Unix seconds
+    at: float = 0.0  # seconds of a clock that does not jump
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from app.checkpoint import Checkpointer, CheckpointError
 from app.errors import NonFiniteError, UserError
 from app.faults import interval
 from app.job import Channel, Job, Place
+from app.lease import is_current
 from app.loss_scale import LossScale
 from app.randomness import random_state, set_random_state
-from app.run import is_current
 from app.storage import Storage
 from strategies.compose import Parallel
 

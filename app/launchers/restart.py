@@ -154,7 +154,7 @@ def classify(failures: Failures, driver: Driver, history: list[Failure]) -> Fail
         cause = Cause(Kind.NO_ROOM, history[-1].sentence)
     where = driver.whereabouts.ranks.get(rank) if rank is not None and not _lost_peer(original) else None
     return Failure(
-        cause.kind, cause.sentence, driver.step, driver.progressed, where.node if where else "", at=time.time()
+        cause.kind, cause.sentence, driver.step, driver.progressed, where.node if where else "", at=time.monotonic()
     )
 
 
