@@ -58,7 +58,7 @@ def carry_out(driver: Driver, prepared: Prepared, launch: Callable[[Any], None],
     driver.begin_tracking()
     job = Job(run.config, prepared.layout, run.folder, run.attempt, run.manifest.uid, prepared.steps, os.getcwd())
     spot = provider_of(cluster_file(run.config.cluster.file))
-    job = replace(job, stages=remembered(job, run.manifest.stages), spot=spot)
+    job = replace(job, stages=remembered(job, run.manifest.stages), spot=spot, leased=True)
     # Signals stay caught until the end is written down: torchrun sends SIGTERM as soon as one rank has failed.
     with driver.signals():
         with _ending(driver):

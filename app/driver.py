@@ -60,6 +60,7 @@ class Driver:
             enabled=run.config.tracking.enabled,
             tags=run.config.tracking.tags,
         )
+        self.tracker.say = lambda text: console.say(f"note: {text}")
 
     # --- Channel ------------------------------------------------------------------------------------------------
 

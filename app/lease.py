@@ -7,6 +7,7 @@ of one elsewhere what counts is whether the file changes while one looks at it.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -57,9 +58,15 @@ def read_lease(storage: Storage) -> Lease | None:
 
 
 def is_current(folder: str, attempt: str) -> bool:
-    """Whether `attempt` holds the lease of the run in `folder`; a superseded start must not commit."""
+    """Whether `attempt` holds the lease of the run in `folder`; a superseded start must not commit.
+
+    Raises OSError where there is no lease at all: the storage is not there just now (a mount that is gone leaves an
+    empty folder, which must not be taken for it), or nobody trains this run.
+    """
     lease = read_lease(Storage(folder))
-    return lease is not None and lease["attempt"] == attempt
+    if lease is None:
+        raise FileNotFoundError(errno.ENOENT, "the storage is away", folder)
+    return lease["attempt"] == attempt
 
 
 def is_here(lease: Lease) -> bool:

@@ -182,8 +182,10 @@ class Run:
                 if not is_current(self.folder, self.attempt):
                     return  # a later start has taken over
                 write_lease(self.storage, self.attempt, beat)
-            except OSError:
-                continue  # the storage is away; the next beat tries again
+            except OSError:  # the storage is away; the next beat tries again. Only the lease is gone: it is still ours.
+                with contextlib.suppress(OSError):
+                    if self.storage.exists("run.json") and not self._beating.is_set():
+                        write_lease(self.storage, self.attempt, beat)
             beat += 1
 
 

@@ -57,7 +57,8 @@ class Checkpointer:
     folder: local path or URL that all ranks see.
     keep_last, keep_best, mode: how many of the newest are kept, and whether the one with the best metric is.
     attempt: names this incarnation of the run; part of the folders' names.
-    fence: asked on rank 0 just before committing; False means that another attempt has taken over.
+    fence: asked on rank 0 before a folder is made and just before committing; False means that another attempt has
+        taken over, an OSError that the storage is not there just now.
     """
 
     def __init__(
@@ -180,6 +181,8 @@ class Checkpointer:
         return commit
 
     def _make_folder(self, step: int) -> str:
+        if not self._fence():  # before anything is made: where a storage was mounted there may be an empty folder now
+            raise Unexchangeable(_SUPERSEDED)
         name = folder_name(step, self._attempt, self._storage.list())
         self._storage.make(name)
         return name
