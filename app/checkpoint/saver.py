@@ -32,6 +32,7 @@ from app.checkpoint.files import Writer
 from app.checkpoint.prune import Mode, prune
 from app.checkpoint.sharing import Share
 from app.checkpoint.staging import StagedPlanner, Stager
+from app.checkpoint.unchanged import Unchanged
 from app.storage import Storage
 
 _log = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ class Checkpointer:
         self._keep_last, self._keep_best, self._mode = keep_last, keep_best, mode
         self._attempt, self._fence = attempt, fence
         self._stager = Stager()
+        self._unchanged = Unchanged()
         self._ranks = Ranks()
         self._share = Share(self._ranks)
         self._pending: Future[Commit] | None = None
@@ -147,8 +149,10 @@ class Checkpointer:
         failure: CheckpointError | None = None
         try:
             self.last_commit = self._save(staged)
+            self._unchanged.committed()
         except BaseException as error:  # a thread's exception would be lost
             failure = self._failure(staged.commit, error)
+            self._unchanged.failed()
         self.last_total_seconds = time.perf_counter() - started
         if failure:
             outcome.set_exception(failure)
@@ -189,7 +193,7 @@ class Checkpointer:
 
     def _write(self, here: Storage, staged: _Staged) -> dict[str, File]:
         """Write this rank's part and say what it is. DCP exchanges its own failures."""
-        writer = Writer(here)
+        writer = Writer(here, self._unchanged, self._unchanged.look(staged.planner.data))
         dcp.save(
             staged.planner.staged,
             storage_writer=writer,
