@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,6 +66,9 @@ def test_a_stopped_worker_of_ray_train_is_found_and_replaced(tmp_path: Path, ray
     run = mlflow_run(tmp_path, "run")
     (stacks,) = mlflow_text(tmp_path, run.info.run_id, "hangs")
     assert "does not answer" in stacks and "worker.py" in stacks
+    (record,) = mlflow_text(tmp_path, run.info.run_id, "hangs", ".json")
+    last = json.loads(record)["entries"][-1]
+    assert last["profiling_name"].startswith("gloo:"), "the collective that rank 0 waits in; rank 1 cannot answer"
     assert "worker 1" in run.data.tags["trireme.last_failure"] and run.data.metrics["fault/recovery_seconds"] > 0
 
 
@@ -95,6 +99,8 @@ def test_torchrun_starts_again_by_itself(tmp_path: Path, rank: int, number: int)
         assert "worker 1" in lines.text and "does not answer" in lines.text
         (stacks,) = mlflow_text(tmp_path, run.info.run_id, "hangs")
         assert "does not answer" in stacks and "worker.py" in stacks, "where the other one stood"
+        (record,) = mlflow_text(tmp_path, run.info.run_id, "hangs", ".json")
+        assert json.loads(record)["entries"], "and what it did last"
 
 
 @pytest.fixture

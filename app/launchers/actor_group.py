@@ -192,7 +192,7 @@ class ActorGroup:
     def _end_stuck(self, crew: Crew, attempt: Attempt, driver: Driver, found: Stuck) -> None:
         """Keeps where everybody stands with the run, and ends the attempt."""
         self.noticed_at = driver.lost()
-        driver.tracker.text(attempt.watching.stacks(crew.name), f"hangs/step-{driver.step}.txt")
+        attempt.watching.keep(driver, crew.name)
         attempt.failures[found.rank] = WorkerLost(f"{crew.name(found.rank)} {found.why}", Kind.HUNG)
         self._break_off(crew, attempt, {found.rank} | found.dumb)
 

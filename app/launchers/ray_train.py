@@ -18,7 +18,7 @@ from app.driver import Driver
 from app.errors import Interrupted
 from app.faults import Kind
 from app.job import Job, Place
-from app.launchers import answers
+from app.launchers import answers, flight
 from app.launchers.elastic import Elastic
 from app.launchers.inbox import InboxChannel, hear, open_inbox, work
 from app.launchers.member import kill_at
@@ -137,7 +137,7 @@ def _trainer(job: Job, inbox: Any, per_worker: dict[str, float], number: int, *,
 def _ask(what: str, driver: Driver) -> dict[int, Any]:
     """Asks every worker's actor, whose own thread is free while another one trains. Nothing where one is known to be
     dead: Ray Train will end the others."""
-    question = {"beat": answers.beat, "stack": answers.stack}[what]
+    question = {"beat": answers.beat, "stack": answers.stack, "flight": flight.record}[what]
     calls = {rank: where.actor.execute.remote(question) for rank, where in driver.whereabouts.ranks.items()}
     found = gather(calls)
     silent = [calls[rank] for rank, answer in found.items() if answer is None]
@@ -158,7 +158,7 @@ def _end_stuck(found: Stuck, watching: Watching, driver: Driver) -> dict[int | N
     """Keeps where everybody stands with the run, and kills those that hold it up: Ray Train then ends the others."""
     ranks = driver.whereabouts.ranks
     driver.lost()
-    driver.tracker.text(watching.stacks(lambda rank: str(ranks[rank])), f"hangs/step-{driver.step}.txt")
+    watching.keep(driver, lambda rank: str(ranks[rank]))
     for rank in {found.rank} | found.dumb:
         kill_at(ranks[rank].node, ranks[rank].pid)
     return {found.rank: WorkerLost(f"{ranks[found.rank]} {found.why}", Kind.HUNG)}

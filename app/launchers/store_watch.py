@@ -21,7 +21,7 @@ import torch.distributed as dist
 from app.beat import Beat
 from app.driver import Driver
 from app.job import Job
-from app.launchers import answers
+from app.launchers import answers, flight
 from app.launchers.siblings import restarted
 from app.launchers.watching import ANSWER_SECONDS, Stuck, Watching
 from app.launchers.whereabouts import NO_NEWS, kill
@@ -43,8 +43,8 @@ class StoreWatch:
     """One per rank; `close` before the process group goes. driver: rank 0's, None elsewhere.
 
     In the store are, overwritten again and again: `here/RANK`, the host and process id of a rank; `word`, a number and
-    what rank 0 asks ("beat", "stack") or has ended ("end HOST:PID …"); `answer/RANK`, that number and the answer;
-    `alive`, which changes while rank 0's threads run.
+    what rank 0 asks ("beat", "stack", "flight") or has ended ("end HOST:PID …"); `answer/RANK`, that number and the
+    answer; `alive`, which changes while rank 0's threads run.
     """
 
     def __init__(self, job: Job, rank: int, world_size: int, driver: Driver | None) -> None:
@@ -132,7 +132,7 @@ class StoreWatch:
                 if host == self.host:
                     kill(int(pid))
         else:
-            said = answers.beat() if what == "beat" else answers.stack()
+            said = {"beat": answers.beat, "stack": answers.stack, "flight": flight.record}[what]()
             self.store.set(f"answer/{self.rank}", pickle.dumps((self.read, said)))
 
     def _ask(self, what: str) -> dict[int, Any]:
@@ -160,7 +160,7 @@ class StoreWatch:
     def _end_stuck(self, found: Stuck) -> None:
         driver = self.driver
         assert driver is not None
-        driver.tracker.text(self.watching.stacks(self._name), f"hangs/step-{driver.step}.txt")
+        self.watching.keep(driver, self._name)
         sentence = f"{self._name(found.rank)} {found.why}"
         driver.tracker.tags({"trireme.last_failure": sentence})
         driver.console.say(f"{sentence}; ending it (torchrun --max-restarts=N starts all ranks again)")
