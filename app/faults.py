@@ -199,12 +199,12 @@ def death_of(death: Death) -> tuple[Kind, str]:
     when = f"after step {death.step:,}" if death.step else "before the first step"
     if death.node_gone and death.announced:
         return Kind.NOTICE, f"{death.who} went {when} with its node, as announced ({death.announced})"
-    if death.told and not death.node_gone:
-        return Kind.NOTICE, f"{death.who} went {when}, as announced ({death.told})"
     if death.node_gone:
         return Kind.NODE, f"{death.who} died {when} with its node"
     if death.ray_memory:
         return Kind.MEMORY, f"{death.who} died {when}, ended by Ray because its node ran out of memory"
+    if death.told:
+        return Kind.NOTICE, f"{death.who} went {when}, as announced ({death.told})"
     if death.last_words:
         return Kind.DIED, f"{death.who} died {when}: {death.last_words}"
     if death.kernel_kills:

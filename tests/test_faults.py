@@ -163,6 +163,11 @@ WHO = "worker 3, process 47 on 10.0.0.2,"
             f"{WHO} went after step 812 with its node, as announced (spot)",
         ),
         ({"told": "SIGTERM"}, Kind.NOTICE, f"{WHO} went after step 812, as announced (SIGTERM)"),
+        (
+            {"told": "SIGTERM", "ray_memory": True},
+            Kind.MEMORY,
+            f"{WHO} died after step 812, ended by Ray because its node ran out of memory",
+        ),
         ({"told": "SIGTERM", "node_gone": True}, Kind.NODE, f"{WHO} died after step 812 with its node"),
         (
             {"last_words": "Fatal Python error: Segmentation fault", "kernel_kills": 1},
