@@ -18,6 +18,7 @@ from tests.running import (
     environment,
     finish,
     free_port,
+    memory_group,
     mlflow_run,
     start,
     trireme,
@@ -25,7 +26,7 @@ from tests.running import (
     weights,
 )
 from tests.running import torchrun_program as torchrun
-from tests.test_ray_pipeline import Lines, disturb, mlflow_text
+from tests.test_ray_pipeline import Lines, disturb, mlflow_text, writes
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
@@ -244,4 +245,26 @@ def test_a_stopped_rank_under_slurm_ends_all_and_the_same_command_goes_on(tmp_pa
     said = [finish(process) for process in again]
     assert [ended.code for ended in said] == [0, 0], said[0].err + said[1].err
     assert "continuing after step" in said[0].out
+    assert close(curve(tmp_path, "run"), single(tmp_path))
+
+
+@pytest.mark.parametrize("launcher", ["ray", "actors"])
+def test_a_rank_that_the_kernel_kills_for_memory(
+    tmp_path: Path, ray_environment: dict[str, str], launcher: str
+) -> None:
+    arguments = ["train", *SLOW, "task=tests.tasks:Hungry", f"task_args.hungry={tmp_path / 'hungry'}", "workers=2"]
+    arguments += [f"launcher={launcher}", "strategy=ddp", "run.name=run", f"run.storage={tmp_path}", "fault.spares=0"]
+    with memory_group(64 << 20) as group:
+        process = start(arguments, env=ray_environment)
+        lines, folder = Lines(process), tmp_path / "run"
+        wait_until(lambda: max(committed(folder), default=0) >= 10, 60)
+        log = str(folder / "logs" / "rank-1.log")
+        (victim,) = [found for found in psutil.Process().children(recursive=True) if writes(found, log)]
+        (group / "cgroup.procs").write_text(str(victim.pid))
+        (tmp_path / "hungry").touch()
+        assert process.wait(90) == 0, lines.text
+    assert f"worker 1, process {victim.pid} on" in lines.text
+    run = mlflow_run(tmp_path, "run")
+    assert run.data.tags["trireme.last_failure"].endswith("killed by the kernel for memory"), lines.text
+    assert run.info.status == "FINISHED" and run.data.tags["trireme.restarts"] == "1"
     assert close(curve(tmp_path, "run"), single(tmp_path))
