@@ -47,7 +47,7 @@ def carry_out(driver: Driver, prepared: Prepared, launch: Callable[[Any], None],
     if run.finished and run.manifest.steps >= prepared.steps:
         return _already_finished(driver)
     run.manifest.steps = prepared.steps
-    run.open()
+    run.open(console.say)
     name = run.manifest.name
     console.say(f"training {name} on {prepared.description}")
     console.say(
@@ -58,7 +58,7 @@ def carry_out(driver: Driver, prepared: Prepared, launch: Callable[[Any], None],
     driver.begin_tracking()
     job = Job(run.config, prepared.layout, run.folder, run.attempt, run.manifest.uid, prepared.steps, os.getcwd())
     spot = provider_of(cluster_file(run.config.cluster.file))
-    job = replace(job, stages=remembered(job, run.manifest.stages), spot=spot)
+    job = replace(job, stages=remembered(job, run.manifest.stages), spot=spot, leased=True)
     # Signals stay caught until the end is written down: torchrun sends SIGTERM as soon as one rank has failed.
     with driver.signals():
         with _ending(driver):
@@ -115,7 +115,7 @@ def _finished(driver: Driver) -> Outcome:
     summary |= {
         "first_step_at": driver.first_step_at,
         "first_step_seconds": (driver.first_step_at or driver.started) - driver.started,
-        "total_seconds": time.time() - driver.started,
+        "total_seconds": time.monotonic() - driver.began,
     }
     weights = driver.weights() if run.config.tracking.log_model and run.config.tracking.enabled else None
     if weights:

@@ -33,7 +33,7 @@ class Driver:
 
     def __init__(self, run: Run, console: Console, settings: Settings) -> None:
         self.run, self.console, self.settings = run, console, settings
-        self.started = time.time()
+        self.started, self.began = time.time(), time.monotonic()
         self.first_step_at: float | None = None
         self.step = 0
         self.seconds_per_step: float | None = None  # as the last progress had it
@@ -60,6 +60,7 @@ class Driver:
             enabled=run.config.tracking.enabled,
             tags=run.config.tracking.tags,
         )
+        self.tracker.say = lambda text: console.say(f"note: {text}")
 
     # --- Channel ------------------------------------------------------------------------------------------------
 
@@ -127,7 +128,10 @@ class Driver:
         self.whereabouts.ranks[event["where"].rank] = event["where"]
 
     def _on_notice(self, event: dict[str, Any]) -> None:
-        self.whereabouts.announced[event["node"]] = event["why"]
+        if "rank" in event:
+            self.whereabouts.told[event["rank"]] = event["why"]
+        else:
+            self.whereabouts.announced[event["node"]] = event["why"]
         self.console.say(f"note: {event['text']}")
 
     def _on_progress(self, event: dict[str, Any]) -> None:
@@ -138,7 +142,7 @@ class Driver:
         if self.next_cut is not None:
             self._keep_cut(self.next_cut)
         if self.lost_at is not None:
-            self.tracker.metrics(self.step, {"fault/recovery_seconds": time.time() - self.lost_at})
+            self.tracker.metrics(self.step, {"fault/recovery_seconds": time.monotonic() - self.lost_at})
             self.lost_at = None
         self._log_cost()
         self.console.progress(event)
@@ -179,7 +183,7 @@ class Driver:
         """The job for the workers' next start: with the cut they came to, and without another try of one that failed
         before its first step, and how often it fails."""
         nodes = len({where.node for where in self.whereabouts.ranks.values()})
-        mean = between_failures(self.failures, time.time() - self.started, nodes)
+        mean = between_failures(self.failures, time.monotonic() - self.began, nodes)
         return replace(
             job,
             stages=None if self.resized else self.cut or job.stages,
@@ -205,8 +209,8 @@ class Driver:
 
     def lost(self) -> float:
         """Notes that training does not go on, until it does again; since when (Unix time) it has not."""
-        self.lost_at = self.lost_at or time.time()
-        return self.lost_at
+        self.lost_at = self.lost_at or time.monotonic()
+        return time.time() - (time.monotonic() - self.lost_at)
 
     # --- the run as a whole -------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ class Kind(Enum):
     MEMORY = "memory"  # a process was ended because its node ran out of memory
     HUNG = "hung"  # a process does not get on
     NODE = "node"  # a machine is gone
-    NOTICE = "notice"  # a machine is gone that was announced to go, and a checkpoint was asked for in time
+    NOTICE = "notice"  # a machine or process is gone as it was announced to, and a checkpoint was asked for in time
     NO_ROOM = "no room"  # nothing new happened: the workers' places have not come back
 
 
@@ -43,7 +43,7 @@ class Failure:
     step: int  # optimizer steps that were done when it happened
     progressed: bool  # whether this start had taken a step of its own
     node: str = ""  # the id of the node it began at, where that is known
-    at: float = 0.0  # Unix seconds
+    at: float = 0.0  # seconds of a clock that does not jump
 
 
 @dataclass(frozen=True)
@@ -188,6 +188,7 @@ class Death:
     step: int
     node_gone: bool = False
     announced: str = ""  # the warning that came before: "AWS takes it back at 12:03"
+    told: str = ""  # how its process was asked to end: "SIGTERM"
     kernel_kills: int = 0  # processes that the kernel of its node has ended for memory since the attempt began
     ray_memory: bool = False  # Ray says it ended it for memory
     last_words: str = ""  # of its log: "Fatal Python error: Segmentation fault"
@@ -202,6 +203,8 @@ def death_of(death: Death) -> tuple[Kind, str]:
         return Kind.NODE, f"{death.who} died {when} with its node"
     if death.ray_memory:
         return Kind.MEMORY, f"{death.who} died {when}, ended by Ray because its node ran out of memory"
+    if death.told:
+        return Kind.NOTICE, f"{death.who} went {when}, as announced ({death.told})"
     if death.last_words:
         return Kind.DIED, f"{death.who} died {when}: {death.last_words}"
     if death.kernel_kills:

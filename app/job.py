@@ -30,6 +30,7 @@ class Job:
     stages: tuple[int, ...] | None = None  # blocks per part of a pipeline, as measured; None: the strategy decides
     may_recut: bool = True  # whether measured times may lead to another cut
     between_failures: float = 30 * 86400.0  # mean seconds, as far as the driver knows
+    leased: bool = False  # whether its driver keeps a lease in the folder: where none is found, the storage is away
     spot: str = ""  # the cloud whose warnings are to be heard, where its cluster has spot machines
 
     @property

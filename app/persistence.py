@@ -17,14 +17,16 @@ from app.checkpoint import Checkpointer, CheckpointError
 from app.errors import NonFiniteError, UserError
 from app.faults import interval
 from app.job import Channel, Job, Place
+from app.lease import is_current, read_lease
 from app.loss_scale import LossScale
 from app.randomness import random_state, set_random_state
-from app.run import is_current
 from app.storage import Storage
 from strategies.compose import Parallel
 
 FIRST_SECONDS = 60.0  # until the first save, where the interval is measured
 AGAIN_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)  # before the last checkpoint of a start is tried once more
+AWAY_SECONDS = 600.0  # that a start waits for its storage
+AWAY_LOOK_SECONDS = 0.5
 REMEMBERED = 2000  # metric events kept with a checkpoint, so that a killed driver loses none
 
 
@@ -160,6 +162,7 @@ class Persistence:
         Raises:
             UserError: no checkpoint is whole, though there are some; or checkpoint.load is none.
         """
+        self._wait_for_storage()
         commit, damaged = checkpoint.latest_good_together(self.job.checkpoints)
         if self.place.rank == 0:
             checkpoint.sweep(self.job.checkpoints)  # what a killed start left half written
@@ -188,6 +191,21 @@ class Persistence:
             self.channel.emit(event)
         progress.remembered = list(meta["remembered"]) if self.place.rank == 0 else []
         return progress.step
+
+    def _wait_for_storage(self) -> None:
+        """Else a run whose storage is away would find no checkpoint, and begin anew.
+
+        Raises:
+            UserError: it has not come back for `AWAY_SECONDS`.
+        """
+        until, told = time.monotonic() + AWAY_SECONDS, False
+        while self.job.leased and read_lease(Storage(self.job.folder)) is None:
+            if time.monotonic() > until:
+                raise UserError(f"the storage {self.job.folder} is away: run the same command again when it is back")
+            if not told:
+                self.channel.emit({"type": "warning", "text": f"the storage {self.job.folder} is away: waiting for it"})
+            told = True
+            time.sleep(AWAY_LOOK_SECONDS)
 
     def _load_weights(self, path: str | None) -> None:
         if not path:

@@ -13,10 +13,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,10 @@ from typing import Any
 from app.config import Config
 from app.config_file import flatten, to_dict, to_yaml
 from app.errors import UserError
+from app.lease import FILE, HEARTBEAT_SECONDS, is_alive, is_current, is_here, patience, read_lease, write_lease
 from app.storage import Storage
 from app.tracking.masking import mask_tree
 
-HEARTBEAT_SECONDS = 10.0
-LEASE_SECONDS = 60.0  # a driver on another machine that has been silent for longer is taken for dead
 IDENTITY = ("task", "task_args", "train.seed", "optimizer.name")  # what a run cannot change and remain itself
 
 
@@ -122,17 +121,17 @@ class Run:
         flat = flatten(tree) | {"task_args": tree["task_args"]}
         return json.loads(json.dumps(mask_tree({key: flat[key] for key in IDENTITY}), default=str))
 
-    def open(self) -> None:
+    def open(self, say: Callable[[str], None] = lambda text: None) -> None:
         """Takes the lease: from now on this start, and no earlier one, may write to the run's folder.
 
         Raises:
             UserError: the storage cannot be written, or another driver is training this run now.
         """
         self.storage.check_writable()
-        self._refuse_if_held()
+        self.refuse_if_held(say)
         self.manifest.starts += 1
         self.manifest.status = "running"
-        self._write_lease()
+        write_lease(self.storage, self.attempt, 0)
         self.save()
         # Secrets stay out; to go on, a run reads the configuration that it is given again, not this one.
         self.storage.write_bytes("config.yaml", to_yaml(mask_tree(to_dict(self.config))).encode())
@@ -147,7 +146,7 @@ class Run:
             self.manifest.summary = summary
         self._beating.set()
         self.save()
-        self.storage.remove("lease.json")
+        self.storage.remove(FILE)
 
     def forget_if_never_opened(self) -> None:
         """Removes the logs of a start that was refused, so that wrong input leaves nothing behind."""
@@ -158,79 +157,36 @@ class Run:
 
     # --- the lease ----------------------------------------------------------------------------------------------
 
-    def _refuse_if_held(self) -> None:
+    def refuse_if_held(self, say: Callable[[str], None], seconds: float | None = None) -> None:
+        """seconds: that a driver elsewhere has to show that it lives; None: as long as it may take.
+
+        Raises:
+            UserError: another driver is training this run now.
+        """
         lease = read_lease(self.storage)
         if not lease:
             return
-        here = lease["host"] == socket.gethostname()
-        alive = _is_alive(lease["pid"], lease["process_started"]) if here else _is_fresh(lease)
-        if alive:
+        seconds = patience(lease) if seconds is None else seconds
+        if seconds and not is_here(lease):
+            say(f"a start of this run on {lease['host']} did not end: waiting up to {seconds:.0f} s to see if it lives")
+        if is_alive(self.storage, lease, seconds):
             raise UserError(
                 f"the run {self.manifest.name!r} is being trained by process {lease['pid']} on {lease['host']}: wait "
                 "for it, or use another run.name"
             )
 
-    def _write_lease(self) -> None:
-        lease = {
-            "attempt": self.attempt,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "process_started": _process_started(os.getpid()),
-            "time": time.time(),
-        }
-        self.storage.write_bytes("lease.json", json.dumps(lease).encode())
-
     def _beat(self) -> None:
+        beat = 1
         while not self._beating.wait(HEARTBEAT_SECONDS):
             try:
                 if not is_current(self.folder, self.attempt):
                     return  # a later start has taken over
-                self._write_lease()
-            except OSError:
-                continue  # the storage is away; the next beat tries again
-
-
-def read_lease(storage: Storage) -> dict[str, Any] | None:
-    """None if there is none, or what is there is no lease: such a file keeps nobody out."""
-    try:
-        lease = json.loads(storage.read_bytes("lease.json"))
-    except (FileNotFoundError, ValueError):
-        return None
-    kinds: dict[str, Any] = {
-        "attempt": str,
-        "host": str,
-        "pid": int,
-        "process_started": (int, float),
-        "time": (int, float),
-    }
-    if not isinstance(lease, dict) or not all(isinstance(lease.get(key), kind) for key, kind in kinds.items()):
-        return None
-    return lease if 0 < lease["pid"] < 2**31 else None
-
-
-def is_current(folder: str, attempt: str) -> bool:
-    """Whether `attempt` holds the lease of the run in `folder`; a superseded start must not commit."""
-    lease = read_lease(Storage(folder))
-    return lease is not None and lease["attempt"] == attempt
-
-
-def _is_fresh(lease: dict[str, Any]) -> bool:
-    return time.time() - lease["time"] < LEASE_SECONDS
-
-
-def _is_alive(pid: int, started: float) -> bool:
-    """Whether the very process that took the lease lives (a pid alone may have been given to another)."""
-    return _process_started(pid) == started
-
-
-def _process_started(pid: int) -> float:
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        return process.create_time() if process.status() != psutil.STATUS_ZOMBIE else 0.0
-    except psutil.NoSuchProcess:
-        return 0.0
+                write_lease(self.storage, self.attempt, beat)
+            except OSError:  # the storage is away; the next beat tries again. Only the lease is gone: it is still ours.
+                with contextlib.suppress(OSError):
+                    if self.storage.exists("run.json") and not self._beating.is_set():
+                        write_lease(self.storage, self.attempt, beat)
+            beat += 1
 
 
 def _difference(key: str, saved: Manifest, now: Any) -> str:

@@ -48,14 +48,12 @@ def written_facts(data: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def instance_type(spec: Mapping[str, Any]) -> str:
-    """What the cloud calls the machine; empty where the file does not say."""
+    """What the cloud calls the machine; empty where the file does not say, or not as a text."""
     config = spec.get("node_config") or {}
-    return (
-        config.get("InstanceType")
-        or str(config.get("machineType") or "").rpartition("/")[2]
-        or (config.get("azureArmParameters") or {}).get("vmSize")
-        or ""
-    )
+    arm = config.get("azureArmParameters")
+    azure = arm.get("vmSize") if isinstance(arm, dict) else None
+    names = (config.get("InstanceType"), config.get("machineType"), azure)
+    return next((name.rpartition("/")[2] for name in names if isinstance(name, str) and name), "")
 
 
 def is_spot(spec: Mapping[str, Any]) -> bool:
@@ -67,7 +65,7 @@ def is_spot(spec: Mapping[str, Any]) -> bool:
         (config.get("InstanceMarketOptions") or {}).get("MarketType") == "spot"
         or bool(scheduling.get("preemptible"))
         or scheduling.get("provisioningModel") == "SPOT"
-        or (config.get("azureArmParameters") or {}).get("priority") == "Spot"
+        or (isinstance(arm := config.get("azureArmParameters"), dict) and arm.get("priority") == "Spot")
     )
 
 

@@ -12,6 +12,7 @@ import yaml
 
 from cluster.errors import ClusterError, Fault
 
+MOST_VALUES = 50_000
 Path_ = tuple[Any, ...]  # keys and indices from a document's root to a value
 
 
@@ -68,6 +69,8 @@ def read_documents(path: str | Path) -> list[Document]:
     try:
         nodes = list(yaml.compose_all(text, Loader=yaml.CSafeLoader))
         documents = [_document(file, node) for node in nodes if node is not None]
+    except RecursionError:
+        raise ClusterError(f"{file}: this is nested too deeply for a cluster file") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         at = f":{mark.line + 1}" if mark else ""
@@ -83,7 +86,11 @@ def _problem(error: yaml.YAMLError) -> str:
 def _document(file: str, root: yaml.Node) -> Document:
     lines: dict[Path_, int] = {}
     duplicates: list[Fault] = []
-    for path, line, duplicate in _walk(root, (), root.start_mark.line + 1):
+    for path, line, duplicate in _walk(root, (), root.start_mark.line + 1, ()):
+        if len(lines) > MOST_VALUES:
+            raise ClusterError(f"{file}: this has more than {MOST_VALUES:,} values, too many for a cluster file")
+        if duplicate is None:
+            raise ClusterError(f"{file}:{line}: what stands here contains itself: write it out, without the alias (*)")
         if duplicate:
             duplicates.append(Fault(file, line, f"the key {path[-1]!r} is written twice: only the last would count"))
         lines[path] = line
@@ -91,9 +98,16 @@ def _document(file: str, root: yaml.Node) -> Document:
     return Document(file, loader.construct_document(root), lines, duplicates)
 
 
-def _walk(node: yaml.Node, path: Path_, line: int) -> Iterator[tuple[Path_, int, bool]]:
-    """Path, line (that of its key, for a mapping's value) and whether the key came before, of every value."""
+def _walk(
+    node: yaml.Node, path: Path_, line: int, around: tuple[yaml.Node, ...]
+) -> Iterator[tuple[Path_, int, bool | None]]:
+    """Path, line (that of its key, for a mapping's value) and whether the key came before, of every value; None instead
+    for a value that contains itself. around: what it stands in."""
+    if any(node is outer for outer in around):
+        yield path, line, None
+        return
     yield path, line, False
+    around = (*around, node)
     if isinstance(node, yaml.MappingNode):
         seen = set()
         for key, value in node.value:
@@ -102,10 +116,10 @@ def _walk(node: yaml.Node, path: Path_, line: int) -> Iterator[tuple[Path_, int,
             if name in seen:
                 yield (*path, name), at, True
             seen.add(name)
-            yield from _walk(value, (*path, name), at)
+            yield from _walk(value, (*path, name), at, around)
     elif isinstance(node, yaml.SequenceNode):
         for number, value in enumerate(node.value):
-            yield from _walk(value, (*path, number), value.start_mark.line + 1)
+            yield from _walk(value, (*path, number), value.start_mark.line + 1, around)
 
 
 def nearest(word: object, known: Collection[str]) -> str:

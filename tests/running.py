@@ -13,12 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
@@ -152,8 +154,8 @@ def ray_head(cpus: int = 4) -> Iterator[str]:
 @contextlib.contextmanager
 def ray_head_with_jobs(cpus: int = 4) -> Iterator[tuple[str, str]]:
     """The same with Ray's job server; yields both addresses."""
-    port = _free_port()
-    own = [f"--dashboard-port={port}", f"--dashboard-agent-listen-port={_free_port()}"]
+    port = free_port()
+    own = [f"--dashboard-port={port}", f"--dashboard-agent-listen-port={free_port()}"]
     with _head(cpus, ["--include-dashboard=true", *own]) as address:
         wait_until(lambda: _answers(port), 60)
         yield address, f"http://127.0.0.1:{port}"
@@ -161,7 +163,7 @@ def ray_head_with_jobs(cpus: int = 4) -> Iterator[tuple[str, str]]:
 
 @contextlib.contextmanager
 def _head(cpus: int, flags: list[str]) -> Iterator[str]:
-    port, folder = _free_port(), Path(tempfile.mkdtemp(prefix="trireme-ray-", dir="/tmp"))
+    port, folder = free_port(), Path(tempfile.mkdtemp(prefix="trireme-ray-", dir="/tmp"))
     program = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}"]
     flags += [f"--num-cpus={cpus}", "--num-gpus=0", "--object-store-memory=100000000", f"--temp-dir={folder}"]
     process = subprocess.Popen(
@@ -180,7 +182,7 @@ def _head(cpus: int, flags: list[str]) -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
@@ -190,3 +192,22 @@ def _answers(port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
         return True
     return False
+
+
+@contextlib.contextmanager
+def memory_group(limit: int) -> Iterator[Path]:
+    """A control group of the kernel whose processes may take `limit` bytes more than they have; either version."""
+    first = Path("/sys/fs/cgroup/memory")
+    group = (first if first.is_dir() else Path("/sys/fs/cgroup")) / f"trireme-test-{uuid.uuid4().hex[:8]}"
+    try:
+        group.mkdir()
+        (group / ("memory.limit_in_bytes" if first.is_dir() else "memory.max")).write_text(str(limit))
+    except OSError as error:
+        if group.is_dir():
+            group.rmdir()
+        pytest.skip(f"no control group can be made here: {error}")
+    try:
+        yield group
+    finally:
+        wait_until(lambda: not (group / "cgroup.procs").read_text().strip(), 30)
+        group.rmdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -77,4 +78,19 @@ class Raises(Points):
         self.seen += 1
         if self.seen > self.good_steps:
             raise KeyError("a bug of the user's")
+        return super().loss(model, batch)
+
+
+class Hungry(Plain):
+    """Once the file `hungry` is there, rank 1 takes it away and asks for 512 MiB, which it writes to."""
+
+    def __init__(self, *, hungry: str, step_seconds: float = 0.0) -> None:
+        super().__init__(step_seconds=step_seconds)
+        self.hungry = Path(hungry)
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        if rank == 1 and self.hungry.exists():
+            self.hungry.unlink()
+            torch.ones(128 << 20)
         return super().loss(model, batch)

@@ -100,7 +100,7 @@ def test_buffers_are_reused_while_shapes_stay() -> None:
     stager = Stager()
 
     def staged(state: dict[str, Any], wanted: set[str] | None = None) -> dict[str, torch.Tensor]:
-        return stager.stage(state, wanted)._data
+        return stager.stage(state, wanted).data
 
     first = staged({"model": {"w": torch.ones(3)}})["model.w"]
     second = staged({"model": {"w": torch.zeros(3)}})["model.w"]

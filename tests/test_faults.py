@@ -1,8 +1,11 @@
-"""What is decided after a failure, and what it is called: tables, without any process."""
+"""What is decided after a failure, and what it is called: tables, nearly without processes."""
 
 from __future__ import annotations
 
 import math
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,8 +34,9 @@ from app.launchers import answers
 from app.launchers.elastic import Elastic, count_room, limits_of
 from app.launchers.hangs import Sign
 from app.launchers.watching import Watching
-from app.launchers.whereabouts import last_words
+from app.launchers.whereabouts import kernel_kills, last_words
 from app.prepare import prepare, read_task
+from tests.running import memory_group
 
 
 def failure(
@@ -162,6 +166,13 @@ WHO = "worker 3, process 47 on 10.0.0.2,"
             Kind.NOTICE,
             f"{WHO} went after step 812 with its node, as announced (spot)",
         ),
+        ({"told": "SIGTERM"}, Kind.NOTICE, f"{WHO} went after step 812, as announced (SIGTERM)"),
+        (
+            {"told": "SIGTERM", "ray_memory": True},
+            Kind.MEMORY,
+            f"{WHO} died after step 812, ended by Ray because its node ran out of memory",
+        ),
+        ({"told": "SIGTERM", "node_gone": True}, Kind.NODE, f"{WHO} died after step 812 with its node"),
         (
             {"last_words": "Fatal Python error: Segmentation fault", "kernel_kills": 1},
             Kind.DIED,
@@ -172,6 +183,17 @@ WHO = "worker 3, process 47 on 10.0.0.2,"
 def test_the_true_cause_in_one_sentence(known: dict[str, Any], kind: Kind, sentence: str) -> None:
     everything: dict[str, Any] = {"who": WHO, "step": 812} | known
     assert death_of(Death(**everything)) == (kind, sentence)
+
+
+def test_what_the_kernel_ends_for_memory_is_counted() -> None:
+    hog = "import sys; sys.stdin.readline(); kept = b'x' * (1 << 28)"
+    with memory_group(64 << 20) as group:
+        process = subprocess.Popen([sys.executable, "-c", hog], stdin=subprocess.PIPE)
+        (group / "cgroup.procs").write_text(str(process.pid))
+        before = kernel_kills()
+        process.communicate(b"\n", timeout=20)
+    assert process.returncode == -signal.SIGKILL
+    assert kernel_kills() > before
 
 
 def test_last_words_of_this_attempt_only(tmp_path: Path) -> None:

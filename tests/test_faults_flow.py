@@ -61,7 +61,7 @@ class Scene:
             meter=None,
             cut=None,
             next_cut=None,
-            started=time.time(),
+            began=time.monotonic(),
             summary={},
             console=SimpleNamespace(say=self.said.append),
             run=SimpleNamespace(local_folder=Path("/nowhere")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from app.errors import UserError
 from cluster.errors import ClusterError
 from experiments.benchmarks.chaos.fuzz import Result, Target, attempt, fuzz, report
-from experiments.benchmarks.chaos.targets import targets
+from experiments.benchmarks.chaos.targets import ROOT, targets
 
 
 def test_a_slice_of_mutated_input_ends_in_sentences(tmp_path: Path, own_cache: None) -> None:
@@ -41,11 +42,28 @@ def test_the_fuzzer_notices_tracebacks_hangs_and_damage(tmp_path: Path, monkeypa
     assert attempt(lambda: (_ for _ in ()).throw(UserError("two\nlines")))[1].startswith("a sentence of several lines")
 
 
+TENFOLD = [f"a{i}: &a{i} [" + ",".join([f"*a{i - 1}"] * 10) + "]" for i in range(1, 9)]
+LAUGHS = "\n".join(["a0: &a0 [x, x]", *TENFOLD]).encode()
+
+
+def mapped(cloud: str, key: str) -> bytes:
+    """The shipped file of a cloud, with a mapping where a machine's name belongs."""
+    text = (ROOT / "cluster" / f"{cloud}.yaml").read_text()
+    return re.sub(f"{key}: [^,}}\n]+", f"{key}: {{a: b}}", text, count=1).encode()
+
+
 FOUND: list[tuple[str, str, bytes, type[Exception], str]] = [
     ("arguments", "arguments", b"task=a\ntrain.steps=${x}", UserError, "cannot be resolved"),
     ("arguments", "arguments", b"task=a\nresources_per_worker.CPU={a: {b: 1}}", UserError, "must be"),
     ("configuration", "gpt.yaml", b"task: " + b"[" * 2000 + b"]" * 2000, UserError, "nested too deeply"),
     ("cluster files", "laptop.yaml", b"cluster_name: a\x0c", ClusterError, "this is not YAML"),
+    ("cluster files", "laptop.yaml", b"cluster_name: &a\n  x: *a\n", ClusterError, "aml:2: what stands here"),
+    ("cluster files", "laptop.yaml", b"a: &a\n  <<: *a\n", ClusterError, "contains itself"),
+    ("cluster files", "laptop.yaml", b"a: " + b"[" * 3000 + b"]" * 3000, ClusterError, "nested too deeply"),
+    ("cluster files", "laptop.yaml", LAUGHS, ClusterError, "more than 50,000 values"),
+    ("cluster files", "azure.yaml", mapped("azure", "vmSize"), ClusterError, "does not say what machine it is"),
+    ("cluster files", "aws.yaml", mapped("aws", "InstanceType"), ClusterError, "does not say what machine it is"),
+    ("cluster files", "gcp.yaml", mapped("gcp", "machineType"), ClusterError, "does not say what machine it is"),
     ("tables", "table.csv", b"a,\xc0,y\n1,2,3\n", UserError, "not UTF-8"),
 ]
 

@@ -213,22 +213,22 @@ class Lines:
 def disturb(folder: Path, rank: int, number: int) -> float:
     """Signals the process that writes this rank's log; when."""
     log = str(folder / "logs" / f"rank-{rank}.log")
-    (victim,) = [process for process in psutil.process_iter() if _writes(process, log)]
+    (victim,) = [process for process in psutil.process_iter() if writes(process, log)]
     at = time.time()
     victim.send_signal(number)
     return at
 
 
-def _writes(process: psutil.Process, log: str) -> bool:
+def writes(process: psutil.Process, log: str) -> bool:
     try:
         return os.readlink(f"/proc/{process.pid}/fd/1") == log
     except OSError:
         return False
 
 
-def mlflow_text(storage: Path, run_id: str, folder: str) -> list[str]:
+def mlflow_text(storage: Path, run_id: str, folder: str, suffix: str = ".txt") -> list[str]:
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(f"sqlite:///{storage}/mlflow.db")
-    paths = [artifact.path for artifact in client.list_artifacts(run_id, folder)]
+    paths = [artifact.path for artifact in client.list_artifacts(run_id, folder) if artifact.path.endswith(suffix)]
     return [Path(client.download_artifacts(run_id, path)).read_text() for path in paths]

@@ -11,19 +11,24 @@ import contextlib
 import hashlib
 import io
 import os
+import queue
 import warnings
 from collections.abc import Generator
+from dataclasses import replace
 from typing import IO, Any, cast
 
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from app.checkpoint.commit import File
 from app.checkpoint.errors import Unexchangeable, said
+from app.checkpoint.unchanged import Unchanged
 from app.storage import Storage
+
+BYTE_IO = WriteItemType.BYTE_IO
 
 # A run on one process is no mistake; and a filter set around each call would not be safe in a thread.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -133,12 +138,18 @@ class HashedFiles(FileSystemBase):
 
 
 class Writer(FileSystemWriter):
-    """Writes one file per rank into a storage; `written` says what this rank wrote."""
+    """Writes one file per rank into a storage, and another of what has not changed; `written` says what there is.
 
-    def __init__(self, storage: Storage) -> None:
+    unchanged: what is known from earlier saves; still: names of tensors that are as they were in the last one.
+    """
+
+    def __init__(
+        self, storage: Storage, unchanged: Unchanged | None = None, still: frozenset[str] = frozenset()
+    ) -> None:
         super().__init__("", sync_files=False)  # HashingStream syncs each file, and can where there is no descriptor
         self.fs: Any = HashedFiles(storage)
         self.path: Any = ""
+        self.unchanged, self.still = unchanged, still
 
     @property
     def written(self) -> dict[str, File]:
@@ -153,7 +164,27 @@ class Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         with _exchangeable():
-            return super().write_data(plan, planner)
+            still = [item for item in plan.items if item.index.fqn in self.still and item.type != BYTE_IO]
+            if self.unchanged is None or not still:
+                return super().write_data(plan, planner)
+            moving = [item for item in plan.items if not any(item is other for other in still)]
+            results = super().write_data(replace(plan, items=moving), planner).value()
+            both: Future[list[WriteResult]] = Future()
+            both.set_result([*results, *self._write_still(plan, planner, still)])
+            return both
+
+    def _write_still(self, plan: SavePlan, planner: SavePlanner, still: list[WriteItem]) -> list[WriteResult]:
+        assert self.unchanged is not None
+        name = f"{plan.storage_data.prefix}1.distcp"
+        pieces = frozenset((item.index.fqn, item.index.offset) for item in still)
+        if linked := self.unchanged.link(self.fs.storage, name, pieces):
+            self.written[name] = linked.file
+            return linked.results
+        files: queue.Queue[Any] = queue.Queue()
+        files.put((self.fs.concat_path(self.path, name), name, still))
+        results = self._write_data(planner, files).value()
+        self.unchanged.wrote(self.fs.storage, name, self.written[name], pieces, results)
+        return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         with _exchangeable():

@@ -32,6 +32,7 @@ from app.checkpoint.files import Writer
 from app.checkpoint.prune import Mode, prune
 from app.checkpoint.sharing import Share
 from app.checkpoint.staging import StagedPlanner, Stager
+from app.checkpoint.unchanged import Unchanged
 from app.storage import Storage
 
 _log = logging.getLogger(__name__)
@@ -57,7 +58,8 @@ class Checkpointer:
     folder: local path or URL that all ranks see.
     keep_last, keep_best, mode: how many of the newest are kept, and whether the one with the best metric is.
     attempt: names this incarnation of the run; part of the folders' names.
-    fence: asked on rank 0 just before committing; False means that another attempt has taken over.
+    fence: asked on rank 0 before a folder is made and just before committing; False means that another attempt has
+        taken over, an OSError that the storage is not there just now.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Checkpointer:
         self._keep_last, self._keep_best, self._mode = keep_last, keep_best, mode
         self._attempt, self._fence = attempt, fence
         self._stager = Stager()
+        self._unchanged = Unchanged()
         self._ranks = Ranks()
         self._share = Share(self._ranks)
         self._pending: Future[Commit] | None = None
@@ -146,8 +149,10 @@ class Checkpointer:
         failure: CheckpointError | None = None
         try:
             self.last_commit = self._save(staged)
+            self._unchanged.committed()
         except BaseException as error:  # a thread's exception would be lost
             failure = self._failure(staged.commit, error)
+            self._unchanged.failed()
         self.last_total_seconds = time.perf_counter() - started
         if failure:
             outcome.set_exception(failure)
@@ -180,13 +185,15 @@ class Checkpointer:
         return commit
 
     def _make_folder(self, step: int) -> str:
+        if not self._fence():  # before anything is made: where a storage was mounted there may be an empty folder now
+            raise Unexchangeable(_SUPERSEDED)
         name = folder_name(step, self._attempt, self._storage.list())
         self._storage.make(name)
         return name
 
     def _write(self, here: Storage, staged: _Staged) -> dict[str, File]:
         """Write this rank's part and say what it is. DCP exchanges its own failures."""
-        writer = Writer(here)
+        writer = Writer(here, self._unchanged, self._unchanged.look(staged.planner.data))
         dcp.save(
             staged.planner.staged,
             storage_writer=writer,

@@ -127,7 +127,8 @@ class StagedPlanner(DefaultSavePlanner):
         super().__init__()
         self.staged = state
         """The nested state: outlines of tensors, and copies of everything else."""
-        self._data = data
+        self.data = data
+        """The copies, by name."""
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
@@ -135,8 +136,8 @@ class StagedPlanner(DefaultSavePlanner):
         return self.plan
 
     def _has(self, item: WriteItem) -> bool:
-        return item.type == WriteItemType.BYTE_IO or item.index.fqn in self._data
+        return item.type == WriteItemType.BYTE_IO or item.index.fqn in self.data
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        data = self._data.get(index.fqn)
+        data = self.data.get(index.fqn)
         return super().lookup_object(index) if data is None else data

@@ -24,9 +24,11 @@ from app.faults import Kind
 from app.job import Job
 from app.launchers.crew import Crew, Place
 from app.launchers.elastic import Elastic
+from app.launchers.hangs import DUMB_SECONDS
 from app.launchers.inbox import hear, open_inbox
 from app.launchers.member import Seat
 from app.launchers.restart import Failures, NoRoom, WorkerLost, is_consequence, until_done
+from app.launchers.unheard import Unheard
 from app.launchers.watching import Stuck, Watching
 
 if TYPE_CHECKING:
@@ -117,7 +119,9 @@ class ActorGroup:
         crew, elastic = self.crew, self.elastic
         assert crew is not None
         full = crew.fill(
-            lambda: driver.stop_requested() or (elastic is not None and elastic.lacks(job)), driver.console.say
+            lambda: driver.stop_requested() or (elastic is not None and elastic.lacks(job)),
+            driver.console.say,
+            Unheard(job.config.fault.hang_seconds),
         )
         if driver.stop_requested():
             raise Interrupted("stopped before training began")
@@ -125,8 +129,9 @@ class ActorGroup:
             return {None: NoRoom("the workers' places have not come back")}
         ray.get(self.inbox.begin.remote())
         try:
-            store = ray.get(crew.of(0).actor.open_store.remote())
-        except ray.exceptions.RayError:  # it died just now
+            store = ray.get(crew.of(0).actor.open_store.remote(), timeout=DUMB_SECONDS)
+        except ray.exceptions.RayError:  # it died, or was stopped, just now
+            crew.end(crew.of(0))
             crew.places[0].process = None
             return {0: WorkerLost("worker 0")}
         watching = Watching(job.config, crew.ask)
@@ -141,7 +146,15 @@ class ActorGroup:
             if attempt.calls:  # a second Ctrl-C, say
                 self._break_off(crew, attempt, set(attempt.calls.values()))
         hear(self.inbox, driver)
+        self._let_go_of(crew, driver)
         return attempt.failures
+
+    def _let_go_of(self, crew: Crew, driver: Driver) -> None:
+        """Ends the processes that were asked to end and have only saved: whoever asked will kill them soon."""
+        for rank in driver.whereabouts.told:
+            if process := crew.places[rank].process:
+                crew.end(process)
+                crew.places[rank].process = None
 
     def _call(self, crew: Crew, job: Job, store: tuple[str, int]) -> dict[Any, int]:
         """Has every rank begin; store: where they find one another."""
@@ -179,7 +192,7 @@ class ActorGroup:
     def _end_stuck(self, crew: Crew, attempt: Attempt, driver: Driver, found: Stuck) -> None:
         """Keeps where everybody stands with the run, and ends the attempt."""
         self.noticed_at = driver.lost()
-        driver.tracker.text(attempt.watching.stacks(crew.name), f"hangs/step-{driver.step}.txt")
+        attempt.watching.keep(driver, crew.name)
         attempt.failures[found.rank] = WorkerLost(f"{crew.name(found.rank)} {found.why}", Kind.HUNG)
         self._break_off(crew, attempt, {found.rank} | found.dumb)
 

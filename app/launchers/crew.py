@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from app.errors import RunFailed
 from app.launchers.member import Hello, Member, kill_at
+from app.launchers.unheard import Unheard
 from app.launchers.watching import ANSWER_SECONDS, gather
 from app.pending import look, selector
 
@@ -94,7 +95,7 @@ class Crew:
 
     # --- filling places -----------------------------------------------------------------------------------------
 
-    def fill(self, stop: Callable[[], bool], say: Callable[[str], None]) -> bool:
+    def fill(self, stop: Callable[[], bool], say: Callable[[str], None], unheard: Unheard) -> bool:
         """Gives every place a process that has said hello, from the spares where they have one; False if `stop` said so
         before.
 
@@ -111,12 +112,19 @@ class Crew:
                 return False
             for place in waiting:
                 self._welcome(place)
+            for sentence in unheard.look(self._heard()):
+                say(f"{sentence}; ending it")
             if time.monotonic() - began > SAY_AFTER_SECONDS:
                 began, reason = time.monotonic(), self._obstacle()
                 if reason != told:
                     told = reason
                     say(f"waiting for {len(waiting)} of {len(self.places)} workers: {reason}")
         return True
+
+    def _heard(self) -> set[tuple[str, int]]:
+        """The processes that have said hello."""
+        hellos = [place.process.hello for place in self.places if place.process]
+        return {(hello.node_id, hello.pid) for hello in hellos if hello}
 
     def _obstacle(self) -> str:
         """What the processes wait for."""

@@ -16,6 +16,7 @@ from ray import cloudpickle
 
 from app.beat import Beat
 from app.job import Job, Place
+from app.launchers import sigterm
 from app.launchers.box import Inbox
 from app.launchers.output import worker_output
 from app.launchers.whereabouts import NO_NEWS, Where, here
@@ -88,6 +89,17 @@ def _heed_notice(job: Job, channel: InboxChannel) -> Watch:
     return Watch(job.spot, told)
 
 
+def _heed_sigterm(rank: int, channel: InboxChannel) -> contextlib.AbstractContextManager[None]:
+    """Has all ranks finish their step, save and end when this process is asked to end, and says so."""
+
+    def told() -> None:
+        channel.stop = True
+        text = f"worker {rank}, process {os.getpid()}, was asked to end (SIGTERM): saving a checkpoint first"
+        channel.emit({"type": "notice", "rank": rank, "why": "SIGTERM", "text": text})
+
+    return sigterm.heeded(told)
+
+
 def _here(job: Job, rank: int) -> Where:
     context, storage = ray.get_runtime_context(), Storage(job.folder)
     log = storage.local_path / "logs" / f"rank-{rank}.log" if storage.is_local else None
@@ -114,6 +126,7 @@ def work(job: Job, place: Place, channel: InboxChannel, node_rank: int) -> None:
     _take_threads()
     channel.emit({"type": "here", "where": _here(job, place.rank)})
     with worker_output(Storage(job.folder), place.rank), contextlib.ExitStack() as stack:
+        stack.enter_context(_heed_sigterm(place.rank, channel))
         if place.local_rank == 0:  # one worker of each node watches it
             every = job.config.tracking.system_metrics_every
             sampler = SystemSampler(

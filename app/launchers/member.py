@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from app.beat import Beat
 from app.job import Job, Place
-from app.launchers import answers
+from app.launchers import answers, flight, sigterm
 from app.launchers.inbox import InboxChannel, work
 from app.launchers.whereabouts import kill
 
@@ -54,6 +54,8 @@ class Member:
     def __init__(self) -> None:
         import app.worker  # noqa: F401  what takes seconds, done before anybody waits for it
 
+        sigterm.EAR.install()
+        flight.switch_on()
         self.opened_before: set[int] = set()
         self.store: Any = None
 
@@ -139,6 +141,10 @@ class Member:
     @ray.method(concurrency_group="watch")
     def stack(self) -> str:
         return answers.stack()
+
+    @ray.method(concurrency_group="watch")
+    def flight(self) -> str:
+        return flight.record()
 
     @ray.method(concurrency_group="watch")
     def let_go(self) -> int:

@@ -18,12 +18,13 @@ from app.driver import Driver
 from app.errors import Interrupted
 from app.faults import Kind
 from app.job import Job, Place
-from app.launchers import answers
+from app.launchers import answers, flight
 from app.launchers.elastic import Elastic
 from app.launchers.inbox import InboxChannel, hear, open_inbox, work
 from app.launchers.member import kill_at
 from app.launchers.restart import Failures, NoRoom, WorkerLost, until_done
 from app.launchers.trainer import Trainer
+from app.launchers.unheard import Unheard
 from app.launchers.watching import Stuck, Watching, gather
 from app.pending import selector
 from app.storage import Storage
@@ -71,6 +72,7 @@ def _attempt(job: Job, driver: Driver, per_worker: dict[str, float], number: int
 
     thread = threading.Thread(target=fit, daemon=True, name="fit")
     watching = Watching(job.config, lambda what: _ask(what, driver))
+    unheard = Unheard(job.config.fault.hang_seconds)
     stuck: dict[int | None, BaseException] = {}
     thread.start()
     try:
@@ -78,6 +80,7 @@ def _attempt(job: Job, driver: Driver, per_worker: dict[str, float], number: int
             if hear(inbox, driver):
                 watching.heard()
             driver.check_start()
+            _end_unheard(unheard, driver)
             if not stuck and not driver.summary and (found := watching.look()):
                 stuck = _end_stuck(found, watching, driver)
             if elastic is not None and not _keeps_size(job, driver, elastic):
@@ -90,7 +93,18 @@ def _attempt(job: Job, driver: Driver, per_worker: dict[str, float], number: int
         raise
     finally:
         ray.kill(inbox)
+    if ended[0] is not None and unheard.ended and not driver.progressed:
+        stuck = {None: WorkerLost(unheard.ended[0], Kind.HUNG)}
     return stuck if stuck and ended[0] is not None else failures(ended[0])
+
+
+def _end_unheard(unheard: Unheard, driver: Driver) -> None:
+    """Ends workers that are stopped while they start."""
+    if driver.progressed:
+        return
+    known = driver.whereabouts.ranks.values()
+    for sentence in unheard.look({(where.node, where.pid) for where in known}):
+        driver.console.say(f"{sentence}; ending it")
 
 
 def _keeps_size(job: Job, driver: Driver, elastic: Elastic) -> bool:
@@ -123,7 +137,7 @@ def _trainer(job: Job, inbox: Any, per_worker: dict[str, float], number: int, *,
 def _ask(what: str, driver: Driver) -> dict[int, Any]:
     """Asks every worker's actor, whose own thread is free while another one trains. Nothing where one is known to be
     dead: Ray Train will end the others."""
-    question = {"beat": answers.beat, "stack": answers.stack}[what]
+    question = {"beat": answers.beat, "stack": answers.stack, "flight": flight.record}[what]
     calls = {rank: where.actor.execute.remote(question) for rank, where in driver.whereabouts.ranks.items()}
     found = gather(calls)
     silent = [calls[rank] for rank, answer in found.items() if answer is None]
@@ -144,7 +158,7 @@ def _end_stuck(found: Stuck, watching: Watching, driver: Driver) -> dict[int | N
     """Keeps where everybody stands with the run, and kills those that hold it up: Ray Train then ends the others."""
     ranks = driver.whereabouts.ranks
     driver.lost()
-    driver.tracker.text(watching.stacks(lambda rank: str(ranks[rank])), f"hangs/step-{driver.step}.txt")
+    watching.keep(driver, lambda rank: str(ranks[rank]))
     for rank in {found.rank} | found.dumb:
         kill_at(ranks[rank].node, ranks[rank].pid)
     return {found.rank: WorkerLost(f"{ranks[found.rank]} {found.why}", Kind.HUNG)}

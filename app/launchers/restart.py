@@ -67,6 +67,8 @@ def until_done(job: Job, driver: Driver, attempt: Callable[[Job, int], Failures]
             driver.lost()
             job = _resize(job, driver, elastic, more, f"there is room for {more} workers again")
             continue
+        if not failures and paused:
+            failures = _asked_to_end(driver)
         if not failures:
             break
         driver.lost()
@@ -80,6 +82,16 @@ def until_done(job: Job, driver: Driver, attempt: Callable[[Job, int], Failures]
         _pause(driver, decision.pause)
     if driver.summary.get("stopped"):
         raise Interrupted(f"stopped after step {driver.summary['step']:,}")
+
+
+def _asked_to_end(driver: Driver) -> Failures:
+    """The ranks that had all save and end because their process was asked to."""
+    found = driver.whereabouts
+    after = f"after step {driver.step:,}, its checkpoint saved"
+    return {
+        rank: WorkerLost(f"{found.ranks.get(rank, f'worker {rank}')} went {after}, as announced ({why})", Kind.NOTICE)
+        for rank, why in found.told.items()
+    }
 
 
 def _carry_out(decision: Decision, job: Job, driver: Driver, elastic: Elastic | None, history: list[Failure]) -> Job:
@@ -142,7 +154,7 @@ def classify(failures: Failures, driver: Driver, history: list[Failure]) -> Fail
         cause = Cause(Kind.NO_ROOM, history[-1].sentence)
     where = driver.whereabouts.ranks.get(rank) if rank is not None and not _lost_peer(original) else None
     return Failure(
-        cause.kind, cause.sentence, driver.step, driver.progressed, where.node if where else "", at=time.time()
+        cause.kind, cause.sentence, driver.step, driver.progressed, where.node if where else "", at=time.monotonic()
     )
 
 
@@ -179,6 +191,7 @@ def _death(rank: int | None, error: BaseException, driver: Driver) -> Death:
         driver.step,
         node_gone=gone or not living(where.node),
         announced=driver.whereabouts.announced.get(where.node, ""),
+        told=driver.whereabouts.told.get(where.rank, ""),
         kernel_kills=max(0, kills - where.kernel_kills) if kills is not None else 0,
         ray_memory=memory,
         last_words=last_words(log, where.log_bytes),

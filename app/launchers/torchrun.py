@@ -26,8 +26,9 @@ from app.doctor.job import with_remarks
 from app.driver import Driver
 from app.errors import Interrupted, UserError
 from app.job import Job, Place
-from app.launchers import answers
+from app.launchers import answers, flight
 from app.launchers.output import worker_output
+from app.launchers.siblings import watched
 from app.launchers.store_watch import FirstRank, StoreWatch
 from app.prepare import prepare, read_task
 from app.run import Run
@@ -125,12 +126,14 @@ def train(config: Config, console: Console) -> Outcome:
         torch.cuda.set_device(device)
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         raise UserError("MASTER_ADDR and MASTER_PORT are not set: torchrun sets them; under Slurm export both")
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=own_store(here.rank),
-        rank=here.rank,
-        world_size=here.world_size,
-    )
+    flight.switch_on()
+    with watched(config.fault.hang_seconds):
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=own_store(here.rank),
+            rank=here.rank,
+            world_size=here.world_size,
+        )
     try:
         place = Place(here.rank, here.world_size, here.local_rank, device)
         if here.rank == 0:

@@ -32,6 +32,8 @@ from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 from ray.train.v2._internal.execution.worker_group import RayTrainWorker, WorkerGroup, state, worker_group
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
+from app.launchers import flight, sigterm
+
 LOOK_SECONDS = 0.2
 """Ray Train's controller looks at its workers at this interval, and a group ends no sooner than it looks."""
 ELSEWHERE = (DatasetsCallback, PlacementGroupCleanerCallback, PreemptionCallback)
@@ -42,6 +44,8 @@ class QuietRayTrainWorker(RayTrainWorker):
     def __init__(self) -> None:
         os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # else what a model prints appears twice
         super().__init__()
+        sigterm.EAR.install()
+        flight.switch_on()
 
 
 class Group(WorkerGroup):

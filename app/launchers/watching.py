@@ -8,16 +8,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.config import Config
 from app.launchers.hangs import COMPILED, LOOKS_APART_SECONDS, Sign, Signs, Silence, moved, stuck
 
+if TYPE_CHECKING:
+    from app.driver import Driver
+
 ANSWER_SECONDS = 1.0
 
 Ask = Callable[[str], dict[int, Any]]
-"""Asks every rank for its "beat" or "stack" (`answers.py`); None for one that does not answer soon. Nothing at all
-where the attempt is ending anyhow."""
+"""Asks every rank for its "beat" or "stack" (`answers.py`), or its "flight" (`flight.py`); None for one that does not
+answer soon. Nothing at all where the attempt is ending anyhow."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,13 @@ class Watching:
         rank, why = found
         quiet = f"{why}, and nothing was heard for {now - self.silence.since:.0f} s"
         return Stuck(rank, quiet, frozenset(other for other, sign in signs.items() if sign is None))
+
+    def keep(self, driver: Driver, name: Callable[[int], str]) -> None:
+        """Keeps with the MLflow run where every rank stands, and what its flight recorder holds."""
+        driver.tracker.text(self.stacks(name), f"hangs/step-{driver.step}.txt")
+        for rank, record in self.ask("flight").items():
+            if record:
+                driver.tracker.text(record, f"hangs/step-{driver.step}-rank-{rank}.json")
 
     def stacks(self, name: Callable[[int], str]) -> str:
         """Where every rank stands."""

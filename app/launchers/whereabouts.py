@@ -32,13 +32,15 @@ class Where:
 
 @dataclass
 class Whereabouts:
-    """ranks: of the present or last attempt. announced: nodes that are about to go, and why, by id."""
+    """ranks: of the present or last attempt. announced: nodes that are about to go, and why, by id. told: the same for
+    ranks of this attempt whose process was asked to end."""
 
     ranks: dict[int, Where] = field(default_factory=dict)
     announced: dict[str, str] = field(default_factory=dict)
+    told: dict[int, str] = field(default_factory=dict)
 
     def begin(self) -> None:
-        self.ranks = {}
+        self.ranks, self.told = {}, {}
 
     def end(self) -> None:
         """Keeps no actor alive whose attempt is over."""
@@ -49,6 +51,14 @@ def kill(pid: int) -> None:
     """Ends a process of this machine at once, also one that is stopped."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this machine is stopped (SIGSTOP; not by a debugger). False where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
 
 
 def kernel_kills() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from app.tracking.masking import mask_uri
@@ -85,11 +85,11 @@ def wait_for(
     Args:
         spawn: starts a writer, where `writer` is none or dies on the way.
     """
-    begun, deaths = time.time(), 0
+    since, deaths = Since(), 0
     while True:
         writer = writer or spawn()
         writer.wake()
-        if not _ended(writer, folder, begun, timeout):
+        if not _ended(writer, folder, since, timeout):
             break
         if writer.clean or deaths == _DEATHS:
             break
@@ -97,7 +97,15 @@ def wait_for(
     return _delivery(folder, settings)
 
 
-def _ended(writer: WriterProcess, folder: Path, begun: float, timeout: float) -> bool:
+@dataclass
+class Since:
+    """When the writer last got on, by a clock that does not jump, and what it said of that."""
+
+    progress: float = 0.0
+    at: float = field(default_factory=time.monotonic)
+
+
+def _ended(writer: WriterProcess, folder: Path, since: Since, timeout: float) -> bool:
     """True once the writer has ended by itself; False if it was ended for getting nowhere."""
     while not writer.ended.wait(0.05):
         status, patience = Status.load(folder), timeout
@@ -105,7 +113,9 @@ def _ended(writer: WriterProcess, folder: Path, begun: float, timeout: float) ->
             patience = max(timeout, _START_PATIENCE)
         elif status.upload and not status.away:
             patience = max(timeout, _UPLOAD_PATIENCE)
-        if time.time() - max(begun, status.progress) > patience:
+        if status.progress != since.progress:
+            since.progress, since.at = status.progress, time.monotonic()
+        if time.monotonic() - since.at > patience:
             writer.kill()
             return False
     return True

@@ -12,6 +12,7 @@ event, so that each can be delivered without the ones before it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -24,6 +25,8 @@ Event = dict[str, Any]
 
 SEGMENT_BYTES = 64 * 2**20
 CHUNK_BYTES = 2**20
+KEEP_BYTES = 32 * 2**20
+"""What is kept in memory at most while the disk takes nothing: a day of most runs' metrics."""
 
 
 @dataclass(frozen=True, order=True)
@@ -49,50 +52,72 @@ class Spool:
     Args:
         folder: a local folder, made when missing.
         segment_bytes: size after which a new segment is begun.
+        keep_bytes: what is kept in memory at most while the disk takes nothing.
     Raises:
         OSError: the folder cannot be made or written.
     """
 
-    def __init__(self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES, keep_bytes: int = KEEP_BYTES) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._segment_bytes = segment_bytes
         self._lock = threading.Lock()
         self._start: Event | None = None
+        self._keep_bytes = keep_bytes
+        self._kept = bytearray()  # what the disk has not taken yet
+        self.lost = 0
+        """Events for which there was no room on the disk, nor in memory."""
         self._open((segments(folder) or [1])[-1])
 
     def _open(self, number: int) -> None:
-        self._number = number
         path = segment_path(self.folder, number)
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        self._number = number
         self._size = os.fstat(self._fd).st_size
         if self._size and os.pread(self._fd, 1, self._size - 1) != b"\n":
-            self._write(b"\n")  # ends the line a dying driver left half written, so that ours is not glued to it
+            self._kept += b"\n"  # ends the line a dying driver left half written, so that ours is not glued to it
 
-    def _write(self, data: bytes) -> None:
-        while data:
-            written = os.write(self._fd, data)
+    def _write_kept(self) -> None:
+        """Raises OSError when the disk is full; what it did not take stays kept."""
+        while self._kept:
+            written = os.write(self._fd, self._kept[:CHUNK_BYTES])
             self._size += written
-            data = data[written:]
+            del self._kept[:written]
 
     def append(self, event: Event) -> None:
-        """Add one event (JSON; floats may be nan or infinite). About 10 µs. Raises OSError when the disk is full."""
+        """Add one event (JSON; floats may be nan or infinite). About 10 µs.
+
+        Raises OSError when the disk is full: the event is kept and written before the next one, unless it is `lost`.
+        """
         line = (json.dumps(event, separators=(",", ":")) + "\n").encode()
         with self._lock:
             if self._fd < 0:
                 return  # closed: a straggling thread's sample
             if event["type"] == "start":
                 self._start = event
-            if self._size >= self._segment_bytes:
+            if self._size >= self._segment_bytes and not self._kept:
                 self._rotate()
-            self._write(line)
+            if len(self._kept) + len(line) > self._keep_bytes:
+                self.lost += 1
+            else:
+                self._kept += line
+            self._write_kept()
+
+    def flush(self) -> None:
+        """Write what is kept. Raises OSError when the disk is still full."""
+        with self._lock:
+            if self._fd >= 0:
+                self._write_kept()
 
     def _rotate(self) -> None:
-        os.close(self._fd)
-        self._open(self._number + 1)
-        if self._start is not None:
-            again = {**self._start, "again": True}
-            self._write((json.dumps(again, separators=(",", ":")) + "\n").encode())
+        """Begins the next segment; where that cannot be made, this one goes on."""
+        before = self._fd
+        with contextlib.suppress(OSError):
+            self._open(self._number + 1)
+            os.close(before)
+            if self._start is not None:
+                again = {**self._start, "again": True}
+                self._kept += (json.dumps(again, separators=(",", ":")) + "\n").encode()
 
     def close(self) -> None:
         with self._lock:

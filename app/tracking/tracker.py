@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ COPY_BYTES = 4 * 2**20
 """Artifacts up to this size are copied when they are handed over; larger ones must stay where they are."""
 _RESPAWNS = 5
 """How often in a row a writer that dies young is replaced while the run goes on."""
+_SPAWN_AGAIN_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 
@@ -66,6 +67,9 @@ class Tracker:
         self._writer: WriterProcess | None = None
         self._finishing = threading.Event()
         self._disk_full = False
+        self._lost = 0
+        self.say: Callable[[str], None] = _log.warning
+        """Where what a person should know of the tracking goes."""
         self._delivery = Delivery(None, "", True, 0, self.folder)
 
     def start(self) -> None:
@@ -105,7 +109,12 @@ class Tracker:
                 return
             deaths = deaths + 1 if time.monotonic() - begun < 300 else 1
             _log.warning("the tracking writer died; starting it again (%s)", self.folder / "writer.log")
-            self._writer = self._spawn()
+            while not self._finishing.is_set():
+                try:
+                    self._writer = self._spawn()
+                    break
+                except OSError:  # the disk is full, or away
+                    self._finishing.wait(_SPAWN_AGAIN_SECONDS)
 
     def emit(self, event: Event) -> None:
         """Append an event made elsewhere, such as a `SystemSampler`'s. Never raises for a full disk."""
@@ -186,6 +195,7 @@ class Tracker:
             }
         )
         self._finishing.set()
+        self._flush(timeout)
         self._spool.close()
         writer, self._spool = self._writer, None
         if writer is not None and writer.ended.is_set():
@@ -221,11 +231,25 @@ class Tracker:
             return
         try:
             spool.append(event)
+            full = False
         except OSError as error:
-            # Training goes on without its metrics rather than stopping for them.
+            full = True
             if not self._disk_full:
-                _log.warning("metrics are not being kept: %s: %s", self.folder, error)
-            self._disk_full = True
+                self.say(f"metrics wait in memory until there is room: {self.folder}: {error.strerror or error}")
+        if spool.lost and not self._lost:
+            self.say("metrics are being lost: there is no room on the disk, and no more is kept in memory")
+        self._disk_full, self._lost = full, spool.lost
+
+    def _flush(self, timeout: float) -> None:
+        """Waits for room for what is kept."""
+        until = time.monotonic() + timeout
+        while self._spool is not None:
+            try:
+                return self._spool.flush()
+            except OSError as error:
+                if time.monotonic() > until:
+                    return self.say(f"the last metrics are lost: {self.folder}: {error.strerror or error}")
+            time.sleep(0.2)
 
 
 def _now() -> float:

@@ -13,8 +13,9 @@ from app import checkpoint
 from app.config import Config
 from app.driver import Driver
 from app.errors import UserError
+from app.lease import read_lease
 from app.prepare import Prepared
-from app.run import Run, read_lease, run_folder
+from app.run import Run, run_folder
 from app.tracking.delivery import Delivery
 from app.tracking.state import Status
 from experiments.sweep.tracking import PARENT_TAG, STOP_FILE, LogConsole, SpoolTracker
@@ -108,7 +109,7 @@ def wait_for_lease(run: Run, seconds: float) -> None:
     until = time.monotonic() + seconds
     while read_lease(run.storage) is not None:
         try:
-            run._refuse_if_held()
+            run.refuse_if_held(lambda text: None)
             return
         except UserError:
             if time.monotonic() > until:

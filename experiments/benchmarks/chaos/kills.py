@@ -39,7 +39,7 @@ class Kill:
 
     @property
     def ends_workers(self) -> bool:
-        """Whether workers must begin anew afterwards. Processes of Ray's do not heed SIGTERM while they work."""
+        """Whether the next step must be of workers that began afterwards. One that gets SIGTERM goes on, and saves."""
         return self.victim not in ("server", "writer") and (self.victim, self.signal) != ("worker", signal.SIGTERM)
 
     def words(self) -> str:

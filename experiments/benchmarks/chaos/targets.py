@@ -199,7 +199,7 @@ def _run_folder() -> dict[str, bytes]:
 
 def _run(folder: Path, name: str) -> None:
     run = Run(Config(run=RunConfig(name=folder.name, storage=str(folder.parent))))
-    run._refuse_if_held()
+    run.refuse_if_held(lambda text: None, seconds=0.0)
     checked: list[Callable[[], Any]] = [lambda: run.finished, lambda: run.local_folder, lambda: run.folder]
     for look in checked:
         look()

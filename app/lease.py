@@ -1,0 +1,120 @@
+"""The lease of a run: which start may write to its folder, and that its driver lives. Two drivers cannot both write.
+
+A driver writes `lease.json` again every `HEARTBEAT_SECONDS`. No clock is believed in judging it, neither this machine's
+nor another's, since clocks jump and differ: on the same machine the kernel says whether that very process lives, and
+of one elsewhere what counts is whether the file changes while one looks at it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from app.storage import Storage
+
+FILE = "lease.json"
+HEARTBEAT_SECONDS = 10.0
+LEASE_SECONDS = 60.0  # a driver on another machine that has been silent for this long is taken for dead
+OLD_SECONDS = 25.0  # the same where the clocks, too, say that it has been silent for longer than LEASE_SECONDS
+LOOK_SECONDS = 0.5
+
+Lease = dict[str, Any]
+
+
+def write_lease(storage: Storage, attempt: str, beat: int) -> None:
+    """Takes or renews it for this process; beat: another number each time."""
+    lease = {
+        "attempt": attempt,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "process_started": process_started(os.getpid()),
+        "time": time.time(),
+        "beat": beat,
+    }
+    storage.write_bytes(FILE, json.dumps(lease).encode())
+
+
+def read_lease(storage: Storage) -> Lease | None:
+    """None if there is none, or what is there is no lease: such a file keeps nobody out."""
+    try:
+        lease = json.loads(storage.read_bytes(FILE))
+    except (FileNotFoundError, ValueError):
+        return None
+    kinds: dict[str, Any] = {
+        "attempt": str,
+        "host": str,
+        "pid": int,
+        "process_started": (int, float),
+        "time": (int, float),
+    }
+    if not isinstance(lease, dict) or not all(isinstance(lease.get(key), kind) for key, kind in kinds.items()):
+        return None
+    return lease if 0 < lease["pid"] < 2**31 else None
+
+
+def is_current(folder: str, attempt: str) -> bool:
+    """Whether `attempt` holds the lease of the run in `folder`; a superseded start must not commit.
+
+    Raises OSError where there is no lease at all: the storage is not there just now (a mount that is gone leaves an
+    empty folder, which must not be taken for it), or nobody trains this run.
+    """
+    lease = read_lease(Storage(folder))
+    if lease is None:
+        raise FileNotFoundError(errno.ENOENT, "the storage is away", folder)
+    return lease["attempt"] == attempt
+
+
+def is_here(lease: Lease) -> bool:
+    """Whether its driver is on this machine."""
+    return lease["host"] == socket.gethostname()
+
+
+def patience(lease: Lease) -> float:
+    """Seconds in which the driver of a lease from elsewhere must renew it, to be taken for alive."""
+    return OLD_SECONDS if time.time() - lease["time"] > LEASE_SECONDS else LEASE_SECONDS
+
+
+def is_alive(storage: Storage, lease: Lease, seconds: float) -> bool:
+    """Whether the driver that holds it lives; of one elsewhere, whether it renews it within `seconds`, or lets go of it
+    for another."""
+    if is_here(lease):
+        return process_started(lease["pid"]) == lease["process_started"]
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        time.sleep(min(LOOK_SECONDS, seconds))
+        now = read_lease(storage)
+        if now != lease:
+            return now is not None
+    return False
+
+
+def process_started(pid: int) -> float:
+    """When a living process began, in clock ticks since this machine did; 0.0 where there is none.
+
+    With its number it tells a process from a later one of the same number. psutil's time of day would change with the
+    clock.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return float(fields[19]) if fields[0] not in "ZX" else 0.0
+    except FileNotFoundError:
+        pass
+    except (OSError, IndexError):
+        return 0.0
+    return 0.0 if Path("/proc/self/stat").exists() else _started_elsewhere(pid)
+
+
+def _started_elsewhere(pid: int) -> float:
+    """Without Linux's /proc."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return process.create_time() if process.status() != psutil.STATUS_ZOMBIE else 0.0
+    except psutil.NoSuchProcess:
+        return 0.0
