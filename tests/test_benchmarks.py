@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from experiments.benchmarks import pairs, ratios
+from experiments.benchmarks.record import Ratio, keep, kept
+from experiments.benchmarks.step import BLOCK_STEPS, OURS
 from experiments.benchmarks.turns import TakesTurns
 from tests.pool import run_distributed
 
@@ -70,3 +76,68 @@ def _one_group(rank: int) -> list[float]:
 
 def test_two_sides_share_a_process_group_without_meeting() -> None:
     assert run_distributed(_one_group, 2, timeout=60) == [[21.0, 2.0] * 20] * 2
+
+
+def test_blocks_take_turns_both_ways_and_the_first_of_each_does_not_count() -> None:
+    order: list[str] = []
+
+    def turn(name: str, seconds: float) -> Callable[[int], None]:
+        def block(steps: int) -> None:
+            order.append(f"{name}{steps}")
+            time.sleep(seconds)
+
+        return block
+
+    times = pairs.in_blocks({"A": turn("A", 0.02), "B": turn("B", 0.04)}, 2, 4, lambda: order.append("|"))
+    assert "".join(order) == "|A4|B4|B4|A4|A4|B4"
+    assert [len(times["A"]), len(times["B"])] == [2, 2]
+    assert min(times["A"]) >= 0.005 and min(times["B"]) >= 0.01
+
+
+def test_blocks_of_saving_hold_as_many_saves_each_in_their_middle() -> None:
+    pair = pairs.PAIRS["saving"]
+    for model in OURS:
+        steps, begun = pair.steps(model), pair.period // 2
+        saves = [
+            [s for s in range(begun + b * steps + 1, begun + (b + 1) * steps + 1) if s % 50 == 0] for b in range(4)
+        ]
+        assert {len(block) for block in saves} == {steps // 50} and steps >= 50
+        assert all(begun <= (block[0] - begun) % steps <= steps - 25 for block in saves)
+    assert pairs.PAIRS["tracking"].steps("gpt") == BLOCK_STEPS["gpt"]
+
+
+def test_a_kept_ratio_replaces_its_own_label_alone_and_says_where_it_is_from(tmp_path: Path) -> None:
+    keep("step", {"a": Ratio(1.0, 0.9, 1.1, 40, 1.0), "b": Ratio(1.2, 1.1, 1.3, 40)}, tmp_path)
+    keep("step", {"b": Ratio(0.98764, 0.9, 1.0, 20)}, tmp_path)
+    assert kept(tmp_path) == {"step": {"a": Ratio(1.0, 0.9, 1.1, 40, 1.0), "b": Ratio(0.9876, 0.9, 1.0, 20)}}
+    one = json.loads((tmp_path / "step.json").read_text())["ratios"]["a"]
+    assert one["versions"]["torch"] == version("torch") and "cores" in one["machine"]
+    assert one["command"].startswith("python -m experiments.benchmarks step")
+
+
+def test_the_picture_has_a_row_for_every_ratio(tmp_path: Path) -> None:
+    found = {
+        "step": {"gpt, fsdp": Ratio(0.93, 0.91, 0.96, 8, 1.0)},
+        "saving": {"mnist, ddp": Ratio(1.03, 1.0, 1.07, 9)},
+    }
+    ratios.draw(found, tmp_path / "ratios.svg")
+    text = (tmp_path / "ratios.svg").read_text()
+    for words in ("gpt, fsdp", "mnist, ddp", *(ratios.ABOUT[name] for name in found)):
+        assert words in text
+    ratios.draw(found, tmp_path / "ratios.png")
+    assert 2_000 < (tmp_path / "ratios.png").stat().st_size < 200_000
+
+
+def test_every_ratio_that_is_in_the_repository_is_whole_and_drawn() -> None:
+    for name, found in kept().items():
+        assert name in ratios.ABOUT and found
+        assert all(r.low <= r.ratio <= r.high for r in found.values())
+    assert ratios.PICTURE.stat().st_size < 200_000
+
+
+@pytest.mark.alone
+def test_both_pairs_are_measured_in_one_run() -> None:
+    for name in pairs.PAIRS:
+        found = pairs.run(name, "mnist", 2)
+        low, high = found["interval"]
+        assert low <= found["ratio"] <= high and min(found["ms"].values()) > 0

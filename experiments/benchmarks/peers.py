@@ -205,16 +205,21 @@ WRAP = {"by hand": "ddp"}
 @click.option("--blocks", default=40, show_default=True, help="Blocks of steps per side.")
 @click.option("--python", default=PYTHON, show_default=True, help="Python of `make peers`.")
 @click.option("--json", "as_json", is_flag=True)
-def main(model: str, blocks: int, python: str, as_json: bool) -> None:
+@click.option("--results", default="experiments/benchmarks/results", show_default=True, help="Folder for the ratios.")
+def main(model: str, blocks: int, python: str, as_json: bool, results: str) -> None:
     """A step of Accelerate, Fabric and Trainer beside the same by hand."""
     if not Path(python).exists():
         raise click.ClickException(f"there is no {python}: `make peers` makes it")
+    from experiments.benchmarks.machine import machine
+    from experiments.benchmarks.record import Ratio, keep
+
     found = run(model, blocks, python)
+    others = {name: r for name, r in found.items() if name != "by hand"}
+    ratios = {f"{model}, ddp, {name}": Ratio.of(r, blocks) for name, r in others.items()}
+    keep("peers", ratios, Path(results))
     if as_json:
         click.echo(json.dumps(found))
         return
-    from experiments.benchmarks.machine import machine
-
     click.echo(f"{machine()}\n\n| {model}, ddp | ms per step | ratio | 95 % interval |\n|---|---|---|---|")
     for name, r in found.items():
         low, high = r["interval"]
