@@ -112,7 +112,7 @@ def test_a_kept_ratio_replaces_its_own_label_alone_and_says_where_it_is_from(tmp
     keep("step", {"b": Ratio(0.98764, 0.9, 1.0, 20)}, tmp_path)
     assert kept(tmp_path) == {"step": {"a": Ratio(1.0, 0.9, 1.1, 40, 1.0), "b": Ratio(0.9876, 0.9, 1.0, 20)}}
     one = json.loads((tmp_path / "step.json").read_text())["ratios"]["a"]
-    assert one["versions"]["torch"] == version("torch") and "cores" in one["machine"]
+    assert one["versions"]["torch"] == version("torch") and "cores" in one["machine"] and one["load"] >= 0
     assert one["command"].startswith("python -m experiments.benchmarks step")
 
 

@@ -6,7 +6,7 @@ Both live in the same two torchrun processes, as in `step`. torch.profiler watch
 operator's time is its own, without what it calls, in the thread that trains; what is left of the step is in no
 operator: Python, autograd's bookkeeping, and waiting for the other ranks. Watching takes time itself, more the more
 operators there are; so the step without it, measured just before in turns, stands above. Counts do not depend on how
-busy the machine is, shares hardly; whose milliseconds they are is for `step` to say.
+busy the machine is, times do; how much longer a step is as a whole is for `step` to say.
 """
 
 from __future__ import annotations

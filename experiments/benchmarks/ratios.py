@@ -31,7 +31,7 @@ def draw(found: dict[str, dict[str, Ratio]], path: Path) -> None:
     place, places, words = 0.0, [], []
     for number, (name, ratios) in enumerate(found.items()):
         place += 1.0
-        axes.text(0.01, place - 0.55, ABOUT.get(name, name), transform=axes.get_yaxis_transform(), color=INK, size=9)
+        axes.text(0.01, place + 0.3, ABOUT.get(name, name), transform=axes.get_yaxis_transform(), color=INK, size=9)
         for label, r in ratios.items():
             place += 1.0
             bar = [[r.ratio - min(r.low, r.ratio)], [max(r.high, r.ratio) - r.ratio]]
@@ -42,7 +42,7 @@ def draw(found: dict[str, dict[str, Ratio]], path: Path) -> None:
             words.append(label)
     axes.axvline(1.0, color=INK, linewidth=0.9)
     axes.set_yticks(places, words, size=8.5)
-    axes.set_ylim(place + 0.7, 0.1)
+    axes.set_ylim(place + 0.7, 0.4)
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", color=FAINT)
     axes.set_xlabel("time per step, ratio of medians, 95 % interval; | at most this is asked")

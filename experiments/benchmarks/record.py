@@ -1,6 +1,7 @@
 """What a benchmark found, as data: ratios of times with their intervals, in `results/NAME.json`.
 
-A file holds every ratio under its label with the machine, the versions and the command that it came from; measuring it
+A file holds every ratio under its label with the machine, its load (the mean number of processes that wanted to run, in
+the last five minutes; the benchmark's own two among them), the versions and the command that it came from; measuring it
 again replaces it and leaves the others. `ratios` draws them all.
 """
 
@@ -44,7 +45,8 @@ def keep(benchmark: str, ratios: dict[str, Ratio], folder: Path = FOLDER) -> Pat
     """Writes them; the command is this process's own."""
     path = folder / f"{benchmark}.json"
     known = json.loads(path.read_text())["ratios"] if path.exists() else {}
-    from_here = {"machine": _machine(), "versions": versions(), "command": _command(benchmark)}
+    from_here = {"machine": _machine(), "load": round(os.getloadavg()[1], 1), "versions": versions()}
+    from_here["command"] = _command(benchmark)
     for label, ratio in ratios.items():
         numbers = {key: round(n, 4) if isinstance(n, float) else n for key, n in asdict(ratio).items()}
         known[label] = numbers | from_here
