@@ -4,9 +4,11 @@ same product as its GPUs, slowly; what only a GPU can show is marked."""
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,6 +23,7 @@ from strategies import float8, precision
 from strategies.compose import Layout, Options, check, choose, parallelize
 from strategies.dims import LayoutError
 from strategies.float8 import FORWARD, GRADIENT, Float8Linear, multiply, quantise
+from tests.pool import run_distributed
 from tests.running import trireme
 
 CPU = torch.device("cpu")
@@ -193,33 +196,47 @@ def test_the_planner_plans_it_only_where_it_can_be() -> None:
     assert (wide.tp > 1).any() and (wide.pp > 1).any()
 
 
-def test_a_gpt_trains_in_it_as_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, which is refused only because it is slow; with recomputation and autocast, as a run has them."""
-    monkeypatch.setattr(float8, "require", lambda device: None)
-    losses = {}
-    for kind in ("bf16", "fp8"):
+def _losses(_: int, name: str, workers: int, kind: str) -> list[float]:
+    """Of fifteen steps, with recomputation. On the CPU, which is refused only because it is slow."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return GPT(64, d_model=64, n_layers=2, n_heads=2)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
+
+    layout = choose(name, workers) if workers > 1 else Layout("single")
+    with mock.patch.object(float8, "require"):
         options = Options(precision=kind, activation_checkpointing="selective")
+        parallel = parallelize(build, layout, options, device=CPU)
+    used = any(isinstance(module, Float8Linear) for module in parallel.inner.modules())
+    assert used == (kind == "fp8")
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    tokens = (torch.arange(4 * 17).view(4, 17) * 7 % 64).chunk(workers)[dist.get_rank() if workers > 1 else 0]
+    found = []
+    for _ in range(15):
+        found.append(parallel.total(parallel.forward_backward([tokens], [1 / workers], loss)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
 
-        def build() -> nn.Module:
-            torch.manual_seed(0)
-            return GPT(64, d_model=64, n_layers=2, n_heads=2)
 
-        parallel = parallelize(build, Layout("single"), options, device=CPU)
-        optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
-        tokens = torch.arange(4 * 17).view(4, 17) * 7 % 64
+def _assert_near(found: list[float], expected: list[float]) -> None:
+    assert found != expected
+    assert found[0] == pytest.approx(expected[0], rel=1e-2)
+    assert found[-1] == pytest.approx(expected[-1], abs=0.15 * expected[0])
 
-        def loss(model: nn.Module, batch: Tensor) -> Tensor:
-            return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
 
-        losses[kind] = []
-        for _ in range(15):
-            losses[kind].append(parallel.forward_backward([tokens], [1.0], loss).item())
-            optimizer.step()
-            optimizer.zero_grad()
-    assert losses["bf16"][-1] < 0.3 * losses["bf16"][0]
-    assert losses["fp8"] != losses["bf16"]
-    assert losses["fp8"][0] == pytest.approx(losses["bf16"][0], rel=1e-2)
-    assert losses["fp8"][-1] == pytest.approx(losses["bf16"][-1], abs=0.15 * losses["bf16"][0])
+def test_a_gpt_trains_in_it_as_in_bf16() -> None:
+    narrow, wide = (_losses(0, "single", 1, kind) for kind in ("fp8", "bf16"))
+    assert wide[-1] < 0.3 * wide[0]
+    _assert_near(narrow, wide)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_over_workers_it_trains_as_on_one(name: str) -> None:
+    _assert_near(run_distributed(_losses, 2, name, 2, "fp8")[0], _losses(0, "single", 1, "fp8"))
 
 
 @pytest.mark.gpu
