@@ -119,6 +119,17 @@ def test_rows_that_16_does_not_divide_are_computed_in_bfloat16() -> None:
     assert layer(x[:0]).shape == (0, 5, 48)
 
 
+def test_it_is_compiled_in_one_piece() -> None:
+    """Since it pays only where the scaling is fused."""
+    layer, _ = _layer(bias=True)
+    found = []
+    for forward in (layer.forward, torch.compile(layer.forward, backend="aot_eager", fullgraph=True)):
+        x = _random(32, 64).requires_grad_()
+        forward(x).float().square().sum().backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
 class _Uneven(nn.Module):
     def __init__(self) -> None:
         super().__init__()
