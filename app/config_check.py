@@ -27,7 +27,7 @@ _NOT_NEGATIVE = (
 )
 CHOICES = {
     "launcher": ("auto", "ray", "actors", "local", "torchrun"),
-    "train.precision": ("fp32", "bf16", "fp16"),
+    "train.precision": ("fp32", "bf16", "fp16", "fp8"),
     "parallel.reduce_dtype": ("fp32", "bf16"),
     "parallel.compression": ("none", "bf16", "powersgd"),
     "parallel.schedule": ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv"),

@@ -16,7 +16,7 @@ from app.data.loader import fetch
 from app.errors import UserError
 from app.job import options
 from app.tasks.base import Task
-from strategies import deepspeed
+from strategies import deepspeed, float8
 from strategies.blocks import find_blocks
 from strategies.compose import Layout
 from strategies.dims import LayoutError
@@ -48,6 +48,13 @@ def _structure(task: Task, needed: bool) -> nn.Module | None:
             return task.build_model()
     except Exception:  # whatever a model's own code does with values; the workers build it for real
         return None
+
+
+def check_devices(config: Config, gpus: float | None) -> None:
+    """Raises LayoutError if the workers, who have so many GPUs, cannot compute as asked. (Which GPUs, they look at
+    themselves.)"""
+    if config.train.precision == "fp8" and not gpus:
+        float8.require(torch.device("cpu"))
 
 
 def count_blocks(task: Task, module: nn.Module | None) -> int | None:

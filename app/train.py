@@ -76,6 +76,7 @@ def _in_this_process(run: Run, console: Console, settings: Settings) -> Outcome:
     from app.doctor.job import with_remarks
     from app.driver import Driver
     from app.launchers import process
+    from app.model_check import check_devices
     from app.prepare import prepare, read_task
 
     config = run.config
@@ -92,6 +93,7 @@ def _in_this_process(run: Run, console: Console, settings: Settings) -> Outcome:
     task = read_task(config)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     gpus = torch.cuda.device_count()
+    check_devices(config, gpus)
     prepared = with_remarks(config, prepare(config, task, 1, devices_per_node=gpus or None), 1, 1, gpus)
     driver = Driver(run, console, settings)
     return carry_out(driver, prepared, lambda job: process.launch(job, driver), f"1 process ({device_type})")
@@ -119,9 +121,11 @@ def _in_ray(run: Run, console: Console, settings: Settings) -> Outcome:
             room = wait_for_room(config, cluster, workers, per_worker, console)
             workers = room.workers
         from app.driver import Driver
+        from app.model_check import check_devices
         from app.prepare import prepare
 
         gpus = per_worker.get("GPU", 0)
+        check_devices(config, gpus)
         per_node = int(cluster.largest.get("GPU", 0) / gpus) if gpus else None
         written = copy.deepcopy(config)
         prepared = prepare(config, task, workers, devices_per_node=per_node)

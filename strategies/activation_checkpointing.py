@@ -31,6 +31,7 @@ _KEPT_NAMES = (
     "aten.mm.default",
     "aten.addmm.default",
     "aten.bmm.default",
+    "aten._scaled_mm.default",
     "aten.baddbmm.default",
     "aten.convolution.default",
     "aten._scaled_dot_product_efficient_attention.default",

@@ -1,6 +1,7 @@
 """The one place that knows the order in which parallelisms are put on a model, and why.
 
 1. **tensor** first: its plan matches modules by name, before anything changes what modules do;
+   Then **float8**, whose layers are those that nobody has split, and what is recomputed or compiled holds them;
 2. **activation checkpointing** inside everything that communicates parameters, so that what is recomputed in backward
    uses the parameters that were gathered once, and around the split layers, so that they are recomputed as they ran;
 3. **compile** what is now a block's whole forward, but no hook of the sharding around it;
@@ -30,6 +31,7 @@ from strategies import (
     ddp,
     deepspeed,
     devices,
+    float8,
     fsdp,
     hsdp,
     model_parallel,
@@ -105,12 +107,13 @@ def _replicated(
     module = build()
     start.require_parameters(module)
     names = find_blocks(module, _answer(blocks, module))
+    narrowed = _float8(module, names, options, device)
     _recompute_and_compile(module, names, options)
     spread = layout.name in ("model_parallel", "ddp_model_parallel")
     if not spread:  # a model that is to be spread may be too large for one device
         module.to(device)
     autocast = precision.autocast(options.precision, device.type)
-    notes = start.unsynchronised(module, layout)
+    notes = (*start.unsynchronised(module, layout), *narrowed)
     if layout.name in MANY_DEVICES:
         own = devices.own_devices(device)
         used = model_parallel.apply(module, own, names) if spread else len(own)
@@ -163,6 +166,7 @@ def _sharded(
     mesh = layout.dims.build_mesh(device.type)
     names = find_blocks(module, _answer(blocks, module))
     split = _split(module, layout, mesh, _answer(tensor_plan, module), options) if layout.dims.tp > 1 else None
+    narrowed = _float8(module, names, options, device)
     _recompute_and_compile(module, names, options, split=split is not None)
     decided: tuple[str, ...] = ()
     if layout.dims.dp_shard > 1 and _stage(layout) == 3:
@@ -185,7 +189,7 @@ def _sharded(
     if split is not None:
         step = tensor.GradientSums(module, split).micro_step(step)
     autocast = contextlib.nullcontext if units is not None else precision.autocast(options.precision, device.type)
-    notes = (*([note] if note else []), *start.unsynchronised(module, layout), *decided)
+    notes = (*([note] if note else []), *start.unsynchronised(module, layout), *decided, *narrowed)
     return Parallel(module, layout, device, group=group, micro_step=step, autocast=autocast, notes=notes)
 
 
@@ -222,6 +226,13 @@ def _shard_step(units: list[FSDPModule], layout: Layout, options: Options) -> Mi
 def _stage(layout: Layout) -> int:
     """1, 2 or 3, of ZeRO."""
     return {"zero1": 1, "zero2": 2}.get(layout.parts[0], 3)
+
+
+def _float8(module: nn.Module, blocks: list[str], options: Options, device: torch.device) -> tuple[str, ...]:
+    if options.precision != "fp8":
+        return ()
+    float8.require(device)
+    return float8.apply(module, blocks)
 
 
 def _recompute_and_compile(module: nn.Module, blocks: list[str], options: Options, split: bool = False) -> None:

@@ -6,11 +6,12 @@ import difflib
 from dataclasses import dataclass
 from typing import Any
 
+from strategies import float8
 from strategies.dims import LayoutError
 from strategies.names import SHARDED, Layout
 from strategies.pipeline import cut, schedules
 
-PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 REDUCE_DTYPES = ("fp32", "bf16")
 COMPRESSIONS = ("none", "bf16", "powersgd")
 
@@ -22,7 +23,7 @@ class Options:
     activation_checkpointing: str = "none"
     """none, full (every block), every_N (every N-th block), or selective (every block, matrix products kept)."""
     precision: str = "fp32"
-    """Type of the arithmetic: fp32, bf16 or fp16. Parameters, optimizer and loss stay float32."""
+    """Type of the arithmetic: fp32, bf16, fp16 or fp8 (float8.py). Parameters, optimizer and loss stay float32."""
     reduce_dtype: str = "fp32"
     """Type that gradients are averaged over data-parallel workers in: fp32 or bf16."""
     compile: bool = False
@@ -124,6 +125,8 @@ def _check_pipeline(layout: Layout, options: Options, blocks: int | None, micro_
 
 def _check_options(layout: Layout, options: Options) -> None:
     _one_of("train.precision", options.precision, PRECISIONS)
+    if options.precision == "fp8":
+        float8.check(layout)
     _one_of("parallel.reduce_dtype", options.reduce_dtype, REDUCE_DTYPES)
     _one_of("parallel.compression", options.compression, COMPRESSIONS)
     checkpoint_every(options.activation_checkpointing)

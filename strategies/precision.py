@@ -29,7 +29,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""fp8 is bf16 but for what float8.py changes."""
 
 
 def autocast(precision: str, device_type: str) -> Callable[[], AbstractContextManager[object]]:

@@ -30,6 +30,7 @@ from app.launchers import answers, flight
 from app.launchers.output import worker_output
 from app.launchers.siblings import watched
 from app.launchers.store_watch import FirstRank, StoreWatch
+from app.model_check import check_devices
 from app.prepare import prepare, read_task
 from app.run import Run
 from app.storage import Storage
@@ -173,6 +174,7 @@ def _first_rank(config: Config, console: Console, place: Place, per_node: int) -
         settings = resolve_tracking(config.tracking, run_storage(run))
         run.storage.check_writable()
         with console.capture(run.local_folder / "logs" / "driver.log"):
+            check_devices(config, torch.cuda.device_count())
             prepared = prepare(
                 config,
                 read_task(config),

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.errors import UserError
+from app.models.linear_cross_entropy import linear_cross_entropy
 
 NORMS: dict[str, type[nn.Module]] = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm}
 
@@ -93,7 +94,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token numbers (B, T), int64, to the logits of each next token (B, T, V)."""
+    """Token numbers (B, T), int64, to the logits of each next token (B, T, V).
+
+    Called with the next tokens (B, T) too, where `has_own_head`: to the mean loss, without ever holding all logits.
+    """
 
     def __init__(
         self,
@@ -126,11 +130,20 @@ class GPT(nn.Module):
         self._initialise(n_layers)
         self.tie_weights()
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         x_BTD = self.dropout(self.embed(tokens_BT))
         for block in self.blocks.values():
             x_BTD = block(x_BTD)
-        return self.head(self.norm(x_BTD))
+        x_BTD = self.norm(x_BTD)
+        return self.head(x_BTD) if targets_BT is None else linear_cross_entropy(x_BTD, self.head.weight, targets_BT)
+
+    @property
+    def has_own_head(self) -> bool:
+        """Whether the head is a whole linear layer that only multiplies: not one that somebody has split over workers,
+        moved to another device or taken over."""
+        head = self.head
+        touched = head._forward_pre_hooks or head._forward_hooks or "forward" in vars(head)
+        return type(head) is nn.Linear and not touched
 
     def tie_weights(self) -> None:
         """With tie_weights=True: let the head use the embedding's table (Press and Wolf 2017)."""

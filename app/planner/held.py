@@ -20,6 +20,10 @@ def held_of(config: Config, machine: Machine, given: frozenset[str]) -> tuple[He
     train, parallel = config.train, config.parallel
     checkpoint_every(train.activation_checkpointing)  # refuses what is no mode
     precisions = [config.train.precision]
+    if config.train.precision == "fp8" and "fp8" not in machine.device.gpu.peak:
+        raise LayoutError(
+            f"train.precision=fp8, but {machine.device.gpu.name} has no float8 products: write train.precision=bf16"
+        )
     if machine.device.gpu.name != "cpu":
         peaks = machine.device.gpu.peak
         precisions += [p for p in ("bf16", "fp16") if p in peaks and p in RUNNABLE][:1]

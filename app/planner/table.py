@@ -119,7 +119,8 @@ def _table(rows: list[tuple[Any, ...]], modes: list[str], kinds: list[str]) -> T
     data, replicate, shard, tp, pp, size, number, schedule, chunks, offload = (np.repeat(c, each) for c in columns)
     mode = np.tile(np.repeat([_mode(m) for m in modes], len(kinds)), count)
     precision = np.tile([PRECISIONS.index(k) for k in kinds], count * len(modes))
-    return Table(data, replicate, shard, tp, pp, size, number, mode, precision, schedule, chunks, offload.astype(bool))
+    table = Table(data, replicate, shard, tp, pp, size, number, mode, precision, schedule, chunks, offload.astype(bool))
+    return table.where((precision != PRECISIONS.index("fp8")) | ((tp == 1) & (pp == 1)))  # as strategies/float8.py
 
 
 def _mode(name: str) -> int:

@@ -44,8 +44,10 @@ def work(
     rows: dict[str, list[Array]] = {}
     for name, part in costs.parts.items():
         fuses = compiled and name.startswith("block")
-        forward, f_flops, f_launched = _phase(part, "forward", runs, way, at, device, fuses)
-        backward, b_flops, b_launched = _phase(part, "backward", runs, way, at, device, fuses)
+        # Of a run in fp8 only the blocks' linear layers are.
+        own = "bf16" if runs == "fp8" and not name.startswith("block") else runs
+        forward, f_flops, f_launched = _phase(part, "forward", own, way, at, device, fuses)
+        backward, b_flops, b_launched = _phase(part, "backward", own, way, at, device, fuses)
         moved = np.maximum(part.scalars["moved_forward"] @ at, 0) / device.bandwidth
         values = {
             "forward": forward,
@@ -80,7 +82,7 @@ def _phase(
         seconds += device.packing * _weights(shapes, counts, at) * itemsize / device.bandwidth
         flops += work_.sum(0)
     attended = np.maximum(part.scalars[f"attention_{phase}"] @ at, 0)
-    seconds += attended / (device.gpu.rate(precision) * device.attention)
+    seconds += attended / (device.gpu.rate("bf16" if precision == "fp8" else precision) * device.attention)
     moved_ = np.maximum(part.scalars[f"moved_{phase}"] @ at, 0) * (device.compiled_bytes if fuses else 1.0)
     launched = np.maximum(part.scalars[f"operations_{phase}"] @ at, 0) * device.operation
     launched = launched * (device.compiled_operations if fuses else 1.0)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from app.data.text import BYTES, find_files, tokenise
 from app.data.tokens import SUFFIXES, TOKEN_DTYPES, TokenFile, TokenWindows, check_ends, open_tokens
@@ -14,7 +15,7 @@ from app.errors import UserError
 from app.models.gpt import GPT, NORMS, TENSOR_PLAN
 from app.tasks.arguments import checked_model, fraction, held_out, one_of, whole
 from app.tasks.base import Batch
-from app.tasks.cross_entropy import cross_entropy
+from app.tasks.cross_entropy import LARGE_VOCABULARY, cross_entropy
 from app.tasks.parts import InParts
 
 DEFAULT_EVAL_FRACTION = 0.1
@@ -33,6 +34,10 @@ class LanguageModelling(InParts):
     vocab_size: size of the vocabulary; needed with token files, else at least the tokenizer's (its default).
     sequence_length, d_model, n_layers, n_heads, d_hidden, norm (`rmsnorm` or `layernorm`), tie_weights, dropout:
         the model; see app/models/gpt.py.
+    linear_loss: compute the loss from the last layer's input, in chunks, so that all logits never exist at once
+        (app/models/linear_cross_entropy.py). null (the default): on a GPU with a vocabulary of 8,192 or more; true: on
+        a CPU too. Without effect where the last layer is split over workers or another stage's (tensor, pipeline), is
+        on another device (dp, model_parallel), or belongs to DeepSpeed.
     eval_samples or eval_fraction: sequences held out at the end of the text (default: a tenth, at most 256).
 
     One sample is one sequence; `items` and the throughput count tokens.
@@ -56,6 +61,7 @@ class LanguageModelling(InParts):
         norm: str = "rmsnorm",
         tie_weights: bool = False,
         dropout: float = 0.0,
+        linear_loss: bool | None = None,
         eval_samples: int | None = None,
         eval_fraction: float | None = None,
     ) -> None:
@@ -72,6 +78,7 @@ class LanguageModelling(InParts):
         if d_hidden is not None:
             model_args["d_hidden"] = whole("d_hidden", d_hidden)
 
+        self.linear_loss = linear_loss
         self.data = data
         files, least, self.bytes_per_token = _tokens(data, tokenizer, token_dtype, vocab_size)
         self.vocab_size = least if vocab_size is None else whole("vocab_size", vocab_size)
@@ -98,8 +105,18 @@ class LanguageModelling(InParts):
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         inputs, targets = batch
+        if self._is_linear(model, inputs):
+            return model(inputs, targets)
         logits_BTV = model(inputs)
         return cross_entropy(logits_BTV.flatten(0, 1), targets.flatten())
+
+    def _is_linear(self, model: nn.Module, inputs: Tensor) -> bool:
+        """Whether the model can give the loss itself, and is to."""
+        wanted = self.linear_loss
+        if wanted is None:
+            wanted = inputs.is_cuda and self.vocab_size >= LARGE_VOCABULARY
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        return wanted and isinstance(inner, GPT) and inner.has_own_head
 
     def items(self, batch: Batch) -> int | Tensor:
         return batch[1].numel()

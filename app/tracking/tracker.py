@@ -210,6 +210,11 @@ class Tracker:
         return Status.load(self.folder).run_id if self.enabled else None
 
     @property
+    def writer_pid(self) -> int | None:
+        """The process that talks to MLflow; None where there is none (yet)."""
+        return self._writer.pid if self._writer is not None else None
+
+    @property
     def url(self) -> str:
         """The run's page in the MLflow UI ("" while unknown)."""
         status = Status.load(self.folder)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 NAMES = (
     "step",
+    "profile",
     "start",
     "pipeline",
     "torch_pipelining",
@@ -18,15 +19,20 @@ NAMES = (
     "checkpoint",
     "data",
     "tracking",
+    "saving",
     "idle",
     "gpu",
     "peers",
+    "ratios",
     "recovery",
     "chaos",
     "planner",
     "sweep",
     "cluster",
 )
+
+MODULE = {"profile": "operators"}
+"""Where it is not the name: a profile.py beside a program that is run by its path hides Python's own."""
 
 
 def main() -> None:
@@ -40,13 +46,13 @@ def main() -> None:
         near = difflib.get_close_matches(name, NAMES, 1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(NAMES)}"
         sys.exit(f"there is no benchmark {name!r}: {hint}")
-    runpy.run_module(f"experiments.benchmarks.{name}", run_name="__main__", alter_sys=True)
+    runpy.run_module(f"experiments.benchmarks.{MODULE.get(name, name)}", run_name="__main__", alter_sys=True)
 
 
 def _about(name: str) -> str:
     """The first line of the module's docstring, read without importing it."""
     here = Path(__file__).parent
-    file = here / name / "__main__.py" if (here / name).is_dir() else here / f"{name}.py"
+    file = here / name / "__main__.py" if (here / name).is_dir() else here / f"{MODULE.get(name, name)}.py"
     text = ast.get_docstring(ast.parse(file.read_text())) or ""
     return text.split("\n", 1)[0].rsplit("`: ", 1)[-1]
 

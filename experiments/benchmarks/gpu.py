@@ -1,12 +1,16 @@
 """`gpu`: tokens/s, model FLOP/s utilization and peak memory of a GPT in bf16, beside plain PyTorch and beside the plan.
 
+    python -m experiments.benchmarks gpu [--model 1.3b] [--precision fp8]
+
 One process, one GPU (or the CPU, with --model tiny), no Ray and no MLflow. By hand means as torchtitan has it: float32
 parameters under autocast, each block compiled, scaled dot product attention, fused AdamW, the loss over all logits
 compiled, gradients clipped, tokens already on the device. Ours is a run as `trireme train` makes it, its loader
-included. They take turns, block by block, and nothing waits for the device but the ends of a block.
+included, in bf16 too or, asked with --precision, with float8 products in its blocks. They take turns, block by block,
+and nothing waits for the device but the ends of a block.
 
 Model FLOP/s utilization (MFU, Chowdhery et al. 2022, appendix B) = tokens/s · (6·N + 12·L·D·T) / peak: N parameters
-without the embedding, L layers of width D, T tokens in a sequence, the datasheet's dense peak (cluster/hardware.yaml).
+without the embedding, L layers of width D, T tokens in a sequence, the datasheet's dense peak of bf16
+(cluster/hardware.yaml), with fp8 too, so that both stand side by side.
 Half of the second term is not computed under a causal mask; the last column of rates leaves it out.
 """
 
@@ -26,6 +30,8 @@ import torch.nn.functional as F
 
 from experiments.benchmarks.machine import table
 from experiments.benchmarks.ours import Ours
+from strategies import float8
+from strategies.dims import LayoutError
 
 GIB = 2.0**30
 
@@ -94,7 +100,16 @@ class ByHand:
         self.done += 1
 
 
-def ours(shape: Shape, folder: str, steps: int, device: torch.device, *, compiled: bool, more: tuple[str, ...]) -> Ours:
+def ours(
+    shape: Shape,
+    folder: str,
+    steps: int,
+    device: torch.device,
+    *,
+    compiled: bool,
+    precision: str,
+    more: tuple[str, ...],
+) -> Ours:
     from app.config_file import load_config
 
     model = ", ".join(f"{name}: {value}" for name, value in shape.model().items())
@@ -103,7 +118,7 @@ def ours(shape: Shape, folder: str, steps: int, device: torch.device, *, compile
         "task=language_modelling",
         f"task_args={{data: python, tokenizer: bytes, {vocabulary}, {model}}}",
         "strategy=single",
-        f"train={{global_batch_size: {shape.batch}, steps: {steps}, precision: bf16, clip_norm: 1.0}}",
+        f"train={{global_batch_size: {shape.batch}, steps: {steps}, precision: {precision}, clip_norm: 1.0}}",
         f"train.compile={str(compiled).lower()}",
         "train.noise_scale_every=null",
         "optimizer={name: adamw, lr: 1.0e-4, weight_decay: 0.1}",
@@ -154,7 +169,9 @@ class Memory:
             self.peak[name] = max(self.peak.get(name, 0), torch.cuda.max_memory_allocated(self.device) - others)
 
 
-def run(name: str, blocks: int, steps: int, *, compiled: bool, more: tuple[str, ...] = ()) -> dict[str, Any]:
+def run(
+    name: str, blocks: int, steps: int, *, compiled: bool, precision: str = "bf16", more: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """Median seconds a step of either side, and what follows from them."""
     from app.planner.where import running
 
@@ -165,7 +182,7 @@ def run(name: str, blocks: int, steps: int, *, compiled: bool, more: tuple[str, 
     memory = Memory(device)
     times: dict[str, list[float]] = {"by hand": [], "trireme": []}
     with tempfile.TemporaryDirectory() as folder:
-        made = ours(shape, folder, steps * (blocks + 4), device, compiled=compiled, more=more)
+        made = ours(shape, folder, steps * (blocks + 4), device, compiled=compiled, precision=precision, more=more)
         plan = predicted(made)
         windows = torch.randint(256, (64 * shape.batch, shape.sequence_length + 1), device=device)
         sides = {
@@ -230,16 +247,28 @@ def shown(found: dict[str, dict[str, Any]]) -> str:
 @click.option("--blocks", default=10, show_default=True, help="Blocks of steps per side.")
 @click.option("--steps", default=10, show_default=True, help="Steps of a block.")
 @click.option("--compile/--no-compile", "compiled", default=True, show_default=True)
+@click.option("--precision", default="bf16", show_default=True, type=click.Choice(["bf16", "fp8"]), help="Of ours.")
 @click.option("--json", "as_json", is_flag=True)
 @click.argument("more", nargs=-1)
 def main(
-    models: tuple[str, ...], blocks: int, steps: int, compiled: bool, as_json: bool, more: tuple[str, ...]
+    models: tuple[str, ...],
+    blocks: int,
+    steps: int,
+    compiled: bool,
+    precision: str,
+    as_json: bool,
+    more: tuple[str, ...],
 ) -> None:
     """A GPT in bf16 on one device, ours beside plain PyTorch. MORE: keys of an experiment that change ours alone."""
     names = list(models) or ["124m", "1.3b"]
-    found = {name: run(name, blocks, steps, compiled=compiled, more=more) for name in names}
+    if precision == "fp8":
+        float8.require(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    found = {name: run(name, blocks, steps, compiled=compiled, precision=precision, more=more) for name in names}
     click.echo(json.dumps(found) if as_json else shown(found))
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except LayoutError as error:
+        raise SystemExit(str(error)) from None

@@ -10,9 +10,13 @@ from importlib.metadata import PackageNotFoundError, version
 
 def machine() -> str:
     """Cores and versions, in one line; of what there is, since one GPU needs neither Ray nor MLflow."""
+    return f"{os.cpu_count()} cores, {', '.join(f'{name} {number}' for name, number in versions().items())}"
+
+
+def versions() -> dict[str, str]:
+    """Of Python and what of the packages there is."""
     here = {name: _version(name) for name in ("torch", "ray", "mlflow")}
-    versions = ", ".join(f"{name} {number}" for name, number in here.items() if number)
-    return f"{os.cpu_count()} cores, Python {platform.python_version()}, {versions}"
+    return {"Python": platform.python_version()} | {name: number for name, number in here.items() if number}
 
 
 def _version(name: str) -> str:

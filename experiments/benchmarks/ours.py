@@ -45,10 +45,12 @@ class Ours:
         self.device = torch.device(device)
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
         prepared = prepare(config, read_task(config), self.world, devices_per_node=None)
-        self.channel: Any = self._driver(config) if tracked and self.rank == 0 else Silence()
         self.tracked = tracked and self.rank == 0
+        self.channel: Any = self._driver(config) if self.tracked else Silence()
+        driver: Any = self.channel
+        attempt = driver.run.attempt if self.tracked else "benchmark"  # rank 0's is asked for before a commit
         folder = f"{config.run.storage}/{config.run.name}"
-        self.job = Job(config, prepared.layout, folder, "benchmark", "benchmark", prepared.steps, os.getcwd())
+        self.job = Job(config, prepared.layout, folder, attempt, "benchmark", prepared.steps, os.getcwd())
         self.training: Any = None
         self.batches: Any = None
 

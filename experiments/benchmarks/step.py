@@ -22,6 +22,7 @@ import click
 from experiments.benchmarks.machine import table
 from experiments.benchmarks.ours import Ours, in_turns, torchrun
 from experiments.benchmarks.plain import PROCESSES, WRAPS
+from experiments.benchmarks.record import FOLDER, Ratio, keep
 
 BLOCK_STEPS = {"mnist": 40, "gpt": 10, "gpt-10m": 2}
 OURS = {
@@ -115,9 +116,15 @@ def worker(name: str, strategy: str, blocks: int, folder: str, out: str) -> None
 @click.option("--strategy", "strategies", multiple=True, type=click.Choice(list(WRAPS)), help="Default: ddp.")
 @click.option("--blocks", default=40, show_default=True, help="Blocks of steps per side.")
 @click.option("--json", "as_json", is_flag=True)
-def main(models: tuple[str, ...], strategies: tuple[str, ...], blocks: int, as_json: bool) -> None:
+@click.option("--results", default=str(FOLDER), show_default=True, help="Folder that the ratios are kept in.")
+def main(models: tuple[str, ...], strategies: tuple[str, ...], blocks: int, as_json: bool, results: str) -> None:
     """One step of ours beside one written by hand, in the same processes. (mnist is for ddp only.)"""
     found = run(list(models) or list(OURS), list(strategies) or ["ddp"], blocks)
+    keep(
+        "step",
+        {name: Ratio.of(r, blocks, at_most=1.0) for name, r in found.items()},
+        Path(results),
+    )
     click.echo(json.dumps(found) if as_json else shown(found))
 
 

@@ -1,0 +1,152 @@
+"""Linear layers that multiply in 8 bits, for GPUs that do that twice as fast as in 16.
+
+A float8 number has few bits, so each tensor is scaled to fill them, by its own largest magnitude of just now
+("dynamic", per tensor; Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433):
+
+    s(x) = max of the type / max|x|        q(x) = round(x · s(x))        x ≈ q(x) / s(x)
+
+    forward    y  = q(x)·q(W)ᵀ / (s(x)·s(W))        e4m3 (4 bits of exponent, 3 of mantissa: up to 448)
+    backward   dx = q(dy)·q(W) / (s(dy)·s(W))       dy in e5m2 (up to 57,344), as gradients spread wider
+               dW = q(dy)ᵀ·q(x) / (s(dy)·s(x))
+
+Products are added up in float32 and come back as bfloat16 (`torch._scaled_mm`). Everything else is as with
+train.precision=bf16: parameters, gradients and optimizer state float32, norms, attention, embedding and head 16 bits.
+
+Choose it for large models on an H100 or newer, with train.compile (the scaling is a few passes over each tensor, which
+compiling fuses), once bf16 trains well: a number is rounded by up to 2⁻⁴ of itself instead of 2⁻⁹. Scaling grows with a
+layer's width and the product with its square, so where layers are narrow nothing is gained. (Not measured on a GPU yet:
+`python -m experiments.benchmarks gpu --precision fp8` does.)
+
+Only the linear layers of the blocks are changed, and of these those whose sizes 16 divides, as the hardware wants it. A
+call with a number of rows that 16 does not divide is computed in bfloat16. A worker scales by what it has itself, so
+two layouts agree to float8's rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from strategies.dims import LayoutError
+from strategies.names import Layout
+
+FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
+MULTIPLE = 16
+LEAST = (8, 9)
+"""Compute capability of the first GPUs that have it (Ada; Hopper is 9.0)."""
+LAYOUTS = frozenset(
+    {"single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "model_parallel", "ddp_model_parallel"}
+)
+
+
+def check(layout: Layout) -> None:
+    """Raises LayoutError, one sentence, if the layout cannot have float8."""
+    if layout.dims.tp > 1 or layout.dims.pp > 1 or not set(layout.parts) <= LAYOUTS:
+        raise LayoutError(
+            f"train.precision=fp8 does not work with strategy {layout.name}, whose layers compute in their own way: "
+            "write train.precision=bf16, or strategy=fsdp"
+        )
+
+
+def require(device: torch.device) -> None:
+    """Raises LayoutError, one sentence, if the device has no float8 products."""
+    if device.type != "cuda":
+        raise LayoutError("train.precision=fp8 needs GPUs, but the workers have none: write train.precision=bf16")
+    found = torch.cuda.get_device_capability(device)
+    if torch.version.hip is not None or found < LEAST:
+        raise LayoutError(
+            f"train.precision=fp8 needs an NVIDIA GPU of compute capability {LEAST[0]}.{LEAST[1]} or newer (Ada, "
+            f"Hopper), but {torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}: write train.precision=bf16"
+        )
+
+
+def apply(module: nn.Module, blocks: list[str]) -> tuple[str, ...]:
+    """Lets the linear layers of the blocks (of the whole module if there are none) compute in float8, in place: names
+    and parameters stay. What a person should hear.
+
+    Raises:
+        LayoutError: none of them can.
+    """
+    layers = list(_linear_layers(module, blocks))
+    chosen = [layer for layer in layers if not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)]
+    if not chosen:
+        raise LayoutError(
+            f"train.precision=fp8, but the model's blocks have no linear layer whose sizes {MULTIPLE} divides: write "
+            "train.precision=bf16"
+        )
+    for layer in chosen:
+        layer.__class__ = Float8Linear
+    if len(chosen) == len(layers):
+        return ()
+    left = len(layers) - len(chosen)
+    return (
+        f"{left} of the blocks' {len(layers)} linear layers compute in bfloat16, because {MULTIPLE} does not divide "
+        "their sizes; the others in float8",
+    )
+
+
+def _linear_layers(module: nn.Module, blocks: list[str]) -> Iterator[nn.Linear]:
+    """Each once; a subclass computes in a way of its own and is left alone."""
+    seen: set[int] = set()
+    for name in blocks or [""]:
+        for layer in module.get_submodule(name).modules():
+            if type(layer) is nn.Linear and id(layer) not in seen:
+                seen.add(id(layer))
+                yield layer
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer, (…, in) → (…, out) bfloat16; made of one by changing its class."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, weight = x.to(torch.bfloat16).reshape(-1, self.in_features), self.weight.to(torch.bfloat16)
+        bias = None if self.bias is None else self.bias.to(torch.bfloat16)
+        if len(rows) % MULTIPLE or not len(rows):
+            return F.linear(rows, weight, bias).view(*x.shape[:-1], self.out_features)
+        y = _Float8Product.apply(rows, weight)
+        return (y if bias is None else y + bias).view(*x.shape[:-1], self.out_features)
+
+
+class _Float8Product(torch.autograd.Function):
+    """(M, K) bfloat16 and (N, K) bfloat16 → (M, N) bfloat16."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        x8, x_inverse = quantise(x, FORWARD)
+        w8, w_inverse = quantise(weight, FORWARD)
+        ctx.save_for_backward(x8, x_inverse, w8, w_inverse)
+        return multiply(x8, w8, x_inverse, w_inverse)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x8, x_inverse, w8, w_inverse = ctx.saved_tensors
+        g8, g_inverse = quantise(gradient, GRADIENT)
+        to_x = to_weight = None
+        if ctx.needs_input_grad[0]:
+            to_x = multiply(g8, w8.t().contiguous(), g_inverse, w_inverse)
+        if ctx.needs_input_grad[1]:
+            to_weight = multiply(g8.t().contiguous(), x8.t().contiguous(), g_inverse, x_inverse)
+        return to_x, to_weight
+
+
+def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(x in float8, contiguous; what to multiply it by to have x again, 0-d float32 on the device).
+
+    A tensor that holds inf or nan becomes one that holds nan, so that the loop's check sees it.
+    """
+    most = torch.finfo(dtype).max
+    largest = x.detach().abs().amax().float().clamp(min=1e-12)  # of nothing but zeros too
+    scaled = (x.float() * (most / largest)).clamp(-most, most)
+    return scaled.to(dtype).contiguous(), largest / most
+
+
+def multiply(a8: Tensor, b8: Tensor, a_inverse: Tensor, b_inverse: Tensor) -> Tensor:
+    """a·bᵀ of float8 (M, K) and (N, K), both contiguous (the second is handed on as columns, as the hardware takes it),
+    scaled back: (M, N) bfloat16."""
+    return torch._scaled_mm(a8, b8.t(), scale_a=a_inverse, scale_b=b_inverse, out_dtype=torch.bfloat16)
