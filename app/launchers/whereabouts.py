@@ -32,13 +32,15 @@ class Where:
 
 @dataclass
 class Whereabouts:
-    """ranks: of the present or last attempt. announced: nodes that are about to go, and why, by id."""
+    """ranks: of the present or last attempt. before: of the last one that had any, once another has begun. announced:
+    nodes that are about to go, and why, by id."""
 
     ranks: dict[int, Where] = field(default_factory=dict)
+    before: dict[int, Where] = field(default_factory=dict)
     announced: dict[str, str] = field(default_factory=dict)
 
     def begin(self) -> None:
-        self.ranks = {}
+        self.ranks, self.before = {}, self.ranks or self.before
 
     def end(self) -> None:
         """Keeps no actor alive whose attempt is over."""
