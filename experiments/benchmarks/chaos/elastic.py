@@ -291,14 +291,15 @@ def draw(ride: Ride, path: Path) -> None:
     curve.set_title(f"largest relative difference {ride.difference:.1e}", fontsize=10.5, loc="left")
     curve.legend(loc="upper right")
     workers.step(steps, ride.workers, where="mid", color=COLOURS[0], linewidth=1.6)
-    workers.set_ylim(0, 5.4)
+    workers.set_ylim(0, 4.6)
     workers.set_yticks(range(5))
     workers.set_ylabel("workers")
     workers.set_xlabel("step")
     for event in ride.events:
         for axes in (curve, workers):
             axes.axvline(event.step, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
-        workers.annotate(event.what, (event.step, 4.45), (4, 0), textcoords="offset points", fontsize=9)
+        there = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "rotation": 90, "fontsize": 9}
+        curve.annotate(event.what, (event.step, 0.04), (4, 0), **there)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
