@@ -1,6 +1,6 @@
 """`python -m experiments.benchmarks chaos`: seeded kills of anything, at any moment; nothing may be lost.
 
-`chaos useful`, `chaos peers` and `chaos fuzz` are the other measures: see --help of each.
+`chaos useful`, `chaos elastic`, `chaos peers` and `chaos fuzz` are the other measures: see --help of each.
 """
 
 from __future__ import annotations
