@@ -44,6 +44,7 @@ class Failure:
     progressed: bool  # whether this start had taken a step of its own
     node: str = ""  # the id of the node it began at, where that is known
     at: float = 0.0  # seconds of a clock that does not jump
+    hearsay: bool = False  # only its peers told of it, and nobody knows yet whom they lost
 
 
 @dataclass(frozen=True)

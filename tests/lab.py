@@ -107,7 +107,7 @@ class Lab:
             for host in range(self.count):
                 self._host(host, key)
             for host in range(self.count):
-                _wait(lambda host=host: (self.home(host) / "root" / "ready").exists() and self._answers(host))
+                self._await(host)
         except BaseException:
             self.__exit__()
             raise
@@ -147,17 +147,21 @@ class Lab:
         )
         text = text.replace("HOME/", f"{home}/").replace("NAME", f"host{host}")
         script.write_text(text.replace("ADDRESS", self.address(host)))
-        with (home / "init.log").open("wb") as log:
-            self.processes.append(
-                subprocess.Popen(
-                    ["ip", "netns", "exec", name, *SPACE, "sh", str(script)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                    preexec_fn=_die_with_parent,
-                )
+        self.processes.append(self._boot(host))
+
+    def _boot(self, host: int) -> subprocess.Popen[bytes]:
+        with (self.home(host) / "init.log").open("ab") as log:
+            return subprocess.Popen(
+                ["ip", "netns", "exec", self.namespace(host), *SPACE, "sh", str(self.home(host) / "init.sh")],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
             )
+
+    def _await(self, host: int) -> None:
+        _wait(lambda: (self.home(host) / "root" / "ready").exists() and self._answers(host))
 
     def _profile(self) -> str:
         path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -227,6 +231,13 @@ class Lab:
     def crash(self, host: int) -> None:
         """Power off: every process of the host is gone at once."""
         os.kill(self.first_process(host), signal.SIGKILL)
+
+    def boot(self, host: int) -> None:
+        """Power on again, after `crash`: the host has its files and its network, and no process but its own first."""
+        self.processes[host].wait(10)
+        (self.home(host) / "root" / "ready").unlink()
+        self.processes[host] = self._boot(host)
+        self._await(host)
 
     def processes_of(self, host: int) -> list[str]:
         """Command lines on a host, but for init, sshd and what is used to look."""

@@ -30,6 +30,7 @@ from app.faults import (
     interval,
     settled,
 )
+from app.job import Job
 from app.launchers import answers
 from app.launchers.elastic import Elastic, count_room, limits_of
 from app.launchers.hangs import Sign
@@ -270,6 +271,22 @@ def test_whole_groups_and_the_same_global_batch(workers: int, more: list[str], s
     share = config.train.global_batch_size // first.dp
     assert config.train.micro_batch_size is not None and config.train.micro_batch_size <= share, "more accumulation"
     assert prepared.steps == found.first.steps
+
+
+def test_machines_that_come_back_one_after_another_cost_one_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, nodes = [100.0], {"a": {"CPU": 2.0}}
+    monkeypatch.setattr("app.launchers.elastic.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("app.launchers.elastic.free_by_node", lambda excluded: nodes)
+    found = elastic(4, "strategy=ddp", "train.global_batch_size=12")
+    job = found.job(Job(found.started_with, found.first.layout, "/nowhere", "x", "y", 5, "/"), 2)
+    said: dict[float, int | None] = {}
+    for second in range(100, 112):
+        now[0] = float(second)
+        nodes |= {"b": {"CPU": 1.0}} if second >= 102 else {}
+        nodes |= {"c": {"CPU": 1.0}} if second >= 104 else {}
+        said[second] = found.more(job)
+    assert {second for second, more in said.items() if more is None} == set(range(100, 107))
+    assert {more for second, more in said.items() if second >= 107} == {4}, "never 3"
 
 
 def test_room_is_counted_by_node() -> None:

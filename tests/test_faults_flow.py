@@ -177,6 +177,31 @@ def test_a_death_that_only_its_peers_tell_of_is_one(monkeypatch: pytest.MonkeyPa
     assert scene.sizes == [4, 4, 4], "worker 1's node is not to blame"
 
 
+def test_who_it_was_that_peers_lost_is_said_once_ray_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch)
+    scene.elastic.written.fault.elastic_seconds = 1000.0
+
+    def loses_a_peer(scene: Scene) -> dict[int | None, BaseException]:
+        scene.driver.step, scene.driver.progressed = 20, True
+        scene.nodes["d"]["CPU"] = 0.0  # its places are lost, and Ray still takes it for alive
+        return {1: RuntimeError("Read error: Connection reset by peer")}
+
+    def waits(scene: Scene) -> dict[int | None, BaseException]:
+        scene.driver.whereabouts.ranks = {}  # nobody has begun
+        return {None: NoRoom("no places")}
+
+    def waits_in_vain(scene: Scene) -> dict[int | None, BaseException]:
+        del scene.nodes["d"]
+        scene.elastic.written.fault.elastic_seconds = 0.0
+        return waits(scene)
+
+    scene.go(loses_a_peer, waits, waits_in_vain, finishes)
+    assert all("a worker that worker 1 was connected to died after step 20" in said for said in scene.said[:2])
+    assert "worker 3, process 103 on 10.0.0.3, died after step 20 with its node; there is room for 3" in scene.said[2]
+    assert "died after step 20 with its node" in scene.tags["trireme.last_failure"]
+    assert scene.sizes == [4, 4, 4, 3] and scene.driver.failures == 1
+
+
 def test_announced_ends_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, "fault.max_restarts=0")
     scene.driver.whereabouts.announced["d"] = "AWS takes it back"

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 1.0
 SETTLED_SECONDS = 3.0
-"""Room for more must have been there this long before training is held up to use it."""
+"""The same room for more must have been there this long before training is held up to use it: machines that come back
+one after another cost one pause."""
 
 
 def limits_of(config: Config, *, growing: bool = False) -> Limits:
@@ -57,7 +58,8 @@ class Elastic:
     known: dict[int, tuple[Config, Prepared] | None] = field(default_factory=dict)
     looked_at: float = 0.0
     lacking_since: float | None = None
-    more_since: float | None = None
+    more_found: int | None = None
+    more_since: float = 0.0
 
     @property
     def limits(self) -> Limits:
@@ -140,11 +142,10 @@ class Elastic:
         """While training goes on with fewer workers than wanted: how many there could be, once that is sure."""
         if job.layout.dims.world_size >= self.wanted or not self._due():
             return None
-        found = grown(self.look(job))
-        self.more_since = None if found is None else self.more_since or time.monotonic()
-        if self.more_since is None or time.monotonic() - self.more_since < SETTLED_SECONDS:
-            return None
-        return found
+        found, now = grown(self.look(job)), time.monotonic()
+        if found != self.more_found:
+            self.more_found, self.more_since = found, now
+        return found if now - self.more_since >= SETTLED_SECONDS else None
 
     def _due(self) -> bool:
         now = time.monotonic()

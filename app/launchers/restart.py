@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import ray
@@ -14,7 +14,7 @@ from app.errors import Interrupted, NonFiniteError, RunFailed, UserError
 from app.faults import Action, Death, Decision, Failure, Kind, death_of, decide
 from app.job import Job
 from app.launchers.elastic import Elastic, limits_of, living
-from app.launchers.whereabouts import kernel_kills, last_words
+from app.launchers.whereabouts import Where, kernel_kills, last_words
 from strategies.dims import LayoutError
 
 if TYPE_CHECKING:
@@ -144,6 +144,7 @@ class Cause:
 
     kind: Kind
     sentence: str
+    hearsay: bool = False
 
 
 def classify(failures: Failures, driver: Driver, history: list[Failure]) -> Failure:
@@ -151,11 +152,27 @@ def classify(failures: Failures, driver: Driver, history: list[Failure]) -> Fail
     rank, original = first_cause(failures)
     cause = _cause(rank, original, driver)
     if cause.kind is Kind.NO_ROOM and history:
-        cause = Cause(Kind.NO_ROOM, history[-1].sentence)
+        cause = replace(_now_known(history[-1], driver), kind=Kind.NO_ROOM)
     where = driver.whereabouts.ranks.get(rank) if rank is not None and not _lost_peer(original) else None
-    return Failure(
-        cause.kind, cause.sentence, driver.step, driver.progressed, where.node if where else "", at=time.monotonic()
-    )
+    node = where.node if where else ""
+    return Failure(cause.kind, cause.sentence, driver.step, driver.progressed, node, time.monotonic(), cause.hearsay)
+
+
+def _now_known(failure: Failure, driver: Driver) -> Cause:
+    """What is waited for. Peers notice at once that one is gone, Ray some seconds later which node went."""
+    before = driver.whereabouts.before
+    found = _gone_with_its_node(before, driver) if failure.hearsay else None
+    return found or Cause(failure.kind, failure.sentence, failure.hearsay)
+
+
+def _gone_with_its_node(ranks: Mapping[int, Where], driver: Driver) -> Cause | None:
+    """The end of the first of these whose node Ray takes for dead; None if there is none."""
+    dead = {node for node in {where.node for where in ranks.values()} if not living(node)}
+    where = next((where for _, where in sorted(ranks.items()) if where.node in dead), None)
+    if where is None:
+        return None
+    announced = driver.whereabouts.announced.get(where.node, "")
+    return Cause(*death_of(Death(str(where), driver.step, node_gone=True, announced=announced)))
 
 
 def _cause(rank: int | None, original: BaseException, driver: Driver) -> Cause:
@@ -168,8 +185,10 @@ def _cause(rank: int | None, original: BaseException, driver: Driver) -> Cause:
     if isinstance(original, WorkerLost) or _is_death(original):
         return Cause(*death_of(_death(rank, original, driver)))
     if _lost_peer(original):  # and nobody says who that is
+        if found := _gone_with_its_node(driver.whereabouts.ranks, driver):
+            return found
         after = f"after step {driver.step:,}" if driver.step else "before the first step"
-        return Cause(Kind.DIED, f"a worker that worker {rank} was connected to died {after}")
+        return Cause(Kind.DIED, f"a worker that worker {rank} was connected to died {after}", hearsay=True)
     text = (str(original).strip().splitlines() or [""])[0]
     at = f" on worker {rank}" if rank is not None else ""
     log = f" (see {driver.run.local_folder}/logs/rank-{rank}.log)" if rank is not None else ""

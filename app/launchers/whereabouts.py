@@ -32,15 +32,17 @@ class Where:
 
 @dataclass
 class Whereabouts:
-    """ranks: of the present or last attempt. announced: nodes that are about to go, and why, by id. told: the same for
-    ranks of this attempt whose process was asked to end."""
+    """ranks: of the present or last attempt. before: of the last one that had any, once another has begun. announced:
+    nodes that are about to go, and why, by id. told: the same for ranks of this attempt whose process was asked to
+    end."""
 
     ranks: dict[int, Where] = field(default_factory=dict)
+    before: dict[int, Where] = field(default_factory=dict)
     announced: dict[str, str] = field(default_factory=dict)
     told: dict[int, str] = field(default_factory=dict)
 
     def begin(self) -> None:
-        self.ranks, self.told = {}, {}
+        self.ranks, self.before, self.told = {}, self.ranks or self.before, {}
 
     def end(self) -> None:
         """Keeps no actor alive whose attempt is over."""

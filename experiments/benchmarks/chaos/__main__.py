@@ -1,6 +1,6 @@
 """`python -m experiments.benchmarks chaos`: seeded kills of anything, at any moment; nothing may be lost.
 
-`chaos useful`, `chaos peers` and `chaos fuzz` are the other measures: see --help of each.
+`chaos useful`, `chaos elastic`, `chaos peers` and `chaos fuzz` are the other measures: see --help of each.
 """
 
 from __future__ import annotations
@@ -91,6 +91,32 @@ def peers(python: str, kills: int, each: int, seed: int, only: str) -> None:
     if not Path(python).exists():
         raise click.ClickException(f"there is no {python}: `make peers` makes it")
     click.echo(table({peer: measure(python, peer, kills, each, seed) for peer in PEERS if only in peer}))
+
+
+@main.command("elastic")
+@click.option("--launcher", default="ray", show_default=True, type=click.Choice(["ray", "actors"]))
+@click.option("--out", default="", help="Folder of run, MLflow database and results; default: runs/elastic-LAUNCHER.")
+@click.option("--draw", "drawn", is_flag=True, help="Only draw the picture again, from results that are there.")
+def elastic(launcher: str, out: str, drawn: bool) -> None:
+    """4, 3, 2, then 4 workers in a lab of four hosts: one is cut off, one loses power, both come back (needs root)."""
+    from experiments.benchmarks.chaos.elastic import Ride, cluster, draw, ride, table
+    from tests.lab import unavailable
+
+    folder = Path(out or f"runs/elastic-{launcher}").resolve()
+    results = folder / "elastic.json"
+    if not drawn:
+        if why := unavailable():
+            raise click.ClickException(why)
+        if folder.exists():
+            raise click.ClickException(f"{folder} is there already: name another folder with --out")
+        with cluster() as lab:
+            ride(lab, launcher, folder).save(results)
+    elif not results.exists():
+        raise click.ClickException(f"there is no {results}: leave --draw out first")
+    found = Ride.load(results)
+    draw(found, folder / "elastic.png")
+    click.echo(table(found))
+    click.echo(f"{folder}/elastic.png; the run in MLflow: mlflow ui --backend-store-uri sqlite:///{folder}/mlflow.db")
 
 
 if __name__ == "__main__":

@@ -56,19 +56,19 @@ class Numbered(Dataset[tuple[Tensor, Tensor, int]]):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
-        self.up, self.down, self.drop = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.Dropout(0.1)
+        self.up, self.down, self.drop = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.drop(self.down(torch.tanh(self.up(x))))
 
 
 class Net(nn.Module):
-    def __init__(self, width: int, blocks: int) -> None:
+    def __init__(self, width: int, blocks: int, dropout: float = 0.1) -> None:
         super().__init__()
         self.entry, self.head = nn.Linear(2, width), nn.Linear(width, 4)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(blocks))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x)
@@ -90,14 +90,18 @@ def note(record: int, positions: list[int], samples: list[int]) -> None:
 
 
 class Recorded(Task):
-    """folder: where to write down what was seen and to look for orders; "" for neither."""
+    """folder: where to write down what was seen and to look for orders; "" for neither. dropout: 0 where other numbers
+    of workers are to compute the same."""
 
-    def __init__(self, *, folder: str = "", step_seconds: float = 0.0, width: int = 16, n_blocks: int = 4) -> None:
-        self.folder, self.step_seconds, self.width, self.n_blocks = folder, step_seconds, width, n_blocks
+    def __init__(
+        self, *, folder: str = "", step_seconds: float = 0.0, width: int = 16, n_blocks: int = 4, dropout: float = 0.1
+    ) -> None:
+        self.folder, self.step_seconds = folder, step_seconds
+        self.width, self.n_blocks, self.dropout = width, n_blocks, dropout
         self.record: int | None = None
 
     def build_model(self) -> nn.Module:
-        return Net(self.width, self.n_blocks)
+        return Net(self.width, self.n_blocks, self.dropout)
 
     def train_data(self) -> Points:
         if self.folder and dist.is_initialized() and self.record is None:
