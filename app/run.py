@@ -184,9 +184,16 @@ class Run:
                 write_lease(self.storage, self.attempt, beat)
             except OSError:  # the storage is away; the next beat tries again. Only the lease is gone: it is still ours.
                 with contextlib.suppress(OSError):
-                    if self.storage.exists("run.json") and not self._beating.is_set():
+                    if self._is_newest() and not self._beating.is_set():
                         write_lease(self.storage, self.attempt, beat)
             beat += 1
+
+    def _is_newest(self) -> bool:
+        """Whether no later start has taken this run over, and maybe ended: its number would be higher."""
+        try:
+            return int(json.loads(self.storage.read_bytes("run.json"))["starts"]) == self.manifest.starts
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
 
 
 def _difference(key: str, saved: Manifest, now: Any) -> str:

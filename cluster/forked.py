@@ -16,12 +16,15 @@ import time
 import traceback
 from typing import Any, NoReturn
 
+LOST_OUTPUT = 120
+"""Python's exit code where its last output could not be written."""
+
 
 def become(streams: list[int], request: dict[str, Any]) -> NoReturn:
     """Runs the script or module that the request names, with its words, environment, folder and streams; does not
     return.
 
-    request: argv (its first word a file, or "-m" and a module), env, cwd.
+    request: argv (its first word a file, or "-m" and a module), env, and `cluster.forked_worker.bearings`.
     """
     code = 1
     try:
@@ -35,17 +38,25 @@ def become(streams: list[int], request: dict[str, Any]) -> NoReturn:
 
 def _end(code: int) -> NoReturn:
     """What Python does at its end. The way up is barred: there stand the server's own frames."""
-    for last in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):  # type: ignore[attr-defined]
+    for last in (threading._shutdown, atexit._run_exitfuncs, sys.stderr.flush):  # type: ignore[attr-defined]
         with contextlib.suppress(BaseException):
             last()
-    os._exit(code)
+    try:
+        sys.stdout.flush()
+    except BaseException:
+        code = code or LOST_OUTPUT
+    os._exit(code & 0xFF)
 
 
 def _take(streams: list[int], request: dict[str, Any]) -> None:
     os.setsid()  # a raylet ends the whole process group of a worker that has ended
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in request.get("ignored", ()):
+        with contextlib.suppress(OSError, ValueError):
+            signal.signal(number, signal.SIG_IGN)
+    if signal.SIGINT not in request.get("ignored", ()):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, fd in enumerate(streams):
         os.dup2(fd, number)
         if fd > 2:
@@ -59,6 +70,10 @@ def _take(streams: list[int], request: dict[str, Any]) -> None:
     for name, (soft, hard) in request.get("limits", {}).items():
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(getattr(resource, name), (soft, hard))
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, request.get("cores") or os.sched_getaffinity(0))
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write(str(request.get("oom", 0)))
     random.seed()  # the server's generators stand where every other fork's do
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
@@ -83,7 +98,12 @@ def _open_streams() -> None:
 def _take_threads(torch: Any) -> None:
     """Gives torch the number of threads that it would have taken from the environment when it is imported."""
     wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    torch.set_num_threads(int(wanted) if wanted.isdigit() and int(wanted) else len(os.sched_getaffinity(0)))
+    cores = len(os.sched_getaffinity(0))
+    if torch.backends.mkl.is_available():  # it counts cores, and not what hyper-threading makes of them
+        import psutil
+
+        cores = min(cores, psutil.cpu_count(logical=False) or cores)
+    torch.set_num_threads(int(wanted) if wanted.isdigit() and int(wanted) else cores)
 
 
 def _run(words: list[str]) -> int:

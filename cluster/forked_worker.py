@@ -15,18 +15,36 @@ import fcntl
 import hashlib
 import json
 import os
+import signal
 import socket
+import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-LOADED_WITH = ("MKL_", "KMP_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON", "TORCH_", "PYTORCH_", "RAY_TRAIN_")
+LOADED_WITH = (
+    "OMP_",
+    "GOMP_",
+    "MKL_",
+    "KMP_",
+    "OPENBLAS_",
+    "MALLOC_",
+    "LD_",
+    "PYTHON",
+    "TORCH_",
+    "PYTORCH_",
+    "RAY_TRAIN_",
+)
 """Beginnings of variables that count when a library is loaded: a process with others is no one to be forked from."""
-SET_BY_RAY = ("PYTHONBREAKPOINT",)
+SET_LATER = ("PYTHONBREAKPOINT", "OMP_NUM_THREADS")
+SPACES = ("mnt", "pid", "net", "ipc", "user")
+"""Namespaces: /tmp may be one for several containers."""
 SOCKET = "TRIREME_FORK_SERVER"
 """Variable with the path of the one fork server that all workers of a Ray are forked from."""
 NO_JOB = "ffffffff"
+ANSWER_SECONDS = 60.0
+"""A server may still be importing when it is asked; one that is silent for longer is stuck."""
 WORKER = "default_worker.py"
 
 
@@ -37,8 +55,8 @@ def folder() -> str:
     """
     path = f"/tmp/trireme-{os.getuid()}"
     os.makedirs(path, mode=0o700, exist_ok=True)
-    found = os.stat(path)
-    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise PermissionError(f"{path} is not this user's alone")
     return path
 
@@ -46,12 +64,13 @@ def folder() -> str:
 def key(preload: str, environment: Mapping[str, str]) -> str:
     """Names what a process must have in common with another to be one that it can be forked from."""
     same = sorted((name, value) for name, value in environment.items() if _counts(name))
-    parts = json.dumps([os.path.realpath(sys.executable), sys.prefix, ROOT, preload, same])
+    spaces = [os.readlink(f"/proc/self/ns/{name}") for name in SPACES]
+    parts = json.dumps([os.path.realpath(sys.executable), sys.prefix, ROOT, preload, same, spaces])
     return hashlib.sha256(parts.encode()).hexdigest()[:24]
 
 
 def _counts(name: str) -> bool:
-    return name.startswith(LOADED_WITH) and name not in SET_BY_RAY
+    return name.startswith(LOADED_WITH) and name not in SET_LATER
 
 
 def found(preload: str, environment: Mapping[str, str]) -> str | None:
@@ -65,14 +84,13 @@ def found(preload: str, environment: Mapping[str, str]) -> str | None:
 
 
 def ensure(preload: str, owner: int, seconds: float, environment: Mapping[str, str]) -> str:
-    """The same; one is started, to end with the process `owner`, where there is none.
+    """The same, of one that ends with the process `owner`, as its forks do; it is started where there is none.
 
     Raises OSError where that is not possible."""
     with locked():
-        path = found(preload, environment)
-        if path is None:
+        path = os.path.join(folder(), f"{key(preload, environment)}-{owner}.socket")
+        if not _listens(path):
             _tidy()
-            path = os.path.join(folder(), f"{key(preload, environment)}-{owner}.socket")
             start(path, preload, owner, seconds, environment)
     return path
 
@@ -108,14 +126,16 @@ def start(path: str, preload: str, owner: int, seconds: float, environment: Mapp
     code = f"import sys; sys.path[0] = {ROOT!r}; from cluster.forkserver import main; main()"
     words = [sys.executable, "-c", code, path, str(listener.fileno()), preload, str(owner), str(seconds)]
     # One thread for OpenMP, since more could not be forked: each child sets its own number (app/launchers/inbox.py).
-    # Ray reads the job when it is imported: workers of none serve any.
+    # Ray reads the job when it is imported, and whom to end with: workers of no job serve any.
     with open(os.devnull, "r+b") as nothing:
         pid = os.posix_spawn(
             sys.executable,
             words,
-            {**environment, "OMP_NUM_THREADS": "1", "RAY_JOB_ID": NO_JOB},
+            {**environment, "OMP_NUM_THREADS": "1", "RAY_JOB_ID": NO_JOB, "RAY_RAYLET_PID": str(owner)},
             file_actions=[(os.POSIX_SPAWN_DUP2, nothing.fileno(), fd) for fd in (0, 1, 2)],
             setsid=True,
+            setsigmask=(),
+            setsigdef=[number for number in signal.valid_signals() if number not in (signal.SIGKILL, signal.SIGSTOP)],
         )
     listener.close()
     return pid
@@ -136,8 +156,26 @@ def ask(path: str, request: Mapping[str, Any]) -> socket.socket:
     return connection
 
 
+def bearings() -> dict[str, Any]:
+    """What a process has from whoever started it, and a fork is to have from whoever asked for it."""
+    import resource
+
+    names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+    mask = os.umask(0o022)
+    os.umask(mask)
+    with open("/proc/self/oom_score_adj") as score:
+        return {
+            "cwd": os.getcwd(),
+            "umask": mask,
+            "limits": {name: resource.getrlimit(getattr(resource, name)) for name in names},
+            "cores": sorted(os.sched_getaffinity(0)),
+            "oom": int(score.read()),
+            "ignored": [int(n) for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN],
+        }
+
+
 def answer(connection: socket.socket) -> dict[str, Any] | None:
-    """The next line that the server says; None where it has ended."""
+    """The next line that the server says; None where it has ended, or says nothing within the connection's time."""
     line = b""
     with contextlib.suppress(OSError):
         while not line.endswith(b"\n"):
@@ -155,6 +193,7 @@ def forked(path: str, request: Mapping[str, Any]) -> bool:
     except OSError:
         return False
     with connection:
+        connection.settimeout(ANSWER_SECONDS)
         return bool((answer(connection) or {}).get("pid"))
 
 
@@ -169,6 +208,7 @@ def from_this_node(preload: str, seconds: float, request: Mapping[str, Any]) -> 
 
 def _listens(path: str) -> bool:
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)  # of a server whose queue is full
         probe.connect(path)
         return True
     return False
@@ -189,8 +229,8 @@ def runtime_environment(words: Sequence[str]) -> tuple[dict[str, Any], list[str]
 
 def main() -> None:
     flags, words = split(sys.argv[1:])
-    request = {"argv": words, "cwd": os.getcwd()}
     with contextlib.suppress(OSError, ValueError):
+        request = {"argv": words, **bearings()}
         if flags:  # as a job's py_executable: Ray has set the environment
             if from_this_node(flags["preload"], float(flags["seconds"]), request | {"env": dict(os.environ)}):
                 return

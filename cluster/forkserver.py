@@ -19,6 +19,7 @@ import select
 import signal
 import socket
 import sys
+import sysconfig
 import time
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,13 @@ class Server:
         self.path, self.listener, self.seconds = path, listener, seconds
         self.owner = os.pidfd_open(owner)
         self.made = os.stat(path).st_ino
-        self.newest = newest_source()
+        self.sources = sources()
         self.children: dict[int, socket.socket | None] = {}
         self.used = time.monotonic()
-        self.wake, write = os.pipe()
-        os.set_blocking(write, False)
-        signal.set_wakeup_fd(write)
+        self.wake, self.waker = os.pipe()
+        os.set_blocking(self.waker, False)
+        signal.set_wakeup_fd(self.waker)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def serve(self) -> None:
         """Until its owner has ended, it has been idle, or what it has imported is not what is on disk any more."""
@@ -114,24 +114,28 @@ class Server:
                 waits.close()
 
     def _accept(self) -> None:
-        connection, _ = self.listener.accept()
-        connection.settimeout(REQUEST_SECONDS)
+        """Answers one client; what goes wrong with it (no more processes, no more files) ends nobody else's work."""
+        streams: list[int] = []
+        connection = None
         try:
-            found = receive(connection)
+            connection, _ = self.listener.accept()
+            connection.settimeout(REQUEST_SECONDS)
+            request = receive(connection, streams)
+            if request is None or _is_gone(connection):
+                connection.close()
+                return
+            self.used = time.monotonic()
+            if sources() != self.sources:  # whoever asks starts another server
+                self._vanish()
+                connection.close()
+            else:
+                self._fork(connection, streams, request)
         except (OSError, ValueError):
-            connection.close()
-            return
-        if found is None:  # somebody only looked whether there is a server
-            connection.close()
-            return
-        streams, request = found
-        self.used = time.monotonic()
-        if newest_source() > self.newest:  # the code has changed: whoever asks starts another server
-            self._vanish()
-        else:
-            self._fork(connection, streams, request)
-        for fd in streams:
-            os.close(fd)
+            if connection is not None:
+                connection.close()
+        finally:
+            for fd in streams:
+                os.close(fd)
 
     def _fork(self, connection: socket.socket, streams: list[int], request: dict[str, Any]) -> None:
         pid = os.fork()
@@ -141,7 +145,8 @@ class Server:
             for other in self.children.values():
                 if other is not None:
                     other.close()
-            os.close(self.owner)
+            for fd in (self.owner, self.wake, self.waker):
+                os.close(fd)
             forked.become(streams, request)
         waits = bool(request.get("wait"))
         self.children[pid] = connection if waits else None
@@ -150,11 +155,13 @@ class Server:
             connection.close()
 
 
-def receive(connection: socket.socket) -> tuple[list[int], dict[str, Any]] | None:
-    """The three streams and the request that a client has sent; None where it has sent nothing.
+def receive(connection: socket.socket, streams: list[int]) -> dict[str, Any] | None:
+    """The request that a client has sent, its three streams put into `streams`; None where it only looked whether there
+    is a server.
 
     Raises ValueError or OSError for anything else."""
-    first, streams, _, _ = socket.recv_fds(connection, 1, 3)
+    first, found, _, _ = socket.recv_fds(connection, 1, 3)
+    streams += found
     if not first:
         return None
     line = b""
@@ -165,7 +172,18 @@ def receive(connection: socket.socket) -> tuple[list[int], dict[str, Any]] | Non
         line += part
     if len(streams) != 3:
         raise ValueError("three streams are wanted")
-    return streams, json.loads(line)
+    return dict(json.loads(line))
+
+
+def _is_gone(connection: socket.socket) -> bool:
+    """Whether a client has left while it waited: it has gone another way, and a fork would be one too many."""
+    connection.settimeout(0)
+    try:
+        return connection.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    finally:
+        connection.settimeout(REQUEST_SECONDS)
 
 
 def _say(connection: socket.socket, what: dict[str, Any]) -> None:
@@ -173,20 +191,24 @@ def _say(connection: socket.socket, what: dict[str, Any]) -> None:
         connection.sendall(json.dumps(what).encode() + b"\n")
 
 
-def newest_source() -> float:
-    """When (Unix time) the code beside this package last changed."""
+def sources() -> frozenset[tuple[str, int, int]]:
+    """What the code beside this package is made of, and the packages that are installed: another answer later means
+    that something was changed since."""
     root = Path(__file__).parents[1]
-    times = [0.0]
-    for part in ("app", "strategies", "cluster"):
-        for file in (root / part).rglob("*.py"):
-            with contextlib.suppress(OSError):
-                times.append(file.stat().st_mtime)
-    return max(times)
+    files = [file for part in ("app", "strategies", "cluster") for file in (root / part).rglob("*.py")]
+    found = set()
+    for path in [*files, Path(sysconfig.get_path("purelib"))]:
+        with contextlib.suppress(OSError):
+            about = path.stat()
+            found.add((str(path), about.st_mtime_ns, about.st_size))
+    return frozenset(found)
 
 
 def main() -> None:
     """path, number of its listening socket, modules to import (with commas), owner's pid, seconds."""
     path, fd, preload, owner, seconds = sys.argv[1:6]
+    os.closerange(3, int(fd))  # what the command that started this had open is not this one's to keep
+    os.closerange(int(fd) + 1, os.sysconf("SC_OPEN_MAX"))
     server = Server(path, socket.socket(fileno=int(fd)), int(owner), float(seconds))
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # read when Ray Train is imported
     for name in preload.split(","):

@@ -9,11 +9,14 @@ say.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import shlex
 import signal
+import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,10 @@ from cluster import forked_worker
 PRELOAD = "app.launchers.preload"
 """The module that a fork server imports; by name, since this package knows nothing of the application."""
 STUB = str(Path(forked_worker.__file__).resolve())
+OWN_PYTHON = ("pip", "uv", "conda", "py_executable", "container", "image_uri", "nsight", "rocprof_sys")
+"""Parts of a job's runtime environment that decide what its workers are started with."""
+WITHOUT = ("cluster.keep_warm_seconds=0", "launcher=local", "launcher=torchrun")
+"""Beginnings of words that say that a command needs no fork."""
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -69,7 +76,7 @@ def begin(seconds: float) -> None:
     address = _expected()
     if not address:
         OWN.begin()
-    elif raylet := _raylet_of(address):
+    elif (raylet := _raylet_of(address)) and _stands_like(raylet):
         with contextlib.suppress(OSError):
             forked_worker.ensure(PRELOAD, raylet, seconds, environment())
 
@@ -82,13 +89,12 @@ def in_a_fork(words: Sequence[str]) -> int | None:
     """
     if not _possible() or not _expected() or "app.train" in sys.modules or "RANK" in os.environ:
         return None
-    mask = os.umask(0o022)
-    os.umask(mask)
-    limits = {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")}
-    request = {"argv": ["-m", "app", *words], "cwd": os.getcwd(), "env": dict(os.environ), "wait": True}
+    if any(word.startswith(WITHOUT) for word in words):
+        return None
     try:
+        request = {"argv": ["-m", "app", *words], "env": dict(os.environ), "wait": True, **forked_worker.bearings()}
         path = forked_worker.found(PRELOAD, environment())
-        connection = forked_worker.ask(path, request | {"limits": limits, "umask": mask}) if path else None
+        connection = forked_worker.ask(path, request) if path else None
     except OSError:
         return None
     if connection is None:
@@ -97,19 +103,34 @@ def in_a_fork(words: Sequence[str]) -> int | None:
         return _wait(connection)
 
 
-def _wait(connection: Any) -> int | None:
+def _wait(connection: socket.socket) -> int | None:
+    connection.settimeout(forked_worker.ANSWER_SECONDS)
     said = forked_worker.answer(connection)
-    if said is None:  # its code is not what is on disk any more
+    if said is None:  # its code is not what is on disk any more, or it is stuck
         return None
+    connection.settimeout(None)
     pid = said["pid"]
     for number in FORWARDED:
-        signal.signal(number, lambda number, frame: _hand_on(pid, number))
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda number, frame: _hand_on(pid, number))
     said = forked_worker.answer(connection)
-    code = said["exit"] if said else 1
+    if said is None:
+        return _outlive(pid)
+    code = said["exit"]
     if code < 0:  # as if the signal had met this process
         signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
         os.kill(os.getpid(), -code)
     return int(code)
+
+
+def _outlive(pid: int) -> int:
+    """Waits for a fork whose server has died: it goes on by itself, but its exit code is lost."""
+    with contextlib.suppress(ProcessLookupError):
+        while True:
+            os.kill(pid, 0)
+            time.sleep(0.2)
+    print(f"trireme: what process {pid} ended with is not known: run the same command again to see", file=sys.stderr)
+    return 1
 
 
 def _hand_on(pid: int, number: int) -> None:
@@ -129,19 +150,46 @@ def python_path() -> str:
 
 def runtime_env(seconds: float) -> dict[str, Any]:
     """What a job on a cluster asks of its workers' processes; seconds: as in `begin`."""
-    if seconds <= 0 or not _possible():
+    if seconds <= 0 or not _possible() or _has_own_python() or shlex.quote(STUB) != STUB:
         return {}
     # Ray has a shell read this on the node. What `python` is there, only its raylet knows.
     python = "tr '\\0' '\\n' < /proc/$RAY_RAYLET_PID/cmdline | sed -n 's/^--python_worker_command=\\([^ ]*\\) .*/\\1/p'"
     flags = f"--preload={PRELOAD} --seconds={seconds:g}"
-    stub = shlex.quote(STUB)
-    found = f'p=$({python}); p=${{p:-python3}}; test -f {stub} && echo "$p {stub} {flags}" || echo "$p"'
+    found = f'p=$({python}); p=${{p:-python3}}; test -f {STUB} && echo "$p {STUB} {flags}" || echo "$p"'
     return {"py_executable": f"$({found})"}
+
+
+def _has_own_python() -> bool:
+    """Whether this process is a Ray job that asks for another Python, or another start of it, than the cluster's."""
+    try:
+        job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}").get("runtime_env") or {}
+    except ValueError:
+        return False
+    return any(job.get(name) for name in OWN_PYTHON)
 
 
 def _possible() -> bool:
     """Forks, Unix sockets and /proc as they are on Linux."""
-    return sys.platform == "linux" and hasattr(os, "pidfd_open") and "TRIREME_NO_FORKS" not in os.environ
+    if sys.platform != "linux" or "TRIREME_NO_FORKS" in os.environ:
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def _stands_like(raylet: int) -> bool:
+    """Whether what this process starts would have the limits, cores and control group of what the raylet starts."""
+    limits = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+    with contextlib.suppress(OSError):
+        return (
+            all(resource.getrlimit(limit)[1] == resource.prlimit(raylet, limit)[1] for limit in limits)
+            and os.sched_getaffinity(0) == os.sched_getaffinity(raylet)
+            and os.getpriority(os.PRIO_PROCESS, 0) == os.getpriority(os.PRIO_PROCESS, raylet)
+            and Path("/proc/self/cgroup").read_text() == Path(f"/proc/{raylet}/cgroup").read_text()
+        )
+    return False
 
 
 def _expected() -> str:

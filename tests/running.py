@@ -48,8 +48,19 @@ def environment(**more: str) -> dict[str, str]:
 def start(arguments: list[str], *, env: dict[str, str] | None = None, program: list[str] | None = None) -> Any:
     command = [*(program or [sys.executable, "-m", "app"]), *arguments]
     return subprocess.Popen(
-        command, cwd=ROOT, env=env or environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=env or environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=_heed_ctrl_c,
     )
+
+
+def _heed_ctrl_c() -> None:
+    """Also where the tests were started in the background, whose processes ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def trireme(*arguments: str, env: dict[str, str] | None = None, timeout: float = 120.0) -> Ended:

@@ -147,20 +147,39 @@ def test_what_counts_when_a_library_is_loaded_is_in_the_key() -> None:
     assert key == forked_worker.key("app", base | {"HOME": "/c", "PYTHONBREAKPOINT": "y", "RAY_JOB_ID": "01"})
     assert key != forked_worker.key("app", base | {"PYTHONPATH": "/c"})
     assert key != forked_worker.key("app", base | {"LD_LIBRARY_PATH": "/c"})
+    assert key != forked_worker.key("app", base | {"OMP_PROC_BIND": "true"})
+    assert key == forked_worker.key("app", base | {"OMP_NUM_THREADS": "3"}), "each fork sets its own"
     assert key != forked_worker.key("other", base)
+
+
+def test_a_job_with_a_python_of_its_own_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "forked_worker.py" in warm.runtime_env(600)["py_executable"]
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"working_dir": "gcs://x.zip"}}))
+    assert "forked_worker.py" in warm.runtime_env(600)["py_executable"]
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"pip": ["a"]}}))
+    assert warm.runtime_env(600) == {} == warm.runtime_env(0)
 
 
 def test_a_folder_that_others_may_look_into_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forked_worker.os, "getuid", lambda: 12345)
     monkeypatch.setattr(forked_worker.os, "makedirs", lambda path, **named: None)
-    monkeypatch.setattr(forked_worker.os, "stat", lambda path: os.lstat(tmp_path))
+    own = os.lstat
+    monkeypatch.setattr(forked_worker.os, "lstat", lambda path: own(tmp_path))
     with pytest.raises(PermissionError, match="not this user's alone"):
         forked_worker.folder()
 
 
-def test_the_newest_source_is_found() -> None:
-    newest = max((ROOT / "cluster").rglob("*.py"), key=lambda path: path.stat().st_mtime)
-    assert forkserver.newest_source() >= newest.stat().st_mtime
+def test_code_that_is_rolled_back_is_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cluster").mkdir()
+    file = tmp_path / "cluster" / "forkserver.py"
+    file.write_text("a = 1")
+    monkeypatch.setattr(forkserver, "__file__", str(file))
+    before = forkserver.sources()
+    assert before == forkserver.sources()
+    os.utime(file, (1, 1))
+    assert forkserver.sources() != before
+    file.unlink()
+    assert forkserver.sources() != before
 
 
 # --- in Ray -----------------------------------------------------------------------------------------------------
@@ -177,6 +196,12 @@ def parents(run: Path) -> list[str]:
     return found
 
 
+def both(run: Path) -> list[str]:
+    """The same once both workers train."""
+    found = parents(run)
+    return found if len(found) == 2 else []
+
+
 def _open_files(process: psutil.Process) -> str:
     return "\n".join(file.path for file in process.open_files())
 
@@ -191,13 +216,11 @@ def test_workers_and_the_second_command_are_forks(
     first = trireme(*words, "run.name=first", "train.steps=2", env=ray_environment)
     assert first.code == 0, first.err
     process = start([*words, "run.name=second"], env=ray_environment)
-    log = tmp_path / "second" / "logs" / "rank-1.log"
-    wait_until(log.exists)
+    above = wait_until(lambda: both(tmp_path / "second"))
     lease = json.loads((tmp_path / "second" / "lease.json").read_text())
-    above = parents(tmp_path / "second")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert len(above) == 2 and all("cluster.forkserver" in line for line in above), above
+    assert all("cluster.forkserver" in line for line in above), above
     assert lease["pid"] != process.pid, "the command has run in a fork"
     assert "60/60" in out
 
@@ -208,7 +231,6 @@ def test_without_keeping_warm_nothing_is_forked(tmp_path: Path, ray_environment:
     process = start(
         [*words, f"run.storage={tmp_path}", "run.name=cold", "cluster.keep_warm_seconds=0"], env=ray_environment
     )
-    wait_until((tmp_path / "cold" / "logs" / "rank-1.log").exists)
-    above = parents(tmp_path / "cold")
+    above = wait_until(lambda: both(tmp_path / "cold"))
     assert process.wait(timeout=120) == 0
-    assert len(above) == 2 and not any("cluster.forkserver" in line for line in above), above
+    assert not any("cluster.forkserver" in line for line in above), above

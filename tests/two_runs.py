@@ -43,7 +43,7 @@ def run(group: ActorGroup, storage: str, name: str, strategy: str) -> dict[str, 
 
 
 if __name__ == "__main__":
-    connect({"PYTHONPATH": os.getcwd()})
+    connect(600.0)
     warm = ActorGroup(WORKERS, {"CPU": 1.0})
     warm.start()
     told = [run(warm, sys.argv[1], name, strategy) for name, strategy in (("a", "ddp"), ("b", "pipeline"))]

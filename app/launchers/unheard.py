@@ -46,7 +46,7 @@ class Unheard:
         found = {who: ip for who, ip in _actors().items() if who not in heard}
         stopped = _stopped(found)
         self.since = {who: self.since.get(who, now) for who in stopped}
-        late = [who for who, since in self.since.items() if now - since >= self.every]
+        late = [who for who, since in self.since.items() if now - since >= self.patience]
         said = []
         for node, pid in late:
             del self.since[node, pid]
