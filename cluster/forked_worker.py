@@ -141,14 +141,14 @@ def start(path: str, preload: str, owner: int, seconds: float, environment: Mapp
     return pid
 
 
-def ask(path: str, request: Mapping[str, Any]) -> socket.socket:
-    """A connection to the server at `path`, the request and this process' own three streams sent.
+def ask(path: str, request: Mapping[str, Any], streams: Sequence[int] = (0, 1, 2)) -> socket.socket:
+    """A connection to the server at `path`, the request and the three streams sent, this process' own if not said.
 
     Raises OSError where nobody listens."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(path)
-        connection.sendmsg([b"3"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
+        connection.sendmsg([b"3"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", streams))])
         connection.sendall(json.dumps(request).encode() + b"\n")
     except OSError:
         connection.close()
