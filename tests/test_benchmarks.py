@@ -137,6 +137,7 @@ def test_every_ratio_that_is_in_the_repository_is_whole_and_drawn() -> None:
 
 
 @pytest.mark.alone
+@pytest.mark.slow
 def test_both_pairs_are_measured_in_one_run() -> None:
     for name in pairs.PAIRS:
         found = pairs.run(name, "mnist", 2)

@@ -116,11 +116,12 @@ def test_torchrun_starts_the_workers_again_and_they_go_on(tmp_path: Path) -> Non
 
 
 @pytest.mark.alone
-@pytest.mark.slow
-def test_five_minutes_of_chaos(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "experiments.benchmarks", "chaos", "--seed", "5", "--kills", "60"]
-    command += ["--minutes", "5", "--out", str(tmp_path / "out")]
+@pytest.mark.parametrize(("minutes", "least"), [("1.5", 4), pytest.param("5", 12, marks=pytest.mark.slow)])
+def test_minutes_of_chaos(minutes: str, least: int, tmp_path: Path) -> None:
+    """Runs with four kills each, until the time is over; the last one is finished. A slow machine may do few."""
+    command = [sys.executable, "-m", "experiments.benchmarks", "chaos", "--seed", "5", "--kills", "60", "--each", "4"]
+    command += ["--minutes", minutes, "--out", str(tmp_path / "out")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=800, env={**os.environ})
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert '"wrong": {}' in ended.stdout
-    assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) >= 10
+    assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) >= least

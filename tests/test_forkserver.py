@@ -207,7 +207,7 @@ def _open_files(process: psutil.Process) -> str:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("launcher", ["ray", "actors"])
+@pytest.mark.parametrize("launcher", ["ray", pytest.param("actors", marks=pytest.mark.slow)])
 def test_workers_and_the_second_command_are_forks(
     launcher: str, tmp_path: Path, ray_environment: dict[str, str]
 ) -> None:
