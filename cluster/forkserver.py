@@ -21,8 +21,10 @@ import socket
 import sys
 import sysconfig
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from cluster import forked
 
@@ -204,6 +206,26 @@ def sources() -> frozenset[tuple[str, int, int]]:
     return frozenset(found)
 
 
+@contextlib.contextmanager
+def _ray_draws_nothing() -> Iterator[None]:
+    """While it lasts Ray's own generator of random ids is not used: once it was, its state would be the same in all
+    forks, and so would be what they draw. It is used for every class that is declared to be an actor's."""
+    try:
+        from ray import actor
+    except ImportError:
+        yield
+        return
+
+    class Ids:
+        @staticmethod
+        def from_random() -> Any:
+            return kind(os.urandom(kind.size()))
+
+    kind = actor.ActorClassID
+    with mock.patch.object(actor, "ActorClassID", Ids):
+        yield
+
+
 def main() -> None:
     """path, number of its listening socket, modules to import (with commas), owner's pid, seconds."""
     path, fd, preload, owner, seconds = sys.argv[1:6]
@@ -211,8 +233,9 @@ def main() -> None:
     os.closerange(int(fd) + 1, os.sysconf("SC_OPEN_MAX"))
     server = Server(path, socket.socket(fileno=int(fd)), int(owner), float(seconds))
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # read when Ray Train is imported
-    for name in preload.split(","):
-        importlib.import_module(name)
+    with _ray_draws_nothing():
+        for name in preload.split(","):
+            importlib.import_module(name)
     os.chdir("/")  # keeps no folder busy
     gc.collect()
     gc.freeze()  # objects that exist now are not looked at by a child's collector: their memory stays shared

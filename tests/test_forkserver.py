@@ -75,6 +75,22 @@ def test_forks_do_not_draw_the_same_random_numbers(server: tuple[str, int], tmp_
     assert len(lines) == 2 and lines[0] != lines[1]
 
 
+def test_forks_do_not_draw_the_same_ids_of_ray(tmp_path: Path) -> None:
+    """Two workers with the same id for their first object kill one another. The real imports, since each class that is
+    declared an actor's draws from Ray's own generator."""
+    script = tmp_path / "draws.py"
+    script.write_text("from ray._raylet import ObjectID; print('drawn', ObjectID.from_random().hex())")
+    path = str(tmp_path / "socket")
+    pid = forked_worker.start(path, warm.PRELOAD, os.getpid(), 600.0, dict(os.environ) | {"PYTHONPATH": str(ROOT)})
+    try:
+        drawn = [client(path, request(script)).communicate(timeout=60)[0] for _ in range(2)]
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    lines = [line for out in drawn for line in out.splitlines() if line.startswith("drawn")]
+    assert len(lines) == 2 and lines[0] != lines[1]
+
+
 def test_when_a_command_is_killed_its_fork_is(server: tuple[str, int], tmp_path: Path) -> None:
     script = tmp_path / "sleeps.py"
     script.write_text(f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)")
