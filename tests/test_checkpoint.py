@@ -273,3 +273,21 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 def test_meta_must_be_json(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="JSON"):
         Checkpointer(str(tmp_path)).save({"model": {}}, meta={"step": 1, "x": torch.ones(1)})
+
+
+def test_a_commit_that_a_peer_did_not_live_to_hear_of_stands(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its marker is written, then telling the others fails: it is a checkpoint all the same."""
+    checkpointer = Checkpointer(folder)
+    first = checkpointer._ranks.first
+
+    def lost(what: Any) -> Any:
+        found = first(what)
+        if isinstance(found, Commit):
+            raise RuntimeError("Connection closed by peer")
+        return found
+
+    monkeypatch.setattr(checkpointer._ranks, "first", lost)
+    checkpointer.save(state_of(1.0), meta={"step": 10})
+    with pytest.raises(CheckpointError, match="Connection closed by peer"):
+        checkpointer.close()
+    assert steps(folder) == [10]

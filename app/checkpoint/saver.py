@@ -178,7 +178,8 @@ class Checkpointer:
             files = {name: file for part in written for name, file in part.items()}
             commit = self._ranks.first(lambda: self._commit(here, replace(staged.commit, path=here.url, files=files)))
         except BaseException:
-            self._discard(here)
+            if not self._is_committed(here):
+                self._discard(here)
             raise
         if self._ranks.rank == 0:
             self._prune()
@@ -215,6 +216,13 @@ class Checkpointer:
             raise Unexchangeable(_SUPERSEDED)
         here.write_bytes(MARKER, encode(commit))
         return commit
+
+    def _is_committed(self, here: Storage) -> bool:
+        """Whether the marker is there: a peer may have died after it was written, before it heard of it."""
+        try:
+            return here.exists(MARKER)
+        except Exception:  # each object store library has its own exceptions; what is no checkpoint is swept later
+            return True
 
     def _discard(self, here: Storage) -> None:
         """Make room again after a failure (the disk may be full). What cannot be removed is swept later."""
