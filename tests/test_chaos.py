@@ -116,7 +116,7 @@ def test_torchrun_starts_the_workers_again_and_they_go_on(tmp_path: Path) -> Non
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("minutes", "least"), [("1.5", 4), pytest.param("5", 12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("minutes", "least"), [("1", 4), pytest.param("5", 12, marks=pytest.mark.slow)])
 def test_minutes_of_chaos(minutes: str, least: int, tmp_path: Path) -> None:
     """Runs with four kills each, until the time is over; the last one is finished. A slow machine may do few."""
     command = [sys.executable, "-m", "experiments.benchmarks", "chaos", "--seed", "5", "--kills", "60", "--each", "4"]
