@@ -194,7 +194,7 @@ def _stands_like(raylet: int) -> bool:
 
 def _expected() -> str:
     """The address of the cluster that `cluster.connect` will find, as far as can be told without asking anyone."""
-    if address := os.environ.get("RAY_ADDRESS"):
+    if (address := os.environ.get("RAY_ADDRESS", "")) not in ("", "auto"):
         return address
     temporary = os.environ.get("RAY_TMPDIR") or "/tmp"
     with contextlib.suppress(OSError):
@@ -204,10 +204,27 @@ def _expected() -> str:
 
 def _raylet_of(address: str) -> int | None:
     """The raylet on this machine of the cluster at an address, if there is one and it is this user's."""
-    wanted = f"--gcs-address={address}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            if words[0].endswith(b"/raylet") and wanted in words and folder.stat().st_uid == os.getuid():
-                return int(folder.name)
+            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if words[0].endswith("/raylet") and folder.stat().st_uid == os.getuid():
+                known = [word.partition("=")[2] for word in words if word.startswith("--gcs-address=")]
+                if any(_same_place(address, other) for other in known):
+                    return int(folder.name)
     return None
+
+
+def _same_place(one: str, other: str) -> bool:
+    """Whether two addresses, host:port, are one: Ray gives its raylets another name of the machine than users do."""
+    (host, _, port), (twin, _, its_port) = one.rpartition(":"), other.rpartition(":")
+    return port == its_port and (host == twin or (_is_here(host) and _is_here(twin)))
+
+
+def _is_here(host: str) -> bool:
+    """Whether a host is this machine: whether its first address can be bound."""
+    with contextlib.suppress(OSError):
+        family, kind, _, _, place = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(place)
+            return True
+    return False

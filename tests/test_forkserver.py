@@ -168,6 +168,21 @@ def test_what_counts_when_a_library_is_loaded_is_in_the_key() -> None:
     assert key != forked_worker.key("other", base)
 
 
+def test_the_raylet_of_a_cluster_is_found_by_any_name_of_this_machine() -> None:
+    """`ray start --node-ip-address=127.0.0.1` gives its raylet another address of the machine than it tells users."""
+    words = ["/opt/ray/raylet", "-c", "import time; time.sleep(600)", "--gcs-address=127.0.0.1:63790"]
+    raylet = subprocess.Popen(words, executable=sys.executable)
+    try:
+        wait_until(lambda: "raylet" in Path(f"/proc/{raylet.pid}/cmdline").read_text())
+        for address in ("127.0.0.1:63790", "localhost:63790", "127.0.0.2:63790"):
+            assert warm._raylet_of(address) == raylet.pid, address
+        for address in ("127.0.0.1:63791", "198.51.100.7:63790", "no-such-host.invalid:63790", "ray://x", ""):
+            assert warm._raylet_of(address) is None, address
+    finally:
+        raylet.kill()
+        raylet.wait()
+
+
 def test_a_job_with_a_python_of_its_own_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "forked_worker.py" in warm.runtime_env(600)["py_executable"]
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"working_dir": "gcs://x.zip"}}))
