@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import shlex
 import signal
@@ -30,6 +31,7 @@ OWN_PYTHON = ("pip", "uv", "conda", "py_executable", "container", "image_uri", "
 """Parts of a job's runtime environment that decide what its workers are started with."""
 WITHOUT = ("cluster.keep_warm_seconds=0", "launcher=local", "launcher=torchrun")
 """Beginnings of words that say that a command needs no fork."""
+SAYS = re.compile(r"keep_warm_seconds\s*[:=]\s*(\d+\.?\d*)")
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -81,19 +83,22 @@ def begin(seconds: float) -> None:
             forked_worker.ensure(PRELOAD, raylet, seconds, environment())
 
 
-def in_a_fork(words: Sequence[str]) -> int | None:
-    """Runs `trireme WORDS` in a process forked from this node's server, where a cluster will be used and there is one,
-    with this process' streams, folder, environment and limits; its exit code, None where there is none.
+def in_a_fork(words: Sequence[str], seconds: float) -> int | None:
+    """Runs `trireme WORDS` in a process forked from this node's server, where a cluster will be used, with this
+    process' streams, folder, environment and limits; its exit code, None where there is no server and none to start.
 
-    Signals are handed on; when this process is killed, the other is too.
+    The first command on a node starts the server, rather than import the same things beside it. Signals are handed on;
+    when this process is killed, the other is too.
+
+    seconds: cluster.keep_warm_seconds where neither a word nor a file says another.
     """
-    if not _possible() or not _expected() or "app.train" in sys.modules or "RANK" in os.environ:
+    if not _possible() or not (address := _expected()) or "app.train" in sys.modules or "RANK" in os.environ:
         return None
     if any(word.startswith(WITHOUT) for word in words):
         return None
     try:
         request = {"argv": ["-m", "app", *words], "env": dict(os.environ), "wait": True, **forked_worker.bearings()}
-        path = forked_worker.found(PRELOAD, environment())
+        path = forked_worker.found(PRELOAD, environment()) or _started(address, words, seconds)
         connection = forked_worker.ask(path, request) if path else None
     except OSError:
         return None
@@ -101,6 +106,20 @@ def in_a_fork(words: Sequence[str]) -> int | None:
         return None
     with connection:
         return _wait(connection)
+
+
+def _started(address: str, words: Sequence[str], seconds: float) -> str | None:
+    """The socket of a server that is started for this node, where what `words` ask for will be forked."""
+    files = [word for word in words[1:] if "=" not in word and not word.startswith("-")]
+    if not files or not all(os.path.isfile(file) for file in files):
+        return None  # what is wrong with that is said sooner without
+    said = "\n".join([Path(file).read_text(errors="replace") for file in files] + [*words])
+    for found in SAYS.finditer(said):
+        seconds = float(found[1])
+    raylet = _raylet_of(address)
+    if seconds <= 0 or raylet is None or not _stands_like(raylet):
+        return None
+    return forked_worker.ensure(PRELOAD, raylet, seconds, environment())
 
 
 def _wait(connection: socket.socket) -> int | None:

@@ -183,6 +183,25 @@ def test_the_raylet_of_a_cluster_is_found_by_any_name_of_this_machine() -> None:
         raylet.wait()
 
 
+def test_the_first_command_on_a_node_starts_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr(forked_worker, "ensure", lambda preload, owner, seconds, env: started.append((owner, seconds)))
+    monkeypatch.setattr(warm, "_raylet_of", lambda address: os.getpid() if address == "here:1" else None)
+    plain, short, off = (tmp_path / name for name in ("plain.yaml", "short.yaml", "off.yaml"))
+    plain.write_text("task: app.tasks.mnist")
+    short.write_text("cluster:\n  keep_warm_seconds: 7.5\n")
+    off.write_text("cluster:\n  keep_warm_seconds: 0\n")
+    warm._started("here:1", ["train", str(plain), "workers=2", "--json"], 600)
+    warm._started("here:1", ["train", str(short)], 600)
+    warm._started("here:1", ["train", str(short), "cluster.keep_warm_seconds=9"], 600)
+    assert started == [(os.getpid(), 600), (os.getpid(), 7.5), (os.getpid(), 9.0)]
+    warm._started("elsewhere:1", ["train", str(plain)], 600)
+    warm._started("here:1", ["train", str(off)], 600)
+    warm._started("here:1", ["train", str(tmp_path / "missing.yaml")], 600)
+    warm._started("here:1", ["train", "--help"], 600)
+    assert len(started) == 3
+
+
 def test_a_job_with_a_python_of_its_own_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "forked_worker.py" in warm.runtime_env(600)["py_executable"]
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"working_dir": "gcs://x.zip"}}))

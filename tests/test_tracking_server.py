@@ -214,6 +214,7 @@ def test_credentials_reach_the_server_and_nothing_else(
         uri = proxy.uri.replace("http://", f"http://{user}")
         run = tracker(tmp_path / "spool", uri)
         run.start()
+        run.metrics(0, {"loss": 1.0})
         wait_until(lambda: proxy.requests and run.problem)
         delivery = run.finish("FINISHED", timeout=0.1)
     finally:

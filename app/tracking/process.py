@@ -10,6 +10,9 @@ import sys
 import threading
 from pathlib import Path
 
+TRAINING, HASTE = "t", "\n"
+"""What the writer is told through its standard input."""
+
 
 class WriterProcess:
     """Starts a writer on a spool and knows when it has ended.
@@ -43,6 +46,7 @@ class WriterProcess:
                 start_new_session=True,
                 text=True,
             )
+        self._told = False
         self.pid: int | None = None
         self.delivering = False
         """Whether it has the spool to itself; before that, another writer has it."""
@@ -64,11 +68,20 @@ class WriterProcess:
         self._process.wait()
         self.ended.set()
 
+    def trains(self) -> None:
+        """Tell it, once, that the workers have started: it keeps out of their way until then."""
+        if not self._told:
+            self._told = True
+            self._say(TRAINING)
+
     def wake(self) -> None:
         """Ask for haste: somebody waits."""
+        self._say(HASTE)
+
+    def _say(self, what: str) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # it has just ended, and the caller will see that
-            self._process.stdin.write("\n")
+            self._process.stdin.write(what)
             self._process.stdin.flush()
 
     def kill(self) -> None:

@@ -123,6 +123,8 @@ class Tracker:
     def metrics(self, step: int, values: Mapping[str, float], time: float | None = None) -> None:
         """Metrics of a step (`time` in Unix seconds). A step that is not above a metric's last one is a replay,
         and is not logged again."""
+        if self._writer is not None:
+            self._writer.trains()
         self._append({"type": "metrics", "step": int(step), "time": time or _now(), "values": _floats(values)})
 
     def params(self, values: Mapping[str, object]) -> None:

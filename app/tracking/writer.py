@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from app.tracking.masking import mask_text
+from app.tracking.process import TRAINING
 from app.tracking.spool import Position, Reader, segments
 from app.tracking.state import FileLock
 from app.tracking.turns import Leave, Rewind, Superseded
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.25
 PACE_SECONDS = 1.0
 """Points are let gather for this long: a call costs about the same for one as for many."""
+START_SECONDS = 10.0
+"""How long the first step is let go before: importing MLflow takes two seconds of a core that the workers want too."""
 LINGER_SECONDS = 60.0
 """How long a writer whose driver is gone waits for MLflow to come back."""
 _ENVIRONMENT = {
@@ -57,6 +60,7 @@ class Driver:
         self._listening = True
         self._gone_since = 0.0
         self.hurry = False
+        self.training = False
 
     def gone(self) -> bool:
         # Its end of our pipe closes when it dies; but a process it forked may still hold that open.
@@ -65,12 +69,14 @@ class Driver:
         return self._gone_since > 0
 
     def pause(self, seconds: float) -> None:
-        """Sleep, but wake when the driver asks for haste (a byte on our stdin) or is gone (its end)."""
+        """Sleep, but wake when the driver says that it trains, asks for haste, or is gone (the end of our stdin)."""
         if not self._listening:
             time.sleep(seconds)
         elif select.select([0], [], [], seconds)[0]:
-            self._listening = bool(os.read(0, 4096))
-            self.hurry = True
+            said = os.read(0, 4096).decode()
+            self._listening = bool(said)
+            self.training = True
+            self.hurry = self.hurry or said != TRAINING
 
     def lives(self) -> bool:
         """Whether any driver of this spool is alive: its lock dies with it."""
@@ -90,6 +96,13 @@ def _birth(pid: int) -> str:
     except OSError:
         return "" if Path("/proc/self/stat").exists() else "unknown"
     return "" if fields[0] in "ZX" else fields[19]
+
+
+def _let_it_start(driver: Driver) -> None:
+    """Waits for the driver's first step, or its end, or until it takes too long."""
+    until = time.monotonic() + START_SECONDS
+    while not (driver.training or driver.hurry or driver.gone()) and (left := until - time.monotonic()) > 0:
+        driver.pause(min(POLL_SECONDS, left))
 
 
 def serve(folder: Path, courier: Courier, driver: Driver) -> None:
@@ -194,6 +207,7 @@ def main() -> None:
     while not lock.acquire():
         time.sleep(0.1)
     print("delivering", file=pipe, flush=True)
+    _let_it_start(driver)
 
     from app.tracking.courier import Courier
     from app.tracking.mlflow_run import MlflowRun
