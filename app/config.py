@@ -51,6 +51,9 @@ class ParallelConfig:
     static_graph: bool = True
     """With ddp: every step uses the same parameters in the same order, which DDP exploits. false: a step may leave some
     out; they are looked for in each, which takes time."""
+    shared_memory: bool = True
+    """With ddp on the CPUs of one machine: average gradients in memory that the workers share, which is several times
+    faster than gloo's sockets. false: always through gloo."""
     accumulate_sharded: Optional[bool] = None
     """With dp_shard and several micro-batches: reduce-scatter each one's gradients instead of keeping whole ones
     until the last (less memory, more communication). null: zero2 yes, zero1 no, fsdp on a GPU of which whole ones

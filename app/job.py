@@ -77,6 +77,7 @@ def options(config: Config, stages: tuple[int, ...] | None = None) -> Options:
         compression=parallel.compression,
         bucket_mb=parallel.bucket_mb,
         static_graph=parallel.static_graph,
+        shared_memory=parallel.shared_memory,
         accumulate_sharded=parallel.accumulate_sharded,
         schedule=parallel.schedule,
         chunks=parallel.chunks,

@@ -48,6 +48,8 @@ class Options:
     """With ddp: gradients on the wire: none, bf16 or powersgd (lossy)."""
     bucket_mb: float = 25.0
     """With ddp: size of a gradient bucket, MiB. 0: measured at the start."""
+    shared_memory: bool = True
+    """With ddp on the CPUs of one machine: gradients are averaged in memory that the workers share (shared_sum.py)."""
     deepspeed: dict[str, Any] | None = None
     """With deepspeed: the contents of a DeepSpeed JSON. None: ZeRO stage 2."""
     static_graph: bool = True

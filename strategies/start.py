@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from strategies import shared_sum
 from strategies.dims import LayoutError
 from strategies.names import Layout
 from strategies.state import shard_of
@@ -145,7 +146,9 @@ def tensor_attributes(owner: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def forget_meshes() -> None:
-    """DTensor remembers results by mesh *equality*; the equal mesh of the next run has other process groups."""
+    """DTensor remembers results by mesh *equality*; the equal mesh of the next run has other process groups. Whoever
+    still averages in memory shared with these ones' peers is done with it."""
+    shared_sum.leave()
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import _redistribute
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache

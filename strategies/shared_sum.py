@@ -1,0 +1,170 @@
+"""Averaging gradients through memory that the processes of one machine share, where there is no GPU.
+
+gloo sends a gradient to the process beside it as it would to another machine: through the kernel's sockets, copied
+four times. Here every rank writes its share of the average into memory that all of them see, waits until the others
+have too, and adds the shares up:
+
+    shareᵢ[r] = gᵣ / R          (each rank r writes its own; two areas take turns, so that one wait per piece is enough)
+    ḡ = ((shareᵢ[0] + shareᵢ[1]) + …)       (each rank reads all, in the same order: every rank gets the same bits)
+
+Pieces are small enough to stay in the cores' caches. For two ranks the result is gloo's own to the last bit.
+
+    rank 0:  write 0 │ write 1 │ add 0 … each rank's counter says up to which piece its shares are written; whoever
+    rank 1:  write 0 │ wait    │ add 0     writes piece k+2 has seen all counters reach k+1, so nobody still reads k.
+
+A peer that has ended, or is told to let go, is noticed by a connection to it that closes, as gloo notices it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import platform
+import secrets
+import select
+import socket
+import sys
+import time
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+PIECE_BYTES = 1 << 20
+MOST_RANKS = 8
+LINE = 64
+"""Bytes between two counters: each has a line of the cache of its own."""
+HEAD = 4096
+LONGEST_SECONDS = 1800.0
+"""As gloo's own limit; a run that looks for hangs finds one long before (app/launchers)."""
+SPINS = 100
+NAP_SECONDS = 2e-4
+LOOK_SECONDS = 0.05
+CLOSED = "Connection closed by peer"
+"""What gloo says too, and launchers know for the consequence of another rank's end."""
+OPEN: weakref.WeakSet[SharedSum] = weakref.WeakSet()
+
+
+class SharedSum:
+    """The average over a group of processes on one machine. Made by `shared_sum`, on every rank."""
+
+    def __init__(self, memory: mmap.mmap, rank: int, peers: list[socket.socket], listener: socket.socket) -> None:
+        self.rank, self.size = rank, len(peers) + 1
+        self._memory, self._sockets = memory, [listener, *peers]
+        self._poll = select.poll()
+        for peer in peers:
+            self._poll.register(peer, select.POLLIN)
+        self._written = np.frombuffer(memory, np.int64, self.size * LINE // 8, LINE)[:: LINE // 8]
+        self._piece = 0
+        places = ((HEAD + (turn * self.size + r) * PIECE_BYTES) for turn in range(2) for r in range(self.size))
+        shares = [torch.frombuffer(memory, dtype=torch.uint8, count=PIECE_BYTES, offset=place) for place in places]
+        self._areas = (shares[: self.size], shares[self.size :])
+        OPEN.add(self)
+
+    def average_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Replaces a one-dimensional CPU tensor by its average over the ranks. Collective.
+
+        Raises ConnectionError if a rank is gone."""
+        count = PIECE_BYTES // tensor.element_size()
+        for piece in tensor.split(count):
+            self._piece += 1
+            width = piece.numel() * piece.element_size()
+            shares = [area[:width].view(piece.dtype) for area in self._areas[self._piece % 2]]
+            torch.mul(piece, 1 / self.size, out=shares[self.rank])
+            self._written[self.rank] = self._piece
+            self._wait()
+            torch.add(shares[0], shares[1], out=piece)
+            for share in shares[2:]:
+                piece.add_(share)
+        return tensor
+
+    def _wait(self) -> None:
+        """Until every rank has written the piece."""
+        for _ in range(SPINS):
+            if self._all_written():
+                return
+            os.sched_yield()
+        begun = looked = time.monotonic()
+        while not self._all_written():
+            time.sleep(NAP_SECONDS)
+            if (now := time.monotonic()) - looked > LOOK_SECONDS:
+                looked = now
+                if self._poll.poll(0) and not self._all_written():
+                    raise ConnectionError(f"gradients cannot be averaged, a rank is gone: {CLOSED}")
+                if now - begun > LONGEST_SECONDS:
+                    raise TimeoutError(f"gradients cannot be averaged: a rank has not come for {LONGEST_SECONDS:g} s")
+
+    def _all_written(self) -> bool:
+        return int(self._written.min()) >= self._piece
+
+    def close(self) -> None:
+        """Leaves the group: what its peers still wait for fails there."""
+        for each in self._sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+
+def shared_sum(group: dist.ProcessGroup | None, device: torch.device) -> SharedSum | None:
+    """What averages over a group, where all its ranks are on this machine and on CPUs; None elsewhere, on every rank.
+
+    Collective over `group`.
+    """
+    size = dist.get_world_size(group)
+    if device.type != "cpu" or not 2 <= size <= MOST_RANKS:
+        return None
+    with _offered() as (port, offer):
+        offers: list[Any] = [None] * size
+        dist.all_gather_object(offers, offer, group=group)
+        rank = dist.get_rank(group)
+        mine = _opened(offers[0]) if all(offers) else None
+        answers: list[Any] = [None] * size
+        dist.all_gather_object(answers, mine is not None, group=group)
+        if mine is None or not all(answers):
+            return None
+        peers = [_call(offers[r]["port"]) for r in range(rank)] + [port.accept()[0] for _ in range(rank + 1, size)]
+        return SharedSum(mine, rank, peers, port.dup())
+
+
+def leave() -> None:
+    """Leaves every group that is still open: the process group is gone."""
+    for each in list(OPEN):
+        each.close()
+        OPEN.discard(each)
+
+
+@contextlib.contextmanager
+def _offered() -> Any:
+    """Memory and a port that this rank offers, and how to find them; None for that where it cannot be done here."""
+    with contextlib.ExitStack() as stack:
+        port = offer = None
+        # Elsewhere processors may show one core's writes to another in another order.
+        if sys.platform == "linux" and platform.machine() == "x86_64":
+            with contextlib.suppress(OSError):
+                memory = os.memfd_create("trireme")
+                stack.callback(os.close, memory)
+                token = secrets.token_bytes(16)
+                os.pwrite(memory, token, 0)
+                os.ftruncate(memory, HEAD + 2 * MOST_RANKS * PIECE_BYTES)
+                port = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+                offer = {"path": f"/proc/{os.getpid()}/fd/{memory}", "token": token, "port": port.getsockname()[1]}
+        yield port, offer
+
+
+def _opened(offer: dict[str, Any]) -> mmap.mmap | None:
+    """The first rank's memory; None where it is another machine's."""
+    with contextlib.suppress(OSError):
+        fd = os.open(offer["path"], os.O_RDWR)
+        try:
+            if os.pread(fd, len(offer["token"]), 0) == offer["token"]:
+                return mmap.mmap(fd, 0)
+        finally:
+            os.close(fd)
+    return None
+
+
+def _call(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port))
