@@ -28,6 +28,10 @@ from app.storage import Storage
 
 BYTE_IO = WriteItemType.BYTE_IO
 _HEAD_BYTES = 4096
+_OLD_TYPES = (  # those that torch's older format can hold; it writes others (float8, uint16) but cannot read them
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
 
 # A run on one process is no mistake; and a filter set around each call would not be safe in a thread.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -201,12 +205,14 @@ class _Head(io.RawIOBase):
 
 @functools.lru_cache(4096)
 def _head(shape: torch.Size, dtype: torch.dtype) -> bytes | None:
-    """What torch.save, in its format from before zip archives, writes in front of a tensor's bits; None if unsure."""
+    """What torch.save, in its format from before zip archives, writes in front of a tensor's bits; None: it cannot."""
+    if dtype not in _OLD_TYPES or sys.byteorder != "little":
+        return None
     head = _Head()
     empty = torch.empty(shape, dtype=dtype)  # pages that are only read take no memory
     torch.save(empty, cast(IO[bytes], head), _use_new_zipfile_serialization=False)
     size = head.size - empty.nbytes
-    return head.kept[:size] if 0 < size <= len(head.kept) and sys.byteorder == "little" else None
+    return head.kept[:size] if 0 < size <= len(head.kept) else None
 
 
 def write_tensor(stream: io.IOBase, tensor: torch.Tensor) -> None:
