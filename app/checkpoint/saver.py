@@ -4,8 +4,9 @@ What the ranks do for one save, each in a thread and over a gloo group of its ow
 interleaves with training's collectives:
 
 1. rank 0 chooses the folder and makes it
-2. each rank writes its shards (DCP) and its own state, hashing as it writes; all learn how it went on each
-3. if all went well and `fence()` still lets us, rank 0 writes the marker: now the checkpoint exists
+2. each rank writes its shards (as DCP planned when the layout was last new) and its own state, hashing as it writes
+3. rank 0 learns how it went on each; if well, and `fence()` still lets us, it writes DCP's table and the marker: now
+   the checkpoint exists
 4. all learn that; then rank 0 removes what is no longer kept
 """
 
