@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from app import checkpoint
-from app.checkpoint import Checkpointer, CheckpointError, Commit, prune, saver
+from app.checkpoint import Checkpointer, CheckpointError, Commit, prune
+from app.checkpoint.files import Writer
 from app.checkpoint.staging import Stager
 from app.errors import RunFailed
 from app.storage import Storage
@@ -228,7 +229,7 @@ def test_a_failure_surfaces_and_the_next_save_works(tmp_path: Path, monkeypatch:
     checkpointer.save(state_of(1), meta={"step": 1})
     checkpointer.wait()
     with monkeypatch.context() as broken:
-        broken.setattr(saver, "dcp", _Broken())
+        broken.setattr(Writer, "write", _full)
         checkpointer.save(state_of(2), meta={"step": 2})
         with pytest.raises(CheckpointError):
             checkpointer._pending.result(30)  # type: ignore[union-attr]
@@ -243,9 +244,8 @@ def test_a_failure_surfaces_and_the_next_save_works(tmp_path: Path, monkeypatch:
     assert steps(tmp_path) == [3, 1] and len(list(tmp_path.iterdir())) == 2
 
 
-class _Broken:
-    def save(self, *args: Any, **kwargs: Any) -> None:
-        raise OSError(28, "No space left on device")
+def _full(*args: Any) -> None:
+    raise OSError(28, "No space left on device")
 
 
 def test_a_full_disk_is_called_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,8 @@ def encode(commit: Commit) -> bytes:
         "meta": commit.meta,
         "files": {name: {"size": f.size, "sha256": f.sha256} for name, f in sorted(commit.files.items())},
     }
-    return json.dumps({**body, "sha256": _digest(body)}, indent=1).encode()
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in {**body, "sha256": _digest(body)}.items()]
+    return ("{\n" + ",\n".join(lines) + "\n}").encode()  # json's own indenting is written in Python: ten times slower
 
 
 def decode(data: bytes, path: str) -> Commit:

@@ -11,15 +11,19 @@ from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from app.checkpoint.errors import said
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class RankFailed(Exception):
     """What went wrong on each rank that failed: one line that names them."""
+
+    def __init__(self, line: str, reasons: dict[int, str]) -> None:
+        super().__init__(line)
+        self.reasons = reasons
 
 
 class _Outcome(Generic[T]):
@@ -29,8 +33,8 @@ class _Outcome(Generic[T]):
         self.reasons: dict[int, str] = {}
         try:
             self.result: T = what()
-        except CheckpointException as error:  # DCP's own exchange: it knows who failed
-            self.reasons = {failed: said(cause) for failed, (cause, _) in error.failures.items()}
+        except RankFailed as error:  # what an exchange within this one found
+            self.reasons = error.reasons
         except BaseException as error:  # whatever it is, the others must hear of it
             self.reasons = {rank: said(error)}
 
@@ -61,8 +65,17 @@ class Ranks:
         if self.distributed:
             outcomes = [mine] * dist.get_world_size(self.group)
             dist.all_gather_object(outcomes, mine, group=self.group)
-        self._raise(outcomes)
-        return [outcome.result for outcome in outcomes]
+        return self._results(outcomes)
+
+    def reduce(self, what: Callable[[], T], then: Callable[[list[T]], R]) -> R:
+        """Call `what` on every rank, and if that went well `then` on rank 0 with all results, by rank; give everybody
+        what that returned. Raises RankFailed on all ranks."""
+        mine = _Outcome(what, self.rank)
+        outcomes: list[_Outcome[T]] = [mine]
+        if self.distributed:
+            outcomes = [mine] * dist.get_world_size(self.group) if self.rank == 0 else []
+            dist.gather_object(mine, outcomes or None, dst=0, group=self.group)
+        return self.first(lambda: then(self._results(outcomes)))
 
     def first(self, what: Callable[[], T]) -> T:
         """Call `what` on rank 0 and give everybody its result. Raises RankFailed on all ranks."""
@@ -71,13 +84,13 @@ class Ranks:
             dist.broadcast_object_list(box, src=0, group=self.group)
         outcome = box[0]
         assert outcome is not None
-        self._raise([outcome])
-        return outcome.result
+        return self._results([outcome])[0]
 
-    def _raise(self, outcomes: list[_Outcome[T]]) -> None:
+    def _results(self, outcomes: list[_Outcome[T]]) -> list[T]:
         reasons: dict[int, str] = {}
         for outcome in outcomes:
             reasons.update(outcome.reasons)
         if reasons:
             named = [f"rank {rank}: {why}" if self.distributed else why for rank, why in sorted(reasons.items())]
-            raise RankFailed("; ".join(named))
+            raise RankFailed("; ".join(named), reasons)
+        return [outcome.result for outcome in outcomes]

@@ -8,27 +8,30 @@ where a stream has no descriptor; here a local file is fsynced when it is closed
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import os
-import queue
+import sys
 import warnings
 from collections.abc import Generator
-from dataclasses import replace
 from typing import IO, Any, cast
 
-from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from app.checkpoint.commit import File
-from app.checkpoint.errors import Unexchangeable, said
 from app.checkpoint.unchanged import Unchanged
 from app.storage import Storage
 
 BYTE_IO = WriteItemType.BYTE_IO
+_HEAD_BYTES = 4096
+_OLD_TYPES = (  # those that torch's older format can hold; it writes others (float8, uint16) but cannot read them
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
 
 # A run on one process is no mistake; and a filter set around each call would not be safe in a thread.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -155,48 +158,73 @@ class Writer(FileSystemWriter):
     def written(self) -> dict[str, File]:
         return self.fs.written
 
-    # DCP exchanges outcomes by pickling; not every library's exception survives that, and a rank that cannot
-    # send its outcome would leave the others waiting.
+    def write(self, rank: int, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        """Write a rank's files; what `finish` is to be told of them."""
+        still = [] if self.unchanged is None else [i for i in items if i.index.fqn in self.still and i.type != BYTE_IO]
+        moving = [item for item in items if not any(item is other for other in still)] if still else items
+        results = self._write_items(f"__{rank}_0.distcp", moving, planner)
+        return [*results, *self._write_still(f"__{rank}_1.distcp", still, planner)] if still else results
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        with _exchangeable():
-            return super().prepare_local_plan(plan)
+    def _write_items(self, name: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        """As DCP's own writer does, what is no tensor first."""
+        results = []
+        with self.fs.create_stream(name, "wb") as stream:
+            for item in sorted(items, key=lambda item: item.type != BYTE_IO):
+                begin, data = stream.tell(), planner.resolve_data(item)
+                if isinstance(data, io.BytesIO):
+                    stream.write(data.getbuffer())
+                else:
+                    write_tensor(stream, data)
+                size = stream.tell() - begin
+                results.append(WriteResult(item.index, size, _StorageInfo(name, begin, size)))
+        return results
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        with _exchangeable():
-            still = [item for item in plan.items if item.index.fqn in self.still and item.type != BYTE_IO]
-            if self.unchanged is None or not still:
-                return super().write_data(plan, planner)
-            moving = [item for item in plan.items if not any(item is other for other in still)]
-            results = super().write_data(replace(plan, items=moving), planner).value()
-            both: Future[list[WriteResult]] = Future()
-            both.set_result([*results, *self._write_still(plan, planner, still)])
-            return both
-
-    def _write_still(self, plan: SavePlan, planner: SavePlanner, still: list[WriteItem]) -> list[WriteResult]:
+    def _write_still(self, name: str, still: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         assert self.unchanged is not None
-        name = f"{plan.storage_data.prefix}1.distcp"
         pieces = frozenset((item.index.fqn, item.index.offset) for item in still)
         if linked := self.unchanged.link(self.fs.storage, name, pieces):
             self.written[name] = linked.file
             return linked.results
-        files: queue.Queue[Any] = queue.Queue()
-        files.put((self.fs.concat_path(self.path, name), name, still))
-        results = self._write_data(planner, files).value()
+        results = self._write_items(name, still, planner)
         self.unchanged.wrote(self.fs.storage, name, self.written[name], pieces, results)
         return results
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        with _exchangeable():
-            super().finish(metadata, results)
+
+class _Head(io.RawIOBase):
+    """A stream that keeps the beginning of what is written to it."""
+
+    def __init__(self) -> None:
+        self.kept, self.size = b"", 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self.kept += view[: max(0, _HEAD_BYTES - len(self.kept))]
+        self.size += view.nbytes
+        return view.nbytes
 
 
-@contextlib.contextmanager
-def _exchangeable() -> Generator[None, None, None]:
-    try:
-        yield
-    except BaseException as error:
-        raise Unexchangeable(said(error)) from None
+@functools.lru_cache(4096)
+def _head(shape: torch.Size, dtype: torch.dtype) -> bytes | None:
+    """What torch.save, in its format from before zip archives, writes in front of a tensor's bits; None: it cannot."""
+    if dtype not in _OLD_TYPES or sys.byteorder != "little":
+        return None
+    head = _Head()
+    empty = torch.empty(shape, dtype=dtype)  # pages that are only read take no memory
+    torch.save(empty, cast(IO[bytes], head), _use_new_zipfile_serialization=False)
+    size = head.size - empty.nbytes
+    return head.kept[:size] if 0 < size <= len(head.kept) else None
+
+
+def write_tensor(stream: io.IOBase, tensor: torch.Tensor) -> None:
+    """Write a CPU tensor for torch.load. In the older of torch's two formats all but the bits is the same for all
+    tensors of a shape and type; an archive takes several times as long, and its CRC-32 as long again as our SHA-256."""
+    head = _head(tensor.shape, tensor.dtype)
+    if head is None:
+        torch.save(tensor, cast(IO[bytes], stream))
+        return
+    stream.write(head)
+    if tensor.numel():
+        stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 class Reader(FileSystemReader):

@@ -32,10 +32,11 @@ def remove(storage: Storage) -> None:
     storage.remove_tree()
 
 
-def prune(folder: Storage, *, keep_last: int, keep_best: bool, mode: Mode) -> list[str]:
-    """Remove what is not kept, and return a warning for each checkpoint that could not be removed."""
+def prune(commits: list[Commit], *, keep_last: int, keep_best: bool, mode: Mode) -> list[str]:
+    """Remove what is not kept, and return a warning for each checkpoint that could not be removed. commits: all that
+    there are, newest first; of those that are not among them nothing is touched."""
     warnings = []
-    for commit in superfluous(survey(folder).commits, keep_last=keep_last, keep_best=keep_best, mode=mode):
+    for commit in superfluous(commits, keep_last=keep_last, keep_best=keep_best, mode=mode):
         try:
             remove(commit.storage)
         except Exception as error:  # each object store library has its own exceptions

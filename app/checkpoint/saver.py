@@ -4,8 +4,9 @@ What the ranks do for one save, each in a thread and over a gloo group of its ow
 interleaves with training's collectives:
 
 1. rank 0 chooses the folder and makes it
-2. each rank writes its shards (DCP) and its own state, hashing as it writes; all learn how it went on each
-3. if all went well and `fence()` still lets us, rank 0 writes the marker: now the checkpoint exists
+2. each rank writes its shards (as DCP planned when the layout was last new) and its own state, hashing as it writes
+3. rank 0 learns how it went on each; if well, and `fence()` still lets us, it writes DCP's table and the marker: now
+   the checkpoint exists
 4. all learn that; then rank 0 removes what is no longer kept
 """
 
@@ -23,14 +24,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.storage import WriteResult
 
 from app.checkpoint.commit import MARKER, Commit, File, encode, folder_name, survey
 from app.checkpoint.errors import CheckpointError, Unexchangeable, said
 from app.checkpoint.exchange import RankFailed, Ranks
 from app.checkpoint.files import Writer
 from app.checkpoint.prune import Mode, prune
-from app.checkpoint.sharing import Share
+from app.checkpoint.sharing import Plan, Share
 from app.checkpoint.staging import StagedPlanner, Stager
 from app.checkpoint.unchanged import Unchanged
 from app.storage import Storage
@@ -47,6 +48,10 @@ class _Staged:
     planner: StagedPlanner
     own: bytes | None
     """This rank's own state, pickled."""
+
+
+_Written = tuple[dict[str, File], list[WriteResult]]
+"""The files a rank has written, and what is where in them."""
 
 
 class Checkpointer:
@@ -85,6 +90,7 @@ class Checkpointer:
         self._unchanged = Unchanged()
         self._ranks = Ranks()
         self._share = Share(self._ranks)
+        self._before: list[Commit] = []  # rank 0: those there were before the one just committed
         self._pending: Future[Commit] | None = None
 
     def save(
@@ -174,15 +180,17 @@ class Checkpointer:
         name = self._ranks.first(lambda: self._make_folder(staged.commit.step))
         here = self._storage.join(name)
         try:
-            written = self._ranks.all(lambda: self._write(here, staged))
-            files = {name: file for part in written for name, file in part.items()}
-            commit = self._ranks.first(lambda: self._commit(here, replace(staged.commit, path=here.url, files=files)))
+            plan = self._share.plan(staged.planner)
+            commit = self._ranks.reduce(
+                lambda: self._write(here, plan, staged),
+                lambda parts: self._commit(here, plan, replace(staged.commit, path=here.url), parts),
+            )
         except BaseException:
             if not self._is_committed(here):
                 self._discard(here)
             raise
         if self._ranks.rank == 0:
-            self._prune()
+            self._prune(commit)
         return commit
 
     def _make_folder(self, step: int) -> str:
@@ -192,24 +200,26 @@ class Checkpointer:
         self._storage.make(name)
         return name
 
-    def _write(self, here: Storage, staged: _Staged) -> dict[str, File]:
-        """Write this rank's part and say what it is. DCP exchanges its own failures."""
+    def _write(self, here: Storage, plan: Plan, staged: _Staged) -> _Written:
+        """Write this rank's part and say what it is."""
+        here.make()
+        staged.planner.set_up()
         writer = Writer(here, self._unchanged, self._unchanged.look(staged.planner.data))
-        dcp.save(
-            staged.planner.staged,
-            storage_writer=writer,
-            planner=staged.planner,
-            process_group=self._ranks.group,
-            no_dist=not self._ranks.distributed,
-        )
+        results = writer.write(self._ranks.rank, plan.items, staged.planner)
         if staged.own is not None:
             with writer.fs.create_stream(own_name(self._ranks.rank), "wb") as stream:
                 stream.write(staged.own)
-        return writer.written
+        return writer.written, results
 
-    def _commit(self, here: Storage, commit: Commit) -> Commit:
-        before = survey(self._storage).commits
-        commit = replace(commit, sequence=max((c.sequence for c in before), default=0) + 1)
+    def _commit(self, here: Storage, plan: Plan, commit: Commit, parts: list[_Written]) -> Commit:
+        assert plan.metadata is not None
+        writer = Writer(here)
+        writer.finish(replace(plan.metadata), [results for _, results in parts])
+        files = {
+            name: file for written in (*(each for each, _ in parts), writer.written) for name, file in written.items()
+        }
+        self._before = survey(self._storage).commits
+        commit = replace(commit, files=files, sequence=max((c.sequence for c in self._before), default=0) + 1)
         here.sync()
         self._storage.sync()
         if not self._fence():
@@ -232,11 +242,8 @@ class Checkpointer:
             except Exception as error:  # each object store library has its own exceptions
                 _log.warning("the unfinished checkpoint %s could not be removed (%s)", here, said(error))
 
-    def _prune(self) -> None:
-        try:
-            warnings = prune(self._storage, keep_last=self._keep_last, keep_best=self._keep_best, mode=self._mode)
-        except Exception as error:  # each object store library has its own exceptions
-            warnings = [f"old checkpoints in {self._storage} could not be looked through ({said(error)})"]
+    def _prune(self, newest: Commit) -> None:
+        warnings = prune([newest, *self._before], keep_last=self._keep_last, keep_best=self._keep_best, mode=self._mode)
         for warning in warnings:
             _log.warning("%s", warning)
 

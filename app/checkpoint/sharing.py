@@ -7,17 +7,29 @@ state's memory instead of eight. It is decided once, and again only when the sta
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
 from app.checkpoint.exchange import Ranks
-from app.checkpoint.staging import leaves
+from app.checkpoint.staging import StagedPlanner, leaves
 
 Piece = tuple[str, tuple[int, ...]]
 """A shard, by its tensor's name and its offset in the whole."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What this rank writes, in DCP's words; it holds for every save of the same layout."""
+
+    items: list[WriteItem]
+    metadata: Metadata | None
+    """Of the whole, on rank 0."""
 
 
 class Share:
@@ -25,23 +37,39 @@ class Share:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
+        self._plan: Plan | None = None
         self._layout: list[tuple[Any, ...]] = []
-        self._mine: frozenset[str] = frozenset()
+        self._mine: frozenset[str] | None = None
 
     def of(self, state: dict[str, Any]) -> frozenset[str] | None:
         """Names of the tensors of which this rank is to write its shard; None: all.
 
         A collective call. Raises RankFailed.
         """
-        if not self._ranks.distributed:
-            return None
         layout = [_describe(name, value) for name, value in leaves(state)]
-        if self._ranks.any(layout != self._layout):
-            self._layout = []
+        if not self._ranks.any(self._plan is None or layout != self._layout):
+            return self._mine
+        self._layout, self._mine, self._plan = [], None, None
+        if self._ranks.distributed:
             mine = divide(self._ranks.all(lambda: _offer(state)))[self._ranks.rank]
             self._mine = frozenset(name for name, _ in mine)  # a rank holds one shard of a tensor
-            self._layout = layout
+        self._layout = layout
         return self._mine
+
+    def plan(self, planner: StagedPlanner) -> Plan:
+        """The plan for what `of` was last asked about. A collective call if there is none yet. Raises RankFailed."""
+        if self._plan is None:
+
+            def mine() -> SavePlan:
+                planner.set_up(self._ranks.rank == 0)
+                return planner.create_local_plan()
+
+            def whole(plans: list[SavePlan]) -> list[list[WriteItem]]:
+                return [plan.items for plan in planner.create_global_plan(plans)[0]]
+
+            items = self._ranks.reduce(mine, whole)[self._ranks.rank]
+            self._plan = Plan(items, planner.metadata if self._ranks.rank == 0 else None)
+        return self._plan
 
 
 def _describe(name: str, value: Any) -> tuple[Any, ...]:

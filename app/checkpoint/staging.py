@@ -130,6 +130,10 @@ class StagedPlanner(DefaultSavePlanner):
         self.data = data
         """The copies, by name."""
 
+    def set_up(self, is_coordinator: bool = False) -> None:
+        """Before it is asked for a plan or for data."""
+        self.set_up_planner(self.staged, is_coordinator=is_coordinator)
+
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
         self.plan = dataclasses.replace(plan, items=[item for item in plan.items if self._has(item)])
