@@ -120,13 +120,14 @@ def shared_sum(group: dist.ProcessGroup | None, device: torch.device) -> SharedS
         offers: list[Any] = [None] * size
         dist.all_gather_object(offers, offer, group=group)
         rank = dist.get_rank(group)
-        mine = _opened(offers[0]) if all(offers) else None
+        found = _found(offers[0], [other["port"] for other in offers[:rank]]) if all(offers) else None
         answers: list[Any] = [None] * size
-        dist.all_gather_object(answers, mine is not None, group=group)
-        if mine is None or not all(answers):
+        dist.all_gather_object(answers, found is not None, group=group)
+        if found is None or not all(answers):
             return None
-        peers = [_call(offers[r]["port"]) for r in range(rank)] + [port.accept()[0] for _ in range(rank + 1, size)]
-        return SharedSum(mine, rank, peers, port.dup())
+        memory, called = found
+        calling = [port.accept()[0] for _ in range(rank + 1, size)]  # who has answered has called
+        return SharedSum(memory, rank, [*called, *calling], port.dup())
 
 
 def leave() -> None:
@@ -154,17 +155,13 @@ def _offered() -> Any:
         yield port, offer
 
 
-def _opened(offer: dict[str, Any]) -> mmap.mmap | None:
-    """The first rank's memory; None where it is another machine's."""
+def _found(offer: dict[str, Any], ports: list[int]) -> tuple[mmap.mmap, list[socket.socket]] | None:
+    """The first rank's memory, and connections to all ranks below; None where they are on another machine."""
     with contextlib.suppress(OSError):
         fd = os.open(offer["path"], os.O_RDWR)
         try:
             if os.pread(fd, len(offer["token"]), 0) == offer["token"]:
-                return mmap.mmap(fd, 0)
+                return mmap.mmap(fd, 0), [socket.create_connection(("127.0.0.1", port), 5) for port in ports]
         finally:
             os.close(fd)
     return None
-
-
-def _call(port: int) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port))

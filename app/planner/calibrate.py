@@ -51,6 +51,7 @@ def calibrate(workers: int, shapes: list[list[float]] | None = None) -> dict[str
             crowd.append((count, max(1.0, together / alone)))
         if link is not None and "link_within" not in found:
             found |= {"link_within": link["bandwidth"], "latency_within": link["latency"], "within": 1.0}
+            found |= {"shared": link["shared"]} if "shared" in link else {}
     if not on_gpu and len(crowd) > 1:
         found["crowd"] = crowd
     if "entry" in found and "link_within" in found:

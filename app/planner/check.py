@@ -145,6 +145,7 @@ FITTED = {
     "optimizer": 0.7,
     "step": 1.0,
     "within": 1.0,
+    "shared": 1.0,
     "latency_within": 1.0,
     "crowded_latency": 0.7,
     "unit": 1.5,

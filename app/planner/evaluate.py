@@ -51,6 +51,7 @@ class Settings:
     reshard_after_forward: bool | None = None
     accumulate_sharded: bool | None = None
     bucket_bytes: float = 25 * 2**20
+    shared_memory: bool = True
     clip: bool = False
     correction: float = 1.0
     """What this model's computing was measured to take, over what was predicted."""

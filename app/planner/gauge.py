@@ -155,16 +155,23 @@ def _bandwidth(device: Any, seconds: Seconds) -> float:
 
 
 def links(device: Any, group: Any, ways: int, seconds: Seconds) -> dict[str, float]:
-    """Bytes/s and seconds per hop of an all-reduce over a group."""
+    """Bytes/s and seconds per hop of an all-reduce over a group; `shared`: of an average in memory, between two."""
     import torch
     import torch.distributed as dist
+
+    from strategies.shared_sum import shared_sum
 
     large = torch.ones(2**26 if device.type == "cuda" else 2**21, device=device)
     small = torch.ones(8, device=device)
     slow = seconds(lambda: dist.all_reduce(large, group=group))
     quick = seconds(lambda: dist.all_reduce(small, group=group))
     moved = 2 * large.numel() * 4 * (ways - 1) / ways
-    return {"bandwidth": moved / max(1e-9, slow - quick), "latency": quick / (2 * float(np.log2(ways)))}
+    found = {"bandwidth": moved / max(1e-9, slow - quick), "latency": quick / (2 * float(np.log2(ways)))}
+    memory = shared_sum(group, device) if ways == 2 else None
+    if memory is not None:
+        found["shared"] = large.numel() * 4 / seconds(lambda: memory.average_(large))
+        memory.close()
+    return found
 
 
 def _little(device: Any, seconds: Seconds) -> float:

@@ -194,6 +194,7 @@ def settings_of(config: Config, machine: Machine, corrected: float = 1.0) -> Set
         reshard_after_forward=parallel.reshard_after_forward,
         accumulate_sharded=parallel.accumulate_sharded,
         bucket_bytes=(parallel.bucket_mb or 25.0) * 2**20,
+        shared_memory=parallel.shared_memory,
         clip=config.train.clip_norm is not None,
         correction=corrected,
         every=checkpoint_every(config.train.activation_checkpointing) or 1,

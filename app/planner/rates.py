@@ -51,6 +51,8 @@ class Rates:
     """Share of the link inside a node that collectives reach."""
     across: float = 0.75
     """Share of the link between nodes."""
+    shared: float = 0.0
+    """CPUs: bytes/s that two workers average in memory they share (strategies/shared_sum.py)."""
     latency_within: float = 3e-6
     latency_across: float = 8e-6
     """Seconds per hop of a ring."""

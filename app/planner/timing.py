@@ -184,7 +184,8 @@ def _waits_for_host(group: Group, i: int, host: float) -> Array:
 
 
 def _replicated(group: Group, backward: Array, link: Links) -> tuple[Array, Array]:
-    """DDP's all-reduce: exposed seconds per step, and those hidden behind the last backward."""
+    """DDP's all-reduce: exposed seconds per step, and those hidden behind the last backward; nothing is hidden of an
+    average in memory, which whoever computes forms itself."""
     table = group.table
     plain = (table.dp_shard == 1) & (table.dp_replicate > 1)
     size = (group.sizes.trainable_local * group.critical).sum(0) * group.wire / 4
@@ -192,7 +193,27 @@ def _replicated(group: Group, backward: Array, link: Links) -> tuple[Array, Arra
     seconds = reduce_seconds(size, table.dp_replicate, stride, link)
     last = reduce_seconds(np.minimum(size, group.settings.bucket_bytes), table.dp_replicate, stride, link)
     exposed = np.minimum(seconds, np.maximum(seconds - group.machine.device.hidden * backward, last))
+    in_memory = plain & _shares_memory(group)
+    exposed = np.where(in_memory, _averaged(group, size), exposed)
+    seconds = np.where(in_memory, exposed, seconds)
     return np.where(plain, exposed, 0.0), np.where(plain, seconds - exposed, 0.0)
+
+
+def _shares_memory(group: Group) -> Array:
+    """Rows whose gradients are averaged in memory (strategies/shared_sum.py)."""
+    from strategies.shared_sum import MOST_RANKS
+
+    table, machine, settings = group.table, group.machine, group.settings
+    if not (machine.device.shared and settings.shared_memory and machine.world <= machine.per_node):
+        return np.zeros(len(table), dtype=bool)
+    whole = settings.compression == "none" and not settings.reduce_bf16
+    return whole & (table.tp == 1) & (table.pp == 1) & (table.dp_replicate <= MOST_RANKS)
+
+
+def _averaged(group: Group, size: Array) -> Array:
+    """Seconds: each rank writes its share and reads all, so two ranks pass over four times the bytes, n over n + 2."""
+    table, device = group.table, group.machine.device
+    return size * (table.dp_replicate + 2) / 4 / (device.shared or 1.0) * device.slowdown(group.machine.world)
 
 
 def _sends(group: Group, link: Links) -> Array:
