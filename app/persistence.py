@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -37,11 +38,12 @@ class Progress:
     step: int = 0  # optimizer steps taken
     samples_seen: int = 0  # position in the stream of samples
     latest: dict[str, float] = field(default_factory=dict)  # the newest value of every metric
-    remembered: list[dict[str, Any]] = field(default_factory=list)  # rank 0: metric events, newest last
+    remembered: list[str] = field(default_factory=list)  # rank 0: metric events as JSON, newest last
 
     def remember(self, event: dict[str, Any], rank: int) -> None:
         self.latest |= event["values"]
-        self.remembered = [*self.remembered[-REMEMBERED:], event] if rank == 0 else []
+        # As text: markers are written and read several times in a save, and objects take ten times as long there.
+        self.remembered = [*self.remembered[-REMEMBERED:], json.dumps(event)] if rank == 0 else []
 
 
 class Persistence:
@@ -187,9 +189,10 @@ class Persistence:
         own = checkpoint.load_per_rank(commit, self.place.rank)
         if isinstance(own, dict) and own["world_size"] == self.place.world_size:
             set_random_state(own["random"])
-        for event in meta["remembered"]:  # the tracker drops those it has; a killed driver may not have sent them
-            self.channel.emit(event)
-        progress.remembered = list(meta["remembered"]) if self.place.rank == 0 else []
+        texts = [event if isinstance(event, str) else json.dumps(event) for event in meta["remembered"]]
+        for text in texts:  # the tracker drops those it has; a killed driver may not have sent them
+            self.channel.emit(json.loads(text))
+        progress.remembered = texts if self.place.rank == 0 else []
         return progress.step
 
     def _wait_for_storage(self) -> None:
