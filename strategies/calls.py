@@ -46,6 +46,9 @@ VARIANTS: dict[str, Changes] = {
 CALLS = 40
 """Made by one set of processes: every layout makes groups, whose threads (of gloo, three for each) stay."""
 
+FIRST_SECONDS = 3.0
+"""For a rank that has lost its peers: the one at fault ends before it, and what that one says is taken."""
+
 PATIENCE = datetime.timedelta(minutes=10)
 """For a rank that does not come, before its peers give the row up."""
 
@@ -169,6 +172,9 @@ def _answer(how: How, call: Call, device: torch.device) -> Answer:
             answer.curve = parity.train(trial, layout, options, device)
     except LayoutError as error:
         answer.refused = str(error)
+    except ConnectionError:  # lost its peers: whoever made them go is to be heard first
+        time.sleep(FIRST_SECONDS)
+        raise
     except Exception:
         if call.row.workers > 1:  # the other ranks may be waiting for this one: end them all
             raise

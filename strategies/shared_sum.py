@@ -29,7 +29,6 @@ import time
 import weakref
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -57,7 +56,7 @@ class SharedSum:
         self._poll = select.poll()
         for peer in peers:
             self._poll.register(peer, select.POLLIN)
-        self._written = np.frombuffer(memory, np.int64, self.size * LINE // 8, LINE)[:: LINE // 8]
+        self._written = memoryview(memory)[:HEAD].cast("q")[LINE // 8 : (self.size + 1) * LINE // 8 : LINE // 8]
         self._piece = 0
         places = ((HEAD + (turn * self.size + r) * PIECE_BYTES) for turn in range(2) for r in range(self.size))
         shares = [torch.frombuffer(memory, dtype=torch.uint8, count=PIECE_BYTES, offset=place) for place in places]
@@ -98,7 +97,7 @@ class SharedSum:
                     raise TimeoutError(f"gradients cannot be averaged: a rank has not come for {LONGEST_SECONDS:g} s")
 
     def _all_written(self) -> bool:
-        return int(self._written.min()) >= self._piece
+        return min(self._written) >= self._piece
 
     def close(self) -> None:
         """Leaves the group: what its peers still wait for fails there."""
@@ -114,7 +113,7 @@ def shared_sum(group: dist.ProcessGroup | None, device: torch.device) -> SharedS
     Collective over `group`.
     """
     size = dist.get_world_size(group)
-    if device.type != "cpu" or not 2 <= size <= MOST_RANKS:
+    if device.type != "cpu" or not 2 <= size <= MOST_RANKS or "cpu:gloo" not in str(dist.get_backend_config(group)):
         return None
     with _offered() as (port, offer):
         offers: list[Any] = [None] * size

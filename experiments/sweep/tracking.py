@@ -38,6 +38,9 @@ class _NoWriter:
         self.ended.set()
         self.clean = True
 
+    def trains(self) -> None:
+        """Nobody has waited for that."""
+
 
 class SpoolTracker(Tracker):
     """A Tracker whose spool is delivered by the sweep's `Deliverer`; nobody waits for that."""
