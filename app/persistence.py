@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from app import checkpoint
 from app.checkpoint import Checkpointer, CheckpointError
@@ -96,11 +95,6 @@ class Persistence:
         """
         if self.saved == progress.step:
             return
-        if not are_finite(self.parallel.parameters(), self.place.world_size):
-            raise NonFiniteError(
-                f"a weight was not finite after step {progress.step}; the last good checkpoint is intact: try a lower "
-                "optimizer.lr, a longer schedule.warmup_steps or train.clip_norm=1.0"
-            )
         meta = {
             "step": progress.step,
             "samples_seen": progress.samples_seen,
@@ -116,12 +110,19 @@ class Persistence:
             meta=meta,
             per_rank={"world_size": self.place.world_size, "random": random_state()},
             metric=progress.latest.get(f"eval/{self.job.config.checkpoint.metric}"),
+            finite=are_finite(self.parallel.parameters()),
         )
         try:
-            begin()
-        except CheckpointError as error:  # the one before failed, on all ranks; nothing was begun
-            self._bear(error)
-            begin()
+            try:
+                begin()
+            except CheckpointError as error:  # the one before failed, on all ranks; nothing was begun
+                self._bear(error)
+                begin()
+        except checkpoint.Unsound:
+            raise NonFiniteError(
+                f"a weight was not finite after step {progress.step}; the last good checkpoint is intact: try a lower "
+                "optimizer.lr, a longer schedule.warmup_steps or train.clip_norm=1.0"
+            ) from None
         self.saved, self.saved_at = progress.step, time.monotonic()
         stall = self.checkpointer.last_stall_seconds
         self.costliest = max(stall, self.costliest or 0.0)
@@ -234,12 +235,9 @@ class Persistence:
         self.checkpointer.close()
 
 
-def are_finite(parameters: Iterable[torch.Tensor], world_size: int) -> bool:
-    """Whether every parameter is a finite number on every rank; collective."""
+def are_finite(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether every parameter is a finite number on this rank."""
     local = [getattr(p, "_local_tensor", p).detach() for p in parameters]
     local = [p for p in local if p.numel()]
     norms = torch.stack(torch._foreach_norm(local)) if local else torch.zeros(1)
-    bad = (~torch.isfinite(norms)).any().double().cpu().reshape(1)
-    if world_size > 1:
-        dist.all_reduce(bad)
-    return bool(bad.item() == 0)
+    return bool(torch.isfinite(norms).all())

@@ -40,9 +40,11 @@ def seed_step(seed: int, step: int, data_rank: int, device: torch.device) -> Non
 
 def random_state() -> dict[str, Any]:
     """NumPy's and Python's generators, for code of the user's that draws from them; kept per rank."""
-    return {"numpy": np.random.get_state(), "python": random.getstate()}
+    version, numbers, gauss = random.getstate()
+    return {"numpy": np.random.get_state(), "python": (version, np.array(numbers, np.uint32), gauss)}
 
 
 def set_random_state(state: dict[str, Any]) -> None:
     np.random.set_state(state["numpy"])
-    random.setstate(state["python"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(map(int, numbers)), gauss))

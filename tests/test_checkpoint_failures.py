@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from app import checkpoint
 from app.checkpoint import Checkpointer, CheckpointError
-from app.checkpoint.files import HashingStream
+from app.checkpoint.files import HashingStream, Table
 from app.storage import Storage
 from tests.pool import DistributedFailure, run_distributed
 from tests.test_checkpoint_ranks import _save, state_of
@@ -53,7 +53,7 @@ def _break(kind: str) -> None:
     elif kind == "plan":
         once(Storage, "make", Unsendable(1, ""))
     elif kind == "finish":
-        once(Storage, "rename", Unsendable(1, ""))
+        once(Table, "content", Unsendable(1, ""))
     elif kind == "folder":
         once(Checkpointer, "_make_folder", PermissionError(13, "Permission denied"))
     elif kind == "commit":

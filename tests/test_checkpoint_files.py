@@ -12,7 +12,7 @@ import torch
 from app import checkpoint
 from app.checkpoint import Checkpointer
 from app.checkpoint.files import write_tensor
-from app.checkpoint.staging import StagedPlanner
+from app.checkpoint.staging import StagedPlanner, Stager
 
 TYPES = [
     torch.float32,
@@ -34,8 +34,9 @@ TYPES = [
 def test_torch_load_reads_what_is_written(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.rand(shape) * 3).to(dtype)
     for one in (tensor, tensor.transpose(0, -1) if shape else tensor):
-        stream = io.BytesIO()
-        write_tensor(stream, one)
+        stager, stream = Stager(), io.BytesIO()
+        staged = stager.stage({"a": {"b": one}})
+        write_tensor(stream, staged.data["a.b"], staged.bits["a.b"])
         stream.seek(0)
         read = torch.load(stream, weights_only=True)
         assert read.dtype == dtype and read.shape == one.shape

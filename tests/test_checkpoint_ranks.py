@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from app import checkpoint
-from app.checkpoint import Checkpointer
+from app.checkpoint import Checkpointer, Unsound
+from app.checkpoint.exchange import ROOM, Ranks
 from app.checkpoint.files import Reader
 from app.checkpoint.sharing import divide
 from app.errors import UserError
@@ -198,3 +199,29 @@ def _together(rank: int, folder: str) -> tuple[str, list[str]]:
     found, passed = checkpoint.latest_good_together(folder)
     assert found is not None
     return found.path, passed
+
+
+def _talk(rank: int, size: int) -> None:
+    ranks, words = Ranks(), [bytes([r]) * (size + r) for r in range(2)]
+    assert ranks.all(lambda: words[rank]) == words
+    assert ranks.first(lambda: words[0]) == words[0]
+    assert ranks.reduce(lambda: words[rank], lambda all_words: list(all_words)) == words
+    assert ranks.any(rank == 1, False) == [True, False]
+
+
+@pytest.mark.parametrize("size", [0, ROOM // 2, ROOM, 20 * ROOM])
+def test_ranks_exchange_messages_of_any_length(size: int) -> None:
+    run_distributed(_talk, 2, size)
+
+
+def _not_finite(rank: int, folder: str) -> None:
+    checkpointer = Checkpointer(folder)
+    with pytest.raises(Unsound):
+        checkpointer.save(state_of("replicas", rank), meta={"step": 1}, finite=rank == 0)
+    checkpointer.save(state_of("replicas", rank), meta={"step": 2})
+    checkpointer.close()
+
+
+def test_what_is_not_finite_on_one_rank_is_saved_by_none(tmp_path: Path) -> None:
+    run_distributed(_not_finite, 2, str(tmp_path))
+    assert [commit.step for commit in checkpoint.commits(str(tmp_path))] == [2]

@@ -17,6 +17,10 @@ class CheckpointError(RunFailed):
         self.superseded = superseded
 
 
+class Unsound(Exception):
+    """The state of some rank is not worth keeping; nothing was begun. Raised on all ranks."""
+
+
 class Unexchangeable(Exception):
     """Stands for an exception that need not survive pickling; its text is already what `said` makes of it."""
 

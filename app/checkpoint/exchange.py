@@ -6,8 +6,9 @@ Here a failure is a value that is exchanged like a result, and then raised every
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,10 @@ from app.checkpoint.errors import said
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+ROOM = 8192
+"""Bytes of a message that go in one collective, with its length; what is longer needs a second one."""
+_LENGTH = 8
 
 
 class RankFailed(Exception):
@@ -50,41 +55,56 @@ class Ranks:
         self.group = dist.new_group(backend="gloo") if self.distributed else None
         self.rank = dist.get_rank() if self.distributed else 0
 
-    def any(self, mine: bool) -> bool:
-        """Whether it is so on any rank."""
+    def any(self, *mine: bool) -> list[bool]:
+        """Whether each is so on any rank."""
         if not self.distributed:
-            return mine
-        flag = torch.tensor(int(mine))
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
-        return bool(flag.item())
+            return list(mine)
+        flags = torch.tensor(mine, dtype=torch.uint8)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
+        return [bool(flag) for flag in flags.tolist()]
 
     def all(self, what: Callable[[], T]) -> list[T]:
         """Call `what` on every rank and give everybody all results, by rank. Raises RankFailed on all ranks."""
-        mine = _Outcome(what, self.rank)
-        outcomes: list[_Outcome[T]] = [mine]
-        if self.distributed:
-            outcomes = [mine] * dist.get_world_size(self.group)
-            dist.all_gather_object(outcomes, mine, group=self.group)
-        return self._results(outcomes)
+        return self._results(self._gathered(_Outcome(what, self.rank), everywhere=True))
 
     def reduce(self, what: Callable[[], T], then: Callable[[list[T]], R]) -> R:
         """Call `what` on every rank, and if that went well `then` on rank 0 with all results, by rank; give everybody
         what that returned. Raises RankFailed on all ranks."""
-        mine = _Outcome(what, self.rank)
-        outcomes: list[_Outcome[T]] = [mine]
-        if self.distributed:
-            outcomes = [mine] * dist.get_world_size(self.group) if self.rank == 0 else []
-            dist.gather_object(mine, outcomes or None, dst=0, group=self.group)
+        outcomes = self._gathered(_Outcome(what, self.rank))
         return self.first(lambda: then(self._results(outcomes)))
 
     def first(self, what: Callable[[], T]) -> T:
         """Call `what` on rank 0 and give everybody its result. Raises RankFailed on all ranks."""
-        box = [_Outcome(what, 0) if self.rank == 0 else None]
-        if self.distributed:
-            dist.broadcast_object_list(box, src=0, group=self.group)
-        outcome = box[0]
-        assert outcome is not None
-        return self._results([outcome])[0]
+        mine = _Outcome(what, 0) if self.rank == 0 else None
+        if not self.distributed:
+            assert mine is not None
+            return self._results([mine])[0]
+        message = pickle.dumps(mine) if self.rank == 0 else b""
+        box = _boxed(message, ROOM)
+        dist.broadcast(box, src=0, group=self.group)
+        if (length := _length(box)) > ROOM - _LENGTH:
+            box = _boxed(message, length + _LENGTH)
+            dist.broadcast(box, src=0, group=self.group)
+        return self._results([_unboxed(box)])[0]
+
+    def _gathered(self, mine: _Outcome[T], everywhere: bool = False) -> list[_Outcome[T]]:
+        """All ranks' outcomes, by rank; [] on the others if not `everywhere`."""
+        if not self.distributed:
+            return [mine]
+        message, here = pickle.dumps(mine), everywhere or self.rank == 0
+        boxes = self._boxes(ROOM)
+        dist.all_gather(boxes, _boxed(message, ROOM), group=self.group)
+        if (longest := max(map(_length, boxes))) > ROOM - _LENGTH:
+            boxes = self._boxes(longest + _LENGTH) if here else []
+            box = _boxed(message, longest + _LENGTH)
+            if everywhere:
+                dist.all_gather(boxes, box, group=self.group)
+            else:
+                dist.gather(box, boxes or None, dst=0, group=self.group)
+        return [_unboxed(box) for box in boxes] if here else []
+
+    def _boxes(self, room: int) -> list[torch.Tensor]:
+        return [torch.empty(room, dtype=torch.uint8) for _ in range(dist.get_world_size(self.group))]
 
     def _results(self, outcomes: list[_Outcome[T]]) -> list[T]:
         reasons: dict[int, str] = {}
@@ -94,3 +114,20 @@ class Ranks:
             named = [f"rank {rank}: {why}" if self.distributed else why for rank, why in sorted(reasons.items())]
             raise RankFailed("; ".join(named), reasons)
         return [outcome.result for outcome in outcomes]
+
+
+def _boxed(message: bytes, room: int) -> torch.Tensor:
+    """A tensor of `room` bytes: the message's length, and as much of it as there is room for."""
+    box = bytearray(room)
+    box[:_LENGTH] = len(message).to_bytes(_LENGTH, "little")
+    fits = message[: room - _LENGTH]
+    box[_LENGTH : _LENGTH + len(fits)] = fits
+    return torch.frombuffer(box, dtype=torch.uint8)
+
+
+def _length(box: torch.Tensor) -> int:
+    return int.from_bytes(box[:_LENGTH].numpy().tobytes(), "little")
+
+
+def _unboxed(box: torch.Tensor) -> Any:
+    return pickle.loads(box.numpy().data[_LENGTH : _LENGTH + _length(box)])

@@ -12,22 +12,33 @@ import functools
 import hashlib
 import io
 import os
+import pickle
 import sys
 import warnings
 from collections.abc import Generator
+from dataclasses import replace
 from typing import IO, Any, cast
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
+    FileSystemBase,
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from app.checkpoint.commit import File
+from app.checkpoint.staging import StagedPlanner
 from app.checkpoint.unchanged import Unchanged
 from app.storage import Storage
 
 BYTE_IO = WriteItemType.BYTE_IO
 _HEAD_BYTES = 4096
+_GATHER_BYTES = 256 << 10
 _OLD_TYPES = (  # those that torch's older format can hold; it writes others (float8, uint16) but cannot read them
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -38,10 +49,15 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 
 class HashingStream(io.RawIOBase):
-    """A binary stream that is only written, front to back, with the size and SHA-256 of what went through."""
+    """A binary stream that is only written, front to back, with the size and SHA-256 of what went through.
+
+    What is small is gathered first: each call that writes or hashes lets go of the interpreter, for which training's
+    thread waits, and so must be waited for again.
+    """
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
+        self._gathered = bytearray()
         self._digest = hashlib.sha256()
         self._size = 0
         self.cause: Exception | None = None
@@ -52,26 +68,37 @@ class HashingStream(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
+        if len(self._gathered) + view.nbytes > _GATHER_BYTES:
+            self._pass_on(self._gathered)
+            self._gathered = bytearray()
+        if view.nbytes > _GATHER_BYTES:
+            self._pass_on(view)
+        else:
+            self._gathered += view
+        self._size += view.nbytes
+        return view.nbytes
+
+    def _pass_on(self, data: bytearray | memoryview) -> None:
         try:
-            self._stream.write(view)
+            self._stream.write(data)
         except Exception as error:
             self.cause = self.cause or error
             raise
-        self._digest.update(view)
-        self._size += view.nbytes
-        return view.nbytes
+        self._digest.update(data)
 
     def tell(self) -> int:
         return self._size
 
     def flush(self) -> None:
         if not self._stream.closed:
+            self._pass_on(self._gathered)
+            self._gathered = bytearray()
             self._stream.flush()
 
     def close(self) -> None:
         """Make the file durable where that is a thing, and close it."""
         if not self._stream.closed:
-            self._stream.flush()
+            self.flush()
             with contextlib.suppress(AttributeError, io.UnsupportedOperation):
                 os.fsync(self._stream.fileno())
             self._stream.close()
@@ -79,6 +106,7 @@ class HashingStream(io.RawIOBase):
 
     def abandon(self) -> None:
         """Close after a failure; an object store forgets what was sent of the file."""
+        self._gathered = bytearray()
         stream: Any = self._stream
         with contextlib.suppress(Exception):
             if hasattr(stream, "discard"):
@@ -158,14 +186,14 @@ class Writer(FileSystemWriter):
     def written(self) -> dict[str, File]:
         return self.fs.written
 
-    def write(self, rank: int, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+    def write(self, rank: int, items: list[WriteItem], planner: StagedPlanner) -> list[WriteResult]:
         """Write a rank's files; what `finish` is to be told of them."""
         still = [] if self.unchanged is None else [i for i in items if i.index.fqn in self.still and i.type != BYTE_IO]
         moving = [item for item in items if not any(item is other for other in still)] if still else items
         results = self._write_items(f"__{rank}_0.distcp", moving, planner)
         return [*results, *self._write_still(f"__{rank}_1.distcp", still, planner)] if still else results
 
-    def _write_items(self, name: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+    def _write_items(self, name: str, items: list[WriteItem], planner: StagedPlanner) -> list[WriteResult]:
         """As DCP's own writer does, what is no tensor first."""
         results = []
         with self.fs.create_stream(name, "wb") as stream:
@@ -174,12 +202,17 @@ class Writer(FileSystemWriter):
                 if isinstance(data, io.BytesIO):
                     stream.write(data.getbuffer())
                 else:
-                    write_tensor(stream, data)
+                    write_tensor(stream, data, planner.bits[item.index.fqn])
                 size = stream.tell() - begin
                 results.append(WriteResult(item.index, size, _StorageInfo(name, begin, size)))
         return results
 
-    def _write_still(self, name: str, still: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+    def add(self, name: str, content: bytes) -> None:
+        """Write a file of its own."""
+        with self.fs.create_stream(name, "wb") as stream:
+            stream.write(content)
+
+    def _write_still(self, name: str, still: list[WriteItem], planner: StagedPlanner) -> list[WriteResult]:
         assert self.unchanged is not None
         pieces = frozenset((item.index.fqn, item.index.offset) for item in still)
         if linked := self.unchanged.link(self.fs.storage, name, pieces):
@@ -188,6 +221,25 @@ class Writer(FileSystemWriter):
         results = self._write_items(name, still, planner)
         self.unchanged.wrote(self.fs.storage, name, self.written[name], pieces, results)
         return results
+
+
+class Table:
+    """DCP's table of what is where in a checkpoint's files: the same in every save of a layout, as long as what is no
+    tensor keeps its length."""
+
+    NAME = ".metadata"
+
+    def __init__(self) -> None:
+        self._of: tuple[Metadata, list[list[WriteResult]]] | None = None
+        self._content = b""
+
+    def content(self, metadata: Metadata, results: list[list[WriteResult]]) -> bytes:
+        """As DCP's own writer would write it; results: of each rank."""
+        if self._of is None or self._of[0] is not metadata or self._of[1] != results:
+            where = {result.index: result.storage_data for each in results for result in each}
+            whole = replace(metadata, storage_data=where, storage_meta=StorageMeta(""), version=CURRENT_DCP_VERSION)
+            self._of, self._content = (metadata, results), pickle.dumps(whole)
+        return self._content
 
 
 class _Head(io.RawIOBase):
@@ -215,16 +267,16 @@ def _head(shape: torch.Size, dtype: torch.dtype) -> bytes | None:
     return head.kept[:size] if 0 < size <= len(head.kept) else None
 
 
-def write_tensor(stream: io.IOBase, tensor: torch.Tensor) -> None:
-    """Write a CPU tensor for torch.load. In the older of torch's two formats all but the bits is the same for all
-    tensors of a shape and type; an archive takes several times as long, and its CRC-32 as long again as our SHA-256."""
+def write_tensor(stream: io.IOBase, tensor: torch.Tensor, bits: memoryview) -> None:
+    """Write a contiguous CPU tensor, whose bytes are `bits`, for torch.load. In the older of torch's two formats all
+    but the bits is the same for all tensors of a shape and type; an archive takes several times as long, and its
+    CRC-32 as long again as our SHA-256."""
     head = _head(tensor.shape, tensor.dtype)
     if head is None:
         torch.save(tensor, cast(IO[bytes], stream))
         return
     stream.write(head)
-    if tensor.numel():
-        stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    stream.write(bits)
 
 
 class Reader(FileSystemReader):

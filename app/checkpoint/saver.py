@@ -21,15 +21,17 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.storage import WriteResult
 
 from app.checkpoint.commit import MARKER, Commit, File, encode, folder_name, survey
-from app.checkpoint.errors import CheckpointError, Unexchangeable, said
+from app.checkpoint.errors import CheckpointError, Unexchangeable, Unsound, said
 from app.checkpoint.exchange import RankFailed, Ranks
-from app.checkpoint.files import Writer
+from app.checkpoint.files import Table, Writer
 from app.checkpoint.prune import Mode, prune
 from app.checkpoint.sharing import Plan, Share
 from app.checkpoint.staging import StagedPlanner, Stager
@@ -90,11 +92,19 @@ class Checkpointer:
         self._unchanged = Unchanged()
         self._ranks = Ranks()
         self._share = Share(self._ranks)
+        self._table = Table()
         self._before: list[Commit] = []  # rank 0: those there were before the one just committed
         self._pending: Future[Commit] | None = None
+        self._background: SimpleQueue[Callable[[], None] | None] | None = None  # a thread's, from the first save on
 
     def save(
-        self, state: dict[str, Any], *, meta: dict[str, Any], per_rank: object = None, metric: float | None = None
+        self,
+        state: dict[str, Any],
+        *,
+        meta: dict[str, Any],
+        per_rank: object = None,
+        metric: float | None = None,
+        finite: bool = True,
     ) -> None:
         """Copy `state` and start to save it; when this returns, training may change the tensors.
 
@@ -103,6 +113,8 @@ class Checkpointer:
         meta: JSON, with "step".
         per_rank: anything picklable that belongs to this rank alone (its generators' states).
         metric: what the checkpoint is judged by; rank 0's counts, and only if it is finite.
+        finite: whether all numbers of this rank's state are; if not, on any rank, Unsound is raised on all, and
+            nothing was started.
         Raises CheckpointError if the save before this one failed; then nothing was started, on any rank, and the
         call may be repeated.
         """
@@ -112,14 +124,17 @@ class Checkpointer:
         commit = Commit(int(meta["step"]), "", json.loads(json.dumps(meta)), {}, judged, self._attempt)
         own = None if per_rank is None else _pickled(per_rank)
         try:
-            wanted = self._share.of(state)
+            wanted = self._share.of(state, finite)
+        except Unsound:
+            raise
         except Exception as error:  # a rank that failed, or is gone
             raise self._failure(commit, error) from error
         staged = _Staged(commit, self._stager.stage(state, wanted), own)
         self._pending = Future()
-        threading.Thread(
-            target=self._run, args=(staged, started, self._pending), name="checkpoint", daemon=True
-        ).start()
+        if self._background is None:
+            self._background = SimpleQueue()
+            threading.Thread(target=_serve, args=(self._background,), name="checkpoint", daemon=True).start()
+        self._background.put(partial(self._run, staged, started, self._pending))
         self.last_stall_seconds = time.perf_counter() - started
 
     @property
@@ -148,6 +163,9 @@ class Checkpointer:
             self.wait()
         finally:
             self._stager.close()
+            if self._background is not None:
+                self._background.put(None)
+                self._background = None
 
     # -- in the background
 
@@ -203,18 +221,16 @@ class Checkpointer:
     def _write(self, here: Storage, plan: Plan, staged: _Staged) -> _Written:
         """Write this rank's part and say what it is."""
         here.make()
-        staged.planner.set_up()
         writer = Writer(here, self._unchanged, self._unchanged.look(staged.planner.data))
         results = writer.write(self._ranks.rank, plan.items, staged.planner)
         if staged.own is not None:
-            with writer.fs.create_stream(own_name(self._ranks.rank), "wb") as stream:
-                stream.write(staged.own)
+            writer.add(own_name(self._ranks.rank), staged.own)
         return writer.written, results
 
     def _commit(self, here: Storage, plan: Plan, commit: Commit, parts: list[_Written]) -> Commit:
         assert plan.metadata is not None
         writer = Writer(here)
-        writer.finish(replace(plan.metadata), [results for _, results in parts])
+        writer.add(Table.NAME, self._table.content(plan.metadata, [results for _, results in parts]))
         files = {
             name: file for written in (*(each for each, _ in parts), writer.written) for name, file in written.items()
         }
@@ -246,6 +262,11 @@ class Checkpointer:
         warnings = prune([newest, *self._before], keep_last=self._keep_last, keep_best=self._keep_best, mode=self._mode)
         for warning in warnings:
             _log.warning("%s", warning)
+
+
+def _serve(work: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (save := work.get()) is not None:
+        save()
 
 
 _SUPERSEDED = "superseded: another attempt of this run has taken over"

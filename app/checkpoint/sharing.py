@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
+from app.checkpoint.errors import Unsound
 from app.checkpoint.exchange import Ranks
 from app.checkpoint.staging import StagedPlanner, leaves
 
@@ -41,13 +42,16 @@ class Share:
         self._layout: list[tuple[Any, ...]] = []
         self._mine: frozenset[str] | None = None
 
-    def of(self, state: dict[str, Any]) -> frozenset[str] | None:
+    def of(self, state: dict[str, Any], finite: bool = True) -> frozenset[str] | None:
         """Names of the tensors of which this rank is to write its shard; None: all.
 
-        A collective call. Raises RankFailed.
+        A collective call. Raises RankFailed, and Unsound if the state of any rank is not `finite`.
         """
         layout = [_describe(name, value) for name, value in leaves(state)]
-        if not self._ranks.any(self._plan is None or layout != self._layout):
+        changed, unsound = self._ranks.any(self._plan is None or layout != self._layout, not finite)
+        if unsound:
+            raise Unsound("a number of the state is not finite")
+        if not changed:
             return self._mine
         self._layout, self._mine, self._plan = [], None, None
         if self._ranks.distributed:

@@ -47,6 +47,7 @@ class Stager:
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
+        self._bits: dict[str, memoryview] = {}
         self._outlines: dict[str, torch.Tensor] = {}
         self._devices: set[torch.device] = set()
 
@@ -64,8 +65,8 @@ class Stager:
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()  # copies from a GPU are only queued
         for name in self._buffers.keys() - data.keys():
-            del self._buffers[name]
-        return StagedPlanner(copied, data)
+            del self._buffers[name], self._bits[name]
+        return StagedPlanner(copied, data, self._bits)
 
     def _copy(self, value: Any, path: tuple[str, ...], wanted: Container[str] | None, data: dict[str, Any]) -> Any:
         if isinstance(value, dict):
@@ -88,6 +89,7 @@ class Stager:
         if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
             buffer = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=source.is_cuda)
             self._buffers[name] = buffer
+            self._bits[name] = _bits(buffer)
         if source.is_cuda:
             self._devices.add(source.device)
         return buffer.copy_(source, non_blocking=source.is_cuda)
@@ -111,7 +113,12 @@ class Stager:
 
     def close(self) -> None:
         self._buffers.clear()
+        self._bits.clear()
         self._outlines.clear()
+
+
+def _bits(buffer: torch.Tensor) -> memoryview:
+    return buffer.reshape(-1).view(torch.uint8).numpy().data if buffer.numel() else memoryview(b"")
 
 
 def _same_spec(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -123,15 +130,18 @@ def _same_spec(one: torch.Tensor, other: torch.Tensor) -> bool:
 class StagedPlanner(DefaultSavePlanner):
     """Plans with outlines, and finds the data in the staged copies."""
 
-    def __init__(self, state: dict[str, Any], data: dict[str, torch.Tensor]) -> None:
+    def __init__(self, state: dict[str, Any], data: dict[str, torch.Tensor], bits: dict[str, memoryview]) -> None:
         super().__init__()
         self.staged = state
         """The nested state: outlines of tensors, and copies of everything else."""
         self.data = data
         """The copies, by name."""
+        self.bits = bits
+        """The same, as bytes."""
+        self._values: dict[str, Any] | None = None
 
     def set_up(self, is_coordinator: bool = False) -> None:
-        """Before it is asked for a plan or for data."""
+        """Before it is asked for a plan; data can be had without."""
         self.set_up_planner(self.staged, is_coordinator=is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
@@ -144,4 +154,8 @@ class StagedPlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         data = self.data.get(index.fqn)
-        return super().lookup_object(index) if data is None else data
+        if data is not None:
+            return data
+        if self._values is None:
+            self._values = dict(leaves(self.staged))
+        return self._values[index.fqn]
