@@ -23,6 +23,7 @@ NAMES = (
     "idle",
     "gpu",
     "peers",
+    "ray_train",
     "ratios",
     "recovery",
     "chaos",

@@ -7,15 +7,13 @@ model, data and optimizer, and take turns block by block, in the order A B C D D
 Trainer's loop, which cannot be left, has a thread of its own that stands still in the others' turns (turns.py), so
 that all sides' collectives have one order; blocks begin with a barrier in a group of its own. The hand-written one also
 sets the learning rate and averages the loss every tenth step, which flatters the others. `step` does the same with
-ours beside the hand-written one, so the two tables share their unit. Plain Ray Train is the hand-written step itself in
-processes that Ray has started: it differs in `start` alone.
+ours beside the hand-written one, so the two tables share their unit; `ray_train` has Ray Train's.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,7 +33,7 @@ PYTHON = ".venv-peers/bin/python"
 
 def run(model: str, blocks: int, python: str) -> dict[str, Any]:
     """Median milliseconds per step of each, and its ratio to the hand-written one with a 95 % interval."""
-    from experiments.benchmarks.step import interval
+    from experiments.benchmarks.step import beside
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
@@ -47,15 +45,7 @@ def run(model: str, blocks: int, python: str) -> dict[str, Any]:
             env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.getcwd()},
         )
         times = json.loads(out.read_text())
-    base = times["by hand"]
-    return {
-        name: {
-            "ms": 1e3 * statistics.median(own),
-            "ratio": statistics.median(own) / statistics.median(base),
-            "interval": interval(base, own),
-        }
-        for name, own in times.items()
-    }
+    return beside(times, "by hand")
 
 
 # --- one of the two processes, in the peers' environment --------------------------------------------------------

@@ -15,6 +15,7 @@ PICTURE = Path(__file__).parents[1] / "pictures" / "ratios.png"
 ABOUT = {
     "step": "step: Trireme ÷ by hand",
     "peers": "peers: library ÷ by hand",
+    "ray_train": "in Ray Train's workers ÷ by hand",
     "tracking": "tracking: logging ÷ not",
     "saving": "saving: saving ÷ not",
 }

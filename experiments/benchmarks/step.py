@@ -89,6 +89,18 @@ def interval(a: list[float], b: list[float], draws: int = 2000) -> tuple[float, 
     return ratios[int(0.025 * draws)], ratios[int(0.975 * draws)]
 
 
+def beside(times: dict[str, list[float]], base: str) -> dict[str, dict[str, Any]]:
+    """Median milliseconds of each side, and its ratio to the side `base` with a 95 % interval."""
+    return {
+        name: {
+            "ms": 1e3 * statistics.median(own),
+            "ratio": statistics.median(own) / statistics.median(times[base]),
+            "interval": interval(times[base], own),
+        }
+        for name, own in times.items()
+    }
+
+
 def worker(name: str, strategy: str, blocks: int, folder: str, out: str) -> None:
     """One of the processes: seconds per step of each block, plain and ours."""
     import torch.distributed as dist
