@@ -9,6 +9,7 @@ their own. `python -m experiments.benchmarks start` and `idle` measure what this
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -38,5 +39,7 @@ def bare_head(worker: str = "") -> Iterator[None]:
 
         def start_log_monitor(self) -> None: ...
 
-    with mock.patch.object(node, "Node", Bare):
+    # What its agent would look up every 2.5 seconds is for an API server.
+    seldom = mock.patch.dict(os.environ, {"REPORTER_UPDATE_INTERVAL_MS": "60000"})
+    with seldom, mock.patch.object(node, "Node", Bare):
         yield

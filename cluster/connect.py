@@ -17,6 +17,17 @@ from cluster.errors import ClusterError
 from cluster.warm import OWN, STUB, python_path, runtime_env
 
 
+OF_ONE_COMMAND = {
+    # By default a process per core is kept ready for ever, each of which looks for signals a hundred times a second.
+    "num_workers_soft_limit": 0,
+    "idle_worker_killing_time_threshold_ms": 10_000,
+    # Nobody reads these.
+    "event_stats": False,
+    "metrics_report_interval_ms": 60_000,
+}
+"""What a Ray of one command's own is told, so that it idles for less (`python -m experiments.benchmarks idle`)."""
+
+
 @dataclass(frozen=True)
 class Cluster:
     """What Ray believes there is: totals over the nodes that are alive, in Ray's resource units."""
@@ -69,7 +80,13 @@ def connect(keep_warm: float = 0.0) -> Cluster:
             else:
                 OWN.end()
             with bare_head(STUB if OWN.pid else ""):
-                ray.init(address="local", include_dashboard=False, object_store_memory=100_000_000, **options)
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    object_store_memory=100_000_000,
+                    _system_config=OF_ONE_COMMAND,
+                    **options,
+                )
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if found:

@@ -20,6 +20,7 @@ from mlflow.entities import Metric, Param, RunTag, ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.tracking.client import MlflowClient
 
+from app.tracking import blank
 from app.tracking.masking import mask_uri
 from app.tracking.settings import sqlite_path
 from app.tracking.spool import Event
@@ -99,6 +100,7 @@ class MlflowRun:
                     database = sqlite_path(self.uri)
                     database.parent.mkdir(parents=True, exist_ok=True)
                     with exclusive(database.with_name(f"{database.name}.create.lock")):
+                        blank.begin(database)
                         self._client = MlflowClient(self.uri)
                         self._client.search_experiments(max_results=1)
                 else:
