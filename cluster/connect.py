@@ -16,7 +16,6 @@ from cluster.bare import bare_head
 from cluster.errors import ClusterError
 from cluster.warm import OWN, STUB, python_path, runtime_env
 
-
 OF_ONE_COMMAND = {
     # By default a process per core is kept ready for ever, each of which looks for signals a hundred times a second.
     "num_workers_soft_limit": 0,
