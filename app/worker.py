@@ -234,10 +234,11 @@ class Training:
         rate = batch / agreed.seconds_per_step
         per_sample = self.items_per_sample
         for entry in agreed.logged:
-            values = {"train/loss": entry.loss, "train/lr": entry.learning_rate, "train/samples_per_second": rate}
+            values = {"train/loss": entry.loss, "train/lr": entry.learning_rate}
             if entry.grad_norm is not None:
                 values["train/grad_norm"] = entry.grad_norm
-            if self.task.unit != "samples":
+            if entry is agreed.logged[-1]:  # one number for all of them
+                values["train/samples_per_second"] = rate
                 values[f"train/{self.task.unit}_per_second"] = rate * per_sample
             if self.scale.enabled:
                 values["train/loss_scale"] = self.scale.scale

@@ -82,6 +82,13 @@ def test_zero_bubble_beats_interleaving_beats_1f1b() -> None:
     assert seconds["gpipe"] == seconds["1f1b"] > seconds["interleaved_1f1b"] > seconds["zb_h2"] > seconds["zbv"]
 
 
+@pytest.mark.parametrize("weight", [0.3, 0.6, 1.0])
+def test_a_v_waits_for_nobody_whatever_share_the_weights_have(weight: float) -> None:
+    for stages in (2, 4, 8):
+        schedule = make("zbv", stages, 4 * stages, 2)
+        assert bubble(simulate(schedule, Times(1.0, 1.1, weight))) < 0.07
+
+
 def test_h1_is_drawn_as_in_the_paper() -> None:
     assert str(make("zb_h1", 2, 3)).splitlines() == ["F0 F1 B0 W0 F2 B1 W1 B2 W2", "F0 B0 F1 B1 W0 F2 B2 W1 W2"]
     assert str(make("1f1b", 2, 3)).splitlines() == ["F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"]

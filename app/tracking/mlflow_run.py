@@ -9,6 +9,7 @@ latest steps before it repeats metrics.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 import time
@@ -22,6 +23,7 @@ from mlflow.tracking.client import MlflowClient
 
 from app.tracking import blank
 from app.tracking.masking import mask_uri
+from app.tracking.points import Point, write
 from app.tracking.settings import sqlite_path
 from app.tracking.spool import Event
 from app.tracking.state import exclusive
@@ -52,10 +54,6 @@ _REASONS = (
     ("too many 429", "it asks for fewer requests: HTTP 429"),
 )
 """What is said for what requests' errors contain."""
-
-Point = tuple[str, float, int, Any]
-"""Metric key, value, time (Unix milliseconds), step (None until the courier has given a sample its step)."""
-
 
 KIND = {"mlflow.experimentKind": "custom_model_development"}
 """Tells the MLflow UI to open the experiment on its training runs, rather than on traces of language-model calls."""
@@ -189,8 +187,10 @@ class MlflowRun:
 
     def metrics(self, points: Sequence[Point]) -> None:
         """Log at most 1,000 points in one call."""
+        client = self.client()
         with self.speaking():
-            self.client().log_batch(self.run_id, metrics=[Metric(*point) for point in points], synchronous=True)
+            left = write(client, self.run_id, points)
+            client.log_batch(self.run_id, metrics=[Metric(*point) for point in left], synchronous=True)
 
     def params(self, values: dict[str, str]) -> None:
         """Log parameters; one that has another value already keeps it, and the new one becomes a tag."""
@@ -263,6 +263,7 @@ class MlflowRun:
         return f"MLflow at {self.shown} said: {text[:300]}"
 
 
+@functools.cache
 def valid_key(key: str) -> str:
     """The key with what MLflow does not allow in a name replaced by `_`, at most 250 characters."""
     return re.sub(r"[^\w.\-/: ]", "_", key)[:250]

@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.25
 PACE_SECONDS = 1.0
-"""Points are let gather for this long: a call costs about the same for one as for many."""
+PACE_SHARE = 1 / 200
+LONGEST_PACE_SECONDS = 5.0
+"""Points are let gather for so long, and longer where delivering takes more of a core than that share: a call costs
+about the same for one as for many."""
 START_SECONDS = 10.0
 """How long the first step is let go before: importing MLflow takes two seconds of a core that the workers want too."""
 LINGER_SECONDS = 60.0
@@ -111,26 +114,28 @@ def serve(folder: Path, courier: Courier, driver: Driver) -> None:
     Raises:
         Superseded, Leave: what follows is another writer's.
     """
-    reader = Reader(folder, courier.delivered.position)
+    reader, took = Reader(folder, courier.delivered.position), 0.0
     while not (courier.ours and not courier.delivered.open):  # until our finish event is delivered
         last = courier.attempt is None or driver.gone()  # asked before reading: afterwards nothing can be added
         try:
             if events := reader.read():
+                begun = time.process_time()
                 courier.deliver(events)
                 reader.discard_delivered()
+                took = time.process_time() - begun
             elif last:
                 if courier.delivered.open and (courier.ours or (courier.attempt is None and not driver.lives())):
                     courier.killed()
                 return
             else:
-                _wait_for_events(reader, driver)
+                _wait_for_events(reader, driver, min(max(PACE_SECONDS, took / PACE_SHARE), LONGEST_PACE_SECONDS))
         except Rewind:
             courier.rewind(Position((segments(folder) or [1])[0], 0))
             reader = Reader(folder, courier.delivered.position)
 
 
-def _wait_for_events(reader: Reader, driver: Driver) -> None:
-    gathered = time.monotonic() + PACE_SECONDS
+def _wait_for_events(reader: Reader, driver: Driver, seconds: float) -> None:
+    gathered = time.monotonic() + seconds
     while not driver.gone() and (not reader.waiting() or (time.monotonic() < gathered and not driver.hurry)):
         driver.pause(POLL_SECONDS)
         if driver.hurry:

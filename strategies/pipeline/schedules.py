@@ -27,6 +27,7 @@ that it cannot deadlock and does everything once; `simulate` says how long it ta
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -129,8 +130,14 @@ def zb_h2(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
 
 
 def zbv(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
-    """Two chunks per stage, placed as a V: the first stage has the first part and the last one."""
-    return _eager("zbv", stages, micro_batches, 2 * stages, [2 * stages] * stages, chunks=2, folded=True)
+    """Two chunks per stage, placed as a V: the first stage has the first part and the last one.
+
+    Once the pipe is full every stage does F, B, W of one chunk and then of the other. Nobody waits then, whatever
+    share of them W is.
+    """
+    rounds = max(micro_batches, 2 * stages - 1)  # those that there are not are left out again
+    lists = ([op for op in _of_a_v(stage, stages, rounds) if op.micro < micro_batches] for stage in range(stages))
+    return Schedule("zbv", stages, micro_batches, 2, tuple(map(tuple, lists)), split=True, folded=True)
 
 
 SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
@@ -201,66 +208,65 @@ def _alternating(forward: Sequence[Op], backward: Sequence[Op], warmup: int) -> 
     return (*forward[:warmup], *steady, *backward[len(forward) - warmup :])
 
 
-def _eager(
-    name: str,
-    stages: int,
-    micro_batches: int,
-    room: int,
-    flight: Sequence[int],
-    chunks: int = 1,
-    folded: bool = False,
-) -> Schedule:
+def _of_a_v(stage: int, stages: int, micro_batches: int) -> list[Op]:
+    ops: list[Op] = []
+    done: Counter[str] = Counter()
+
+    def do(names: str, times: int = 1) -> None:
+        """F0 is the next micro-batch's forward through chunk 0."""
+        for name in names.split() * times:
+            ops.append(Op(name[0], done[name], int(name[1])))
+            done[name] += 1
+
+    do("F0", 2 * (stages - stage) - 1)
+    do("F1 F0", stage)
+    do("F1 B1 W1", stages - stage)
+    while done["F1"] < micro_batches:
+        do("F0", int(done["F0"] < micro_batches))
+        do("B0 W0 F1 B1 W1")
+    do("B0 B1", stage)
+    do("B0 W0", stages - stage)
+    do("W1", micro_batches - done["W1"])
+    do("W0", micro_batches - done["W0"])
+    return ops
+
+
+def _eager(name: str, stages: int, micro_batches: int, room: int, flight: Sequence[int]) -> Schedule:
     """Every stage always does the most urgent thing it can: B, else F, else W. There is room for so many activations,
     of which so many may be in flight (their B not done yet), per stage.
 
     Found by playing the pipeline through in units of time in which F, B and W take one each.
     """
-    parts = stages * chunks
-    done: dict[tuple[str, int, int], int] = {}  # (kind, micro-batch, part) → when
+    done: dict[tuple[str, int, int], int] = {}  # (kind, micro-batch, stage) → when
     lists: list[list[Op]] = [[] for _ in range(stages)]
-    clock, total = 0, 3 * micro_batches * parts
-    while len(done) < total:
+    clock = 0
+    while len(done) < 3 * micro_batches * stages:
         chosen = []
-        for stage in range(stages):
-            owned = [part_of(stage, chunk, stages, folded) for chunk in range(chunks)]
-            key = _urgent(owned, parts, micro_batches, done, clock, room, flight[stage])
+        for stage, ops in enumerate(lists):
+            key = _urgent(stage, stages, micro_batches, done, clock, room, flight[stage])
             if key is not None:
                 chosen.append(key)
-                lists[stage].append(Op(key[0], key[1], owned.index(key[2])))
+                ops.append(Op(key[0], key[1]))
         done.update(dict.fromkeys(chosen, clock + 1))
         clock += 1
-    made = tuple(tuple(ops) for ops in lists)
-    return Schedule(name, stages, micro_batches, chunks, made, split=True, folded=folded)
+    return Schedule(name, stages, micro_batches, 1, tuple(map(tuple, lists)), split=True)
 
 
 def _urgent(
-    owned: list[int],
-    parts: int,
+    stage: int,
+    stages: int,
     micro_batches: int,
     done: dict[tuple[str, int, int], int],
     clock: int,
     room: int,
     flight: int,
 ) -> tuple[str, int, int] | None:
-    def count(kind: str, part: int) -> int:
-        return next((i for i in range(micro_batches) if (kind, i, part) not in done), micro_batches)
-
     def ready(key: tuple[str, int, int]) -> bool:
         return done.get(key, clock + 1) <= clock
 
-    f, b, w = ({part: count(kind, part) for part in owned} for kind in "FBW")
-    for part in reversed(owned):  # the part nearest to the loss first
-        needed = ("F", b[part], part) if part == parts - 1 else ("B", b[part], part + 1)
-        if b[part] < f[part] and ready(needed):
-            return "B", b[part], part
-    alive, flying = sum(f[part] - w[part] for part in owned), sum(f[part] - b[part] for part in owned)
-    for part in reversed(owned):
-        # The way back must stay free: a micro-batch on its way down still needs room for its later parts.
-        later = sum(1 for other in owned if other > part)
-        free = alive + later < room and flying + later < flight
-        if f[part] < micro_batches and free and (part == 0 or ready(("F", f[part], part - 1))):
-            return "F", f[part], part
-    for part in reversed(owned):
-        if w[part] < b[part]:
-            return "W", w[part], part
-    return None
+    f, b, w = (next((i for i in range(micro_batches) if (kind, i, stage) not in done), micro_batches) for kind in "FBW")
+    if b < f and ready(("F", b, stage) if stage == stages - 1 else ("B", b, stage + 1)):
+        return "B", b, stage
+    if f < micro_batches and f - w < room and f - b < flight and (stage == 0 or ready(("F", f, stage - 1))):
+        return "F", f, stage
+    return ("W", w, stage) if w < b else None
