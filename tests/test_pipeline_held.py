@@ -54,8 +54,13 @@ class Watch:
             self._add(inputs)
 
     def _add(self, tensors: Iterable[Tensor]) -> None:
+        """What one part puts out and the next of the same stage takes in is one tensor: the first one's."""
         assert self.now is not None
-        self.tensors.setdefault(self.now, []).extend(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
+        others = {
+            ref.cdata for key, refs in self.tensors.items() if key != self.now for ref in refs if not ref.expired()
+        }
+        refs = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+        self.tensors.setdefault(self.now, []).extend(ref for ref in refs if ref.cdata not in others)
 
 
 def _held(rank: int, stages: int, layers: int, micros: int, all_options: list[dict[str, Any]]) -> list[Any]:

@@ -21,8 +21,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -95,7 +93,6 @@ class Checkpointer:
         self._table = Table()
         self._before: list[Commit] = []  # rank 0: those there were before the one just committed
         self._pending: Future[Commit] | None = None
-        self._background: SimpleQueue[Callable[[], None] | None] | None = None  # a thread's, from the first save on
 
     def save(
         self,
@@ -131,10 +128,9 @@ class Checkpointer:
             raise self._failure(commit, error) from error
         staged = _Staged(commit, self._stager.stage(state, wanted), own)
         self._pending = Future()
-        if self._background is None:
-            self._background = SimpleQueue()
-            threading.Thread(target=_serve, args=(self._background,), name="checkpoint", daemon=True).start()
-        self._background.put(partial(self._run, staged, started, self._pending))
+        threading.Thread(
+            target=self._run, args=(staged, started, self._pending), name="checkpoint", daemon=True
+        ).start()
         self.last_stall_seconds = time.perf_counter() - started
 
     @property
@@ -163,9 +159,6 @@ class Checkpointer:
             self.wait()
         finally:
             self._stager.close()
-            if self._background is not None:
-                self._background.put(None)
-                self._background = None
 
     # -- in the background
 
@@ -262,11 +255,6 @@ class Checkpointer:
         warnings = prune([newest, *self._before], keep_last=self._keep_last, keep_best=self._keep_best, mode=self._mode)
         for warning in warnings:
             _log.warning("%s", warning)
-
-
-def _serve(work: SimpleQueue[Callable[[], None] | None]) -> None:
-    while (save := work.get()) is not None:
-        save()
 
 
 _SUPERSEDED = "superseded: another attempt of this run has taken over"

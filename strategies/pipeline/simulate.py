@@ -149,7 +149,7 @@ def alive_by_formula(schedule: Schedule, stage: int) -> int:
         "interleaved_1f1b": (chunks - 1) * p + 2 * (p - stage) - 1,
         "zb_h1": p,
         "zb_h2": 2 * p - 1,
-        "zbv": 2 * p,
+        "zbv": min(m, 2 * p - stage - 1) + stage + 1,  # 2p, once there are enough micro-batches
     }
     return min(formulas[schedule.name], m * chunks)
 
