@@ -39,7 +39,7 @@ def bare_head(worker: str = "") -> Iterator[None]:
 
         def start_log_monitor(self) -> None: ...
 
-    # What its agent would look up every 2.5 seconds is for an API server.
+    # What its agent would look up every five seconds is for an API server.
     seldom = mock.patch.dict(os.environ, {"REPORTER_UPDATE_INTERVAL_MS": "60000"})
     with seldom, mock.patch.object(node, "Node", Bare):
         yield

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from app.tracking import points as quick
-from app.tracking.mlflow_run import MlflowRun, Point
+from app.tracking.mlflow_run import MlflowRun
+from app.tracking.points import Point
 
 NOW = 1_700_000_000_000
 POINTS: list[Point] = [

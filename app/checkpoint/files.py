@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
     FileSystemBase,
     FileSystemReader,
-    FileSystemWriter,
     _StorageInfo,
 )
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -168,7 +167,7 @@ class HashedFiles(FileSystemBase):
         self.storage.remove(os.fspath(path))
 
 
-class Writer(FileSystemWriter):
+class Writer:
     """Writes one file per rank into a storage, and another of what has not changed; `written` says what there is.
 
     unchanged: what is known from earlier saves; still: names of tensors that are as they were in the last one.
@@ -177,9 +176,7 @@ class Writer(FileSystemWriter):
     def __init__(
         self, storage: Storage, unchanged: Unchanged | None = None, still: frozenset[str] = frozenset()
     ) -> None:
-        super().__init__("", sync_files=False)  # HashingStream syncs each file, and can where there is no descriptor
-        self.fs: Any = HashedFiles(storage)
-        self.path: Any = ""
+        self.fs = HashedFiles(storage)
         self.unchanged, self.still = unchanged, still
 
     @property
@@ -187,7 +184,7 @@ class Writer(FileSystemWriter):
         return self.fs.written
 
     def write(self, rank: int, items: list[WriteItem], planner: StagedPlanner) -> list[WriteResult]:
-        """Write a rank's files; what `finish` is to be told of them."""
+        """Write a rank's files; what `Table` is to be told of them."""
         still = [] if self.unchanged is None else [i for i in items if i.index.fqn in self.still and i.type != BYTE_IO]
         moving = [item for item in items if not any(item is other for other in still)] if still else items
         results = self._write_items(f"__{rank}_0.distcp", moving, planner)

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.tracking.masking import mask_uri
-from app.tracking.mlflow_run import METRICS_PER_CALL, Away, Gone, MlflowRun, Point, Refused, valid_key
+from app.tracking.mlflow_run import METRICS_PER_CALL, Away, Gone, MlflowRun, Refused, valid_key
+from app.tracking.points import Point
 from app.tracking.spool import Event, Position
 from app.tracking.state import Delivered, Status
 from app.tracking.turns import Rewind, Superseded, Turn

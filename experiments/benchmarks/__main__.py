@@ -20,6 +20,7 @@ NAMES = (
     "data",
     "tracking",
     "saving",
+    "save_cpu",
     "idle",
     "gpu",
     "peers",

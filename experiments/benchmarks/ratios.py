@@ -1,4 +1,4 @@
-"""`ratios`: all ratios that `step`, `peers`, `tracking` and `saving` have kept, as one picture.
+"""`ratios`: all ratios that `step`, `peers`, `ray_train`, `tracking` and `saving` have kept, as one picture.
 
 Each a dot with its 95 % interval around 1.00; a tick where a most is asked. The data are results/*.json.
 """
@@ -59,7 +59,9 @@ def main(results: str, picture: str) -> None:
     """All ratios as one picture."""
     found = kept(Path(results))
     if not found:
-        raise click.ClickException(f"nothing is kept in {results}: run step, peers, tracking or saving first")
+        raise click.ClickException(
+            f"nothing is kept in {results}: run step, peers, ray_train, tracking or saving first"
+        )
     draw({name: found[name] for name in [*ABOUT, *found] if name in found}, Path(picture))
     click.echo(picture)
 
