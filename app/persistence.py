@@ -42,7 +42,10 @@ class Progress:
     def remember(self, event: dict[str, Any], rank: int) -> None:
         self.latest |= event["values"]
         # As text: markers are written and read several times in a save, and objects take ten times as long there.
-        self.remembered = [*self.remembered[-REMEMBERED:], json.dumps(event)] if rank == 0 else []
+        if rank == 0:
+            self.remembered.append(json.dumps(event))
+            if len(self.remembered) > 2 * REMEMBERED:
+                del self.remembered[:-REMEMBERED]
 
 
 class Persistence:
@@ -102,7 +105,7 @@ class Persistence:
             "loss_scale": self.scale.state(),
             "layout": str(self.job.layout),
             "latest": progress.latest,
-            "remembered": progress.remembered,
+            "remembered": progress.remembered[-REMEMBERED:],
         }
         begin = partial(
             self.checkpointer.save,

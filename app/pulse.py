@@ -7,6 +7,7 @@ not finite". How many steps the next pulse is away is computed from the agreed s
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from app.errors import NonFiniteError
+from strategies.shared_sum import shared_sum
 
 PERIOD_SECONDS = 1.0
 MOST_STEPS = 200  # so that a window of references stays small
@@ -51,6 +53,7 @@ class Pulse:
         self.values: list[torch.Tensor] = []  # one 0-d tensor per step: the rank's part of the global loss
         self.first_step = first_step
         self.logged: list[tuple[int, float, float, torch.Tensor | None]] = []
+        self.shared = shared_sum(None, torch.device("cpu")) if world_size > 1 else None
 
     def add(self, loss: torch.Tensor) -> None:
         self.values.append(loss)
@@ -68,27 +71,37 @@ class Pulse:
             NonFiniteError: on every rank, naming the first step and the rank whose loss or gradient was not finite.
         """
         losses = torch.stack(self.values).double().cpu()
-        norms = [norm.double().cpu() if norm is not None else None for *_, norm in self.logged]
+        norms = self._norms()
         finite = torch.isfinite(losses)
-        bad_norms = [entry[0] for entry, norm in zip(self.logged, norms) if norm is not None and not norm.isfinite()]
+        bad_norms = [
+            entry[0] for entry, norm in zip(self.logged, norms) if norm is not None and not math.isfinite(norm)
+        ]
         bad = bool(not finite.all() or bad_norms) and not may_be_infinite
         elapsed = time.perf_counter() - self.started
         values = losses.tolist()
         wanted = [values[entry[0] - self.last_step - 1] for entry in self.logged]
         sums = torch.tensor([float(stop), float(save), float(bad), elapsed, *wanted], dtype=torch.float64)
-        if self.world_size > 1:
+        if self.shared is not None:  # gloo takes milliseconds where its threads and training's share the cores
+            self.shared.sum_(sums)
+        elif self.world_size > 1:
             dist.all_reduce(sums)
         if sums[2] > 0:
             self._raise_non_finite(finite, bad_norms)
         seconds_per_step = sums[3].item() / self.world_size / (step - self.last_step)
         agreement = Agreement(step, bool(sums[0] > 0), bool(sums[1] > 0), seconds_per_step)
         for (at, when, rate, _), loss, norm in zip(self.logged, sums[4:].tolist(), norms):
-            agreement.logged.append(Logged(at, when, rate, loss / self.copies, None if norm is None else norm.item()))
+            agreement.logged.append(Logged(at, when, rate, loss / self.copies, norm))
         ahead = round(PERIOD_SECONDS / max(seconds_per_step, 1e-9)) if step > self.first_step else 1
         self.next_step = step + min(MOST_STEPS, max(1, ahead))
         self.last_step, self.started = step, time.perf_counter()
         self.values, self.logged = [], []
         return agreement
+
+    def _norms(self) -> list[float | None]:
+        """Of the logged steps, copied from the device at once."""
+        known = [norm for *_, norm in self.logged if norm is not None]
+        values = iter(torch.stack(known).double().tolist() if known else [])
+        return [None if norm is None else next(values) for *_, norm in self.logged]
 
     def _raise_non_finite(self, finite: torch.Tensor, bad_norms: list[int]) -> None:
         never = 2**62

@@ -41,7 +41,8 @@ HEAD = 4096
 LONGEST_SECONDS = 1800.0
 """As gloo's own limit; a run that looks for hangs finds one long before (app/launchers)."""
 SPINS = 100
-NAP_SECONDS = 2e-4
+NAP_SECONDS = (2e-4, 2e-3)
+"""The shortest and the longest; between them, an eighth of what has been waited."""
 LOOK_SECONDS = 0.05
 CLOSED = "Connection closed by peer"
 """What gloo says too, and launchers know for the consequence of another rank's end."""
@@ -68,18 +69,38 @@ class SharedSum:
         """Replaces a one-dimensional CPU tensor by its average over the ranks. Collective.
 
         Raises ConnectionError if a rank is gone."""
-        count = PIECE_BYTES // tensor.element_size()
-        for piece in tensor.split(count):
-            self._piece += 1
-            width = piece.numel() * piece.element_size()
-            shares = [area[:width].view(piece.dtype) for area in self._areas[self._piece % 2]]
-            torch.mul(piece, 1 / self.size, out=shares[self.rank])
-            self._written[self.rank] = self._piece
-            self._wait()
-            torch.add(shares[0], shares[1], out=piece)
-            for share in shares[2:]:
-                piece.add_(share)
+        for piece in tensor.split(PIECE_BYTES // tensor.element_size()):
+            self._add(piece, self._shares(piece, 1 / self.size))
         return tensor
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Replaces a one-dimensional CPU tensor by its sum over the ranks. As `average_`."""
+        for piece in tensor.split(PIECE_BYTES // tensor.element_size()):
+            self._add(piece, self._shares(piece, 1))
+        return tensor
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor of at most PIECE_BYTES, by rank: views; the next call may overwrite them."""
+        return self._shares(tensor, 1)
+
+    def _shares(self, piece: torch.Tensor, factor: float) -> list[torch.Tensor]:
+        """What each rank has written, this one `factor` times its piece."""
+        self._piece += 1
+        width = piece.numel() * piece.element_size()
+        shares = [area[:width].view(piece.dtype) for area in self._areas[self._piece % 2]]
+        if factor == 1:
+            shares[self.rank].copy_(piece)
+        else:
+            torch.mul(piece, factor, out=shares[self.rank])
+        self._written[self.rank] = self._piece
+        self._wait()
+        return shares
+
+    @staticmethod
+    def _add(piece: torch.Tensor, shares: list[torch.Tensor]) -> None:
+        torch.add(shares[0], shares[1], out=piece)
+        for share in shares[2:]:
+            piece.add_(share)
 
     def _wait(self) -> None:
         """Until every rank has written the piece."""
@@ -87,9 +108,10 @@ class SharedSum:
             if self._all_written():
                 return
             os.sched_yield()
-        begun = looked = time.monotonic()
+        begun = looked = now = time.monotonic()
+        shortest, longest = NAP_SECONDS
         while not self._all_written():
-            time.sleep(NAP_SECONDS)
+            time.sleep(min(max(shortest, (now - begun) / 8), longest))
             if (now := time.monotonic()) - looked > LOOK_SECONDS:
                 looked = now
                 if self._poll.poll(0) and not self._all_written():

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from experiments.benchmarks import operators, pairs, ratios
+from experiments.benchmarks import abba, operators, pairs, ratios
 from experiments.benchmarks.record import Ratio, keep, kept
 from experiments.benchmarks.step import BLOCK_STEPS, OURS
 from experiments.benchmarks.turns import TakesTurns
@@ -89,10 +89,19 @@ def test_blocks_take_turns_both_ways_and_the_first_of_each_does_not_count() -> N
 
         return block
 
-    times = pairs.in_blocks({"A": turn("A", 0.02), "B": turn("B", 0.04)}, 2, 4, lambda: order.append("|"))
+    times = abba.in_blocks({"A": turn("A", 0.02), "B": turn("B", 0.04)}, 2, 4, lambda: order.append("|"))
     assert "".join(order) == "|A4|B4|B4|A4|A4|B4"
     assert [len(times["A"]), len(times["B"])] == [2, 2]
     assert min(times["A"]) >= 0.005 and min(times["B"]) >= 0.01
+
+
+def test_a_ratio_is_that_of_neighbouring_blocks_whatever_the_machine_does_meanwhile() -> None:
+    speed = [1.0, 1.0, 3.0, 3.0, 9.0, 9.0, 2.0, 2.0]
+    sides = abba.beside({"A": speed, "B": [1.1 * each for each in speed]}, "A")
+    assert sides["B"]["ratio"] == pytest.approx(1.1) and sides["B"]["interval"] == pytest.approx((1.1, 1.1))
+    assert sides["A"]["ratio"] == 1.0 and sides["A"]["ms"] == 2500.0
+    low, high = abba.interval([1.0] * 40, [1.0, 1.0, 1.4, 1.4] * 10)
+    assert low == pytest.approx(1.0) and high == pytest.approx(1.4), "half of the blocks say this, half that"
 
 
 def test_blocks_of_saving_hold_as_many_saves_each_in_their_middle() -> None:

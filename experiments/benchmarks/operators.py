@@ -23,8 +23,9 @@ from typing import Any
 
 import click
 
+from experiments.benchmarks.abba import in_turns
 from experiments.benchmarks.machine import table
-from experiments.benchmarks.ours import Ours, in_turns, torchrun
+from experiments.benchmarks.ours import Ours, torchrun
 from experiments.benchmarks.plain import PROCESSES, WRAPS
 from experiments.benchmarks.step import BLOCK_STEPS, DEGREES, OURS
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -88,21 +86,3 @@ class Ours:
         if self.tracked:
             self.channel.tracker.finish("FINISHED", timeout=20.0)
             self.channel.run.end("stopped")
-
-
-def in_turns(advances: dict[str, Callable[[], Any]], blocks: int, steps: int) -> dict[str, list[float]]:
-    """Seconds per step of each block, of two or more trainings in the order A B B A, so that whatever else the machine
-    does falls on all. The first block of each warms up and is left out. Ranks begin a block together."""
-    import torch.distributed as dist
-
-    times: dict[str, list[float]] = {name: [] for name in advances}
-    for number in range(-1, blocks):
-        for name in list(advances) if number % 2 else list(reversed(advances)):
-            if dist.is_initialized():
-                dist.barrier()
-            begun = time.perf_counter()
-            for _ in range(steps):
-                advances[name]()
-            if number >= 0:
-                times[name].append((time.perf_counter() - begun) / steps)
-    return times

@@ -1,7 +1,8 @@
 """`pairs`: two trainings of ours that differ in one thing, and what that thing costs a step (`tracking`, `saving`).
 
-Both live in the same two torchrun processes and one process group, and take turns block by block, in the order A B B A,
-so that whatever else the machine does falls on both. What a side does in the background is done in its own turns: its
+Both live in the same two torchrun processes and one process group, and take turns block by block (abba.py). There are
+several such launches, and in every other one the sides are built in the other order: two equal sides differ by 3 %
+with where in memory they happen to lie. What a side does in the background is done in its own turns: its
 writer process (what feeds MLflow) stands still in the other's, by SIGSTOP, and a save under way at the end of a block
 is waited for. So its cost is counted whole, and rather too high: in a run nobody waits for either.
 """
@@ -11,24 +12,24 @@ from __future__ import annotations
 import json
 import os
 import signal
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
+from experiments.benchmarks.abba import beside, in_blocks
 from experiments.benchmarks.machine import table
 from experiments.benchmarks.ours import Ours, torchrun
 from experiments.benchmarks.record import FOLDER, Ratio, keep
-from experiments.benchmarks.step import BLOCK_STEPS, OURS, interval
+from experiments.benchmarks.step import BLOCK_STEPS, OURS
 
 NEVER = ["checkpoint.every_seconds=null", "checkpoint.every_steps=null", f"train.log_every={10**9}"]
 SAVE_EVERY = 50
+LAUNCHES = 4
 
 
 @dataclass(frozen=True)
@@ -61,22 +62,23 @@ PAIRS = {
 
 def run(name: str, model: str, blocks: int) -> dict[str, Any]:
     """Median milliseconds per step of both sides, and their ratio with a 95 % interval."""
-    pair = PAIRS[name]
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        torchrun("experiments.benchmarks.pairs", name, model, str(blocks), folder, str(out))
-        times = json.loads(out.read_text())
-    without, added = (times[side] for side in pair.names)
-    return {
-        "ms": {side: 1e3 * statistics.median(times[side]) for side in pair.names},
-        "ratio": statistics.median(added) / statistics.median(without),
-        "interval": list(interval(without, added)),
-        "blocks": blocks,
-    }
+    names = PAIRS[name].names
+    times: dict[str, list[float]] = {side: [] for side in names}
+    each = 2 * -(-blocks // (2 * LAUNCHES))
+    for launch in range(LAUNCHES):
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "out.json"
+            torchrun("experiments.benchmarks.pairs", name, model, str(each), str(launch), folder, str(out))
+            for side, seconds in json.loads(out.read_text()).items():
+                times[side] += seconds
+    sides = beside(times, names[0])
+    added = sides[names[1]]
+    ms = {side: sides[side]["ms"] for side in names}
+    return {"ms": ms, "ratio": added["ratio"], "interval": added["interval"], "blocks": each * LAUNCHES}
 
 
-def worker(name: str, model: str, blocks: int, folder: str, out: str) -> None:
-    """One of the two processes."""
+def worker(name: str, model: str, blocks: int, launch: int, folder: str, out: str) -> None:
+    """One of the two processes; launch: its number, from 0."""
     import torch.distributed as dist
 
     from app.config_file import load_config
@@ -85,7 +87,8 @@ def worker(name: str, model: str, blocks: int, folder: str, out: str) -> None:
     pair, each = PAIRS[name], PAIRS[name].steps(model)
     steps = each * (blocks + 3)
     sides: dict[str, Side] = {}
-    for number, (side, keys) in enumerate(pair.sides.items()):
+    order = list(pair.sides.items())
+    for number, (side, keys) in enumerate(reversed(order) if launch % 2 else order):
         where = [f"run.name={name}-{number}", f"run.storage={folder}/{number}"]
         how = [*NEVER, "strategy=ddp", f"train.steps={steps}", *keys, *where]
         sides[side] = Side(Ours(load_config([], [*OURS[model], *how]), tracked=True).build())
@@ -98,22 +101,6 @@ def worker(name: str, model: str, blocks: int, folder: str, out: str) -> None:
         Path(out).write_text(json.dumps(times))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def in_blocks(
-    turns: dict[str, Callable[[int], None]], blocks: int, each: int, together: Callable[[], object]
-) -> dict[str, list[float]]:
-    """Seconds per step of each turn of `each` steps, A B B A; the first block of every side is left out. `together` is
-    called before each."""
-    times: dict[str, list[float]] = {name: [] for name in turns}
-    for number in range(-1, blocks):
-        for name in list(turns) if number % 2 else list(reversed(turns)):
-            together()
-            begun = time.perf_counter()
-            turns[name](each)
-            if number >= 0:
-                times[name].append((time.perf_counter() - begun) / each)
-    return times
 
 
 class Side:
@@ -162,7 +149,7 @@ def command(name: str, default: str) -> click.Command:
     @click.option("--results", default=str(FOLDER), show_default=True, help="Folder that the ratio is kept in.")
     def main(model: str, blocks: int, as_json: bool, results: str) -> None:
         found = run(name, model, blocks)
-        ratio = Ratio.of(found, blocks, pair.at_most)
+        ratio = Ratio.of(found, found["blocks"], pair.at_most)
         keep(name, {f"{model}, ddp, {pair.names[1]}": ratio}, Path(results))
         if as_json:
             click.echo(json.dumps(found))
@@ -176,4 +163,4 @@ def command(name: str, default: str) -> click.Command:
 
 
 if __name__ == "__main__":
-    worker(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5])
+    worker(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5], sys.argv[6])

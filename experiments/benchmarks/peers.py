@@ -17,7 +17,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ PYTHON = ".venv-peers/bin/python"
 
 def run(model: str, blocks: int, python: str) -> dict[str, Any]:
     """Median milliseconds per step of each, and its ratio to the hand-written one with a 95 % interval."""
-    from experiments.benchmarks.step import beside
+    from experiments.benchmarks.abba import beside
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
@@ -54,6 +53,7 @@ def run(model: str, blocks: int, python: str) -> dict[str, Any]:
 def worker(model: str, blocks: int, out: str) -> None:
     import torch.distributed as dist
 
+    from experiments.benchmarks.abba import in_blocks
     from experiments.benchmarks.plain import MODELS
 
     dist.init_process_group("gloo")
@@ -61,14 +61,7 @@ def worker(model: str, blocks: int, out: str) -> None:
     each = BLOCK_STEPS[model]
     steps = each * (blocks + 2)  # Trainer must not come to its end, which has collectives of its own
     advances = {name: MAKERS[name](MODELS[model](steps, WRAP.get(name, "single")), each) for name in SIDES}
-    times: dict[str, list[float]] = {name: [] for name in advances}
-    for number in range(-1, blocks):
-        for name in list(advances) if number % 2 else list(reversed(advances)):
-            dist.barrier(group=start)
-            begun = time.perf_counter()
-            advances[name](each)
-            if number >= 0:
-                times[name].append((time.perf_counter() - begun) / each)
+    times = in_blocks(advances, blocks, each, lambda: dist.barrier(group=start))
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(times))
     dist.barrier(group=start)

@@ -17,10 +17,11 @@ from typing import Any
 
 import click
 
+from experiments.benchmarks.abba import beside, in_turns
 from experiments.benchmarks.machine import table
-from experiments.benchmarks.ours import Ours, in_turns
+from experiments.benchmarks.ours import Ours
 from experiments.benchmarks.record import FOLDER, Ratio, keep
-from experiments.benchmarks.step import BLOCK_STEPS, OURS, beside
+from experiments.benchmarks.step import BLOCK_STEPS, OURS
 
 BY_HAND, PLAIN, TRIREME = "by hand", "Ray Train", "Trireme"
 

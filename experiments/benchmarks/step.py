@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -19,8 +17,9 @@ from typing import Any
 
 import click
 
+from experiments.benchmarks.abba import beside, in_turns
 from experiments.benchmarks.machine import table
-from experiments.benchmarks.ours import Ours, in_turns, torchrun
+from experiments.benchmarks.ours import Ours, torchrun
 from experiments.benchmarks.plain import PROCESSES, WRAPS
 from experiments.benchmarks.record import FOLDER, Ratio, keep
 
@@ -65,40 +64,10 @@ def _measure(name: str, strategy: str, blocks: int) -> dict[str, Any]:
         arguments = (name, strategy, str(blocks), folder, str(out))
         torchrun("experiments.benchmarks.step", *arguments, processes=PROCESSES.get(strategy, 2))
         times = json.loads(out.read_text())
-    plain, ours = times["plain"], times["ours"]
-    low, high = interval(plain, ours)
-    return {
-        "plain_ms": 1e3 * statistics.median(plain),
-        "ours_ms": 1e3 * statistics.median(ours),
-        "ratio": statistics.median(ours) / statistics.median(plain),
-        "interval": [low, high],
-        "blocks": len(plain),
-        "steps_per_block": BLOCK_STEPS[name],
-    }
-
-
-def interval(a: list[float], b: list[float], draws: int = 2000) -> tuple[float, float]:
-    """95 % bootstrap interval of median(b) / median(a), pairs drawn together."""
-    draw = random.Random(0)
-    pairs = list(zip(a, b, strict=True))
-    ratios = []
-    for _ in range(draws):
-        picked = [draw.choice(pairs) for _ in pairs]
-        ratios.append(statistics.median(y for _, y in picked) / statistics.median(x for x, _ in picked))
-    ratios.sort()
-    return ratios[int(0.025 * draws)], ratios[int(0.975 * draws)]
-
-
-def beside(times: dict[str, list[float]], base: str) -> dict[str, dict[str, Any]]:
-    """Median milliseconds of each side, and its ratio to the side `base` with a 95 % interval."""
-    return {
-        name: {
-            "ms": 1e3 * statistics.median(own),
-            "ratio": statistics.median(own) / statistics.median(times[base]),
-            "interval": interval(times[base], own),
-        }
-        for name, own in times.items()
-    }
+    sides = beside(times, "plain")
+    plain, ours = sides["plain"], sides["ours"]
+    measured = {"plain_ms": plain["ms"], "ours_ms": ours["ms"], "ratio": ours["ratio"], "interval": ours["interval"]}
+    return {**measured, "blocks": blocks, "steps_per_block": BLOCK_STEPS[name]}
 
 
 def worker(name: str, strategy: str, blocks: int, folder: str, out: str) -> None:

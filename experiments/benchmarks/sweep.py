@@ -24,7 +24,8 @@ from typing import Any
 
 import click
 
-from experiments.benchmarks.ours import Ours, in_turns
+from experiments.benchmarks.abba import in_turns
+from experiments.benchmarks.ours import Ours
 from experiments.benchmarks.told import Said, replay, report, sweep_of
 
 NAMES = ("bookkeeping", "warm", "asha", "noise", "rate")
