@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.tracking.masking import mask_uri
-from app.tracking.mlflow_run import METRICS_PER_CALL, Away, Gone, MlflowRun, Refused, valid_key
+from app.tracking.mlflow_run import METRICS_AT_ONCE, Away, Gone, MlflowRun, Refused, valid_key
 from app.tracking.points import Point
 from app.tracking.spool import Event, Position
 from app.tracking.state import Delivered, Status
@@ -65,7 +65,7 @@ class Courier:
         before: Position | None = None
         for event, after in events:
             fresh = _points(event)
-            if event["type"] != "metrics" or len(points) + len(fresh) > METRICS_PER_CALL:
+            if event["type"] != "metrics" or len(points) + len(fresh) > METRICS_AT_ONCE:
                 self._log(points, before)
                 points, before = [], None
             if event["type"] == "metrics":
@@ -108,8 +108,9 @@ class Courier:
         if after is None:
             return
         if self.delivered.start:
-            for begin in range(0, len(points), METRICS_PER_CALL):
-                batch = points[begin : begin + METRICS_PER_CALL]
+            each = self.run.metrics_per_call
+            for begin in range(0, len(points), each):
+                batch = points[begin : begin + each]
                 self._insist(lambda batch=batch: self._log_batch(batch))  # type: ignore[misc]
         self._commit(after)
 

@@ -30,6 +30,8 @@ from app.tracking.state import exclusive
 
 UID_TAG = "trireme.run_uid"
 METRICS_PER_CALL = 1000
+METRICS_AT_ONCE = 20_000
+"""Into MLflow's own SQLite tables, where a call costs more than a thousand points."""
 _PAIRS_PER_CALL = 100
 _SETTLE_SECONDS = 0.3
 _TAG_CHARACTERS = 5000
@@ -185,12 +187,18 @@ class MlflowRun:
                 self.client().update_run(self.run_id, status="RUNNING")
             self.status = "RUNNING"
 
+    @property
+    def metrics_per_call(self) -> int:
+        return METRICS_AT_ONCE if self.uri.startswith("sqlite:") else METRICS_PER_CALL
+
     def metrics(self, points: Sequence[Point]) -> None:
-        """Log at most 1,000 points in one call."""
+        """Log at most `metrics_per_call` points."""
         client = self.client()
         with self.speaking():
             left = write(client, self.run_id, points)
-            client.log_batch(self.run_id, metrics=[Metric(*point) for point in left], synchronous=True)
+            for begin in range(0, len(left), METRICS_PER_CALL):
+                batch = [Metric(*point) for point in left[begin : begin + METRICS_PER_CALL]]
+                client.log_batch(self.run_id, metrics=batch, synchronous=True)
 
     def params(self, values: dict[str, str]) -> None:
         """Log parameters; one that has another value already keeps it, and the new one becomes a tag."""

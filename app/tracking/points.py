@@ -12,11 +12,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import insert
-
 FEWEST = 20
 """Fewer are not worth a transaction of their own."""
-_COLUMNS = {"key", "value", "timestamp", "step", "is_nan", "run_uuid"}
+_COLUMNS = ("key", "value", "timestamp", "step", "is_nan", "run_uuid")
+_INSERT = f"INSERT OR IGNORE INTO metrics ({', '.join(_COLUMNS)}) VALUES (?, ?, ?, ?, ?, ?)"
 
 Point = tuple[str, float, int, Any]
 """Metric key, value, time (Unix milliseconds), step (None until the courier has given a sample its step)."""
@@ -31,16 +30,16 @@ def write(client: Any, run_id: str, points: Sequence[Point]) -> Sequence[Point]:
     from mlflow.store.tracking.dbmodels.models import SqlMetric
 
     table = SqlMetric.__table__
-    if set(table.columns.keys()) != _COLUMNS:
+    if table.name != "metrics" or set(table.columns.keys()) != set(_COLUMNS):
         return points
     newest = {point[0]: number for number, point in enumerate(points)}
     left = [p for number, p in enumerate(points) if newest[p[0]] == number or not math.isfinite(p[1])]
     rows = [
-        {"key": key, "value": value, "timestamp": milliseconds, "step": step, "is_nan": False, "run_uuid": run_id}
+        (key, value, milliseconds, step, False, run_id)
         for number, (key, value, milliseconds, step) in enumerate(points)
         if newest[key] != number and math.isfinite(value)
     ]
     if rows:
         with engine.begin() as connection:
-            connection.execute(insert(table).prefix_with("OR IGNORE"), rows)
+            connection.exec_driver_sql(_INSERT, rows)
     return left

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.25
 PACE_SECONDS = 1.0
-PACE_SHARE = 1 / 200
-LONGEST_PACE_SECONDS = 5.0
+PACE_SHARE = 1 / 400
+LONGEST_PACE_SECONDS = 10.0
 """Points are let gather for so long, and longer where delivering takes more of a core than that share: a call costs
 about the same for one as for many."""
 START_SECONDS = 10.0
@@ -135,8 +135,11 @@ def serve(folder: Path, courier: Courier, driver: Driver) -> None:
 
 
 def _wait_for_events(reader: Reader, driver: Driver, seconds: float) -> None:
+    """Lets events gather for so long, and then until there are any; in haste, only for those."""
     gathered = time.monotonic() + seconds
-    while not driver.gone() and (not reader.waiting() or (time.monotonic() < gathered and not driver.hurry)):
+    while not (driver.hurry or driver.gone()) and (left := gathered - time.monotonic()) > 0:
+        driver.pause(min(left, PACE_SECONDS))
+    while not driver.gone() and not reader.waiting():
         driver.pause(POLL_SECONDS)
         if driver.hurry:
             driver.pause(0.02)  # already in haste: do not spin while there is nothing yet
