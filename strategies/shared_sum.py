@@ -12,6 +12,9 @@ Pieces are small enough to stay in the cores' caches. For two ranks the result i
     rank 0:  write 0 │ write 1 │ add 0 … each rank's counter says up to which piece its shares are written; whoever
     rank 1:  write 0 │ wait    │ add 0     writes piece k+2 has seen all counters reach k+1, so nobody still reads k.
 
+What is short, such as what ranks agree on between two steps, goes the same way (`sum_`, `gather`): gloo wakes four
+threads for it, which must share the cores with training.
+
 A peer that has ended, or is told to let go, is noticed by a connection to it that closes, as gloo notices it.
 """
 
