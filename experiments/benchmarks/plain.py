@@ -241,6 +241,9 @@ def main(name: str, steps: int) -> None:
 
 
 if __name__ == "__main__":
+    import os
     import sys
 
     main(sys.argv[1], int(sys.argv[2]))
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads sometimes abort an interpreter that shuts down around them
