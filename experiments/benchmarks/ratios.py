@@ -46,7 +46,7 @@ def draw(found: dict[str, dict[str, Ratio]], path: Path) -> None:
     axes.set_ylim(place + 0.7, 0.4)
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", color=FAINT)
-    axes.set_xlabel("time per step, ratio of medians, 95 % interval; | at most this is asked")
+    axes.set_xlabel("time per step over the other's, median, 95 % interval; | at most this is asked")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
