@@ -244,7 +244,7 @@ def shown(found: dict[str, dict[str, Any]]) -> str:
 
 @click.command()
 @click.option("--model", "models", multiple=True, type=click.Choice(list(SHAPES)), help="Default: 124m and 1.3b.")
-@click.option("--blocks", default=10, show_default=True, help="Blocks of steps per side.")
+@click.option("--blocks", default=10, type=click.IntRange(1), show_default=True, help="Blocks of steps per side.")
 @click.option("--steps", default=10, show_default=True, help="Steps of a block.")
 @click.option("--compile/--no-compile", "compiled", default=True, show_default=True)
 @click.option("--precision", default="bf16", show_default=True, type=click.Choice(["bf16", "fp8"]), help="Of ours.")
@@ -260,6 +260,8 @@ def main(
     more: tuple[str, ...],
 ) -> None:
     """A GPT in bf16 on one device, ours beside plain PyTorch. MORE: keys of an experiment that change ours alone."""
+    if not models and not torch.cuda.is_available():
+        raise click.UsageError("there is no GPU here: on a CPU write --model tiny")
     names = list(models) or ["124m", "1.3b"]
     if precision == "fp8":
         float8.require(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -144,7 +144,7 @@ def command(name: str, default: str) -> click.Command:
         help=f"A step with {pair.names[1]} beside one with {pair.names[0]}; asked: × {pair.at_most} at most."
     )
     @click.option("--model", default=default, show_default=True, type=click.Choice(list(OURS)))
-    @click.option("--blocks", default=40, show_default=True, help="Blocks of steps per side.")
+    @click.option("--blocks", default=40, type=click.IntRange(1), show_default=True, help="Blocks of steps per side.")
     @click.option("--json", "as_json", is_flag=True)
     @click.option("--results", default=str(FOLDER), show_default=True, help="Folder that the ratio is kept in.")
     def main(model: str, blocks: int, as_json: bool, results: str) -> None:

@@ -185,7 +185,7 @@ WRAP = {"by hand": "ddp"}
 
 @click.command()
 @click.option("--model", default="mnist", show_default=True, type=click.Choice(list(BLOCK_STEPS)))
-@click.option("--blocks", default=40, show_default=True, help="Blocks of steps per side.")
+@click.option("--blocks", default=40, type=click.IntRange(1), show_default=True, help="Blocks of steps per side.")
 @click.option("--python", default=PYTHON, show_default=True, help="Python of `make peers`.")
 @click.option("--json", "as_json", is_flag=True)
 @click.option("--results", default="experiments/benchmarks/results", show_default=True, help="Folder for the ratios.")

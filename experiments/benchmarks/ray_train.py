@@ -101,7 +101,7 @@ def _as_documented(plain: Any) -> Callable[[], None]:
 
 @click.command()
 @click.option("--model", default="mnist", show_default=True, type=click.Choice(list(OURS)))
-@click.option("--blocks", default=40, show_default=True, help="Blocks of steps per side.")
+@click.option("--blocks", default=40, type=click.IntRange(1), show_default=True, help="Blocks of steps per side.")
 @click.option("--json", "as_json", is_flag=True)
 @click.option("--results", default=str(FOLDER), show_default=True, help="Folder that the ratios are kept in.")
 def main(model: str, blocks: int, as_json: bool, results: str) -> None:

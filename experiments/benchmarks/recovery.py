@@ -194,7 +194,7 @@ def _same(a: str, b: str) -> bool:
 
 @click.command()
 @click.option("--stages", default=4, show_default=True)
-@click.option("--kills", default=5, show_default=True)
+@click.option("--kills", default=5, type=click.IntRange(1), show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--torchrun/--no-torchrun", default=True, show_default=True)
 @click.option("--json", "as_json", is_flag=True)

@@ -95,12 +95,14 @@ def worker(name: str, strategy: str, blocks: int, folder: str, out: str) -> None
 @click.command()
 @click.option("--model", "models", multiple=True, type=click.Choice(list(OURS)), help="Default: all.")
 @click.option("--strategy", "strategies", multiple=True, type=click.Choice(list(WRAPS)), help="Default: ddp.")
-@click.option("--blocks", default=40, show_default=True, help="Blocks of steps per side.")
+@click.option("--blocks", default=40, type=click.IntRange(1), show_default=True, help="Blocks of steps per side.")
 @click.option("--json", "as_json", is_flag=True)
 @click.option("--results", default=str(FOLDER), show_default=True, help="Folder that the ratios are kept in.")
 def main(models: tuple[str, ...], strategies: tuple[str, ...], blocks: int, as_json: bool, results: str) -> None:
     """One step of ours beside one written by hand, in the same processes. (mnist is for ddp only.)"""
     found = run(list(models) or list(OURS), list(strategies) or ["ddp"], blocks)
+    if not found:
+        raise click.UsageError("mnist is for ddp only: write --strategy ddp, or --model gpt")
     keep(
         "step",
         {name: Ratio.of(r, blocks, at_most=1.0) for name, r in found.items()},

@@ -17,7 +17,9 @@ from experiments.benchmarks.chaos import campaign
 
 
 @click.group(invoke_without_command=True)
-@click.option("--kills", default=40, show_default=True, help="How many, in all calls with the same --out together.")
+@click.option(
+    "--kills", default=40, type=click.IntRange(1), show_default=True, help="In all calls with the same --out."
+)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--minutes", default=50.0, show_default=True, help="Stop after this long; call again to go on.")
 @click.option("--each", default=10, show_default=True, help="Kills of one run.")
@@ -66,7 +68,7 @@ def fuzz(examples: int, seed: int, only: str, out: str) -> None:
 
 @main.command("useful")
 @click.option("--layout", default="ddp", show_default=True)
-@click.option("--kills", default=5, show_default=True, help="Kills that the share is measured over.")
+@click.option("--kills", default=5, type=click.IntRange(1), show_default=True, help="Over which it is measured.")
 @click.option("--every", default=60.0, show_default=True, help="Seconds from one to the next.")
 @click.option("--step-seconds", default=0.1, show_default=True, help="What a step takes longer.")
 @click.option("--seed", default=0, show_default=True)
@@ -80,7 +82,7 @@ def useful(layout: str, kills: int, every: float, step_seconds: float, seed: int
 
 @main.command("peers")
 @click.option("--python", default=".venv-peers/bin/python", show_default=True, help="Python of `make peers`.")
-@click.option("--kills", default=40, show_default=True, help="Of each.")
+@click.option("--kills", default=40, type=click.IntRange(1), show_default=True, help="Of each.")
 @click.option("--each", default=5, show_default=True, help="Kills of one run.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--only", default="", help="Accelerate or Lightning.")
