@@ -118,9 +118,9 @@ class SharedSum:
             if (now := time.monotonic()) - looked > LOOK_SECONDS:
                 looked = now
                 if self._poll.poll(0) and not self._all_written():
-                    raise ConnectionError(f"gradients cannot be averaged, a rank is gone: {CLOSED}")
+                    raise ConnectionError(f"the ranks cannot go on together, one is gone: {CLOSED}")
                 if now - begun > LONGEST_SECONDS:
-                    raise TimeoutError(f"gradients cannot be averaged: a rank has not come for {LONGEST_SECONDS:g} s")
+                    raise TimeoutError(f"the ranks cannot go on together: one has not come for {LONGEST_SECONDS:g} s")
 
     def _all_written(self) -> bool:
         return min(self._written) >= self._piece

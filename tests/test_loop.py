@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from app import pulse as pulse_module
 from app.config import OptimizerConfig, ScheduleConfig
 from app.console import duration, progress_line, quantity, size
 from app.errors import NonFiniteError, UserError
@@ -15,6 +16,7 @@ from app.loss_scale import LossScale
 from app.optim import build_optimizer, learning_rate
 from app.pulse import Pulse
 from app.randomness import mix, seed_step
+from tests.pool import run_distributed
 
 pytestmark = pytest.mark.alone
 
@@ -116,6 +118,30 @@ def test_pulse_names_the_step_that_was_not_finite(losses: list[float], norm: flo
     pulse.log(3, 0.1, torch.tensor(norm))
     with pytest.raises(NonFiniteError, match=says):
         pulse.agree(3, stop=False, save=False)
+
+
+def _agree(rank: int, memory: bool) -> tuple[bool, bool, float, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        if not memory:  # as on several machines
+            patch.setattr(pulse_module, "shared_sum", lambda *_: None)
+        pulse = Pulse(rank, 2, 1, first_step=1)
+    assert (pulse.shared is not None) == memory
+    pulse.add(torch.tensor(1.0 + rank))
+    pulse.log(1, 0.1, torch.tensor(3.0))
+    agreed = pulse.agree(1, stop=rank == 1, save=False)
+    pulse.add(torch.tensor(math.nan if rank == 1 else 1.0))
+    try:
+        pulse.agree(2, stop=False, save=False)
+    except NonFiniteError as error:
+        return agreed.stop, agreed.save, agreed.logged[0].loss, str(error)
+    return agreed.stop, agreed.save, agreed.logged[0].loss, ""
+
+
+@pytest.mark.parametrize("memory", [True, False], ids=["memory", "gloo"])
+def test_two_ranks_agree_on_losses_flags_and_what_is_not_finite(memory: bool) -> None:
+    for stop, save, loss, said in run_distributed(_agree, 2, memory):
+        assert (stop, save, loss) == (True, False, 3.0)
+        assert "not finite at step 2 on rank 1;" in said
 
 
 def test_what_the_person_reads() -> None:

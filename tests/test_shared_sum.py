@@ -47,6 +47,19 @@ def test_of_more_ranks_all_get_the_same_bits_and_the_average() -> None:
     assert np.allclose(found[0], exact, rtol=1e-6, atol=1e-7)
 
 
+def _short(rank: int) -> tuple[list[float], list[int]]:
+    shared = shared_sum(None, CPU)
+    assert shared is not None
+    total = shared.sum_(torch.tensor([1.0 + rank, 10.0], dtype=torch.float64)).tolist()
+    everyones = [int(each[0]) for each in shared.gather(torch.full((7,), rank, dtype=torch.uint8))]
+    shared.close()
+    return total, everyones
+
+
+def test_short_tensors_are_added_and_gathered_in_order_of_rank() -> None:
+    assert run_distributed(_short, 3) == [([6.0, 30.0], [0, 1, 2])] * 3
+
+
 def _races(rank: int, rounds: int) -> int:
     """Rounds whose average was wrong; ranks come early and late in turns."""
     shared, wrong = shared_sum(None, CPU), 0

@@ -1,8 +1,8 @@
 """`pairs`: two trainings of ours that differ in one thing, and what that thing costs a step (`tracking`, `saving`).
 
 Both live in the same two torchrun processes and one process group, and take turns block by block (abba.py). There are
-several such launches, and in every other one the sides are built in the other order: two equal sides differ by 3 %
-with where in memory they happen to lie. What a side does in the background is done in its own turns: its
+several such launches, and in every other one the sides are built in the other order: two equal sides differ, by
+3 % at most, with where in memory they happen to lie. What a side does in the background is done in its own turns: its
 writer process (what feeds MLflow) stands still in the other's, by SIGSTOP, and a save under way at the end of a block
 is waited for. So its cost is counted whole, and rather too high: in a run nobody waits for either.
 """
