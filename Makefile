@@ -21,7 +21,7 @@ test-slow: setup
 # The optional DeepSpeed extra, in the same environment; its first test compiles an operator (needs c++).
 test-deepspeed: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[deepspeed]'
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests/test_deepspeed.py --timeout 600
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests/strategies/test_deepspeed.py --timeout 600
 
 lint: setup
 	$(BIN)/ruff check .

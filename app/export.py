@@ -120,7 +120,7 @@ def _out(storage: Storage, to: str, step: int, written: str | None) -> Path:
 
 def _hugging_face(storage: Storage) -> HuggingFace:
     """The run's task, if it is one whose model transformers can load."""
-    from app.config_file import from_dict
+    from app.config_io import from_dict
     from app.tasks import find_task, load_task
     from app.tasks.huggingface import HuggingFace
 

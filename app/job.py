@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import torch
 
-from app.beat import Beat
 from app.config import Config
 from app.errors import UserError
-from strategies.compose import Layout, Options
+from app.heartbeat import Beat
+from strategies.parallelize import Layout, Options
 
 
 @dataclass(frozen=True)

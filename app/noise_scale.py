@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from app.data.loader import rows
-from strategies.compose import Parallel
+from strategies.parallelize import Parallel
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 WINDOW = 100

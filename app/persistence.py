@@ -15,13 +15,13 @@ import torch
 from app import checkpoint
 from app.checkpoint import Checkpointer, CheckpointError
 from app.errors import NonFiniteError, UserError
-from app.faults import interval
 from app.job import Channel, Job, Place
-from app.lease import is_current, read_lease
+from app.launchers.failure_policy import interval
 from app.loss_scale import LossScale
 from app.randomness import random_state, set_random_state
+from app.run.lease import is_current, read_lease
 from app.storage import Storage
-from strategies.compose import Parallel
+from strategies.parallelize import Parallel
 
 FIRST_SECONDS = 60.0  # until the first save, where the interval is measured
 AGAIN_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)  # before the last checkpoint of a start is tried once more

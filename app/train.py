@@ -11,22 +11,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from app.carry_out import Outcome, carry_out, run_storage
 from app.config import Config
 from app.config_check import check_trainable
 from app.console import Console
-from app.cost import check_launcher
 from app.errors import UserError
-from app.run import Run, free_name
+from app.run.cost import check_launcher
+from app.run.lifecycle import Outcome, carry_out, run_storage
+from app.run.manifest import Run, free_name
 from app.tracking.settings import Settings, resolve_tracking
-from strategies.names import ONE_PROCESS
+from strategies.layout import ONE_PROCESS
 
 if TYPE_CHECKING:
-    from app.driver import Driver
     from app.job import Job
     from app.launchers.elastic import Elastic
-    from app.pending import Reserved
-    from app.prepare import Prepared
+    from app.launchers.room import Reserved
+    from app.run.driver import Driver
+    from app.run.prepare import Prepared
     from app.tasks.base import Task
     from cluster.connect import Cluster
 
@@ -74,10 +74,10 @@ def _in_this_process(run: Run, console: Console, settings: Settings) -> Outcome:
     import torch
 
     from app.doctor.job import with_remarks
-    from app.driver import Driver
-    from app.launchers import process
-    from app.model_check import check_devices
-    from app.prepare import prepare, read_task
+    from app.launchers import local
+    from app.run.driver import Driver
+    from app.run.model_check import check_devices
+    from app.run.prepare import prepare, read_task
 
     config = run.config
     if config.workers not in ("auto", "1"):
@@ -96,15 +96,15 @@ def _in_this_process(run: Run, console: Console, settings: Settings) -> Outcome:
     check_devices(config, gpus)
     prepared = with_remarks(config, prepare(config, task, 1, devices_per_node=gpus or None), 1, 1, gpus)
     driver = Driver(run, console, settings)
-    return carry_out(driver, prepared, lambda job: process.launch(job, driver), f"1 process ({device_type})")
+    return carry_out(driver, prepared, lambda job: local.launch(job, driver), f"1 process ({device_type})")
 
 
 def _in_ray(run: Run, console: Console, settings: Settings) -> Outcome:
-    from app.cost import meter_for
     from app.doctor.job import at_start, facts_of
-    from app.pending import Reserved, wait_for_room
+    from app.launchers.room import Reserved, wait_for_room
+    from app.run.cost import meter_for
     from cluster.connect import check_fits, connect, disconnect
-    from cluster.warm import begin
+    from cluster.fast_start.warm import begin
 
     config = run.config
     begin(config.cluster.keep_warm_seconds)
@@ -120,9 +120,9 @@ def _in_ray(run: Run, console: Console, settings: Settings) -> Outcome:
             check_fits(cluster, workers, per_worker)
             room = wait_for_room(config, cluster, workers, per_worker, console)
             workers = room.workers
-        from app.driver import Driver
-        from app.model_check import check_devices
-        from app.prepare import prepare
+        from app.run.driver import Driver
+        from app.run.model_check import check_devices
+        from app.run.prepare import prepare
 
         gpus = per_worker.get("GPU", 0)
         check_devices(config, gpus)
@@ -186,7 +186,7 @@ def _launcher(
 
 
 def _read(config: Config) -> Task:
-    from app.prepare import read_task
+    from app.run.prepare import read_task
 
     return read_task(config)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
-from cluster.bare import bare_head
 from cluster.errors import ClusterError
-from cluster.warm import OWN, STUB, python_path, runtime_env
+from cluster.fast_start.head import bare_head
+from cluster.fast_start.warm import OWN, STUB, python_path, runtime_env
 
 OF_ONE_COMMAND = {
     # By default a process per core is kept ready for ever, each of which looks for signals a hundred times a second.
@@ -49,7 +49,7 @@ def connect(keep_warm: float = 0.0) -> Cluster:
     Workers import from this process' current folder too.
 
     keep_warm: seconds that a node of a cluster keeps a process with everything imported, from which workers are forked
-        (`cluster.warm`), after its last one has ended; 0: workers start by themselves.
+        (`cluster.fast_start.warm`), after its last one has ended; 0: workers start by themselves.
     Raises:
         ClusterError: there is an address, and nobody answers there or lets this process in.
     """

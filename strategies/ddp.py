@@ -39,9 +39,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from strategies.costs import Cost, ModelSize, all_reduce, replicated
-from strategies.dims import LayoutError
+from strategies.cpu_collectives.shared_memory import SharedSum, shared_sum
+from strategies.layout import LayoutError
 from strategies.options import Options
-from strategies.shared_sum import SharedSum, shared_sum
 
 BUCKETS = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
 """MiB that are tried when the size of a bucket is measured."""

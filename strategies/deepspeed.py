@@ -29,8 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from strategies.dims import LayoutError
-from strategies.names import Layout
+from strategies.layout import Layout, LayoutError
 from strategies.options import Options
 from strategies.parallel import Parallel
 from strategies.state import initialise, load_model_state, require_same

@@ -8,20 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from strategies import (
-    activation_checkpointing,
-    data_parallel,
-    ddp,
-    fsdp,
-    hsdp,
-    model_parallel,
-    single,
-    tensor_cost,
-    zero,
-)
+from strategies import activation_checkpointing, data_parallel, ddp, fsdp, hsdp, model_parallel, single, zero
 from strategies.costs import Cost, ModelSize
-from strategies.names import Layout
+from strategies.layout import Layout
 from strategies.options import Options
+from strategies.tensor import cost as tensor_cost
 
 
 def cost(

@@ -32,8 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from strategies.dims import LayoutError
-from strategies.names import Layout
+from strategies.layout import Layout, LayoutError
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16

@@ -40,9 +40,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from strategies import precision, reduce_scatter
+from strategies import precision
 from strategies.blocks import separable
 from strategies.costs import STATES, Cost, ModelSize, ParameterSize, gather, step_bytes
+from strategies.cpu_collectives import reduce_scatter
 from strategies.options import Options
 
 ROOM = 1 / 8

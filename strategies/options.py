@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from strategies import float8
-from strategies.dims import LayoutError
-from strategies.names import SHARDED, Layout
-from strategies.pipeline import cut, schedules
+from strategies.layout import SHARDED, Layout, LayoutError
+from strategies.pipeline import partition, schedules
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 REDUCE_DTYPES = ("fp32", "bf16")
@@ -111,9 +110,9 @@ def _check_pipeline(layout: Layout, options: Options, blocks: int | None, micro_
     chunks = schedules.chunks_of(options.schedule, options.chunks)
     parts = stages * chunks
     if blocks is not None:
-        cut.require_blocks(blocks, stages, chunks)
+        partition.require_blocks(blocks, stages, chunks)
     if options.stages is not None:
-        cut.require(options.stages, blocks if blocks is not None else sum(options.stages), parts)
+        partition.require(options.stages, blocks if blocks is not None else sum(options.stages), parts)
     if set(layout.parts) & {"zero1", "zero2"}:
         raise LayoutError(
             f"strategy {layout.name} is not one of its own: in a pipeline parameters are gathered once per step and "

@@ -13,7 +13,7 @@ from torch import nn
 
 from strategies import state
 from strategies.clip import GradNorm
-from strategies.names import Layout
+from strategies.layout import Layout
 
 if TYPE_CHECKING:
     from strategies.pipeline.simulate import Span

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from strategies.ddp import measured_bucket
-from strategies.dims import LayoutError
+from strategies.layout import LayoutError
 from strategies.options import Options
 
 

@@ -25,8 +25,8 @@ import psutil
 import pytest
 import torch
 
-from cluster import forked_worker
-from cluster.warm import PRELOAD
+from cluster.fast_start import client
+from cluster.fast_start.warm import PRELOAD
 
 ROOT = Path(__file__).parents[1]
 POINTS = ["task=tests.tasks:Points", "train.global_batch_size=16", "tracking.log_model=false"]
@@ -72,13 +72,13 @@ def trireme(*arguments: str, env: dict[str, str] | None = None, timeout: float =
     """Runs the command to its end: in a fork of a process that has imported everything, which saves it seconds, unless
     its environment is one that counts when libraries are loaded. `start` is the plain way."""
     whole = env or environment()
-    if forked_worker.key(PRELOAD, whole) != forked_worker.key(PRELOAD, environment()):
+    if client.key(PRELOAD, whole) != client.key(PRELOAD, environment()):
         return finish(start(list(arguments), env=whole), timeout)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull) as nothing:
         request = {"argv": ["-m", "app", *arguments], "cwd": str(ROOT), "env": whole, "wait": True}
-        with forked_worker.ask(_warm(), request, (nothing.fileno(), out.fileno(), err.fileno())) as connection:
+        with client.ask(_warm(), request, (nothing.fileno(), out.fileno(), err.fileno())) as connection:
             connection.settimeout(timeout)
-            begun, ended = forked_worker.answer(connection), forked_worker.answer(connection)
+            begun, ended = client.answer(connection), client.answer(connection)
             if ended is None and begun is not None:
                 end_tree(begun["pid"])
         said = [_all_of(file) for file in (out, err)]
@@ -96,7 +96,7 @@ def _all_of(file: IO[bytes]) -> str:
 def _warm() -> str:
     """The socket of a fork server of this process' own; it ends with it."""
     path = os.path.join(tempfile.mkdtemp(prefix="trireme-tests-", dir="/tmp"), "socket")
-    forked_worker.start(path, PRELOAD, os.getpid(), 1e9, environment())
+    client.start(path, PRELOAD, os.getpid(), 1e9, environment())
     atexit.register(shutil.rmtree, os.path.dirname(path), ignore_errors=True)
     return path
 

@@ -29,6 +29,8 @@ def imported(file: Path, *, everywhere: bool = True) -> set[str]:
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.add(node.module.split(".")[0])
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
+            names |= {str(word.value).split(".")[0] for word in node.args if isinstance(word, ast.Constant)}
     return names
 
 
@@ -36,12 +38,17 @@ def imported(file: Path, *, everywhere: bool = True) -> set[str]:
 def test_imports_run_one_way(package: str) -> None:
     files = sorted((ROOT / package).rglob("*.py"))
     assert files
-    wrong = {str(f.relative_to(ROOT)): bad for f in files if (bad := imported(f) & set(MAY_NOT[package]))}
+    wrong = {}
+    for file in files:
+        # The command line loads the verbs of experiments/ when they are called.
+        rim = file.is_relative_to(ROOT / "app" / "cli")
+        if bad := imported(file, everywhere=not rim) & set(MAY_NOT[package]):
+            wrong[str(file.relative_to(ROOT))] = bad
     assert not wrong
 
 
 @pytest.mark.parametrize(
-    "module", ["strategies", "strategies.compose", "app.worker", "app.cli", "app.tracking.tracker"]
+    "module", ["strategies", "strategies.parallelize", "app.loop", "app.cli", "app.tracking.tracker"]
 )
 def test_importing_it_imports_neither_ray_nor_mlflow(module: str) -> None:
     code = f"import {module}, sys; print([m for m in ('ray', 'mlflow') if m in sys.modules])"
@@ -59,6 +66,7 @@ def test_every_folder_has_a_readme() -> None:
     tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
     folders = {str(Path(name).parent) for name in tracked.stdout.split()}
     assert folders
+    folders = {folder for folder in folders if not folder.startswith("tests/")}
     assert not [folder for folder in sorted(folders) if not (ROOT / folder / "README.md").exists()]
 
 

@@ -8,13 +8,13 @@ import sys
 import time
 from typing import Any
 
-from app.config_file import load_config
+from app.config_io import load_config
 from app.console import Console
-from app.driver import Driver
 from app.job import Job
 from app.launchers.actor_group import ActorGroup
-from app.prepare import prepare, read_task
-from app.run import Run
+from app.run.driver import Driver
+from app.run.manifest import Run
+from app.run.prepare import prepare, read_task
 from app.tracking.settings import resolve_tracking
 from cluster.connect import connect
 

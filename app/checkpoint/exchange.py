@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from app.checkpoint.errors import said
-from strategies.shared_sum import shared_sum
+from strategies.cpu_collectives.shared_memory import shared_sum
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -79,7 +79,7 @@ def main() -> None:
 def _forked() -> int | None:
     """The exit code of a training that ran in a process forked from one that is warm; None where there is none."""
     from app.config import ClusterConfig
-    from cluster.warm import in_a_fork
+    from cluster.fast_start.warm import in_a_fork
 
     return in_a_fork(sys.argv[1:], ClusterConfig.keep_warm_seconds)
 

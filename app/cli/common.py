@@ -24,7 +24,7 @@ class ExperimentArguments(click.ParamType):
     name = "YAML file or key=value"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        from app.config_file import documentation
+        from app.config_io import documentation
 
         key, equals, value = incomplete.partition("=")
         if equals:
@@ -61,7 +61,7 @@ def split(arguments: tuple[str, ...]) -> tuple[list[str], list[str]]:
 
 
 def read(arguments: tuple[str, ...], *, needs_file: bool = True) -> Config:
-    from app.config_file import load_config
+    from app.config_io import load_config
     from app.errors import UserError
 
     files, overrides = split(arguments)

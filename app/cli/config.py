@@ -23,7 +23,7 @@ def command(arguments: tuple[str, ...], as_json: bool, traceback: bool) -> None:
     """
     console = Console(quiet=as_json)
     with sentences(console, as_json=as_json, traceback=traceback):
-        from app.config_file import explain, to_dict
+        from app.config_io import explain, to_dict
 
         config = read(arguments, needs_file=False)
         text = json.dumps(to_dict(config)) if as_json else explain(config).rstrip()

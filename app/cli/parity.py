@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
 from app.cli.common import experiment_arguments, read, sentences
 from app.console import Console
-
-if TYPE_CHECKING:
-    from strategies.matrix import Result
 
 
 @click.command("parity")
@@ -50,8 +47,8 @@ def command(
     """
     console = Console(quiet=as_json)
     with sentences(console, as_json=as_json, traceback=traceback):
-        from app.parity import as_dicts, cautions, certifiable, certify, chosen, document, measure
-        from strategies.table import table
+        from experiments.parity.experiment import as_dicts, cautions, certifiable, certify, chosen, document, measure
+        from experiments.parity.table import table
 
         config = read(arguments)
         rows = chosen(names, workers)
@@ -81,7 +78,7 @@ def _write(file: Path, text: str) -> None:
         raise UserError(f"--out {file} cannot be written ({error.strerror}): write another file") from error
 
 
-def _judge(results: list[Result]) -> None:
+def _judge(results: list[Any]) -> None:
     """Raises RunFailed if a row differs or failed, or if nothing was measured."""
     from app.errors import RunFailed
 

@@ -70,7 +70,7 @@ def _plan(arguments: tuple[str, ...], options: dict[str, Any], console: Console)
     from app.planner.calibration import learned
     from app.planner.plan import make_plan, model_name
     from app.planner.where import Asked, find, refuse_elsewhere
-    from app.prepare import read_task
+    from app.run.prepare import read_task
 
     config = read(arguments)
     given = frozenset(key.partition("=")[0].strip() for key in split(arguments)[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 
 import click
@@ -28,7 +27,8 @@ def command(folders: tuple[str, ...], out: str | None, as_json: bool, traceback:
     """
     console = Console(quiet=as_json)
     with sentences(console, as_json=as_json, traceback=traceback):
-        build = importlib.import_module("experiments.report.build")
+        from experiments.report import build
+
         console.status("reading what was logged")
         page, note = build.report(list(folders), out)
         if note:

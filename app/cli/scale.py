@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 
 import click
@@ -61,7 +60,8 @@ def command(
             if strategy
             else (config.strategy.replace("auto", "ddp"),)
         )
-        run = importlib.import_module("experiments.scale.run")
+        from experiments.scale import run
+
         plan = run.Plan(counts, names, not strong, repeats, blocks, steps, price)
         outcome = run.scale(config, plan, console, verbose=verbose)
     if as_json:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 
 import click
@@ -33,8 +32,8 @@ def command(arguments: tuple[str, ...], as_json: bool, verbose: bool, traceback:
         files, overrides = split(arguments)
         if len(files) != 1:
             raise UserError("give one sweep file: write for instance trireme sweep experiments/sweep_mnist.yaml")
-        spec = importlib.import_module("experiments.sweep.spec")
-        run = importlib.import_module("experiments.sweep.run")
+        from experiments.sweep import run, spec
+
         outcome = run.sweep(spec.read_sweep(files[0], overrides), console, verbose=verbose)
     if as_json:
         console.result(json.dumps(dataclasses.asdict(outcome), default=str))

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from strategies.names import MANY_DEVICES
+from strategies.layout import MANY_DEVICES
 
 if TYPE_CHECKING:
     from app.config import Config
-    from app.prepare import Prepared
-    from strategies.compose import Layout
+    from app.run.prepare import Prepared
+    from strategies.parallelize import Layout
 
 STEADY_SAMPLES = 4  # of system metrics, before anything is concluded from them
 IDLE, BUSY = 5.0, 40.0  # per cent of a GPU's time

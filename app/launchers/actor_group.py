@@ -2,7 +2,7 @@
 
     group = ActorGroup(4, {"CPU": 1.0}, spares=1)
     group.start()                 # returns at once; the processes import torch meanwhile
-    group.run(job, driver)        # app.worker.train in every actor: one Ray call each, tensors go directly
+    group.run(job, driver)        # app.loop.train in every actor: one Ray call each, tensors go directly
     group.run(another, driver)    # no process starts, nothing is imported
     group.shutdown()
 
@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from app.errors import Interrupted
-from app.faults import Kind
 from app.job import Job
 from app.launchers.crew import Crew, Place
 from app.launchers.elastic import Elastic
+from app.launchers.failure_policy import Kind
 from app.launchers.hangs import DUMB_SECONDS
 from app.launchers.inbox import hear, open_inbox
 from app.launchers.member import Seat
@@ -32,7 +32,7 @@ from app.launchers.unheard import Unheard
 from app.launchers.watching import Stuck, Watching
 
 if TYPE_CHECKING:
-    from app.driver import Driver
+    from app.run.driver import Driver
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0  # that a worker gets to leave a run whose peer is gone
@@ -105,7 +105,7 @@ class ActorGroup:
         self.avoid, self.grows = other.avoid, other.grows
 
     def run(self, job: Job, driver: Driver, elastic: Elastic | None = None) -> None:
-        """Trains `job` in all places, starting again after a failure as long as `app.faults.decide` says so.
+        """Trains `job` in all places, starting again after a failure as long as `failure_policy.decide` says so.
 
         elastic: how to go on with other numbers of workers; None: their number stays what it is.
         Raises: see `app.launchers.restart.until_done`.

@@ -8,7 +8,7 @@ import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from app.beat import Beat
+from app.heartbeat import Beat
 
 if TYPE_CHECKING:
     from app.job import Channel

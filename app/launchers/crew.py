@@ -18,9 +18,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from app.errors import RunFailed
 from app.launchers.member import Hello, Member, kill_at
+from app.launchers.room import look, selector
 from app.launchers.unheard import Unheard
 from app.launchers.watching import ANSWER_SECONDS, gather
-from app.pending import look, selector
 
 STARTS = 5  # of one place in a row, before it is given up
 SAY_AFTER_SECONDS = 15.0

@@ -1,7 +1,7 @@
 """Goes on with the workers there are: how many find room, which numbers make a layout, and the job for another number.
 
-What to do with that is decided by `app.faults`; this asks Ray and prepares the job. The global batch stays what it is
-(fewer workers accumulate more micro-batches), and data order depends on the step alone, so the curve continues.
+What to do with that is decided by `failure_policy.py`; this asks Ray and prepares the job. The global batch stays what
+it is (fewer workers accumulate more micro-batches), and data order depends on the step alone, so the curve continues.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import ray
 
 from app.config import Config
 from app.errors import UserError
-from app.faults import Limits, Room, grown, settled
 from app.job import Job
-from app.pending import held_by
-from app.prepare import Prepared, prepare
-from strategies.dims import LayoutError
+from app.launchers.failure_policy import Limits, Room, grown, settled
+from app.launchers.room import held_by
+from app.run.prepare import Prepared, prepare
+from strategies.layout import LayoutError
 
 if TYPE_CHECKING:
     from app.tasks.base import Task

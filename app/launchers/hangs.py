@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from app.beat import SLOW, Beat
+from app.heartbeat import SLOW, Beat
 
 FACTOR = 5.0
 """A silence is suspicious when it lasts this many times the longest one before."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import cloudpickle
 
-from app.beat import Beat
+from app.heartbeat import Beat
 from app.job import Job, Place
 from app.launchers import sigterm
 from app.launchers.box import Inbox
@@ -24,7 +24,7 @@ from app.storage import Storage
 from cluster.notice import Watch
 
 if TYPE_CHECKING:
-    from app.driver import Driver
+    from app.run.driver import Driver
 
 
 class InboxChannel:
@@ -116,7 +116,7 @@ def _take_threads() -> None:
 
 def work(job: Job, place: Place, channel: InboxChannel, node_rank: int) -> None:
     """What every worker in Ray does: the whole of training, its output in a file of its own."""
-    from app import worker
+    from app import loop
     from app.tracking.system import SystemSampler
 
     if os.path.isdir(job.cwd):  # Ray puts workers in folders of their own, where relative paths mean nothing
@@ -134,6 +134,6 @@ def work(job: Job, place: Place, channel: InboxChannel, node_rank: int) -> None:
             )
             stack.callback(sampler.close)
             stack.callback(_heed_notice(job, channel).close)
-        summary = worker.train(job, place, channel)
+        summary = loop.train(job, place, channel)
         channel.emit({"type": "done", "summary": summary})
         channel.flush()

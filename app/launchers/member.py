@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from app.beat import Beat
+from app.heartbeat import Beat
 from app.job import Job, Place
 from app.launchers import answers, flight, sigterm
 from app.launchers.inbox import InboxChannel, work
@@ -52,7 +52,7 @@ class Seat:
 @ray.remote(concurrency_groups={"watch": 2}, max_restarts=0, max_task_retries=0)  # type: ignore[call-overload]
 class Member:
     def __init__(self) -> None:
-        import app.worker  # noqa: F401  what takes seconds, done before anybody waits for it
+        import app.loop  # noqa: F401  what takes seconds, done before anybody waits for it
 
         sigterm.EAR.install()
         flight.switch_on()
@@ -119,7 +119,7 @@ class Member:
         import torch
         import torch.distributed as dist
 
-        from strategies.start import forget_meshes
+        from strategies.initialization import forget_meshes
 
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # of a group whose peers are gone

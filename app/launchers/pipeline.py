@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from app.config import Config
 from app.errors import UserError
 from app.launchers.actor_group import ActorGroup
-from app.pending import nodes_now
+from app.launchers.room import nodes_now
 from cluster.connect import Cluster
 from cluster.pending import NodeState, place, words
-from strategies.compose import Layout, ParallelDims
+from strategies.parallelize import Layout, ParallelDims
 
 Resources = dict[str, float]
 GROUPINGS = (("dp_replicate",), ("dp_replicate", "pp"), ("dp_replicate", "pp", "dp_shard", "tp"))

@@ -14,19 +14,19 @@ import ray
 from ray.train import RunConfig, ScalingConfig, WorkerGroupError
 from ray.train.torch import TorchConfig
 
-from app.driver import Driver
 from app.errors import Interrupted
-from app.faults import Kind
 from app.job import Job, Place
 from app.launchers import answers, flight
 from app.launchers.elastic import Elastic
+from app.launchers.failure_policy import Kind
 from app.launchers.inbox import InboxChannel, hear, open_inbox, work
 from app.launchers.member import kill_at
 from app.launchers.restart import Failures, NoRoom, WorkerLost, until_done
+from app.launchers.room import selector
 from app.launchers.trainer import Trainer
 from app.launchers.unheard import Unheard
 from app.launchers.watching import Stuck, Watching, gather
-from app.pending import selector
+from app.run.driver import Driver
 from app.storage import Storage
 
 POLL_SECONDS = 0.1
@@ -48,7 +48,7 @@ def worker_main(loop: dict[str, Any]) -> None:
 def launch(
     job: Job, driver: Driver, *, workers: int, per_worker: dict[str, float], elastic: Elastic | None = None
 ) -> None:
-    """Trains, starting the workers again after a failure as long as `app.faults.decide` says so.
+    """Trains, starting the workers again after a failure as long as `app.launchers.failure_policy.decide` says so.
 
     elastic: how to go on with other numbers of workers; None: it stays `workers`.
     Raises: see `app.launchers.restart.until_done`.

@@ -1,4 +1,4 @@
-"""Trying again: what ended the workers, in one sentence, and what to go on with; decided by `app.faults`."""
+"""Trying again: what ended the workers, in one sentence, and what to go on with; decided by `failure_policy.py`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from app.cost import rate_now
 from app.errors import Interrupted, NonFiniteError, RunFailed, UserError
-from app.faults import Action, Death, Decision, Failure, Kind, death_of, decide
 from app.job import Job
 from app.launchers.elastic import Elastic, limits_of, living
+from app.launchers.failure_policy import Action, Death, Decision, Failure, Kind, death_of, decide
 from app.launchers.whereabouts import Where, kernel_kills, last_words
-from strategies.dims import LayoutError
+from app.run.cost import rate_now
+from strategies.layout import LayoutError
 
 if TYPE_CHECKING:
-    from app.driver import Driver
+    from app.run.driver import Driver
 
 Failures = Mapping[int | None, BaseException]
 """What ended each worker, by rank; None is the launcher itself. Empty: all finished."""

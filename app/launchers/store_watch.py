@@ -18,13 +18,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from app.beat import Beat
-from app.driver import Driver
+from app.heartbeat import Beat
 from app.job import Job
 from app.launchers import answers, flight
 from app.launchers.siblings import restarted
 from app.launchers.watching import ANSWER_SECONDS, Stuck, Watching
 from app.launchers.whereabouts import NO_NEWS, kill
+from app.run.driver import Driver
 
 POLL_SECONDS = 0.25
 GRACE_SECONDS = 5.0

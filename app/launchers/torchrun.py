@@ -17,22 +17,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from app import worker
-from app.beat import Beat
-from app.carry_out import Outcome, carry_out, run_storage
+from app import loop
 from app.config import Config
 from app.console import Console
 from app.doctor.job import with_remarks
-from app.driver import Driver
 from app.errors import Interrupted, UserError
+from app.heartbeat import Beat
 from app.job import Job, Place
 from app.launchers import answers, flight
 from app.launchers.output import worker_output
 from app.launchers.siblings import watched
 from app.launchers.store_watch import FirstRank, StoreWatch
-from app.model_check import check_devices
-from app.prepare import prepare, read_task
-from app.run import Run
+from app.run.driver import Driver
+from app.run.lifecycle import Outcome, carry_out, run_storage
+from app.run.manifest import Run
+from app.run.model_check import check_devices
+from app.run.prepare import prepare, read_task
 from app.storage import Storage
 from app.tracking.settings import resolve_tracking
 from app.tracking.system import SystemSampler
@@ -160,7 +160,7 @@ def _first_rank(config: Config, console: Console, place: Place, per_node: int) -
         channel = FirstRank(driver, watch)
         answers.NOW.begin(channel)
         try:
-            summary = worker.train(job, place, channel)
+            summary = loop.train(job, place, channel)
         finally:
             answers.NOW.end()
             watch.close()
@@ -209,7 +209,7 @@ def _other_rank(config: Config, place: Place) -> Outcome:
     answers.NOW.begin(channel)
     try:
         with worker_output(Storage(job.folder), place.rank):
-            summary = worker.train(job, place, channel)
+            summary = loop.train(job, place, channel)
     finally:
         answers.NOW.end()
         watch.close()

@@ -14,7 +14,7 @@ from app.config import Config
 from app.launchers.hangs import COMPILED, LOOKS_APART_SECONDS, Sign, Signs, Silence, moved, stuck
 
 if TYPE_CHECKING:
-    from app.driver import Driver
+    from app.run.driver import Driver
 
 ANSWER_SECONDS = 1.0
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from app.config_file import to_dict
+from app.config_io import to_dict
 from app.errors import UserError
 from app.planner.plan import Plan
 from app.planner.why import advice, families

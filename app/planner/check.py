@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from app.config import Config
-from app.config_file import load_config, to_dict
+from app.config_io import load_config, to_dict
 from app.planner.evaluate import Machine, evaluate
 from app.planner.measure import Measured, measure
 from app.planner.plan import settings_of
@@ -32,7 +32,7 @@ from app.planner.rates import Rates, apply, rates
 from app.planner.read import Reader
 from app.planner.table import Table
 from app.tasks import load_task
-from strategies.names import choose
+from strategies.layout import choose
 
 MODELS: dict[str, list[str]] = {
     "gpt": [

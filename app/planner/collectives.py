@@ -1,7 +1,7 @@
 """Seconds of collectives, by ring algorithms over the links between the devices that take part.
 
 Ranks are numbered so that tp peers are next to one another, then dp_shard's, then dp_replicate's, then stages
-(strategies/dims.py); a node holds `per_node` consecutive ranks. A group whose neighbours are `stride` ranks apart has
+(strategies/layout.py); a node holds `per_node` consecutive ranks. A group whose neighbours are `stride` ranks apart has
 min(n, per_node / stride) members in a node; the other ranks of the node run the same collective in groups of their own
 at the same time and share the node's link. Thakur et al. 2005.
 """

@@ -159,7 +159,7 @@ def links(device: Any, group: Any, ways: int, seconds: Seconds) -> dict[str, flo
     import torch
     import torch.distributed as dist
 
-    from strategies.shared_sum import shared_sum
+    from strategies.cpu_collectives.shared_memory import shared_sum
 
     large = torch.ones(2**26 if device.type == "cuda" else 2**21, device=device)
     small = torch.ones(8, device=device)

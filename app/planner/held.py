@@ -9,8 +9,7 @@ from app.planner.evaluate import Machine
 from app.planner.read import ModelRead
 from app.planner.table import Held, Table
 from app.planner.work import ways_of
-from strategies.dims import LayoutError
-from strategies.names import OWN, choose
+from strategies.layout import OWN, LayoutError, choose
 from strategies.options import PRECISIONS as RUNNABLE
 from strategies.options import check, checkpoint_every
 

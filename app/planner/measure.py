@@ -204,11 +204,11 @@ def _bound(limit: float | None, device: Any) -> None:
 def _one(values: dict[str, Any], rank: int, device: Any, folder: str, budget: float, limit: float | None) -> Measured:
     import torch.distributed as dist
 
-    from app.config_file import from_dict
+    from app.config_io import from_dict
     from app.job import Job, Place
     from app.launchers.torchrun import Silence
-    from app.prepare import prepare, read_task
-    from app.worker import Training
+    from app.loop import Training
+    from app.run.prepare import prepare, read_task
 
     config = from_dict(values)
     world = dist.get_world_size()

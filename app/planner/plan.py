@@ -16,10 +16,9 @@ from app.planner.held import held_of, notes_of, refuse, ways_needed
 from app.planner.read import ModelRead, Reader
 from app.planner.table import CHECKPOINTING, PRECISIONS, SCHEDULES, Held, Table, enumerate_layouts
 from app.tasks.base import Task
-from strategies.dims import LayoutError
-from strategies.names import choose
+from strategies.layout import LayoutError, choose
 from strategies.options import checkpoint_every
-from strategies.pipeline.cut import require
+from strategies.pipeline.partition import require
 
 RANKS = ("time", "cost", "memory")
 NEAR = 1.03

@@ -18,7 +18,7 @@ from app.planner.table import CHECKPOINTING, DATA, PRECISIONS, SCHEDULES, Table
 from app.planner.where import machine_of, running
 from app.tasks.base import Task
 from cluster.shape import ClusterShape
-from strategies.names import Layout, choose
+from strategies.layout import Layout, choose
 from strategies.options import checkpoint_every
 
 NEAR = 1.03

@@ -52,7 +52,7 @@ class Rates:
     across: float = 0.75
     """Share of the link between nodes."""
     shared: float = 0.0
-    """CPUs: bytes/s that two workers average in memory they share (strategies/shared_sum.py)."""
+    """CPUs: bytes/s that two workers average in memory they share (strategies/cpu_collectives/shared_memory.py)."""
     latency_within: float = 3e-6
     latency_across: float = 8e-6
     """Seconds per hop of a ring."""

@@ -32,9 +32,9 @@ from app.planner.trace import Trace, watch
 from app.tasks.base import Task
 from strategies.blocks import find_blocks, separable
 from strategies.costs import ModelSize, model_size
-from strategies.dims import LayoutError
-from strategies.tensor_cost import one_part
-from strategies.tensor_plan import make_plan
+from strategies.layout import LayoutError
+from strategies.tensor.cost import one_part
+from strategies.tensor.plan import make_plan
 
 BATCHES = (2, 4)
 PLAIN, CAST, AUTOCAST = "plain", "cast", "autocast"

@@ -18,7 +18,7 @@ from app.planner.prediction import Prediction, predict
 from app.planner.read import Reader
 from app.planner.where import running
 from app.tasks import load_task
-from strategies.names import Layout
+from strategies.layout import Layout
 
 
 def record(config: Config, layout: Layout, seconds: float, memory: float, trained: float) -> dict[str, float]:

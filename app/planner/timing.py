@@ -200,8 +200,8 @@ def _replicated(group: Group, backward: Array, link: Links) -> tuple[Array, Arra
 
 
 def _shares_memory(group: Group) -> Array:
-    """Rows whose gradients are averaged in memory (strategies/shared_sum.py)."""
-    from strategies.shared_sum import MOST_RANKS
+    """Rows whose gradients are averaged in memory (strategies/cpu_collectives/shared_memory.py)."""
+    from strategies.cpu_collectives.shared_memory import MOST_RANKS
 
     table, machine, settings = group.table, group.machine, group.settings
     if not (machine.device.shared and settings.shared_memory and machine.world <= machine.per_node):

@@ -32,7 +32,7 @@ from torch.utils.flop_counter import flop_registry
 
 from app.planner.attention import Fused
 from strategies.activation_checkpointing import is_kept
-from strategies.tensor_cost import ShapePeers
+from strategies.tensor.cost import ShapePeers
 
 BEFORE, AFTER = "before", "after"
 INDEXED = {"gather", "scatter_add", "scatter_add_", "nll_loss_forward"}

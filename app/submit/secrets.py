@@ -49,7 +49,7 @@ def chosen(names: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:
 def refuse_written(config: Config) -> None:
     """Raises UserError if the configuration holds a secret: it would be shipped, and saved with the run; and what is
     on the command line Ray shows to whoever may ask."""
-    from app.config_file import flatten, to_dict
+    from app.config_io import flatten, to_dict
     from app.tracking.masking import mask_uri, surely_secret
 
     for key, value in flatten(to_dict(config)).items():

@@ -40,7 +40,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
     Logits that are split over workers, or of a small vocabulary, go to F.cross_entropy as they are.
     """
-    plain = type(logits) in (Tensor, FakeTensor)  # a subclass may know better: strategies/vocabulary.py's does
+    plain = type(logits) in (Tensor, FakeTensor)  # a subclass may know better: strategies/tensor/loss.py's does
     if not plain or logits.size(-1) < LARGE_VOCABULARY:
         return F.cross_entropy(logits.float(), targets)
     return _ChunkedCrossEntropy.apply(logits, targets, _nobody_else_needs(logits))

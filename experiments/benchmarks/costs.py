@@ -20,7 +20,7 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 
 from experiments.benchmarks.machine import machine
-from strategies.rows import ROWS, Row
+from experiments.parity.rows import ROWS, Row
 
 BATCH, LENGTH = 16, 64
 SHAPE = {"d_model": 64, "n_layers": 4, "n_heads": 4}
@@ -82,7 +82,7 @@ def measured(row: Row) -> dict[str, int]:
     """Bytes that this rank really holds; collective over the row's ranks."""
     from app.data.loader import fetch
     from app.randomness import seed_everything
-    from strategies.compose import parallelize
+    from strategies.parallelize import parallelize
 
     task = _task()
 

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from experiments.benchmarks.machine import table
 from experiments.benchmarks.ours import Ours
 from strategies import float8
-from strategies.dims import LayoutError
+from strategies.layout import LayoutError
 
 GIB = 2.0**30
 
@@ -110,7 +110,7 @@ def ours(
     precision: str,
     more: tuple[str, ...],
 ) -> Ours:
-    from app.config_file import load_config
+    from app.config_io import load_config
 
     model = ", ".join(f"{name}: {value}" for name, value in shape.model().items())
     vocabulary = f"vocab_size: {shape.vocab_size}, sequence_length: {shape.sequence_length}"

@@ -53,9 +53,9 @@ def _experiment(strategy: str, folder: str) -> list[str]:
 
 
 def _predict(strategy: str) -> dict[str, float]:
-    from app.config_file import load_config
+    from app.config_io import load_config
     from app.planner.prediction import predict
-    from app.prepare import prepare, read_task
+    from app.run.prepare import prepare, read_task
 
     with tempfile.TemporaryDirectory() as folder:
         config = load_config([], _experiment(strategy, folder))
@@ -81,7 +81,7 @@ def _status(key: str) -> int:
 
 
 def _ours(strategy: str, folder: str) -> Any:
-    from app.config_file import load_config
+    from app.config_io import load_config
 
     prepared = Ours(load_config([], _experiment(strategy, folder)))  # what is measured begins with build()
     return lambda: prepared.build().advance

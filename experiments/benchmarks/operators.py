@@ -47,7 +47,7 @@ def worker(model: str, strategy: str, steps: int, folder: str, out: str) -> None
     """One of the processes."""
     import torch.distributed as dist
 
-    from app.config_file import load_config
+    from app.config_io import load_config
     from experiments.benchmarks.plain import MODELS
 
     dist.init_process_group("gloo")

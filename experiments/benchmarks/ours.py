@@ -37,7 +37,7 @@ class Ours:
 
         from app.job import Job
         from app.launchers.torchrun import Silence
-        from app.prepare import prepare, read_task
+        from app.run.prepare import prepare, read_task
 
         grouped = dist.is_available() and dist.is_initialized()
         self.device = torch.device(device)
@@ -54,8 +54,8 @@ class Ours:
 
     def _driver(self, config: Config) -> Any:
         from app.console import Console
-        from app.driver import Driver
-        from app.run import Run
+        from app.run.driver import Driver
+        from app.run.manifest import Run
         from app.tracking.settings import resolve_tracking
 
         driver = Driver(Run(config), Console(quiet=True), resolve_tracking(config.tracking, config.run.storage))
@@ -65,7 +65,7 @@ class Ours:
 
     def build(self) -> Ours:
         from app.job import Place
-        from app.worker import Training
+        from app.loop import Training
 
         place = Place(self.rank, self.world, self.rank, self.device)
         self.training = Training(self.job, place, self.channel)

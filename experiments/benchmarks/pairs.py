@@ -81,7 +81,7 @@ def worker(name: str, model: str, blocks: int, launch: int, folder: str, out: st
     """One of the two processes; launch: its number, from 0."""
     import torch.distributed as dist
 
-    from app.config_file import load_config
+    from app.config_io import load_config
 
     dist.init_process_group("gloo")
     pair, each = PAIRS[name], PAIRS[name].steps(model)

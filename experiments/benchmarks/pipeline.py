@@ -5,7 +5,7 @@ Arguments, if any: rounds, then the numbers of micro-batches per step.
 Two processes, a GPT of 8 blocks (width 256, 128 tokens), AdamW. All sides take turns, one step each per round, in an
 order that is turned round every second round, so that whatever else the machine does falls on all. They live in two
 fleets that sleep while the other works: plain processes, and Ray actors that are called once per step. `torch …` is the
-stage and schedule as its documentation has them, written by hand; `ours …` is `strategies.compose.parallelize`. The
+stage and schedule as its documentation has them, written by hand; `ours …` is `strategies.parallelize.parallelize`. The
 figures are medians over rounds of a step's time (forward, backward, optimizer) on the slower of the two processes, and
 medians of the ratios within rounds.
 
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from app.allocator import keep_freed_memory
+from strategies.cpu_collectives.allocator import keep_freed_memory
 
 BLOCKS, WIDTH, TOKENS, VOCABULARY, ROWS, STAGES = 8, 256, 128, 256, 2, 2
 
@@ -169,7 +169,7 @@ def _torch(name: str, micro_batches: int, rank: int) -> Callable[[], None]:
 def _ours(name: str, micro_batches: int) -> tuple[Callable[[], None], Any]:
     import torch
 
-    from strategies.compose import Options, choose, parallelize
+    from strategies.parallelize import Options, choose, parallelize
 
     def loss(model: Any, batch: Any) -> Any:
         return _loss(model(batch[0]), batch[1])

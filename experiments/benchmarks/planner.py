@@ -39,7 +39,7 @@ OTHERS = {
 
 def plans(picture: str | None) -> None:
     """Prints a table of the best layouts, and draws time against memory."""
-    from app.config_file import load_config
+    from app.config_io import load_config
     from app.planner import show
     from app.planner.plan import make_plan
     from app.planner.read import Reader

@@ -50,7 +50,7 @@ def run(model: str, blocks: int) -> dict[str, Any]:
 
 
 def _worker(how: dict[str, Any]) -> None:
-    from app.config_file import load_config
+    from app.config_io import load_config
     from experiments.benchmarks.plain import MODELS
 
     name, each = how["model"], BLOCK_STEPS[how["model"]]

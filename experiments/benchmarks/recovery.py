@@ -27,14 +27,14 @@ import psutil
 import torch
 
 from app.config import Config
-from app.config_file import load_config
+from app.config_io import load_config
 from app.console import Console
-from app.driver import Driver
 from app.job import Job
 from app.launchers.actor_group import ActorGroup
 from app.launchers.pipeline import group as group_for
-from app.prepare import prepare, read_task
-from app.run import Run
+from app.run.driver import Driver
+from app.run.manifest import Run
+from app.run.prepare import prepare, read_task
 from app.tracking.settings import resolve_tracking
 from app.train import train as trireme_train
 from cluster.connect import connect

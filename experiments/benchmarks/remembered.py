@@ -50,7 +50,7 @@ def seconds_of(run: dict[str, Any]) -> float:
 
 def planned(run: dict[str, Any]) -> dict[str, Any]:
     """The best layout of those that the run's keys leave open."""
-    from app.config_file import load_config
+    from app.config_io import load_config
     from app.planner.plan import make_plan
     from app.planner.read import Reader
     from app.planner.where import machine_of

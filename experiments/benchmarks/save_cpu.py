@@ -28,7 +28,7 @@ def worker(saves: int, folder: str, out: str) -> None:
     import torch.distributed as dist
 
     from app.checkpoint.saver import Checkpointer
-    from app.config_file import load_config
+    from app.config_io import load_config
     from app.persistence import Persistence
 
     dist.init_process_group("gloo")

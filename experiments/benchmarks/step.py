@@ -74,7 +74,7 @@ def worker(name: str, strategy: str, blocks: int, folder: str, out: str) -> None
     """One of the processes: seconds per step of each block, plain and ours."""
     import torch.distributed as dist
 
-    from app.config_file import load_config
+    from app.config_io import load_config
     from experiments.benchmarks.plain import MODELS
 
     dist.init_process_group("gloo")

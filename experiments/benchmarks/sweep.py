@@ -159,7 +159,7 @@ def noise_accuracy(dim: int = 40, steps: int = 150, batch: int = 240) -> dict[st
     from torch import nn
 
     from app.noise_scale import Estimate, NoiseScale
-    from strategies.compose import Options, choose, parallelize
+    from strategies.parallelize import Options, choose, parallelize
 
     class Line(nn.Module):
         def __init__(self) -> None:
@@ -193,7 +193,7 @@ def noise_cost(blocks: int = 20, each: int = 20, every: int = 50) -> dict[str, f
     of the whole time where every 50th step is measured."""
     import torch
 
-    from app.config_file import load_config
+    from app.config_io import load_config
 
     torch.set_num_threads(1)
     trainings: dict[str, Ours] = {}

@@ -128,7 +128,7 @@ def _theirs(rank: int, name: str, data: str) -> dict[str, Any]:
 def _ours(rank: int, name: str, data: str) -> dict[str, Any]:
     import torch
 
-    from strategies.compose import Options, choose, parallelize
+    from strategies.parallelize import Options, choose, parallelize
 
     def loss(model: Any, batch: Any) -> Any:
         return _loss(model(batch[0]), batch[1])

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from app.config_file import flatten, from_dict
+from app.config_io import flatten, from_dict
 from app.errors import UserError
 from app.tracking.delivery import last_start
 from app.tracking.settings import resolve_tracking
@@ -33,7 +33,7 @@ class RunRecord:
     params: dict[str, str] = field(default_factory=dict)
     status: str = ""
     problem: str = ""  # why there are no curves
-    cost: dict[str, float] = field(default_factory=dict)  # dollars: what app/cost.py has counted; {} without prices
+    cost: dict[str, float] = field(default_factory=dict)  # dollars: what app/run/cost.py has counted; {} without prices
 
     def last(self, metric: str) -> float | None:
         return self.curves[metric][-1][1] if self.curves.get(metric) else None

@@ -56,7 +56,7 @@ def point_of(config: Config, plan: Plan, task: Any, strategy: str, workers: int)
     Raises:
         UserError, LayoutError: it cannot be trained so.
     """
-    from app.prepare import prepare
+    from app.run.prepare import prepare
 
     config = copy.deepcopy(config)
     config.workers, config.strategy = str(workers), strategy if workers > 1 else "single"

@@ -3,7 +3,7 @@
 Whole steps are timed in blocks, then checkpoints, then the same steps over a process group that sends nothing (torch's
 `fake` backend, whose collectives return at once): what a step takes beyond that is exposed communication, whatever the
 strategy. Points are repeated with the two in turns, so that drift cancels. A pipeline's stages cannot compute without
-what their neighbours send; their steps are profiled instead (app/stage_profile.py), and `parts.py` does the sums.
+what their neighbours send; their steps are profiled instead (app/pipeline_profile.py), and `parts.py` does the sums.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Bench:
     def _training(self, name: str, rank: int) -> tuple[Any, Any]:
         """The loop and its batches, which are this worker's own, also where it stands in as `rank`."""
         from app.data.loader import rows
-        from app.worker import Training
+        from app.loop import Training
 
         job = replace(self.job, folder=f"{self.job.folder}/{name}")  # one phase does not go on where another ended
         training = Training(job, replace(self.place, rank=rank), _Silence())

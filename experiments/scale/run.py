@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from app.config import Config
-from app.config_file import flatten, to_dict, to_yaml
+from app.config_io import flatten, to_dict, to_yaml
 from app.console import Console
 from app.errors import Interrupted, UserError
-from app.run import run_folder
+from app.run.manifest import run_folder
 from app.storage import Storage
 from app.tracking.settings import resolve_tracking, ui_command
 from app.tracking.tracker import Tracker
@@ -48,7 +48,7 @@ def scale(config: Config, plan: Plan, console: Console, *, verbose: bool = False
         UserError: before anything starts.
         RunFailed: a point could not be measured.
     """
-    from app.prepare import read_task
+    from app.run.prepare import read_task
 
     check(config, plan)
     console.status("reading the data")
@@ -168,7 +168,7 @@ class _Study:
 
     def _price(self, per_worker: dict[str, float]) -> float | None:
         """Of one worker for an hour: as given, else as the cluster's file or the list of prices says."""
-        from app.cost import rate_now
+        from app.run.cost import rate_now
 
         if self.plan.price is not None:
             return self.plan.price

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config import Config
-from app.config_file import to_dict, to_yaml
+from app.config_io import to_dict, to_yaml
 from app.tracking.masking import mask_tree
 from experiments.sweep import science
 from experiments.sweep.ledger import Ledger, Trial

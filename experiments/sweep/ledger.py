@@ -2,7 +2,7 @@
 
 FOLDER/sweep.json      what the sweep is, and its MLflow run
 FOLDER/ledger.jsonl    one line per event: trial, report, end
-FOLDER/TRIAL/          each trial's run: see app/run.py
+FOLDER/TRIAL/          each trial's run: see app/run/manifest.py
 
 One process writes it, the sweep's driver; a line that a dying driver left half written is skipped. When the same
 command is run again the ledger says which trials have ended (they are not run again), which were under way (they
@@ -153,7 +153,7 @@ class Ledger:
 
 def _of_today(about: dict[str, Any]) -> dict[str, Any]:
     """With the defaults of configuration keys that this version has and the one that wrote it had not."""
-    from app.config_file import from_dict, to_dict
+    from app.config_io import from_dict, to_dict
 
     try:
         whole = to_dict(from_dict(about["experiment"], source="a sweep that was begun"))

@@ -36,7 +36,7 @@ def make_ready(sweep: Sweep, ledger: Ledger, console: Console) -> Ready:
     Raises:
         UserError, LayoutError, ClusterError: one sentence.
     """
-    from app.cost import check_budget, rate_now
+    from app.run.cost import check_budget, rate_now
     from cluster.connect import connect
     from experiments.sweep import oversee, search, slots
     from experiments.sweep.trial import need
@@ -67,7 +67,7 @@ def make_ready(sweep: Sweep, ledger: Ledger, console: Console) -> Ready:
 
 def _longest(sweep: Sweep) -> int:
     """Steps (or samples) of the longest trial, every distinct layout and batch checked on the way."""
-    from app.prepare import prepare, read_task
+    from app.run.prepare import prepare, read_task
 
     def size(config: Any) -> int:
         return config.train.global_batch_size if sweep.time == "samples" else 1

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.config_file import to_yaml
+from app.config_io import to_yaml
 from app.console import Console, duration
 from app.errors import Interrupted, RunFailed, UserError
-from app.run import run_folder
+from app.run.manifest import run_folder
 from app.storage import Storage
 from app.tracking.masking import mask_uri
 from app.tracking.settings import Settings, resolve_tracking, ui_command

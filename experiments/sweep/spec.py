@@ -20,7 +20,7 @@ import yaml
 
 from app.config import Config
 from app.config_check import RUN_NAME
-from app.config_file import from_dict, load_config, to_dict
+from app.config_io import from_dict, load_config, to_dict
 from app.errors import UserError
 from experiments.sweep.space import Domain, number, points, read_space
 

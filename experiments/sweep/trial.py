@@ -140,10 +140,10 @@ class Session:
     def _train(self) -> dict[str, Any]:
         import ray
 
-        from app.carry_out import carry_out
-        from app.cost import meter_for
-        from app.prepare import prepare
-        from app.run import Run
+        from app.run.cost import meter_for
+        from app.run.lifecycle import carry_out
+        from app.run.manifest import Run
+        from app.run.prepare import prepare
         from experiments.sweep.trial_driver import TrialDriver, take_over, wait_for_lease
 
         config, sweep = self.config, self.setting.sweep
@@ -178,7 +178,7 @@ class Workers:
 
     def task(self, config: Config) -> Any:
         """The task with its data looked at; the last one is kept, since most sweeps have one."""
-        from app.prepare import read_task
+        from app.run.prepare import read_task
 
         key = json.dumps([config.task, config.task_args], default=str, sort_keys=True)
         if key not in self.tasks:
@@ -187,9 +187,9 @@ class Workers:
 
     def launch(self, kind: str, each: Need, job: Any, driver: Any) -> None:
         if kind == "process":
-            from app.launchers import process
+            from app.launchers import local
 
-            process.launch(job, driver)
+            local.launch(job, driver)
         elif kind == "torchtrainer":
             from app.launchers import ray_train
 
@@ -238,7 +238,7 @@ class TrialProcess(tune.Trainable):
         self.workers = Workers()
         self.session: Session | None = None
         self._take(config)
-        import app.worker  # noqa: F401  what takes seconds, before the first trial begins
+        import app.loop  # noqa: F401  what takes seconds, before the first trial begins
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """The next trial."""

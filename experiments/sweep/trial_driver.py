@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from app import checkpoint
 from app.config import Config
-from app.driver import Driver
 from app.errors import UserError
-from app.lease import read_lease
-from app.prepare import Prepared
-from app.run import Run, run_folder
+from app.run.driver import Driver
+from app.run.lease import read_lease
+from app.run.manifest import Run, run_folder
+from app.run.prepare import Prepared
 from app.tracking.delivery import Delivery
 from app.tracking.state import Status
 from experiments.sweep.tracking import PARENT_TAG, STOP_FILE, LogConsole, SpoolTracker

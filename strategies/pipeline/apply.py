@@ -17,17 +17,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 
-from strategies import activation_checkpointing, compiled, fsdp, precision, start, tensor
-from strategies.dims import LayoutError, ParallelDims
-from strategies.names import Layout
+from strategies import activation_checkpointing, fsdp, initialization, precision
+from strategies import compile as compile_blocks
+from strategies.layout import Layout, LayoutError, ParallelDims
 from strategies.options import Options
-from strategies.pipeline import cut, later, schedules
-from strategies.pipeline.links import Wires
+from strategies.pipeline import partition, schedules, weight_grad
+from strategies.pipeline.grad_sync import Named, Nothing, Reducer, Replicas, Shards, Shared
+from strategies.pipeline.p2p import Wires
 from strategies.pipeline.parallel import PipelineParallel
-from strategies.pipeline.reduce import Named, Nothing, Reducer, Replicas, Shards, Shared
 from strategies.pipeline.runtime import Runtime
 from strategies.pipeline.stage import Deal, Stage, deal, keep_parts
-from strategies.pipeline.survey import Loss, Skeleton, Survey, require_chain, surroundings
+from strategies.pipeline.trace import Loss, Skeleton, Survey, require_chain, surroundings
+from strategies.tensor import apply as tensor_parallel
 
 Example = tuple[Loss, Any]
 """The loss function, and a micro-batch: a model is understood by running them."""
@@ -45,8 +46,8 @@ def apply(
     """See compose.parallelize; collective over all workers."""
     if example is None:
         raise LayoutError("a pipeline needs an example: give parallelize the loss function and a micro-batch")
-    module, note = start.structure(build)
-    start.require_parameters(module)
+    module, note = initialization.structure(build)
+    initialization.require_parameters(module)
     blocks = find(module)
     dims = layout.dims
     skeleton, survey, dealt = plan_cut(module, blocks, options, dims.pp, example, device)
@@ -59,7 +60,7 @@ def apply(
     notes = [*([note] if note else []), *_batch_norm(module, layout), *_whole_backward(options)]
     split = None
     if dims.tp > 1:
-        split = tensor.apply(
+        split = tensor_parallel.apply(
             module,
             mesh["tp"],
             plan(module),
@@ -68,16 +69,16 @@ def apply(
         )
     keep_parts(module, blocks, dealt, skeleton, frozenset(own))
     mine = [call.path for call in survey.blocks if dealt.part_of[call.name] in own]
-    put_off = later.Later()
+    put_off = weight_grad.Later()
     if options.schedule in schedules.SPLIT and not options.compile:  # what is compiled has its backward in one piece
         for path in surroundings(module, blocks):
             put_off.put_around(module.get_submodule(path))
     if options.compile:
-        compiled.apply(module, mine, options.compile_backend)
+        compile_blocks.apply(module, mine, options.compile_backend)
     activation_checkpointing.apply(module, mine, options.activation_checkpointing)
     units = _shard(module, dims, mesh, mine, options) if dims.dp_shard > 1 else None
-    start.materialise(module, device, torch.device("cpu") if options.offload else device)
-    start.fill(module, source, device, partly=True)
+    initialization.materialise(module, device, torch.device("cpu") if options.offload else device)
+    initialization.fill(module, source, device, partly=True)
     named = list(module.named_parameters())
     by_chunk = _by_chunk(named, dealt, own)
     reducer: Reducer = Nothing()
@@ -88,7 +89,7 @@ def apply(
         assert group is not None
         reducer = Replicas(by_chunk, group, options)
     stage = Stage(module, blocks, dealt, skeleton, own)
-    sums = tensor.GradientSums(module, split) if split is not None else None
+    sums = tensor_parallel.GradientSums(module, split) if split is not None else None
     stage_group = mesh["pp"].get_group()
     runtime = Runtime(
         stage,
@@ -128,7 +129,7 @@ def plan_cut(
         LayoutError: too few blocks, no chain, a cut by hand that does not fit.
     """
     chunks = schedules.chunks_of(options.schedule, options.chunks)
-    cut.require_blocks(len(blocks), stages, chunks)
+    partition.require_blocks(len(blocks), stages, chunks)
     parts = stages * chunks
     skeleton = Skeleton(without_numbers(module), blocks, device)
     loss, batch = example
@@ -136,9 +137,9 @@ def plan_cut(
     require_chain(survey, blocks)
     first, costs, last = costs_of(survey)
     sizes = (
-        cut.require(options.stages, len(blocks), parts)
+        partition.require(options.stages, len(blocks), parts)
         if options.stages is not None
-        else cut.pieces(costs, parts, first, last)
+        else partition.pieces(costs, parts, first, last)
     )
     return skeleton, survey, deal(skeleton, survey, sizes)
 
@@ -154,7 +155,7 @@ def without_numbers(module: nn.Module) -> nn.Module:
 
 def costs_of(survey: Survey) -> tuple[float, list[float], float]:
     """(what is before the first block, each block with what is before it, what is after the last), as estimated."""
-    return cut.along(((call.cost, call.block) for call in survey.calls), survey.last_cost)
+    return partition.along(((call.cost, call.block) for call in survey.calls), survey.last_cost)
 
 
 def _shard(
@@ -235,5 +236,5 @@ def _batch_norm(module: nn.Module, layout: Layout) -> tuple[str, ...]:
     return (
         f"{type(norms[0]).__name__} normalises over one micro-batch, so a pipeline trains as one device does with the "
         "same micro-batches, and differently with others: GroupNorm does not depend on them",
-        *start.unsynchronised(module, layout),
+        *initialization.unsynchronised(module, layout),
     )

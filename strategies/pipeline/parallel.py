@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from strategies import state
 from strategies.clip import GradNorm
-from strategies.names import Layout
+from strategies.layout import Layout
 from strategies.options import Options
 from strategies.parallel import Loss, Parallel
 from strategies.pipeline import schedules
-from strategies.pipeline.balance import BetterCut, Measured, better
-from strategies.pipeline.reduce import Reducer, Shards, Shared
+from strategies.pipeline.grad_sync import Reducer, Shards, Shared
+from strategies.pipeline.rebalance import BetterCut, Measured, better
 from strategies.pipeline.runtime import Runtime, Step
 from strategies.pipeline.schedules import Schedule
 from strategies.pipeline.simulate import Span

@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strategies.dims import LayoutError
+from strategies.layout import LayoutError
 from strategies.parallel import plain_tensor
-from strategies.pipeline import later
-from strategies.pipeline.links import Form, Forms, Inbox, Message, Wires, written
+from strategies.pipeline import weight_grad
+from strategies.pipeline.p2p import Form, Forms, Inbox, Message, Wires, written
 from strategies.pipeline.schedules import Op, Schedule, place_of
 from strategies.pipeline.simulate import Span
 from strategies.pipeline.stage import Stage
-from strategies.pipeline.survey import Loss
+from strategies.pipeline.trace import Loss
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Runtime:
         autocast: Callable[[], AbstractContextManager[Any]],
         done: Callable[[int], None],
         last: Callable[[int], None],
-        put_off: later.Later,
+        put_off: weight_grad.Later,
         clear: Callable[[], None] = lambda: None,
     ) -> None:
         self.stage, self.wires, self.stages = stage, wires, stages
@@ -96,7 +96,7 @@ class Runtime:
         self.spans, self.began = ([] if profiled else None), time.perf_counter()
         self.total = torch.zeros((), device=device)
         self.alive: dict[tuple[int, int], Alive] = {}
-        self.left: dict[tuple[int, int], later.Waiting] = {}
+        self.left: dict[tuple[int, int], weight_grad.Waiting] = {}
         self.most_alive = 0
         release = "W" if schedule.split else "B"
         final = {op.chunk: i for i, op in enumerate(ops) if op.kind == release}
@@ -170,7 +170,7 @@ class Runtime:
 
     def _weights(self, op: Op, part: int) -> None:
         waiting = self.left.pop((part, op.micro))
-        self._timed("W", op, lambda: later.finish(waiting))
+        self._timed("W", op, lambda: weight_grad.finish(waiting))
 
     def _send_on(self, outputs: list[Tensor], op: Op, part: int, kind: Any) -> None:
         forms = tuple(Form.of(tensor) for tensor in outputs)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from app.errors import UserError
 from cluster.errors import ClusterError
-from strategies.dims import LayoutError
+from strategies.layout import LayoutError
 
 SENTENCES = (UserError, ClusterError, LayoutError)
 HANG_SECONDS = 10.0

@@ -28,8 +28,8 @@ import psutil
 ROOT = Path(__file__).parents[3]
 HEALTH = {"RAY_health_check_initial_delay_ms": "2000", "RAY_health_check_period_ms": "1000"}
 HEALTH |= {"RAY_health_check_timeout_ms": "2000", "RAY_health_check_failure_threshold": "3"}  # as cluster/onprem.yaml
-WARM = ["app.cli", "app.train", "app.driver", "app.carry_out", "app.prepare", "app.launchers.pipeline"]
-WARM += ["app.launchers.ray_train", "app.pending", "app.doctor.job", "experiments.benchmarks.chaos.task"]
+WARM = ["app.cli", "app.train", "app.run.driver", "app.run.lifecycle", "app.run.prepare", "app.launchers.pipeline"]
+WARM += ["app.launchers.ray_train", "app.launchers.room", "app.doctor.job", "experiments.benchmarks.chaos.task"]
 
 
 def environment(**more: str) -> dict[str, str]:

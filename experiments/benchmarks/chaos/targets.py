@@ -18,9 +18,9 @@ from app import checkpoint
 from app.checkpoint import Checkpointer
 from app.config import Config, RunConfig
 from app.config_check import check_trainable
-from app.config_file import explain, load_config
+from app.config_io import explain, load_config
 from app.data.loader import fetch
-from app.run import Run
+from app.run.manifest import Run
 from app.tasks import load_task
 from cluster.shape import read_cluster
 from cluster.validate import validate_file

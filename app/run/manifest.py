@@ -1,0 +1,214 @@
+"""A run: one name, one folder, one MLflow run, however often it is started.
+
+FOLDER/run.json         what the run is and how it ended
+FOLDER/config.yaml      the resolved configuration of its latest start, without its secrets
+FOLDER/lease.json       which start may write here, and that its driver lives
+FOLDER/checkpoints/     see app/checkpoint
+FOLDER/logs/            the driver's and the workers' output
+FOLDER/model/           the trained weights
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from app.config import Config
+from app.config_io import flatten, to_dict, to_yaml
+from app.errors import UserError
+from app.run.lease import FILE, HEARTBEAT_SECONDS, is_alive, is_current, is_here, patience, read_lease, write_lease
+from app.storage import Storage
+from app.tracking.masking import mask_tree
+
+IDENTITY = ("task", "task_args", "train.seed", "optimizer.name")  # what a run cannot change and remain itself
+
+
+@dataclass
+class Manifest:
+    """What `run.json` holds."""
+
+    name: str
+    uid: str
+    created: float
+    identity: dict[str, Any]
+    status: str = "running"  # running, finished, stopped, failed
+    starts: int = 0
+    steps: int = 0  # optimizer steps that the latest start was to reach
+    mlflow_run_id: str | None = None
+    stages: list[int] | None = None  # the cut of a pipeline that measured times led to
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+def run_folder(config: Config) -> Storage:
+    """Where a run lives. Relative paths are under the current folder; in a Ray job, whose current folder is a
+    temporary copy of what was shipped, under ~/trireme."""
+    storage = config.run.storage
+    if "://" not in storage and not os.path.isabs(os.path.expanduser(storage)) and in_shipped_folder():
+        storage = os.path.join("~", "trireme", storage)
+    return Storage(storage).join(config.run.name)
+
+
+def local_folder(storage: Storage, name: str, uid: str) -> Path:
+    """Of a run in `storage`: where its logs and its tracking spool are on this machine."""
+    if storage.is_local:
+        return storage.local_path
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    return cache / "trireme" / "runs" / f"{name}-{uid[:8]}"
+
+
+def in_shipped_folder() -> bool:
+    """Whether this process runs in a folder that Ray unpacked for a job."""
+    return "runtime_resources" in Path.cwd().parts
+
+
+class Run:
+    """The driver's handle on a run. `open` starts it or starts it again; `end` says how it went."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.storage = run_folder(config)
+        self.attempt = uuid.uuid4().hex[:12]
+        self.manifest = self._read_or_new()
+        self._beating = threading.Event()
+
+    @property
+    def folder(self) -> str:
+        return self.storage.url
+
+    @property
+    def local_folder(self) -> Path:
+        """A folder on this machine for logs and the tracking spool, also when the storage is an object store."""
+        return local_folder(self.storage, self.manifest.name, self.manifest.uid)
+
+    @property
+    def finished(self) -> bool:
+        return self.manifest.status == "finished"
+
+    def _read_or_new(self) -> Manifest:
+        identity = self._identity()
+        try:
+            saved = Manifest(**json.loads(self.storage.read_bytes("run.json")))
+        except FileNotFoundError:
+            return Manifest(self.config.run.name, uuid.uuid4().hex, time.time(), identity)
+        except (ValueError, TypeError) as error:
+            raise UserError(
+                f"{self.storage.url}/run.json is damaged ({error}): remove that folder or use another run.name"
+            ) from error
+        except Exception as error:  # each object store library has its own
+            said = str(error) or type(error).__name__
+            raise UserError(
+                f"the storage {self.storage.url} cannot be read ({said}): use another run.storage"
+            ) from error
+        saved.identity = mask_tree(saved.identity)  # one of before this was done
+        for key, value in identity.items():
+            if saved.identity.get(key) != value:
+                raise UserError(
+                    f"the run {saved.name!r} in {self.storage.url} was started with {_difference(key, saved, value)}; "
+                    "to train something else use another run.name"
+                )
+        return saved
+
+    def _identity(self) -> dict[str, Any]:
+        tree = to_dict(self.config)
+        flat = flatten(tree) | {"task_args": tree["task_args"]}
+        return json.loads(json.dumps(mask_tree({key: flat[key] for key in IDENTITY}), default=str))
+
+    def open(self, say: Callable[[str], None] = lambda text: None) -> None:
+        """Takes the lease: from now on this start, and no earlier one, may write to the run's folder.
+
+        Raises:
+            UserError: the storage cannot be written, or another driver is training this run now.
+        """
+        self.storage.check_writable()
+        self.refuse_if_held(say)
+        self.manifest.starts += 1
+        self.manifest.status = "running"
+        write_lease(self.storage, self.attempt, 0)
+        self.save()
+        # Secrets stay out; to go on, a run reads the configuration that it is given again, not this one.
+        self.storage.write_bytes("config.yaml", to_yaml(mask_tree(to_dict(self.config))).encode())
+        threading.Thread(target=self._beat, daemon=True, name="lease").start()
+
+    def save(self) -> None:
+        self.storage.write_bytes("run.json", json.dumps(asdict(self.manifest), indent=1, default=str).encode())
+
+    def end(self, status: str, summary: dict[str, Any] | None = None) -> None:
+        self.manifest.status = status
+        if summary is not None:
+            self.manifest.summary = summary
+        self._beating.set()
+        self.save()
+        self.storage.remove(FILE)
+
+    def forget_if_never_opened(self) -> None:
+        """Removes the logs of a start that was refused, so that wrong input leaves nothing behind."""
+        if self.storage.is_local and not self.storage.exists("run.json"):
+            self.storage.remove_tree("logs")
+            with contextlib.suppress(OSError):
+                self.storage.local_path.rmdir()
+
+    # --- the lease ----------------------------------------------------------------------------------------------
+
+    def refuse_if_held(self, say: Callable[[str], None], seconds: float | None = None) -> None:
+        """seconds: that a driver elsewhere has to show that it lives; None: as long as it may take.
+
+        Raises:
+            UserError: another driver is training this run now.
+        """
+        lease = read_lease(self.storage)
+        if not lease:
+            return
+        seconds = patience(lease) if seconds is None else seconds
+        if seconds and not is_here(lease):
+            say(f"a start of this run on {lease['host']} did not end: waiting up to {seconds:.0f} s to see if it lives")
+        if is_alive(self.storage, lease, seconds):
+            raise UserError(
+                f"the run {self.manifest.name!r} is being trained by process {lease['pid']} on {lease['host']}: wait "
+                "for it, or use another run.name"
+            )
+
+    def _beat(self) -> None:
+        beat = 1
+        while not self._beating.wait(HEARTBEAT_SECONDS):
+            try:
+                if not is_current(self.folder, self.attempt):
+                    return  # a later start has taken over
+                write_lease(self.storage, self.attempt, beat)
+            except OSError:  # the storage is away; the next beat tries again. Only the lease is gone: it is still ours.
+                with contextlib.suppress(OSError):
+                    if self._is_newest() and not self._beating.is_set():
+                        write_lease(self.storage, self.attempt, beat)
+            beat += 1
+
+    def _is_newest(self) -> bool:
+        """Whether no later start has taken this run over, and maybe ended: its number would be higher."""
+        try:
+            return int(json.loads(self.storage.read_bytes("run.json"))["starts"]) == self.manifest.starts
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+
+def _difference(key: str, saved: Manifest, now: Any) -> str:
+    before = saved.identity.get(key)
+    if isinstance(before, dict) and isinstance(now, dict):
+        inner = next(k for k in [*before, *now] if before.get(k) != now.get(k))
+        return f"{key}.{inner}={before.get(inner)}, and this is {key}.{inner}={now.get(inner)}"
+    return f"{key}={before}, and this is {key}={now}"
+
+
+def free_name(config: Config) -> str:
+    """The first of NAME, NAME-2, NAME-3, … that is not a finished run."""
+    base, number = config.run.name, 1
+    while True:
+        config.run.name = base if number == 1 else f"{base}-{number}"
+        if not Run(config).finished:
+            return config.run.name
+        number += 1

@@ -1,0 +1,161 @@
+"""Everything that can be known, and can be wrong, before a worker starts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import nn
+
+from app.checkpoint import find
+from app.config import Config
+from app.data.loader import micro_batch_slices
+from app.errors import UserError
+from app.job import options
+from app.optimizer import optimizer_class
+from app.run.model_check import check_model, count_blocks, looked_at
+from app.tasks import load_task
+from app.tasks.base import Task
+from strategies import deepspeed
+from strategies.parallelize import Layout, ParallelDims, check, choose
+from strategies.tensor.plan import SYNONYMS
+
+
+@dataclass(frozen=True)
+class Prepared:
+    layout: Layout
+    steps: int
+    samples: int  # to train on
+    description: str
+    notes: tuple[str, ...] = ()  # what was decided and a person should hear, one sentence each
+
+
+def read_task(config: Config) -> Task:
+    """The task with its data looked at once, so that what is wrong with either is known now.
+
+    Raises:
+        UserError: see `app.tasks.load_task` and the task itself.
+    """
+    optimizer_class(config.optimizer.name)
+    if config.checkpoint.load:
+        find(config.checkpoint.load)
+    task = load_task(config.task, config.task_args)
+    task.train_data()
+    task.eval_data()
+    return task
+
+
+def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int | None) -> Prepared:
+    """The layout and the length of training, checked against the model, the data and the batch.
+
+    Raises:
+        UserError, LayoutError: one sentence.
+    """
+    train = config.train
+    layout, planned = _layout(config, task, workers, devices_per_node)
+    if layout.name == "deepspeed":
+        deepspeed.require_installed()
+    samples = len(task.train_data())  # type: ignore[arg-type]
+    if samples < 1:
+        raise UserError("the training data is empty: give the task data with at least one sample")
+    _check_batch(config, layout.dims.dp)
+    notes = _micro_batches(config, layout.dims) if layout.dims.pp > 1 else ()
+    module = looked_at(task, layout)
+    check(
+        layout,
+        options(config),
+        global_batch_size=train.global_batch_size,
+        heads=task.heads(),
+        blocks=count_blocks(task, module) if layout.dims.pp > 1 else None,
+        sequence_length=_split_length(task, layout, module),
+        micro_batches=_count_micro_batches(config, layout.dims.dp),
+    )
+    check_model(config, task, layout, module)
+    steps = train.steps or max(1, math.ceil((train.epochs or 0) * samples / train.global_batch_size))
+    return Prepared(
+        layout, steps, samples, task.describe(), (*planned, *notes, *_without_effect(config, layout, steps))
+    )
+
+
+def _split_length(task: Task, layout: Layout, module: nn.Module | None) -> int | None:
+    """The length that sequence parallelism cuts; None where the task's plan splits no sequence."""
+    if layout.dims.tp == 1 or module is None:
+        return None
+    plan = task.tensor_plan(module) or {}
+    splits = any(SYNONYMS.get(value, value) == "sequence" for value in plan.values())
+    return getattr(task, "sequence_length", None) if splits else None
+
+
+def _without_effect(config: Config, layout: Layout, steps: int) -> tuple[str, ...]:
+    """What is asked for and will not happen."""
+    trace = config.parallel.trace_step
+    if trace is None or layout.dims.pp == 1 or trace <= steps:
+        return ()
+    return (f"parallel.trace_step is {trace:,}, but the run has {steps:,} steps: no step is traced",)
+
+
+def _layout(config: Config, task: Task, workers: int, devices_per_node: int | None) -> tuple[Layout, tuple[str, ...]]:
+    """The layout that the configuration means, and what a person should hear of it.
+
+    auto asks the planner, which also sets what of the configuration is open. Under torchrun rank 0 alone is here.
+    """
+    if config.strategy == "auto":
+        from app.planner import choose_layout
+
+        found = choose_layout(config, task, workers, per_node=devices_per_node)
+        found.set_in(config)
+        return found.layout, (found.sentence,) if found.sentence else ()
+    wanted = config.parallel
+    layout = choose(
+        config.strategy,
+        workers,
+        dp_replicate=wanted.dp_replicate,
+        dp_shard=wanted.dp_shard,
+        tp=wanted.tp,
+        pp=wanted.pp,
+        devices_per_node=devices_per_node,
+    )
+    return layout, ()
+
+
+def _check_batch(config: Config, dp: int) -> None:
+    batch = config.train.global_batch_size
+    if batch % dp:
+        below, above = batch - batch % dp, batch - batch % dp + dp
+        nearest = f"{below} or {above}" if below else f"{above}"
+        raise UserError(
+            f"train.global_batch_size is {batch}, which does not divide by the {dp} data-parallel workers: "
+            f"write {nearest}"
+        )
+
+
+def _count_micro_batches(config: Config, dp: int) -> int:
+    return len(micro_batch_slices(config.train.global_batch_size, dp, 0, config.train.micro_batch_size))
+
+
+def _micro_batches(config: Config, dims: ParallelDims) -> tuple[str, ...]:
+    """Decides train.micro_batch_size for a pipeline where it is left open, and says so."""
+    train = config.train
+    if train.micro_batch_size is not None:
+        return ()
+    share = train.global_batch_size // dims.dp
+    train.micro_batch_size = default_micro_batch_size(share, dims.pp, config.parallel.schedule)
+    count = _count_micro_batches(config, dims.dp)
+    return (
+        f"each step is {count} micro-batches of {train.micro_batch_size} through {dims.pp} stages "
+        f"({config.parallel.schedule}): train.micro_batch_size decides",
+    )
+
+
+def default_micro_batch_size(share: int, stages: int, schedule: str) -> int:
+    """Samples per micro-batch that a pipeline computes best with, of a worker's `share` of the global batch.
+
+    About four micro-batches per stage: the bubble (p-1)/(m+p-1) is then below a fifth, and more would only make the
+    matrix products smaller. Equal ones, and as many as the schedule can use, if the share allows it.
+    """
+    most = 4 * stages
+    for count in range(min(most, share), 0, -1):
+        grouped = schedule != "interleaved_1f1b" or count % stages == 0
+        if share % count == 0 and count >= min(stages, share) and grouped:
+            return share // count
+    return max(1, share // most)

@@ -1,0 +1,1 @@
+"""Every strategy beside one device: the parity matrix."""

@@ -1,0 +1,92 @@
+"""The parity matrix as data: what is tried at how many workers. A new strategy is a new row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from strategies.layout import Layout, choose
+
+if TYPE_CHECKING:
+    from experiments.parity.curves import Trial
+    from strategies.options import Options
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout by its name and degrees; `tolerance` on the relative difference of the loss in float32.
+
+    options: of the layout, beside those of the trial. micro_batches: that it needs.
+    """
+
+    name: str
+    workers: int
+    degrees: dict[str, int] = field(default_factory=dict)
+    tolerance: float = 1e-5
+    options: dict[str, Any] = field(default_factory=dict)
+    micro_batches: int | None = None
+
+    @property
+    def layout(self) -> Layout:
+        return choose(self.name, self.workers, **self.degrees)
+
+    def applied(self, trial: Trial, options: Options) -> tuple[Trial, Options]:
+        """The trial and the options as this row runs them."""
+        if self.micro_batches is not None:
+            trial = replace(trial, micro_batches=self.micro_batches)
+        return trial, replace(options, **self.options)
+
+    def __str__(self) -> str:
+        return " ".join([str(self.layout), *(str(value) for value in self.options.values())])
+
+
+def _pipeline(
+    name: str, workers: int, schedule: str, stages: int, chunks: int = 1, micro_batches: int = 4, **degrees: int
+) -> Row:
+    options: dict[str, Any] = {"schedule": schedule} | ({"chunks": chunks} if chunks > 1 else {})
+    return Row(name, workers, {"pp": stages, **degrees}, options=options, micro_batches=micro_batches)
+
+
+ROWS: tuple[Row, ...] = (
+    Row("dp", 1),
+    Row("model_parallel", 1),
+    Row("ddp_model_parallel", 2),
+    Row("ddp_model_parallel", 4),
+    Row("ddp", 2),
+    Row("ddp", 4),
+    Row("zero1", 2),
+    Row("zero1", 4),
+    Row("zero2", 2),
+    Row("zero2", 4),
+    Row("zero3", 2),
+    Row("zero3", 4),
+    Row("fsdp", 2),
+    Row("fsdp", 4),
+    Row("hsdp", 4, {"dp_shard": 2}),
+    Row("zero1", 4, {"dp_replicate": 2}),
+    Row("zero2", 4, {"dp_replicate": 2}),
+    Row("tensor", 2),
+    Row("tensor", 4),
+    Row("ddp+tensor", 4, {"tp": 2}),
+    Row("zero1+tensor", 4, {"tp": 2}),
+    Row("zero2+tensor", 4, {"tp": 2}),
+    Row("fsdp+tensor", 4, {"tp": 2}),
+    _pipeline("pipeline", 2, "1f1b", 2),
+    _pipeline("pipeline", 2, "zbv", 2),
+    _pipeline("pipeline", 4, "zb_h1", 4),
+    _pipeline("pipeline", 4, "zb_h2", 4, micro_batches=8),
+    _pipeline("ddp+pipeline", 4, "interleaved_1f1b", 2, chunks=2),
+    _pipeline("fsdp+pipeline", 4, "zb_h2", 2),
+    _pipeline("tensor+pipeline", 4, "1f1b", 2),
+)
+"""Every name and every pair, at 2 and 4 workers."""
+
+THREE: tuple[Row, ...] = (
+    Row("hsdp+tensor", 8, {"dp_shard": 2, "tp": 2}),
+    _pipeline("ddp+tensor+pipeline", 8, "1f1b", 2, tp=2),
+    _pipeline("fsdp+tensor+pipeline", 8, "1f1b", 2, tp=2),
+)
+"""Three sides of the grid at once, at the fewest workers that have them: 8."""
+
+DEEPSPEED = Row("deepspeed", 2, tolerance=2e-5)
+"""The optional extra, where it is installed; its engine adds up in buckets of its own."""

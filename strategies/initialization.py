@@ -1,0 +1,160 @@
+"""The same initial weights under every layout, without the whole model on every device.
+
+`build()` is seeded, so whoever calls it gets the same weights. Replicated layouts call it on every rank. Sharded ones
+build the structure on `meta` (no memory), split it, give every rank memory for its own shards, and then stream the
+weights out of the one real model that rank 0 built on its host: one tensor at a time is broadcast and every rank keeps
+its part. A rank needs its shards and the largest single tensor; a model of 7 billion parameters needs 28 GB on rank
+0's host and nowhere else.
+
+Buffers travel too, also those that are not saved with the model (rotary tables), and so do tensors that a module keeps
+as plain attributes: on meta they would have stayed empty. A model that cannot be built on meta is built on every rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from strategies.cpu_collectives import shared_memory
+from strategies.layout import Layout, LayoutError
+from strategies.state import shard_of
+
+Build = Callable[[], nn.Module]
+
+
+def structure(build: Build) -> tuple[nn.Module, str]:
+    """The module on meta and ""; or, if it cannot be built there, the real one and why."""
+    try:
+        with torch.device("meta"):
+            module = build()
+    except Exception as error:  # whatever a model's own code does with values; a mistake is one for real too
+        return build(), f"every worker builds the whole model first, because building it on meta fails: {error}"
+    return module, ""
+
+
+def require_parameters(module: nn.Module) -> None:
+    """Raises LayoutError if there is nothing to train."""
+    if not any(p.requires_grad for p in module.parameters()):
+        what = "only parameters with requires_grad=False" if any(True for _ in module.parameters()) else "no parameters"
+        raise LayoutError(f"the model {type(module).__name__} has {what}: there is nothing to train")
+
+
+def unsynchronised(module: nn.Module, layout: Layout) -> tuple[str, ...]:
+    """A sentence if the model normalises over a batch that the layout splits."""
+    batch_norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    local = [m for m in batch_norms if not isinstance(m, nn.SyncBatchNorm) and m.training]
+    if layout.dims.dp == 1 or not local:
+        return ()
+    kept = "those of rank 0's micro-batches" if layout.dims.dp_shard == 1 else "each worker's own, saved from rank 0"
+    return (
+        f"{type(local[0]).__name__} normalises over one worker's micro-batch, so this run differs from one on another "
+        f"number of workers, and its running statistics are {kept}: GroupNorm, or torch.nn.SyncBatchNorm on GPUs, "
+        "do not depend on the split",
+    )
+
+
+def set_parameter(owner: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Replaces a parameter; a module that keeps further lists of its parameters (an RNN) hears of it."""
+    if type(owner).__setattr__ is nn.Module.__setattr__:
+        owner._parameters[name] = parameter
+    else:
+        setattr(owner, name, parameter)
+
+
+def materialise(module: nn.Module, device: torch.device, parameter_device: torch.device | None = None) -> None:
+    """Gives meta tensors memory, uninitialised; a parameter shared by several modules stays shared."""
+    made: dict[int, torch.Tensor] = {}
+
+    def real(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
+        if id(tensor) not in made:
+            empty = torch.empty_like(tensor, device=place) if tensor.is_meta else tensor.to(place)
+            if isinstance(tensor, nn.Parameter) and tensor is not empty:
+                empty = nn.Parameter(empty.detach(), requires_grad=tensor.requires_grad)
+            made[id(tensor)] = empty
+            keep.append(tensor)
+        return made[id(tensor)]
+
+    keep: list[torch.Tensor] = []  # so that ids stay taken
+    for owner in module.modules():
+        for name, parameter in list(owner._parameters.items()):
+            if parameter is not None:
+                set_parameter(owner, name, real(parameter, parameter_device or device))  # type: ignore[arg-type]
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = real(buffer, device)
+        for name, value in tensor_attributes(owner):
+            owner.__dict__[name] = real(value, device)
+
+
+@torch.no_grad()
+def fill(module: nn.Module, source: nn.Module | None, device: torch.device, partly: bool = False) -> None:
+    """Streams every tensor of rank 0's `source` (None on other ranks) into the shards of `module`. Collective.
+
+    partly: the module holds only some of them, as a pipeline's stage does."""
+    whole = dict(_tensors(source)) if source is not None else {}
+    told = [_described(whole)]
+    dist.broadcast_object_list(told, src=0, device=device)
+    own, names = dict(_tensors(module)), {name for name, *_ in told[0]}
+    odd = own.keys() - names if partly else own.keys() ^ names
+    if odd:
+        raise LayoutError(f"the model is not the same on meta and for real: {min(odd)} exists in one of them only")
+    for name, shape, dtype, again in told[0]:
+        if again:
+            continue
+        value = torch.empty(shape, dtype=dtype, device=device)
+        if source is not None:
+            value.copy_(whole[name])
+        dist.broadcast(value, src=0)
+        target = own.get(name)
+        if target is None:
+            continue
+        if isinstance(target, DTensor):
+            target._local_tensor.copy_(shard_of(value, target))
+        else:
+            target.copy_(value)
+
+
+def _described(whole: dict[str, torch.Tensor]) -> list[tuple[str, tuple[int, ...], torch.dtype, bool]]:
+    """Name, shape, type, and whether it is a parameter that an earlier name means too."""
+    seen: set[int] = set()
+    told = []
+    for name, tensor in whole.items():
+        again = id(tensor) in seen and isinstance(tensor, nn.Parameter)
+        seen.add(id(tensor))
+        told.append((name, tuple(tensor.shape), tensor.dtype, again))
+    return told
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Everything a module holds under the names its modules know it by; aliases too."""
+    for prefix, owner in module.named_modules():
+        dot = prefix + "." if prefix else ""
+        held = [*owner._parameters.items(), *owner._buffers.items(), *tensor_attributes(owner)]
+        yield from ((dot + name, tensor) for name, tensor in held if tensor is not None)
+
+
+def tensor_attributes(owner: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Tensors kept as plain attributes (but for those that are another pipeline stage's)."""
+    values = [(name, value) for name, value in vars(owner).items() if isinstance(value, torch.Tensor)]
+    return [(name, value) for name, value in values if not getattr(value, "elsewhere", False)]
+
+
+def forget_meshes() -> None:
+    """DTensor remembers results by mesh *equality*; the equal mesh of the next run has other process groups. Whoever
+    still averages in memory shared with these ones' peers is done with it."""
+    shared_memory.leave()
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import _redistribute
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+        _redistribute._gen_transform_infos.cache_clear()
+    if "torch._dynamo" in sys.modules:
+        import torch._dynamo
+
+        torch._dynamo.reset()

@@ -1,0 +1,177 @@
+"""What goes between stages: activations one way, gradients back, straight from process to process.
+
+A sender sends as soon as it has something and does not wait. A receiver knows from the sender's own list of
+instructions in which order things will come, and has asked for the next few before it needs them, so that they travel
+while it computes. Shapes are said once per kind of batch, in a message of fixed size before the first tensors of that
+kind: after that nothing but tensors is sent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from strategies.layout import LayoutError
+
+AHEAD = 3
+"""Messages that a receiver has asked for before it needs them, per neighbour and direction."""
+HEADER = 512
+"""Numbers in a message that says shapes."""
+_DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
+)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A tensor's shape and type, and whether a gradient of it is sent back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+
+    @staticmethod
+    def of(tensor: Tensor) -> Form:
+        return Form(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def __str__(self) -> str:
+        return f"{tuple(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+
+Forms = tuple[Form, ...]
+
+
+def written(forms: Forms) -> Tensor:
+    numbers = [len(forms)]
+    for form in forms:
+        numbers += [_DTYPES.index(form.dtype), int(form.grad), len(form.shape), *form.shape]
+    if len(numbers) > HEADER:
+        raise LayoutError(
+            f"{len(forms)} tensors go from one stage of the pipeline to the next, which are too many: cut the model "
+            "elsewhere with parallel.stages, or write strategy=fsdp"
+        )
+    return torch.tensor(numbers + [0] * (HEADER - len(numbers)), dtype=torch.int64)
+
+
+def read(header: Tensor) -> Forms:
+    numbers = iter(header.tolist())
+    forms = []
+    for _ in range(next(numbers)):
+        dtype, grad, dims = next(numbers), next(numbers), next(numbers)
+        forms.append(Form(tuple(next(numbers) for _ in range(dims)), _DTYPES[dtype], bool(grad)))
+    return tuple(forms)
+
+
+@dataclass(frozen=True)
+class Message:
+    """What is sent at once: the outputs of (or the gradients for) part and micro-batch. kind: what shapes it has."""
+
+    part: int
+    micro: int
+    kind: Any
+
+
+class Wires:
+    """The process groups and neighbours of one worker.
+
+    peers: by stage, the global ranks of the workers that this one speaks with. On a GPU every direction has a group
+    of its own, since NCCL does what one group is asked in order; gloo tells messages apart by tag.
+    """
+
+    def __init__(self, stage: int, peers: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
+        self.stage, self.peers, self.device = stage, list(peers), device
+        self.group = group
+        self.groups: dict[tuple[str, bool], dist.ProcessGroup] = {}
+        self.sent: dict[Any, list[tuple[Any, Tensor]]] = {}
+        """What is kept until it has been received, by the key it was sent with."""
+
+    def separate(self, every: Iterable[Sequence[int]]) -> None:
+        """Makes a group per direction for all pipelines; collective over all workers."""
+        for ranks in every:
+            for kind in ("F", "B"):
+                for down in (True, False):
+                    made = dist.new_group(list(ranks))
+                    if dist.get_rank() in ranks:
+                        self.groups[kind, down] = made
+
+    def _group(self, kind: str, source: int, target: int) -> dist.ProcessGroup:
+        return self.groups.get((kind, source < target), self.group)
+
+    def send(self, kind: str, stage: int, tensors: Iterable[Tensor], key: Any = None) -> None:
+        """Returns at once. key: by which `received` knows these tensors."""
+        group, tag = self._group(kind, self.stage, stage), "FB".index(kind)
+        for tensor in tensors:
+            data = tensor.detach().contiguous()
+            work = dist.isend(data, self.peers[stage], group=group, tag=tag)
+            self.sent.setdefault(key, []).append((work, data))
+
+    def receive(self, kind: str, stage: int, tensors: Iterable[Tensor]) -> list[Any]:
+        group, tag = self._group(kind, stage, self.stage), "FB".index(kind)
+        return [dist.irecv(tensor, self.peers[stage], group=group, tag=tag) for tensor in tensors]
+
+    def received(self, keys: Iterable[Any]) -> None:
+        """Lets go of what was sent with these keys: it has arrived, as what came back since then shows.
+
+        (gloo says of a message that it has been sent only to who waits for it.)"""
+        for key in keys:
+            for work, _ in self.sent.pop(key, ()):
+                work.wait()
+
+    def settle(self) -> None:
+        """Waits until everything that was sent has been taken."""
+        self.received(list(self.sent))
+
+
+class Inbox:
+    """What one neighbour sends in one direction during a step, asked for in the order in which it will come."""
+
+    def __init__(
+        self, wires: Wires, kind: str, stage: int, messages: Iterable[Message], forms: dict[Any, Forms]
+    ) -> None:
+        """forms: shapes by (part, kind of batch); grows by what headers say."""
+        self.wires, self.kind, self.stage = wires, kind, stage
+        self.coming = deque(messages)
+        self.forms = forms
+        self.asked: dict[tuple[int, int], tuple[list[Any], list[Tensor]]] = {}
+        self.ahead()
+
+    def ahead(self) -> None:
+        """Asks for the next messages whose shapes are known."""
+        while self.coming and len(self.asked) < AHEAD and self._form(self.coming[0]) is not None:
+            self._ask()
+
+    def take(self, part: int, micro: int) -> list[Tensor]:
+        """The tensors of that message; waits for them."""
+        while (part, micro) not in self.asked:
+            if self._form(self.coming[0]) is None:
+                self._learn(self.coming[0])
+            self._ask()
+        works, tensors = self.asked.pop((part, micro))
+        for work in works:
+            work.wait()
+        self.ahead()
+        return tensors
+
+    def _form(self, message: Message) -> Forms | None:
+        return self.forms.get((message.part, message.kind))
+
+    def _ask(self) -> None:
+        message = self.coming.popleft()
+        forms = self.forms[message.part, message.kind]
+        if self.kind == "B":
+            forms = tuple(form for form in forms if form.grad)
+        tensors = [torch.empty(form.shape, dtype=form.dtype, device=self.wires.device) for form in forms]
+        self.asked[message.part, message.micro] = (self.wires.receive(self.kind, self.stage, tensors), tensors)
+
+    def _learn(self, message: Message) -> None:
+        header = torch.empty(HEADER, dtype=torch.int64, device=self.wires.device)
+        for work in self.wires.receive(self.kind, self.stage, [header]):
+            work.wait()
+        self.forms[message.part, message.kind] = read(header)

@@ -1,0 +1,126 @@
+"""Where to cut a chain: consecutive pieces, the largest as small as can be.
+
+Shared by the pipeline, whose slowest part sets the pace of all, and by model_parallel, whose devices should be filled
+alike. `pieces` is the textbook dynamic programme over (how many items, how many pieces), O(n² · parts) for n items:
+blocks are few.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from strategies.layout import LayoutError
+
+
+def pieces(costs: Sequence[float], parts: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
+    """How many consecutive items each of `parts` pieces gets, at least one each, so that the dearest piece is as cheap
+    as can be; of several such cuts one whose pieces are as even as can be.
+
+    first, last: what the first and the last piece cost beside their items (an embedding; a head and the loss).
+
+    Raises:
+        LayoutError: fewer items than pieces.
+    """
+    count = len(costs)
+    if count < parts:
+        raise LayoutError(f"{count} blocks cannot be cut into {parts} parts: write at most {count}")
+    sums = [0.0, *itertools.accumulate(costs)]
+
+    def cost(start: int, end: int) -> float:
+        return sums[end] - sums[start] + (first if start == 0 else 0.0) + (last if end == count else 0.0)
+
+    # best[n]: for the first n items in the pieces so far: (dearest piece, Σ squares), and where the last piece begins
+    best: list[dict[int, tuple[float, float]]] = [{n: (cost(0, n), cost(0, n) ** 2) for n in range(1, count + 1)}]
+    begins: list[dict[int, int]] = []
+    for piece in range(1, parts):
+        now: dict[int, tuple[float, float]] = {}
+        began: dict[int, int] = {}
+        for end in range(piece + 1, count + 1):
+            for start in range(piece, end):
+                if start not in best[-1]:
+                    continue
+                dearest, squares = best[-1][start]
+                found = (max(dearest, cost(start, end)), squares + cost(start, end) ** 2)
+                if end not in now or found < now[end]:
+                    now[end], began[end] = found, start
+        best.append(now)
+        begins.append(began)
+    sizes, end = [], count
+    for began in reversed(begins):
+        sizes.append(end - began[end])
+        end = began[end]
+    return (*reversed([*sizes, end]),)
+
+
+def dearest(
+    costs: Sequence[float],
+    sizes: Sequence[int],
+    first: float = 0.0,
+    last: float = 0.0,
+    *,
+    every: float = 0.0,
+    stage_of: Sequence[int] | None = None,
+) -> float:
+    """The cost of the dearest piece of a cut; with stage_of, a number for each piece, of the dearest stage.
+
+    every: what a piece costs whatever is in it.
+    """
+    bounds = [0, *itertools.accumulate(sizes)]
+    sums = [sum(costs[start:end]) + every for start, end in itertools.pairwise(bounds)]
+    sums[0] += first
+    sums[-1] += last
+    stages = stage_of or range(len(sums))
+    return max(sum(cost for cost, at in zip(sums, stages, strict=True) if at == stage) for stage in set(stages))
+
+
+def along(calls: Iterable[tuple[float, bool]], after: float = 0.0) -> tuple[float, list[float], float]:
+    """From what is called in turn, (cost, whether it is a block): what is before the first block, each block with what
+    is before it, what is after the last (and `after`)."""
+    first, waiting = 0.0, 0.0
+    costs: list[float] = []
+    for cost, is_block in calls:
+        waiting += cost
+        if is_block:
+            if costs:
+                costs.append(waiting)
+            else:
+                first, costs = waiting - cost, [cost]
+            waiting = 0.0
+    return first, costs, waiting + after
+
+
+def require_blocks(blocks: int, stages: int, chunks: int) -> None:
+    """Raises LayoutError unless there is a block for every part."""
+    if blocks >= stages * chunks:
+        return
+    many = f"parallel.pp is {stages}" + (f" with {chunks} chunks each" if chunks > 1 else "")
+    if blocks < 2:
+        has = "only one block" if blocks else "no repeating blocks"
+        raise LayoutError(
+            f"{many}, but the model has {has}, which cannot be cut: have the task's blocks() name modules that follow "
+            "each other, or write strategy=fsdp"
+        )
+    if blocks >= 2 * chunks:
+        instead = f"write at most {blocks // chunks}"
+    else:
+        instead = f"write parallel.schedule=1f1b, and a parallel.pp of at most {blocks}"
+    raise LayoutError(f"{many}, but the model has only {blocks} blocks: {instead}")
+
+
+def require(sizes: Sequence[int], blocks: int, parts: int) -> tuple[int, ...]:
+    """A cut by hand, checked.
+
+    Raises:
+        LayoutError: it does not fit the model or the layout.
+    """
+    if len(sizes) != parts:
+        raise LayoutError(
+            f"parallel.stages names {len(sizes)} parts, but the pipeline has {parts}: write {parts} numbers"
+        )
+    if min(sizes) < 1 or sum(sizes) != blocks:
+        raise LayoutError(
+            f"parallel.stages is {list(sizes)}, which adds up to {sum(sizes)} blocks, but the model has {blocks}: "
+            f"write {parts} numbers of at least 1 that add up to {blocks}"
+        )
+    return tuple(sizes)

@@ -1,0 +1,282 @@
+"""Tensor parallelism: split each layer's matrices over workers that see the same samples.
+
+Two linear layers with an elementwise function between them, the first split by columns of A, the second by rows of B:
+
+    Y = f(X·A)·B,   A = [A₁ A₂],   B = [B₁; B₂]      ⇒      Y = Σᵣ f(X·Aᵣ)·Bᵣ
+
+so a worker computes f(X·Aᵣ)·Bᵣ alone, and one all-reduce per pair (attention: heads are columns; feed-forward) gives
+the sum. Between pairs everything would be computed by all alike; *sequence parallelism* lets each do it on its part of
+the sequence instead: the all-reduce becomes a reduce-scatter after B and an all-gather before A, which sends the same
+and divides the activations. The last layer is split by vocabulary and so is the loss (vocabulary.py). Shoeybi et al.
+2019, https://arxiv.org/abs/1909.08053; Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198.
+
+Choose it for layers too large for one device, or when there are more workers than samples in the batch; within a node
+only, since it communicates several times per block with nothing to hide it behind. Combine it with fsdp across nodes.
+
+How: every parameter is a DTensor, split or replicated, so that optimizers, clipping and checkpoints see one kind. What
+a module *reads*, though, is plain: split layers compute on their own part with the collectives of tensor_ops.py, any
+other module reads whole parameters, and somebody else's reading a split layer's weight gets it gathered. So a model's
+own code runs unchanged. What each module does is in tensor_plan.py.
+
+- Dropout on replicated activations must be the same on all tp workers: seed it by data rank, not by rank.
+- Gradients of parameters used on a part of the sequence are sums over workers: one all-reduce of all, once per step.
+- In the first step the replicated parameters' gradients are compared over the workers: a plan that splits activations
+  where the model does not expect it ends there with a sentence, not with a worse model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from strategies.initialization import set_parameter
+from strategies.layout import LayoutError
+from strategies.tensor import ops
+from strategies.tensor.loss import VocabularyLogits
+from strategies.tensor.plan import Plan, is_transposed_linear, make_plan, out_features
+
+
+class Split:
+    """What the split layers of one model share."""
+
+    def __init__(self, mesh: DeviceMesh, plan: Plan, loss_parallel: bool) -> None:
+        self.mesh, self.plan, self.loss_parallel = mesh, plan, loss_parallel
+        self.peers = ops.Peers(mesh.get_group())
+        self._seen: weakref.ref[Tensor] | None = None
+        self._entered: Tensor | None = None
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The whole input of a layer split by columns. Layers called with the same input share one gathering."""
+        if torch.compiler.is_compiling():
+            return self._enter(x)
+        if self._entered is None or self._seen is None or self._seen() is not x:
+            self._seen, self._entered = weakref.ref(x), self._enter(x)
+        return self._entered
+
+    def _enter(self, x: Tensor) -> Tensor:
+        """`x` for split layers, in the type that they compute in: cast before it is sent, so that 16 bits are sent."""
+        if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return ops.gather_sequence(x, self.peers) if self.plan.sequence else ops.enter(x, self.peers)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The sum over workers, or this worker's part of it along the sequence."""
+        return ops.scatter_sequence(x, self.peers) if self.plan.sequence else ops.leave(x, self.peers)
+
+    def forget(self) -> None:
+        self._seen = self._entered = None
+
+
+def _own(module: nn.Module, name: str) -> Any:
+    """This worker's part of a parameter, None for a bias that is not there."""
+    parameter = module._parameters[name]
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _matrix(self: Any) -> Tensor:
+    """This worker's part of a linear layer's weight as (out, in)."""
+    weight = _own(self, "weight")
+    return weight.t() if self._transposed else weight
+
+
+def _colwise(self: Any, x: Tensor) -> Tensor:
+    return F.linear(self._split.enter(x), _matrix(self), _own(self, "bias"))
+
+
+def _colwise_gather(self: Any, x: Tensor) -> Tensor:
+    return ops.gather_features(_colwise(self, x), self._split.peers, out_features(self))
+
+
+def _head(self: Any, x: Tensor) -> Tensor:
+    part = _colwise(self, x)
+    if self._split.loss_parallel and self.training and torch.is_grad_enabled():
+        return VocabularyLogits(part, self._split.peers, out_features(self))
+    return ops.gather_features(part, self._split.peers, out_features(self))
+
+
+def _rowwise(self: Any, x: Tensor) -> Tensor:
+    weight = _matrix(self)
+    if x.size(-1) != weight.size(1):
+        raise LayoutError(
+            f"a layer that the tensor plan splits rowwise got {x.size(-1)} features and has {weight.size(1)} "
+            "here: what comes before it must be colwise, or leave it out of the plan"
+        )
+    y = self._split.leave(F.linear(x, weight))
+    bias = _own(self, "bias")
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def _embedding(self: Any, tokens: Tensor) -> Tensor:
+    table = _own(self, "weight")
+    start, end = self._split.peers.bounds(self.num_embeddings)
+    mine = (tokens >= start) & (tokens < end)
+    padding = self.padding_idx
+    if padding is not None:
+        padding = padding - start if start <= padding < end else None
+    if end > start:
+        rows = F.embedding((tokens - start).where(mine, 0), table, padding) * mine.unsqueeze(-1)
+    else:
+        rows = table.new_zeros((*tokens.shape, self.embedding_dim)) + table.sum()
+    return self._split.leave(rows)
+
+
+_FORWARD: dict[str, Callable[..., Tensor]] = {
+    "colwise": _colwise,
+    "colwise_gather": _colwise_gather,
+    "head": _head,
+    "rowwise": _rowwise,
+    "embedding": _embedding,
+}
+
+
+def _read(name: str, self: Any) -> Any:
+    """A parameter as the model's own code reads it: plain and whole. (Sharded by fsdp it is not for reading.)"""
+    parameter = self._parameters[name]
+    if not isinstance(parameter, DTensor) or parameter.device_mesh != self._split.mesh:
+        return parameter
+    return parameter.to_local() if parameter.placements[0].is_replicate() else parameter.full_tensor()
+
+
+@functools.cache
+def _class(kind: type[nn.Module], style: str, names: tuple[str, ...]) -> type[nn.Module]:
+    """`kind` with plain reading of its parameters and the forward of `style`."""
+    members: dict[str, Any] = {name: property(functools.partial(_read, name)) for name in names}
+    if style in _FORWARD:
+        members["forward"] = _FORWARD[style]
+    if issubclass(kind, nn.RNNBase):  # it keeps a second list of its parameters
+        members["_flat_weights"] = property(
+            lambda self: [getattr(self, name) for name in self._flat_weights_names], lambda self, value: None
+        )
+    return type(kind.__name__, (kind,), members)
+
+
+def apply(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    plan: dict[str, str] | None,
+    *,
+    sequence_parallel: bool = True,
+    loss_parallel: bool = True,
+) -> Split:
+    """Splits the module in place over the one-dimensional `mesh`.
+
+    Raises:
+        LayoutError: a plan that does not fit the model.
+    """
+    split = Split(mesh, make_plan(module, plan, sequence_parallel), loss_parallel)
+    made: dict[int, nn.Parameter] = {}
+    keep: list[nn.Parameter] = []  # so that ids stay taken
+    for path, owner in list(module.named_modules()):
+        style = split.plan.styles.get(path, "replicate")
+        names = tuple(name for name, parameter in owner._parameters.items() if parameter is not None)
+        for name in names:
+            parameter = owner._parameters[name]
+            assert parameter is not None
+            keep.append(parameter)
+            if id(parameter) not in made:
+                made[id(parameter)] = _distributed(parameter, mesh, split.plan.dims.get(f"{path}.{name}".lstrip(".")))
+            set_parameter(owner, name, made[id(parameter)])
+        if names:
+            owner.__dict__.update(_split=split, _transposed=is_transposed_linear(owner))
+            owner.__class__ = _class(type(owner), style, names)  # type: ignore[arg-type]
+        if style == "split" and split.plan.sequence:
+            owner.register_forward_hook(lambda _, __, y: ops.split_sequence(y, split.peers))
+    torch.backends.mha.set_fastpath_enabled(False)  # it would read parameters past the modules that own them
+    return split
+
+
+def _distributed(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> nn.Parameter:
+    """The parameter as a DTensor, whole on every worker or split along `dim`."""
+    data, peers = parameter.detach(), ops.Peers(mesh.get_group())
+    local = data if dim is None else peers.part(data, dim).contiguous().clone()
+    placement = Replicate() if dim is None else Shard(dim)
+    spec: dict[str, Any] = {"run_check": False, "shape": data.shape, "stride": data.stride()}
+    return nn.Parameter(DTensor.from_local(local, mesh, [placement], **spec), requires_grad=parameter.requires_grad)
+
+
+class GradientSums:
+    """Sums, once per step, the gradients of whole parameters that were used on a part of the activations."""
+
+    def __init__(self, module: nn.Module, split: Split) -> None:
+        self.split = split
+        self.partial: dict[str, nn.Parameter] = {}
+        self.whole: dict[str, nn.Parameter] = {}
+        for path, owner in module.named_modules():
+            style = split.plan.styles.get(path, "replicate")
+            sequence = split.plan.sequence and style in ("sequence", "rowwise")
+            for name, parameter in owner._parameters.items():
+                full = f"{path}.{name}".lstrip(".")
+                if parameter is None or not parameter.requires_grad or full in split.plan.dims:
+                    continue
+                (self.partial if sequence or style == "partial" else self.whole)[full] = parameter
+        self.checked = False
+
+    def micro_step(self, inner: Callable[[bool], Any]) -> Callable[[bool], Any]:
+        @contextlib.contextmanager
+        def context(last: bool) -> Iterator[None]:
+            try:
+                with inner(last):
+                    yield
+            except RuntimeError as error:
+                if self.checked or not _is_of_shapes(error):
+                    raise
+                ways = self.split.mesh.size()
+                raise LayoutError(
+                    f"the model's own code does not fit layers split over parallel.tp={ways} "
+                    f"({str(error).splitlines()[0]}): a colwise layer leaves 1/{ways} of its features, so write a tp "
+                    "that divides the attention heads, or count heads by -1 in forward, or leave the layer out of the "
+                    "tensor plan"
+                ) from error
+            self.split.forget()
+            if last and torch.is_grad_enabled():
+                self.finish()
+
+        return context
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        gradients = _local_gradients(self.partial.values())
+        if gradients:
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            dist.all_reduce(flat, group=self.split.peers.group)
+            parts = flat.split([gradient.numel() for gradient in gradients])
+            torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients)])
+        if not self.checked and _local_gradients(self.whole.values()):
+            self.checked = True
+            self._compare()
+
+    def _compare(self) -> None:
+        """Whole parameters used on whole activations have the same gradient on every worker."""
+        named = {name: p for name, p in self.whole.items() if p.grad is not None}
+        norms = torch.stack([g.float().norm() for g in _local_gradients(named.values())])
+        both = torch.stack([norms, -norms])
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.split.peers.group)
+        largest, smallest = both[0], -both[1]
+        odd = (largest - smallest) > 1e-3 * largest + 1e-6 * largest.max()
+        if bool(odd.any()):
+            name = list(named)[int(odd.nonzero()[0])]
+            raise LayoutError(
+                f"the gradient of {name} differs between tensor-parallel workers, so the model uses it on split "
+                "activations: give its module the value sequence or partial in the tensor plan, or write no plan"
+            )
+
+
+def _is_of_shapes(error: RuntimeError) -> bool:
+    """Whether an operation could not work on the shapes it was given."""
+    return any(
+        word in str(error) for word in ("shape", "size of tensor", "unflatten", "mat1 and mat2", "size mismatch")
+    )
+
+
+def _local_gradients(parameters: Any) -> list[Tensor]:
+    return [p.grad._local_tensor if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]

@@ -1,0 +1,119 @@
+"""What tensor parallelism (apply.py) costs: its part of the parameters, its part of the computation, what it sends."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strategies.costs import ModelSize, all_reduce
+from strategies.initialization import set_parameter
+from strategies.tensor import apply as tensor_parallel
+from strategies.tensor import ops
+from strategies.tensor.plan import Plan, is_transposed_linear, make_plan
+
+
+def part(size: ModelSize, ways: int, sequence_parallel: bool = True) -> ModelSize:
+    """The model that one of `ways` workers holds: parameters exact, that of the first rank, which is never short.
+
+    With sequence parallelism activations divide too; without it, about a third of a block's (norms, dropout, what
+    flows between blocks) is on every worker. The planner reads them off the model instead (`one_part`).
+    """
+    if ways == 1:
+        return size
+    parameters = tuple(p if p.split_dim is None else p.part(ways, p.split_dim) for p in size.parameters)
+    share = 1 / ways if sequence_parallel else (1 + 2 / ways) / 3
+    return replace(
+        size,
+        parameters=parameters,
+        activation_bytes=int(size.activation_bytes * share),
+        boundary_bytes=size.boundary_bytes // ways if sequence_parallel else size.boundary_bytes,
+    )
+
+
+def sent(size: ModelSize, ways: int, pairs: int, micro_batches: int = 1) -> dict[str, int]:
+    """For each pair of split layers one all-reduce of the activations forward and one backward (or, along the sequence,
+    a reduce-scatter and an all-gather, which send the same); one forward for the embedding, one backward for the head.
+    """
+    if ways == 1:
+        return {}
+    return {"tensor": all_reduce(size.boundary_bytes, ways) * (2 * pairs + 2) * micro_batches}
+
+
+class ShapePeers(ops.Peers):
+    """Peers that are not there: every collective gives a tensor of the right shape, and notes what it would send."""
+
+    def __init__(self, ways: int) -> None:
+        self.name, self.size, self.rank = "", ways, 0
+        self.where: Callable[[], str] = str
+        """Names the part of the model that is at work."""
+        self.sent: dict[str, float] = defaultdict(float)
+        """Bytes that one of them sends by ring algorithms, by part."""
+        self.calls: dict[str, int] = defaultdict(int)
+
+    def _note(self, whole: Tensor, factor: float) -> None:
+        """A collective whose whole tensor is `whole`; rings send factor × (ways - 1) / ways of it."""
+        self.sent[self.where()] += factor * whole.numel() * whole.element_size() * (self.size - 1) / self.size
+        self.calls[self.where()] += 1
+
+    def all_reduce(self, x: Tensor, operation: str = "sum") -> Tensor:
+        self._note(x, 2)
+        return torch.empty_like(x)
+
+    def all_gather(self, x: Tensor, dim: int, length: int) -> Tensor:
+        shape = list(x.shape)
+        shape[dim] = length
+        whole = x.new_empty(shape)
+        self._note(whole, 1)
+        return whole
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        self._note(x, 1)
+        shape = list(x.shape)
+        shape[dim] //= self.size
+        return x.new_empty(shape)
+
+
+def one_part(
+    module: nn.Module,
+    given: dict[str, str] | None,
+    ways: int,
+    *,
+    sequence_parallel: bool = True,
+    loss_parallel: bool = True,
+) -> tuple[ShapePeers, Plan]:
+    """Makes a module without storage, in place, what one of `ways` workers computes; no process is needed.
+
+    Raises:
+        LayoutError: a plan that does not fit the model.
+    """
+    plan = make_plan(module, given, sequence_parallel)
+    peers = ShapePeers(ways)
+    split = object.__new__(tensor_parallel.Split)
+    split.mesh, split.plan, split.loss_parallel, split.peers = None, plan, loss_parallel, peers  # type: ignore[assignment]
+    split.forget()
+    made: dict[int, tuple[Any, nn.Parameter]] = {}
+    for path, owner in list(module.named_modules()):
+        transposed = is_transposed_linear(owner)
+        if transposed:  # told by its shape, which is about to change
+            owner.out_features, owner.in_features = owner.nf, owner.weight.shape[0]  # type: ignore[assignment,union-attr]
+        names = tuple(name for name, parameter in owner._parameters.items() if parameter is not None)
+        for name in names:
+            parameter: Any = owner._parameters[name]
+            dim = plan.dims.get(f"{path}.{name}".lstrip("."))
+            if dim is not None and id(parameter) not in made:
+                shape = list(parameter.shape)
+                shape[dim] = -(-shape[dim] // ways)
+                made[id(parameter)] = (parameter, nn.Parameter(parameter.new_empty(shape), parameter.requires_grad))
+            if id(parameter) in made:
+                set_parameter(owner, name, made[id(parameter)][1])
+        if names:
+            owner.__dict__.update(_split=split, _transposed=transposed)
+            owner.__class__ = tensor_parallel._class(type(owner), plan.styles.get(path, "replicate"), names)  # type: ignore[arg-type]
+        if plan.styles.get(path) == "split" and plan.sequence:
+            owner.register_forward_hook(lambda _, __, y: ops.split_sequence(y, peers))
+    return peers, plan

@@ -1,0 +1,173 @@
+"""The loss over a vocabulary that is split over workers, without ever gathering the logits.
+
+With V words over R workers, each holds (N, V/R) logits. With m the largest logit of a row over all workers,
+
+    s = Σᵣ Σ_{j of r} exp(lⱼ - m)      t = l_target - m, known to one worker      loss = log s - t
+    ∂loss/∂lⱼ = exp(lⱼ - m)/s - [j = target]                                      on each worker alone
+
+so 3·N numbers are all-reduced instead of N·V gathered: for V = 128,000 that is the difference between kilobytes and
+gigabytes. Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, §3.
+
+The head returns `VocabularyLogits`, a tensor that knows that it is split. `F.cross_entropy` of it is the above; views,
+casts and slices of rows leave it split; anything else gathers first, and is right too, only dearer. So a task's loss is
+plain PyTorch and gets a plain tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strategies.tensor.ops import Peers, gather_features
+
+
+class VocabularyLogits(Tensor):
+    """Logits (…, V) of which this worker holds the columns `peers.bounds(V)` in `local`."""
+
+    local: Tensor
+    peers: Peers
+    vocabulary: int
+
+    @staticmethod
+    def __new__(cls, local: Tensor, peers: Peers, vocabulary: int) -> VocabularyLogits:
+        shape = (*local.shape[:-1], vocabulary)
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        self.local, self.peers, self.vocabulary = local, peers, vocabulary
+        return self
+
+    def gathered(self) -> Tensor:
+        return gather_features(self.local, self.peers, self.vocabulary)
+
+    def rewrapped(self, local: Tensor) -> VocabularyLogits:
+        return VocabularyLogits(local, self.peers, self.vocabulary)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__repr__":  # on one rank perhaps: no collective
+            return f"VocabularyLogits(…, {args[0].vocabulary})"
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is F.cross_entropy and (loss := _cross_entropy(*args, **kwargs)) is not None:
+                return loss
+            if args and isinstance(args[0], VocabularyLogits):
+                if name in _ATTRIBUTES or func in _GETTERS:
+                    return func(args[0], *args[1:], **kwargs)
+                if name in _ROWWISE:
+                    own = _own_arguments(name, args[0], args[1:], kwargs)
+                    if own is not None:
+                        return args[0].rewrapped(func(args[0].local, *own, **kwargs))
+                if name in _HOOKS or func in _AUTOGRAD:
+                    return func(args[0].local, *args[1:], **kwargs)
+            args, kwargs = torch.utils._pytree.tree_map_only(VocabularyLogits, lambda x: x.gathered(), (args, kwargs))
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(f"{func} reached split logits: write parallel.loss_parallel=false")
+
+
+_ATTRIBUTES = frozenset(
+    {"size", "dim", "numel", "is_floating_point", "is_complex", "__len__", "ndimension", "nelement"}
+)
+_GETTERS = frozenset(
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "ndim", "is_cuda", "is_meta", "layout", "is_sparse", "is_mps", "is_cpu")
+)
+_AUTOGRAD = frozenset(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf"))
+_HOOKS = frozenset({"register_hook", "retain_grad", "backward"})
+_ROWWISE = frozenset(
+    {"float", "to", "double", "half", "bfloat16", "contiguous", "clone", "view", "reshape", "flatten", "__getitem__"}
+)
+
+
+def _own_arguments(name: str, logits: VocabularyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Arguments that do to the local columns what `args` do to all; None if the last dimension is not left alone."""
+    if name in ("view", "reshape"):
+        if kwargs or not args or isinstance(args[0], torch.dtype):
+            return None
+        shape = tuple(args[0]) if isinstance(args[0], (tuple, list, torch.Size)) else args
+        rows = logits.numel() // logits.vocabulary
+        known = 1
+        for size in shape[:-1]:
+            known *= size
+        last_whole = shape[-1] == logits.vocabulary or (shape[-1] == -1 and known == rows)
+        return (*shape[:-1], logits.local.size(-1)) if last_whole else None
+    if name == "flatten":
+        end = args[1] if len(args) > 1 else kwargs.get("end_dim", -1)
+        return args if end % logits.dim() != logits.dim() - 1 else None
+    if name == "__getitem__":
+        index = args[0] if isinstance(args[0], tuple) else (args[0],)
+        if not all(isinstance(i, (slice, int)) or i is Ellipsis for i in index):
+            return None
+        if Ellipsis in index:
+            return args if index[-1] is Ellipsis or index[-1] == slice(None) else None
+        return args if len(index) < logits.dim() or index[-1] == slice(None) else None
+    if name == "to":
+        wanted = (*args, *kwargs.values())
+        return args if all(isinstance(value, (torch.dtype, bool)) for value in wanted) else None
+    return args
+
+
+def _cross_entropy(
+    input: Any,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """As F.cross_entropy; None where only the gathered logits will do."""
+    plain = isinstance(target, Tensor) and not isinstance(target, VocabularyLogits) and not target.is_floating_point()
+    if not isinstance(input, VocabularyLogits) or not plain or input.dim() != 2 or target.dim() != 1:
+        return None
+    if weight is not None or size_average is not None or reduce is not None or reduction not in ("mean", "sum", "none"):
+        return None
+    counted = target != ignore_index
+    losses = _SplitCrossEntropy.apply(
+        input.local, target.where(counted, 0), counted, input.peers, input.vocabulary, label_smoothing
+    )
+    if reduction == "none":
+        return losses
+    return losses.sum() / counted.sum() if reduction == "mean" else losses.sum()
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    """(N, V/R) logits, (N,) targets, (N,) whether each counts → (N,) losses."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, target: Tensor, counted: Tensor, peers: Peers, vocabulary: int, smoothing: float
+    ) -> Tensor:
+        logits = local.float()
+        start, end = peers.bounds(vocabulary)
+        lowest = logits.new_full((logits.size(0), 1), -torch.inf)
+        largest = peers.all_reduce(torch.cat([logits, lowest], 1).amax(1) if end == start else logits.amax(1), "max")
+        shifted = logits - largest.unsqueeze(1)
+        mine = (target >= start) & (target < end)
+        column = (target - start).where(mine, 0).unsqueeze(1)
+        at_target = shifted.gather(1, column).squeeze(1) * mine if end > start else torch.zeros_like(largest)
+        spread = shifted.sum(1) if smoothing else torch.zeros_like(largest)
+        exponentials = shifted.exp()
+        sums = peers.all_reduce(torch.stack([exponentials.sum(1), at_target, spread]))
+        logarithm = sums[0].log()
+        losses = logarithm - (1 - smoothing) * sums[1] - smoothing * sums[2] / vocabulary
+        ctx.save_for_backward(exponentials / sums[0].unsqueeze(1), column, mine, counted)
+        ctx.dtype, ctx.smoothing, ctx.vocabulary = local.dtype, smoothing, vocabulary
+        return losses * counted
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        probabilities, column, mine, counted = ctx.saved_tensors
+        slope = probabilities - ctx.smoothing / ctx.vocabulary
+        if slope.size(1):
+            slope.scatter_add_(1, column, -(1 - ctx.smoothing) * mine.unsqueeze(1).to(slope.dtype))
+        return (slope * (gradient * counted).unsqueeze(1)).to(ctx.dtype), None, None, None, None, None

@@ -1,0 +1,194 @@
+"""SIGKILL at every file operation of saving, pruning and sweeping: what is committed is always whole.
+
+One process imports torch and then forks a saver per kill, so that some hundred kills take seconds. A saver is
+killed just before its k-th operation on files (opening, making, renaming, removing, syncing, each piece of data,
+of which half is still written), for k = 1, 2, … until it gets through.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.running import ROOT
+
+pytestmark = pytest.mark.alone
+
+OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link")
+
+
+@pytest.mark.parametrize("work", ["save", "sweep"])
+def test_a_kill_at_any_file_operation(tmp_path: Path, work: str) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        f"from tests.app.checkpoint.test_checkpoint_kills import serve; serve({str(tmp_path)!r}, {work!r})",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["wrong"] == [], report
+    assert report["kills"] >= (60 if work == "save" else 5), "the killer saw the operations"
+    if work == "save":
+        assert set(report["newest"]) == {"1", "2", "3"}, "there were kills before, between and after the commits"
+
+
+def serve(folder: str, work: str) -> None:
+    """In the subprocess: every kill, and a line of JSON about what was found after them."""
+    works = {"save": _save_twice, "sweep": _sweep}
+    wrong: list[str] = []
+    newest: dict[str, int] = {}
+    kills = 0
+    while True:
+        here = Path(folder, "c")
+        shutil.rmtree(here, ignore_errors=True)
+        _save(here, 1)
+        if work == "sweep":
+            _leave_litter(here)
+        killed = _run_and_kill(works[work], here, at=kills + 1)
+        problem, step = _look(here)
+        newest[str(step)] = newest.get(str(step), 0) + 1
+        if problem:
+            wrong.append(f"after operation {kills}: {problem}")
+        if not killed:
+            break
+        kills += 1
+    print(json.dumps({"kills": kills, "wrong": wrong, "newest": newest}))
+
+
+def _state(step: int) -> dict[str, Any]:
+    import torch
+
+    return {"model": {"w": torch.full((64,), float(step))}, "n": step}
+
+
+def _save(folder: Path, *steps: int) -> None:
+    from app.checkpoint import Checkpointer
+
+    checkpointer = Checkpointer(str(folder), keep_last=1, keep_best=False)
+    for step in steps:
+        checkpointer.save(_state(step), meta={"step": step}, per_rank={"step": step})
+    checkpointer.close()
+
+
+def _save_twice(folder: Path) -> None:
+    _save(folder, 2, 3)
+
+
+def _leave_litter(folder: Path) -> None:
+    """What a saver that was killed may leave."""
+    for name in ("step-00000007/__0_0.distcp", "step-00000007/.metadata.tmp", "step-00000001/.COMMIT.json.x.tmp"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"torn")
+
+
+def _sweep(folder: Path) -> None:
+    from app import checkpoint
+
+    checkpoint.sweep(str(folder))
+
+
+def _run_and_kill(do: Callable[[Path], None], folder: Path, at: int) -> bool:
+    """Whether `do`, in a fork, was killed at its `at`-th operation (or ended before it came to that)."""
+    child = os.fork()
+    if child == 0:
+        try:
+            _arm(at)
+            do(folder)
+            os._exit(0)
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            os._exit(3)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+        return True
+    if os.waitstatus_to_exitcode(status) != 0:
+        raise RuntimeError(f"the saver failed with status {status}")
+    return False
+
+
+def _arm(at: int) -> None:
+    from app.checkpoint.files import HashingStream
+
+    left = at
+
+    def operation(before_dying: Callable[[], None] = lambda: None) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            before_dying()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def audit(event: str, args: tuple[Any, ...]) -> None:
+        if event in OPERATIONS and (event != "open" or args[2] & (os.O_WRONLY | os.O_RDWR)):
+            operation()
+
+    write, fsync = HashingStream.write, os.fsync
+
+    def torn_write(self: HashingStream, data: Any) -> int:
+        view = memoryview(data).cast("B")
+
+        def half() -> None:
+            write(self, view[: len(view) // 2])
+            self.flush()
+
+        operation(half)
+        return write(self, view)
+
+    def late_fsync(descriptor: int) -> None:
+        operation()
+        fsync(descriptor)
+
+    def profile(frame: Any, event: str, called: Any) -> None:
+        if event == "c_call" and isinstance(getattr(called, "__self__", None), io.BufferedWriter):
+            operation()  # write, flush, close, the end of a with block
+
+    HashingStream.write = torn_write  # type: ignore[method-assign]
+    os.fsync = late_fsync
+    sys.addaudithook(audit)
+    threading.setprofile(profile)
+
+
+def _look(folder: Path) -> tuple[str | None, int | None]:
+    """What is wrong with what a killed saver has left, if anything; and the newest good step."""
+    import torch
+
+    from app import checkpoint
+
+    good, passed = checkpoint.latest_good(str(folder), verify="sha256")
+    if good is None or passed:
+        return f"no good checkpoint, or damaged ones were committed: {passed}", None
+    listed = [fault for commit in checkpoint.commits(str(folder)) for fault in checkpoint.verify(commit)]
+    if listed:
+        return f"a damaged checkpoint is listed: {listed}", good.step
+    into = _state(0)
+    checkpoint.load(good, into)
+    if not all(torch.equal(t, _state(good.step)["model"][name]) for name, t in into["model"].items()):
+        return f"step {good.step} holds another step's tensors", good.step
+    if into["n"] != good.step or checkpoint.load_per_rank(good, 0) != {"step": good.step}:
+        return f"step {good.step} holds another step's numbers", good.step
+    checkpoint.sweep(str(folder))
+    left = sorted(entry.name for entry in folder.iterdir())
+    if left != sorted(Path(c.path).name for c in checkpoint.commits(str(folder))):
+        return f"sweep left {left}", good.step
+    if sorted(p.name for p in Path(good.path).iterdir()) != sorted([*good.files, "COMMIT.json"]):
+        return f"sweep left something in {good.path}", good.step
+    _save(folder, 9)
+    if [c.step for c in checkpoint.commits(str(folder))] != [9]:
+        return "the following save did not become the only checkpoint", good.step
+    return None, good.step

@@ -1,0 +1,100 @@
+"""Real strategies through our own saver: what one has trained, another continues, optimizer and all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from app import checkpoint
+from app.checkpoint import Checkpointer
+from app.checkpoint.files import Reader
+from experiments.parity.curves import Trial, run_steps
+from experiments.parity.rows import Row
+from strategies.parallelize import Options, Parallel, parallelize
+from tests.pool import run_distributed
+
+CPU = torch.device("cpu")
+SAVED = [Row("ddp", 2), Row("zero1", 2), Row("fsdp", 2), Row("hsdp", 4, {"dp_shard": 2}), Row("tensor", 2)]
+READ = [Row("single", 1), Row("ddp", 2), Row("fsdp", 2), Row("fsdp+tensor", 4, {"tp": 2})]
+
+
+def _build() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 3))
+
+
+def _batch(step: int) -> torch.Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+
+
+def _loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    out = model(batch)
+    return (out.full_tensor() if hasattr(out, "full_tensor") else out).square().mean()
+
+
+TRIAL = Trial(_build, _loss, _batch, tensor_plan={"0": "colwise", "2": "rowwise"})
+
+
+def _start(row: Row) -> tuple[Parallel, torch.optim.Optimizer]:
+    parallel = parallelize(
+        TRIAL.build, row.layout, Options(), device=CPU, blocks=TRIAL.blocks, tensor_plan=TRIAL.tensor_plan
+    )
+    return parallel, parallel.adopt(TRIAL.optimizer(parallel.parameters()))
+
+
+def _state(parallel: Parallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": parallel.model_state(), "optimizer": parallel.optimizer_state(optimizer)}
+
+
+def _begin(_: int, row: Row, folder: str) -> dict[str, torch.Tensor]:
+    """Two steps, a checkpoint, and while it is written one step more, after which rank 0 has these weights."""
+    parallel, optimizer = _start(row)
+    run_steps(TRIAL, parallel, optimizer, range(2))
+    checkpointer = Checkpointer(folder)
+    checkpointer.save(_state(parallel, optimizer), meta={"step": 2})
+    run_steps(TRIAL, parallel, optimizer, range(2, 3))
+    checkpointer.close()
+    return parallel.full_model_state()
+
+
+def _continue(_: int, row: Row, folder: str) -> dict[str, torch.Tensor]:
+    parallel, optimizer = _start(row)
+    state = _state(parallel, optimizer)
+    commit, _passed = checkpoint.latest_good_together(folder)
+    assert commit is not None
+    checkpoint.load(commit, state)
+    parallel.load_model_state(state["model"])
+    parallel.load_optimizer_state(optimizer, state["optimizer"])
+    run_steps(TRIAL, parallel, optimizer, range(2, 3))
+    return parallel.full_model_state()
+
+
+def _on_ranks(func: Any, row: Row, folder: str) -> dict[str, torch.Tensor]:
+    return func(0, row, folder) if row.workers == 1 else run_distributed(func, row.workers, row, folder)[0]
+
+
+@pytest.mark.parametrize("row", SAVED, ids=str)
+def test_what_one_strategy_saves_another_continues(tmp_path: Path, row: Row) -> None:
+    folder = str(tmp_path)
+    expected = _on_ranks(_begin, row, folder)
+    for reader in READ:
+        got = _on_ranks(_continue, reader, folder)
+        assert set(got) == set(expected)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(got[name], tensor, rtol=1e-4, atol=1e-6, msg=f"{name}: {row} → {reader}")
+
+
+def test_the_names_are_the_plain_models(tmp_path: Path) -> None:
+    tables = set()
+    for row in (Row("single", 1), *SAVED):
+        folder = str(tmp_path / str(row))
+        _on_ranks(_begin, row, folder)
+        metadata = Reader(checkpoint.commits(folder)[0].storage).read_metadata()
+        tensors = {name for name, entry in metadata.state_dict_metadata.items() if hasattr(entry, "size")}
+        assert {name for name in tensors if name.startswith("model.")} == {f"model.{n}" for n in _build().state_dict()}
+        tables.add(frozenset(tensors))
+    assert len(tables) == 1

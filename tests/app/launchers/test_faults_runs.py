@@ -1,0 +1,270 @@
+"""Faults as runs meet them: ranks killed and stopped under torchrun and Ray Train, nodes that go and come back."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.app.launchers.test_ray_pipeline import Lines, disturb, mlflow_text, writes
+from tests.running import (
+    POINTS,
+    committed,
+    curve,
+    environment,
+    finish,
+    free_port,
+    memory_group,
+    mlflow_run,
+    start,
+    trireme,
+    wait_until,
+    weights,
+)
+from tests.running import torchrun_program as torchrun
+
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+
+SLOW = [
+    "task=tests.tasks:Plain",
+    *POINTS[1:],
+    "train.steps=60",
+    "task_args.step_seconds=0.05",
+    "checkpoint.every_steps=5",
+    "train.log_every=1",
+]
+HANG = "fault.hang_seconds=1.5"
+
+
+def close(ours: dict[int, float], theirs: dict[int, float]) -> bool:
+    """Whether two loss curves are the same to rounding."""
+    return ours.keys() == theirs.keys() and all(abs(ours[at] - theirs[at]) <= 1e-4 * abs(theirs[at]) for at in theirs)
+
+
+def single(storage: Path, *more: str) -> dict[int, float]:
+    one = trireme(
+        "train", *SLOW, "task_args.step_seconds=0", "launcher=local", "run.name=one", f"run.storage={storage}", *more
+    )
+    assert one.code == 0, one.err
+    return curve(storage, "one")
+
+
+def test_a_stopped_worker_of_ray_train_is_found_and_replaced(tmp_path: Path, ray_environment: dict[str, str]) -> None:
+    arguments = ["train", *SLOW, HANG, "launcher=ray", "workers=2", "run.name=run", f"run.storage={tmp_path}"]
+    process = start(arguments, env=ray_environment)
+    lines, folder = Lines(process), tmp_path / "run"
+    wait_until(lambda: max(committed(folder), default=0) >= 10, 60)
+    stopped = disturb(folder, 1, signal.SIGSTOP)
+    assert lines.when("does not answer", 40) - stopped >= 1.5
+    assert process.wait(60) == 0, lines.text
+    assert "worker 1, process" in lines.text and "starting again from the last checkpoint" in lines.text
+    assert close(curve(tmp_path, "run"), single(tmp_path))
+    run = mlflow_run(tmp_path, "run")
+    (stacks,) = mlflow_text(tmp_path, run.info.run_id, "hangs")
+    assert "does not answer" in stacks and "worker.py" in stacks
+    (record,) = mlflow_text(tmp_path, run.info.run_id, "hangs", ".json")
+    last = json.loads(record)["entries"][-1]
+    assert last["profiling_name"].startswith("gloo:"), "the collective that rank 0 waits in; rank 1 cannot answer"
+    assert "worker 1" in run.data.tags["trireme.last_failure"] and run.data.metrics["fault/recovery_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("rank", "number"),
+    [
+        (1, signal.SIGKILL),
+        (1, signal.SIGSTOP),
+        (0, signal.SIGSTOP),
+    ],
+)
+def test_torchrun_starts_again_by_itself(tmp_path: Path, rank: int, number: int) -> None:
+    arguments = ["train", *SLOW, HANG, "run.name=run", f"run.storage={tmp_path}"]
+    process = start(arguments, program=torchrun("--max-restarts=2"))
+    lines, folder = Lines(process), tmp_path / "run"
+    wait_until(lambda: max(committed(folder), default=0) >= 10, 60)
+    if rank:
+        disturb(folder, rank, number)
+    else:
+        children = [child for child in psutil.Process(process.pid).children() if "app" in child.cmdline()]
+        min(children, key=lambda child: int(child.environ()["RANK"])).send_signal(number)
+    assert process.wait(90) == 0, lines.text
+    assert "continuing after step" in lines.text
+    assert close(curve(tmp_path, "run"), single(tmp_path)), "no step lost, none twice, in one MLflow run"
+    run = mlflow_run(tmp_path, "run")
+    assert run.info.status == "FINISHED"
+    if (rank, number) == (1, signal.SIGSTOP):
+        assert "worker 1" in lines.text and "does not answer" in lines.text
+        (stacks,) = mlflow_text(tmp_path, run.info.run_id, "hangs")
+        assert "does not answer" in stacks and "worker.py" in stacks, "where the other one stood"
+        (record,) = mlflow_text(tmp_path, run.info.run_id, "hangs", ".json")
+        assert json.loads(record)["entries"], "and what it did last"
+
+
+@pytest.fixture
+def nodes() -> Iterator[Any]:
+    """A Ray cluster of a head without CPUs and four nodes with one each, on this machine."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "num_gpus": 0, "include_dashboard": False})
+    try:
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+@pytest.mark.parametrize("launcher", ["ray", "actors"])
+def test_four_three_two_four_workers(tmp_path: Path, nodes: Any, launcher: str) -> None:
+    def add() -> Any:
+        return nodes.add_node(num_cpus=1, num_gpus=0)
+
+    living = [add() for _ in range(4)]
+    own = ["train.steps=3000", "train.global_batch_size=12", "train.micro_batch_size=2", "checkpoint.every_steps=20"]
+    arguments = ["train", *SLOW, *own, f"launcher={launcher}", "workers=4", "strategy=ddp", "fault.elastic_seconds=2"]
+    arguments += ["run.name=run", f"run.storage={tmp_path}", "fault.max_restarts=9", "fault.spares=0"]
+    env = environment(RAY_ADDRESS=nodes.address, RAY_AUTH_MODE="disabled")
+    process = start([word for word in arguments if not word.startswith("task_args.step")], env=env)
+    lines, folder = Lines(process), tmp_path / "run"
+
+    def further() -> None:
+        now = max(committed(folder), default=0)
+        wait_until(lambda: max(committed(folder), default=0) >= now + 20, 60)
+
+    further()
+    for left in (3, 2):
+        nodes.remove_node(living.pop(), allow_graceful=False)
+        lines.when(f"going on with {left} of 4 workers", 60)
+        further()
+    living += [add(), add()]
+    lines.when("there is room for 4 workers again; going on with 4 of 4", 60)
+    assert process.wait(120) == 0, lines.text
+    assert close(curve(tmp_path, "run"), single(tmp_path, *own)), "one curve, as with one worker"
+    assert weights(folder).keys() == weights(tmp_path / "one").keys()
+    assert list(curve(tmp_path, "run", "fault/workers").values()) == [3.0, 2.0, 4.0], lines.text
+
+
+@pytest.mark.parametrize("launcher", ["ray", "actors"])
+def test_sigterm_of_a_worker_saves_and_the_run_goes_on(
+    tmp_path: Path, ray_environment: dict[str, str], launcher: str
+) -> None:
+    """As a preemption does: it counts for nothing, so fault.max_restarts=0 is enough."""
+    arguments = ["train", *SLOW, f"launcher={launcher}", "workers=2", "strategy=ddp", "run.name=run"]
+    arguments += [f"run.storage={tmp_path}", "checkpoint.every_steps=1000", "fault.max_restarts=0", "fault.spares=0"]
+    process = start([word for word in arguments if word != "checkpoint.every_steps=5"], env=ray_environment)
+    lines, folder = Lines(process), tmp_path / "run"
+    lines.when("/s", 90)  # a step has been taken
+    assert not committed(folder)
+    disturb(folder, 1, signal.SIGTERM)
+    lines.when("was asked to end (SIGTERM): saving a checkpoint first", 20)
+    assert process.wait(90) == 0, lines.text
+    (saved, last) = committed(folder)
+    assert 0 < saved < last == 60
+    assert f"went after step {saved}, its checkpoint saved, as announced (SIGTERM)" in lines.text
+    assert f"continuing after step {saved}" in lines.text, "no step was lost"
+    assert close(curve(tmp_path, "run"), single(tmp_path))
+    run = mlflow_run(tmp_path, "run")
+    assert run.info.status == "FINISHED" and "fault/rewind_steps" not in run.data.metrics
+
+
+@pytest.mark.parametrize("launcher", ["ray", "actors"])
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_worker_that_is_stopped_or_dies_before_it_is_heard_of(
+    tmp_path: Path, ray_environment: dict[str, str], launcher: str, number: int
+) -> None:
+    arguments = ["train", *SLOW, "fault.hang_seconds=4", f"launcher={launcher}", "workers=2", "strategy=ddp"]
+    arguments += ["run.name=run", f"run.storage={tmp_path}"]
+    before = set(workers_of_ray())
+    process = start(arguments, env=ray_environment)
+    lines = Lines(process)
+    (victim, *_) = wait_until(lambda: set(workers_of_ray()) - before, 60)
+    victim.send_signal(number)
+    try:
+        assert process.wait(120) == 0, lines.text
+    finally:
+        if victim.is_running():
+            victim.kill()
+    if number == signal.SIGSTOP:
+        assert f"process {victim.pid} on" in lines.text and "was stopped before it was heard of" in lines.text
+    assert close(curve(tmp_path, "run"), single(tmp_path))
+
+
+def workers_of_ray() -> list[psutil.Process]:
+    """The workers in this test's own Ray: it names their processes so when their actor begins."""
+    named = ("ray::Member", "ray::QuietRayTrainWorker")
+    return [found for found in psutil.Process().children(recursive=True) if _title(found).startswith(named)]
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def test_a_process_of_torchrun_that_is_stopped_before_all_have_met(tmp_path: Path) -> None:
+    arguments = ["train", *SLOW, "fault.hang_seconds=3", "run.name=run", f"run.storage={tmp_path}"]
+    process = start(arguments, program=torchrun("--max-restarts=1"))
+    lines = Lines(process)
+    (victim, *_) = wait_until(
+        lambda: [child for child in psutil.Process(process.pid).children() if "app" in child.cmdline()], 60
+    )
+    victim.send_signal(signal.SIGSTOP)
+    assert process.wait(120) == 0, lines.text
+    assert f"process {victim.pid} beside this one was stopped before all had met: ending it" in lines.text
+    assert close(curve(tmp_path, "run"), single(tmp_path))
+
+
+def slurm(arguments: list[str], rank: int, port: int) -> Any:
+    """One of two processes as srun would start it: no agent watches them."""
+    own = {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_LOCALID": str(rank), "SLURM_NTASKS_PER_NODE": "2"}
+    return start(arguments, env=environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **own))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_under_slurm_ends_all_and_the_same_command_goes_on(tmp_path: Path, rank: int) -> None:
+    arguments = ["train", *SLOW, HANG, "launcher=torchrun", "run.name=run", f"run.storage={tmp_path}"]
+    port = free_port()
+    both = [slurm(arguments, number, port) for number in (0, 1)]
+    lines, folder = [Lines(process) for process in both], tmp_path / "run"
+    try:
+        wait_until(lambda: max(committed(folder), default=0) >= 10, 60)
+        both[rank].send_signal(signal.SIGSTOP)
+        codes = [process.wait(60) for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    assert codes[rank] == -signal.SIGKILL and codes[1 - rank] == 1, "Slurm sees a failed step, which it may run again"
+    text = lines[1 - rank].text
+    assert f"worker {rank}, process {both[rank].pid} on" in text
+    assert ("does not answer" if rank else "is stopped or cannot be reached") in text
+    port = free_port()
+    again = [slurm(arguments, number, port) for number in (0, 1)]
+    said = [finish(process) for process in again]
+    assert [ended.code for ended in said] == [0, 0], said[0].err + said[1].err
+    assert "continuing after step" in said[0].out
+    assert close(curve(tmp_path, "run"), single(tmp_path))
+
+
+@pytest.mark.parametrize("launcher", ["ray", "actors"])
+def test_a_rank_that_the_kernel_kills_for_memory(
+    tmp_path: Path, ray_environment: dict[str, str], launcher: str
+) -> None:
+    arguments = ["train", *SLOW, "task=tests.tasks:Hungry", f"task_args.hungry={tmp_path / 'hungry'}", "workers=2"]
+    arguments += [f"launcher={launcher}", "strategy=ddp", "run.name=run", f"run.storage={tmp_path}", "fault.spares=0"]
+    with memory_group(64 << 20) as group:
+        process = start(arguments, env=ray_environment)
+        lines, folder = Lines(process), tmp_path / "run"
+        wait_until(lambda: max(committed(folder), default=0) >= 10, 60)
+        log = str(folder / "logs" / "rank-1.log")
+        (victim,) = [found for found in psutil.Process().children(recursive=True) if writes(found, log)]
+        (group / "cgroup.procs").write_text(str(victim.pid))
+        (tmp_path / "hungry").touch()
+        assert process.wait(90) == 0, lines.text
+    assert f"worker 1, process {victim.pid} on" in lines.text
+    run = mlflow_run(tmp_path, "run")
+    assert run.data.tags["trireme.last_failure"].endswith("killed by the kernel for memory"), lines.text
+    assert run.info.status == "FINISHED" and run.data.tags["trireme.restarts"] == "1"
+    assert close(curve(tmp_path, "run"), single(tmp_path))

@@ -1,0 +1,469 @@
+"""Hugging Face models as tasks: built the same everywhere, split as their plans say, read from folders."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from app.data.loader import fetch
+from app.errors import UserError
+from app.randomness import seed_everything
+from app.tasks import load_task
+from app.tasks.huggingface import HuggingFace
+from app.tasks.huggingface.labelled_text import Texts
+from app.tasks.huggingface.plan import tensor_plan
+from app.tasks.huggingface.tokenizer import byte_tokenizer
+from experiments.parity.curves import Curve, Trial, difference, train
+from strategies.layout import ParallelDims
+from strategies.parallelize import Options, choose
+from strategies.tensor.plan import make_plan
+from tests.pool import run_distributed
+
+CPU = torch.device("cpu")
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+GROUPED = SMALL | {"num_key_value_heads": 2}
+GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+CLASSES = {"kind": "sequence_classification"}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model": "llama", "config": GROUPED},
+    "llama tied": {"model": "llama", "config": GROUPED | {"tie_word_embeddings": True}},
+    "gpt2": {"model": "gpt2", "config": GPT2},
+    "qwen3": {"model": "qwen3", "config": GROUPED | {"head_dim": 4}},
+    "phi3": {"model": "phi3", "config": GROUPED | {"resid_pdrop": 0.0}},
+    "mixtral": {"model": "mixtral", "config": GROUPED | {"num_local_experts": 2, "output_router_logits": True}},
+    "opt": {
+        "model": "opt",
+        "config": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 32}
+        | {"word_embed_proj_dim": 16, "dropout": 0.0},
+    },
+    "bert": {
+        "model": "bert",
+        "config": SMALL | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    },
+    "llama classifier": {"model": "llama", "config": GROUPED} | CLASSES,
+    "gpt2 classifier": {"model": "gpt2", "config": GPT2 | {"summary_first_dropout": 0.0}} | CLASSES,
+    "vit": {"model": "vit", "config": SMALL | {"patch_size": 4}},
+    "resnet": {
+        "model": "resnet",
+        "config": {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 1], "layer_type": "basic"},
+    },
+}
+TEXTS = ("bert", "llama classifier", "gpt2 classifier")
+IMAGES = ("vit", "resnet")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("hub")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text.txt").write_text("a penny saved is a penny earned; " * 60)
+    rows = [f"{'good' if i % 2 else 'bad'} {'day ' * (1 + i * 7 % 5)},{'yes' if i % 2 else 'no'}" for i in range(40)]
+    (folder / "reviews.csv").write_text("\n".join(["text,label", *rows, ",yes", "lost,"]) + "\n")
+    return folder
+
+
+def arguments(name: str, data: Path) -> dict[str, Any]:
+    if name in IMAGES:
+        return {**MODELS[name], "data": "digits"}
+    if name in TEXTS:
+        return {**MODELS[name], "data": str(data / "reviews.csv")}
+    return {**MODELS[name], "data": str(data / "text.txt"), "sequence_length": 8}
+
+
+def made(name: str, data: Path, **more: Any) -> HuggingFace:
+    task = load_task("huggingface", arguments(name, data) | more)
+    assert isinstance(task, HuggingFace)
+    return task
+
+
+def built(task: HuggingFace) -> Any:
+    seed_everything(0)
+    return task.build_model()
+
+
+def a_batch(task: HuggingFace, rows: int = 4, start: int = 0) -> Any:
+    return fetch(task.train_data(), [(i, i) for i in range(start, start + rows)])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_builds_and_learns(name: str, data: Path) -> None:
+    task = made(name, data)
+    model, again = built(task), built(task)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
+    with torch.device("meta"):
+        empty = built(task)
+    assert {n: p.shape for n, p in empty.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
+    assert all(p.is_meta for p in empty.parameters()) and model.training
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    batch = a_batch(task)
+    loss = task.loss(model, batch)
+    loss.backward()
+    assert loss.dim() == 0 and all(p.grad is not None for p in model.parameters())
+    classes = model.eval()(*task.example_input()).logits.shape[-1]
+    model.train()
+    expected = {"text": 256, "digits": 10, "reviews": 2}[Path(str(arguments(name, data)["data"])).stem]
+    assert classes == expected and loss.item() == pytest.approx(math.log(classes), rel=0.35)
+    figures = task.metrics(model, batch)
+    assert "loss" in figures and all(value.dim() == 0 for value in figures.values())
+    before = loss.item()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    for _ in range(8):
+        optimizer.zero_grad()
+        task.loss(model, batch).backward()
+        optimizer.step()
+    assert task.loss(model, batch).item() < before
+    blocks = task.blocks(model)
+    assert blocks is None or (len(blocks) == 2 and all(model.get_submodule(block) for block in blocks))
+
+
+def test_loss_is_the_librarys_own(data: Path) -> None:
+    """With `labels` the library shifts and averages itself; ours takes targets that are shifted already."""
+    task = made("llama", data)
+    model = built(task)
+    inputs, targets = a_batch(task)
+    whole = torch.cat([inputs, targets[:, -1:]], 1)
+    library = model(input_ids=whole, labels=whole).loss
+    assert task.loss(model, (inputs, targets)).item() == pytest.approx(library.item(), rel=1e-6)
+    assert task.items((inputs, targets)) == targets.numel() and task.unit == "tokens"
+    assert set(task.metrics(model, (inputs, targets))) == {"loss", "bits_per_byte"}
+    assert task.derived({"loss": 1.0}) == {"perplexity": pytest.approx(math.e)}
+
+
+def test_experts_are_balanced(data: Path) -> None:
+    task = made("mixtral", data)
+    model, batch = built(task), a_batch(task)
+    output = model(input_ids=batch[0])
+    plain = F.cross_entropy(output.logits.flatten(0, 1), batch[1].flatten())
+    assert task.loss(model, batch).item() == pytest.approx((plain + 0.001 * output.aux_loss).item(), rel=1e-6)
+    assert task.metrics(model, batch)["loss"].item() == pytest.approx(plain.item(), rel=1e-6)
+
+
+def test_padding_does_not_count(data: Path) -> None:
+    """A text's logits are the same beside a longer one, in models that look from both sides and in one direction."""
+    for name in TEXTS:
+        task = made(name, data)
+        model = built(task).eval()
+        texts = task.train_data()
+        assert isinstance(texts, Texts)
+        lengths = [len(text) for text in texts.texts]
+        short, long = lengths.index(min(lengths)), lengths.index(max(lengths))
+        (tokens, mask), _ = texts.__getitems__([short, long])
+        assert mask[0].sum() < mask[1].sum() and (tokens[0][mask[0] == 0] == task.config.pad_token_id).all()
+        together = model(input_ids=tokens, attention_mask=mask).logits[0]
+        alone = model(*task_input(tokens, mask)).logits[0]
+        assert torch.allclose(together, alone, atol=1e-6), name
+
+
+def task_input(tokens: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor]:
+    return (tokens[:1, : int(mask[0].sum())],)
+
+
+def test_encoder_as_language_model_does_not_see_ahead(data: Path) -> None:
+    task = load_task(
+        "huggingface",
+        {"model": "bert", "config": SMALL, "kind": "causal_lm", "data": str(data / "text.txt"), "sequence_length": 8},
+    )
+    assert isinstance(task, HuggingFace)
+    model = built(task).eval()
+    tokens = a_batch(task)[0]
+    changed = tokens.clone()
+    changed[:, -1] += 1
+    assert torch.equal(model(input_ids=tokens).logits[:, :-1], model(input_ids=changed).logits[:, :-1])
+
+
+# --- splitting ------------------------------------------------------------------------------------------------------
+
+PLANS = {
+    "llama": {"embedding": 1, "head": 1, "colwise": 10, "rowwise": 4},
+    "qwen3": {"embedding": 1, "head": 1, "colwise": 10, "rowwise": 4, "partial": 4},
+    "phi3": {"embedding": 1, "head": 1, "colwise_gather": 8},  # fused projections: gathered
+    "mixtral": {"embedding": 1, "head": 1, "colwise": 6, "rowwise": 2},  # experts stay whole
+    "llama classifier": {"embedding": 1, "colwise": 10, "rowwise": 4},  # its head is no vocabulary
+    "gpt2": None,
+    "bert": None,
+    "vit": None,
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plan(name: str, data: Path) -> None:
+    task = made(name, data)
+    with torch.device("meta"):
+        model = built(task)
+    plan = task.tensor_plan(model)
+    expected = PLANS[name]
+    counted = None if plan is None else {value: list(plan.values()).count(value) for value in plan.values()}
+    assert counted == expected
+    attention_is_split = plan is not None and "model.layers.0.self_attn.q_proj" in plan
+    assert task.heads() == (2 if attention_is_split else None)  # 4 heads, 2 of keys and values
+    if plan is not None:
+        make_plan(model, plan, True)  # every name is a module that its value fits
+
+
+def test_gpt2s_transposed_layers_are_split(data: Path) -> None:
+    task = made("gpt2", data)
+    with torch.device("meta"):
+        model = built(task)
+    plan = make_plan(model, None, True)
+    assert plan.styles["transformer.h.0.attn.c_attn"] == "colwise_gather"
+    assert plan.dims["transformer.h.0.attn.c_attn.weight"] == 1  # (in, out)
+    assert plan.dims["transformer.h.0.attn.c_attn.bias"] == 0
+    split = sum(p.numel() for name, p in model.named_parameters() if name in plan.dims)
+    assert split > 0.9 * sum(p.numel() for p in model.parameters())
+
+
+def test_half_a_pair_is_gathered() -> None:
+    """A colwise layer must not stay split where what follows it is split in a way that we have no equal for."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.norm = nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(8)
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([Part(), Part()])
+            self.table = nn.Embedding(4, 4)
+            self.tp_plan = {"parts.*.up": "colwise", "parts.*.down": "packed_rowwise", "parts.*.norm": "partial"}
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.table
+
+    model = Whole()
+    model.tp_plan["parts.*.norm"] = "replicated_with_grad_allreduce"
+    plan = tensor_plan(model, parallel_head=False)
+    assert plan == {"parts.0.up": "colwise_gather", "parts.1.up": "colwise_gather", "table": "embedding"}
+
+
+PARITY = ("llama tied", "gpt2", "qwen3", "phi3", "mixtral", "bert", "vit")
+
+
+def _trial(args: dict[str, Any]) -> Trial:
+    task = load_task("huggingface", args)
+    assert isinstance(task, HuggingFace)
+    return Trial(
+        build=lambda: built(task),
+        loss=task.loss,
+        batch=lambda step: a_batch(task, 4, 4 * step),
+        steps=3,
+        clip=1.0,
+        blocks=task.blocks,
+        tensor_plan=task.tensor_plan,
+    )
+
+
+def _curves(rank: int, rows: list[dict[str, Any]], strategy: str, workers: int = 2, **degrees: int) -> list[Curve]:
+    layout = choose(strategy, workers, **degrees)
+    return [train(_trial(args), layout, Options(), CPU) for args in rows]
+
+
+@pytest.mark.parametrize(("strategy", "tolerance"), [("fsdp", 1e-5), ("tensor", 2e-5)])
+def test_trains_the_same_model(strategy: str, tolerance: float, data: Path) -> None:
+    rows = [arguments(name, data) for name in PARITY]
+    split = run_distributed(_curves, 2, rows, strategy)[0]
+    single = choose("single", 1)
+    assert single.dims == ParallelDims()
+    for name, args, curve in zip(PARITY, rows, split, strict=True):
+        # The experts' balance is a product of two means, so the mean over two workers is another number.
+        if strategy == "fsdp" and name == "mixtral":
+            continue
+        away = difference(train(_trial(args), single, Options(), CPU), curve)
+        assert away.within(tolerance), f"{name}: {away}"
+
+
+def _pair(rank: int, rows: list[dict[str, Any]]) -> list[Curve]:
+    return _curves(rank, rows, "fsdp+tensor", 4, tp=2)
+
+
+def test_fsdp_with_tensor_trains_the_same_llama_and_gpt2(data: Path) -> None:
+    names = ("llama", "gpt2")
+    rows = [arguments(name, data) for name in names]
+    for name, args, curve in zip(names, rows, run_distributed(_pair, 4, rows)[0], strict=True):
+        away = difference(train(_trial(args), choose("single", 1), Options(), CPU), curve)
+        assert away.within(2e-5), f"{name}: {away}"
+
+
+# --- folders and tokenizers -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """What somebody else saved: a Llama with weights and a tokenizer of its own."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    where = tmp_path_factory.mktemp("llama")
+    task = made("llama", data)
+    torch.manual_seed(5)
+    task.build_model().save_pretrained(where)
+    words = {"<pad>": 0, "<s>": 1, "penny": 2, "a": 3, "good": 4, "bad": 5, "day": 6, "[UNK]": 7}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.save(str(where / "tokenizer.json"))
+    return where
+
+
+def test_pretrained_weights_from_a_folder(folder: Path, data: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    args = {"model": str(folder), "data": str(data / "text.txt"), "sequence_length": 8}
+    learnt = load_task("huggingface", {**args, "pretrained": True})
+    assert isinstance(learnt, HuggingFace) and learnt.kind == "causal_lm"
+    assert learnt.tokenizer == str(folder / "tokenizer.json")
+    own = AutoModelForCausalLM.from_pretrained(folder)
+    tokens = a_batch(learnt)[0]
+    model = built(learnt)
+    assert model.training and torch.equal(model(input_ids=tokens).logits, own(input_ids=tokens).logits)
+    fresh = load_task("huggingface", args)
+    assert isinstance(fresh, HuggingFace)
+    assert not torch.equal(built(fresh).lm_head.weight, own.lm_head.weight)
+    with torch.device("meta"):
+        assert next(built(learnt).parameters()).is_meta
+
+
+def test_pretrained_classifier_gets_a_new_head(folder: Path, data: Path) -> None:
+    args = {"model": str(folder), "data": str(data / "reviews.csv"), "pretrained": True} | CLASSES
+    task = load_task("huggingface", args)
+    assert isinstance(task, HuggingFace) and task.config.id2label == {0: "no", 1: "yes"}
+    model = built(task)
+    assert torch.equal(model.score.weight, built(task).score.weight) and model.score.weight.shape == (2, 16)
+    (tokens, _), _ = a_batch(task)
+    assert (tokens[:, 0] == 1).all() and task.config.pad_token_id == 0  # <s>, and the tokenizer's <pad>
+
+
+def test_from_the_hubs_cache(folder: Path, data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    snapshot = tmp_path / "models--somebody--tiny" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    for path in folder.iterdir():
+        (snapshot / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "models--somebody--tiny" / "refs").mkdir()
+    (tmp_path / "models--somebody--tiny" / "refs" / "main").write_text("0123")
+    here = huggingface_hub.snapshot_download
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: here(*a, **k, cache_dir=tmp_path))
+    args = {"model": "somebody/tiny", "data": str(data / "text.txt"), "sequence_length": 8, "pretrained": True}
+    task = load_task("huggingface", args)
+    assert isinstance(task, HuggingFace) and built(task).lm_head.weight.shape == (256, 16)
+
+
+def test_bytes_as_a_tokenizers_file() -> None:
+    text = "import ös\n\tprint(1 + 1)\x00 ☃"
+    for shifted in (False, True):
+        tokenizer = byte_tokenizer(shifted)
+        assert tokenizer.encode(text).ids == [byte + shifted for byte in text.encode()]
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_images_are_fitted_to_a_folders_model(data: Path, tmp_path: Path) -> None:
+    from transformers import ViTConfig
+
+    ViTConfig(**SMALL, image_size=12, patch_size=4, num_channels=3).save_pretrained(tmp_path)
+    task = load_task("huggingface", {"model": str(tmp_path), "data": "digits"})
+    assert isinstance(task, HuggingFace) and task.kind == "image_classification"
+    (pixels,) = task.example_input()
+    assert pixels.shape == (1, 3, 12, 12) and torch.equal(pixels[:, 0], pixels[:, 2])
+    assert built(task)(pixels).logits.shape == (1, 10)
+
+
+# --- wrong input ----------------------------------------------------------------------------------------------------
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"model": "lama"}, r"no model type 'lama' \(did you mean 'llama'\?\)"),
+    ({"model": "./nowhere"}, "there is no folder"),
+    ({"model": 3}, "task_args.model is 3"),
+    ({"kind": "translation"}, "task_args.kind is 'translation'"),
+    ({"kind": "image_classification"}, "write causal_lm or sequence_classification"),
+    ({"model": "sam", "config": {}}, "sam is made for none of"),
+    ({"model": "gemma3", "config": {}}, r"gemma3 is made of several models \(text_config, vision_config\)"),
+    ({"model": "gemma4_assistant", "config": {}}, "gemma4_assistant has no configuration of its own"),
+    ({"model": "xlnet", "config": {}, "kind": "causal_lm"}, "xlnet sees the tokens that it is to predict"),
+    ({"model": "deepseek_v3", "config": {**GROUPED, "qk_rope_head_dim": 3}}, "does not"),
+    ({"config": {"hidden_siz": 3}}, r"task_args.config.hidden_siz: .*did you mean 'hidden_size'\?"),
+    ({"config": {"hidden_size": "wide"}}, "expected int, got str"),
+    ({"config": {**GROUPED, "hidden_size": 18}}, "18"),
+    ({"config": 3}, "task_args.config is 3"),
+    ({"config": {**GROUPED, "vocab_size": 100}}, "vocab_size is 100, but the tokenizer has 256"),
+    ({"pretrained": True}, "'llama' is a model type without weights"),
+    ({"pretrained": "yes"}, "true or false"),
+    ({"augment_shift": 2}, "task_args.augment_shift is for image_classification"),
+    ({"model": "gpt2", "config": {**GPT2, "n_positions": 4}, "sequence_length": 8}, "has 4 positions"),
+    ({"tokenizer": "/nowhere.json"}, "/nowhere.json"),
+    ({"attention": "fast"}, "fast"),
+    ({"model": "bert", "data": "reviews.csv", "config": SMALL, "text": "txt"}, r"did you mean 'text'\?"),
+    ({"model": "bert", "data": "reviews.csv", "config": SMALL, "label": "txt"}, "no column 'txt'"),
+    ({"model": "vit", "data": "digits", "config": {**SMALL, "patch_size": 5}}, "patch_size is 5"),
+    ({"model": "vit", "data": "digits", "sequence_length": 8}, "sequence_length is for causal_lm"),
+    (
+        {"model": "convnext", "data": "digits", "config": {"hidden_sizes": [4, 8, 8, 8], "depths": [1, 1, 1, 1]}},
+        r"does not take samples of \(1, 8, 8\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), WRONG, ids=[says[:30] for _, says in WRONG])
+def test_one_sentence(change: dict[str, Any], says: str, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(data)
+    args = {"model": "llama", "config": GROUPED, "data": "text.txt"} | change
+    with pytest.raises(UserError, match=says) as caught:
+        load_task("huggingface", args)
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_folders(folder: Path, data: Path, tmp_path: Path) -> None:
+    def refused(path: Path, **more: Any) -> str:
+        args = {"model": str(path), "data": str(data / "text.txt"), "sequence_length": 8} | more
+        with pytest.raises(UserError) as caught:
+            load_task("huggingface", args).build_model()
+        return str(caught.value)
+
+    assert "has no config.json" in refused(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nonesuch"}))
+    assert "describes no model that transformers has" in refused(tmp_path)
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    assert "has no weights" in refused(tmp_path, pretrained=True)
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    assert "no tokenizer.json" in refused(tmp_path, pretrained=True)
+    given = {"pretrained": True, "tokenizer": "bytes"}
+    assert "are of another model: model.layers.2." in refused(tmp_path, **given, config={"num_hidden_layers": 3})
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    assert "cannot be read" in refused(tmp_path, **given)
+
+
+def test_hub_that_is_away(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One short question, not the library's half minute of them."""
+    import huggingface_hub
+
+    class Away:
+        asked = 0
+
+        def head(self, url: str, timeout: float) -> None:
+            Away.asked += 1
+            assert timeout <= 5
+            raise OSError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "get_session", Away)
+    with pytest.raises(UserError, match=r"'somebody/else' cannot be had from the hub .* cannot be reached"):
+        load_task("huggingface", {"model": "somebody/else", "data": str(data / "text.txt")})
+    assert Away.asked == 1
+
+
+def test_without_transformers(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(UserError, match=r"pip install 'trireme\[huggingface\]'"):
+        load_task("huggingface", {"model": "llama", "data": str(data / "text.txt")})

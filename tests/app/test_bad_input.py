@@ -1,0 +1,179 @@
+"""Every mistake a person can make gets one sentence, exit code 2, no traceback, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from app.cli import group
+from app.run.manifest import Manifest
+from tests.running import committed, torchrun, trireme
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is written, and what the sentence must name."""
+
+    name: str
+    arguments: list[str]
+    says: tuple[str, ...]
+    files: dict[str, str] = field(default_factory=dict)
+
+
+BASE = ["task=tests.tasks:Points", "train.steps=4", "train.global_batch_size=8", "launcher=local"]
+TRAINED = [*BASE, "tracking.log_model=false"]
+CSV = "a,b,target\n1,2,0\n"
+
+ROWS = [
+    Row("unknown key", [*BASE, "train.stepz=3"], ("train.stepz", "train.steps")),
+    Row("unknown section", [*BASE, "trian.steps=3"], ("trian", "train")),
+    Row("key in the wrong section", [*BASE, "steps=3"], ("steps", "train.steps")),
+    Row("unknown key in the file", ["x.yaml"], ("x.yaml", "optimiser", "optimizer"), {"x.yaml": "optimiser: {lr: 1}"}),
+    Row("word for a number", [*BASE, "train.steps=many"], ("train.steps", "many", "whole number")),
+    Row("fraction for a whole number", [*BASE, "train.seed=1.5"], ("train.seed", "1.5", "whole number")),
+    Row("value for a section", [*BASE, "train=3"], ("train", "section")),
+    Row("neither file nor key", [*BASE, "fast"], ("fast", "there is no file")),
+    Row("unknown choice", [*BASE, "train.precision=fp8"], ("train.precision", "fp8", "bf16")),
+    Row("out of range", [*BASE, "train.global_batch_size=0"], ("train.global_batch_size", "greater than 0")),
+    Row("negative", [*BASE, "optimizer.lr=-1"], ("optimizer.lr", "negative")),
+    Row("missing file", ["nothere.yaml"], ("nothere.yaml",)),
+    Row("missing file with a near one", ["mnst.yaml"], ("mnist.yaml",), {"mnist.yaml": ""}),
+    Row("no YAML", ["x.yaml"], ("x.yaml", "line 2"), {"x.yaml": "task: a\n  b: : c"}),
+    Row("YAML without keys", ["x.yaml"], ("x.yaml", "keys"), {"x.yaml": "- a\n- b"}),
+    Row("empty file", ["x.yaml"], ("task is empty",), {"x.yaml": ""}),
+    Row("no experiment", [], ("experiments/mnist.yaml",)),
+    Row("no length", ["task=tests.tasks:Points", "run.name=x"], ("train.steps", "train.epochs")),
+    Row("name that is no name", [*BASE, "run.name=a/b"], ("run.name", "letters")),
+    Row("workers", [*BASE, "workers=some"], ("workers", "some")),
+    Row("unknown task", [*BASE, "task=image_clasification"], ("image_clasification", "image_classification")),
+    Row("task of no module", [*BASE, "task=nowhere.at_all:Task"], ("nowhere",)),
+    Row("task of no class", [*BASE, "task=tests.tasks:Pionts"], ("Pionts", "Points")),
+    Row("task that is none", [*BASE, "task=pathlib:Path"], ("pathlib:Path", "Task")),
+    Row("argument of the task", [*BASE, "task_args.wdth=3"], ("wdth", "width")),
+    Row("missing data", [*BASE, "task=image_classification", "task_args.data=/nowhere"], ("/nowhere",)),
+    Row("empty data", [*BASE, "task_args.samples=0"], ("training data is empty",)),
+    Row("empty table", [*BASE, "task=tabular", "task_args.data=e.csv"], ("e.csv",), {"e.csv": ""}),
+    Row("unknown strategy", [*BASE, "strategy=fsdpp"], ("fsdpp", "fsdp")),
+    Row("two workers in one process", [*BASE, "workers=2"], ("launcher=local", "workers=1")),
+    Row("torchrun without torchrun", [*BASE, "launcher=torchrun"], ("torchrun --nproc-per-node",)),
+    Row("degrees that do not multiply", [*BASE, "parallel.dp_shard=3"], ("dp_shard", "1")),
+    Row("unknown optimizer", [*BASE, "optimizer.name=adm"], ("optimizer.name", "adamw")),
+    Row("storage that cannot be written", [*BASE, "run.storage=/proc/nowhere"], ("/proc/nowhere", "written")),
+    Row("storage of an unknown kind", [*BASE, "run.storage=s4://bucket"], ("s4",)),
+    Row("MLflow URI of an unknown scheme", [*BASE, "tracking.uri=htp://host"], ("tracking.uri", "http")),
+    Row("MLflow URI without a scheme", [*BASE, "tracking.uri=localhost:5000"], ("http://localhost:5000",)),
+    Row("checkpoint that is not there", [*BASE, "checkpoint.load=/nowhere"], ("/nowhere",)),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_one_sentence(row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in row.files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    before = sorted(os.listdir(tmp_path))
+    arguments = row.arguments
+    if row.arguments and not row.arguments[0].endswith(".yaml") and "run.name" not in " ".join(row.arguments):
+        arguments = [*row.arguments, "run.name=refused"]
+    result = CliRunner().invoke(group, ["train", *arguments], catch_exceptions=False)
+    assert result.exit_code == 2, result.output
+    said = result.stderr.strip()
+    assert said.startswith("trireme: ") and "\n" not in said, said
+    assert all(word in said for word in row.says), said
+    assert "Traceback" not in result.output
+    left = [name for name in sorted(os.listdir(tmp_path)) if name not in before]
+    assert left in ([], ["runs"]) and not list(tmp_path.glob("runs/*")), left
+
+
+def test_json_says_it_too(tmp_path: Path) -> None:
+    ended = trireme("train", *BASE, "run.name=x", "train.stepz=3", f"run.storage={tmp_path}", "--json")
+    assert ended.code == 2
+    assert ended.json["status"] == "refused" and "train.stepz" in ended.json["error"]
+
+
+def test_unknown_command() -> None:
+    ended = trireme("trian", "x.yaml")
+    assert ended.code == 2 and "train" in ended.err
+
+
+def test_labels_out_of_range(tmp_path: Path) -> None:
+    import numpy as np
+
+    np.savez(tmp_path / "d.npz", images=np.zeros((10, 4, 4), np.uint8), labels=np.arange(10))
+    arguments = ["task=image_classification", f"task_args.data={tmp_path}/d.npz", "task_args.classes=4"]
+    ended = trireme("train", *BASE, *arguments, "run.name=x", f"run.storage={tmp_path}/runs")
+    assert ended.code == 2 and "label 4 of image 4" in ended.err, ended.err
+
+
+def test_a_batch_that_does_not_divide(tmp_path: Path) -> None:
+    given = ["task=tests.tasks:Points", "strategy=ddp", "train.steps=2", "train.global_batch_size=9"]
+    ended = torchrun("train", *given, "run.name=x", f"run.storage={tmp_path}")
+    assert ended.code != 0
+    assert "train.global_batch_size is 9" in ended.err and "8 or 10" in ended.err
+    assert ended.err.count("Traceback (most recent call last)") <= 1, "torchrun's own, none of ours"
+
+
+def test_more_workers_than_the_cluster_has(tmp_path: Path, ray_environment: dict[str, str]) -> None:
+    arguments = ["task=tests.tasks:Points", "train.steps=2", "run.name=x", f"run.storage={tmp_path}", "workers=64"]
+    ended = trireme("train", *arguments, env=ray_environment)
+    assert ended.code == 2, ended.err
+    assert "64 workers" in ended.err and "workers=4" in ended.err
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The storage of a run `a` with two checkpoints."""
+    storage = tmp_path_factory.mktemp("trained")
+    ended = trireme("train", *TRAINED, "checkpoint.every_steps=2", "run.name=a", f"run.storage={storage}")
+    assert ended.code == 0, ended.err
+    assert committed(storage / "a") == [2, 4]
+    return storage
+
+
+def copy_of(trained: Path, tmp_path: Path) -> Path:
+    shutil.copytree(trained / "a", tmp_path / "a")
+    manifest = tmp_path / "a" / "run.json"
+    saved = Manifest(**json.loads(manifest.read_text()))
+    saved.status = "stopped"
+    manifest.write_text(json.dumps(saved.__dict__))
+    return tmp_path / "a"
+
+
+def test_a_truncated_checkpoint_is_passed_over(trained: Path, tmp_path: Path) -> None:
+    run = copy_of(trained, tmp_path)
+    part = next(run.glob("checkpoints/step-00000004*/*.distcp"))
+    part.write_bytes(part.read_bytes()[:-10])
+    ended = trireme("train", *BASE, "run.name=a", f"run.storage={tmp_path}")
+    assert ended.code == 0, ended.err
+    assert part.name in ended.out and "continuing after step 2" in ended.out
+
+
+def test_only_damaged_checkpoints(trained: Path, tmp_path: Path) -> None:
+    run = copy_of(trained, tmp_path)
+    for part in run.glob("checkpoints/*/*.distcp"):
+        data = bytearray(part.read_bytes())
+        data[len(data) // 2] ^= 1
+        part.write_bytes(bytes(data))
+    ended = trireme("train", *BASE, "run.name=a", f"run.storage={tmp_path}")
+    assert ended.code == 2, ended.err
+    assert "step-0000000" in ended.err and "Traceback" not in ended.err
+
+
+def test_a_checkpoint_of_another_model(trained: Path, tmp_path: Path) -> None:
+    arguments = ["run.name=b", f"run.storage={tmp_path}", "task_args.width=32", f"checkpoint.load={trained}/a"]
+    ended = trireme("train", *BASE, *arguments)
+    assert ended.code == 2, ended.err
+    assert "another model" in ended.err and "16" in ended.err and "32" in ended.err
+
+
+def test_a_run_that_was_something_else(trained: Path) -> None:
+    ended = trireme("train", *BASE, "run.name=a", f"run.storage={trained}", "task_args.width=32")
+    assert ended.code == 2, ended.err
+    assert "task_args.width" in ended.err and "run.name" in ended.err

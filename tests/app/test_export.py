@@ -1,0 +1,194 @@
+"""`trireme export`: what others load is what was trained, and a wrong word gets one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file
+
+from app.checkpoint import Checkpointer
+from app.cli import group
+from app.config_io import from_dict, to_yaml
+from app.export import export_run
+from app.randomness import seed_everything
+from app.tasks import load_task
+from tests.running import trireme
+
+GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4}
+BERT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+POINTS = ("tests.tasks:Plain", {"width": 8})
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def a_run(folder: Path, task: str, task_args: dict[str, Any], steps: tuple[int, ...] = (1,)) -> list[Any]:
+    """A run's folder as training leaves it, with a checkpoint of each of these steps; the models in them."""
+    folder.mkdir()
+    config = {"task": task, "task_args": task_args, "train": {"steps": steps[-1]}, "run": {"name": folder.name}}
+    (folder / "config.yaml").write_text(to_yaml(from_dict(config)))
+    (folder / "run.json").write_text("{}")
+    made = []
+    for step in steps:
+        seed_everything(step)
+        made.append(load_task(task, task_args).build_model().eval())
+        checkpointer = Checkpointer(str(folder / "checkpoints"), keep_last=len(steps))
+        checkpointer.save({"model": made[-1].state_dict()}, meta={"step": step})
+        checkpointer.close()
+    return made
+
+
+def exported(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(group, ["export", *map(str, arguments)])
+
+
+def refused(*arguments: str | Path) -> str:
+    """The sentence that the command ends with."""
+    result = exported(*arguments)
+    assert result.exit_code == 2, result.output
+    sentence = result.stderr.strip()
+    assert sentence.startswith("trireme: ") and "\n" not in sentence and "Traceback" not in sentence
+    return sentence
+
+
+def test_trained_llama_loads_in_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    (tmp_path / "text.txt").write_text("a penny saved is a penny earned; " * 40)
+    changes = ["num_hidden_layers=2", "hidden_size=16", "intermediate_size=32"]
+    ended = trireme(
+        "train",
+        "experiments/llama.yaml",
+        *[f"task_args.config.{change}" for change in changes],
+        *[f"task_args.data={tmp_path}/text.txt", "task_args.sequence_length=16", "task_args.eval_samples=4"],
+        *["launcher=local", "strategy=single", "train.steps=3", "train.global_batch_size=4"],
+        *[f"run.storage={tmp_path}", "tracking.enabled=false"],
+    )
+    assert ended.code == 0, ended.err
+    result = exported(tmp_path / "llama", "--to", "huggingface", "--json")
+    assert result.exit_code == 0, result.output
+    done = json.loads(result.stdout)
+    assert done["status"] == "complete" and done["step"] == 3
+    folder = Path(done["folder"])
+    assert folder == tmp_path / "llama" / "export" / "huggingface-step-00000003"
+    assert done["files"] == sorted(path.name for path in folder.iterdir())
+    assert done["size"] == sum(path.stat().st_size for path in folder.iterdir())
+
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report
+    trained = torch.load(tmp_path / "llama" / "model" / "weights.pt", weights_only=True)
+    assert all(torch.equal(trained[name], tensor) for name, tensor in model.state_dict().items())
+    assert type(model).__name__ == "LlamaForCausalLM" and model.config.num_hidden_layers == 2
+    tokens = AutoTokenizer.from_pretrained(folder)("a pénny", return_tensors="pt")["input_ids"]
+    assert tokens.tolist() == [list("a pénny".encode())]
+    assert model.generate(tokens, max_new_tokens=2, do_sample=False).shape[1] == tokens.shape[1] + 2
+
+
+def test_tied_weights_are_written_once(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    (tmp_path / "text.txt").write_text("a penny saved is a penny earned; " * 40)
+    args = {"model": "gpt2", "config": GPT2, "data": str(tmp_path / "text.txt"), "sequence_length": 8}
+    (trained,) = a_run(tmp_path / "gpt2", "huggingface", args)
+    done = export_run(str(tmp_path / "gpt2"), to="huggingface", file_bytes=20_000)
+    index = json.loads((done.folder / "model.safetensors.index.json").read_text())
+    names = {name for file in set(index["weight_map"].values()) for name in load_file(done.folder / file)}
+    assert names == set(trained.state_dict()) - {"lm_head.weight"} == set(index["weight_map"])
+    model = AutoModelForCausalLM.from_pretrained(done.folder)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    tokens = torch.arange(8)[None]
+    assert torch.equal(model(tokens).logits, trained(tokens).logits)
+    again = load_task("huggingface", args | {"model": str(done.folder), "config": {}, "pretrained": True})
+    assert torch.equal(again.build_model().eval()(tokens).logits, trained(tokens).logits)
+
+
+def test_classifier_keeps_its_classes_and_its_padding(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    rows = [f"{'good' if i % 2 else 'bad'} day,{'yes' if i % 2 else 'no'}" for i in range(20)]
+    (tmp_path / "reviews.csv").write_text("\n".join(["text,label", *rows]) + "\n")
+    args = {"model": "bert", "config": BERT, "data": str(tmp_path / "reviews.csv")}
+    (trained,) = a_run(tmp_path / "bert", "huggingface", args)
+    assert exported(tmp_path / "bert", "--to", "huggingface", "--out", tmp_path / "out").exit_code == 0
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert model.config.id2label == {0: "no", 1: "yes"}
+    texts = AutoTokenizer.from_pretrained(tmp_path / "out")(["good", "a bad day"], padding=True, return_tensors="pt")
+    assert texts["input_ids"][0].tolist() == [byte + 1 for byte in b"good"] + [0] * 5
+    ids, mask = texts["input_ids"], texts["attention_mask"]
+    assert mask[0].sum() == 4
+    theirs, ours = (each(input_ids=ids, attention_mask=mask).logits for each in (model, trained))
+    assert torch.allclose(theirs, ours, atol=1e-7)
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch"])
+def test_any_task(to: str, tmp_path: Path) -> None:
+    first, second = a_run(tmp_path / "points", *POINTS, steps=(1, 2))
+
+    def weights(folder: Path) -> dict[str, torch.Tensor]:
+        (path,) = folder.iterdir()
+        return load_file(path) if to == "safetensors" else torch.load(path, weights_only=True)
+
+    for arguments, model in (([], second), (["--step", "1"], first)):
+        result = exported(tmp_path / "points", "--to", to, *arguments, "--out", tmp_path / f"out{len(arguments)}")
+        assert result.exit_code == 0, result.output
+        assert f"step {1 if arguments else 2} of" in result.stdout
+        got = weights(tmp_path / f"out{len(arguments)}")
+        assert got.keys() == model.state_dict().keys()
+        assert all(torch.equal(got[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_refusals(tmp_path: Path) -> None:
+    run, to = tmp_path / "points", ("--to", "torch")
+    a_run(run, *POINTS)
+    assert "did you mean 'huggingface'" in refused(run, "--to", "hugging_face")
+    assert "it can be safetensors, huggingface, torch" in refused(run, "--to", "onnx")
+    assert "--to is not given; it can be" in refused(run)
+    assert "holds no run" in refused(tmp_path / "nowhere", *to)
+    assert "whose model transformers does not have" in refused(run, "--to", "huggingface")
+    assert "no checkpoint of step 7" in refused(run, *to, "--step", "7")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    assert "holds something already" in refused(run, *to, "--out", tmp_path / "full")
+    assert "cannot be written" in refused(run, *to, "--out", "/proc/nowhere/out")
+    for path in sorted((run / "checkpoints").rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    assert "there is no good checkpoint" in refused(run, *to)
+    assert not (run / "export").exists() and not list(tmp_path.glob(".*.tmp"))
+
+
+def test_run_named_without_its_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs").mkdir()
+    a_run(tmp_path / "runs" / "points", *POINTS)
+    monkeypatch.chdir(tmp_path)
+    assert "did you mean runs/points?" in refused("points", "--to", "torch")
+
+
+def test_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    first, _ = a_run(tmp_path / "points", *POINTS, steps=(1, 2))
+    (file,) = (tmp_path / "points" / "checkpoints").glob("step-00000002*/__0_0.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(bytes(content))
+    assert "the checkpoint of step 2 is damaged" in refused(tmp_path / "points", "--to", "torch", "--step", "2")
+    result = exported(tmp_path / "points", "--to", "torch", "--out", tmp_path / "out")
+    assert result.exit_code == 0 and "is passed over" in result.stdout and "step 1 of" in result.stdout
+    got = torch.load(tmp_path / "out" / "model.pt", weights_only=True)
+    assert all(torch.equal(got[name], tensor) for name, tensor in first.state_dict().items())
+
+
+def test_data_that_has_changed(tmp_path: Path) -> None:
+    """The number of classes comes from the data; another number would make another model."""
+    table = tmp_path / "reviews.csv"
+    table.write_text("text,label\n" + "good,yes\nbad,no\n" * 9)
+    a_run(tmp_path / "bert", "huggingface", {"model": "bert", "config": BERT, "data": str(table)})
+    table.write_text("text,label\n" + "good,yes\nbad,no\nso so,perhaps\n" * 9)
+    said = refused(tmp_path / "bert", "--to", "huggingface", "--out", tmp_path / "out")
+    assert "classifier.weight is (2, 16) in the checkpoint and (3, 16) now" in said
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*.tmp"))

@@ -1,0 +1,153 @@
+"""The parts of the training loop, each by itself."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from app import step_sync
+from app.config import OptimizerConfig, ScheduleConfig
+from app.console import duration, progress_line, quantity, size
+from app.errors import NonFiniteError, UserError
+from app.loss_scale import LossScale
+from app.optimizer import build_optimizer, learning_rate
+from app.randomness import mix, seed_step
+from app.step_sync import Pulse
+from tests.pool import run_distributed
+
+pytestmark = pytest.mark.alone
+
+
+def schedule(name: str, step: int, warmup: int = 0, final: float = 0.0) -> float:
+    return learning_rate(OptimizerConfig(lr=2.0), ScheduleConfig(name, warmup, final), step, steps=11)
+
+
+def test_learning_rates() -> None:
+    assert [schedule("constant", s) for s in (0, 10)] == [2.0, 2.0]
+    assert [schedule("constant", s, warmup=4) for s in (0, 1, 3, 4)] == [0.5, 1.0, 2.0, 2.0]
+    assert [schedule("linear", s) for s in (0, 5, 10)] == [2.0, 1.0, 0.0]
+    assert schedule("cosine", 0) == 2.0 and schedule("cosine", 10) == pytest.approx(0.0)
+    assert schedule("cosine", 5) == pytest.approx(1.0)
+    assert schedule("linear", 10, final=0.25) == pytest.approx(0.5)
+    assert schedule("cosine", 10, warmup=3, final=0.1) == pytest.approx(0.2)
+
+
+def test_biases_and_norms_are_not_decayed() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    optimizer = build_optimizer(OptimizerConfig(weight_decay=0.1), model.parameters())
+    decayed, others = optimizer.param_groups
+    assert [tuple(p.shape) for p in decayed["params"]] == [(4, 4)] and decayed["weight_decay"] == 0.1
+    assert all(p.dim() == 1 for p in others["params"]) and others["weight_decay"] == 0.0
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "torch.optim:RMSprop"])
+def test_optimizers_learn(name: str) -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    optimizer = build_optimizer(OptimizerConfig(name=name, lr=0.1), [weight])
+    for _ in range(20):
+        optimizer.zero_grad()
+        weight.square().sum().backward()
+        optimizer.step()
+    assert weight.abs().max() < 0.9
+
+
+def test_an_optimizer_by_import_path_that_is_none() -> None:
+    with pytest.raises(UserError, match="math:sqrt"):
+        build_optimizer(OptimizerConfig(name="math:sqrt"), [nn.Parameter(torch.ones(1))])
+
+
+def test_randomness_depends_on_seed_step_and_data_rank() -> None:
+    drawn = []
+    for key in [(0, 1, 0), (0, 1, 0), (0, 2, 0), (0, 1, 1), (1, 1, 0)]:
+        seed_step(*key, torch.device("cpu"))
+        drawn.append(torch.rand(1).item())
+    assert drawn[0] == drawn[1] and len(set(drawn)) == 4
+    assert len({mix(a, b) for a in range(50) for b in range(50)}) == 2500
+
+
+def test_loss_scale_skips_and_recovers() -> None:
+    scale = LossScale(enabled=True, growth_interval=3)
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.full((3,), scale.scale)
+    scale.unscale_([weight])
+    assert weight.grad.tolist() == [1.0, 1.0, 1.0]
+    begun = scale.scale
+    assert not scale.accepts(torch.tensor(math.inf), 1)
+    assert (scale.scale, scale.skipped) == (begun / 2, 1)
+    assert all(scale.accepts(torch.tensor(1.0), step) for step in (2, 3, 4))
+    assert scale.scale == begun
+    again = LossScale(enabled=True)
+    again.load_state(scale.state())
+    assert (again.scale, again.good_steps, again.skipped) == (scale.scale, scale.good_steps, 1)
+
+
+def test_loss_scale_gives_up_on_what_never_is_finite() -> None:
+    scale = LossScale(enabled=True)
+    with pytest.raises(NonFiniteError, match="step 7"):
+        for _ in range(100):
+            scale.accepts(torch.tensor(math.nan), 7)
+
+
+def test_pulse_reports_logged_steps_and_plans_the_next() -> None:
+    pulse = Pulse(0, 1, 1, first_step=5)
+    assert pulse.due(5)
+    pulse.add(torch.tensor(2.0))
+    pulse.log(5, 0.1, torch.tensor(3.0))
+    agreed = pulse.agree(5, stop=False, save=True)
+    assert (agreed.stop, agreed.save) == (False, True)
+    assert [(e.step, e.loss, e.grad_norm, e.learning_rate) for e in agreed.logged] == [(5, 2.0, 3.0, 0.1)]
+    for step in (6, 7, 8):
+        pulse.add(torch.tensor(float(step)))
+    pulse.log(7, 0.1, None)
+    agreed = pulse.agree(8, stop=True, save=False)
+    assert agreed.stop and [(e.step, e.loss, e.grad_norm) for e in agreed.logged] == [(7, 7.0, None)]
+    assert 9 <= pulse.next_step <= 8 + 200
+
+
+@pytest.mark.parametrize(
+    ("losses", "norm", "says"),
+    [([1.0, math.nan, 1.0], 1.0, "loss was not finite at step 2"), ([1.0, 1.0, 1.0], math.inf, "gradient.*step 3")],
+)
+def test_pulse_names_the_step_that_was_not_finite(losses: list[float], norm: float, says: str) -> None:
+    pulse = Pulse(0, 1, 1, first_step=1)
+    for loss in losses:
+        pulse.add(torch.tensor(loss))
+    pulse.log(3, 0.1, torch.tensor(norm))
+    with pytest.raises(NonFiniteError, match=says):
+        pulse.agree(3, stop=False, save=False)
+
+
+def _agree(rank: int, memory: bool) -> tuple[bool, bool, float, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        if not memory:  # as on several machines
+            patch.setattr(step_sync, "shared_sum", lambda *_: None)
+        pulse = Pulse(rank, 2, 1, first_step=1)
+    assert (pulse.shared is not None) == memory
+    pulse.add(torch.tensor(1.0 + rank))
+    pulse.log(1, 0.1, torch.tensor(3.0))
+    agreed = pulse.agree(1, stop=rank == 1, save=False)
+    pulse.add(torch.tensor(math.nan if rank == 1 else 1.0))
+    try:
+        pulse.agree(2, stop=False, save=False)
+    except NonFiniteError as error:
+        return agreed.stop, agreed.save, agreed.logged[0].loss, str(error)
+    return agreed.stop, agreed.save, agreed.logged[0].loss, ""
+
+
+@pytest.mark.parametrize("memory", [True, False], ids=["memory", "gloo"])
+def test_two_ranks_agree_on_losses_flags_and_what_is_not_finite(memory: bool) -> None:
+    for stop, save, loss, said in run_distributed(_agree, 2, memory):
+        assert (stop, save, loss) == (True, False, 3.0)
+        assert "not finite at step 2 on rank 1;" in said
+
+
+def test_what_the_person_reads() -> None:
+    assert [duration(s) for s in (41, 725, 11220, 190800)] == ["0:41", "12:05", "3:07:00", "2 d 05:00:00"]
+    assert [size(b) for b in (12, 310e6, 1.44e9, 3e12)] == ["12 bytes", "310 MB", "1.4 GB", "3.00 TB"]
+    assert [quantity(v) for v in (1204.4, 0.5321)] == ["1,204", "0.532"]
+    event = {"step": 120, "steps": 500, "loss": 0.23141, "rate": 1204.0, "unit": "samples", "seconds_left": 41.0}
+    line = progress_line(event | {"memory_bytes": 310e6})
+    assert line == "step 120/500  loss 0.2314  1,204 samples/s  0:41 left  310 MB per worker"

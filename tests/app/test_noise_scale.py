@@ -1,0 +1,154 @@
+"""The gradient noise scale against its closed form, and what measuring it must not change."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from app.config import OptimizerConfig, ScheduleConfig
+from app.noise_scale import Estimate, NoiseScale
+from app.optimizer import learning_rate
+from strategies.parallelize import Layout, Options, choose, parallelize
+from tests.pool import run_distributed
+from tests.running import POINTS, curve, same_bits, trireme, weights
+
+pytestmark = pytest.mark.alone
+
+DIM, SAMPLES, BATCH = 40, 36_000, 240
+
+
+class Line(nn.Module):
+    """Its gradient at one sample is that sample: mean and covariance of the gradient are those of the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.w
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).mean()
+
+
+def samples() -> torch.Tensor:
+    draw = torch.Generator().manual_seed(0)
+    spread = torch.linspace(0.2, 2.0, DIM)
+    return 0.35 + spread * torch.randn(SAMPLES, DIM, generator=draw)
+
+
+def closed_form(data: torch.Tensor) -> float:
+    data = data.double()
+    return float(data.var(0).sum() / data.mean(0).square().sum())
+
+
+def measure(rank: int, world: int, strategy: str, micro_batches: int) -> tuple[float, float, float, bool]:
+    layout = choose(strategy, world)
+    parallel = parallelize(Line, layout, Options(), device=torch.device("cpu"))
+    noise = NoiseScale(parallel, 1, BATCH)
+    noise.estimate = Estimate(window=10_000)
+    data, share, same = samples(), BATCH // world, True
+    for step in range(SAMPLES // BATCH):
+        mine = data[step * BATCH + rank * share : step * BATCH + (rank + 1) * share]
+        parts = list(mine.chunk(micro_batches))
+        if step == 0 and world > 1:  # as the loop does: DDP sees a whole step first
+            parallel.forward_backward(parts, [len(p) / BATCH for p in parts], loss)
+        else:
+            noise.forward_backward(parts, [len(p) / BATCH for p in parts], loss)
+            gradient = next(iter(parallel.parameters())).grad
+            whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+            right = data[step * BATCH : (step + 1) * BATCH].mean(0)
+            same = same and torch.allclose(whole, right, rtol=1e-4, atol=1e-5)
+        for parameter in parallel.parameters():
+            parameter.grad = None
+    noise.values()
+    found = noise.estimate.value()
+    assert found is not None
+    return (*found, same)
+
+
+CASES = [("single", 1, 1), ("single", 1, 4), ("ddp", 2, 1), ("fsdp", 2, 2)]
+
+
+@pytest.mark.parametrize(("strategy", "world", "micro_batches"), CASES)
+def test_within_five_percent_of_the_closed_form(strategy: str, world: int, micro_batches: int) -> None:
+    if world == 1:
+        results = [measure(0, 1, strategy, micro_batches)]
+    else:
+        results = run_distributed(measure, world, world, strategy, micro_batches)
+    true = closed_form(samples())
+    for value, low, high, same in results:
+        assert abs(value / true - 1) < 0.05, (value, true)
+        assert low < true < high and (high - low) < 0.4 * true, "the spread holds the truth, and says something"
+        assert same, "a measured step leaves the same gradients"
+    assert len({result[0] for result in results}) == 1, "every worker says the same"
+
+
+def test_estimate_is_unbiased_over_uneven_small_batches() -> None:
+    """Small batches of unlike sizes: the mean of 1 / b is what counts."""
+    draw, estimate = torch.Generator().manual_seed(1), Estimate(window=10_000)
+    for _ in range(4000):
+        x = 0.3 + torch.randn(16, 8, generator=draw, dtype=torch.float64)
+        small = [part.mean(0).square().sum().item() for part in (x[:5], x[5:])]
+        estimate.add(sum(small) / 2, x.mean(0).square().sum().item(), (1 / 5 + 1 / 11) / 2, 16)
+    found = estimate.value()
+    assert found is not None and abs(found[0] / (8 / (8 * 0.3**2)) - 1) < 0.05
+
+
+def test_no_value_without_enough_or_without_signal() -> None:
+    estimate = Estimate()
+    for _ in range(4):
+        estimate.add(2.0, 1.5, 1 / 4, 8)
+    assert estimate.value() is None
+    for _ in range(20):
+        estimate.add(2.0, 0.1, 1 / 4, 8)  # the batch's gradient is all noise
+    assert estimate.value() is None
+    assert NoiseScale.of(None, None, 64) is None  # type: ignore[arg-type]
+
+
+def test_measuring_in_a_run_is_logged_and_changes_nothing(tmp_path: Path) -> None:
+    common = [*POINTS, "task=tests.tasks:Plain", "train.steps=40", "launcher=local", f"run.storage={tmp_path}"]
+    for name, more in (("with", ["train.noise_scale_every=2"]), ("without", ["tracking.enabled=false"])):
+        ended = trireme("train", *common, f"run.name={name}", *more)
+        assert ended.code == 0, ended.err
+    a, b = weights(tmp_path / "with"), weights(tmp_path / "without")
+    assert all(torch.allclose(a[name], b[name], rtol=1e-4, atol=1e-6) for name in a)
+    assert not same_bits(a, {name: value + 1 for name, value in b.items()})
+    found = curve(tmp_path, "with", "train/noise_scale")
+    assert found and all(value > 0 for value in found.values())
+
+
+@pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
+def test_learning_rate_follows_the_batch(scaling: str, factor: float) -> None:
+    optimizer = OptimizerConfig(lr=0.1, lr_scaling=scaling, lr_batch_size=64)
+    constant = ScheduleConfig(warmup_steps=10)
+    assert learning_rate(optimizer, constant, 50, 100, 256) == pytest.approx(0.1 * factor)
+    first = learning_rate(optimizer, constant, 0, 100, 256)
+    bottom = 0.1 if factor > 1 else 0.0  # Goyal et al.: from the unscaled rate up
+    assert first == pytest.approx(bottom + (0.1 * factor - bottom) / 10)
+    assert learning_rate(optimizer, constant, 9, 100, 256) == pytest.approx(0.1 * factor)
+    assert learning_rate(optimizer, ScheduleConfig(), 5, 100, 16) == pytest.approx(
+        0.1 * (0.25, 0.5, 1.0)[_index(scaling)]
+    )
+    assert math.isclose(learning_rate(optimizer, constant, 50, 100), 0.1), "without a batch size it is what is written"
+
+
+def _index(scaling: str) -> int:
+    return {"linear": 0, "sqrt": 1, "none": 2}[scaling]
+
+
+def test_scaling_without_a_reference_is_refused() -> None:
+    ended = trireme("train", *POINTS, "train.steps=5", "run.name=x", "optimizer.lr_scaling=linear")
+    assert ended.code == 2 and "optimizer.lr_batch_size" in ended.err
+
+
+def test_layouts_it_cannot_measure_are_left_alone() -> None:
+    parallel = parallelize(Line, choose("single", 1), Options(), device=torch.device("cpu"))
+    assert NoiseScale.of(parallel, 10, 1) is None, "one sample has no smaller batches"
+    assert isinstance(parallel.layout, Layout) and not dist.is_initialized()

@@ -1,0 +1,117 @@
+"""What the tests of tracking share: a database to copy, a run's history read back, a driver to kill. No tests here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from app.tracking import Tracker
+from tests.running import ROOT
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """The condition's first true value; fails the test when it takes longer."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if value := condition():
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"not within {seconds} s: {condition}")
+
+
+def new_database(template: Path, folder: Path) -> str:
+    """A database of one's own, copied because MLflow takes more than a second to make one; returns its URI."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(template, folder / "mlflow.db")
+    return f"sqlite:///{folder / 'mlflow.db'}"
+
+
+def tracker(folder: Path, uri: str, **changes: Any) -> Tracker:
+    arguments: dict[str, Any] = {
+        "uri": uri,
+        "experiment": "tests",
+        "run_name": "a-run",
+        "run_uid": "uid-1",
+        "artifact_location": None if uri.startswith("http") else (folder.parent / "mlartifacts").as_uri(),
+    }
+    return Tracker(folder, **(arguments | changes))
+
+
+class Store:
+    """Reads what MLflow has straight from its SQLite tables: no second mlflow import, no server."""
+
+    def __init__(self, uri: str) -> None:
+        self._path = uri.removeprefix("sqlite:///")
+
+    def query(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
+        with sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, timeout=20) as connection:
+            return connection.execute(sql, values).fetchall()
+
+    def runs(self, uid: str = "uid-1") -> list[str]:
+        """Ids of the runs with this uid that are not deleted."""
+        sql = (
+            "select r.run_uuid from runs r join tags t on t.run_uuid = r.run_uuid "
+            "where t.key = 'trireme.run_uid' and t.value = ? and r.lifecycle_stage = 'active' order by r.start_time"
+        )
+        return [row[0] for row in self.query(sql, uid)]
+
+    def run(self, uid: str = "uid-1") -> str:
+        (run,) = self.runs(uid)
+        return run
+
+    def status(self, uid: str = "uid-1") -> str:
+        return self.query("select status from runs where run_uuid = ?", self.run(uid))[0][0]
+
+    def end_seconds(self) -> float:
+        return self.query("select end_time from runs where run_uuid = ?", self.run())[0][0] / 1000
+
+    def history(self, key: str, uid: str = "uid-1") -> list[tuple[int, float]]:
+        """(step, value) of a metric, in the order of steps; every row, doubles included."""
+        sql = "select step, case is_nan when 1 then null else value end from metrics where run_uuid = ? and key = ?"
+        return sorted(self.query(sql, self.run(uid), key), key=lambda row: row[0])
+
+    def steps(self, key: str, uid: str = "uid-1") -> list[int]:
+        return [step for step, _ in self.history(key, uid)]
+
+    def params(self) -> dict[str, str]:
+        return dict(self.query("select key, value from params where run_uuid = ?", self.run()))
+
+    def tags(self) -> dict[str, str]:
+        return dict(self.query("select key, value from tags where run_uuid = ?", self.run()))
+
+    def artifacts(self) -> Path:
+        uri = self.query("select artifact_uri from runs where run_uuid = ?", self.run())[0][0]
+        return Path(uri.removeprefix("file://"))
+
+
+def python(code: str, *arguments: object, **changes: Any) -> subprocess.Popen[str]:
+    """A Python process that can import the application."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **changes,
+    )
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

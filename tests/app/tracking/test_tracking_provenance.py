@@ -1,0 +1,144 @@
+"""What a run tells of where it ran, without MLflow: provenance and samples of the system."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from app.tracking import SystemSampler
+from app.tracking.provenance import environment_text, provenance_tags
+from app.tracking.system import Sample
+from tests.app.tracking.test_tracking_kit import wait_until
+
+pytestmark = pytest.mark.alone
+
+# --- provenance ---------------------------------------------------------------------------------------------------
+
+
+def git(folder: Path, *arguments: str) -> None:
+    import subprocess
+
+    identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def test_provenance_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git(tmp_path, "init", "-b", "trunk")
+    (tmp_path / "a.py").write_text("1")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "one")
+    git(tmp_path, "remote", "add", "origin", "https://me:sesame@example.org/x.git")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(
+        "RAY_JOB_CONFIG_JSON_ENV_VAR", '{"metadata": {"job_submission_id": "raysubmit_1", "job_name": "raysubmit_1"}}'
+    )
+    tags = provenance_tags()
+    assert len(tags["mlflow.source.git.commit"]) == 40 and tags["mlflow.source.git.branch"] == "trunk"
+    assert tags["mlflow.source.git.dirty"] == "false"
+    assert tags["mlflow.source.git.repoURL"] == "https://***@example.org/x.git"
+    assert tags["trireme.ray_job_id"] == "raysubmit_1"
+    assert tags["trireme.version.torch"].startswith("2.") and tags["mlflow.user"]
+    (tmp_path / "a.py").write_text("2")
+    assert provenance_tags()["mlflow.source.git.dirty"] == "true"
+
+
+def test_provenance_never_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{not json")
+    monkeypatch.setattr("getpass.getuser", lambda: 1 / 0)
+    tags = provenance_tags()
+    assert "mlflow.source.git.commit" not in tags and "mlflow.user" not in tags and tags["trireme.python"]
+
+
+def test_provenance_is_quick() -> None:
+    seconds = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        provenance_tags()
+        environment_text()
+        seconds.append(time.perf_counter() - begun)
+    assert min(seconds) < 0.05
+
+
+def test_all_packages_are_listed() -> None:
+    from importlib.metadata import distributions
+
+    def canonical(name: str) -> str:
+        return name.lower().replace("_", "-").replace(".", "-")
+
+    listed = {canonical(line.split("==")[0]): line.split("==")[1] for line in environment_text().split("\n")[1:-1]}
+    for distribution in distributions():
+        if str(distribution._path).endswith(".dist-info"):  # type: ignore[attr-defined]
+            assert listed[canonical(distribution.metadata["Name"])] == distribution.version
+
+
+# --- system metrics -----------------------------------------------------------------------------------------------
+
+
+def test_samples_have_mlflows_names() -> None:
+    values = Sample().take()
+    assert {
+        "cpu_utilization_percentage",
+        "system_memory_usage_megabytes",
+        "system_memory_usage_percentage",
+        "disk_usage_percentage",
+        "disk_usage_megabytes",
+        "disk_available_megabytes",
+        "network_receive_megabytes",
+        "network_transmit_megabytes",
+    } <= set(values)
+    assert 0 < values["system_memory_usage_percentage"] < 100 and values["network_receive_megabytes"] >= 0
+
+
+def test_a_gpu_tells_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NVMLError(Exception):
+        pass
+
+    def no_power(handle: object) -> int:
+        raise NVMLError
+
+    nvml = SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=20e9, total=80e9),
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=91 + handle),
+        nvmlDeviceGetPowerUsage=no_power,
+        nvmlDeviceGetEnforcedPowerLimit=lambda handle: 700_000,
+    )
+    monkeypatch.setitem(__import__("sys").modules, "pynvml", nvml)
+    gpus = {key: value for key, value in Sample().take().items() if key.startswith("gpu_1")}
+    assert gpus == {
+        "gpu_1_memory_usage_percentage": 25.0,
+        "gpu_1_memory_usage_megabytes": 20_000.0,
+        "gpu_1_utilization_percentage": 92,
+    }
+
+
+def test_a_sampler_emits_and_stops() -> None:
+    emitted: list[dict] = []
+    sampler = SystemSampler(emitted.append, "node-3", 0.01)
+    wait_until(lambda: emitted, 5)
+    sampler.close()
+    count = len(emitted)
+    assert emitted[0]["type"] == "metrics" and emitted[0]["step"] is None
+    assert emitted[0]["values"]["system/node-3/cpu_utilization_percentage"] >= 0
+    time.sleep(1.2)
+    assert len(emitted) == count
+    SystemSampler(emitted.append, "n", 0.0).close()
+    assert len(emitted) == count
+
+
+def test_a_sample_costs_little() -> None:
+    """At the default of one in five seconds: at most 0.2 % of one core."""
+    sample = Sample()
+    sample.take()
+    begun = time.process_time()
+    for _ in range(50):
+        sample.take()
+    assert (time.process_time() - begun) / 50 / 5.0 < 0.002

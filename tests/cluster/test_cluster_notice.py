@@ -1,0 +1,159 @@
+"""A machine that is about to be taken away says so, and the run saves a checkpoint first."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.notice import Watch, aws, azure, gcp, provider_of
+from tests.running import POINTS, ROOT, committed, environment, finish, ray_head, start, wait_until
+
+
+class Cloud(ThreadingHTTPServer):
+    """The three clouds' metadata services on one port of this machine. `going` is what they know."""
+
+    going, token = False, "t1"
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.asked: list[str] = []
+        self.base = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Cloud
+
+    def do_PUT(self) -> None:
+        self._say(self.server.token if "X-aws-ec2-metadata-token-ttl-seconds" in self.headers else None)
+
+    def do_GET(self) -> None:
+        going, path, headers = self.server.going, self.path.partition("?")[0], self.headers
+        self.server.asked.append(path)
+        if path == "/latest/meta-data/spot/instance-action":
+            if headers.get("X-aws-ec2-metadata-token") != self.server.token:
+                return self._say("", 401)
+            self._say('{"action": "terminate", "time": "2026-11-21T18:02:00Z"}' if going else None)
+        elif path == "/computeMetadata/v1/instance/preempted" and headers.get("Metadata-Flavor") == "Google":
+            self._say("TRUE" if going else "FALSE")
+        elif path == "/metadata/instance/compute/name" and headers.get("Metadata") == "true":
+            self._say("me")
+        elif path == "/metadata/scheduledevents" and headers.get("Metadata") == "true":
+            event = {"EventType": "Preempt", "Resources": ["other"], "NotBefore": ""}
+            mine = event | {"Resources": ["me"], "NotBefore": "Sat, 21 Nov 2026 18:02:00 GMT"}
+            self._say(json.dumps({"Events": [event, *([mine] if going else [])]}))
+        else:
+            self._say(None)
+
+    def _say(self, text: str | None, code: int = 200) -> None:
+        self.send_response(404 if text is None else code)
+        self.end_headers()
+        self.wfile.write((text or "").encode())
+
+    def log_message(self, *_: Any) -> None:
+        return
+
+
+@pytest.fixture
+def cloud() -> Iterator[Cloud]:
+    server = Cloud()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(("service", "said"), [(aws, "18:02:00Z"), (gcp, "preempts"), (azure, "18:02:00 GMT")])
+def test_each_cloud_is_understood(cloud: Cloud, service: Any, said: str) -> None:
+    ask = service(cloud.base)
+    assert ask() is None
+    cloud.going = True
+    assert said in ask()
+
+
+def test_a_token_that_has_run_out_is_renewed(cloud: Cloud) -> None:
+    cloud.going = True
+    ask = aws(cloud.base)
+    assert ask()
+    cloud.token = "t2"
+    assert ask() is None and ask(), "refused once, then asked with a new one"
+
+
+def test_where_nobody_answers_nothing_happens() -> None:
+    told: list[str] = []
+    watch = Watch("aws", told.append, every=0.01)
+    watch.asks = [aws("http://127.0.0.1:9"), lambda: None]
+    time.sleep(0.1)
+    watch.close()
+    assert not told
+
+
+def test_only_a_cluster_with_spot_machines_is_asked(tmp_path: Path) -> None:
+    assert [provider_of(name) for name in ("aws", "gcp", "azure", "laptop", "onprem")] == [
+        "aws",
+        "gcp",
+        "azure",
+        "",
+        "",
+    ]
+    text = (ROOT / "cluster" / "aws.yaml").read_text()
+    file = tmp_path / "mine.yaml"
+    file.write_text(text.replace("      InstanceMarketOptions: {MarketType: spot}\n", ""))
+    assert provider_of(str(file)) == "" and provider_of(None) == ""
+
+
+DRAIN = """
+import ray, sys, time
+from ray._raylet import GcsClient
+ray.init(address="auto", log_to_driver=False)
+node = ray.nodes()[0]["NodeID"]
+deadline = int((time.time() + 120) * 1000)
+print(GcsClient(address=ray.get_runtime_context().gcs_address).drain_node(node, 2, "spot", deadline))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["ray", "actors"])
+def test_a_warning_leads_to_a_checkpoint_and_the_run_goes_on(
+    tmp_path: Path, cloud: Cloud, monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", cloud.base)
+    run = ["train", *POINTS, "train.steps=100000", "run.name=spot", f"run.storage={tmp_path}", "workers=2"]
+    run += ["checkpoint.every_seconds=null", "task_args.step_seconds=0.02", "cluster.file=aws", f"launcher={launcher}"]
+    run += ["strategy=ddp"]
+    with ray_head() as address:
+        process = start(run, env=environment(RAY_ADDRESS=address, RAY_AUTH_MODE="disabled"))
+        try:
+            wait_until(lambda: "/latest/meta-data/spot/instance-action" in cloud.asked, 300)
+            assert not committed(tmp_path / "spot")
+            cloud.going = True
+            wait_until(lambda: committed(tmp_path / "spot"), 120)
+            (saved,) = committed(tmp_path / "spot")
+            cloud.going = False
+            if launcher == "actors":
+                done = subprocess.run(
+                    [sys.executable, "-c", DRAIN],
+                    env=environment(RAY_ADDRESS=address, RAY_AUTH_MODE="disabled"),
+                    capture_output=True,
+                    text=True,
+                )
+                assert "True" in done.stdout, done.stdout + done.stderr
+                wait_until(lambda: len(committed(tmp_path / "spot")) > 1, 120)
+            process.terminate()
+        finally:
+            ended = finish(process, 120)
+    assert ended.code == 130, ended.out + ended.err
+    assert (
+        "is about to go (AWS will terminate this spot machine at 2026-11-21T18:02:00Z): saving a checkpoint"
+        in ended.out
+    )
+    assert ("is about to go (Ray drains it, " in ended.out) == (launcher == "actors")
+    assert max(committed(tmp_path / "spot")) > saved, "it went on after the warning"

@@ -1,0 +1,168 @@
+"""`trireme parity`: what it takes from an experiment, how it ends, and the certificate it leaves with a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from app.cli.parity import command
+from app.config import Config
+from app.config_io import load_config
+from app.errors import UserError
+from app.run.manifest import Manifest
+from app.storage import Storage
+from experiments.parity import experiment as parity
+from experiments.parity.curves import Difference
+from experiments.parity.matrix import Result
+from experiments.parity.rows import Row
+
+GOOD = Result(Row("ddp", 2), "plain", Difference(1e-7, 1e-6, 1e-6), 1.0)
+FAR = Result(Row("fsdp", 2), "plain", Difference(1e-3, 1e-6, 1e-6), 1.0)
+FAILED = Result(Row("fsdp", 2), "plain", None, 1.0, error="ValueError: planted")
+REFUSED = Result(Row("tensor", 2), "plain", None, 1.0, refused="parallel.tp is 2, which does not divide 3 heads")
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> list[str]:
+    (tmp_path / "text.txt").write_text("a penny saved is a penny earned; " * 60)
+    model = "sequence_length: 8, d_model: 16, n_layers: 1, n_heads: 2"
+    return [
+        "task=language_modelling",
+        f"task_args={{data: {tmp_path / 'text.txt'}, {model}}}",
+        "train.global_batch_size=4",
+    ]
+
+
+@pytest.fixture
+def config(experiment: list[str]) -> Config:
+    return load_config([], experiment)
+
+
+def run_of(config: Config, storage: Storage, **changes: Any) -> str:
+    """A finished run's manifest where it is kept."""
+    identity = {"task": config.task, "task_args": dict(config.task_args)} | changes
+    manifest = Manifest("quick", "1234567890", 0.0, identity, status="finished")
+    storage.write_bytes("run.json", json.dumps(dataclasses.asdict(manifest)).encode())
+    return storage.url
+
+
+def call(monkeypatch: pytest.MonkeyPatch, results: list[Result], *arguments: str) -> tuple[int, str]:
+    monkeypatch.setattr(parity, "measure", lambda config, **rest: results)
+    done = CliRunner().invoke(command, list(arguments))
+    return done.exit_code, done.output
+
+
+# --- how it ends ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("results", "code", "words"),
+    [
+        ([GOOD], 0, "1.0e-07"),
+        ([GOOD, REFUSED], 0, "REFUSED: parallel.tp is 2, which does not divide 3 heads"),
+        ([GOOD, FAR], 1, "1 of 2 rows differ from one device, the first fsdp (dp_shard 2)"),
+        ([GOOD, FAILED], 1, "1 of 2 rows failed, the first fsdp (dp_shard 2)"),
+        ([REFUSED], 1, "every row was refused, the first because parallel.tp is 2"),
+    ],
+)
+def test_exit_codes(
+    results: list[Result], code: int, words: str, experiment: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, output = call(monkeypatch, results, *experiment)
+    assert found == code and words in output and "Traceback" not in output
+
+
+def test_the_table_goes_to_a_file(experiment: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "PARITY.md"
+    assert call(monkeypatch, [GOOD], *experiment, "--out", str(out))[0] == 0
+    text = out.read_text()
+    assert "ddp (dp_replicate 2)" in text and "trireme parity task=language_modelling" in text
+    code, output = call(monkeypatch, [GOOD], *experiment, "--out", str(tmp_path / "none" / "x.md"))
+    assert code == 2 and "cannot be written" in output
+
+
+def test_rows_are_chosen_by_name_and_workers() -> None:
+    assert {row.workers for row in parity.chosen("fsdp,ddp", "4")} == {4}
+    assert [str(row) for row in parity.chosen("hsdp+tensor", None)] == [
+        "hsdp+tensor (dp_replicate 2 × dp_shard 2 × tp 2)"
+    ]
+    assert [row.name for row in parity.chosen("deepspeed", None)] == ["deepspeed"]
+    with pytest.raises(UserError, match="there is no row 'fspd'"):
+        parity.chosen("fspd", None)
+    with pytest.raises(UserError, match="no such row has 3 workers: write some of 2, 4"):
+        parity.chosen("ddp", "3")
+
+
+# --- what is measured -------------------------------------------------------------------------------------------
+
+
+def test_a_row_trains_as_the_experiment_says(experiment: list[str]) -> None:
+    config = load_config([], [*experiment, "train.precision=bf16", "train.clip_norm=0.25"])
+    assert parity.make_trial(parity.to_dict(config), 2).clip == 0.25
+    results = parity.measure(config, steps=2, rows=[Row("model_parallel", 1)], checkpoints=False)
+    assert all(result.passed and result.limit is not None for result in results) and "bf16" not in {
+        result.variant for result in results
+    }
+    with pytest.raises(UserError, match="steps is 1: write at least 2"):
+        parity.measure(config, steps=1, rows=[], checkpoints=True)
+
+
+def test_dropout_is_said_beforehand(experiment: list[str]) -> None:
+    assert parity.cautions(load_config([], experiment)) == []
+    (said,) = parity.cautions(load_config([], [experiment[0], experiment[1][:-1] + ", dropout: 0.1}", experiment[2]]))
+    assert "p=0.1" in said and "set it to 0 in task_args" in said
+
+
+# --- the certificate --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["local", "memory"])
+def test_a_certificate_is_stored_with_the_run(where: str, config: Config, tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path / "runs" / "quick") if where == "local" else "memory://parity/quick")
+    said = parity.certify(run_of(config, storage), config, [GOOD, REFUSED], "the table")
+    assert said == f"{storage.url}/parity.json" and storage.read_bytes("parity.txt") == b"the table\n"
+    stored = json.loads(storage.read_bytes("parity.json"))
+    assert stored["config"]["task"] == "language_modelling" and stored["torch"] == torch.__version__
+    assert [row["verdict"] for row in stored["rows"]] == ["ok", "REFUSED"] and "3 heads" in stored["rows"][1]["why"]
+
+
+def test_a_certificate_is_among_the_artifacts_of_a_tracked_run(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[Any] = []
+
+    class Tracker:
+        def __init__(self, folder: Path, **rest: Any) -> None:
+            heard.append((folder, rest["run_uid"]))
+
+        def start(self) -> None:
+            heard.append("start")
+
+        def text(self, text: str, name: str) -> None:
+            heard.append(name)
+
+        def finish(self, status: str) -> None:
+            heard.append(status)
+
+    monkeypatch.setattr(parity, "Tracker", Tracker)
+    monkeypatch.setattr(parity, "last_start", lambda _: {"uri": "u", "experiment": "e", "artifact_location": "a"})
+    parity.certify(run_of(config, Storage(tmp_path / "quick")), config, [GOOD], "the table")
+    assert heard == [(tmp_path / "quick" / "tracking", "1234567890"), "start", "parity.json", "parity.txt", "FINISHED"]
+
+
+@pytest.mark.parametrize("changes", [{"task": "tabular"}, {"task_args": {"data": "other"}}])
+def test_a_run_of_something_else_is_not_certified(
+    changes: dict[str, Any], config: Config, experiment: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = run_of(config, Storage(tmp_path / "quick"), **changes)
+    code, output = call(monkeypatch, [GOOD], *experiment, "--certify", folder)
+    assert code == 2 and next(iter(changes)) in output and "certify a run of this experiment" in output
+    assert "1.0e-07" not in output, "said before anything is trained"
+    code, output = call(monkeypatch, [GOOD], *experiment, "--certify", str(tmp_path / "nothing"))
+    assert code == 2 and "holds no run" in output

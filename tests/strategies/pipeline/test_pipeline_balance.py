@@ -1,0 +1,181 @@
+"""Cutting a pipeline again by measured times: when another cut is worth it, when it is tried, what remembers it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from app.config_io import load_config
+from app.console import Console
+from app.job import Job, options
+from app.rebalance import MEASURED, WARM_UP, Recut, remembered, sentence
+from app.run.driver import Driver
+from app.run.manifest import Run
+from app.tracking.settings import resolve_tracking
+from strategies.parallelize import choose
+from strategies.pipeline.rebalance import BetterCut, Measured, better
+from strategies.pipeline.simulate import Span
+from tests.chain import UNLIKE
+from tests.running import curve, same_bits, torchrun, trireme, weights
+
+CALLS = [("entry", False), ("0", True), ("1", True), ("2", True), ("3", True), ("head", False)]
+
+
+def measured(
+    sizes: tuple[int, ...], blocks: list[float], *, entry: float = 0.0, head: float = 0.0, every: float = 0.0
+) -> list[Measured]:
+    """What workers find, one for each part, if these are the seconds of forward; backward takes twice as long."""
+    workers, start = [], 0
+    for part, size in enumerate(sizes):
+        calls = {str(i): [blocks[i]] for i in range(start, start + size)}
+        calls |= {"entry": [entry]} if part == 0 else {}
+        calls |= {"head": [head]} if part == len(sizes) - 1 else {}
+        inside, start = sum(seconds for (seconds,) in calls.values()), start + size
+        spans = [Span(part, "F", 0, 0, 1.0, 1.0 + inside + every), Span(part, "B", 0, 0, 2.0, 2.0 + 2 * inside)]
+        worker = Measured()
+        worker.add(spans, {0: part}, calls)
+        workers.append(worker)
+    return workers
+
+
+def asked(workers: list[Measured], sizes: tuple[int, ...]) -> BetterCut | None:
+    part_of = {str(i): next(p for p in range(len(sizes)) if i < sum(sizes[: p + 1])) for i in range(4)}
+    part_of |= {"entry": 0, "head": len(sizes) - 1}
+    return better(workers, sizes, CALLS, part_of, list(range(len(sizes))))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "more", "sizes", "expected"),
+    [
+        ([1.0, 1.0, 1.0, 1.0], {}, (2, 2), None),
+        ([4.0, 1.0, 1.0, 1.0], {}, (2, 2), (1, 3)),
+        ([1.0, 4.0, 1.0, 1.0], {}, (2, 2), None),  # as unlike, but (1, 3) would be worse: blocks are timed one by one
+        ([1.0, 1.0, 1.0, 1.0], {"head": 2.0}, (2, 2), (3, 1)),
+        ([1.0, 1.0, 1.0, 1.0], {"entry": 2.0}, (2, 2), (1, 3)),
+        ([1.0, 1.0, 1.0, 1.04], {}, (1, 3), (2, 2)),
+        ([0.04, 1.0, 0.98, 0.0], {}, (1, 3), (2, 2)),
+        ([0.04, 1.0, 0.02, 0.98], {}, (3, 1), None),  # (2, 2) is better by 2 %
+        ([1.0, 1.0, 1.0, 1.0], {"every": 300.0}, (1, 3), None),  # what no cut moves is most of it
+    ],
+)
+def test_another_cut_only_if_the_slowest_stage_gains_5_percent(
+    blocks: list[float], more: dict[str, float], sizes: tuple[int, ...], expected: tuple[int, ...] | None
+) -> None:
+    found = asked(measured(sizes, blocks, **more), sizes)
+    assert (found and found.sizes) == expected
+
+
+def test_what_it_gains_is_said_in_one_sentence() -> None:
+    found = asked(measured((2, 2), [0.004, 0.001, 0.001, 0.001], every=0.001), (2, 2))
+    assert found is not None
+    assert (found.seconds_before, found.seconds) == (pytest.approx(0.016), pytest.approx(0.013))
+    assert sentence(found, 11) == (
+        "cut again after step 11, by measured times: 1+3 blocks instead of 2+2, with which the slowest stage should "
+        "take 13.0 ms for a micro-batch instead of 16.0 (19% less)"
+    )
+
+
+def test_one_slow_moment_and_one_slow_copy_do_not_decide() -> None:
+    even = measured((2, 2), [1.0] * 4)
+    even[0].calls["0"] += [1.0, 1.0, 90.0]
+    even[0].ops[0, "F"] += [2.0, 2.0, 91.0]
+    even[0].ops[0, "B"] += [4.0, 4.0, 4.0]
+    assert asked(even, (2, 2)) is None
+    copies = [*measured((2, 2), [4.0, 1.0, 1.0, 1.0]), *measured((2, 2), [4.2, 1.0, 1.0, 1.0])]
+    found = asked(copies, (2, 2))
+    assert found is not None and found.sizes == (1, 3)
+    assert found.seconds_before == pytest.approx(3 * 5.1), "their mean"
+
+
+def test_with_several_chunks_the_stage_counts_and_not_the_chunk() -> None:
+    """Parts 0 and 2 are on stage 0. Its chunks take 4 and 1, the others 1 and 4: no stage waits for the other."""
+    workers = measured((1, 1, 1, 1), [4.0, 1.0, 1.0, 4.0])
+    part_of = {"entry": 0, "head": 3} | {str(i): i for i in range(4)}
+    assert better(workers, (1, 1, 1, 1), CALLS, part_of, [0, 1, 0, 1]) is None
+    calls = [(str(i), True) for i in range(8)]
+    worker = Measured()
+    for part, names in enumerate(("01", "23", "45", "67")):
+        seconds = {name: [3.0 if name == "1" else 1.0] for name in names}
+        worker.add([Span(0, "F", 0, 0, 0.0, sum(s for (s,) in seconds.values()))], {0: part}, seconds)
+    part_of = {str(i): i // 2 for i in range(8)}
+    assert better([worker], (2, 2, 2, 2), calls, part_of, [0, 1, 0, 1]) is None, "1+1+3+3 has 6 on stage 1 then"
+    alone = better([worker], (2, 2, 2, 2), calls, part_of, [0, 1, 2, 3])
+    assert alone is not None and (alone.sizes, alone.seconds_before, alone.seconds) == ((1, 1, 3, 3), 4.0, 3.0)
+
+
+def test_nothing_is_decided_from_half_a_measurement() -> None:
+    assert asked(measured((2, 2), [4.0, 1.0, 1.0, 1.0])[:1], (2, 2)) is None
+    assert asked([Measured(), Measured()], (2, 2)) is None
+
+
+# --- when, and what remembers it --------------------------------------------------------------------------------
+
+
+def job(*more: str, steps: int = 60, pp: int = 2) -> Job:
+    config = load_config([], ["task=tests.chain:Chain", "run.name=cut", "train.global_batch_size=16", *more])
+    layout = choose("pipeline", pp, pp=pp) if pp > 1 else choose("single", 1)
+    return Job(config, layout, "runs/cut", "a", "u", steps, ".")
+
+
+@pytest.mark.parametrize(
+    ("made", "done", "first"),
+    [
+        (job(), 0, 9),
+        (job(), 20, 29),
+        (job(steps=13), 0, 9),
+        (job(steps=12), 0, None),  # one step would be left: less than a tenth
+        (job(), 45, None),
+        (job("parallel.stages=[2,2]"), 0, None),
+        (job("parallel.recut=false"), 0, None),
+        (job("train.deterministic=true"), 0, None),
+        (job(pp=1), 0, None),
+    ],
+)
+def test_when_it_is_measured(made: Job, done: int, first: int | None) -> None:
+    found = Recut.of(made, cast("Any", SimpleNamespace()), done)
+    assert (found and found.steps[0]) == first
+    if found and first:
+        assert first == done + WARM_UP + 1
+        assert [step for step in range(100) if found.due(step)] == [first + MEASURED - 1]
+
+
+def test_the_next_start_begins_with_the_cut_if_it_fits() -> None:
+    assert remembered(job(), [1, 3]) == (1, 3)
+    assert remembered(job(), None) is None
+    assert remembered(job(pp=4), [1, 3]) is None, "another number of parts"
+    assert remembered(job("parallel.stages=[2,2]"), [1, 3]) is None, "a person's word"
+    assert options(job().config, (1, 3)).stages == (1, 3)
+    assert options(job("parallel.stages=[2,2]").config, (1, 3)).stages == (2, 2)
+
+
+def test_a_cut_is_kept_once_a_step_was_taken_with_it(tmp_path: Path) -> None:
+    made = job(f"run.storage={tmp_path}", "tracking.enabled=false")
+    driver = Driver(Run(made.config), Console(quiet=True), resolve_tracking(made.config.tracking, str(tmp_path)))
+    driver.run.open()
+    driver.emit({"type": "recut", "step": 11, "found": BetterCut((2, 2), (1, 3), 2.0, 1.0)})
+    again = driver.as_it_stands(made)
+    assert (again.stages, again.may_recut) == (None, False), "it failed before its first step: not once more"
+    assert Run(made.config).manifest.stages is None
+    progress = {"type": "progress", "step": 12, "steps": 60, "loss": 1.0, "rate": 1.0, "unit": "samples"}
+    driver.emit(progress | {"seconds_left": 1.0, "seconds_per_step": 1.0, "memory_bytes": 0})
+    again = driver.as_it_stands(made)
+    assert (again.stages, again.may_recut) == ((1, 3), True)
+    assert Run(made.config).manifest.stages == [1, 3]
+    driver.run.end("stopped")
+
+
+def test_under_torchrun_the_same_processes_go_on_with_the_new_cut(tmp_path: Path) -> None:
+    """Two chunks on each stage; to the bit what one device computes, as nothing in it is random."""
+    plain = ["train", *UNLIKE, "train.steps=30", f"run.storage={tmp_path}"]
+    one = trireme(*plain, "run.name=one", "strategy=single", "launcher=local")
+    staged = ["run.name=cut", "strategy=pipeline", "parallel.pp=2", "parallel.schedule=zbv", "parallel.chunks=2"]
+    two = torchrun(*plain, *staged)
+    assert (one.code, two.code) == (0, 0), one.err + two.err
+    assert re.search(r"1\+1\+\d\+\d blocks instead of 2\+2\+2\+2", two.out), "a slow one on each stage"
+    assert "continuing after" not in two.out and "continued after" not in two.out, "it is one start"
+    assert curve(tmp_path, "cut") == curve(tmp_path, "one")
+    assert same_bits(weights(tmp_path / "cut"), weights(tmp_path / "one"))

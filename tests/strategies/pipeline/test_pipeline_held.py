@@ -1,0 +1,192 @@
+"""What a stage holds while it works, counted in memory; blocks that turn out to be other than they were taken for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from pool import run_distributed
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from strategies.layout import LayoutError
+from strategies.parallelize import Options, choose, parallelize
+from strategies.pipeline.schedules import chunks_of
+from strategies.pipeline.simulate import alive_by_formula
+from tests.strategies.pipeline.test_pipeline_models import Experts, Routed
+from tests.strategies.test_strategies_models import WIDTH, PlainGPT, language_batch, language_loss, seeded
+
+CPU = torch.device("cpu")
+
+
+class Watch:
+    """Which micro-batches, once for each chunk, some tensor of is in memory after an instruction."""
+
+    def __init__(self, parallel: Any) -> None:
+        self.runtime = parallel.runtime
+        self.tensors: dict[tuple[int, int], list[StorageWeakRef]] = {}
+        self.now: tuple[int, int] | None = None
+        self.paths = {id(module): path for path, module in parallel.inner.named_modules()}
+        self.most = self.most_sent = 0
+        for name, index in (("_forward", 1), ("_backward", 1), ("_weights", 0)):
+            setattr(self.runtime, name, self._around(getattr(self.runtime, name), index, name == "_forward"))
+        for path in dict(parallel.inner.named_modules()):
+            if path.rpartition(".")[0] == "blocks":
+                parallel.inner.get_submodule(path).register_forward_pre_hook(self._note)
+
+    def _around(self, method: Any, index: int, forward: bool) -> Any:
+        def around(*args: Any) -> None:
+            op, part = args[index : index + 2]
+            self.now = (part, op.micro) if forward else None
+            method(*args)
+            if forward:
+                self._add(self.runtime.alive[part, op.micro].outputs)
+            held = [key for key, found in self.tensors.items() if any(not ref.expired() for ref in found)]
+            self.most, self.most_sent = max(self.most, len(held)), max(self.most_sent, len(self.runtime.wires.sent))
+
+        return around
+
+    def _note(self, module: nn.Module, inputs: Any) -> None:
+        if self.now is not None and self.runtime.stage.deal.part_of[self.paths[id(module)]] == self.now[0]:
+            self._add(inputs)
+
+    def _add(self, tensors: Iterable[Tensor]) -> None:
+        """What one part puts out and the next of the same stage takes in is one tensor: the first one's."""
+        assert self.now is not None
+        others = {
+            ref.cdata for key, refs in self.tensors.items() if key != self.now for ref in refs if not ref.expired()
+        }
+        refs = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+        self.tensors.setdefault(self.now, []).extend(ref for ref in refs if ref.cdata not in others)
+
+
+def _held(rank: int, stages: int, layers: int, micros: int, all_options: list[dict[str, Any]]) -> list[Any]:
+    found = []
+    for options in all_options:
+        parallel: Any = parallelize(
+            seeded(lambda: PlainGPT(False, layers)),
+            choose("pipeline", stages),
+            Options(**options),
+            device=CPU,
+            example=(language_loss, language_batch(0)),
+        )
+        tokens, targets = language_batch(0)
+        batches = [(tokens[:1], targets[:1])] * micros
+        watch = Watch(parallel)
+        parallel.forward_backward(batches, [1 / micros] * micros, language_loss)
+        formula = alive_by_formula(parallel.schedule(micros), rank)
+        found.append((watch.most, parallel.most_alive, formula, watch.most_sent))
+    return found
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_activations_in_memory_are_as_many_as_the_formula_says(stages: int) -> None:
+    options: list[dict[str, Any]]
+    names: tuple[str, ...] = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv")
+    if stages == 4:
+        names = ("1f1b", "interleaved_1f1b", "zbv")
+    options = [{"schedule": name, "chunks": 2 if name == "interleaved_1f1b" else 1} for name in names]
+    layers, micros = 2 * stages, 2 * stages
+    for rank, answer in enumerate(run_distributed(_held, stages, stages, layers, micros, options)):
+        for given, (held, counted, formula, sent) in zip(options, answer):
+            name = given["schedule"]
+            assert held == counted == formula, (name, rank)
+            if name != "gpipe":
+                most = 2 * stages * chunks_of(name, int(given["chunks"])) + 2
+                assert sent <= most, (name, rank, "what has arrived is let go of, also gradients")
+
+
+def _reduced(rank: int, schedule: str, overlapped: bool) -> tuple[dict[str, Tensor], int, int]:
+    """Gradients after the second step; buckets, and how many of them went before their chunk was done."""
+    parallel: Any = parallelize(
+        seeded(lambda: PlainGPT(True, 8)),
+        choose("ddp+pipeline", 4, pp=2),
+        Options(schedule=schedule, chunks=2 if schedule == "interleaved_1f1b" else 1, bucket_mb=0.002),
+        device=CPU,
+        example=(language_loss, language_batch(0)),
+    )
+    runtime, reducer, early = parallel.runtime, parallel._reducer, []
+    done = runtime.done
+
+    def watched(chunk: int) -> None:
+        early.append(sum(bucket.flat is not None for bucket in reducer.buckets[chunk]))
+        done(chunk)
+
+    runtime.done = watched
+    if not overlapped:
+        runtime.last = lambda chunk: None
+    tokens, targets = language_batch(rank % 2)
+    for _ in range(2):
+        early.clear()
+        parallel.inner.zero_grad()
+        parallel.forward_backward(
+            [(tokens[i : i + 1], targets[i : i + 1]) for i in range(4)], [0.125] * 4, language_loss
+        )
+    gradients = {name: p.grad.clone() for name, p in parallel.named_parameters() if p.grad is not None}
+    return gradients, sum(len(several) for several in reducer.buckets.values()), sum(early)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+def test_gradients_go_while_the_last_backward_runs_and_are_the_same_to_the_bit(schedule: str) -> None:
+    with_overlap = run_distributed(_reduced, 4, schedule, True)
+    without = run_distributed(_reduced, 4, schedule, False)
+    for (ours, buckets, early), (theirs, _, none) in zip(with_overlap, without):
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+        assert none == 0 and early >= buckets - 2 > 2, (early, buckets)
+
+
+class Paired(Routed):
+    def forward(self, x: Any) -> Any:
+        x = x[0] if isinstance(x, tuple) else x
+        return super().forward(x), x
+
+
+class Pairs(Experts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Paired() for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        x = x[0] if isinstance(x, tuple) else x
+        assert x.shape[-1] == WIDTH
+        return self.head(self.norm(x))
+
+
+def _paired(rank: int) -> str:
+    parallel = parallelize(
+        seeded(Pairs), choose("pipeline", 2), Options(), device=CPU, example=(language_loss, language_batch(0))
+    )
+    if rank:
+        return ""
+    try:
+        parallel.forward_backward([language_batch(0)], [1.0], language_loss)
+    except LayoutError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_block_that_returns_other_than_it_was_taken_to_is_named() -> None:
+    said = run_distributed(_paired, 2)[0]
+    assert said.startswith("the block blocks.0 looks at numbers (") and "but it returns a tuple: let it" in said
+
+
+def _many(rank: int) -> tuple[list[float], list[float]]:
+    from experiments.parity import curves
+    from strategies.layout import Layout
+    from tests.strategies.test_strategies_models import gpt_trial
+
+    trial = gpt_trial(tied=True, layers=4, micro_batches=8, clip=0.5, steps=5)
+    own = curves.train(trial, choose("pipeline", 4), Options(schedule="zb_h2"), CPU)
+    one = curves.train(trial, Layout("single"), Options(), CPU) if rank == 0 else own
+    return own.losses, one.losses
+
+
+def test_h2_over_four_stages_trains_as_one_device_does() -> None:
+    ours, theirs = run_distributed(_many, 4)[0]
+    assert all(abs(a - b) <= 5e-6 * abs(b) for a, b in itertools.zip_longest(ours, theirs))

@@ -1,0 +1,326 @@
+"""Models that know nothing of pipelines, whose blocks are a chain, more or less; and what those that are not get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from experiments.parity.curves import Trial
+from strategies.blocks import find_blocks
+from strategies.layout import LayoutError
+from strategies.options import Options
+from strategies.pipeline.apply import plan_cut
+from strategies.pipeline.trace import Loss
+from tests.strategies.test_strategies_models import (
+    HEADS,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    PlainGPT,
+    Residual,
+    classifier_loss,
+    image_batch,
+    language_batch,
+    language_loss,
+    mlp,
+    seeded,
+    vector_batch,
+)
+
+CPU = torch.device("cpu")
+
+
+class Skips(nn.Module):
+    """Values that skip ahead of blocks: the embedding to every block and the head, a block's output to a later one's
+    input; and a bare parameter that several stages read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY + 1, WIDTH)
+        self.mix = nn.Parameter(torch.ones(4))
+        self.blocks = nn.ModuleList(Block(WIDTH, HEADS) for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY + 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        first = x = self.embed(tokens)
+        kept: list[Tensor] = []
+        for i, block in enumerate(self.blocks):
+            if i >= 2:
+                x = x + kept.pop()
+            x = block(x) * self.mix[i] + 0.1 * first
+            if i < 2:
+                kept.append(x)
+        return self.head(x + first)
+
+
+class DictBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+
+    def forward(self, state: dict[str, Any], scale: Tensor) -> dict[str, Any]:
+        x = state["x"] + torch.tanh(self.linear(self.norm(state["x"]))) * scale
+        return {"x": x, "extra": state["extra"] + x.pow(2).mean(), "depth": state["depth"] + 1, "nothing": None}
+
+
+class Dicts(nn.Module):
+    """Blocks that take and return a dict, and a mask made of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(7, 16)
+        self.blocks = nn.ModuleList(DictBlock() for _ in range(4))
+        self.outer = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = {"x": self.inner(x), "extra": x.new_zeros(()), "depth": 0, "nothing": None}
+        mask = (x.abs().mean(-1, keepdim=True) > 0.7).float()
+        for block in self.blocks:
+            state = block(state, scale=mask)
+        return self.outer(state["x"]) + 0.01 * state["extra"] * state["depth"]
+
+
+class Stages(nn.Module):
+    """A ResNet's stages of unlike shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU())
+        self.layer1 = nn.Sequential(Residual(4, 4), Residual(4, 4))
+        self.layer2 = nn.Sequential(Residual(4, 6), Residual(6, 6))
+        self.fc = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.layer2(self.layer1(self.stem(x))).mean((2, 3)))
+
+
+class Routed(Block):
+    """Looks at its activations' numbers to choose among its layers, as a mixture of experts does."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, HEADS)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        out = torch.zeros_like(x)
+        chosen = (x.sum(-1) > 0).long()
+        for i, expert in enumerate(self.experts):
+            rows = torch.nonzero(chosen == i, as_tuple=True)
+            if rows[0].numel() > 0:
+                out[rows] = expert(x[rows])
+        return x + out
+
+
+class Experts(PlainGPT):
+    def __init__(self) -> None:
+        super().__init__(False, 4)
+        self.blocks = nn.ModuleList(Routed() for _ in range(4))
+
+
+def masked_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Chooses by numbers, in the data and in the logits."""
+    tokens, targets = batch
+    logits = model(tokens)
+    kept = targets != 3
+    assert bool(torch.isfinite(logits).all())
+    return nn.functional.cross_entropy(logits[kept], targets[kept], reduction="sum") / targets.numel()
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+        )
+    )
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 32, "n_embd": 16, "n_layer": 4, "n_head": 4, "n_positions": 16}
+    quiet = {"bos_token_id": 0, "eos_token_id": 0, "loss_type": "ForCausalLM"}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **quiet, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+def t5() -> nn.Module:
+    """Encoder and decoder: one table read at three places, the encoder's output read by every decoder block."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+    return T5ForConditionalGeneration(
+        T5Config(**sizes, num_decoder_layers=2, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0)
+    )
+
+
+def frozen() -> nn.Module:
+    """Nothing before the second block is trained."""
+    model = PlainGPT(False, 4)
+    for part in (model.embed, model.blocks[0]):
+        part.requires_grad_(False)
+    return model
+
+
+def decoder_loss(model: nn.Module, batch: Any) -> Tensor:
+    return model(input_ids=batch[0], labels=batch[0].contiguous(), use_cache=False).loss
+
+
+def translation_loss(model: nn.Module, batch: Any) -> Tensor:
+    mask = (batch[0] % 7 != 0).long()
+    return model(input_ids=batch[0], attention_mask=mask, labels=batch[1].contiguous(), use_cache=False).loss
+
+
+CHAINS: dict[str, tuple[Callable[[], nn.Module], Loss, Callable[[int], Any]]] = {
+    "llama": (llama, decoder_loss, language_batch),
+    "gpt2": (gpt2, decoder_loss, language_batch),
+    "t5": (t5, translation_loss, language_batch),
+    "skips": (Skips, language_loss, language_batch),
+    "dicts": (Dicts, classifier_loss, vector_batch),
+    "resnet": (Stages, classifier_loss, image_batch),
+    "experts": (Experts, masked_loss, language_batch),
+    "frozen": (frozen, language_loss, language_batch),
+    "sequential": (mlp, classifier_loss, vector_batch),
+}
+
+
+def chain_trial(name: str) -> Trial:
+    build, loss, batch = CHAINS[name]
+    return Trial(seeded(build), loss, batch, steps=4, micro_batches=4, clip=0.5)
+
+
+# --- what a survey finds --------------------------------------------------------------------------------------------
+
+
+def _cut(model: nn.Module, batch: Any, loss: Loss = language_loss, pp: int = 2, **options: Any) -> Any:
+    return plan_cut(model, find_blocks(model), Options(**options), pp, (loss, batch), CPU)
+
+
+def test_only_what_later_stages_need_travels() -> None:
+    _, _, dealt = _cut(PlainGPT(True, 4), language_batch(0), stages=(2, 2))
+    assert dealt.travels == (("blocks.1",),)
+    assert dealt.owners["embed.weight"] == {0, 1} and dealt.owners["norm.weight"] == {1}
+    _, _, dealt = _cut(Skips(), language_batch(0), stages=(2, 2))
+    assert dealt.travels == (("embed", "blocks.0", "blocks.1"),)
+    assert dealt.owners["mix"] == {0, 1} and dealt.owners["embed.weight"] == {0}
+    _, survey, dealt = _cut(llama(), language_batch(0), decoder_loss, pp=4)
+    assert [len(names) for names in dealt.travels] == [1, 1, 1], "rotary tables and masks are made on every stage"
+    assert len(survey.blocks) == 4
+
+
+def test_head_and_embedding_weigh_in_the_cut() -> None:
+    class WideHead(PlainGPT):
+        def __init__(self) -> None:
+            super().__init__(False, 6)
+            self.head = nn.Linear(WIDTH, 500, bias=False)
+
+    assert _cut(WideHead(), language_batch(0))[2].sizes[0] > 3
+    assert _cut(PlainGPT(False, 6), language_batch(0))[2].sizes == (3, 3)
+
+
+def test_a_survey_leaves_the_model_as_it_was() -> None:
+    model = seeded(lambda: PlainGPT(True, 4))()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    names = [name for name, _ in model.named_parameters()]
+    _cut(model, language_batch(0))
+    assert names == [name for name, _ in model.named_parameters()]
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.isfinite(language_loss(model, language_batch(0)))
+
+
+# --- what bad models get --------------------------------------------------------------------------------------------
+
+
+class Fork(nn.Module):
+    """Three towers side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(7, 7)
+        self.towers = nn.ModuleList(nn.Sequential(nn.Linear(7, 3), nn.Tanh()) for _ in range(3))
+        self.blocks = nn.ModuleList(Pair() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.blocks[0](x) + self.blocks[1](x) + self.blocks[2](x)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Twice(PlainGPT):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Decides(PlainGPT):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x) if x.norm() > 1 else x
+        return self.head(self.norm(x))
+
+
+class Unused(PlainGPT):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks[:3]:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block(WIDTH, HEADS)
+
+    def forward(self, x: Any) -> Any:
+        return iter([self.inner(next(x) if not isinstance(x, Tensor) else x)])
+
+
+class Iterators(PlainGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Odd() for _ in range(4))
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "loss", "sentence"),
+    [
+        (Fork, vector_batch, classifier_loss, "blocks.1 does not use what blocks.0 puts out, it branches at its input"),
+        (Twice, language_batch, language_loss, "calls its block blocks.0 twice"),
+        (Decides, language_batch, language_loss, "looks at numbers that come from embed"),
+        (lambda: Unused(False, 4), language_batch, language_loss, "never calls its block blocks.3"),
+        (Iterators, language_batch, language_loss, "block blocks.0 returns a list_iterator, which cannot be sent"),
+        (lambda: PlainGPT(False, 1), language_batch, language_loss, "no repeating blocks, which cannot be cut"),
+        (lambda: nn.Linear(7, 3), vector_batch, classifier_loss, "no repeating blocks, .* strategy=fsdp"),
+    ],
+)
+def test_models_that_are_no_chain(model: Any, batch: Any, loss: Loss, sentence: str) -> None:
+    made = model()
+    blocks = find_blocks(made)
+    if isinstance(made, Fork):
+        blocks = [f"blocks.{i}" for i in range(3)]
+    with pytest.raises(LayoutError, match=sentence) as error:
+        plan_cut(made, blocks, Options(), 2, (loss, batch(0)), CPU)
+    assert "\n" not in str(error.value)

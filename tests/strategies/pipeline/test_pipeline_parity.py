@@ -1,0 +1,248 @@
+"""A pipeline trains what one device trains: every schedule, alone and combined, and what it holds meanwhile."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import run_distributed
+from torch import nn
+
+from experiments.parity import curves
+from experiments.parity.curves import Curve, Trial
+from strategies.layout import Layout
+from strategies.parallelize import Options, choose, parallelize
+from strategies.pipeline.schedules import SCHEDULES
+from strategies.pipeline.simulate import alive_by_formula
+from tests.strategies.pipeline.test_pipeline_models import CHAINS, chain_trial
+from tests.strategies.test_strategies_models import PlainGPT, gpt_trial, language_loss, seeded
+
+CPU = torch.device("cpu")
+TOLERANCE = 5e-6
+ALL: list[dict[str, Any]] = [{"schedule": name, "chunks": 2 if name == "interleaved_1f1b" else 1} for name in SCHEDULES]
+"""Every schedule."""
+
+
+def _trial(steps: int, layers: int = 4) -> Trial:
+    """Tied embeddings, accumulation, clipping."""
+    return gpt_trial(tied=True, layers=layers, micro_batches=4, clip=0.5, steps=steps)
+
+
+@functools.cache
+def _truth(steps: int, layers: int = 4) -> Curve:
+    return curves.train(_trial(steps, layers), Layout("single"), Options(), CPU)
+
+
+def _train_all(_: int, name: str, workers: int, degrees: dict[str, int], steps: int, options: list[Any]) -> Any:
+    """The curve and the activations held under each of the options, in one set of processes."""
+    found = []
+    for given in options:
+        layout, chosen = choose(name, workers, **degrees), Options(**given)
+        layers = 8 if chosen.schedule == "interleaved_1f1b" and layout.dims.pp == 4 else 4
+        layers = 8 if chosen.schedule == "zbv" and layout.dims.pp == 4 else layers
+        trial = _trial(steps, layers)
+        parallel = curves.begin(trial, layout, chosen, CPU)
+        optimizer = trial.optimizer(parallel.parameters())
+        losses, norms = curves.run_steps(trial, parallel, optimizer, range(steps))
+        curve = Curve(losses, norms, parallel.full_model_state())
+        found.append((curve, layers, parallel.most_alive, alive_by_formula(parallel.schedule(4), _stage(layout))))
+    return found
+
+
+def _stage(layout: Layout) -> int:
+    return layout.dims.coordinates(dist.get_rank())["pp"]
+
+
+def _assert_all(name: str, workers: int, degrees: dict[str, int], steps: int, options: list[Any]) -> None:
+    answers = run_distributed(_train_all, workers, name, workers, degrees, steps, options, timeout=240)
+    for (curve, layers, *_), given in zip(answers[0], options):
+        found = curves.difference(_truth(steps, layers), curve)
+        assert found.loss <= TOLERANCE and found.norm <= 10 * TOLERANCE and found.weights <= 1e-3, (given, found)
+    for rank, answer in enumerate(answers):
+        for (_, _, held, formula), given in zip(answer, options):
+            assert held == formula, (rank, given)
+
+
+def test_every_schedule_over_two_stages() -> None:
+    _assert_all("pipeline", 2, {}, 20, ALL)
+
+
+def test_every_schedule_over_four_stages() -> None:
+    _assert_all("pipeline", 4, {}, 20, [given for given in ALL if given["schedule"] != "zb_h2"])
+
+
+@pytest.mark.parametrize(
+    ("name", "degrees"),
+    [("ddp+pipeline", {"pp": 2}), ("fsdp+pipeline", {"pp": 2}), ("tensor+pipeline", {"pp": 2})],
+    ids=str,
+)
+def test_every_schedule_combined(name: str, degrees: dict[str, int]) -> None:
+    _assert_all(name, 4, degrees, 20 if "tensor" not in name else 6, ALL)
+
+
+def test_recomputation_and_sixteen_bits() -> None:
+    recomputed = [
+        {"schedule": schedule, "activation_checkpointing": mode}
+        for schedule, mode in itertools.product(("1f1b", "zb_h1"), ("full", "selective", "every_2"))
+    ]
+    _assert_all("pipeline", 2, {}, 5, [*recomputed, {"compile": True, "compile_backend": "aot_eager"}])
+    halves = [{"schedule": schedule, "precision": "bf16"} for schedule in ("1f1b", "zb_h1")]
+    for curve, *_ in run_distributed(_train_all, 2, "pipeline", 2, {}, 5, halves)[0]:
+        assert 1e-6 < curves.difference(_truth(5), curve).loss < 3e-3, "computed in 16 bits, and not far off"
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_any_chain_without_hints(stages: int) -> None:
+    names = [name for name in CHAINS if stages == 2 or name != "sequential"]
+    curves = run_distributed(_train_chains, stages, names, stages)[0]
+    for name, curve in zip(names, curves):
+        found = curves.difference(curves.train(chain_trial(name), Layout("single"), Options(), CPU), curve)
+        assert found.loss <= TOLERANCE and found.weights <= 1e-3, (name, found)
+
+
+def _train_chains(_: int, names: list[str], stages: int) -> list[Curve]:
+    schedules = itertools.cycle(("1f1b", "zb_h1"))
+    return [
+        curves.train(chain_trial(name), choose("pipeline", stages), Options(schedule=schedule), CPU)
+        for name, schedule in zip(names, schedules)
+    ]
+
+
+# --- one step, looked at closely ----------------------------------------------------------------------------------
+
+
+def _batches(rows: list[int]) -> list[Any]:
+    generator = torch.Generator().manual_seed(5)
+    return [tuple(torch.randint(0, 30, (2, n, 8), generator=generator)) for n in rows]
+
+
+def _one_step(rank: int, rows: list[int], options: dict[str, Any]) -> dict[str, Any]:
+    parallel = parallelize(
+        seeded(lambda: PlainGPT(True, 4)),
+        choose("pipeline", 2),
+        Options(**options),
+        device=CPU,
+        example=(language_loss, _batches([1])[0]),
+    )
+    batches = _batches(rows)
+    weights = [n / sum(rows) for n in rows]
+    answers = []
+    for _ in range(2):  # shapes are new in the first step, known in the second
+        parallel.inner.zero_grad()
+        total = parallel.forward_backward(batches, weights, language_loss, scale=4.0)
+        answers.append(float(parallel.with_loss(total)))
+    kept = {name: p.grad.clone() for name, p in parallel.named_parameters() if p.grad is not None}
+    parallel.profiling = True
+    parallel.forward_backward(batches, weights, language_loss)
+    evaluated = [parallel.forward(_logits, batch) for batch in batches]
+    return {
+        "losses": answers,
+        "gradients": kept,
+        "spans": parallel.profile(),
+        "evaluated": evaluated,
+        "has_loss": parallel.has_loss,
+        "own": sum(p.numel() for p in parallel.parameters()),
+        "names": list(parallel.model_state()),
+    }
+
+
+def _logits(model: nn.Module, batch: Any) -> torch.Tensor:
+    return model(batch[0])
+
+
+@pytest.mark.parametrize("options", [given for given in ALL if given["schedule"] != "gpipe"], ids=str)
+def test_a_smaller_last_micro_batch_and_evaluation(options: dict[str, Any]) -> None:
+    rows = [2, 2, 2, 1]
+    stages = run_distributed(_one_step, 2, rows, options)
+    model, batches = seeded(lambda: PlainGPT(True, 4))(), _batches(rows)
+    total = sum(n / sum(rows) * language_loss(model, batch) for n, batch in zip(rows, batches))
+    (4.0 * total).backward()
+    assert all(loss == pytest.approx(total.item(), rel=1e-6) for stage in stages for loss in stage["losses"])
+    whole = dict(model.named_parameters())
+    seen = set()
+    for stage in stages:
+        for name, gradient in stage["gradients"].items():
+            torch.testing.assert_close(gradient, whole[name].grad, rtol=1e-4, atol=1e-6, msg=name)
+            seen.add(name)
+    assert seen == whole.keys(), "the tied table under its first name, on both stages"
+    assert set(stages[0]["names"]) | set(stages[1]["names"]) == set(model.state_dict())
+    assert all(stage["own"] < 0.75 * sum(p.numel() for p in whole.values()) for stage in stages)
+    last = 0 if options["schedule"] == "zbv" else 1  # folded, the first stage computes the loss
+    assert [stage["has_loss"] for stage in stages] == [rank == last for rank in range(2)]
+    for batch, found in zip(batches, stages[last]["evaluated"]):
+        torch.testing.assert_close(found, model(batch[0]).detach(), rtol=1e-5, atol=1e-5)
+    assert stages[1 - last]["evaluated"] == [None] * 4
+
+
+def test_a_profile_tells_what_each_stage_did() -> None:
+    stages = run_distributed(_one_step, 2, [2, 2, 2, 2], {"schedule": "zb_h1"})
+    for rank, stage in enumerate(stages):
+        spans = stage["spans"]
+        kinds = [span.kind for span in spans]
+        assert [kinds.count(kind) for kind in ("F", "B", "W", "REDUCE")] == [4, 4, 4, 1]
+        assert kinds.count("SEND") == kinds.count("RECV") == 4
+        assert all(span.stage == rank and span.start <= span.end for span in spans)
+        assert all(a.end <= b.start for a, b in itertools.pairwise(spans))
+
+
+class Dropped(PlainGPT):
+    def __init__(self) -> None:
+        super().__init__(False, 4)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) * self.scale
+        for block in self.blocks:
+            x = self.drop(block(x))
+        return self.head(self.norm(x))
+
+
+def _dropped(_: int, schedule: str) -> tuple[list[float], list[float]]:
+    trial = dataclasses.replace(gpt_trial(micro_batches=4, steps=3), build=seeded(Dropped))
+    parallel = curves.begin(trial, choose("pipeline", 2), Options(schedule=schedule), CPU)
+    torch.manual_seed(11)
+    losses, _ = curves.run_steps(trial, parallel, trial.optimizer(parallel.parameters()), range(3))
+    parallel.module.eval()
+    batch = trial.batch(0)
+    return losses, [float(parallel.forward(language_loss, batch) or 0.0) for _ in range(2)]
+
+
+def test_dropout_is_the_same_under_every_schedule() -> None:
+    found = [run_distributed(_dropped, 2, schedule) for schedule in ("1f1b", "gpipe", "zb_h1")]
+    first = found[0][1]
+    assert all(other[1][0] == pytest.approx(first[0], rel=1e-5) for other in found)
+    assert first[1][0] == first[1][1], "and none in evaluation"
+    plain = curves.train(gpt_trial(micro_batches=4, steps=3), Layout("single"), Options(), CPU)
+    assert abs(first[0][0] - plain.losses[0]) > 1e-3, "there was some"
+
+
+class Norms(nn.Module):
+    """Keeps running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7), nn.ReLU()) for _ in range(4)))
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(x))
+
+
+def _normed(_: int, stages: int) -> tuple[Curve, tuple[str, ...]]:
+    trial = dataclasses.replace(chain_trial("sequential"), build=seeded(Norms), micro_batches=2)
+    layout = choose("pipeline", stages) if stages > 1 else Layout("single")
+    parallel = curves.begin(trial, layout, Options(), CPU)
+    losses, norms = curves.run_steps(trial, parallel, trial.optimizer(parallel.parameters()), range(trial.steps))
+    return Curve(losses, norms, parallel.full_model_state()), parallel.notes
+
+
+def test_batch_norm_is_said_aloud_and_equals_one_device() -> None:
+    curve, notes = run_distributed(_normed, 2, 2)[0]
+    found = curves.difference(_normed(0, 1)[0], curve)
+    assert found.loss <= TOLERANCE and found.weights <= 1e-3, "running statistics too"
+    assert "BatchNorm1d normalises over one micro-batch" in notes[0]

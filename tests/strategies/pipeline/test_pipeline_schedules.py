@@ -1,0 +1,197 @@
+"""Schedules, cuts and simulated times: pure functions, no processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from strategies.layout import LayoutError, choose
+from strategies.options import Options, check
+from strategies.pipeline import partition
+from strategies.pipeline.schedules import FOLDED, SCHEDULES, SPLIT, Op, Schedule, make, part_of, place_of
+from strategies.pipeline.simulate import (
+    Times,
+    alive,
+    alive_by_formula,
+    bubble,
+    bubble_by_formula,
+    length,
+    simulate,
+)
+from strategies.pipeline.simulate import check as prove
+
+
+def _all() -> Iterator[tuple[str, int, int, int]]:
+    for name, stages, factor in itertools.product(SCHEDULES, (2, 3, 4, 8), (1, 2, 3, 5)):
+        for chunks in (2, 3) if name == "interleaved_1f1b" else (2,) if name in FOLDED else (1,):
+            try:
+                make(name, stages, factor * stages, chunks)
+            except LayoutError:
+                continue
+            yield name, stages, factor * stages, chunks
+
+
+@pytest.mark.parametrize(("name", "stages", "micro_batches", "chunks"), list(_all()))
+def test_no_schedule_deadlocks_and_each_does_everything_once(
+    name: str, stages: int, micro_batches: int, chunks: int
+) -> None:
+    schedule = make(name, stages, micro_batches, chunks)
+    prove(schedule)
+    assert schedule.split == (name in SPLIT) and len(schedule.lists) == stages
+    rough = random.Random(stages)
+    uneven = Times(*([rough.uniform(0.5, 2) for _ in range(schedule.parts)] for _ in range(3)), transfer=0.3)
+    spans = simulate(schedule, uneven)  # not even with uneven stages and slow links
+    assert len(spans) == sum(len(ops) for ops in schedule.lists)
+    for stage in range(stages):
+        own = sorted((span for span in spans if span.stage == stage), key=lambda span: span.start)
+        assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(own)), "a stage does one thing at a time"
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "micro_batches", "chunks"), [case for case in _all() if case[2] >= 2 * case[1]]
+)
+def test_activations_alive_are_what_the_formula_says(name: str, stages: int, micro_batches: int, chunks: int) -> None:
+    schedule = make(name, stages, micro_batches, chunks)
+    for stage in range(stages):
+        assert alive(schedule, stage) == alive_by_formula(schedule, stage)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_bubbles_are_what_the_papers_say(name: str) -> None:
+    for stages, micro_batches in ((2, 8), (4, 16), (8, 32)):
+        chunks = 2 if name in ("interleaved_1f1b", "zbv") else 1
+        schedule = make(name, stages, micro_batches, chunks)
+        found = bubble(simulate(schedule, Times(1 / chunks, 1 / chunks, 1 / chunks)))
+        formula = bubble_by_formula(name, stages, micro_batches, chunks, Times(1.0, 1.0, 1.0))
+        if name == "zbv":
+            assert formula - 1e-9 <= found <= 1.5 * formula
+        else:
+            assert found == pytest.approx(formula)
+
+
+def test_zero_bubble_beats_interleaving_beats_1f1b() -> None:
+    times = Times(1.0, 1.0, 1.0)
+    seconds = {name: length(simulate(make(name, 4, 8), times)) for name in ("gpipe", "1f1b", "zb_h1", "zb_h2")}
+    half = Times(0.5, 0.5, 0.5)
+    seconds |= {name: length(simulate(make(name, 4, 8, 2), half)) for name in ("interleaved_1f1b", "zbv")}
+    assert seconds["gpipe"] == seconds["1f1b"] > seconds["interleaved_1f1b"] > seconds["zb_h2"] > seconds["zbv"]
+
+
+@pytest.mark.parametrize("weight", [0.3, 0.6, 1.0])
+def test_a_v_waits_for_nobody_whatever_share_the_weights_have(weight: float) -> None:
+    for stages in (2, 4, 8):
+        schedule = make("zbv", stages, 4 * stages, 2)
+        assert bubble(simulate(schedule, Times(1.0, 1.1, weight))) < 0.07
+
+
+def test_h1_is_drawn_as_in_the_paper() -> None:
+    assert str(make("zb_h1", 2, 3)).splitlines() == ["F0 F1 B0 W0 F2 B1 W1 B2 W2", "F0 B0 F1 B1 W0 F2 B2 W1 W2"]
+    assert str(make("1f1b", 2, 3)).splitlines() == ["F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"]
+    assert str(make("interleaved_1f1b", 2, 2, 2)).splitlines()[1] == "F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1"
+
+
+def test_the_checker_sees_what_is_wrong() -> None:
+    good = make("1f1b", 2, 2)
+    twice = dataclasses.replace(good, lists=((*good.lists[0], Op("F", 0)), good.lists[1]))
+    with pytest.raises(LayoutError, match="stage 0 do F0 2 times instead of 1"):
+        prove(twice)
+    missing = dataclasses.replace(good, lists=(good.lists[0][:-1], good.lists[1]))
+    with pytest.raises(LayoutError, match="B1 0 times instead of 1"):
+        prove(missing)
+    # each stage begins with the other's result
+    crossed = Schedule("crossed", 2, 1, 1, ((Op("B", 0), Op("F", 0)), (Op("F", 0), Op("B", 0))))
+    with pytest.raises(LayoutError, match="crossed deadlocks: stage 0 at B0, stage 1 at F0"):
+        prove(crossed)
+
+
+def test_transfers_lengthen_the_step() -> None:
+    schedule = make("1f1b", 2, 4)
+    near, far = (length(simulate(schedule, Times(1.0, 1.0, 1.0, transfer=t))) for t in (0.0, 0.5))
+    assert near == 15 and far >= near + 1.0
+
+
+def test_places_and_parts_are_inverse() -> None:
+    for folded, stages, chunks in itertools.product((False, True), (2, 3, 4), (1, 2, 3)):
+        places = [place_of(part, stages, folded) for part in range(stages * chunks)]
+        assert [part_of(stage, chunk, stages, folded) for stage, chunk in places] == list(range(stages * chunks))
+    assert [place_of(part, 2, True)[0] for part in range(4)] == [0, 1, 1, 0], "a V"
+
+
+# --- cuts -------------------------------------------------------------------------------------------------------
+
+
+def _every_cut(count: int, parts: int) -> Iterator[tuple[int, ...]]:
+    for bounds in itertools.combinations(range(1, count), parts - 1):
+        yield tuple(b - a for a, b in itertools.pairwise((0, *bounds, count)))
+
+
+def test_no_cut_is_better_than_the_one_found() -> None:
+    draw = random.Random(3)
+    for _ in range(60):
+        count = draw.randint(1, 9)
+        parts = draw.randint(1, count)
+        costs = [draw.uniform(0.1, 5) for _ in range(count)]
+        first, last = draw.uniform(0, 4), draw.uniform(0, 4)
+        sizes = partition.pieces(costs, parts, first, last)
+        assert sum(sizes) == count and len(sizes) == parts and min(sizes) >= 1
+        best = min(partition.dearest(costs, other, first, last) for other in _every_cut(count, parts))
+        assert partition.dearest(costs, sizes, first, last) == pytest.approx(best)
+
+
+def test_of_equally_good_cuts_the_even_one() -> None:
+    assert partition.pieces([1.0] * 8, 4) == (2, 2, 2, 2)
+    assert sorted(partition.pieces([1.0] * 5, 4)) == [1, 1, 1, 2]
+    assert partition.pieces([1.0] * 4, 2, first=0.0, last=2.0) == (3, 1), "the head counts"
+
+
+# --- what bad input gets ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stages", "options", "facts", "sentence"),
+    [
+        (4, {}, {"blocks": 3}, "parallel.pp is 4, but the model has only 3 blocks: write at most 3"),
+        (2, {}, {"blocks": 0}, "has no repeating blocks, which cannot be cut: .*blocks.. name.*strategy=fsdp"),
+        (2, {}, {"blocks": 1}, "has only one block, which cannot be cut"),
+        (4, {"schedule": "zbv"}, {"blocks": 5}, "4 with 2 chunks each, but .* 5 blocks: write at most 2"),
+        (
+            2,
+            {"schedule": "interleaved_1f1b", "chunks": 3},
+            {"blocks": 4},
+            "2 with 3 chunks each, but .* 4 blocks: write parallel.schedule=1f1b, and a parallel.pp of at most 4",
+        ),
+        (4, {"schedule": "zb_h2"}, {"micro_batches": 6}, "needs at least 7 micro-batches.* are 6.*schedule=zb_h1"),
+        (4, {"schedule": "zb_h1"}, {"micro_batches": 2}, "needs at least 4 micro-batches.* are 2.*schedule=1f1b"),
+        (4, {"schedule": "interleaved_1f1b", "chunks": 2}, {"micro_batches": 6}, "groups of 4.*has 6.*=1f1b"),
+        (2, {"schedule": "interleaved_1f1b"}, {}, "several chunks per stage: write parallel.chunks=2"),
+        (2, {"chunks": 2}, {}, "one chunk per stage, but parallel.chunks is 2: .*interleaved_1f1b"),
+        (2, {"schedule": "zbv", "chunks": 3}, {}, "zbv has 2 chunks per stage, not 3"),
+        (2, {"schedule": "1F1B"}, {}, "parallel.schedule is '1F1B': did you mean|parallel.schedule is '1F1B': write"),
+        (
+            2,
+            {"stages": (1, 2, 3)},
+            {"blocks": 6},
+            "parallel.stages names 3 parts, but the pipeline has 2: write 2 numbers",
+        ),
+        (2, {"stages": (1, 2)}, {"blocks": 6}, "adds up to 3 blocks, but the model has 6"),
+        (2, {"offload": True}, {}, "parallel.offload"),
+    ],
+)
+def test_bad_input_is_a_sentence(stages: int, options: dict, facts: dict, sentence: str) -> None:
+    with pytest.raises(LayoutError, match=sentence) as error:
+        check(choose("pipeline", stages), Options(**options), **facts)
+    assert "\n" not in str(error.value)
+
+
+def test_names_combine_in_one_order() -> None:
+    assert choose("pipeline", 4).dims.pp == 4
+    assert choose("ddp+pipeline", 4, pp=2).dims.dp_replicate == 2
+    assert choose("pipeline", 4, pp=2, tp=2).name == "tensor+pipeline"
+    assert choose("auto", 8, pp=2, tp=2).name == "ddp+tensor+pipeline"
+    assert choose("fsdp+tensor+pipeline", 8, pp=2, tp=2).dims.dp_shard == 2
+    with pytest.raises(LayoutError, match="write fsdp"):
+        check(choose("zero1+pipeline", 4, pp=2))

@@ -1,0 +1,109 @@
+"""The DeepSpeed engine trains the same model: runs where the optional extra is installed (`make test-deepspeed`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import run_distributed
+
+from experiments.parity import curves, reshard
+from experiments.parity.curves import Curve
+from strategies import deepspeed
+from strategies.layout import LayoutError
+from strategies.parallelize import Options, choose
+from tests.strategies.test_strategies_models import gpt_trial
+
+CPU = torch.device("cpu")
+HERE = importlib.util.find_spec("deepspeed") is not None
+DEEPSPEED, FSDP = choose("deepspeed", 2), choose("fsdp", 2)
+TRIAL: dict[str, Any] = {"tied": True, "micro_batches": 2, "clip": 0.5, "steps": 10}
+
+
+def _options(stage: int) -> Options:
+    return Options(deepspeed={"zero_optimization": {"stage": stage}})
+
+
+def _everything(_: int, folder: str) -> tuple[dict[int, Curve], dict[str, Curve], list[str]]:
+    """Each stage's curve, those continued from another's checkpoint, and what is said of another model's. In one call:
+    the engine keeps the process group that it met first."""
+    curves = {stage: curves.train(gpt_trial(**TRIAL), DEEPSPEED, _options(stage), CPU) for stage in (1, 2, 3)}
+    ways: dict[str, Any] = {"deepspeed": (DEEPSPEED, _options(2)), "fsdp": (FSDP, Options())}
+    continued = {}
+    for first, second in itertools.permutations(ways):
+        place = f"{folder}/{first}"
+        reshard.begin(gpt_trial(**TRIAL), *ways[first], CPU, place, 5)
+        continued[f"{first} → {second}"] = reshard.resume(gpt_trial(**TRIAL), *ways[second], CPU, place, 5)
+    return curves, continued, _another_models()
+
+
+def _another_models() -> list[str]:
+    said = []
+    for stage in (2, 3):
+        trial = gpt_trial(steps=1)
+        parallel = curves.begin(trial, DEEPSPEED, _options(stage), CPU)
+        optimizer = parallel.adopt(trial.optimizer(parallel.parameters()))
+        curves.run_steps(trial, parallel, optimizer, range(1))
+        state = parallel.model_state()
+        for other in (state | {"extra": torch.zeros(1)}, state | {"norm.bias": torch.zeros(2)}):
+            try:
+                parallel.load_model_state(other)
+            except LayoutError as error:
+                said.append(str(error))
+    return said
+
+
+@pytest.mark.skipif(not HERE, reason="the optional extra is not installed: make test-deepspeed")
+def test_every_stage_trains_the_same_model_and_checkpoints_go_both_ways(tmp_path: Path) -> None:
+    truth = curves.train(gpt_trial(**TRIAL), choose("single", 1), Options(), CPU)
+    rest = Curve(truth.losses[5:], truth.norms[5:], truth.weights)
+    found_curves, continued, said = run_distributed(_everything, 2, str(tmp_path), timeout=280)[0]
+    found = {f"stage {stage}": curves.difference(truth, curve) for stage, curve in found_curves.items()}
+    found |= {name: curves.difference(rest, curve) for name, curve in continued.items()}
+    assert len(found) == 5
+    assert all(difference.within(2e-5) for difference in found.values()), found
+    assert len(said) == 4 and all("it is another model's" in sentence for sentence in said)
+
+
+def test_offload_keeps_the_experiments_optimizer_and_stage_3_says_what_it_needs() -> None:
+    """DeepSpeed would refuse any optimizer but its own beside CPU offload."""
+    given = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+    found = deepspeed.configuration(given, Options())
+    assert found["zero_force_ds_cpu_optimizer"] is False
+    (said,) = deepspeed.remark(found)
+    assert "whole model on every worker" in said and deepspeed.remark(deepspeed.configuration(None, Options())) == ()
+
+
+@pytest.mark.skipif(HERE, reason="deepspeed is installed here")
+def test_a_missing_package_is_said_before_anything_starts() -> None:
+    with pytest.raises(LayoutError, match=r"needs the deepspeed package.*pip install deepspeed, or write strategy="):
+        deepspeed.require_installed()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"optimizer": {"type": "Adam"}}, "sets optimizer, which the experiment decides"),
+        ({"zero_optimization": {"stage": 0}}, "write 1, 2 or 3, or use ddp"),
+    ],
+)
+def test_a_configuration_that_cannot_be(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(LayoutError, match=says):
+        deepspeed.configuration(given, Options())
+
+
+def test_a_build_that_was_killed_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    deepspeed.require_no_abandoned_build()
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    deepspeed.require_no_abandoned_build()  # somebody is building
+    os.utime(lock, (0, 0))
+    with pytest.raises(LayoutError, match=f"wait for ever for {lock}, .* delete the folder {lock.parent}"):
+        deepspeed.require_no_abandoned_build()

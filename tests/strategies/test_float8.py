@@ -1,0 +1,261 @@
+"""float8: its numbers, its products against float32, which layers have it, and where it is refused. torch's CPU has the
+same product as its GPUs, slowly; what only a GPU can show is marked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from app.config_io import load_config
+from app.errors import UserError
+from app.models.gpt import GPT
+from app.planner.held import held_of
+from app.planner.table import PRECISIONS, Held, enumerate_layouts
+from app.planner.where import running
+from app.run.model_check import check_devices
+from strategies import float8, precision
+from strategies.float8 import FORWARD, GRADIENT, Float8Linear, multiply, quantise
+from strategies.layout import LayoutError
+from strategies.parallelize import Layout, Options, check, choose, parallelize
+from tests.pool import run_distributed
+from tests.running import trireme
+
+CPU = torch.device("cpu")
+
+
+def _random(*shape: int, scale: float = 1.0) -> Tensor:
+    made = torch.Generator().manual_seed(sum(shape))
+    return (torch.randn(*shape, generator=made) * scale).bfloat16()
+
+
+@pytest.mark.parametrize("dtype", [FORWARD, GRADIENT])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 3e4])
+def test_a_tensor_of_any_size_fills_the_type_and_comes_back_to_its_rounding(dtype: torch.dtype, scale: float) -> None:
+    x = _random(64, 32, scale=scale)
+    x8, inverse = quantise(x, dtype)
+    back = x8.float() * inverse
+    assert x8.float().abs().max() == torch.finfo(dtype).max
+    large = x.float().abs() > x.abs().max() / 1000  # smaller ones are subnormal in e4m3
+    assert ((back - x.float()).abs()[large] / x.float().abs()[large]).max() <= torch.finfo(dtype).eps / 2 * 1.001
+    assert back.abs().max() == pytest.approx(x.abs().max().item(), rel=1e-6)
+
+
+def test_zeros_stay_zeros_and_what_is_not_finite_shows() -> None:
+    x8, inverse = quantise(torch.zeros(16, 16), FORWARD)
+    assert not x8.float().any() and inverse.isfinite()
+    for bad in (float("inf"), float("nan")):
+        x = _random(16, 16)
+        x[3, 4] = bad
+        x8, inverse = quantise(x, FORWARD)
+        assert not multiply(x8, quantise(_random(16, 16), FORWARD)[0], inverse, torch.ones(())).isfinite().all()
+
+
+def _layer(bias: bool = False) -> tuple[Float8Linear, nn.Linear]:
+    torch.manual_seed(0)
+    plain = nn.Linear(64, 48, bias=bias)
+    torch.manual_seed(0)
+    blocks = nn.ModuleList([nn.Linear(64, 48, bias=bias)])
+    assert float8.apply(blocks, ["0"]) == ()
+    (layer,) = blocks
+    assert isinstance(layer, Float8Linear)
+    return layer, plain
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    return ((found.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_and_its_gradients_are_the_plain_ones_to_float8_rounding(bias: bool) -> None:
+    layer, plain = _layer(bias)
+    results = []
+    for module in (layer, plain):
+        x = _random(4, 8, 64).float().requires_grad_()
+        y = module(x)
+        (y.float() * _random(4, 8, 48, scale=1e-5).float()).sum().backward()
+        assert x.grad is not None and module.weight.grad is not None
+        results.append([y, x.grad, module.weight.grad, *([module.bias.grad] if bias else [])])
+    for found, expected, most in zip(*results, (0.05, 0.08, 0.08, 0.02)):
+        assert found.shape == expected.shape
+        assert 0 < _relative(found, expected) < most  # 0: it would not have been float8 at all
+    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
+
+
+def test_the_products_are_those_of_the_quantised_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in that multiplies in float64 what the hardware would be handed."""
+    handed = []
+
+    def stand_in(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
+        handed.append((a.dtype, b.dtype))
+        assert a.is_contiguous() and b.t().is_contiguous()  # rows times columns, as it wants them
+        return (a.double() @ b.double() * scale_a * scale_b).to(out_dtype)
+
+    torch_own = _gradients()
+    monkeypatch.setattr(torch, "_scaled_mm", stand_in)
+    for found, expected in zip(torch_own, _gradients()):
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-6 * expected.abs().max().item())
+    assert handed == [(FORWARD, FORWARD), (GRADIENT, FORWARD), (GRADIENT, FORWARD)]
+
+
+def _gradients() -> list[Tensor]:
+    layer, _ = _layer()
+    x = _random(32, 64).requires_grad_()
+    y = layer(x)
+    y.backward(_random(32, 48))
+    assert x.grad is not None and layer.weight.grad is not None
+    return [y.detach(), x.grad, layer.weight.grad]
+
+
+def test_rows_that_16_does_not_divide_are_computed_in_bfloat16() -> None:
+    layer, plain = _layer(bias=True)
+    x = _random(3, 5, 64)
+    assert torch.equal(layer(x), F.linear(x, plain.weight.bfloat16(), plain.bias.bfloat16()))
+    assert layer(x[:0]).shape == (0, 5, 48)
+
+
+def test_it_is_compiled_in_one_piece() -> None:
+    """Since it pays only where the scaling is fused."""
+    layer, _ = _layer(bias=True)
+    found = []
+    for forward in (layer.forward, torch.compile(layer.forward, backend="aot_eager", fullgraph=True)):
+        x = _random(32, 64).requires_grad_()
+        forward(x).float().square().sum().backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
+class _Uneven(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 20), nn.Linear(20, 32)) for _ in "ab"
+        )
+        self.head = nn.Linear(32, 64)
+
+
+def test_layers_of_blocks_whose_sizes_16_divides_are_chosen_and_no_others() -> None:
+    model = GPT(256, d_model=64, n_layers=2, n_heads=2)
+    names = list(model.state_dict())
+    assert float8.apply(model, ["blocks.0", "blocks.1"]) == ()
+    chosen = [name for name, module in model.named_modules() if isinstance(module, Float8Linear)]
+    inside = [f"attn.{x}" for x in ("q", "k", "v", "out")] + [f"mlp.{x}" for x in ("gate", "up", "down")]
+    assert chosen == [f"blocks.{i}.{name}" for i in range(2) for name in inside]
+    assert list(model.state_dict()) == names and model.has_own_head
+
+    uneven = _Uneven()
+    (note,) = float8.apply(uneven, ["blocks.0", "blocks.1"])
+    assert note.startswith("4 of the blocks' 6 linear layers compute in bfloat16")
+    assert [name for name, m in uneven.named_modules() if isinstance(m, Float8Linear)] == ["blocks.0.0", "blocks.1.0"]
+    with pytest.raises(LayoutError, match="no linear layer whose sizes 16 divides"):
+        float8.apply(nn.ModuleList([nn.Linear(20, 20)]), ["0"])
+
+
+def test_what_float8_does_not_change_is_as_with_bf16() -> None:
+    with precision.autocast("fp8", "cpu")():
+        assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+    assert precision.shard_policy("fp8", "fp32") == precision.shard_policy("bf16", "fp32")
+
+
+@pytest.mark.parametrize("name", ["tensor", "pipeline", "fsdp+tensor", "dp", "deepspeed"])
+def test_a_layout_whose_layers_compute_in_their_own_way_is_refused(name: str) -> None:
+    workers = {"dp": 1, "fsdp+tensor": 4}.get(name, 2)
+    degrees = {"tp": 2} if "+" in name else {}
+    with pytest.raises(LayoutError, match=rf"fp8 does not work with strategy {name.replace('+', '.')}"):
+        check(choose(name, workers, **degrees), Options(precision="fp8"))
+    check(choose("fsdp", 2), Options(precision="fp8"))
+
+
+def test_it_is_refused_without_a_gpu_and_on_one_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config([], ["task=tabular", "train.precision=fp8"])
+    with pytest.raises(LayoutError, match="needs GPUs, but the workers have none"):
+        check_devices(config, 0)
+    check_devices(config, 1)
+    build = lambda: nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))  # noqa: E731
+    with pytest.raises(LayoutError, match="needs GPUs"):
+        parallelize(build, Layout("single"), Options(precision="fp8"), device=CPU)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    with pytest.raises(LayoutError, match=r"8\.9 or newer .*, but NVIDIA A100 has 8\.0"):
+        float8.require(torch.device("cuda"))
+    for capability in ((8, 9), (9, 0), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        float8.require(torch.device("cuda"))
+
+
+def test_trireme_train_refuses_it_in_one_sentence_before_it_starts(tmp_path: Path) -> None:
+    where = [f"run.storage={tmp_path}", "run.name=narrow", "launcher=local", "tracking.enabled=false"]
+    found = trireme("train", "task=tests.tasks:Points", "train.steps=1", "train.precision=fp8", *where)
+    assert found.code == 2 and "train.precision=fp8 needs GPUs" in found.err and "Traceback" not in found.err
+
+
+def test_the_planner_plans_it_only_where_it_can_be() -> None:
+    config = load_config([], ["task=tabular", "train.precision=fp8"])
+    with pytest.raises((LayoutError, UserError), match="cpu has no float8"):
+        held_of(config, running(2), frozenset())
+    table = enumerate_layouts(
+        4, 16, Held(), precisions=("bf16", "fp8"), blocks=4, splits=True, heads=4, per_node=4, sequence=64
+    )
+    narrow = table.where(table.precision == PRECISIONS.index("fp8"))
+    assert len(narrow) and (narrow.tp == 1).all() and (narrow.pp == 1).all()
+    wide = table.where(table.precision == PRECISIONS.index("bf16"))
+    assert (wide.tp > 1).any() and (wide.pp > 1).any()
+
+
+def _losses(_: int, name: str, workers: int, kind: str) -> list[float]:
+    """Of fifteen steps, with recomputation. On the CPU, which is refused only because it is slow."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return GPT(64, d_model=64, n_layers=2, n_heads=2)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
+
+    layout = choose(name, workers) if workers > 1 else Layout("single")
+    with mock.patch.object(float8, "require"):
+        options = Options(precision=kind, activation_checkpointing="selective")
+        parallel = parallelize(build, layout, options, device=CPU)
+    used = any(isinstance(module, Float8Linear) for module in parallel.inner.modules())
+    assert used == (kind == "fp8")
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    tokens = (torch.arange(4 * 17).view(4, 17) * 7 % 64).chunk(workers)[dist.get_rank() if workers > 1 else 0]
+    found = []
+    for _ in range(15):
+        found.append(parallel.total(parallel.forward_backward([tokens], [1 / workers], loss)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def _assert_near(found: list[float], expected: list[float]) -> None:
+    assert found != expected
+    assert found[0] == pytest.approx(expected[0], rel=1e-2)
+    assert found[-1] == pytest.approx(expected[-1], abs=0.15 * expected[0])
+
+
+def test_a_gpt_trains_in_it_as_in_bf16() -> None:
+    narrow, wide = (_losses(0, "single", 1, kind) for kind in ("fp8", "bf16"))
+    assert wide[-1] < 0.3 * wide[0]
+    _assert_near(narrow, wide)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_over_workers_it_trains_as_on_one(name: str) -> None:
+    _assert_near(run_distributed(_losses, 2, name, 2, "fp8")[0], _losses(0, "single", 1, "fp8"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < float8.LEAST, reason="no GPU with float8"
+)
+def test_on_a_gpu_the_product_is_the_cpus() -> None:
+    x8, inverse = quantise(_random(64, 256), FORWARD)
+    w8, other = quantise(_random(128, 256), FORWARD)
+    found = multiply(*(t.cuda() for t in (x8, w8, inverse, other))).cpu()
+    torch.testing.assert_close(found, multiply(x8, w8, inverse, other), rtol=2**-7, atol=1e-2)

@@ -1,0 +1,146 @@
+"""Averages through memory that the processes of one machine share."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from strategies.cpu_collectives import shared_memory as module
+from strategies.cpu_collectives.shared_memory import PIECE_BYTES, shared_sum
+from tests.pool import DistributedFailure, run_distributed
+
+CPU = torch.device("cpu")
+
+
+def _random(rank: int, numbers: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(numbers, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def _both(rank: int, numbers: int, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """The average in shared memory, and gloo's, as bits."""
+    ours, gloo = _random(rank, numbers, dtype), _random(rank, numbers, dtype)
+    shared = shared_sum(None, CPU)
+    assert shared is not None
+    shared.average_(ours)
+    dist.all_reduce(gloo.mul_(1 / dist.get_world_size()))
+    shared.close()
+    return ours.double().numpy(), gloo.double().numpy()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("numbers", [1, PIECE_BYTES // 4, PIECE_BYTES + 3])
+def test_two_ranks_get_what_gloo_gives_to_the_last_bit(numbers: int, dtype: torch.dtype) -> None:
+    for ours, gloo in run_distributed(_both, 2, numbers, dtype):
+        assert np.array_equal(ours, gloo)
+
+
+def test_of_more_ranks_all_get_the_same_bits_and_the_average() -> None:
+    found = [ours for ours, _ in run_distributed(_both, 3, 1000, torch.float32)]
+    exact = sum(_random(rank, 1000, torch.float64) for rank in range(3)) / 3
+    assert all(np.array_equal(ours, found[0]) for ours in found)
+    assert np.allclose(found[0], exact, rtol=1e-6, atol=1e-7)
+
+
+def _short(rank: int) -> tuple[list[float], list[int]]:
+    shared = shared_sum(None, CPU)
+    assert shared is not None
+    total = shared.sum_(torch.tensor([1.0 + rank, 10.0], dtype=torch.float64)).tolist()
+    everyones = [int(each[0]) for each in shared.gather(torch.full((7,), rank, dtype=torch.uint8))]
+    shared.close()
+    return total, everyones
+
+
+def test_short_tensors_are_added_and_gathered_in_order_of_rank() -> None:
+    assert run_distributed(_short, 3) == [([6.0, 30.0], [0, 1, 2])] * 3
+
+
+def _races(rank: int, rounds: int) -> int:
+    """Rounds whose average was wrong; ranks come early and late in turns."""
+    shared, wrong = shared_sum(None, CPU), 0
+    assert shared is not None
+    jitter = np.random.default_rng(rank)
+    for number in range(rounds):
+        tensor = torch.full((3 * PIECE_BYTES // 8 + 5,), float(number + rank))
+        if jitter.random() < 0.2:
+            time.sleep(jitter.random() * 2e-3)
+        wrong += not bool(((shared.average_(tensor) - number - (dist.get_world_size() - 1) / 2).abs() < 0.1).all())
+    shared.close()
+    return wrong
+
+
+def test_nobody_reads_what_is_written_next() -> None:
+    assert run_distributed(_races, 3, 400) == [0, 0, 0]
+
+
+def _left_alone(rank: int, how: str) -> str:
+    shared = shared_sum(None, CPU)
+    assert shared is not None
+    shared.average_(torch.ones(10))
+    if rank == 1:
+        time.sleep(0.3)
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        module.leave()
+        return "left"
+    begun = time.monotonic()
+    try:
+        shared.average_(torch.ones(10))
+    except ConnectionError as error:
+        told = f"{error} after {time.monotonic() - begun < 2}"
+        if how == "killed":  # what is returned would be lost with the other rank
+            raise AssertionError(told) from None
+        return told
+    return "went on"
+
+
+def test_a_rank_that_leaves_ends_the_others_waiting() -> None:
+    waited, left = run_distributed(_left_alone, 2, "left")
+    assert left == "left" and "Connection closed by peer after True" in waited
+
+
+def test_a_rank_that_is_killed_ends_the_others_waiting() -> None:
+    with pytest.raises(DistributedFailure) as failure:
+        run_distributed(_left_alone, 2, "killed", timeout=60)
+    assert "Connection closed by peer after True" in str(failure.value)
+
+
+def _elsewhere(rank: int) -> tuple[bool, float]:
+    """Rank 1 finds another memory than rank 0's under its name, as on another machine."""
+    own = os.pread
+    try:
+        if rank == 1:
+            module.os.pread = lambda *_: b"another machine's"
+        shared = shared_sum(None, CPU)
+    finally:
+        module.os.pread = own
+    count = torch.ones(1)
+    dist.all_reduce(count)
+    return shared is None, count.item()
+
+
+def test_ranks_on_several_machines_all_keep_to_gloo() -> None:
+    assert run_distributed(_elsewhere, 2) == [(True, 2.0), (True, 2.0)]
+
+
+def _keeps(rank: int) -> list[int]:
+    """Open files before and after."""
+    counts = []
+    for _ in range(3):
+        counts.append(len(os.listdir("/proc/self/fd")))
+        shared = shared_sum(None, CPU)
+        assert shared is not None
+        shared.average_(torch.ones(10))
+        module.leave()
+        del shared
+    return counts
+
+
+def test_nothing_is_left_open() -> None:
+    for counts in run_distributed(_keeps, 2):
+        assert counts[1] == counts[2]

@@ -1,0 +1,128 @@
+"""Costs are exact: what a rank really holds after a step, to the byte, beside the row's own cost function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pool import run_distributed
+
+from experiments.parity import curves
+from experiments.parity.rows import ROWS, Row
+from strategies import fsdp
+from strategies.activation_checkpointing import activation_bytes
+from strategies.blocks import find_blocks
+from strategies.costs import Cost, ModelSize, ParameterSize, all_reduce, gather, model_size
+from strategies.estimate import cost
+from strategies.layout import Layout
+from strategies.parallelize import Options, choose, parallelize
+from strategies.pipeline import partition
+from strategies.tensor.plan import make_plan
+from tests.strategies.test_strategies_models import GPT_PLAN, PlainGPT, gpt_trial
+
+
+def _stored(tensors: list[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind these tensors' local parts."""
+    local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local if t.numel()}.values())
+
+
+def _measured(rank: int, row: Row, tied: bool) -> tuple[int, int, int]:
+    trial = gpt_trial(tied=tied)
+    parallel = parallelize(trial.build, row.layout, device=torch.device("cpu"), tensor_plan=GPT_PLAN)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3, fused=True)
+    kept: list[torch.Tensor] = []
+    zero_grad = optimizer.zero_grad
+    optimizer.zero_grad = lambda set_to_none=True: (  # type: ignore[method-assign,assignment]
+        kept.extend(p.grad for p in parallel.parameters() if p.grad is not None),
+        zero_grad(set_to_none),
+    )
+    curves.run_steps(trial, parallel, optimizer, range(1))
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return _stored(list(parallel.parameters())), _stored(kept), _stored(states)
+
+
+def _size(tied: bool, layout: Layout) -> ModelSize:
+    with torch.device("meta"):
+        module = PlainGPT(tied, layers=4)
+    dims = make_plan(module, GPT_PLAN, True).dims if layout.dims.tp > 1 else {}
+    return model_size(module, find_blocks(module), dims)
+
+
+@pytest.mark.parametrize("row", [Row("single", 1), *(row for row in ROWS if row.layout.dims.pp == 1)], ids=str)
+def test_memory_is_exact_to_the_byte(row: Row) -> None:
+    measured = _measured(0, row, True) if row.workers == 1 else run_distributed(_measured, row.workers, row, True)[0]
+    expected = cost(row.layout, _size(True, row.layout))
+    assert measured == (expected.parameters, expected.gradients, expected.optimizer)
+
+
+def test_padding_is_counted() -> None:
+    """10 rows over 4 ranks are 3, 3, 3 and 1, and each rank holds room for 3."""
+    bias = ParameterSize("bias", (10,))
+    assert fsdp.shard_bytes(bias, 4) == 12
+    assert [fsdp.rows_held(bias, 4, rank) for rank in range(4)] == [3, 3, 3, 1]
+    assert [fsdp.rows_held(ParameterSize("b", (2,)), 4, rank) for rank in range(4)] == [1, 1, 0, 0]
+
+
+SIZE = ModelSize(
+    parameters=(
+        ParameterSize("embed", (8, 4)),
+        ParameterSize("a.weight", (4, 4), unit="a", split_dim=0),
+        ParameterSize("b.weight", (4, 4), unit="b", split_dim=1),
+        ParameterSize("c.weight", (4, 4), unit="c"),
+    ),
+    boundary_bytes=1000,
+    activation_bytes=30_000,
+)
+BYTES = 4 * (32 + 3 * 16)
+
+
+def _cost(name: str, workers: int, options: Options | None = None, **rest: Any) -> Cost:
+    degrees = {key: rest.pop(key) for key in ("dp_replicate", "dp_shard", "tp") if key in rest}
+    return cost(choose(name, workers, **degrees), SIZE, options, **rest)
+
+
+def test_what_is_sent_per_step() -> None:
+    assert _cost("single", 1).sent == {}
+    assert _cost("ddp", 4).sent == {"all_reduce": BYTES * 2 * 3 // 4}
+    assert _cost("ddp", 4, Options(compression="bf16")).sent == {"all_reduce": BYTES * 3 // 4}
+    blocks, root = 3 * 64, 128
+    assert _cost("fsdp", 4).sent == {"all_gather": (root + 2 * blocks) * 3 // 4, "reduce_scatter": BYTES * 3 // 4}
+    assert _cost("zero1", 4).sent == {"all_gather": BYTES * 3 // 4, "reduce_scatter": BYTES * 3 // 4}
+    slices = _cost("hsdp", 4, dp_shard=2).sent["all_reduce"]
+    assert slices == all_reduce(BYTES // 2, 2)
+    assert _cost("tensor", 2, pairs=3).sent == {"tensor": 1000 * 8}
+
+
+def test_accumulation_communicates_once_unless_shards_are_accumulated() -> None:
+    once, four = _cost("ddp", 2), _cost("ddp", 2, micro_batches=4)
+    assert once.sent == four.sent
+    zero1, zero2 = _cost("zero1", 2, micro_batches=4), _cost("zero2", 2, micro_batches=4)
+    assert zero2.sent["reduce_scatter"] == 4 * zero1.sent["reduce_scatter"]
+    assert zero1.transient - zero2.transient == BYTES, "stage 1 keeps whole gradients between micro-batches"
+    assert zero1.sent["all_gather"] == zero2.sent["all_gather"] == gather(BYTES, 2)
+
+
+def test_freeing_after_forward_holds_two_blocks() -> None:
+    assert _cost("fsdp", 2).transient == 128 + 2 * 64
+    assert _cost("fsdp", 2, Options(reshard_after_forward=False)).transient == BYTES
+    assert _cost("fsdp", 2, Options(precision="bf16")).transient == (128 + 2 * 64) // 2
+
+
+def test_recomputing_needs_less() -> None:
+    kept = [activation_bytes(SIZE, mode, 3) for mode in ("none", "selective", "every_2", "full")]
+    assert kept == [30_000, 25_000, 22_000, 13_000]
+    assert _cost("tensor", 2).activations == 15_000
+
+
+def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
+    frozen = ModelSize((ParameterSize("a", (4,), trainable=False), ParameterSize("b", (4,))))
+    found = cost(choose("fsdp", 2), frozen)
+    assert (found.parameters, found.gradients, found.optimizer) == (16, 8, 20)
+
+
+def test_partition_is_consecutive_and_even() -> None:
+    assert partition.pieces([1, 1, 1, 1], 2) == (2, 2)
+    assert partition.pieces([4, 1, 1, 1, 1], 2) == (1, 4)
+    assert partition.pieces([1], 1) == (1,)

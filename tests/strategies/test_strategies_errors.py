@@ -1,0 +1,300 @@
+"""What a model that does not fit its layout gets: one sentence that names it, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pool import run_distributed
+from torch import Tensor, nn
+
+from experiments.parity import curves
+from experiments.parity.rows import Row
+from strategies import deepspeed
+from strategies.blocks import find_blocks
+from strategies.parallelize import LayoutError, Options, Parallel, choose, parallelize
+from strategies.tensor import plan as tensor_plan
+from tests.strategies.test_strategies_models import (
+    BATCH,
+    GPT_PLAN,
+    VOCABULARY,
+    PlainGPT,
+    classifier_loss,
+    gpt_trial,
+    image_batch,
+    mlp,
+    seeded,
+    vector_batch,
+)
+
+CPU = torch.device("cpu")
+
+
+class PartlyUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle, self.idler = nn.Linear(7, 3), nn.Linear(7, 3), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def _message(_: int, row: Row, make: Callable[[], nn.Module], plan: dict[str, str] | None, options: Options) -> str:
+    """Takes one step with accumulation; the sentence it ends with, or "no error"."""
+    try:
+        parallel = parallelize(seeded(make), row.layout, options, device=CPU, tensor_plan=plan)
+        x = torch.randn(4, 7) if plan is None else torch.randint(0, VOCABULARY, (2, 8))
+        for last in (False, True):
+            with parallel.micro_step(last):
+                parallel.module(x).square().mean().backward()
+        parallel.grad_norm_(None)
+    except LayoutError as error:
+        return str(error)
+    return "no error"
+
+
+def _messages(row: Row, make: Any, plan: dict[str, str] | None = None, options: Options | None = None) -> list[str]:
+    args = (row, make, plan, options or Options())
+    return [_message(0, *args)] if row.workers == 1 else run_distributed(_message, row.workers, *args)
+
+
+def test_unused_parameters_under_ddp_are_named() -> None:
+    for message in _messages(Row("ddp", 2), PartlyUsed):
+        assert "idle.weight and 3 more" in message and "fsdp" in message and "\n" not in message
+        assert "parallel.static_graph=false" in message
+
+
+class Changing(nn.Module):
+    """Uses another layer in every step, and one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.idle = nn.Linear(7, 7), nn.Linear(7, 3)
+        self.ways = nn.ModuleList([nn.Linear(7, 3), nn.Linear(7, 3)])
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        x, which = inputs
+        return self.ways[int(which[0])](torch.tanh(self.stem(x)))
+
+
+def _changing(_: int, row: Row) -> curves.Curve:
+    def batch(step: int) -> Any:
+        x, y = vector_batch(step)
+        return (x, torch.full((len(x),), step % 2)), y
+
+    trial = curves.Trial(seeded(Changing), classifier_loss, batch, steps=6, micro_batches=2, clip=0.5)
+    return curves.train(trial, row.layout, Options(static_graph=False), CPU)
+
+
+def test_a_step_may_leave_parameters_out_without_a_static_graph() -> None:
+    found = curves.difference(_changing(0, Row("single", 1)), run_distributed(_changing, 2, Row("ddp", 2))[0])
+    assert found.within(1e-5), found
+
+
+def test_unused_parameters_under_ddp_and_tensor_are_named() -> None:
+    for message in _messages(Row("ddp+tensor", 4, {"tp": 2}), PartlyUsed):
+        assert "idle" in message and "fsdp" in message
+
+
+@pytest.mark.parametrize("row", [Row("single", 1), Row("fsdp", 2), Row("tensor", 2)], ids=str)
+def test_unused_parameters_are_fine_elsewhere(row: Row) -> None:
+    assert set(_messages(row, PartlyUsed)) == {"no error"}
+
+
+@pytest.mark.parametrize("row", [Row("single", 1), Row("ddp", 2), Row("fsdp", 2), Row("tensor", 2)], ids=str)
+def test_a_model_without_parameters(row: Row) -> None:
+    for message in _messages(row, nn.Tanh):
+        assert "Tanh has no parameters" in message and "nothing to train" in message
+
+
+def frozen() -> nn.Module:
+    return nn.Linear(7, 3).requires_grad_(False)
+
+
+def test_a_model_with_frozen_parameters_only() -> None:
+    assert "requires_grad=False" in _messages(Row("single", 1), frozen)[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"blocks.*.atn.q": "colwise"}, ["'blocks.*.atn.q'", "matches no module"]),
+        ({"block.*.q": "colwise"}, ["matches no module", "did you mean"]),
+        ({"blocks.*.q": "colwize"}, ["colwize", "did you mean colwise"]),
+        ({"norm": "colwise"}, ["norm", "nn.Linear".removeprefix("nn."), "LayerNorm"]),
+        ({"embed": "replicate"}, ["sequence modules", "split"]),
+    ],
+)
+def test_a_plan_that_does_not_fit(change: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(LayoutError) as caught:
+        tensor_plan.make_plan(PlainGPT(), GPT_PLAN | change, True)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_tied_weight_split_apart() -> None:
+    plan = GPT_PLAN | {"head": "rowwise"}
+    with pytest.raises(LayoutError, match=r"head\.weight and embed\.weight are one tied weight"):
+        tensor_plan.make_plan(PlainGPT(tied=True), plan, True)
+
+
+def test_stars_do_not_run_over_dots() -> None:
+    with pytest.raises(LayoutError, match="matches no module"):
+        tensor_plan.make_plan(PlainGPT(), {"*.q": "colwise"}, True)
+
+
+def test_a_tied_embedding_outside_the_plan_is_split_with_its_head() -> None:
+    plan = tensor_plan.make_plan(PlainGPT(tied=True), {"head": "colwise_rep"}, True)
+    assert plan.dims == {"embed.weight": 0, "head.weight": 0}
+    assert plan.styles["embed"] == "embedding" and plan.styles["head"] == "colwise_gather"
+
+
+def test_a_plan_that_forgets_a_norm_ends_in_the_first_step() -> None:
+    """The norm works on a part of the sequence, so its gradient differs between workers."""
+    plan = {key: value for key, value in GPT_PLAN.items() if key != "norm"}
+    for message in _messages(Row("tensor", 2), PlainGPT, plan):
+        assert "norm." in message and "sequence or partial" in message
+
+
+class CountsHeads(nn.Module):
+    """Attention as many write it: the number of heads is in the shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.q, self.out = nn.Embedding(VOCABULARY, 12), nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        q = self.q(self.embed(tokens))
+        return self.out(q.view(*tokens.shape, 3, 4).transpose(1, 2).flatten(2).reshape(*tokens.shape, -1))
+
+
+def test_heads_that_tp_does_not_divide_without_a_task_that_knows_them() -> None:
+    for message in _messages(Row("tensor", 2), CountsHeads, {"q": "colwise", "out": "rowwise"}):
+        assert "parallel.tp=2" in message and "divides the attention heads" in message and "\n" not in message
+
+
+def _odd_sequence(_: int) -> str:
+    parallel = parallelize(gpt_trial().build, choose("tensor", 2), device=CPU, tensor_plan=GPT_PLAN)
+    try:
+        parallel.module(torch.zeros(BATCH, 7, dtype=torch.long))
+    except LayoutError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_sequence_that_tp_does_not_divide() -> None:
+    for message in run_distributed(_odd_sequence, 2):
+        assert "sequence of 7" in message and "parallel.sequence_parallel=false" in message
+
+
+def test_blocks_are_checked() -> None:
+    with pytest.raises(LayoutError, match=r"'blocks\.2'.*did you mean"):
+        find_blocks(PlainGPT(), ["blocks.0", "blocks.2"])
+    with pytest.raises(LayoutError, match=r"'blocks\.0\.q', which is inside the block 'blocks\.0'"):
+        find_blocks(PlainGPT(), ["blocks.0", "blocks.0.q"])
+
+
+def test_no_such_compile_backend() -> None:
+    with pytest.raises(LayoutError, match="aot_eager"):
+        parallelize(mlp, choose("single", 1), Options(compile=True, compile_backend="fast"), device=CPU)
+
+
+def _single() -> Parallel:
+    return parallelize(seeded(mlp), choose("single", 1), device=CPU)
+
+
+def test_state_of_another_model() -> None:
+    parallel = _single()
+    state = parallel.model_state()
+    with pytest.raises(LayoutError, match=r"lacks '0\.bias'"):
+        parallel.load_model_state({k: v for k, v in state.items() if k != "0.bias"})
+    with pytest.raises(LayoutError, match="has unknown 'extra'"):
+        parallel.load_model_state(state | {"extra": torch.zeros(1)})
+    with pytest.raises(LayoutError, match=r"0\.bias is \(2,\) in the state and \(13,\) in the model"):
+        parallel.load_model_state(state | {"0.bias": torch.zeros(2)})
+
+
+def test_optimizer_state_of_another_optimizer() -> None:
+    parallel = _single()
+    sgd = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
+    adam = torch.optim.AdamW(parallel.parameters())
+    with pytest.raises(LayoutError, match=r"does not fit '0\.weight'"):
+        parallel.load_optimizer_state(adam, parallel.optimizer_state(sgd))
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.fc = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.norm(self.conv(x)).mean((2, 3)))
+
+
+def _batch_norm(_: int, row: Row) -> tuple[tuple[str, ...], dict[str, Tensor]]:
+    parallel = parallelize(seeded(Normed), row.layout, device=CPU)
+    rank = row.layout.dims.data_rank(torch.distributed.get_rank())
+    for step in range(3):
+        x, _ = image_batch(step)
+        with parallel.micro_step(True):
+            parallel.module(x.chunk(row.layout.dims.dp)[rank]).square().mean().backward()
+    return parallel.notes, parallel.full_model_state()
+
+
+@pytest.mark.parametrize("row", [Row("ddp", 2), Row("fsdp", 2)], ids=str)
+def test_batch_norm_under_a_split_batch_is_said_aloud(row: Row) -> None:
+    """And its running statistics are those of rank 0's batches, as the sentence says."""
+    notes, state = run_distributed(_batch_norm, 2, row)[0]
+    assert len(notes) == 1 and "BatchNorm2d" in notes[0] and "rank 0" in notes[0]
+    alone = seeded(Normed)()
+    for step in range(3):
+        alone(image_batch(step)[0].chunk(2)[0])
+    torch.testing.assert_close(state["norm.running_mean"], alone.norm.running_mean)
+    assert state["norm.num_batches_tracked"] == 3
+
+
+def test_batch_norm_alone_is_not_remarked_on() -> None:
+    assert parallelize(seeded(Normed), choose("single", 1), device=CPU).notes == ()
+
+
+@pytest.mark.parametrize("name", ["dp", "model_parallel"])
+def test_without_gpus_nothing_is_spread_and_that_is_said(name: str) -> None:
+    parallel = parallelize(seeded(mlp), choose(name, 1), device=CPU)
+    assert len(parallel.notes) == 1 and name in parallel.notes[0] and "CPU" in parallel.notes[0]
+    assert curves.difference is not None and set(parallel.model_state()) == set(mlp().state_dict())
+
+
+def test_deepspeed_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(LayoutError, match=r"pip install deepspeed, or write strategy=zero1") as caught:
+        parallelize(seeded(mlp), choose("deepspeed", 1), device=CPU)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "precision", "words"),
+    [
+        ({"train_batch_size": 8, "zero_optimization": {"stage": 2}}, "fp32", "sets train_batch_size"),
+        ({"gradient_clipping": 1.0, "zero_optimization": {"stage": 2}}, "fp32", "sets gradient_clipping"),
+        ({"zero_optimization": {"stage": 0}}, "fp32", "stage 0: write 1, 2 or 3"),
+        ({}, "fp32", "stage 0"),
+        (None, "fp16", "train.precision=fp16"),
+    ],
+)
+def test_a_deepspeed_configuration_that_cannot_be(given: Any, precision: str, words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        deepspeed.configuration(given, Options(precision=precision))
+
+
+def test_a_deepspeed_configuration_keeps_what_is_the_persons() -> None:
+    """And "auto", as Hugging Face writes, is no claim; clipping is off, for DeepSpeed's own default is 1.0."""
+    given = {"train_batch_size": "auto", "zero_optimization": {"stage": 3, "reduce_bucket_size": 7}}
+    found = deepspeed.configuration(given, Options())
+    assert found["zero_optimization"] == {"stage": 3, "reduce_bucket_size": 7} and "train_batch_size" not in found
+    assert found["gradient_clipping"] == 0.0 and found["gradient_accumulation_steps"] == 1
+    assert given["train_batch_size"] == "auto"

@@ -1,0 +1,60 @@
+"""Where the GPUs are: what is asked for by the one key `strategy`, and what a person hears of GPUs left idle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.config import Config
+from app.config_io import load_config
+from app.doctor.job import with_remarks
+from app.run.prepare import Prepared
+from app.train import ask_for
+from cluster.connect import Cluster
+from strategies.parallelize import Layout, choose
+
+EIGHT = Cluster("here", 2, {"GPU": 8.0, "CPU": 32.0}, {"GPU": 4.0, "CPU": 16.0}, {}, False)
+NONE = Cluster("here", 1, {"CPU": 8.0}, {"CPU": 8.0}, {}, True)
+
+
+def _config(*values: str) -> Config:
+    return load_config([], ["task=tabular", *values])
+
+
+@pytest.mark.parametrize(
+    ("values", "cluster", "expected"),
+    [
+        (["strategy=single"], EIGHT, (1, {"GPU": 1.0})),
+        (["strategy=dp"], EIGHT, (1, {"GPU": 4.0})),
+        (["strategy=model_parallel"], EIGHT, (1, {"GPU": 4.0})),
+        (["strategy=model_parallel", "workers=1"], EIGHT, (1, {"GPU": 4.0})),
+        (["strategy=dp", "resources_per_worker.GPU=2"], EIGHT, (1, {"GPU": 2.0})),
+        (["strategy=ddp_model_parallel"], EIGHT, (4, {"GPU": 2.0})),
+        (["strategy=ddp_model_parallel", "workers=8"], EIGHT, (8, {"GPU": 1.0})),
+        (["strategy=ddp"], EIGHT, (8, {"GPU": 1.0})),
+        (["strategy=single"], NONE, (1, {"CPU": 1.0})),
+        (["strategy=dp"], NONE, (1, {"CPU": 1.0})),
+        (["strategy=ddp"], NONE, (2, {"CPU": 1.0})),
+    ],
+)
+def test_the_one_key_is_enough(values: list[str], cluster: Cluster, expected: tuple[int, dict[str, float]]) -> None:
+    config = _config(*values)
+    workers, per_worker = ask_for(config, cluster)
+    assert (workers, per_worker) == expected
+    assert choose(config.strategy, workers).dims.world_size == workers
+
+
+def _said(layout: Layout, workers: int, per_node: int, visible: int, **train: Any) -> tuple[str, ...]:
+    config = _config(*(f"train.{key}={value}" for key, value in train.items()))
+    return with_remarks(config, Prepared(layout, 10, 10_000, ""), workers, per_node, visible).notes
+
+
+def test_without_ray_too_idle_gpus_are_said_aloud() -> None:
+    (said,) = _said(choose("single", 1), 1, 1, 4)
+    assert said.startswith("3 of this machine's 4 GPUs are not used: workers=1 takes 1")
+    (said,) = _said(choose("dp", 1), 1, 1, 4, global_batch_size=3)
+    assert "splits 3 samples over 4 GPUs, so 1 get none" in said
+    assert _said(choose("dp", 1), 1, 1, 4) == () == _said(choose("ddp_model_parallel", 2), 2, 2, 4)
+    assert _said(choose("ddp", 4), 4, 4, 4) == () == _said(choose("ddp", 2), 2, 2, 0)
+    assert len(_said(choose("ddp", 2), 2, 2, 4)) == 1

@@ -1,0 +1,212 @@
+"""Names, degrees and options to layouts: pure functions, each mistake one sentence, before any process starts."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import strategies
+from experiments.parity.rows import ROWS
+from strategies.devices import home, own_devices, remark, share
+from strategies.layout import OWN
+from strategies.parallelize import Layout, LayoutError, Options, ParallelDims, check, choose
+
+FOLDER = Path(strategies.__path__[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "degrees", "expected"),
+    [
+        ("auto", 1, {}, Layout("single")),
+        ("auto", 4, {}, Layout("ddp", ParallelDims(dp_replicate=4))),
+        ("auto", 4, {"tp": 4}, Layout("tensor", ParallelDims(tp=4))),
+        ("auto", 8, {"tp": 2}, Layout("ddp+tensor", ParallelDims(dp_replicate=4, tp=2))),
+        ("auto", 8, {"dp_shard": 8}, Layout("fsdp", ParallelDims(dp_shard=8))),
+        ("auto", 8, {"dp_shard": 2}, Layout("hsdp", ParallelDims(dp_replicate=4, dp_shard=2))),
+        (
+            "auto",
+            8,
+            {"dp_shard": 2, "tp": 2},
+            Layout("hsdp+tensor", ParallelDims(dp_replicate=2, dp_shard=2, tp=2)),
+        ),
+        ("fsdp", 4, {}, Layout("fsdp", ParallelDims(dp_shard=4))),
+        ("fsdp", 4, {"dp_replicate": 2}, Layout("fsdp", ParallelDims(dp_replicate=2, dp_shard=2))),
+        ("fsdp", 4, {"tp": 2}, Layout("fsdp+tensor", ParallelDims(dp_shard=2, tp=2))),
+        ("fsdp+tensor", 4, {"dp_shard": 2}, Layout("fsdp+tensor", ParallelDims(dp_shard=2, tp=2))),
+        ("tensor+fsdp", 4, {"tp": 2}, Layout("fsdp+tensor", ParallelDims(dp_shard=2, tp=2))),
+        ("hsdp", 8, {"devices_per_node": 4}, Layout("hsdp", ParallelDims(dp_replicate=2, dp_shard=4))),
+        (
+            "hsdp",
+            16,
+            {"devices_per_node": 8, "tp": 2},
+            Layout("hsdp+tensor", ParallelDims(dp_replicate=2, dp_shard=4, tp=2)),
+        ),
+        ("ddp_model_parallel", 3, {}, Layout("ddp_model_parallel", ParallelDims(dp_replicate=3))),
+    ],
+)
+def test_choose(name: str, workers: int, degrees: dict[str, Any], expected: Layout) -> None:
+    assert choose(name, workers, **degrees) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "degrees", "words"),
+    [
+        ("fspd", 2, {}, ["'fspd'", "fsdp"]),
+        ("ddp", 4, {"dp_replicate": 3}, ["3", "4 workers", "workers=3"]),
+        ("fsdp", 4, {"dp_shard": 8}, ["8", "4 workers"]),
+        ("tensor", 4, {"tp": 3}, ["tp 3", "4 workers"]),
+        ("single", 2, {}, ["2 workers", "single is one device: write workers=1, or strategy=ddp"]),
+        ("dp", 2, {}, ["2 workers, but dp is one process: write workers=1"]),
+        ("ddp", 4, {"dp_shard": 2}, ["parallel.dp_shard=2", "hsdp"]),
+        ("single", 1, {"tp": 2}, ["parallel.tp=2"]),
+        ("hsdp", 4, {}, ["parallel.dp_shard", "divisor of 4"]),
+        ("fsdp+tensor", 4, {}, ["parallel.dp_shard or parallel.tp"]),
+        ("ddp+fsdp", 4, {}, ["does not combine"]),
+        ("single+tensor", 2, {}, ["does not combine"]),
+        ("fsdp", 4, {"tp": 0}, ["parallel.tp is 0"]),
+        ("ddp", 0, {}, ["0 workers"]),
+    ],
+)
+def test_choose_refuses_in_one_sentence(name: str, workers: int, degrees: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(LayoutError) as caught:
+        choose(name, workers, **degrees)
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+FSDP_TENSOR = choose("fsdp", 4, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "facts", "words"),
+    [
+        (FSDP_TENSOR, {}, {"heads": 3}, ["parallel.tp is 2", "3 heads", "1, 3"]),
+        (choose("ddp", 4), {}, {"global_batch_size": 3}, ["train.global_batch_size is 3", "at least 4"]),
+        (FSDP_TENSOR, {}, {"sequence_length": 7}, ["parallel.tp is 2", "7", "sequence_parallel=false"]),
+        (choose("pipeline", 1), {}, {}, ["pipeline", "parallel.pp=2"]),
+        (choose("ddp", 2), {"precision": "bf61"}, {}, ["train.precision", "bf16"]),
+        (choose("ddp", 2), {"reduce_dtype": "int8"}, {}, ["parallel.reduce_dtype", "fp32"]),
+        (choose("ddp", 2), {"compression": "bf61"}, {}, ["parallel.compression", "bf16"]),
+        (choose("ddp", 2), {"activation_checkpointing": "some"}, {}, ["activation_checkpointing", "selective"]),
+        (choose("ddp", 2), {"activation_checkpointing": "every_0"}, {}, ["activation_checkpointing"]),
+        (choose("ddp", 2), {"offload": True}, {}, ["parallel.offload", "fsdp"]),
+        (choose("fsdp", 2), {"compression": "bf16"}, {}, ["parallel.compression", "reduce_dtype=bf16"]),
+        (choose("ddp", 4, tp=2), {"compression": "powersgd"}, {}, ["powersgd", "tp"]),
+        (choose("ddp", 2), {"bucket_mb": -1.0}, {}, ["parallel.bucket_mb"]),
+        (choose("dp", 1), {"reduce_dtype": "bf16"}, {}, ["parallel.reduce_dtype=bf16", "float32", "strategy=ddp"]),
+        (choose("deepspeed", 2), {"reduce_dtype": "bf16"}, {}, ["communication_data_type"]),
+        (choose("ddp", 2), {"reduce_dtype": "bf16", "compression": "powersgd"}, {}, ["powersgd", "one of them"]),
+    ],
+)
+def test_check_refuses_in_one_sentence(
+    layout: Layout, options: dict[str, Any], facts: dict[str, int], words: list[str]
+) -> None:
+    with pytest.raises(LayoutError) as caught:
+        check(layout, Options(**options), **facts)
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_check_accepts_what_fits() -> None:
+    check(FSDP_TENSOR, Options(), heads=4, global_batch_size=2, sequence_length=8, blocks=1)
+    for row in ROWS:
+        check(row.layout, Options(), global_batch_size=8, heads=4)
+
+
+def test_every_name_has_a_row() -> None:
+    """A name without a row in the parity matrix is a bug. deepspeed has tests of its own."""
+    rows = {part for row in ROWS for part in row.layout.parts}
+    assert rows | {"single", "deepspeed"} == set(OWN) | {"tensor"}
+
+
+def test_data_ranks_and_coordinates() -> None:
+    dims = ParallelDims(dp_replicate=2, dp_shard=3, tp=2, pp=2)
+    assert dims.world_size == 24 and dims.dp == 6
+    shares = [dims.data_rank(rank) for rank in range(24)]
+    assert shares[:12] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5] == shares[12:]
+    assert dims.coordinates(23) == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "tp": 1}
+    with pytest.raises(LayoutError, match="rank 24"):
+        dims.coordinates(24)
+
+
+def test_layouts_read_well() -> None:
+    assert str(FSDP_TENSOR) == "fsdp+tensor (dp_shard 2 × tp 2)"
+    assert str(choose("single", 1)) == "single (1 worker)"
+
+
+def test_idle_devices_are_said_aloud() -> None:
+    cpu, gpus = torch.device("cpu"), [torch.device("cuda", i) for i in range(3)]
+    assert "CPU" in remark("dp", [cpu, cpu], 2)[0]
+    assert "nothing is spread" in remark("dp", gpus[:1], 1)[0]
+    assert "1 of 3 GPUs idle" in remark("model_parallel", gpus, 2)[0]
+    assert remark("model_parallel", gpus, 3) == ()
+
+
+@pytest.mark.parametrize(
+    ("first", "rank", "workers", "visible", "expected"),
+    [
+        (0, 0, 1, 4, [0, 1, 2, 3]),  # one process
+        (0, 0, 2, 4, [0, 1]),  # torchrun: everybody sees all
+        (2, 1, 2, 4, [2, 3]),
+        (0, 1, 1, 2, [0, 1]),  # an actor sees its own only, and LOCAL_WORLD_SIZE is not set
+        (0, 1, 2, 2, [0, 1]),  # the same, and it is
+        (1, 1, 4, 4, [1]),
+        (1, 1, 2, 4, [1]),  # a device that is not the first of a share
+        (3, 3, 4, 2, [3]),
+    ],
+)
+def test_each_worker_has_its_own_gpus(first: int, rank: int, workers: int, visible: int, expected: list[int]) -> None:
+    assert share(first, rank, workers, visible) == expected
+
+
+def test_a_worker_begins_on_the_first_gpu_of_its_share() -> None:
+    for visible in (2, 4, 5):
+        for rank in (0, 1):
+            first = home("ddp_model_parallel", rank, 2, visible)
+            assert share(first, rank, 2, visible)[0] == first < visible
+    assert [home("ddp", rank, 4, 8) for rank in range(4)] == [0, 1, 2, 3]
+
+
+def test_own_devices_reads_the_place_among_the_nodes_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert [d.index for d in own_devices(torch.device("cuda", 0))] == [0, 1, 2, 3]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert [d.index for d in own_devices(torch.device("cuda", 2))] == [2, 3]
+    assert [d.type for d in own_devices(torch.device("cpu"))] == ["cpu", "cpu"]
+
+
+def test_importing_strategies_imports_no_ray_mlflow_or_app() -> None:
+    names = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
+    code = (
+        "import sys, importlib\n"
+        f"for name in {names!r}: importlib.import_module('strategies.' + name)\n"
+        "print([m for m in ('ray', 'mlflow', 'app', 'cluster', 'experiments', 'deepspeed') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=FOLDER.parent, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_strategies_import_only_torch_and_themselves() -> None:
+    allowed = set(sys.stdlib_module_names) | {"torch", "strategies", "deepspeed"}
+    for path in FOLDER.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert {name.split(".")[0] for name in names} <= allowed, path.name
+
+
+def test_files_are_short_and_explain_themselves() -> None:
+    for path in FOLDER.glob("*.py"):
+        source = path.read_text()
+        assert source.count("\n") <= 300, path.name
+        assert path.stem == "__init__" or ast.get_docstring(ast.parse(source)), path.name

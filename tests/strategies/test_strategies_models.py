@@ -1,0 +1,180 @@
+"""Small plain models, written as somebody would who never heard of strategies, and trials over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from experiments.parity.curves import Trial
+
+VOCABULARY, WIDTH, HEADS, SEQUENCE, BATCH = 30, 16, 4, 8, 8
+
+GPT_PLAN = {
+    "embed": "embedding",
+    "blocks.*.norm1": "sequence",
+    "blocks.*.q": "colwise",
+    "blocks.*.k": "colwise",
+    "blocks.*.v": "colwise",
+    "blocks.*.out": "rowwise",
+    "blocks.*.norm2": "sequence",
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
+    "norm": "sequence",
+    "head": "head",
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.head_dim = width // heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 3 * width + 1), nn.Linear(3 * width + 1, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        q, k, v = (p(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class PlainGPT(nn.Module):
+    """Sizes are odd on purpose: neither the vocabulary nor the hidden width divides evenly by 2 and 4."""
+
+    def __init__(self, tied: bool = False, layers: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY + 1, WIDTH)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH), persistent=False)
+        self.blocks = nn.ModuleList(Block(WIDTH, HEADS) for _ in range(layers))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY + 1, bias=False)
+        nn.init.normal_(self.embed.weight, std=0.1)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def seeded(make: Callable[[], nn.Module], seed: int = 7) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        torch.manual_seed(seed)
+        return make()
+
+    return build
+
+
+def language_batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    start = torch.randint(0, VOCABULARY, (BATCH, 1), generator=generator)
+    stride = torch.randint(1, 4, (BATCH, 1), generator=generator)
+    tokens = (start + stride * torch.arange(SEQUENCE + 1)) % VOCABULARY
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def language_loss(model: nn.Module, batch: Any) -> Tensor:
+    tokens, targets = batch
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def gpt_trial(tied: bool = False, plan: bool = True, layers: int = 4, **changes: Any) -> Trial:
+    return Trial(
+        build=seeded(lambda: PlainGPT(tied, layers)),
+        loss=language_loss,
+        batch=language_batch,
+        tensor_plan=GPT_PLAN if plan else None,
+        **changes,
+    )
+
+
+class FunctionalTie(nn.Module):
+    """Reads its embedding's table with its own hands, and owns a bare parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0)
+        self.position = nn.Parameter(0.1 * torch.randn(SEQUENCE, WIDTH))
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.layers(self.embed(tokens) + self.position[: tokens.shape[1]])
+        return F.linear(x, self.embed.weight)
+
+
+class Recurrent(nn.Module):
+    """An LSTM keeps a second list of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.rnn = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.rnn(self.embed(tokens))[0])
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int, out: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, out, 3, padding=1, bias=False)
+        self.norm1, self.norm2 = nn.GroupNorm(2, out), nn.GroupNorm(2, out)
+        self.conv2 = nn.Conv2d(out, out, 3, padding=1, bias=False)
+        self.shortcut = nn.Conv2d(channels, out, 1) if channels != out else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        return F.relu(y + self.shortcut(x))
+
+
+class SmallResNet(nn.Module):
+    """Stages of blocks, as torchvision has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU())
+        self.layer1 = nn.Sequential(Residual(4, 4), Residual(4, 4))
+        self.layer2 = nn.Sequential(Residual(4, 6))
+        self.fc = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.layer2(self.layer1(self.stem(x))).mean((2, 3)))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 13), nn.Tanh(), nn.Linear(13, 3))
+
+
+def vector_batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2000 + step)
+    x = torch.randn(BATCH, 7, generator=generator)
+    return x, (x.sum(1) > 0).long() + (x[:, 0] > 0).long()
+
+
+def image_batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3000 + step)
+    x = torch.randn(BATCH, 3, 6, 6, generator=generator)
+    return x, x.mean((2, 3)).argmax(1)
+
+
+def classifier_loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+ZOO: dict[str, Trial] = {
+    "functional tie": Trial(seeded(FunctionalTie), language_loss, language_batch, steps=5),
+    "recurrent": Trial(seeded(Recurrent), language_loss, language_batch, steps=5),
+    "residual": Trial(seeded(SmallResNet), classifier_loss, image_batch, steps=5),
+    "mlp": Trial(seeded(mlp), classifier_loss, vector_batch, steps=5),
+}
+"""Models by people who never read our docs."""

@@ -1,0 +1,234 @@
+"""The one law: every row trains the same model as one device, and continues any other row's checkpoint."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import run_distributed
+
+from experiments.parity import curves, reshard
+from experiments.parity.curves import Curve, Difference
+from experiments.parity.rows import ROWS, THREE, Row
+from strategies.parallelize import Options
+from tests.strategies.test_strategies_models import GPT_PLAN, ZOO, gpt_trial
+
+CPU = torch.device("cpu")
+SINGLE = Row("single", 1)
+EVERYTHING = {"tied": True, "micro_batches": 2, "clip": 0.5}
+"""Accumulation, clipping and tying; the other side of the matrix has none of them."""
+
+
+def _train(_: int, row: Row, options: Options, changes: dict[str, Any]) -> Curve:
+    trial, options = row.applied(gpt_trial(**changes), options)
+    return curves.train(trial, row.layout, options, CPU)
+
+
+def _train_zoo(_: int, row: Row, name: str) -> Curve:
+    return curves.train(ZOO[name], row.layout, Options(), CPU)
+
+
+def _begin(_: int, row: Row, folder: str) -> None:
+    trial, options = row.applied(gpt_trial(**EVERYTHING, steps=6), Options())
+    reshard.begin(trial, row.layout, options, CPU, folder, 3)
+
+
+def _resume(_: int, row: Row, folder: str) -> Curve:
+    trial, options = row.applied(gpt_trial(**EVERYTHING, steps=6), Options())
+    return reshard.resume(trial, row.layout, options, CPU, folder, 3)
+
+
+def _on_ranks(func: Any, row: Row, *args: Any) -> Any:
+    """Rank 0's answer."""
+    return func(0, row, *args) if row.workers == 1 else run_distributed(func, row.workers, row, *args)[0]
+
+
+@functools.cache
+def _truth(everything: bool, steps: int = 20) -> Curve:
+    return _train(0, SINGLE, Options(), {**(EVERYTHING if everything else {}), "steps": steps})
+
+
+def _assert_same(found: Difference, row: Row) -> None:
+    assert found.within(row.tolerance), (str(row), found)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_row_trains_the_same_model(row: Row) -> None:
+    steps = 20 if row.workers <= 2 else 10  # twenty of each: `trireme parity`, test_strategies_matrix.py
+    changes = {**EVERYTHING, "steps": steps}
+    curve = _on_ranks(_train, row, Options(activation_checkpointing="full"), changes)
+    _assert_same(curves.difference(_truth(True, steps), curve), row)
+    if row.workers <= 2:
+        curve = _on_ranks(_train, row, Options(), {})
+        _assert_same(curves.difference(_truth(False), curve), row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", THREE, ids=str)
+def test_three_sides_of_the_grid_at_once(row: Row) -> None:
+    """On eight workers, a few steps with everything on; test_strategies_matrix.py has twenty."""
+    curve = _on_ranks(_train, row, Options(activation_checkpointing="full"), {**EVERYTHING, "steps": 3})
+    _assert_same(curves.difference(_truth(True, 3), curve), row)
+
+
+SWITCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "accumulation": ({"micro_batches": 2}, {}),
+    "clipping": ({"clip": 0.5}, {}),
+    "checkpointing": ({}, {"activation_checkpointing": "full"}),
+    "tying": ({"tied": True}, {}),
+    "all but tying": ({"micro_batches": 2, "clip": 0.5}, {"activation_checkpointing": "full"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("row", "switch"),
+    [
+        *((Row(name, 2), switch) for name in ("ddp", "fsdp", "tensor") for switch in SWITCHES),
+        (Row("fsdp", 4), "all but tying"),
+        (Row("fsdp+tensor", 4, {"tp": 2}), "all but tying"),
+    ],
+    ids=str,
+)
+def test_each_switch_alone(row: Row, switch: str) -> None:
+    """All off and all on are above."""
+    changes, options = SWITCHES[switch]
+    truth = _train(0, SINGLE, Options(), {**changes, "steps": 4})
+    _assert_same(curves.difference(truth, _on_ranks(_train, row, Options(**options), {**changes, "steps": 4})), row)
+
+
+def test_parity_notices_another_model() -> None:
+    """The comparison itself can fail: another seed, another learning rate, a missing weight."""
+    truth = _truth(False, 3)
+    other = curves.train(gpt_trial(plan=False, steps=3, clip=0.1), SINGLE.layout, Options(), CPU)
+    found = curves.difference(truth, other)
+    assert found.loss > 1e-4
+    assert curves.difference(truth, Curve(truth.losses, truth.norms, {})).loss == float("inf")
+    nan = Curve([float("nan")] * 3, truth.norms, truth.weights)
+    assert not curves.difference(truth, nan).within(1.0)
+
+
+_FSDP, _TENSOR, _FSDP_TENSOR = Row("fsdp", 2), Row("tensor", 2), Row("fsdp+tensor", 4, {"tp": 2})
+_DDP, _DDP_TENSOR = Row("ddp", 2), Row("ddp+tensor", 4, {"tp": 2})
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        (_DDP, {"static_graph": False}),
+        (_DDP, {"shared_memory": False}),
+        (_DDP, {"activation_checkpointing": "selective"}),
+        (_DDP, {"bucket_mb": 0.01}),
+        (_DDP, {"bucket_mb": 0.0}),
+        (_FSDP, {"activation_checkpointing": "selective"}),
+        (_FSDP, {"activation_checkpointing": "every_2"}),
+        (_FSDP, {"offload": True}),
+        (_FSDP, {"reshard_after_forward": False}),
+        (_FSDP, {"accumulate_sharded": True}),
+        (Row("zero1", 2), {"reshard_after_forward": True}),
+        (_TENSOR, {"activation_checkpointing": "selective"}),
+        (_TENSOR, {"sequence_parallel": False}),
+        (_TENSOR, {"loss_parallel": False}),
+        (_FSDP_TENSOR, {"offload": True, "accumulate_sharded": True}),
+        (_DDP_TENSOR, {"bucket_mb": 0.01, "activation_checkpointing": "full"}),
+    ],
+    ids=str,
+)
+def test_options_change_no_number(row: Row, options: dict[str, Any]) -> None:
+    curve = _on_ranks(_train, row, Options(**options), {**EVERYTHING, "steps": 5})
+    _assert_same(curves.difference(_truth(True, 5), curve), row)
+
+
+@pytest.mark.parametrize(
+    ("row", "mode"), [(SINGLE, "full"), (_DDP, "none"), (_FSDP, "full"), (_TENSOR, "selective")], ids=str
+)
+def test_compiled_blocks_change_no_number(row: Row, mode: str) -> None:
+    options = Options(compile=True, compile_backend="aot_eager", activation_checkpointing=mode)
+    curve = _on_ranks(_train, row, options, {**EVERYTHING, "steps": 3})
+    _assert_same(curves.difference(_truth(True, 3), curve), row)
+
+
+@pytest.mark.parametrize(
+    ("row", "precision"),
+    [
+        *((row, "bf16") for row in (_DDP, _FSDP, _TENSOR, _FSDP_TENSOR)),
+        *((row, "fp16") for row in (_DDP, _FSDP, _TENSOR)),
+    ],
+    ids=str,
+)
+def test_sixteen_bits_stay_within_their_rounding(row: Row, precision: str) -> None:
+    curve = _on_ranks(_train, row, Options(precision=precision), {**EVERYTHING, "steps": 5})
+    found = curves.difference(_truth(True, 5), curve)
+    assert 1e-6 < found.loss < 3e-3, "computed in 16 bits, and not far off"
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        (_DDP, {"compression": "bf16"}),
+        (_DDP, {"reduce_dtype": "bf16"}),
+        (_FSDP, {"reduce_dtype": "bf16"}),
+        (_FSDP, {"reduce_dtype": "bf16", "precision": "fp16"}),
+        (_DDP_TENSOR, {"compression": "bf16"}),
+    ],
+    ids=str,
+)
+def test_gradients_reduced_in_bf16_are_close(row: Row, options: dict[str, Any]) -> None:
+    curve = _on_ranks(_train, row, Options(**options), {**EVERYTHING, "steps": 5})
+    found = curves.difference(_truth(True, 5), curve)
+    assert 1e-6 < found.loss < 3e-3, "reduced in bfloat16, and not far off"
+
+
+def test_powersgd_is_lossy_and_still_learns() -> None:
+    curve = _on_ranks(_train, _DDP, Options(compression="powersgd"), {"steps": 20})
+    assert curves.difference(_truth(False), curve).loss > 1e-3
+    assert curve.losses[-1] < curve.losses[0] - 0.1
+
+
+@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row("model_parallel", 1),
+        _DDP,
+        pytest.param(Row("ddp_model_parallel", 2), marks=pytest.mark.slow),
+        pytest.param(Row("zero2", 2), marks=pytest.mark.slow),
+        _FSDP,
+        _TENSOR,
+        pytest.param(Row("hsdp", 4, {"dp_shard": 2}), marks=pytest.mark.slow),
+        _FSDP_TENSOR,
+    ],
+    ids=str,
+)
+def test_any_model_without_hints(row: Row, name: str) -> None:
+    truth = _train_zoo(0, SINGLE, name)
+    _assert_same(curves.difference(truth, _on_ranks(_train_zoo, row, name)), row)
+
+
+@pytest.mark.parametrize("row", [_TENSOR, _DDP_TENSOR], ids=str)
+def test_tensor_parallel_without_a_plan(row: Row) -> None:
+    curve = _on_ranks(_train, row, Options(), {**EVERYTHING, "plan": False, "steps": 5})
+    _assert_same(curves.difference(_truth(True, 5), curve), row)
+
+
+def test_the_plan_under_test_uses_every_kind_of_split() -> None:
+    assert {"embedding", "colwise", "rowwise", "sequence", "head"} == set(GPT_PLAN.values())
+
+
+SOME = [SINGLE, _DDP, Row("zero1", 2), _FSDP, _TENSOR, Row("hsdp", 4, {"dp_shard": 2}), _FSDP_TENSOR]
+
+
+@pytest.mark.parametrize("rows", [SOME, pytest.param([SINGLE, *ROWS], marks=pytest.mark.slow)], ids=["some", "all"])
+def test_any_checkpoint_any_layout(rows: list[Row], tmp_path: Path) -> None:
+    """Each row continues the checkpoint of another; `trireme parity` does all ordered pairs, for 10 steps and 10."""
+    for i, row in enumerate(rows):
+        _on_ranks(_begin, row, str(tmp_path / str(i)))
+    whole = _truth(True, 6)
+    rest = Curve(whole.losses[3:], whole.norms[3:], whole.weights)
+    for i, row in enumerate(rows):
+        source = (i + 1 + 7 * (i % 2)) % len(rows)
+        curve = _on_ranks(_resume, row, str(tmp_path / str(source)))
+        found = curves.difference(rest, curve)
+        assert found.within(1e-5), (str(rows[source]), str(row), found)

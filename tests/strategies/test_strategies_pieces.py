@@ -1,0 +1,378 @@
+"""The pieces: identical start, names, clipping, the split vocabulary's loss, blocks, recomputation, accumulation."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from pool import run_distributed
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from experiments.parity import curves
+from experiments.parity.rows import ROWS, Row
+from strategies import initialization, state
+from strategies.blocks import find_blocks, separable, tied
+from strategies.parallelize import Options, choose, parallelize
+from strategies.tensor.loss import VocabularyLogits
+from strategies.tensor.ops import Peers
+from tests.strategies.test_strategies_models import (
+    GPT_PLAN,
+    ZOO,
+    FunctionalTie,
+    PlainGPT,
+    SmallResNet,
+    gpt_trial,
+    mlp,
+    seeded,
+)
+
+CPU = torch.device("cpu")
+
+
+class Rotary(nn.Module):
+    """Tensors in every place a module can keep one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 5))
+        self.register_buffer("table", torch.randn(5), persistent=False)
+        self.register_buffer("count", torch.arange(3))
+        self.plain = torch.randn(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x * self.table + self.plain)
+
+
+class NotOnMeta(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.scale = float(torch.linspace(0.1, 0.9, 3)[1].item())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) * self.scale
+
+
+def _begin(_: int, row: Row, make: Any) -> tuple[dict[str, Tensor], list[Tensor], tuple[str, ...]]:
+    parallel = parallelize(seeded(make), row.layout, device=CPU)
+    rest = [getattr(parallel.inner, name) for name in ("table", "plain") if hasattr(parallel.inner, name)]
+    return parallel.full_model_state(), rest, parallel.notes
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.workers > 1 and row.layout.dims.pp == 1], ids=str)
+def test_identical_start(row: Row) -> None:
+    """Bit for bit what one device begins with: weights, buffers, unsaved buffers, plain attributes."""
+    truth = seeded(Rotary)()
+    for rank, (weights, rest, _) in enumerate(run_distributed(_begin, row.workers, row, Rotary)):
+        torch.testing.assert_close(rest, [truth.table, truth.plain], rtol=0, atol=0)
+        if rank == 0:
+            torch.testing.assert_close(weights, dict(truth.state_dict()), rtol=0, atol=0)
+        else:
+            assert weights == {}
+
+
+def test_a_model_that_cannot_be_built_on_meta_is_built_everywhere_and_that_is_said() -> None:
+    weights, _, notes = run_distributed(_begin, 2, Row("fsdp", 2), NotOnMeta)[0]
+    torch.testing.assert_close(weights, dict(seeded(NotOnMeta)().state_dict()), rtol=0, atol=0)
+    assert len(notes) == 1 and "meta" in notes[0]
+
+
+def _largest_tensor(rank: int) -> int:
+    """The largest storage that a rank other than 0 makes while a sharded model starts."""
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and not out.is_meta and type(out) is Tensor:
+                largest = max(largest, out.untyped_storage().nbytes())
+            return out
+
+    wide = seeded(lambda: nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(10))))
+    with Watch():
+        parallelize(wide, choose("fsdp", 4), device=CPU)
+    return largest
+
+
+def test_no_rank_but_the_first_holds_more_than_one_whole_tensor() -> None:
+    assert max(run_distributed(_largest_tensor, 4)[1:]) == 64 * 64 * 4
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("row", [Row("ddp", 2), Row("fsdp", 2), Row("tensor", 2)], ids=str)
+def test_names_are_plain_and_ties_stay(row: Row, tie: bool) -> None:
+    names, tied_names = run_distributed(_names, row.workers, row, tie)[0]
+    module = PlainGPT(tie)
+    assert names == (list(module.state_dict()), [name for name, _ in module.named_parameters()])
+    assert tied_names == tied(module)
+
+
+def _names(_: int, row: Row, tie: bool) -> Any:
+    options = Options(activation_checkpointing="full", compile=True, compile_backend="eager")
+    parallel = parallelize(seeded(lambda: PlainGPT(tie)), row.layout, options, device=CPU)
+    with parallel.micro_step(True):
+        parallel.module(torch.zeros(2, 8, dtype=torch.long)).sum().backward()
+    return (list(parallel.model_state()), [n for n, _ in parallel.named_parameters()]), tied(parallel.inner)
+
+
+# --- clipping ---------------------------------------------------------------------------------------------------
+
+
+def test_clipping_is_torchs_on_one_device() -> None:
+    parallel = parallelize(seeded(mlp), choose("single", 1), device=CPU)
+    other = seeded(mlp)()
+    x = torch.randn(4, 7)
+    for module in (parallel.module, other):
+        module(x).square().sum().backward()
+    expected = torch.nn.utils.clip_grad_norm_(other.parameters(), 0.3)
+    assert torch.equal(parallel.grad_norm_(0.3), expected)
+    for mine, theirs in zip(parallel.parameters(), other.parameters()):
+        assert torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("row", [Row("fsdp", 2), Row("fsdp+tensor", 4, {"tp": 2})], ids=str)
+def test_one_bad_gradient_on_one_rank_is_seen_by_all(row: Row, bad: float) -> None:
+    for norm, untouched in run_distributed(_poisoned, row.workers, row, bad):
+        assert norm != norm if bad != bad else norm == bad
+        assert untouched, "without a bound the gradients stay as they are"
+
+
+def _poisoned(rank: int, row: Row, bad: float) -> tuple[float, bool]:
+    parallel = parallelize(seeded(PlainGPT), row.layout, device=CPU, tensor_plan=GPT_PLAN)
+    with parallel.micro_step(True):
+        F.cross_entropy(
+            parallel.module(torch.zeros(2, 8, dtype=torch.long)).flatten(0, 1), torch.ones(16).long()
+        ).backward()
+    gradients = [p.grad._local_tensor for p in parallel.parameters()]  # type: ignore[union-attr]
+    if rank == row.workers - 1:
+        next(g for g in gradients if g.numel()).view(-1)[0] = bad
+    before = [g.clone() for g in gradients]
+    norm = float(parallel.grad_norm_(None))
+    return norm, all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, gradients))
+
+
+# --- the loss over a split vocabulary ---------------------------------------------------------------------------
+
+
+def _losses(rank: int, vocabulary: int, arguments: dict[str, Any]) -> list[float]:
+    torch.manual_seed(3)
+    whole = (5 * torch.randn(6, vocabulary)).requires_grad_()
+    target = torch.randint(0, vocabulary, (6,))
+    target[2] = -100
+    peers = Peers(dist.group.WORLD)
+    start_, end = peers.bounds(vocabulary)
+    local = whole.detach()[:, start_:end].clone().requires_grad_()
+    expected = F.cross_entropy(whole, target, **arguments)
+    found = F.cross_entropy(VocabularyLogits(local, peers, vocabulary), target, **arguments)
+    assert type(found) is Tensor and found.shape == expected.shape
+    weights = torch.arange(1.0, 7.0) if found.dim() else 1.0
+    (expected * weights).sum().backward()
+    (found * weights).sum().backward()
+    assert whole.grad is not None and local.grad is not None
+    return [float((found - expected).abs().max()), float((local.grad - whole.grad[:, start_:end]).abs().sum())]
+
+
+@pytest.mark.parametrize("vocabulary", [8, 7, 3])
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"reduction": "sum"}, {"reduction": "none"}, {"label_smoothing": 0.2}, {"ignore_index": 1}],
+    ids=str,
+)
+def test_cross_entropy_over_a_split_vocabulary(vocabulary: int, arguments: dict[str, Any]) -> None:
+    """3 words over 4 workers leave one with none."""
+    if "ignore_index" not in arguments:
+        arguments = arguments | {"ignore_index": -100}
+        for differences in run_distributed(_losses, 4, vocabulary, arguments):
+            assert max(differences) < 1e-5
+    else:
+        for differences in run_distributed(_ignoring, 4, vocabulary):
+            assert differences < 1e-5
+
+
+def _ignoring(rank: int, vocabulary: int) -> float:
+    torch.manual_seed(4)
+    whole, target = torch.randn(6, vocabulary), torch.tensor([0, 1, 1, 2, 0, 1])
+    peers = Peers(dist.group.WORLD)
+    logits = VocabularyLogits(peers.part(whole, 1), peers, vocabulary)
+    return float(
+        (F.cross_entropy(logits, target, ignore_index=1) - F.cross_entropy(whole, target, ignore_index=1)).abs()
+    )
+
+
+def _logits_in_use(rank: int) -> list[tuple[str, bool, bool]]:
+    """For each use: its name, whether the logits stayed split, whether the numbers are right."""
+    torch.manual_seed(5)
+    whole = torch.randn(2, 3, 7)
+    peers = Peers(dist.group.WORLD)
+    split = VocabularyLogits(peers.part(whole, -1), peers, 7)
+    uses: dict[str, Any] = {
+        "view": lambda x: x.view(-1, 7),
+        "view_size": lambda x: x.view(-1, x.size(-1)),
+        "reshape": lambda x: x.reshape(6, -1),
+        "flatten": lambda x: x.flatten(0, 1),
+        "float": lambda x: x.float(),
+        "to": lambda x: x.to(torch.float64),
+        "shifted": lambda x: x[:, :-1],
+        "shifted_dots": lambda x: x[..., :-1, :].contiguous(),
+        "argmax": lambda x: x.argmax(-1),
+        "softmax": lambda x: F.softmax(x, -1),
+        "columns": lambda x: x[..., :2],
+        "transposed": lambda x: x.transpose(1, 2),
+        "sum": lambda x: torch.sum(x),
+        "flat": lambda x: x.flatten(),
+        "scaled": lambda x: x / 2,
+    }
+    found = []
+    for name, use in uses.items():
+        value = use(split)
+        still = isinstance(value, VocabularyLogits)
+        found.append(
+            (name, still, torch.allclose((value.gathered() if still else value).double(), use(whole).double()))
+        )
+    return found
+
+
+def test_split_logits_are_right_in_any_use() -> None:
+    stay = {"view", "view_size", "reshape", "flatten", "float", "to", "shifted", "shifted_dots"}
+    for found in run_distributed(_logits_in_use, 2):
+        assert [name for name, _, right in found if not right] == []
+        assert {name for name, split, _ in found if split} == stay
+
+
+# --- communication ----------------------------------------------------------------------------------------------
+
+
+def _collectives(_: int, row: Row, micro_batches: int) -> int:
+    """Gradient collectives over the data-parallel group in the second step, by the profiler."""
+    trial = gpt_trial(micro_batches=micro_batches)
+    parallel = parallelize(trial.build, row.layout, Options(), device=CPU, tensor_plan=GPT_PLAN)
+    optimizer = trial.optimizer(parallel.parameters())
+    curves.run_steps(trial, parallel, optimizer, range(1))
+    names = {"ddp": "allreduce", "fsdp": "alltoall", "zero1": "alltoall", "zero2": "alltoall"}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        curves.run_steps(trial, parallel, optimizer, range(1, 2))
+    wanted = names[row.name]
+    return sum(
+        event.count for event in profile.key_averages() if event.key.startswith("c10d::") and wanted in event.key
+    )
+
+
+@pytest.mark.parametrize(("name", "times"), [("ddp", 1), ("fsdp", 1), ("zero1", 1), ("zero2", 4)])
+def test_accumulation_communicates_once_per_step(name: str, times: int) -> None:
+    row = Row(name, 2)
+    once, four = (run_distributed(_collectives, 2, row, count)[0] for count in (1, 4))
+    assert once > 0
+    fixed = once - 1 if name == "ddp" else 0  # the norm's and the loss's own
+    assert four - fixed == times * (once - fixed)
+
+
+# --- blocks and recomputation -----------------------------------------------------------------------------------
+
+
+def test_blocks_are_found() -> None:
+    assert find_blocks(PlainGPT()) == ["blocks.0", "blocks.1"]
+    assert find_blocks(SmallResNet()) == ["layer1.0", "layer1.1", "layer2.0"]
+    assert find_blocks(FunctionalTie()) == ["layers.layers.0", "layers.layers.1"]
+    assert find_blocks(mlp()) == ["0", "2", "4"]
+    assert find_blocks(nn.Linear(2, 2)) == []
+    assert find_blocks(nn.Sequential(nn.Embedding(3, 4), PlainGPT(), PlainGPT())) == ["1", "2"]
+    chain = nn.ModuleDict({"a": nn.ModuleDict({"x": PlainGPT()}), "b": nn.ModuleDict({"x": PlainGPT()})})
+    assert find_blocks(chain) == ["a.x", "b.x"]
+
+
+def test_blocks_that_share_a_weight_stay_together() -> None:
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+    model[2].weight = model[0].weight  # type: ignore[union-attr]
+    assert separable(model, ["0", "1", "2"]) == ["1"]
+
+
+@pytest.mark.parametrize(("mode", "forwards"), [("none", 1), ("full", 2), ("every_2", 1.5), ("selective", 2)])
+def test_recomputation_runs_forward_again(mode: str, forwards: float) -> None:
+    calls = 0
+
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return torch.tanh(self.linear(x))
+
+    parallel = parallelize(
+        lambda: nn.Sequential(Counted(), Counted()),
+        choose("single", 1),
+        Options(activation_checkpointing=mode),
+        device=CPU,
+    )
+    parallel.module(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    assert calls == 2 * forwards
+
+
+def test_selective_recomputation_keeps_matrix_products() -> None:
+    def products(mode: str) -> int:
+        parallel = parallelize(
+            seeded(PlainGPT), choose("single", 1), Options(activation_checkpointing=mode), device=CPU
+        )
+        loss = parallel.module(torch.zeros(2, 8, dtype=torch.long)).sum()
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+        return counter.get_total_flops()
+
+    assert products("none") == products("selective") < products("full")
+
+
+# --- state ------------------------------------------------------------------------------------------------------
+
+
+def test_optimizer_state_before_the_first_step_is_that_of_no_step() -> None:
+    """Asking for it moves nothing, and training on from it is training from the start."""
+    trial = ZOO["mlp"]
+    truth = curves.train(trial, choose("single", 1), Options(), CPU)
+    parallel = parallelize(trial.build, choose("single", 1), device=CPU)
+    optimizer = trial.optimizer(parallel.parameters())
+    kept = copy.deepcopy(parallel.optimizer_state(optimizer))
+    parallel.load_optimizer_state(optimizer, kept)
+    losses, _ = curves.run_steps(trial, parallel, optimizer, range(trial.steps))
+    assert losses == truth.losses
+    assert set(kept["state"]) == {name for name, _ in parallel.named_parameters()} and kept["groups"] == {}
+
+
+def test_what_an_optimizer_itself_counts_is_kept_and_hyperparameters_are_not() -> None:
+    parallel = parallelize(seeded(mlp), choose("single", 1), device=CPU)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
+    optimizer.param_groups[0]["k"] = 7
+    kept = parallel.optimizer_state(optimizer)
+    assert kept["groups"] == {"0": {"k": 7}}
+    other = torch.optim.SGD(parallel.parameters(), lr=0.2, momentum=0.9)
+    parallel.load_optimizer_state(other, kept)
+    assert other.param_groups[0]["k"] == 7 and other.param_groups[0]["lr"] == 0.2
+
+
+def _whole_into_shards(_: int) -> bool:
+    parallel = parallelize(seeded(PlainGPT), choose("fsdp", 2), device=CPU)
+    other = seeded(PlainGPT, 99)()
+    parallel.load_model_state(dict(other.state_dict()))
+    whole = parallel.full_model_state()
+    return not whole or all(torch.equal(whole[name], value) for name, value in other.state_dict().items())
+
+
+def test_whole_state_loads_into_shards() -> None:
+    assert all(run_distributed(_whole_into_shards, 2))
+
+
+def test_materialise_keeps_ties() -> None:
+    with torch.device("meta"):
+        module = PlainGPT(tied=True)
+    initialization.materialise(module, CPU)
+    assert module.head.weight is module.embed.weight and not module.head.weight.is_meta
+    assert not any(p.is_meta for p in module.parameters()) and not module.scale.is_meta
+    assert list(state.named_parameters(module)) == list(module.named_parameters())
