@@ -1,0 +1,81 @@
+"""Ray's internals: each entry with its name there (against Ray itself), and with it taken away."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from typing import Any
+
+import pytest
+import ray
+
+from cluster import ray_internals
+from tests.running import ROOT
+
+ENTRIES = {
+    "available_resources_per_node": ("ray._private.state", "available_resources_per_node"),
+    "draining_nodes": ("ray._private.state", "state"),
+    "start_lean_head": ("ray._private.node", "Node"),
+}
+NODES = [
+    {"NodeID": "a", "Alive": True, "Resources": {"GPU": 4.0, "CPU": 8.0}},
+    {"NodeID": "b", "Alive": True, "Resources": {"GPU": 2.0, "CPU": 8.0}},
+    {"NodeID": "c", "Alive": False, "Resources": {"GPU": 8.0}},
+]
+GROUPS = {
+    "1": {"state": "CREATED", "bundles": {0: {"GPU": 3.0}, 1: {"GPU": 1.0}}, "bundles_to_node_id": {0: "a", 1: "b"}},
+    "2": {"state": "PENDING", "bundles": {0: {"GPU": 1.0}}, "bundles_to_node_id": {}},
+    "3": {"state": "CREATED", "bundles": {0: {"GPU": 8.0}}, "bundles_to_node_id": {0: "c"}},
+}
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Ray as a version that has not got the entry's name."""
+    module, name = ENTRIES[request.param]
+    monkeypatch.delattr(importlib.import_module(module), name)
+
+
+def test_every_entry_has_a_row_here() -> None:
+    tree = ast.parse((ROOT / "cluster" / "ray_internals.py").read_text())
+    entries = {n.name: ast.get_docstring(n) for n in tree.body if isinstance(n, ast.FunctionDef)}
+    assert entries.keys() == ENTRIES.keys()
+    assert all("Why:" in (text or "") and "Missing:" in (text or "") for text in entries.values())
+
+
+@pytest.mark.alone
+def test_ray_itself_answers() -> None:
+    ray.init(address="local", num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        (node,) = ray.nodes()
+        group = ray.util.placement_group([{"GPU": 1}])
+        assert group.wait(30)
+        free = ray_internals.available_resources_per_node()
+        assert free.keys() == {node["NodeID"]} and free[node["NodeID"]]["GPU"] == 1.0
+        assert ray_internals.draining_nodes() == {}
+        assert ray.util.placement_group_table()[group.id.hex()]["bundles_to_node_id"] == {0: node["NodeID"]}
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.parametrize("without", ["available_resources_per_node"], indirect=True)
+def test_free_resources_without_the_name(without: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes: list[dict[str, Any]] = NODES
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray.util, "placement_group_table", lambda: GROUPS)
+    monkeypatch.setattr(ray, "available_resources", lambda: {"GPU": 1.0})
+    expected = {"a": {"GPU": 1.0, "CPU": 8.0}, "b": {"GPU": 1.0, "CPU": 8.0}}
+    assert ray_internals.available_resources_per_node() == expected
+    nodes = NODES[:1]
+    assert ray_internals.available_resources_per_node() == {"a": {"GPU": 1.0}}
+
+
+@pytest.mark.parametrize("without", ["draining_nodes"], indirect=True)
+def test_draining_without_the_name(without: None) -> None:
+    assert ray_internals.draining_nodes() == {}
+
+
+@pytest.mark.parametrize("without", ["start_lean_head"], indirect=True)
+def test_a_lean_head_without_the_name_is_refused(without: None) -> None:
+    with pytest.raises((ImportError, AttributeError)):
+        ray_internals.start_lean_head(100_000_000, {})
