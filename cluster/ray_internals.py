@@ -65,11 +65,10 @@ def start_lean_head(object_store_bytes: int, settings: dict[str, Any]) -> Any:
         def start_api_server(self, **options: Any) -> None:
             self._webui_url = ""
 
+    parts: dict[str, Any] = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
     params = RayParams(
         object_store_memory=object_store_bytes,
-        include_dashboard=False,
-        include_log_monitor=False,
-        no_monitor=True,
+        **parts,
         _system_config=settings,
     )
     return LeanNode(params, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
