@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunConfig:
     name: str = ""
     """Names the run: its folder in the storage, its MLflow run, and what a second call resumes.
@@ -22,7 +22,7 @@ class RunConfig:
     """Where runs are kept: a folder (local or NFS), or s3://… or gs://…; every node must see it."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ParallelConfig:
     dp_replicate: Optional[int] = None
     """Copies of the model (or of its shards); gradients are averaged over them. null: the strategy decides."""
@@ -81,7 +81,7 @@ class ParallelConfig:
     """With strategy deepspeed: path of a DeepSpeed JSON. null: ZeRO stage 2."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainConfig:
     steps: Optional[int] = None
     """Optimizer steps to train for in all. Give this or train.epochs."""
@@ -120,7 +120,7 @@ class TrainConfig:
     """Processes per worker that load data, for datasets whose samples are costly to make. 0: a thread."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class OptimizerConfig:
     name: str = "adamw"
     """adamw, adam, sgd, or the import path of a class (my_package.my_module:MyOptimizer)."""
@@ -143,7 +143,7 @@ class OptimizerConfig:
     """Further arguments for an optimizer given by import path."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ScheduleConfig:
     name: str = "constant"
     """What the learning rate does after warm-up: constant, linear or cosine."""
@@ -153,7 +153,7 @@ class ScheduleConfig:
     """linear and cosine end at this fraction of optimizer.lr."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class CheckpointConfig:
     every_steps: Optional[int] = None
     """Save after every this many steps. null: only at the end and when asked to stop."""
@@ -176,7 +176,7 @@ class CheckpointConfig:
     """Folder of a committed checkpoint (or of a run) whose weights a new run starts from."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrackingConfig:
     enabled: bool = True
     """Log to MLflow."""
@@ -194,7 +194,7 @@ class TrackingConfig:
     """Seconds to wait at the end for a tracking server that is away; what is left stays spooled on disk."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class FaultConfig:
     max_restarts: int = 3
     """Restarts from the last checkpoint, after a worker or a node died, before the run gives up; those of the last hour
@@ -211,7 +211,7 @@ class FaultConfig:
     that does not answer for three times this (20 s at least). Ten times this with train.compile. 0: never."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ClusterConfig:
     file: Optional[str] = None
     """The file that the cluster was made from: its limits and prices. null: TRIREME_CLUSTER, else none."""
@@ -228,7 +228,7 @@ class ClusterConfig:
     """Ids of nodes that get no worker, such as those that `trireme doctor --exclude-bad` prints."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config:
     """An experiment: everything `trireme train` needs to know."""
 

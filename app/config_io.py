@@ -37,9 +37,23 @@ def load_config(files: Iterable[str | Path], overrides: Iterable[str] = ()) -> C
         tree = _merge(tree, _read_yaml(file), source=str(file))
     for override in overrides:
         tree = _merge(tree, _read_override(override), source="on the command line")
-    if paths and tree.run._get_node("name")._value() == "":  # an interpolation is not resolved yet
-        tree.run.name = paths[0].stem
+    if paths and not OmegaConf.is_interpolation(tree.run, "name") and not tree.run.name:
+        tree = OmegaConf.merge(tree, {"run": {"name": paths[0].stem}})
     return _finished(tree)
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """Another configuration: this one with other values for some dotted keys. They are not checked again."""
+    for key, value in values.items():
+        config = _with_value(config, key, value)
+    return config
+
+
+def _with_value(section: Any, key: str, value: Any) -> Any:
+    name, _, rest = key.partition(".")
+    if rest and not dataclasses.is_dataclass(getattr(section, name)):
+        raise KeyError(key)
+    return dataclasses.replace(section, **{name: _with_value(getattr(section, name), rest, value) if rest else value})
 
 
 def from_dict(values: Mapping[str, Any], source: str = "the saved configuration") -> Config:
@@ -182,8 +196,8 @@ def _merge(tree: DictConfig, values: DictConfig, source: str) -> DictConfig:
     try:
         merged = OmegaConf.merge(tree, values)
         for key, other in (("steps", "epochs"), ("epochs", "steps")):
-            if length[key] is not None and length[other] is None:
-                merged.train[other] = None  # two ways to say how long: whoever speaks later means their own
+            if length[key] is not None and length[other] is None:  # two ways to say how long: the later one counts
+                merged = OmegaConf.merge(merged, {"train": {other: None}})
     except ConfigKeyError as error:
         raise UserError(f"there is no key {error.full_key!r} ({at}){_nearest_key(error.full_key or '')}") from error
     except (ValidationError, OmegaConfBaseException, TypeError, ValueError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import os
 import threading
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from app.config import Config
 from app.config_check import check_trainable
+from app.config_io import with_values
 from app.console import Console
 from app.errors import UserError
 from app.run.cost import check_launcher
@@ -45,7 +45,7 @@ def train(config: Config, console: Console, *, again: bool = False, verbose: boo
     """
     check_trainable(config)
     if again:
-        config.run.name = free_name(config)
+        config = with_values(config, {"run.name": free_name(config)})
     launcher = chosen_launcher(config)
     check_launcher(config, launcher)
     if launcher == "torchrun":
@@ -94,7 +94,8 @@ def _in_this_process(run: Run, console: Console, settings: Settings) -> Outcome:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     gpus = torch.cuda.device_count()
     check_devices(config, gpus)
-    prepared = with_remarks(config, prepare(config, task, 1, devices_per_node=gpus or None), 1, 1, gpus)
+    prepared = prepare(config, task, 1, devices_per_node=gpus or None)
+    prepared = with_remarks(prepared.config, prepared, 1, 1, gpus)
     driver = Driver(run, console, settings)
     return carry_out(driver, prepared, lambda job: local.launch(job, driver), f"1 process ({device_type})")
 
@@ -127,14 +128,15 @@ def _in_ray(run: Run, console: Console, settings: Settings) -> Outcome:
         gpus = per_worker.get("GPU", 0)
         check_devices(config, gpus)
         per_node = int(cluster.largest.get("GPU", 0) / gpus) if gpus else None
-        written = copy.deepcopy(config)
         prepared = prepare(config, task, workers, devices_per_node=per_node)
         elastic = None
         if not config.parallel.stage_resources:
             from app.launchers.elastic import Elastic
 
-            elastic = Elastic(written, config, task, per_worker, per_node, prepared, growing=bool(cluster.limits))
-        job = facts_of(config, prepared.layout, prepared.samples, workers, per_worker, cluster.gpus)
+            elastic = Elastic(
+                config, prepared.config, task, per_worker, per_node, prepared, growing=bool(cluster.limits)
+            )
+        job = facts_of(prepared.config, prepared.layout, prepared.samples, workers, per_worker, cluster.gpus)
         prepared = replace(prepared, notes=(*prepared.notes, *at_start(job)))
         driver = Driver(run, console, settings)
         driver.meter = meter_for(config, run.storage, workers, per_worker)

@@ -6,7 +6,6 @@ it is (fewer workers accumulate more micro-batches), and data order depends on t
 
 from __future__ import annotations
 
-import copy
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from app.config import Config
+from app.config_io import with_values
 from app.errors import UserError
 from app.job import Job
 from app.launchers.failure_policy import Limits, Room, grown, settled
@@ -77,7 +77,7 @@ class Elastic:
             config = self.config(workers)
             try:
                 prepared = prepare(config, self.task, workers, devices_per_node=self.per_node)
-                self.known[workers] = (config, prepared)
+                self.known[workers] = (prepared.config, prepared)
             except (UserError, LayoutError):
                 self.known[workers] = None
         return self.known[workers]
@@ -85,18 +85,15 @@ class Elastic:
     def config(self, workers: int) -> Config:
         """The configuration for another number of workers: whole tensor and pipeline groups, as much in memory at once
         as before."""
-        config = copy.deepcopy(self.written)
-        if config.strategy != "auto":
-            dims = self.first.layout.dims
-            train, parallel = config.train, config.parallel
-            train.micro_batch_size = train.micro_batch_size or max(1, train.global_batch_size // dims.dp)
-            parallel.tp, parallel.pp = dims.tp, dims.pp
-            if parallel.dp_replicate and parallel.dp_shard:  # which of the two shrinks: the copies
-                parallel.dp_replicate = None
-            else:
-                parallel.dp_replicate = parallel.dp_shard = None
-        config.workers = str(workers)
-        return config
+        written = self.written
+        values: dict[str, Any] = {"workers": str(workers)}
+        if written.strategy != "auto":
+            dims, train, parallel = self.first.layout.dims, written.train, written.parallel
+            values["train.micro_batch_size"] = train.micro_batch_size or max(1, train.global_batch_size // dims.dp)
+            values |= {"parallel.tp": dims.tp, "parallel.pp": dims.pp, "parallel.dp_replicate": None}
+            if not (parallel.dp_replicate and parallel.dp_shard):  # of both, the copies shrink
+                values["parallel.dp_shard"] = None
+        return with_values(written, values)
 
     def largest(self, room: int) -> int:
         """The most workers, of at most `room`, that make a layout; 0: none."""
@@ -113,7 +110,7 @@ class Elastic:
             found = self.found(workers)
             assert found is not None, f"{workers} workers make no layout"
             config, layout = found[0], found[1].layout
-        config.cluster.exclude_nodes = list(job.config.cluster.exclude_nodes)
+        config = with_values(config, {"cluster.exclude_nodes": list(job.config.cluster.exclude_nodes)})
         return replace(job, config=config, layout=layout, stages=None)
 
     # --- room -------------------------------------------------------------------------------------------------------

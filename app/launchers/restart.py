@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from app.config_io import with_values
 from app.errors import Interrupted, NonFiniteError, RunFailed, UserError
 from app.job import Job
 from app.launchers.elastic import Elastic, limits_of, living
@@ -99,10 +100,12 @@ def _carry_out(decision: Decision, job: Job, driver: Driver, elastic: Elastic | 
     newest, count = history[-1], sum(f.kind is not Kind.NO_ROOM for f in history)
     driver.tracker.tags({"trireme.restarts": str(count), "trireme.last_failure": newest.sentence})
     if decision.node:
-        job.config.cluster.exclude_nodes = [*job.config.cluster.exclude_nodes, decision.node]
-        driver.tracker.tags({"trireme.excluded_nodes": ",".join(job.config.cluster.exclude_nodes)})
+        excluded = [*job.config.cluster.exclude_nodes, decision.node]
+        job = replace(job, config=with_values(job.config, {"cluster.exclude_nodes": excluded}))
+        driver.tracker.tags({"trireme.excluded_nodes": ",".join(excluded)})
     if elastic is not None and decision.action is Action.PARDON:
-        job.config.cluster.exclude_nodes = list(elastic.written.cluster.exclude_nodes)
+        excluded = list(elastic.written.cluster.exclude_nodes)
+        job = replace(job, config=with_values(job.config, {"cluster.exclude_nodes": excluded}))
         driver.tracker.tags({"trireme.excluded_nodes": ""})
     if elastic is not None and decision.action in (Action.SMALLER, Action.EXCLUDE, Action.PARDON):
         return _resize(job, driver, elastic, decision.workers, decision.reason)

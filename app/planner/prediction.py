@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from app.config import Config
+from app.config_io import with_values
 from app.errors import UserError
 from app.planner.calibration import correction, learned
 from app.planner.evaluate import Machine, evaluate
@@ -109,11 +110,13 @@ class Choice:
     parallel: dict[str, Any] = field(default_factory=dict)
     """Of `parallel`: schedule, chunks and stages of a pipeline, offload, accumulate_sharded; those it decides."""
 
-    def set_in(self, config: Config) -> None:
-        config.train.micro_batch_size = self.micro_batch_size
-        config.train.activation_checkpointing = self.activation_checkpointing
-        for key, value in self.parallel.items():
-            setattr(config.parallel, key, value)
+    def in_config(self, config: Config) -> Config:
+        """The configuration with what was chosen in it."""
+        values = {f"parallel.{key}": value for key, value in self.parallel.items()} | {
+            "train.micro_batch_size": self.micro_batch_size,
+            "train.activation_checkpointing": self.activation_checkpointing,
+        }
+        return with_values(config, values)
 
 
 def choose_layout(

@@ -46,7 +46,7 @@ def carry_out(driver: Driver, prepared: Prepared, launch: Callable[[Any], None],
     run, console = driver.run, driver.console
     if run.finished and run.manifest.steps >= prepared.steps:
         return _already_finished(driver)
-    run.manifest.steps = prepared.steps
+    run.config, run.manifest.steps = prepared.config, prepared.steps
     run.open(console.say)
     name = run.manifest.name
     console.say(f"training {name} on {prepared.description}")
@@ -56,7 +56,7 @@ def carry_out(driver: Driver, prepared: Prepared, launch: Callable[[Any], None],
     for note in prepared.notes:
         console.say(f"note: {note}")
     driver.begin_tracking()
-    job = Job(run.config, prepared.layout, run.folder, run.attempt, run.manifest.uid, prepared.steps, os.getcwd())
+    job = Job(prepared.config, prepared.layout, run.folder, run.attempt, run.manifest.uid, prepared.steps, os.getcwd())
     spot = provider_of(cluster_file(run.config.cluster.file))
     job = replace(job, stages=remembered(job, run.manifest.stages), spot=spot, leased=True)
     # Signals stay caught until the end is written down: torchrun sends SIGTERM as soon as one rank has failed.

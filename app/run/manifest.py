@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config import Config
-from app.config_io import flatten, to_dict, to_yaml
+from app.config_io import flatten, to_dict, to_yaml, with_values
 from app.errors import UserError
 from app.run.lease import FILE, HEARTBEAT_SECONDS, is_alive, is_current, is_here, patience, read_lease, write_lease
 from app.storage import Storage
@@ -208,7 +208,7 @@ def free_name(config: Config) -> str:
     """The first of NAME, NAME-2, NAME-3, … that is not a finished run."""
     base, number = config.run.name, 1
     while True:
-        config.run.name = base if number == 1 else f"{base}-{number}"
-        if not Run(config).finished:
-            return config.run.name
+        name = base if number == 1 else f"{base}-{number}"
+        if not Run(with_values(config, {"run.name": name})).finished:
+            return name
         number += 1

@@ -9,6 +9,7 @@ from torch import nn
 
 from app.checkpoint import find
 from app.config import Config
+from app.config_io import with_values
 from app.data.loader import micro_batch_slices
 from app.errors import UserError
 from app.job import options
@@ -23,6 +24,7 @@ from strategies.tensor.plan import SYNONYMS
 
 @dataclass(frozen=True)
 class Prepared:
+    config: Config  # with what was left open in it decided
     layout: Layout
     steps: int
     samples: int  # to train on
@@ -51,15 +53,16 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
     Raises:
         UserError, LayoutError: one sentence.
     """
+    config, layout, planned = _layout(config, task, workers, devices_per_node)
     train = config.train
-    layout, planned = _layout(config, task, workers, devices_per_node)
     if layout.name == "deepspeed":
         deepspeed.require_installed()
     samples = len(task.train_data())  # type: ignore[arg-type]
     if samples < 1:
         raise UserError("the training data is empty: give the task data with at least one sample")
     _check_batch(config, layout.dims.dp)
-    notes = _micro_batches(config, layout.dims) if layout.dims.pp > 1 else ()
+    config, notes = _micro_batches(config, layout.dims)
+    train = config.train
     module = looked_at(task, layout)
     check(
         layout,
@@ -73,7 +76,7 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
     check_model(config, task, layout, module)
     steps = train.steps or max(1, math.ceil((train.epochs or 0) * samples / train.global_batch_size))
     return Prepared(
-        layout, steps, samples, task.describe(), (*planned, *notes, *_without_effect(config, layout, steps))
+        config, layout, steps, samples, task.describe(), (*planned, *notes, *_without_effect(config, layout, steps))
     )
 
 
@@ -94,7 +97,9 @@ def _without_effect(config: Config, layout: Layout, steps: int) -> tuple[str, ..
     return (f"parallel.trace_step is {trace:,}, but the run has {steps:,} steps: no step is traced",)
 
 
-def _layout(config: Config, task: Task, workers: int, devices_per_node: int | None) -> tuple[Layout, tuple[str, ...]]:
+def _layout(
+    config: Config, task: Task, workers: int, devices_per_node: int | None
+) -> tuple[Config, Layout, tuple[str, ...]]:
     """The layout that the configuration means, and what a person should hear of it.
 
     auto asks the planner, which also sets what of the configuration is open. Under torchrun rank 0 alone is here.
@@ -103,8 +108,7 @@ def _layout(config: Config, task: Task, workers: int, devices_per_node: int | No
         from app.planner import choose_layout
 
         found = choose_layout(config, task, workers, per_node=devices_per_node)
-        found.set_in(config)
-        return found.layout, (found.sentence,) if found.sentence else ()
+        return found.in_config(config), found.layout, (found.sentence,) if found.sentence else ()
     wanted = config.parallel
     layout = choose(
         config.strategy,
@@ -115,7 +119,7 @@ def _layout(config: Config, task: Task, workers: int, devices_per_node: int | No
         pp=wanted.pp,
         devices_per_node=devices_per_node,
     )
-    return layout, ()
+    return config, layout, ()
 
 
 def _check_batch(config: Config, dp: int) -> None:
@@ -133,16 +137,17 @@ def _count_micro_batches(config: Config, dp: int) -> int:
     return len(micro_batch_slices(config.train.global_batch_size, dp, 0, config.train.micro_batch_size))
 
 
-def _micro_batches(config: Config, dims: ParallelDims) -> tuple[str, ...]:
+def _micro_batches(config: Config, dims: ParallelDims) -> tuple[Config, tuple[str, ...]]:
     """Decides train.micro_batch_size for a pipeline where it is left open, and says so."""
     train = config.train
-    if train.micro_batch_size is not None:
-        return ()
+    if dims.pp == 1 or train.micro_batch_size is not None:
+        return config, ()
     share = train.global_batch_size // dims.dp
-    train.micro_batch_size = default_micro_batch_size(share, dims.pp, config.parallel.schedule)
+    size = default_micro_batch_size(share, dims.pp, config.parallel.schedule)
+    config = with_values(config, {"train.micro_batch_size": size})
     count = _count_micro_batches(config, dims.dp)
-    return (
-        f"each step is {count} micro-batches of {train.micro_batch_size} through {dims.pp} stages "
+    return config, (
+        f"each step is {count} micro-batches of {size} through {dims.pp} stages "
         f"({config.parallel.schedule}): train.micro_batch_size decides",
     )
 

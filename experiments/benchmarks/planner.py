@@ -54,8 +54,9 @@ def plans(picture: str | None) -> None:
         for name, args in GPTS.items()
     }
     for name, overrides in (models | OTHERS).items():
-        config = load_config([], [*overrides, "train.precision=bf16", "train.steps=100000"])
-        config.train.global_batch_size = BATCH
+        config = load_config(
+            [], [*overrides, "train.precision=bf16", "train.steps=100000", f"train.global_batch_size={BATCH}"]
+        )
         reader = Reader(load_task(config.task, config.task_args))
         for gpus in GPUS if name in GPTS else (1, 8, 64):
             machine = machine_of(of_gpus(gpus, "h100-80gb", min(8, gpus), "3200Gb"), gpus)

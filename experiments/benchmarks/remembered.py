@@ -59,10 +59,14 @@ def planned(run: dict[str, Any]) -> dict[str, Any]:
 
     keys = {"train.precision": "bf16", **run["keys"]}
     model = {"data": "python", **run["model"], "n_layers": 2}
-    overrides = ["task=language_modelling", f"task_args={json.dumps(model)}", "train.steps=1"]
+    overrides = [
+        "task=language_modelling",
+        f"task_args={json.dumps(model)}",
+        "train.steps=1",
+        f"train.global_batch_size={run['batch']}",
+    ]
     overrides += [f"{key}={value}" for key, value in keys.items()]
     config = load_config([], overrides)
-    config.train.global_batch_size = run["batch"]
     machine = machine_of(of_gpus(run["gpus"], run["gpu"], min(8, run["gpus"]), run["network"]), run["gpus"])
     reader = Reader(load_task(config.task, config.task_args), sequence_parallel=config.parallel.sequence_parallel)
     for way in ("cast on a GPU", "autocast on a GPU", "plain on a GPU"):

@@ -54,7 +54,7 @@ def make_trial(values: dict[str, Any], steps: int) -> Trial:
         start = step * size
         return fetch(data, list(zip(order.indices(start, size).tolist(), range(start, start + size), strict=True)))
 
-    config.optimizer.eps = max(config.optimizer.eps, LEAST_EPS)
+    optimizer = replace(config.optimizer, eps=max(config.optimizer.eps, LEAST_EPS))
     return Trial(
         build=build,
         loss=task.loss,
@@ -64,7 +64,7 @@ def make_trial(values: dict[str, Any], steps: int) -> Trial:
         blocks=task.blocks,
         tensor_plan=task.tensor_plan,
         heads=task.heads(),
-        optimizer=lambda parameters: build_optimizer(config.optimizer, parameters),
+        optimizer=lambda parameters: build_optimizer(optimizer, parameters),
     )
 
 

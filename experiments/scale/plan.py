@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from dataclasses import dataclass
 from typing import Any
 
 from app.config import Config
+from app.config_io import with_values
 from app.errors import UserError
 
 MEASURES = 2
@@ -58,14 +58,13 @@ def point_of(config: Config, plan: Plan, task: Any, strategy: str, workers: int)
     """
     from app.run.prepare import prepare
 
-    config = copy.deepcopy(config)
-    config.workers, config.strategy = str(workers), strategy if workers > 1 else "single"
-    if plan.weak:
-        config.train.global_batch_size *= workers
+    batch = config.train.global_batch_size * (workers if plan.weak else 1)
+    values: dict[str, Any] = {"workers": str(workers), "strategy": strategy, "train.global_batch_size": batch}
     if workers == 1:
-        config.parallel = type(config.parallel)()
-    config.checkpoint.weights = False
-    return config, prepare(config, task, workers, devices_per_node=None)
+        values |= {"strategy": "single", "parallel": type(config.parallel)()}
+    config = with_values(config, values | {"checkpoint.weights": False})
+    prepared = prepare(config, task, workers, devices_per_node=None)
+    return prepared.config, prepared
 
 
 def times_of(points: list[dict[str, Any]], strategy: str) -> dict[int, list[float]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import os
 import shutil
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config import Config
-from app.config_io import flatten, to_dict, to_yaml
+from app.config_io import flatten, to_dict, to_yaml, with_values
 from app.console import Console
 from app.errors import Interrupted, UserError
 from app.run.manifest import run_folder
@@ -52,12 +51,11 @@ def scale(config: Config, plan: Plan, console: Console, *, verbose: bool = False
 
     check(config, plan)
     console.status("reading the data")
-    config = copy.deepcopy(config)
     kind = "weak" if plan.weak else "strong"
     task = read_task(config)
     for strategy, workers in plan.keys:  # what is wrong with a point is said now
         point_of(config, plan, task, strategy, workers)
-    config.run.name = f"{config.run.name}-{kind}-scaling"
+    config = with_values(config, {"run.name": f"{config.run.name}-{kind}-scaling"})
     folder = run_folder(config)
     if not folder.is_local:
         raise UserError(f"run.storage is {config.run.storage}, but a study is kept in a folder: write a local path")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config import Config
-from app.config_io import to_dict, to_yaml
+from app.config_io import to_dict, to_yaml, with_values
 from app.tracking.masking import mask_tree
 from experiments.sweep import science
 from experiments.sweep.ledger import Ledger, Trial
@@ -264,8 +264,7 @@ def next_run(sweep: Sweep, ledger: Ledger, answer: Answer) -> Config:
     named = way["measured"] or answer.best["trial"]
     trial = next(t for t in ledger.trials.values() if t.name == named)
     config = sweep.config({**trial.values, **way["values"]}, f"{sweep.name}-next", sweep.base.run.storage)
-    config.tracking.log_model = sweep.base.tracking.log_model
-    return config
+    return with_values(config, {"tracking.log_model": sweep.base.tracking.log_model})
 
 
 def write(sweep: Sweep, ledger: Ledger, answer: Answer, folder: Path) -> Path:

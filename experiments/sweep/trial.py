@@ -21,6 +21,7 @@ from typing import Any
 from ray import tune
 
 from app.config import Config
+from app.config_io import with_values
 from app.errors import Interrupted, RunFailed, UserError
 from app.tracking.settings import Settings
 from experiments.sweep.slots import DRIVER, Need, Resources
@@ -150,10 +151,14 @@ class Session:
         each = need(config, self.setting.gpus)
         task = self.workers.task(config)
         prepared = prepare(config, task, each.workers, devices_per_node=None)
+        config = prepared.config
         if sweep.reports:
-            config.train.eval_every = max(1, math.ceil(prepared.steps / sweep.reports))
+            config = with_values(config, {"train.eval_every": max(1, math.ceil(prepared.steps / sweep.reports))})
         if sweep.scheduler == "pbt":
-            config.checkpoint.every_steps, config.checkpoint.keep_last = config.train.eval_every, 4
+            every = config.train.eval_every
+            config = with_values(config, {"checkpoint.every_steps": every, "checkpoint.keep_last": 4})
+        prepared = replace(prepared, config=config)
+        self.config = config
         run = Run(config)
         wait_for_lease(run, LEASE_SECONDS)
         if self.copy_from:

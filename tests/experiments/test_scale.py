@@ -17,7 +17,7 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 from app.cli.scale import command
-from app.config import Config
+from app.config import Config, ParallelConfig
 from app.config_io import load_config
 from app.console import Console
 from app.job import Job, Place
@@ -107,8 +107,7 @@ def test_a_pipelines_waiting_is_bubble_as_far_as_its_schedule_is_to_blame() -> N
 
     first = spans(0, [("F", 0, 0), ("F", 1, 1), ("B", 0, 6.0), ("B", 1, 8.0), ("REDUCE", -1, 10.0)])
     second = spans(1, [("F", 0, 1.5), ("F", 1, 2.5), ("B", 0, 3.5), ("B", 1, 5.5), ("REDUCE", -1, 7.5)])
-    config = Config(task="x")
-    config.parallel.schedule = "gpipe"
+    config = Config(task="x", parallel=ParallelConfig(schedule="gpipe"))
     kept = {"steps": [10.5], "data": [0.0], "stalls": [0.1], "saves": [0.1]}
     point = measured([Told("a", spans=[first], **kept), Told("a", spans=[second], **kept)], config)
     assert point.bubble == pytest.approx(10 * (1 / 3), rel=1e-6), "(p-1) / (m+p-1) of the step"

@@ -15,7 +15,7 @@ import pytest
 
 from app import persistence
 from app.config import Config
-from app.config_io import load_config
+from app.config_io import load_config, with_values
 from app.job import Job
 from app.launchers import answers
 from app.launchers.elastic import Elastic, count_room, limits_of
@@ -232,7 +232,7 @@ def test_a_save_is_due_by_the_measured_cost(monkeypatch: pytest.MonkeyPatch) -> 
     assert not kept.overdue(), "nothing is measured yet: a minute"
     kept.costliest = 0.3
     assert kept.interval() == pytest.approx(interval(0.3, 0.1, 60.0)) and 5 < kept.interval() < 7 and kept.overdue()
-    config.checkpoint.auto = False
+    kept.job.config = with_values(config, {"checkpoint.auto": False})
     assert kept.interval() == 300.0
 
 
@@ -300,7 +300,7 @@ def test_where_an_autoscaler_may_add_nodes_it_has_the_time_for_it() -> None:
     config = load_config([], ["task=tests.tasks:Points", "cluster.min_workers=2"])
     assert limits_of(config) == Limits(3, 30.0, 2)
     assert limits_of(config, growing=True) == Limits(3, 600.0, 2)
-    config.fault.elastic_seconds = None
+    config = with_values(config, {"fault.elastic_seconds": None})
     assert limits_of(config, growing=True).elastic_seconds is None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from app.config import Config
+from app.config import Config, RunConfig, TrackingConfig
 from app.errors import UserError
 from app.run.manifest import Run
 from app.submit import secrets, submission, versions
@@ -216,11 +216,10 @@ def test_refused_before_anything_is_sent(tmp_path: Path) -> None:
 
 def test_a_secret_of_the_configuration_stays_out_of_the_runs_folder(tmp_path: Path) -> None:
     def start(token: str) -> Run:
-        config = Config(task="language_modelling")
-        config.task_args = {"hf_token": token, "pad_token": "<pad>", "nested": {"api_key": token}, "label_key": "y"}
-        config.tracking.uri = f"https://me:{token}@host/x"
-        config.run.name, config.run.storage = "kept", str(tmp_path)
-        return Run(config)
+        args = {"hf_token": token, "pad_token": "<pad>", "nested": {"api_key": token}, "label_key": "y"}
+        tracking = TrackingConfig(uri=f"https://me:{token}@host/x")
+        run = RunConfig(name="kept", storage=str(tmp_path))
+        return Run(Config(task="language_modelling", task_args=args, tracking=tracking, run=run))
 
     run = start("planted-1")
     run.open()
