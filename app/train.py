@@ -7,7 +7,6 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from app.config import Config
@@ -73,11 +72,11 @@ def chosen_launcher(config: Config) -> str:
 def _in_this_process(run: Run, console: Console, settings: Settings) -> Outcome:
     import torch
 
-    from app.doctor.job import with_remarks
     from app.launchers import local
     from app.run.driver import Driver
     from app.run.model_check import check_devices
     from app.run.prepare import prepare, read_task
+    from app.run.remarks import gpus_of_this_machine, with_remarks
 
     config = run.config
     if config.workers not in ("auto", "1"):
@@ -95,13 +94,13 @@ def _in_this_process(run: Run, console: Console, settings: Settings) -> Outcome:
     gpus = torch.cuda.device_count()
     check_devices(config, gpus)
     prepared = prepare(config, task, 1, devices_per_node=gpus or None)
-    prepared = with_remarks(prepared.config, prepared, 1, 1, gpus)
+    used = gpus_of_this_machine(prepared.layout, 1, gpus)
+    prepared = with_remarks(prepared, workers=1, gpus=gpus, gpus_used=used, pool="this machine")
     driver = Driver(run, console, settings)
     return carry_out(driver, prepared, lambda job: local.launch(job, driver), f"1 process ({device_type})")
 
 
 def _in_ray(run: Run, console: Console, settings: Settings) -> Outcome:
-    from app.doctor.job import at_start, facts_of
     from app.launchers.room import Reserved, wait_for_room
     from app.run.cost import meter_for
     from cluster.connect import check_fits, connect, disconnect
@@ -124,6 +123,7 @@ def _in_ray(run: Run, console: Console, settings: Settings) -> Outcome:
         from app.run.driver import Driver
         from app.run.model_check import check_devices
         from app.run.prepare import prepare
+        from app.run.remarks import with_remarks
 
         gpus = per_worker.get("GPU", 0)
         check_devices(config, gpus)
@@ -136,8 +136,7 @@ def _in_ray(run: Run, console: Console, settings: Settings) -> Outcome:
             elastic = Elastic(
                 config, prepared.config, task, per_worker, per_node, prepared, growing=bool(cluster.limits)
             )
-        job = facts_of(prepared.config, prepared.layout, prepared.samples, workers, per_worker, cluster.gpus)
-        prepared = replace(prepared, notes=(*prepared.notes, *at_start(job)))
+        prepared = with_remarks(prepared, workers=workers, gpus=cluster.gpus, gpus_used=workers * gpus)
         driver = Driver(run, console, settings)
         driver.meter = meter_for(config, run.storage, workers, per_worker)
         kind = "GPU" if gpus else "CPU"

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from app import loop
 from app.config import Config
 from app.console import Console
-from app.doctor.job import with_remarks
 from app.errors import Interrupted, UserError
 from app.heartbeat import Beat
 from app.job import Job, Place
@@ -33,6 +32,7 @@ from app.run.lifecycle import Outcome, carry_out, run_storage
 from app.run.manifest import Run
 from app.run.model_check import check_devices
 from app.run.prepare import prepare, read_task
+from app.run.remarks import gpus_of_this_machine, with_remarks
 from app.storage import Storage
 from app.tracking.settings import resolve_tracking
 from app.tracking.system import SystemSampler
@@ -181,7 +181,9 @@ def _first_rank(config: Config, console: Console, place: Place, per_node: int) -
                 place.world_size,
                 devices_per_node=per_node,
             )
-            prepared = with_remarks(config, prepared, place.world_size, per_node, torch.cuda.device_count())
+            gpus = torch.cuda.device_count()
+            used = gpus_of_this_machine(prepared.layout, per_node, gpus)
+            prepared = with_remarks(prepared, workers=place.world_size, gpus=gpus, gpus_used=used, pool="this machine")
             driver = Driver(run, console, settings)
             kind = "GPU" if place.device.type == "cuda" else "CPU"
             outcome = carry_out(driver, prepared, launch, f"{place.world_size} {kind} processes of torchrun")

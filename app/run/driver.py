@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from app.config_io import flatten, to_dict, to_yaml
 from app.console import Console
-from app.doctor.job import Watch
 from app.errors import Interrupted
 from app.heartbeat import Beat
 from app.launchers.failure_policy import between_failures
 from app.launchers.whereabouts import Whereabouts
 from app.run.cost import Meter
 from app.run.manifest import Run
+from app.run.remarks import UtilizationMonitor
 from app.tracking.provenance import environment_text, provenance_tags
 from app.tracking.settings import Settings
 from app.tracking.tracker import Tracker
@@ -47,7 +47,7 @@ class Driver:
         self.whereabouts = Whereabouts()
         self.more: int | None = None  # workers that there is room for, once it is more than there are: they pause
         self.resized = False  # whether another number of workers has been gone on with
-        self.watch = Watch()
+        self.utilization = UtilizationMonitor()
         self.meter: Meter | None = None  # counts what the run costs, where prices are known
         self.stopping = 0  # how often somebody asked to stop: once is "save and stop", twice is "now"
         self.tracker = Tracker(
@@ -152,7 +152,7 @@ class Driver:
 
     def _on_system(self, event: dict[str, Any]) -> None:
         self.tracker.emit(event["event"])
-        for sentence in self.watch.see(event["event"].get("values", {}), training=self.progressed):
+        for sentence in self.utilization.observe(event["event"].get("values", {})) if self.progressed else ():
             self.console.say(f"note: {sentence}")
 
     def _on_checkpoint(self, event: dict[str, Any]) -> None:

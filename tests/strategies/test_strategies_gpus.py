@@ -1,18 +1,14 @@
-"""Where the GPUs are: what is asked for by the one key `strategy`, and what a person hears of GPUs left idle."""
+"""Where the GPUs are: what is asked for by the one key `strategy`."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 
 from app.config import Config
 from app.config_io import load_config
-from app.doctor.job import with_remarks
-from app.run.prepare import Prepared
 from app.train import ask_for
 from cluster.connect import Cluster
-from strategies.parallelize import Layout, choose
+from strategies.parallelize import choose
 
 EIGHT = Cluster("here", 2, {"GPU": 8.0, "CPU": 32.0}, {"GPU": 4.0, "CPU": 16.0}, {}, False)
 NONE = Cluster("here", 1, {"CPU": 8.0}, {"CPU": 8.0}, {}, True)
@@ -43,18 +39,3 @@ def test_the_one_key_is_enough(values: list[str], cluster: Cluster, expected: tu
     workers, per_worker = ask_for(config, cluster)
     assert (workers, per_worker) == expected
     assert choose(config.strategy, workers).dims.world_size == workers
-
-
-def _said(layout: Layout, workers: int, per_node: int, visible: int, **train: Any) -> tuple[str, ...]:
-    config = _config(*(f"train.{key}={value}" for key, value in train.items()))
-    return with_remarks(config, Prepared(layout, 10, 10_000, ""), workers, per_node, visible).notes
-
-
-def test_without_ray_too_idle_gpus_are_said_aloud() -> None:
-    (said,) = _said(choose("single", 1), 1, 1, 4)
-    assert said.startswith("3 of this machine's 4 GPUs are not used: workers=1 takes 1")
-    (said,) = _said(choose("dp", 1), 1, 1, 4, global_batch_size=3)
-    assert "splits 3 samples over 4 GPUs, so 1 get none" in said
-    assert _said(choose("dp", 1), 1, 1, 4) == () == _said(choose("ddp_model_parallel", 2), 2, 2, 4)
-    assert _said(choose("ddp", 4), 4, 4, 4) == () == _said(choose("ddp", 2), 2, 2, 0)
-    assert len(_said(choose("ddp", 2), 2, 2, 4)) == 1

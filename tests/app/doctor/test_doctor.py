@@ -10,7 +10,6 @@ import pytest
 from app.doctor.checks import bad_nodes, judge
 from app.doctor.facts import ClusterFacts, Finding, GpuFacts, LinkFacts, NodeFacts, RingFacts
 from app.doctor.gpu_probe import parse_gpu
-from app.doctor.job import JobFacts, Watch, at_start
 from app.doctor.look import rounds
 from app.doctor.rings import across, disjoint_pairs, seats_of, within
 
@@ -303,51 +302,3 @@ def test_what_nvidia_smi_says_is_read() -> None:
     assert facts.processes == ("12 python 5000 MiB",) and facts.xids == ("Xid 48",)
     quiet = parse_gpu("0, T4, 15360, 0, [N/A], 40, [N/A], Not Active, Not Active, Not Active, GPU-x", {}, {})
     assert quiet["ecc_errors"] == 0 and not quiet["mig"] and quiet["throttled"] == []
-
-
-# --- the job ----------------------------------------------------------------------------------------------------------
-
-SOUND = JobFacts("ddp", 8, 8, 1, 256, None, 10_000, 8, 8.0)
-JOBS: list[tuple[JobFacts, str]] = [
-    (replace(SOUND, gpus_used=0.0), "computes on CPUs, and the cluster has 8 GPUs"),
-    (replace(SOUND, workers=4, data_parallel=4, gpus_used=4.0), "4 of the cluster's 8 GPUs are not used"),
-    (JobFacts("dp", 1, 1, 4, 1, None, 100, 4, 4.0), "DataParallel splits 1 samples over 4 GPUs, so 3 get none"),
-    (JobFacts("dp", 1, 1, 4, 64, 2, 100, 4, 4.0), "so 2 get none"),
-    (replace(SOUND, global_batch=8), "one sample per step"),
-    (replace(SOUND, samples=5), "there are 5 samples for 8 data-parallel workers"),
-    (replace(SOUND, samples=100), "a step takes 256 samples and there are 100"),
-]
-
-
-@pytest.mark.parametrize(("facts", "said"), JOBS)
-def test_the_checklist_at_the_start(facts: JobFacts, said: str) -> None:
-    (sentence,) = at_start(facts)
-    assert said in sentence
-
-
-def test_a_sound_job_is_left_alone() -> None:
-    assert at_start(SOUND) == []
-    assert at_start(JobFacts("single", 1, 1, 0, 64, None, 1000, 0, 0.0)) == []
-    assert at_start(JobFacts("dp", 1, 1, 4, 64, None, 100, 4, 4.0)) == []
-
-
-def sample(*gpus: float, cpu: float = 30.0, node: str = "node-0") -> dict[str, float]:
-    values = {f"system/{node}/gpu_{i}_utilization_percentage": share for i, share in enumerate(gpus)}
-    return values | {f"system/{node}/cpu_utilization_percentage": cpu, f"system/{node}/disk_usage_percentage": 99.0}
-
-
-def seen(*samples: dict[str, float], training: bool = True) -> list[str]:
-    watch = Watch()
-    return [sentence for values in samples for sentence in watch.see(values, training=training)]
-
-
-def test_what_shows_while_training_is_said_once() -> None:
-    assert seen(*[sample(90.0, 0.0, 85.0)] * 20) == ["GPU 1 of node-0 is idle while others train"]
-    (sentence,) = seen(*[sample(0.0, 1.0, cpu=95.0)] * 20)
-    assert "every GPU is idle while the CPUs work" in sentence
-    assert seen(*[sample(90.0, 80.0)] * 20) == []
-    assert seen(*[sample(cpu=100.0)] * 20) == [], "no GPUs"
-    assert seen(*[sample(90.0, 0.0)] * 3) == [], "too early to say"
-    assert seen(*[sample(90.0, 0.0)] * 20, training=False) == []
-    both = [values for _ in range(9) for values in (sample(90.0), sample(0.0, node="node-1"))]
-    assert seen(*both) == ["GPU 0 of node-1 is idle while others train"]
