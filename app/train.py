@@ -18,7 +18,7 @@ from app.run.cost import check_launcher
 from app.run.lifecycle import Outcome, carry_out, run_storage
 from app.run.manifest import Run, free_name
 from app.tracking.settings import Settings, resolve_tracking
-from strategies.layout import ONE_PROCESS
+from strategies import registry
 
 if TYPE_CHECKING:
     from app.job import Job
@@ -200,7 +200,7 @@ def ask_for(config: Config, cluster: Cluster) -> tuple[int, dict[str, float]]:
     per_worker = dict(config.resources_per_worker)
     if config.workers == "auto":
         per_worker = per_worker or ({"GPU": _gpus_each(config, cluster)} if cluster.gpus else {"CPU": 1.0})
-        if config.strategy in ONE_PROCESS:
+        if any(record.one_process for record in registry.written(config.strategy)):
             return 1, per_worker
         if per_worker.get("GPU"):
             return max(1, int(cluster.gpus / per_worker["GPU"])), per_worker

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from strategies.layout import LayoutError
+from strategies.dims import LayoutError
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 

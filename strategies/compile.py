@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from strategies.layout import LayoutError
+from strategies.dims import LayoutError
 
 
 def apply(module: nn.Module, blocks: list[str], backend: str) -> None:

@@ -1,20 +1,28 @@
-"""What a layout costs, in bytes: the sizes that every strategy's cost function reads, and what it answers.
+"""What a layout costs, in bytes: the sizes that every strategy's cost functions read, and what they answer.
 
 Parameters, gradients and optimizer state are exact to the byte, padding included. Activations are what the model's own
-forward saves, read off it by whoever makes the ModelSize (app/planner/read.py does). Communication is what one rank
-sends in one optimizer step by ring algorithms: an all-reduce of n bytes over k ranks sends 2·n·(k-1)/k, an all-gather
-or a reduce-scatter to or from n bytes n·(k-1)/k (Thakur et al. 2005, "Optimization of collective communication
-operations in MPICH").
+forward saves, read off it by whoever makes the ModelSize (app/planner does). Communication is what one rank sends in
+one optimizer step by ring algorithms: an all-reduce of n bytes over k ranks sends 2·n·(k-1)/k, an all-gather or a
+reduce-scatter to or from n bytes n·(k-1)/k (Thakur et al. 2005, "Optimization of collective communication operations
+in MPICH").
+
+`Number` is an int or a float, or a numpy array of them: cost functions are plain arithmetic, so the planner calls them
+once with a column per quantity and a row per layout.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 
+Number = Any
+
 STATES = {"adamw": 2, "adam": 2, "sgd": 1}
 """Tensors of the parameter's size that an optimizer keeps (sgd: its momentum)."""
+RING = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+"""Times n·(k-1)/k bytes that a rank sends; of other collectives it sends all n."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +35,7 @@ class ParameterSize:
     unit: str = ""
     trainable: bool = True
     split_dim: int | None = None
-    """The dimension that tensor parallelism splits; None: whole on every tp rank."""
+    """The dimension that tensor parallelism splits; None: replicated on every tp rank."""
 
     @property
     def numel(self) -> int:
@@ -40,8 +48,8 @@ class ParameterSize:
     def bytes(self) -> int:
         return self.numel * self.itemsize
 
-    def part(self, ways: int, dim: int = 0) -> ParameterSize:
-        """The largest part when torch.chunk cuts `dim` in `ways`: that of the first rank."""
+    def shard(self, ways: int, dim: int = 0) -> ParameterSize:
+        """The largest of the shards that torch.chunk makes along `dim`: that of the first rank."""
         shape = self.shape or (1,)
         return replace(self, shape=(*shape[:dim], -(-shape[dim] // ways), *shape[dim + 1 :]))
 
@@ -66,32 +74,103 @@ class ModelSize:
         return sum(p.bytes for p in self.parameters)
 
     @property
-    def trainable(self) -> tuple[ParameterSize, ...]:
-        return tuple(p for p in self.parameters if p.trainable)
-
-    @property
-    def units(self) -> dict[str, list[ParameterSize]]:
-        groups: dict[str, list[ParameterSize]] = {}
+    def units(self) -> dict[str, tuple[ParameterSize, ...]]:
+        """By block; under "" what is outside of blocks."""
+        groups: dict[str, tuple[ParameterSize, ...]] = {}
         for p in self.parameters:
-            groups.setdefault(p.unit, []).append(p)
+            groups[p.unit] = (*groups.get(p.unit, ()), p)
         return groups
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """What one rank holds of one unit of sharding (a block, or what is outside of blocks), after tensor parallelism."""
+
+    parameters: Number
+    """Bytes, if dp_shard were 1."""
+    gradients: Number
+    """Bytes of those that are trained."""
+    tensors: Number
+    """How many are trained."""
+    sharded_parameters: Number
+    """Bytes of this rank's shard over dp_shard, padding included; rank 0's shards are never short."""
+    sharded_gradients: Number
+    gathered: Number
+    """Numbers (not bytes) that an all-gather over dp_shard gives, padding included."""
+    is_root: Number = False
+    """Whether it is what is outside of blocks."""
+
+
+@dataclass(frozen=True)
+class RankSize:
+    """All units that one rank holds, added up."""
+
+    parameters: Number
+    gradients: Number
+    tensors: Number
+    sharded_parameters: Number
+    sharded_gradients: Number
+    root: Number
+    """`gathered` of what is outside of blocks."""
+    blocks: Number
+    """`gathered` of all blocks."""
+    largest_block: Number
+    two_largest_blocks: Number
+    buffers: Number = 0
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What a step does, as far as costs depend on it. Every field may be an array but `optimizer`."""
+
+    dp_replicate: Number = 1
+    dp_shard: Number = 1
+    tp: Number = 1
+    pp: Number = 1
+    micro_batches: Number = 1
+    compute_itemsize: Number = 4
+    """Bytes of a number in matrix products."""
+    reduce_itemsize: Number = 4
+    """Bytes of a gradient's number while data-parallel workers average it."""
+    reshard_after_forward: Number = True
+    """Of a sharded strategy: whether gathered parameters are freed between forward and backward."""
+    reduce_scatter_each_microbatch: Number = False
+    """Of a sharded strategy: whether every micro-batch's gradients are reduced, or those of all together at the end."""
+    optimizer: str = "adamw"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Something that ranks do together for one unit. over: the degree whose ranks take part, or "devices" of one
+    process. bytes: of the whole tensor. times: per optimizer step. phase: forward or backward."""
+
+    name: str
+    over: str
+    bytes: Number
+    times: Number
+    phase: str
+
+    def sent(self, ways: Number) -> Number:
+        """Bytes that one of `ways` ranks sends in a step."""
+        whole = self.bytes * self.times
+        return RING[self.name] * whole * (ways - 1) // ways if self.name in RING else whole
 
 
 @dataclass(frozen=True)
 class Cost:
     """Bytes on the rank that holds most, and bytes it sends per optimizer step, by collective."""
 
-    parameters: int
-    gradients: int
-    optimizer: int
-    buffers: int = 0
-    transient: int = 0
-    """Bytes held only for a while within a step: gathered parameters, communication buffers."""
-    activations: int = 0
-    sent: dict[str, int] = field(default_factory=dict)
+    parameters: Number
+    gradients: Number
+    optimizer: Number
+    buffers: Number = 0
+    transient: Number = 0
+    """Bytes held only for a while within a step: gathered parameters, gradients that wait to be reduced."""
+    activations: Number = 0
+    sent: dict[str, Number] = field(default_factory=dict)
 
     @property
-    def memory(self) -> int:
+    def memory(self) -> Number:
         return self.parameters + self.gradients + self.optimizer + self.buffers + self.transient + self.activations
 
 
@@ -111,23 +190,50 @@ def model_size(module: nn.Module, blocks: list[str] | None = None, split: dict[s
     )
 
 
-def all_reduce(size: int, ways: int) -> int:
-    """Bytes one rank sends to all-reduce `size` bytes over `ways` ranks."""
-    return 2 * size * (ways - 1) // ways
+def unit_size(parameters: tuple[ParameterSize, ...], dp_shard: int, is_root: bool = False) -> UnitSize:
+    """Of parameters as tensor parallelism has left them."""
+    trained = [p for p in parameters if p.trainable]
+    return UnitSize(
+        sum(p.bytes for p in parameters),
+        sum(p.bytes for p in trained),
+        len(trained),
+        sum(p.shard(dp_shard).bytes for p in parameters),
+        sum(p.shard(dp_shard).bytes for p in trained),
+        sum(p.shard(dp_shard).numel * dp_shard for p in parameters),
+        is_root,
+    )
 
 
-def gather(size: int, ways: int) -> int:
-    """Bytes one rank sends to all-gather to, or reduce-scatter from, `size` bytes over `ways` ranks."""
-    return size * (ways - 1) // ways
+def rank_size(units: list[UnitSize], buffers: int = 0) -> RankSize:
+    """The units added up."""
+    blocks = sorted((unit.gathered for unit in units if not unit.is_root), reverse=True)
+    return RankSize(
+        sum(unit.parameters for unit in units),
+        sum(unit.gradients for unit in units),
+        sum(unit.tensors for unit in units),
+        sum(unit.sharded_parameters for unit in units),
+        sum(unit.sharded_gradients for unit in units),
+        sum(unit.gathered for unit in units if unit.is_root),
+        sum(blocks),
+        max(blocks, default=0),
+        sum(blocks[:2]),
+        buffers,
+    )
 
 
-def replicated(size: ModelSize, optimizer: str = "adamw") -> Cost:
-    """Everything whole, as on one device; AdamW also keeps a 4-byte step count per parameter."""
-    trainable = size.trainable
-    states = STATES[optimizer] * sum(p.bytes for p in trainable) + step_bytes(trainable, optimizer)
-    return Cost(size.bytes, sum(p.bytes for p in trainable), states, size.buffer_bytes)
+def optimizer_bytes(gradients: Number, tensors: Number, optimizer: str) -> Number:
+    """Bytes of optimizer state for bytes of gradients; Adam also counts steps, 4 bytes per tensor. An optimizer that
+    is not known is taken to keep as much as Adam."""
+    return STATES.get(optimizer, 2) * gradients + (0 if optimizer == "sgd" else 4 * tensors)
 
 
-def step_bytes(parameters: tuple[ParameterSize, ...], optimizer: str) -> int:
-    """Adam counts its steps in one float32 per parameter, on every rank."""
-    return 4 * len(parameters) if optimizer in ("adam", "adamw") else 0
+def autocast_bytes(numbers: Number, step: StepShape) -> Number:
+    """Under autocast each weight's 16-bit copy is kept until its backward."""
+    return numbers * step.compute_itemsize * (step.compute_itemsize < 4)
+
+
+def replicated(size: RankSize, step: StepShape) -> Cost:
+    """Everything on every rank, as on one device."""
+    state = optimizer_bytes(size.gradients, size.tensors, step.optimizer)
+    cast = autocast_bytes(size.parameters // 4, step)
+    return Cost(size.parameters, size.gradients, state, size.buffers, transient=cast)

@@ -13,13 +13,13 @@ keeps the first GPU's statistics. On a machine without GPUs it passes everything
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
-from strategies.costs import Cost, ModelSize, replicated
+from strategies import devices
+from strategies.costs import Collective, StepShape, UnitSize, replicated
+from strategies.strategy import Applied, Setup, Strategy
 
 
 class Spread(nn.DataParallel):
@@ -39,14 +39,32 @@ class Spread(nn.DataParallel):
         return parts
 
 
-def apply(module: nn.Module, devices: list[torch.device]) -> nn.DataParallel:
-    """Wraps a module whose parameters are on the first device."""
-    return Spread(module, device_ids=[device.index for device in devices] if devices[0].type == "cuda" else None)
+def apply(setup: Setup) -> Applied:
+    """Wraps the module, whose parameters are on the worker's first device."""
+    setup.load()
+    own = devices.own_devices(setup.device)
+    ids = [device.index for device in own] if setup.device.type == "cuda" else None
+    return Applied(Spread(setup.module, device_ids=ids), notes=devices.remark(NAME, own, len(own)))
 
 
-def cost(size: ModelSize, devices: int, micro_batches: int = 1, optimizer: str = "adamw") -> Cost:
-    """Of the first GPU: everything whole; parameters out and gradients back, for each micro-batch."""
-    whole = replicated(size, optimizer)
-    others = devices - 1
-    sent = {"broadcast": whole.parameters * others * micro_batches, "reduce": whole.gradients * others * micro_batches}
-    return replace(whole, sent=sent)
+def collectives(unit: UnitSize, step: StepShape) -> tuple[Collective, ...]:
+    """Parameters out and gradients back, for each micro-batch."""
+    return (
+        Collective("broadcast", "devices", unit.parameters, step.micro_batches, "forward"),
+        Collective("reduce", "devices", unit.gradients, step.micro_batches, "backward"),
+    )
+
+
+NAME = "dp"
+STRATEGY = Strategy(
+    NAME,
+    "the batch split over the GPUs of one process",
+    replicated,
+    collectives,
+    apply,
+    one_process=True,
+    several_devices=True,
+    plannable=False,
+    precisions=("fp32", "bf16", "fp16"),
+    reduce_dtype="is not for DataParallel, which adds gradients in float32: leave it out, or write strategy=ddp",
+)

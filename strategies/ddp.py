@@ -26,8 +26,7 @@ Choose it whenever the whole training state fits on a device: nothing is faster.
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -38,23 +37,40 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from strategies.costs import Cost, ModelSize, all_reduce, replicated
+from strategies import replicate
+from strategies.costs import Collective, Cost, RankSize, StepShape, UnitSize, replicated
 from strategies.cpu_collectives.shared_memory import SharedSum, shared_sum
-from strategies.layout import LayoutError
+from strategies.dims import LayoutError
 from strategies.options import Options
-
-BUCKETS = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
-"""MiB that are tried when the size of a bucket is measured."""
-
-MicroStep = Callable[[bool], AbstractContextManager[Any]]
+from strategies.strategy import Applied, MicroStep, Setup, Strategy
 
 
-def apply(
-    module: nn.Module, group: dist.ProcessGroup | None, device: torch.device, options: Options, spread: bool = False
+def apply(setup: Setup) -> Applied:
+    """Replicates the module; collective over the data-parallel workers."""
+    setup.load()
+    if setup.group is None:
+        return Applied(setup.module)
+    if setup.layout.dims.tp > 1:
+        named = list(setup.module.named_parameters())
+        return Applied(setup.module, replicate.micro_step(named, setup.group, setup.options, setup.device))
+    return wrap(setup.module, setup.group, setup.device, setup.options)
+
+
+def wrap(
+    module: nn.Module, group: dist.ProcessGroup, device: torch.device, options: Options, spread: bool = False
+) -> Applied:
+    """Wraps a module. spread: its parameters are on several devices."""
+    used = UsedParameters(module) if options.static_graph else None
+    wrapped = _distributed(module, group, device, options, spread)
+    return Applied(wrapped, micro_step(wrapped, used))
+
+
+def _distributed(
+    module: nn.Module, group: dist.ProcessGroup, device: torch.device, options: Options, spread: bool
 ) -> DistributedDataParallel:
-    """Wraps a whole module; collective over `group`. spread: its parameters are on several devices."""
     several = spread or device.type != "cuda"
-    size = options.bucket_mb or measured_bucket([p for p in module.parameters() if p.requires_grad], group, device)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    size = options.bucket_mb or replicate.measured_bucket(parameters, group, device)
     wrapped = DistributedDataParallel(
         module,
         device_ids=None if several else [device],
@@ -72,36 +88,12 @@ def apply(
     return wrapped
 
 
-def measured_bucket(parameters: Iterable[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device) -> float:
-    """MiB: the smallest bucket that is all-reduced at 9/10 of the best rate; smaller ones start earlier. Collective.
-
-    It is not the default: two starts of a run may measure differently, and sums in buckets of another size round
-    otherwise, so a resumed run would not be the same to the last bit.
-    """
-    limit = sum(p.numel() * p.element_size() for p in parameters) / 2**20
-    rates: dict[float, float] = {}
-    for size in (s for s in BUCKETS if s <= max(limit, BUCKETS[0])):
-        buffer = torch.zeros(int(size * 2**18), device=device)
-        dist.all_reduce(buffer, group=group)
-        seconds = []
-        for _ in range(3):
-            begun = time.perf_counter()
-            dist.all_reduce(buffer, group=group)
-            buffer[0].item()  # until it is done, on a GPU too
-            seconds.append(time.perf_counter() - begun)
-        rates[size] = size / min(seconds)
-    chosen = next(size for size, rate in rates.items() if rate >= 0.9 * max(rates.values()))
-    agreed = torch.tensor(chosen, device=device)
-    dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
-    return float(agreed)
-
-
-def _compress(wrapped: DistributedDataParallel, group: dist.ProcessGroup | None, options: Options) -> None:
+def _compress(wrapped: DistributedDataParallel, group: dist.ProcessGroup, options: Options) -> None:
     if options.compression == "powersgd":
         state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2)
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif options.compression == "bf16" or options.reduce_dtype == "bf16":
-        wrapped.register_comm_hook(group or dist.group.WORLD, reduce_as_bfloat16)
+        wrapped.register_comm_hook(group, reduce_as_bfloat16)
 
 
 def average_in_memory(shared: SharedSum, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -184,9 +176,26 @@ class UsedParameters:
             )
 
 
-def cost(size: ModelSize, replicas: int, options: Options | None = None, optimizer: str = "adamw") -> Cost:
-    """Exact: what one device holds, and one all-reduce of the gradients (buckets hold the gradients themselves)."""
-    whole = replicated(size, optimizer)
-    halved = options is not None and (options.compression == "bf16" or options.reduce_dtype == "bf16")
-    wire = whole.gradients // 2 if halved else whole.gradients
-    return replace(whole, sent={"all_reduce": all_reduce(wire, replicas)})
+def cost(size: RankSize, step: StepShape) -> Cost:
+    """Exact: what one device holds. With tensor parallelism gradients are packed into buckets of their own
+    (replicate.py), else buckets hold the gradients themselves."""
+    found = replicated(size, step)
+    return replace(found, transient=found.transient + size.gradients * ((step.tp > 1) & (step.dp_replicate > 1)))
+
+
+def collectives(unit: UnitSize, step: StepShape) -> tuple[Collective, ...]:
+    """One all-reduce of the gradients per step, however many micro-batches."""
+    return (Collective("all_reduce", "dp_replicate", unit.gradients * step.reduce_itemsize // 4, 1, "backward"),)
+
+
+STRATEGY = Strategy(
+    "ddp",
+    "a copy of the model per GPU",
+    cost,
+    collectives,
+    apply,
+    degrees=("dp_replicate",),
+    also=("tp", "pp"),
+    averages=True,
+    compressions=("none", "bf16", "powersgd"),
+)

@@ -18,7 +18,8 @@ The engine needs the optimizer before the first forward, so the loop hands it ov
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import functools
+import importlib
 import os
 import time
 from contextlib import AbstractContextManager
@@ -29,11 +30,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from strategies.layout import Layout, LayoutError
+from strategies import fsdp
+from strategies.dims import Layout, LayoutError
 from strategies.options import Options
 from strategies.parallel import Parallel
 from strategies.state import initialise, load_model_state, require_same
+from strategies.strategy import Applied, Setup, Strategy
 
+PACKAGE = "deepspeed"
 OURS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -50,13 +54,7 @@ OURS = (
 ABANDONED_SECONDS = 1800.0
 """Older locks are nobody's: an operator takes a few minutes to compile."""
 
-INSTEAD = "pip install deepspeed, or write strategy=zero1, zero2 or fsdp, which need nothing more"
-
-
-def require_installed() -> None:
-    """Looks for the package without importing it, which takes seconds. Raises LayoutError if it is not installed."""
-    if importlib.util.find_spec("deepspeed") is None:
-        raise LayoutError(f"strategy deepspeed needs the deepspeed package, which is not installed: {INSTEAD}")
+INSTEAD = "pip install deepspeed, or write strategy=zero2 or fsdp, which need nothing more"
 
 
 def require() -> Any:
@@ -65,9 +63,8 @@ def require() -> Any:
     Raises:
         LayoutError: it, or what it needs, is missing.
     """
-    require_installed()
     try:
-        return importlib.import_module("deepspeed")
+        return importlib.import_module(PACKAGE)
     except Exception as error:  # it imports, and builds, a great deal
         raise LayoutError(
             f"strategy deepspeed needs the deepspeed package, which does not import ({type(error).__name__}: {error}): "
@@ -88,11 +85,11 @@ def require_no_abandoned_build() -> None:
                 )
 
 
-def configuration(given: dict[str, Any] | None, options: Options) -> dict[str, Any]:
+def configuration(given: dict[str, Any] | None) -> dict[str, Any]:
     """The engine's configuration: the person's, with the keys that are ours as the loop needs them.
 
     Raises:
-        LayoutError: a key of ours, or a stage or precision that the engine cannot run here.
+        LayoutError: a key of ours, or a stage that the engine cannot run here.
     """
     given = dict({"zero_optimization": {"stage": 2}} if given is None else given)
     for key in OURS:
@@ -107,8 +104,6 @@ def configuration(given: dict[str, Any] | None, options: Options) -> dict[str, A
         raise LayoutError(
             f"the DeepSpeed configuration has zero_optimization.stage {stage}: write 1, 2 or 3, or use ddp"
         )
-    if options.precision == "fp16":
-        raise LayoutError("strategy deepspeed does not run with train.precision=fp16: write bf16, or strategy=fsdp")
     fixed: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -134,10 +129,39 @@ def remark(config: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+def apply(setup: Setup) -> Applied:
+    """The module as it is: the engine takes it over once it has the optimizer (`adopt`)."""
+    require()
+    config = configuration(setup.options.deepspeed)
+    setup.load()
+    parallel = functools.partial(DeepSpeedParallel, config=config)
+    return Applied(setup.module, notes=remark(config), parallel=parallel)
+
+
+def check(options: Options) -> None:
+    """Raises LayoutError for a DeepSpeed JSON that cannot be used."""
+    configuration(options.deepspeed)
+
+
+STRATEGY = Strategy(
+    PACKAGE,
+    "DeepSpeed's ZeRO engine",
+    fsdp.cost,
+    fsdp.collectives,
+    apply,
+    degrees=("dp_shard",),
+    plannable=False,
+    requires=PACKAGE,
+    check=check,
+    precisions=("fp32", "bf16"),
+    reduce_dtype="is not for DeepSpeed: write communication_data_type in its JSON",
+)
+
+
 class DeepSpeedParallel(Parallel):
     """A model under DeepSpeed's engine, once `adopt` has given it the optimizer."""
 
-    def __init__(self, module: nn.Module, layout: Layout, device: torch.device, config: dict[str, Any], **rest: Any):
+    def __init__(self, module: nn.Module, layout: Layout, device: torch.device, *, config: dict[str, Any], **rest: Any):
         super().__init__(module, layout, device, **rest)
         self.config = config
         self.engine: Any = None

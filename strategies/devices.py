@@ -30,10 +30,10 @@ def share(first: int, rank: int, workers: int, visible: int) -> list[int]:
     return list(range(visible)) if first == 0 else [first]
 
 
-def home(strategy: str, rank: int, workers: int, visible: int) -> int:
-    """The GPU on which local worker `rank` of `workers` begins: its own, or the first of its share if it has several;
+def home(several: bool, rank: int, workers: int, visible: int) -> int:
+    """The GPU on which local worker `rank` of `workers` begins: its own, or the first of its share if each has several;
     pure."""
-    return rank * max(1, visible // workers) if strategy == "ddp_model_parallel" else rank
+    return rank * max(1, visible // workers) if several else rank
 
 
 def remark(name: str, devices: list[torch.device], used: int) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What a whole layout costs: the costs of its parts, put together in the order of compose.py.
+"""What a layout as a whole costs: the records of its parts, put together in the order of parallelize.py.
 
 Tensor parallelism divides the parameters first; sharding or replication then sees a smaller model. So the cost of
 fsdp × tp is fsdp's cost function on what tensor's leaves, plus what tensor sends.
@@ -8,11 +8,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from strategies import activation_checkpointing, data_parallel, ddp, fsdp, hsdp, model_parallel, single, zero
-from strategies.costs import Cost, ModelSize
-from strategies.layout import Layout
+from strategies import activation_checkpointing, registry
+from strategies.costs import Cost, ModelSize, StepShape, rank_size, unit_size
+from strategies.dims import Layout
 from strategies.options import Options
 from strategies.tensor import cost as tensor_cost
+
+
+def step_shape(layout: Layout, options: Options, micro_batches: int = 1, optimizer: str = "adamw") -> StepShape:
+    """A step of the layout on a CPU, where what memory decides is decided for less of it."""
+    strategy, dims = registry.data_strategy(layout), layout.dims
+    return StepShape(
+        dims.dp_replicate,
+        dims.dp_shard,
+        dims.tp,
+        dims.pp,
+        micro_batches,
+        compute_itemsize=4 if options.precision == "fp32" else 2,
+        reduce_itemsize=2 if "bf16" in (options.reduce_dtype, options.compression) else 4,
+        reshard_after_forward=strategy.reshards(options.reshard_after_forward, True),
+        reduce_scatter_each_microbatch=strategy.reduces_each(options.accumulate_sharded, False),
+        optimizer=optimizer,
+    )
 
 
 def cost(
@@ -23,42 +40,22 @@ def cost(
     micro_batches: int = 1,
     optimizer: str = "adamw",
     pairs: int = 0,
-    devices: int = 1,
 ) -> Cost:
-    """Bytes on the fullest rank, and bytes it sends per optimizer step.
+    """Bytes on the rank that holds most, and bytes it sends per optimizer step.
 
     size: with `split_dim` set on the parameters that tensor parallelism splits. pairs: of colwise and rowwise layers
-    (for tensor). devices: per worker (for dp and model_parallel).
+    (for tensor).
     """
-    options = options or Options()
-    part = tensor_cost.part(size, layout.dims.tp, options.sequence_parallel)
-    common = {"micro_batches": micro_batches, "optimizer": optimizer}
-    found = _data_cost(layout, part, options, devices, common)
-    sent = found.sent | tensor_cost.sent(size, layout.dims.tp, pairs, micro_batches)
-    blocks = len([unit for unit in size.units if unit])
-    activations = activation_checkpointing.activation_bytes(part, options.activation_checkpointing, blocks)
-    return replace(found, activations=activations, sent={key: value for key, value in sent.items() if value})
-
-
-def _data_cost(layout: Layout, size: ModelSize, options: Options, devices: int, common: dict) -> Cost:
-    dims, name = layout.dims, layout.parts[0]
-    if name == "dp":
-        return data_parallel.cost(size, devices, **common)
-    if name == "model_parallel":
-        return model_parallel.cost(size, devices, **common)
-    if dims.dp_shard == 1:
-        optimizer = common["optimizer"]
-        return single.cost(size, optimizer) if dims.dp == 1 else ddp.cost(size, dims.dp, options, optimizer)
-    if name in ("zero1", "zero2"):
-        inside = zero.cost(size, dims.dp_shard, int(name[-1]), options, **common)
-        return hsdp.across(inside, dims.dp_replicate, options)
-    kept = options.reshard_after_forward is False
-    inside = fsdp.cost(
-        size,
-        dims.dp_shard,
-        options,
-        reshard_after_forward=not kept,
-        accumulate_sharded=bool(options.accumulate_sharded),
-        **common,
+    options, dims = options or Options(), layout.dims
+    strategy, step = registry.data_strategy(layout), step_shape(layout, options, micro_batches, optimizer)
+    sliced = tensor_cost.sliced(size, dims.tp, options.sequence_parallel)
+    units = [unit_size(own, dims.dp_shard, is_root=name == "") for name, own in sliced.units.items()]
+    sent = tensor_cost.sent(size, dims.tp, pairs, micro_batches)
+    for collective in (c for unit in units for c in strategy.collectives(unit, step) if hasattr(dims, c.over)):
+        sent[collective.name] = sent.get(collective.name, 0) + collective.sent(getattr(dims, collective.over))
+    blocks = sum(not unit.is_root for unit in units)
+    return replace(
+        strategy.cost(rank_size(units, size.buffer_bytes), step),
+        activations=activation_checkpointing.activation_bytes(sliced, options.activation_checkpointing, blocks),
+        sent={key: value for key, value in sent.items() if value},
     )
-    return hsdp.across(inside, dims.dp_replicate, options)

@@ -32,24 +32,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from strategies.layout import Layout, LayoutError
+from strategies.dims import LayoutError
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
 LEAST = (8, 9)
 """Compute capability of the first GPUs that have it (Ada; Hopper is 9.0)."""
-LAYOUTS = frozenset(
-    {"single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "model_parallel", "ddp_model_parallel"}
-)
-
-
-def check(layout: Layout) -> None:
-    """Raises LayoutError, one sentence, if the layout cannot have float8."""
-    if layout.dims.tp > 1 or layout.dims.pp > 1 or not set(layout.parts) <= LAYOUTS:
-        raise LayoutError(
-            f"train.precision=fp8 does not work with strategy {layout.name}, whose layers compute in their own way: "
-            "write train.precision=bf16, or strategy=fsdp"
-        )
 
 
 def require(device: torch.device) -> None:

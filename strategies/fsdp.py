@@ -4,23 +4,25 @@ Worker r of R owns row-slice r of every parameter. Per block:
 
     forward:   W = all-gather(Wᵣ)   y = f(x, W)   free W
     backward:  W = all-gather(Wᵣ)   dx, dW = ∂f   free W   dWᵣ = reduce-scatter(dW) / R
-    step:      Wᵣ ← Wᵣ - η·AdamW(dWᵣ)        on the slice alone: AdamW is element by element
+    step:      Wᵣ ← Wᵣ - η·AdamW(dWᵣ)        on the shard alone: AdamW is element by element
 
 An all-reduce is a reduce-scatter and an all-gather, so ZeRO-3 sends half as much again as DDP (two gathers and a
 scatter) and holds 16/R bytes per parameter instead of 16. While one block computes the next is being gathered: at most
-two blocks are whole at a time. Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054; Zhao et al. 2023,
+two blocks are unsharded at a time. Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054; Zhao et al. 2023,
 https://arxiv.org/abs/2304.11277; https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
 
 Choose it when the training state does not fit on one device: first among the sharded ones, as it scales to any size.
-The same function serves its relatives, which differ in when parameters are freed (zero.py) and in the shape of the
-mesh (hsdp.py).
+Its relatives are the same functions: they differ in when parameters are freed and gradients reduced (zero.py) and in
+the shape of the mesh (hsdp.py).
 
 - *Units*: each repeating block; what is left (embeddings, the last norm, the head) is the root's, gathered for the
   whole step. A weight used in two places must be in one unit: blocks that share a weight stay with the root.
 - *Padding*: each parameter is cut along dimension 0 as torch.chunk does, in slices of ⌈n/R⌉ rows, and a rank's memory
   holds a full slice even where fewer or no rows are left: a bias of 10 over 4 ranks is 3+3+3+1, stored as 12.
-- *Accumulation*: of several micro-batches only the last reduce-scatters, and whole gradients wait until then
-  (`accumulate_sharded` trades that memory for communication; `scatters_each` says when it is the default).
+- *Accumulation*: of several micro-batches only the last reduce-scatters, and unsharded gradients wait until then
+  (parallel.accumulate_sharded trades that memory for communication).
+- *By memory*: keeping gathered parameters from forward to backward saves the second gathering, letting gradients wait
+  saves their repeated reduction; each is done on a GPU of which it takes less than `ROOM`, unless the person decides.
 - *Buffers*, such as BatchNorm's running statistics, are not sharded and not synchronised: each worker keeps those of
   its own micro-batches, and rank 0's are saved. GroupNorm or SyncBatchNorm do not depend on the split.
 """
@@ -29,7 +31,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -42,104 +43,68 @@ from torch.distributed.tensor import DTensor
 
 from strategies import precision
 from strategies.blocks import separable
-from strategies.costs import STATES, Cost, ModelSize, ParameterSize, gather, step_bytes
+from strategies.costs import (
+    Collective,
+    Cost,
+    Number,
+    RankSize,
+    StepShape,
+    UnitSize,
+    autocast_bytes,
+    optimizer_bytes,
+)
 from strategies.cpu_collectives import reduce_scatter
 from strategies.options import Options
+from strategies.strategy import Applied, MicroStep, Setup, Strategy
 
 ROOM = 1 / 8
+"""Of a GPU's memory, what may be spent on sending less."""
 
-MicroStep = Callable[[bool], AbstractContextManager[Any]]
+
+def apply(setup: Setup) -> Applied:
+    """Shards the module in place over the mesh of data-parallel workers (2-D: replicate × shard); collective."""
+    module, options, device = setup.module, setup.options, setup.device
+    assert setup.mesh is not None
+    reshard = setup.strategy.reshards(options.reshard_after_forward, None)
+    each = setup.strategy.reduces_each(options.accumulate_sharded, None)
+    notes: list[str] = []
+    if reshard is None:
+        reshard = _parameters_are_large(module, options, device)
+        notes += [] if reshard else [KEPT]
+    if each is None:
+        each = _gradients_are_large(module, options, device)
+        notes += [SCATTERED] if each else []
+    units = shard(module, setup.mesh, setup.blocks, options, reshard_after_forward=reshard)
+    setup.load()
+    step = micro_step(units, reduce_scatter_each_microbatch=each, keep_gathered=not reshard)
+    return Applied(module, step, casts=True, notes=tuple(notes))
 
 
-def apply(
+def shard(
     module: nn.Module, mesh: DeviceMesh, blocks: list[str], options: Options, *, reshard_after_forward: bool
 ) -> list[FSDPModule]:
-    """Shards the module in place over `mesh` (2-D: replicate × shard) and returns its units, the root first."""
+    """Shards the module in place over `mesh` and returns its units, the root first."""
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if options.offload else OffloadPolicy()
-    units: list[nn.Module] = []
-    for name in separable(module, blocks):
-        block = module.get_submodule(name)
-        if not any(True for _ in block.parameters()):
-            continue
-        policy = precision.shard_policy(options.precision, options.reduce_dtype)
+    policy = precision.shard_policy(options.precision, options.reduce_dtype)
+    root_policy = precision.root_policy(options.precision, options.reduce_dtype, options.float_output)
+    units: list[Any] = [module.get_submodule(name) for name in separable(module, blocks)]
+    units = [block for block in units if any(True for _ in block.parameters())]
+    for block in units:
         fully_shard(
             block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy, offload_policy=offload
         )
-        units.append(block)
-    policy = precision.root_policy(options.precision, options.reduce_dtype, options.float_output)
-    fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
-    _prefetch(units)  # type: ignore[arg-type]
-    reduce_scatter.use_between_cpus([module, *units], mesh.device_type)  # type: ignore[list-item]
-    return [module, *units]  # type: ignore[list-item]
-
-
-def frees_after_forward(module: nn.Module, options: Options, device: torch.device) -> bool:
-    """Whether blocks free their gathered parameters between forward and backward; the same on every rank. Collective.
-
-    Keeping them saves the second gathering and holds all of them at once: that is done on a GPU where they take less
-    than `ROOM` of what is free. What the person wrote goes before.
-    """
-    if options.reshard_after_forward is not None or device.type != "cuda":
-        return options.reshard_after_forward is not False
-    whole = sum(map(_numbers, module.parameters())) * (4 if options.precision == "fp32" else 2)
-    return not _everywhere(whole < ROOM * torch.cuda.mem_get_info(device)[0], device)
-
-
-def decided(asked: Options, chosen: Options) -> tuple[str, ...]:
-    """What was decided by memory and is not what the name says, one sentence each."""
-    found = []
-    if asked.reshard_after_forward is None and not chosen.reshard_after_forward:
-        found.append(
-            "blocks keep their gathered parameters between forward and backward, for these take less than an eighth of "
-            "the GPU's free memory: parallel.reshard_after_forward=true frees them"
-        )
-    if asked.accumulate_sharded is None and chosen.accumulate_sharded:
-        found.append(
-            "every micro-batch's gradients are scattered, for whole ones would take an eighth of the GPU's memory or "
-            "more: parallel.accumulate_sharded=false keeps them until the last"
-        )
-    return tuple(found)
-
-
-def scatters_each(module: nn.Module, options: Options, device: torch.device) -> bool:
-    """Whether every micro-batch's gradients are reduced, or whole ones wait for the last; the same on every rank.
-    Collective.
-
-    Waiting saves communication and takes a whole model's gradients: that is done where they take less than `ROOM` of
-    the GPU. (Of all its memory, not of what is free: a run that goes on later must add up in the same order.)
-    """
-    if options.accumulate_sharded is not None or device.type != "cuda":
-        return bool(options.accumulate_sharded)
-    number = 2 if options.reduce_dtype == "bf16" else 4
-    whole = sum(_numbers(p) for p in module.parameters() if p.requires_grad) * number
-    return not _everywhere(whole < ROOM * torch.cuda.mem_get_info(device)[1], device)
-
-
-def _numbers(parameter: nn.Parameter) -> int:
-    """What a rank computes with: its own part, where tensor parallelism has split it."""
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
-
-
-def _everywhere(here: bool, device: torch.device) -> bool:
-    """Whether it holds on every rank."""
-    holds = torch.tensor(float(here), device=device)
-    dist.all_reduce(holds, op=dist.ReduceOp.MIN)
-    return holds.item() == 1
-
-
-def _prefetch(units: list[FSDPModule]) -> None:
-    """Each block gathers its neighbour's parameters while it computes, instead of only when the neighbour begins."""
-    for before, after in itertools.pairwise(units):
+    fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=root_policy, offload_policy=offload)
+    for before, after in itertools.pairwise(units):  # each gathers its neighbour's parameters while it computes
         before.set_modules_to_forward_prefetch([after])
         after.set_modules_to_backward_prefetch([before])
+    units = [module, *units]
+    reduce_scatter.use_between_cpus(units, mesh.device_type)
+    return units
 
 
-def micro_step(units: list[FSDPModule], *, accumulate_sharded: bool, keep_gathered: bool) -> MicroStep:
-    """What to put around forward and backward of a micro-batch.
-
-    accumulate_sharded: reduce every micro-batch's gradients. keep_gathered: parameters stay whole between
-    micro-batches (of one step: after the last the optimizer changes the shards).
-    """
+def micro_step(units: list[FSDPModule], *, reduce_scatter_each_microbatch: bool, keep_gathered: bool) -> MicroStep:
+    """keep_gathered: parameters stay unsharded between micro-batches (of one step: after the last the optimizer changes
+    the shards)."""
     root, nothing = units[0], contextlib.nullcontext()
     state = {"last": True}
 
@@ -147,7 +112,7 @@ def micro_step(units: list[FSDPModule], *, accumulate_sharded: bool, keep_gather
         if last is not state["last"]:
             state["last"] = last
             root.set_is_last_backward(last)
-            if not accumulate_sharded:
+            if not reduce_scatter_each_microbatch:
                 root.set_requires_gradient_sync(last)
             if keep_gathered:
                 root.set_reshard_after_backward(last)
@@ -156,52 +121,104 @@ def micro_step(units: list[FSDPModule], *, accumulate_sharded: bool, keep_gather
     return context
 
 
-def shard_bytes(parameter: ParameterSize, ways: int) -> int:
-    """What a rank holds of a parameter: a full slice, padding included."""
-    return parameter.part(ways).bytes
+# --- what memory decides ----------------------------------------------------------------------------------------
+
+KEPT = (
+    "blocks keep their gathered parameters between forward and backward, for these take less than an eighth of the "
+    "GPU's free memory: parallel.reshard_after_forward=true frees them"
+)
+SCATTERED = (
+    "every micro-batch's gradients are scattered, for whole ones would take an eighth of the GPU's memory or more: "
+    "parallel.accumulate_sharded=false keeps them until the last"
+)
 
 
-def rows_held(parameter: ParameterSize, ways: int, rank: int) -> int:
-    """Rows of dimension 0 that are the rank's, padding excluded."""
-    rows = (parameter.shape or (1,))[0]
-    part = -(-rows // ways)
-    return max(0, min(part, rows - rank * part))
+def _parameters_are_large(module: nn.Module, options: Options, device: torch.device) -> bool:
+    """Whether unsharded parameters take `ROOM` of the free memory; the same on every rank. Collective."""
+    if device.type != "cuda":
+        return True
+    whole = sum(map(_numel, module.parameters())) * (4 if options.precision == "fp32" else 2)
+    return not _on_every_rank(whole < ROOM * torch.cuda.mem_get_info(device)[0], device)
 
 
-def cost(
-    size: ModelSize,
-    ways: int,
-    options: Options | None = None,
-    *,
-    reshard_after_forward: bool = True,
-    accumulate_sharded: bool = False,
-    micro_batches: int = 1,
-    optimizer: str = "adamw",
-) -> Cost:
-    """Exact for what rank 0 holds, whose slices are never short: parameters and gradients padded, optimizer state.
-
-    `transient` is what is whole at the peak: the root's parameters and two blocks' (all blocks', if they are not freed
-    after forward), and with several micro-batches and not `accumulate_sharded` the gradients waiting for the last.
-    """
-    options = options or Options()
-    parameters = sum(shard_bytes(p, ways) for p in size.parameters)
-    gradients = sum(shard_bytes(p, ways) for p in size.trainable)
-    states = STATES[optimizer] * gradients + step_bytes(size.trainable, optimizer)
-    compute, wire = (4 if options.precision == "fp32" else 2), (2 if options.reduce_dtype == "bf16" else 4)
-    units = {unit: sum(_padded_numel(p, ways) for p in members) * compute for unit, members in size.units.items()}
-    root = units.pop("", 0)
-    blocks = sorted(units.values(), reverse=True)
-    waiting = 0 if accumulate_sharded or micro_batches == 1 else sum(p.numel for p in size.trainable) * wire
-    if reshard_after_forward:  # the root's parameters stay from forward to backward
-        whole, gathered = root + sum(blocks[:2]), (root + 2 * sum(blocks)) * micro_batches
-    else:
-        whole, gathered = root + sum(blocks), root + sum(blocks)
-    scattered = (
-        sum(_padded_numel(p, ways) for p in size.trainable) * wire * (micro_batches if accumulate_sharded else 1)
+def _gradients_are_large(module: nn.Module, options: Options, device: torch.device) -> bool:
+    """The same for gradients, of all memory instead of the free: a resumed run must add up in the same order."""
+    if device.type != "cuda":
+        return False
+    whole = sum(_numel(p) for p in module.parameters() if p.requires_grad) * (
+        2 if options.reduce_dtype == "bf16" else 4
     )
-    sent = {"all_gather": gather(gathered, ways), "reduce_scatter": gather(scattered, ways)}
-    return Cost(parameters, gradients, states, size.buffer_bytes, transient=whole + waiting, sent=sent)
+    return not _on_every_rank(whole < ROOM * torch.cuda.mem_get_info(device)[1], device)
 
 
-def _padded_numel(parameter: ParameterSize, ways: int) -> int:
-    return parameter.part(ways).numel * ways
+def _numel(parameter: nn.Parameter) -> int:
+    """Of what a rank computes with: its own slice, where tensor parallelism has split it."""
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
+
+
+def _on_every_rank(here: bool, device: torch.device) -> bool:
+    holds = torch.tensor(float(here), device=device)
+    dist.all_reduce(holds, op=dist.ReduceOp.MIN)
+    return holds.item() == 1
+
+
+# --- what it costs ----------------------------------------------------------------------------------------------
+
+
+def cost(size: RankSize, step: StepShape) -> Cost:
+    """Exact for what rank 0 holds, whose shards are never short: parameters and gradients padded, optimizer state.
+
+    `transient` is what is unsharded at the peak: the root's parameters and two blocks' (all blocks', if they are not
+    freed after forward), the gathering of a third and one block's gradients on their way; and with several
+    micro-batches the gradients that wait for the last.
+    """
+    keeps, each, gathered = _behaviour(step)
+    held = size.root + size.two_largest_blocks + keeps * (size.blocks - size.two_largest_blocks)
+    on_the_way = size.largest_block * (gathered + step.reduce_itemsize)
+    waiting = size.gradients // 4 * step.reduce_itemsize * (step.micro_batches > 1) * (1 - each)
+    cast = autocast_bytes(size.root + size.blocks, step) * (step.pp > 1)
+    return Cost(
+        size.sharded_parameters,
+        size.sharded_gradients,
+        optimizer_bytes(size.sharded_gradients, size.tensors, step.optimizer),
+        size.buffers,
+        transient=held * gathered + on_the_way + waiting + cast,
+    )
+
+
+def collectives(unit: UnitSize, step: StepShape) -> tuple[Collective, ...]:
+    """Gathers before forward and backward, and reductions after it; each once per step or per micro-batch."""
+    keeps, each, gathered = _behaviour(step)
+    again = step.micro_batches - 1
+    gather = unit.gathered * gathered
+    reductions = 1 + again * each
+    numbers = unit.sharded_gradients // 4
+    return (
+        Collective("all_gather", "dp_shard", gather, 1 + again * (1 - keeps), "forward"),
+        Collective("all_gather", "dp_shard", gather, step.micro_batches * (1 - keeps) * (1 - unit.is_root), "backward"),
+        Collective(
+            "reduce_scatter", "dp_shard", numbers * step.dp_shard * step.reduce_itemsize, reductions, "backward"
+        ),
+        Collective("all_reduce", "dp_replicate", numbers * step.reduce_itemsize, reductions, "backward"),
+    )
+
+
+def _behaviour(step: StepShape) -> tuple[Number, Number, Number]:
+    """Whether gathered parameters are kept, whether each micro-batch is reduced, bytes of a gathered number. A pipeline
+    gathers once per step, in float32 for autocast, and reduces once (pipeline/grad_sync.py)."""
+    piped = (step.pp > 1) * 1
+    keeps = 1 - (1 - piped) * step.reshard_after_forward
+    each = (1 - piped) * step.reduce_scatter_each_microbatch
+    return keeps, each, step.compute_itemsize + piped * (4 - step.compute_itemsize)
+
+
+STRATEGY = Strategy(
+    "fsdp",
+    "parameters, gradients and optimizer state sharded over all workers",
+    cost,
+    collectives,
+    apply,
+    degrees=("dp_shard",),
+    also=("dp_replicate", "tp", "pp"),
+    shards=frozenset({"optimizer", "gradients", "parameters"}),
+)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from strategies.cpu_collectives import shared_memory
-from strategies.layout import Layout, LayoutError
+from strategies.dims import Layout, LayoutError
 from strategies.state import shard_of
 
 Build = Callable[[], nn.Module]

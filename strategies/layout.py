@@ -1,149 +1,23 @@
-"""The only description of a layout: how many ways each kind of parallelism splits the workers.
-
-Workers form a grid with four named sides. Written from the outside in, so that the side with the most talkative
-neighbours is innermost and lands on the fastest links:
-
-    pp            stages of a pipeline             speaks per micro-batch, neighbour to neighbour
-    dp_replicate  copies of (shards of) the model  all-reduces gradients once per step
-    dp_shard      shards of one copy               all-gathers parameters, reduce-scatters gradients, per block
-    tp            parts of one layer               speaks several times per block, so: within a node
-
-`rank = ((pp · dp_replicate + r) · dp_shard + s) · tp + t` for the coordinates (p, r, s, t). The ranks that differ
-only in t compute the same samples; data parallelism is over r and s together.
-
-The names are the field's own (torchtitan's `ParallelDims`); HSDP is simply dp_replicate > 1 with dp_shard > 1.
-
-From a name and a few degrees to a layout: pure functions that answer in the first second, before any process.
+"""From a name and a few degrees to a layout, checked: pure functions that answer before any process starts.
 
 A name fixes which degrees are its own to choose; the rest are 1 unless written. If exactly one of its own is left
 open it is the number of workers divided by the others. Names combine with a plus: `fsdp+tensor`, `ddp+tensor`,
 `hsdp+tensor`; that is the same as writing the first name and `parallel.tp`.
+
+What each name chooses, combines with and allows is asked of its record (strategy.py).
 """
 
 from __future__ import annotations
 
-import difflib
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
+from strategies import registry
+from strategies.dims import NAMES, Layout, LayoutError, ParallelDims
+from strategies.options import COMPRESSIONS, PRECISIONS, REDUCE_DTYPES, Options, checkpoint_every, one_of
+from strategies.pipeline import partition, schedules
+from strategies.strategy import Strategy
 
-
-class LayoutError(ValueError):
-    """A layout, or a model under a layout, that cannot work: one sentence that says what to write instead."""
-
-
-NAMES = ("pp", "dp_replicate", "dp_shard", "tp")
-"""The sides of the grid, outermost first."""
-
-
-@dataclass(frozen=True)
-class ParallelDims:
-    """Degrees of parallelism; their product is the number of workers."""
-
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    tp: int = 1
-    pp: int = 1
-
-    def __post_init__(self) -> None:
-        for name in NAMES:
-            degree = getattr(self, name)
-            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
-                raise LayoutError(f"parallel.{name} is {degree!r}, but a degree is a whole number of at least 1")
-
-    @property
-    def world_size(self) -> int:
-        return self.pp * self.dp_replicate * self.dp_shard * self.tp
-
-    @property
-    def dp(self) -> int:
-        """How many ways the global batch is split."""
-        return self.dp_replicate * self.dp_shard
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """The rank's place on each side of the grid."""
-        if not 0 <= rank < self.world_size:
-            raise LayoutError(f"rank {rank} is not one of the {self.world_size} workers of {self}")
-        place = {}
-        for name in reversed(NAMES):
-            rank, place[name] = divmod(rank, getattr(self, name))
-        return place
-
-    def data_rank(self, rank: int) -> int:
-        """Which share of the global batch (0 … dp-1) the rank computes; its tp peers and pp stages share it."""
-        place = self.coordinates(rank)
-        return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
-
-    def build_mesh(self, device_type: str) -> DeviceMesh:
-        """A DeviceMesh of the sides longer than 1 (of dp_replicate alone if there is none).
-
-        Collective: every rank calls it, after torch.distributed is initialised with exactly `world_size` ranks.
-        """
-        import torch.distributed as dist
-        from torch.distributed.device_mesh import init_device_mesh
-
-        if dist.get_world_size() != self.world_size:
-            raise LayoutError(f"{self} needs {self.world_size} workers, but there are {dist.get_world_size()}")
-        names = [name for name in NAMES if getattr(self, name) > 1] or ["dp_replicate"]
-        return init_device_mesh(device_type, tuple(getattr(self, name) for name in names), mesh_dim_names=tuple(names))
-
-    def data_group(self, mesh: DeviceMesh) -> ProcessGroup | None:
-        """The ranks that share this rank's part of the model and differ in their data; None if it is alone."""
-        import torch.distributed as dist
-
-        names = tuple(name for name in ("dp_replicate", "dp_shard") if getattr(self, name) > 1)
-        if not names:
-            return None
-        if self.dp == self.world_size:
-            return dist.group.WORLD
-        return mesh[names]._flatten("dp").get_group() if len(names) > 1 else mesh.get_group(names[0])
-
-    def __str__(self) -> str:
-        sides = [f"{name} {getattr(self, name)}" for name in NAMES if getattr(self, name) > 1]
-        return " × ".join(sides) or "1 worker"
-
-
-OWN: dict[str, tuple[str, ...]] = {
-    "single": (),
-    "dp": (),
-    "model_parallel": (),
-    "ddp": ("dp_replicate",),
-    "ddp_model_parallel": ("dp_replicate",),
-    "zero1": ("dp_shard",),
-    "zero2": ("dp_shard",),
-    "zero3": ("dp_shard",),
-    "fsdp": ("dp_shard",),
-    "hsdp": ("dp_replicate", "dp_shard"),
-    "tensor": ("tp",),
-    "pipeline": ("pp",),
-    "deepspeed": ("dp_shard",),
-}
-"""Every name a user may write, and the degrees it is free to choose."""
-
-ONE_PROCESS = ("single", "dp", "model_parallel")
-SHARDED = ("zero1", "zero2", "zero3", "fsdp", "hsdp")
-MANY_DEVICES = ("dp", "model_parallel", "ddp_model_parallel")
-"""Names under which one worker uses several devices."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A strategy's name and the degrees it runs with."""
-
-    name: str
-    dims: ParallelDims = field(default_factory=ParallelDims)
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The names of a combination: ("fsdp", "tensor") for fsdp+tensor."""
-        return tuple(self.name.split("+"))
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.dims})"
+__all__ = ["NAMES", "Layout", "LayoutError", "ParallelDims", "check", "choose"]
 
 
 def choose(
@@ -167,81 +41,51 @@ def choose(
     if world_size < 1:
         raise LayoutError(f"there are {world_size} workers, but training needs at least 1")
     given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp, "pp": pp}
-    if name == "auto":
-        name = _automatic(world_size, given)
-    parts = _parts(name)
-    degrees = _degrees("+".join(parts), parts, world_size, given, devices_per_node)
-    dims = ParallelDims(**degrees)
-    if dims.tp > 1 and "tensor" not in parts:
-        parts = [*([] if parts == ["single"] else parts), "tensor"]
-    if dims.pp > 1 and "pipeline" not in parts:
-        parts.append("pipeline")
-    parts.sort(key=lambda part: ("tensor", "pipeline").index(part) + 1 if part in ("tensor", "pipeline") else 0)
-    return Layout("+".join(parts), dims)
-
-
-def _automatic(world_size: int, given: dict[str, int | None]) -> str:
-    def more(side: str) -> bool:
-        return (given[side] or 1) > 1
-
-    others = (given["tp"] or 1) * (given["pp"] or 1)
-    if more("dp_shard"):
-        shards = (given["dp_shard"] or 1) * others
-        return "hsdp" if more("dp_replicate") or (given["dp_replicate"] is None and world_size > shards) else "fsdp"
-    if more("dp_replicate") or (others > 1 and world_size > others):
-        return "ddp"
-    if more("tp"):
-        return "tensor"
-    return "pipeline" if more("pp") else "single" if world_size == 1 else "ddp"
-
-
-def _parts(name: str) -> list[str]:
-    """The single names of a combination; tensor and pipeline last, "zero3" and "fsdp" as they were written."""
-    parts = [part.strip() for part in name.replace("×", "+").split("+")]
-    for part in parts:
-        if part not in OWN:
-            near = difflib.get_close_matches(part, OWN, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]}?" if near else f"write one of auto, {', '.join(OWN)}"
-            raise LayoutError(f"strategy {part!r} is not known: {hint}")
-    data = [part for part in parts if part not in ("tensor", "pipeline")]
-    alone = [part for part in data if part in (*ONE_PROCESS, "ddp_model_parallel", "deepspeed")]
-    if len(set(parts)) != len(parts) or len(data) > 1 or (alone and len(parts) > 1):
-        raise LayoutError(
-            f"strategy {name!r} does not combine: write one of ddp, zero1, zero2, fsdp and hsdp, then +tensor or "
-            "+pipeline or both"
-        )
-    return data + [part for part in ("tensor", "pipeline") if part in parts]
+    found = [registry.automatic(world_size, given)] if name == "auto" else registry.records(name)
+    dims = ParallelDims(**_degrees(found, world_size, given, devices_per_node))
+    for degree in ("tp", "pp"):
+        model = registry.by_degrees(degree)
+        if getattr(dims, degree) > 1 and model not in found:
+            found = [record for record in found if record.degrees] + [model]
+    found.sort(key=lambda record: record.degrees if record.splits_model else ())
+    found.sort(key=lambda record: ("tp", "pp").index(record.degrees[0]) if record.splits_model else -1)
+    return Layout("+".join(record.name for record in found), dims)
 
 
 def _degrees(
-    name: str, parts: list[str], world_size: int, given: dict[str, int | None], devices_per_node: int | None
+    found: list[Strategy], world_size: int, given: dict[str, int | None], devices_per_node: int | None
 ) -> dict[str, int]:
-    own = {side for part in parts for side in OWN[part]}
-    foreign = {"dp_replicate", "dp_shard"} - own if "dp_replicate" in own and "dp_shard" not in own else set()
-    if set(parts) & {*ONE_PROCESS, "ddp_model_parallel", "deepspeed"}:
-        foreign = set(given) - own
-    for side in sorted(foreign):
-        if (given[side] or 1) > 1:
+    name, own = "+".join(record.name for record in found), {degree for record in found for degree in record.degrees}
+    for degree in sorted(set(given) - own - set(found[0].also)):
+        if (given[degree] or 1) > 1:
             raise LayoutError(
-                f"strategy {name} has no use for parallel.{side}={given[side]}: "
-                + ("write strategy=hsdp" if side == "dp_shard" and "ddp" in parts else "leave it out")
+                f"strategy {name} has no use for parallel.{degree}={given[degree]}: {_where(found, degree)}"
             )
-    degrees = {side: value for side, value in given.items() if value is not None}
+    degrees = {degree: value for degree, value in given.items() if value is not None}
     ParallelDims(**degrees)  # each a whole number of at least 1
-    degrees |= {side: 1 for side in given if side not in own and side not in degrees}
-    open_sides = [side for side in given if side not in degrees]
+    degrees |= {degree: 1 for degree in given if degree not in own and degree not in degrees}
+    left = [degree for degree in given if degree not in degrees]
     rest = world_size // math.prod(degrees.values())
-    if open_sides == ["dp_replicate", "dp_shard"] and "hsdp" in parts:
+    if left == list(found[0].degrees) == ["dp_replicate", "dp_shard"]:
         degrees["dp_shard"] = _shards_per_node(name, rest, devices_per_node, degrees)
-        rest, open_sides = rest // degrees["dp_shard"], ["dp_replicate"]
-    if len(open_sides) > 1:
-        asked = " or ".join(f"parallel.{side}" for side in open_sides)
+        rest, left = rest // degrees["dp_shard"], ["dp_replicate"]
+    if len(left) > 1:
+        asked = " or ".join(f"parallel.{degree}" for degree in left)
         raise LayoutError(f"strategy {name} on {world_size} workers leaves more than one degree open: write {asked}")
-    if open_sides:
-        degrees[open_sides[0]] = max(1, rest)
+    if left:
+        degrees[left[0]] = max(1, rest)
     if math.prod(degrees.values()) != world_size:
-        _refuse(name, parts, world_size, degrees)
+        _refuse(name, found, world_size, degrees)
     return degrees
+
+
+def _where(found: list[Strategy], degree: str) -> str:
+    """Which strategy has the degree that these have no use for."""
+    if found[0].averages and degree == "dp_shard" and found[0].also:
+        return f"write strategy={registry.by_degrees('dp_replicate', 'dp_shard').name}"
+    if found[0].is_sharded:
+        return f"write strategy={registry.INSTEAD.get(found[0].name, found[0].name)}"
+    return "leave it out"
 
 
 def _shards_per_node(name: str, rest: int, devices_per_node: int | None, degrees: dict[str, int]) -> int:
@@ -254,13 +98,111 @@ def _shards_per_node(name: str, rest: int, devices_per_node: int | None, degrees
     )
 
 
-def _refuse(name: str, parts: list[str], world_size: int, degrees: dict[str, int]) -> None:
-    if set(parts) & set(ONE_PROCESS):
-        kind = "one device: write workers=1, or strategy=ddp" if name == "single" else "one process: write workers=1"
-        raise LayoutError(f"there are {world_size} workers, but {name} is {kind}")
+def _refuse(name: str, found: list[Strategy], world_size: int, degrees: dict[str, int]) -> None:
+    if found[0].one_process:
+        one = "one process: write workers=1" if found[0].several_devices else "one device: write workers=1"
+        many = "" if found[0].several_devices else f", or strategy={registry.by_degrees('dp_replicate').name}"
+        raise LayoutError(f"there are {world_size} workers, but {name} is {one}{many}")
     product = math.prod(degrees.values())
-    written = " × ".join(f"{side} {degree}" for side, degree in degrees.items() if degree > 1) or "1"
+    written = " × ".join(f"{key} {degree}" for key, degree in degrees.items() if degree > 1) or "1"
     raise LayoutError(
         f"strategy {name}: {written} = {product}, but there are {world_size} workers: write degrees whose product is "
         f"{world_size}, or workers={product}"
     )
+
+
+def check(
+    layout: Layout,
+    options: Options | None = None,
+    *,
+    global_batch_size: int | None = None,
+    heads: int | None = None,
+    blocks: int | None = None,
+    sequence_length: int | None = None,
+    micro_batches: int | None = None,
+) -> None:
+    """Everything about a layout that can be known before a process starts; what is None is not checked.
+
+    Raises:
+        LayoutError: one sentence.
+    """
+    dims = layout.dims
+    found = registry.records(layout.name)
+    if any("pp" in record.degrees for record in found) and dims.pp < 2:
+        raise LayoutError(
+            "strategy pipeline needs at least 2 stages: write parallel.pp=2 and as many workers, or single"
+        )
+    if heads is not None and heads % dims.tp:
+        divisors = ", ".join(str(d) for d in range(1, heads + 1) if heads % d == 0)
+        raise LayoutError(
+            f"parallel.tp is {dims.tp}, which does not divide the model's {heads} heads: write {divisors}"
+        )
+    if dims.pp > 1:
+        _check_pipeline(layout, options or Options(), blocks, micro_batches)
+    if global_batch_size is not None and global_batch_size < dims.dp:
+        raise LayoutError(
+            f"train.global_batch_size is {global_batch_size}, but it is split over {dims.dp} data-parallel workers: "
+            f"write at least {dims.dp}, or fewer workers"
+        )
+    if sequence_length is not None and options and options.sequence_parallel and sequence_length % dims.tp:
+        raise LayoutError(
+            f"parallel.tp is {dims.tp}, which does not divide the sequence of {sequence_length}: write a length it "
+            "divides, or parallel.sequence_parallel=false"
+        )
+    if options is not None:
+        _check_options(layout, found, options)
+
+
+def _check_pipeline(layout: Layout, options: Options, blocks: int | None, micro_batches: int | None) -> None:
+    stages = layout.dims.pp
+    one_of("parallel.schedule", options.schedule, tuple(schedules.SCHEDULES))
+    schedules.require(options.schedule, stages, micro_batches, options.chunks)
+    chunks = schedules.chunks_of(options.schedule, options.chunks)
+    if blocks is not None:
+        partition.require_blocks(blocks, stages, chunks)
+    if options.stages is not None:
+        count = blocks if blocks is not None else sum(options.stages)
+        partition.require_sizes(options.stages, count, stages * chunks)
+    if options.offload:
+        raise LayoutError("parallel.offload does not work in a pipeline: leave it out, or write strategy=fsdp")
+
+
+def _check_options(layout: Layout, found: list[Strategy], options: Options) -> None:
+    one_of("train.precision", options.precision, PRECISIONS)
+    one_of("parallel.reduce_dtype", options.reduce_dtype, REDUCE_DTYPES)
+    one_of("parallel.compression", options.compression, COMPRESSIONS)
+    checkpoint_every(options.activation_checkpointing)
+    if any(options.precision not in record.precisions for record in found):
+        raise LayoutError(
+            f"train.precision={options.precision} does not work with strategy {layout.name}: write "
+            "train.precision=bf16, or strategy=fsdp"
+        )
+    for record in found:
+        if record.check is not None:
+            record.check(options)
+    if options.bucket_mb < 0:
+        raise LayoutError(f"parallel.bucket_mb is {options.bucket_mb:g}: write a size in MiB, or 0 to have it measured")
+    sharded = any(record.is_sharded for record in found)
+    if options.offload and not sharded:
+        raise LayoutError(f"parallel.offload needs sharded parameters, but the strategy is {layout.name}: write fsdp")
+    _check_compression(layout, found, options, sharded)
+    if options.reduce_dtype != "fp32":
+        written = f"parallel.reduce_dtype={options.reduce_dtype}"
+        if reason := next((record.reduce_dtype for record in found if record.reduce_dtype), ""):
+            raise LayoutError(f"{written} {reason}")
+        if options.compression == "powersgd":
+            raise LayoutError(f"{written} does nothing beside parallel.compression=powersgd: leave one of them out")
+
+
+def _check_compression(layout: Layout, found: list[Strategy], options: Options, sharded: bool) -> None:
+    wanted = options.compression
+    if wanted == "none":
+        return
+    if not registry.data_strategy(layout).averages:
+        raise LayoutError(
+            f"parallel.compression={wanted} is for ddp, but the strategy is {layout.name}: leave it out"
+            + (", or write parallel.reduce_dtype=bf16" if sharded else "")
+        )
+    if wanted == "powersgd" and layout.dims.tp * layout.dims.pp > 1:
+        side = "with parallel.tp > 1" if layout.dims.tp > 1 else "in a pipeline"
+        raise LayoutError(f"parallel.compression=powersgd does not work {side}: write bf16 or none")

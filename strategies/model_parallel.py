@@ -21,13 +21,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
-from strategies.costs import Cost, ModelSize, replicated
+from strategies import ddp, devices
+from strategies.costs import Collective, StepShape, UnitSize, replicated
 from strategies.pipeline import partition
+from strategies.strategy import Applied, Setup, Strategy
+from strategies.tree import tree_map
 
 
-def apply(module: nn.Module, devices: list[torch.device], blocks: list[str]) -> int:
+def apply(setup: Setup) -> Applied:
+    """Moves the module's parts to the worker's devices, in place; with several workers, replicated by DDP."""
+    own = devices.own_devices(setup.device)
+    used = place(setup.module, own, setup.blocks)
+    applied = Applied(setup.module)
+    if setup.group is not None:
+        applied = ddp.wrap(setup.module, setup.group, setup.device, setup.options, spread=True)
+    return replace(applied, notes=devices.remark(setup.strategy.name, own, used))
+
+
+def place(module: nn.Module, devices: list[torch.device], blocks: list[str]) -> int:
     """Moves the module's parts in place and makes activations follow; how many devices are used."""
     modules = dict(module.named_modules())
     places = _places(module, blocks, len(devices))
@@ -90,8 +102,27 @@ def _moved(values: Any, device: torch.device) -> Any:
     return tree_map(lambda v: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v, values)
 
 
-def cost(size: ModelSize, devices: int, micro_batches: int = 1, optimizer: str = "adamw") -> Cost:
-    """Of all devices together: everything once; what flows between neighbours, there and back."""
-    whole = replicated(size, optimizer)
-    moved = 2 * (devices - 1) * size.boundary_bytes * micro_batches
-    return replace(whole, sent={"activations": moved})
+def collectives(unit: UnitSize, step: StepShape) -> tuple[Collective, ...]:
+    """Between devices of one process only activations move."""
+    return ()
+
+
+STRATEGY = Strategy(
+    "model_parallel",
+    "consecutive blocks on several devices of one process",
+    replicated,
+    collectives,
+    apply,
+    one_process=True,
+    several_devices=True,
+    plannable=False,
+)
+REPLICATED = replace(
+    ddp.STRATEGY,
+    name="ddp_model_parallel",
+    summary="DDP over workers that each spread the model over several devices",
+    apply=apply,
+    also=(),
+    several_devices=True,
+    plannable=False,
+)

@@ -13,7 +13,7 @@ from torch import nn
 
 from strategies import state
 from strategies.clip import GradNorm
-from strategies.layout import Layout
+from strategies.dims import Layout
 
 if TYPE_CHECKING:
     from strategies.pipeline.simulate import Span

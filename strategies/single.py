@@ -1,24 +1,26 @@
-"""One device: the truth that every other strategy is held against.
+"""One device: the reference that every other strategy is compared with.
 
     θ ← θ - η · AdamW(∇ mean over the global batch of loss(θ, sample))
 
-A global batch larger than the memory is cut into micro-batches whose gradients add up; nothing else happens. Choose it
-when the model, its optimizer state (16 bytes per parameter with AdamW in float32: 4 weight, 4 gradient, 8 state) and
+A global batch larger than the memory is split into micro-batches whose gradients add up; nothing else happens. Choose
+it when the model, its optimizer state (16 bytes per parameter with AdamW in float32: 4 weight, 4 gradient, 8 state) and
 one micro-batch fit on one device and the time is bearable. It sends nothing.
 """
 
 from __future__ import annotations
 
-from torch import nn
+from strategies.costs import Collective, StepShape, UnitSize, replicated
+from strategies.strategy import Applied, Setup, Strategy
 
-from strategies.costs import Cost, ModelSize, replicated
 
-
-def apply(module: nn.Module) -> nn.Module:
+def apply(setup: Setup) -> Applied:
     """The module itself."""
-    return module
+    setup.load()
+    return Applied(setup.module)
 
 
-def cost(size: ModelSize, optimizer: str = "adamw") -> Cost:
-    """Exact: everything whole."""
-    return replicated(size, optimizer)
+def collectives(unit: UnitSize, step: StepShape) -> tuple[Collective, ...]:
+    return ()
+
+
+STRATEGY = Strategy("single", "one device", replicated, collectives, apply, one_process=True)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from strategies.layout import LayoutError
+from strategies.dims import LayoutError
 
 CONFIGURED = frozenset(
     {

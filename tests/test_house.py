@@ -76,3 +76,40 @@ def test_readmes_name_files_that_exist() -> None:
         links = re.findall(r"\]\(([^)#:]+)\)", readme.read_text())
         gone += [f"{readme.relative_to(ROOT)}: {link}" for link in links if not (readme.parent / link).exists()]
     assert not gone
+
+
+STRATEGY_NAMES = frozenset(
+    {"ddp", "ddp_model_parallel", "deepspeed", "fsdp", "hsdp", "model_parallel", "zero1", "zero2", "zero3"}
+)
+"""Those that are no other word as well."""
+MAY_NAME_STRATEGIES = {
+    "strategies": {f"{name}.py" for name in ("registry", "ddp", "deepspeed", "fsdp", "hsdp", "model_parallel", "zero")},
+    "app": {
+        "planner/held.py",
+        "planner/prediction.py",
+        "planner/published.py",
+        "planner/table.py",
+        "planner/verdicts.py",
+        "planner/why.py",
+        "planner/evaluate.py",
+        "planner/memory.py",
+        "planner/timing.py",
+        "cli/scale.py",
+        "tracking/provenance.py",
+        "train.py",
+    },
+    "cluster": set(),
+    "experiments": {"parity/rows.py", "parity/experiment.py"},
+}
+"""A file in which a strategy's name may stand; benchmarks are rows. To be shrunk to strategies' and parity's rows."""
+
+
+@pytest.mark.parametrize("package", MAY_NAME_STRATEGIES)
+def test_a_strategys_name_stands_in_its_file_and_in_the_registry(package: str) -> None:
+    found = set()
+    for file in sorted((ROOT / package).rglob("*.py")):
+        words = {n.value for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Constant)}
+        names = {part for word in words if isinstance(word, str) for part in word.split("+")}
+        if names & STRATEGY_NAMES and not file.is_relative_to(ROOT / "experiments" / "benchmarks"):
+            found.add(str(file.relative_to(ROOT / package)))
+    assert found <= MAY_NAME_STRATEGIES[package]

@@ -36,6 +36,7 @@ from app.run.remarks import gpus_of_this_machine, with_remarks
 from app.storage import Storage
 from app.tracking.settings import resolve_tracking
 from app.tracking.system import SystemSampler
+from strategies import registry
 from strategies.devices import home
 
 
@@ -121,7 +122,8 @@ def train(config: Config, console: Console) -> Outcome:
         raise UserError(f"workers={config.workers}, but torchrun has started {here.world_size}: leave workers out")
     os.environ |= {"RANK": str(here.rank), "WORLD_SIZE": str(here.world_size), "LOCAL_RANK": str(here.local_rank)}
     os.environ["LOCAL_WORLD_SIZE"] = str(here.local_world_size)
-    gpu = home(config.strategy, here.local_rank, here.local_world_size, torch.cuda.device_count())
+    several = any(record.several_devices for record in registry.written(config.strategy))
+    gpu = home(several, here.local_rank, here.local_world_size, torch.cuda.device_count())
     device = torch.device("cuda", gpu) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -9,9 +9,10 @@ from app.planner.evaluate import Machine
 from app.planner.read import ModelRead
 from app.planner.table import Held, Table
 from app.planner.work import ways_of
-from strategies.layout import OWN, LayoutError, choose
+from strategies.layout import LayoutError, check, choose
 from strategies.options import PRECISIONS as RUNNABLE
-from strategies.options import check, checkpoint_every
+from strategies.options import checkpoint_every
+from strategies.registry import STRATEGIES
 
 
 def held_of(config: Config, machine: Machine, given: frozenset[str]) -> tuple[Held, tuple[str, ...]]:
@@ -89,7 +90,7 @@ def _strategy_parts(strategy: str | None) -> tuple[tuple[str, ...], frozenset[st
             raise UserError(
                 f"strategy {part} is not planned, because {other} does the same for less: plan that instead"
             )
-        if part not in OWN:
+        if part not in STRATEGIES:
             choose(part, 1)  # says what is near
     data = {"zero3": "fsdp", "hsdp": "fsdp", "single": "none"}
     names = tuple(data.get(part, part) for part in parts if part not in ("tensor", "pipeline"))

@@ -18,7 +18,7 @@ from app.planner.table import CHECKPOINTING, PRECISIONS, SCHEDULES, Held, Table,
 from app.tasks.base import Task
 from strategies.layout import LayoutError, choose
 from strategies.options import checkpoint_every
-from strategies.pipeline.partition import require
+from strategies.pipeline.partition import require_sizes
 
 RANKS = ("time", "cost", "memory")
 NEAR = 1.03
@@ -141,7 +141,7 @@ def make_plan(
     reader = reader or Reader(task, sequence_parallel=parallel.sequence_parallel, loss_parallel=parallel.loss_parallel)
     held, precisions = held_of(config, machine, given)
     if "parallel.stages" in given and parallel.stages:
-        require(parallel.stages, len(reader.model.blocks), len(parallel.stages))
+        require_sizes(parallel.stages, len(reader.model.blocks), len(parallel.stages))
     for way in ways_needed(held, precisions):
         reader.read(as_on(machine, way))
     read = time.perf_counter() - begun
@@ -245,7 +245,7 @@ def steps_of(config: Config, model: ModelRead) -> int:
 
 def _pipelines_run() -> bool:
     """Whether this version can run pipelines."""
-    from strategies.options import check
+    from strategies.layout import check
 
     try:
         check(choose("pipeline", 2, pp=2))

@@ -16,7 +16,7 @@ from app.data.loader import fetch
 from app.errors import UserError
 from app.job import options
 from app.tasks.base import Task
-from strategies import deepspeed, float8
+from strategies import float8
 from strategies.blocks import find_blocks
 from strategies.initialization import require_parameters, structure
 from strategies.layout import LayoutError
@@ -65,8 +65,6 @@ def count_blocks(task: Task, module: nn.Module | None) -> int | None:
 def check_model(config: Config, task: Task, layout: Layout, module: nn.Module | None) -> None:
     """Raises LayoutError, UserError: one sentence, if the layout cannot run this model."""
     chosen = options(config)
-    if layout.name == "deepspeed":
-        deepspeed.configuration(chosen.deepspeed, chosen)
     if module is None:
         return
     if layout.dims.tp > 1:

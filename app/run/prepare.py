@@ -17,7 +17,7 @@ from app.optimizer import optimizer_class
 from app.run.model_check import check_model, count_blocks, looked_at
 from app.tasks import load_task
 from app.tasks.base import Task
-from strategies import deepspeed
+from strategies import registry
 from strategies.parallelize import Layout, ParallelDims, check, choose
 from strategies.tensor.plan import SYNONYMS
 
@@ -55,8 +55,7 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
     """
     config, layout, planned = _layout(config, task, workers, devices_per_node)
     train = config.train
-    if layout.name == "deepspeed":
-        deepspeed.require_installed()
+    registry.require_installed(layout)
     samples = len(task.train_data())  # type: ignore[arg-type]
     if samples < 1:
         raise UserError("the training data is empty: give the task data with at least one sample")

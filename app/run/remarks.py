@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from strategies.layout import MANY_DEVICES
+from strategies import registry
 
 if TYPE_CHECKING:
     from app.run.prepare import Prepared
@@ -32,7 +32,8 @@ def with_remarks(
 
 def gpus_of_this_machine(layout: Layout, processes: int, visible: int) -> int:
     """How many of the visible GPUs `processes` processes of this layout compute on."""
-    each = max(1, visible // processes) if set(layout.parts) & set(MANY_DEVICES) else 1
+    several = any(record.several_devices for record in registry.records(layout.name))
+    each = max(1, visible // processes) if several else 1
     return min(visible, processes * each)
 
 

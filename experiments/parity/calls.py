@@ -29,7 +29,7 @@ import torch.multiprocessing as multiprocessing
 from experiments.parity import curves, drift, reshard
 from experiments.parity.curves import Curve, Trial
 from experiments.parity.rows import Row
-from strategies import devices
+from strategies import devices, registry
 from strategies.layout import LayoutError
 from strategies.parallelize import Options
 
@@ -137,7 +137,8 @@ def _worker(rank: int, workers: int, how: How, calls: list[Call], folder: str) -
     for number, call in enumerate(calls):
         device = torch.device("cpu")
         if how.device_type == "cuda":
-            device = torch.device("cuda", devices.home(call.row.name, rank, workers, torch.cuda.device_count()))
+            several = any(record.several_devices for record in registry.written(call.row.name))
+            device = torch.device("cuda", devices.home(several, rank, workers, torch.cuda.device_count()))
             torch.cuda.set_device(device)
         answer = _answer(how, call, device)
         if workers > 1:

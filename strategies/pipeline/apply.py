@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_map
 
 from strategies import activation_checkpointing, fsdp, initialization, precision
 from strategies import compile as compile_blocks
-from strategies.layout import Layout, LayoutError, ParallelDims
+from strategies.costs import Collective, StepShape, UnitSize, replicated
+from strategies.dims import Layout, LayoutError, ParallelDims
 from strategies.options import Options
 from strategies.pipeline import partition, schedules, weight_grad
 from strategies.pipeline.grad_sync import Named, Nothing, Reducer, Replicas, Shards, Shared
@@ -28,6 +29,7 @@ from strategies.pipeline.parallel import PipelineParallel
 from strategies.pipeline.runtime import Runtime
 from strategies.pipeline.stage import Deal, Stage, deal, keep_parts
 from strategies.pipeline.trace import Loss, Skeleton, Survey, require_chain, surroundings
+from strategies.strategy import Strategy
 from strategies.tensor import apply as tensor_parallel
 
 Example = tuple[Loss, Any]
@@ -60,13 +62,7 @@ def apply(
     notes = [*([note] if note else []), *_batch_norm(module, layout), *_whole_backward(options)]
     split = None
     if dims.tp > 1:
-        split = tensor_parallel.apply(
-            module,
-            mesh["tp"],
-            plan(module),
-            sequence_parallel=options.sequence_parallel,
-            loss_parallel=options.loss_parallel,
-        )
+        split = tensor_parallel.apply(module, mesh["tp"], plan(module), options)
     keep_parts(module, blocks, dealt, skeleton, frozenset(own))
     mine = [call.path for call in survey.blocks if dealt.part_of[call.name] in own]
     put_off = weight_grad.Later()
@@ -137,7 +133,7 @@ def plan_cut(
     require_chain(survey, blocks)
     first, costs, last = costs_of(survey)
     sizes = (
-        partition.require(options.stages, len(blocks), parts)
+        partition.require_sizes(options.stages, len(blocks), parts)
         if options.stages is not None
         else partition.pieces(costs, parts, first, last)
     )
@@ -162,9 +158,8 @@ def _shard(
     module: nn.Module, dims: ParallelDims, mesh: DeviceMesh, blocks: list[str], options: Options
 ) -> list[FSDPModule]:
     """Shards the stage's blocks and what is left; arithmetic in 16 bits is autocast's, as for replicas."""
-    sides = tuple(side for side in ("dp_replicate", "dp_shard") if getattr(dims, side) > 1)
     whole = replace(options, precision="fp32")
-    return fsdp.apply(module, mesh[sides], blocks, whole, reshard_after_forward=False)
+    return fsdp.shard(module, dims.data_mesh(mesh), blocks, whole, reshard_after_forward=False)
 
 
 def _by_chunk(named: Named, dealt: Deal, own: list[int]) -> dict[int, Named]:
@@ -238,3 +233,19 @@ def _batch_norm(module: nn.Module, layout: Layout) -> tuple[str, ...]:
         "same micro-batches, and differently with others: GroupNorm does not depend on them",
         *initialization.unsynchronised(module, layout),
     )
+
+
+def collectives(unit: UnitSize, step: StepShape) -> tuple[Collective, ...]:
+    """Stages send each other activations, not parameters."""
+    return ()
+
+
+STRATEGY = Strategy(
+    "pipeline",
+    "blocks split into stages",
+    replicated,
+    collectives,
+    degrees=("pp",),
+    also=("dp_replicate", "dp_shard", "tp"),
+    precisions=("fp32", "bf16", "fp16"),
+)

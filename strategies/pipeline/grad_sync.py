@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from strategies.layout import LayoutError
+from strategies.dims import LayoutError
 from strategies.options import Options
 from strategies.replicate import Bucket, buckets
 

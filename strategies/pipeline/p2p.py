@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strategies.layout import LayoutError
+from strategies.dims import LayoutError
 
 AHEAD = 3
 """Messages that a receiver has asked for before it needs them, per neighbour and direction."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from strategies import state
 from strategies.clip import GradNorm
-from strategies.layout import Layout
+from strategies.dims import Layout
 from strategies.options import Options
 from strategies.parallel import Loss, Parallel
 from strategies.pipeline import schedules

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from strategies.layout import LayoutError
+from strategies.dims import LayoutError
 
 
 def pieces(costs: Sequence[float], parts: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
@@ -108,7 +108,7 @@ def require_blocks(blocks: int, stages: int, chunks: int) -> None:
     raise LayoutError(f"{many}, but the model has only {blocks} blocks: {instead}")
 
 
-def require(sizes: Sequence[int], blocks: int, parts: int) -> tuple[int, ...]:
+def require_sizes(sizes: Sequence[int], blocks: int, parts: int) -> tuple[int, ...]:
     """A cut by hand, checked.
 
     Raises:

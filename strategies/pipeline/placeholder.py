@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from strategies.layout import LayoutError
+from strategies.dims import LayoutError
 
 META = torch.device("meta")
 _VALUES = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__len__", "__contains__"}

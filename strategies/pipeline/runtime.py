@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strategies.layout import LayoutError
+from strategies.dims import LayoutError
 from strategies.parallel import plain_tensor
 from strategies.pipeline import weight_grad
 from strategies.pipeline.p2p import Form, Forms, Inbox, Message, Wires, written

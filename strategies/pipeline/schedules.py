@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from strategies.layout import LayoutError
+from strategies.dims import LayoutError
 
 
 @dataclass(frozen=True)

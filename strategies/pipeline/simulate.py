@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from strategies.layout import LayoutError
+from strategies.dims import LayoutError
 from strategies.pipeline.schedules import Op, Schedule, place_of
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
-from strategies.layout import LayoutError
+from strategies.dims import LayoutError
 from strategies.pipeline.placeholder import Absent
 from strategies.pipeline.trace import Loss, Skeleton, Survey, hide, numbered, surroundings
 

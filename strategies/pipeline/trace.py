@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from strategies.dims import LayoutError
 from strategies.initialization import tensor_attributes
-from strategies.layout import LayoutError
 from strategies.pipeline.placeholder import Absent, sources_of
 
 Loss = Callable[[nn.Module, Any], Any]

@@ -39,8 +39,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from strategies.costs import Collective, StepShape, UnitSize, replicated
+from strategies.dims import LayoutError
 from strategies.initialization import set_parameter
-from strategies.layout import LayoutError
+from strategies.options import Options
+from strategies.strategy import Strategy
 from strategies.tensor import ops
 from strategies.tensor.loss import VocabularyLogits
 from strategies.tensor.plan import Plan, is_transposed_linear, make_plan, out_features
@@ -160,20 +163,13 @@ def _class(kind: type[nn.Module], style: str, names: tuple[str, ...]) -> type[nn
     return type(kind.__name__, (kind,), members)
 
 
-def apply(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    plan: dict[str, str] | None,
-    *,
-    sequence_parallel: bool = True,
-    loss_parallel: bool = True,
-) -> Split:
+def apply(module: nn.Module, mesh: DeviceMesh, plan: dict[str, str] | None, options: Options) -> Split:
     """Splits the module in place over the one-dimensional `mesh`.
 
     Raises:
         LayoutError: a plan that does not fit the model.
     """
-    split = Split(mesh, make_plan(module, plan, sequence_parallel), loss_parallel)
+    split = Split(mesh, make_plan(module, plan, options.sequence_parallel), options.loss_parallel)
     made: dict[int, nn.Parameter] = {}
     keep: list[nn.Parameter] = []  # so that ids stay taken
     for path, owner in list(module.named_modules()):
@@ -280,3 +276,19 @@ def _is_of_shapes(error: RuntimeError) -> bool:
 
 def _local_gradients(parameters: Any) -> list[Tensor]:
     return [p.grad._local_tensor if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+
+
+def collectives(unit: UnitSize, step: StepShape) -> tuple[Collective, ...]:
+    """They carry activations, not a unit's parameters: cost.py."""
+    return ()
+
+
+STRATEGY = Strategy(
+    "tensor",
+    "each layer split",
+    replicated,
+    collectives,
+    degrees=("tp",),
+    also=("dp_replicate", "dp_shard", "pp"),
+    precisions=("fp32", "bf16", "fp16"),
+)

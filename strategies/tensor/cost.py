@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies.costs import ModelSize, all_reduce
+from strategies.costs import Collective, ModelSize
 from strategies.initialization import set_parameter
 from strategies.tensor import apply as tensor_parallel
 from strategies.tensor import ops
 from strategies.tensor.plan import Plan, is_transposed_linear, make_plan
 
 
-def part(size: ModelSize, ways: int, sequence_parallel: bool = True) -> ModelSize:
+def sliced(size: ModelSize, ways: int, sequence_parallel: bool = True) -> ModelSize:
     """The model that one of `ways` workers holds: parameters exact, that of the first rank, which is never short.
 
     With sequence parallelism activations divide too; without it, about a third of a block's (norms, dropout, what
@@ -25,7 +25,7 @@ def part(size: ModelSize, ways: int, sequence_parallel: bool = True) -> ModelSiz
     """
     if ways == 1:
         return size
-    parameters = tuple(p if p.split_dim is None else p.part(ways, p.split_dim) for p in size.parameters)
+    parameters = tuple(p if p.split_dim is None else p.shard(ways, p.split_dim) for p in size.parameters)
     share = 1 / ways if sequence_parallel else (1 + 2 / ways) / 3
     return replace(
         size,
@@ -41,7 +41,8 @@ def sent(size: ModelSize, ways: int, pairs: int, micro_batches: int = 1) -> dict
     """
     if ways == 1:
         return {}
-    return {"tensor": all_reduce(size.boundary_bytes, ways) * (2 * pairs + 2) * micro_batches}
+    times = (2 * pairs + 2) * micro_batches
+    return {"tp_all_reduce": Collective("all_reduce", "tp", size.boundary_bytes, times, "forward").sent(ways)}
 
 
 class ShapePeers(ops.Peers):

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strategies.layout import LayoutError
+from strategies.dims import LayoutError
 
 _ops = torch.ops._c10d_functional
 

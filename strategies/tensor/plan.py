@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from strategies.layout import LayoutError
+from strategies.dims import LayoutError
 
 VALUES: dict[str, tuple[type[nn.Module] | None, int | None]] = {
     "embedding": (nn.Embedding, 0),

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from pool import run_distributed
 
 from experiments.parity import curves, reshard
 from experiments.parity.curves import Curve
-from strategies import deepspeed
+from strategies import deepspeed, registry
 from strategies.layout import LayoutError
 from strategies.parallelize import Options, choose
+from tests.pool import run_distributed
 from tests.strategies.test_strategies_models import gpt_trial
 
 CPU = torch.device("cpu")
@@ -73,16 +73,16 @@ def test_every_stage_trains_the_same_model_and_checkpoints_go_both_ways(tmp_path
 def test_offload_keeps_the_experiments_optimizer_and_stage_3_says_what_it_needs() -> None:
     """DeepSpeed would refuse any optimizer but its own beside CPU offload."""
     given = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
-    found = deepspeed.configuration(given, Options())
+    found = deepspeed.configuration(given)
     assert found["zero_force_ds_cpu_optimizer"] is False
     (said,) = deepspeed.remark(found)
-    assert "whole model on every worker" in said and deepspeed.remark(deepspeed.configuration(None, Options())) == ()
+    assert "whole model on every worker" in said and deepspeed.remark(deepspeed.configuration(None)) == ()
 
 
 @pytest.mark.skipif(HERE, reason="deepspeed is installed here")
 def test_a_missing_package_is_said_before_anything_starts() -> None:
     with pytest.raises(LayoutError, match=r"needs the deepspeed package.*pip install deepspeed, or write strategy="):
-        deepspeed.require_installed()
+        registry.require_installed(choose("deepspeed", 2))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_missing_package_is_said_before_anything_starts() -> None:
 )
 def test_a_configuration_that_cannot_be(given: dict[str, Any], says: str) -> None:
     with pytest.raises(LayoutError, match=says):
-        deepspeed.configuration(given, Options())
+        deepspeed.configuration(given)
 
 
 def test_a_build_that_was_killed_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
-from pool import run_distributed
 
 from experiments.parity import curves
 from experiments.parity.rows import ROWS, Row
-from strategies import fsdp
+from strategies import registry
 from strategies.activation_checkpointing import activation_bytes
 from strategies.blocks import find_blocks
-from strategies.costs import Cost, ModelSize, ParameterSize, all_reduce, gather, model_size
-from strategies.estimate import cost
-from strategies.layout import Layout
+from strategies.costs import Cost, ModelSize, ParameterSize, StepShape, model_size, rank_size, unit_size
+from strategies.estimate import cost, step_shape
+from strategies.layout import Layout, ParallelDims
 from strategies.parallelize import Options, choose, parallelize
 from strategies.pipeline import partition
 from strategies.tensor.plan import make_plan
+from tests.pool import run_distributed
 from tests.strategies.test_strategies_models import GPT_PLAN, PlainGPT, gpt_trial
 
 
@@ -59,10 +60,7 @@ def test_memory_is_exact_to_the_byte(row: Row) -> None:
 
 def test_padding_is_counted() -> None:
     """10 rows over 4 ranks are 3, 3, 3 and 1, and each rank holds room for 3."""
-    bias = ParameterSize("bias", (10,))
-    assert fsdp.shard_bytes(bias, 4) == 12
-    assert [fsdp.rows_held(bias, 4, rank) for rank in range(4)] == [3, 3, 3, 1]
-    assert [fsdp.rows_held(ParameterSize("b", (2,)), 4, rank) for rank in range(4)] == [1, 1, 0, 0]
+    assert ParameterSize("bias", (10,)).shard(4).bytes == 12
 
 
 SIZE = ModelSize(
@@ -91,8 +89,8 @@ def test_what_is_sent_per_step() -> None:
     assert _cost("fsdp", 4).sent == {"all_gather": (root + 2 * blocks) * 3 // 4, "reduce_scatter": BYTES * 3 // 4}
     assert _cost("zero1", 4).sent == {"all_gather": BYTES * 3 // 4, "reduce_scatter": BYTES * 3 // 4}
     slices = _cost("hsdp", 4, dp_shard=2).sent["all_reduce"]
-    assert slices == all_reduce(BYTES // 2, 2)
-    assert _cost("tensor", 2, pairs=3).sent == {"tensor": 1000 * 8}
+    assert slices == BYTES // 2
+    assert _cost("tensor", 2, pairs=3).sent == {"tp_all_reduce": 1000 * 8}
 
 
 def test_accumulation_communicates_once_unless_shards_are_accumulated() -> None:
@@ -101,13 +99,42 @@ def test_accumulation_communicates_once_unless_shards_are_accumulated() -> None:
     zero1, zero2 = _cost("zero1", 2, micro_batches=4), _cost("zero2", 2, micro_batches=4)
     assert zero2.sent["reduce_scatter"] == 4 * zero1.sent["reduce_scatter"]
     assert zero1.transient - zero2.transient == BYTES, "stage 1 keeps whole gradients between micro-batches"
-    assert zero1.sent["all_gather"] == zero2.sent["all_gather"] == gather(BYTES, 2)
+    assert zero1.sent["all_gather"] == zero2.sent["all_gather"] == BYTES // 2
 
 
 def test_freeing_after_forward_holds_two_blocks() -> None:
-    assert _cost("fsdp", 2).transient == 128 + 2 * 64
-    assert _cost("fsdp", 2, Options(reshard_after_forward=False)).transient == BYTES
-    assert _cost("fsdp", 2, Options(precision="bf16")).transient == (128 + 2 * 64) // 2
+    """And a third on its way in and one's gradients on their way out."""
+    assert _cost("fsdp", 2).transient == 128 + 2 * 64 + 2 * 64
+    assert _cost("fsdp", 2, Options(reshard_after_forward=False)).transient == BYTES + 2 * 64
+    assert _cost("fsdp", 2, Options(precision="bf16")).transient == (128 + 2 * 64) // 2 + 16 * (2 + 4)
+
+
+def test_costs_are_the_same_for_columns_of_layouts() -> None:
+    """As the planner asks: every field a numpy array, the answer per row that of the row alone."""
+    np = pytest.importorskip("numpy")
+    rows = [
+        (name, options, pp, micro)
+        for name in ("ddp", "zero1", "zero2", "fsdp", "hsdp")
+        for options in (Options(), Options(precision="bf16", reshard_after_forward=False, accumulate_sharded=True))
+        for pp in (1, 2)
+        for micro in (1, 4)
+    ]
+    for name in ("ddp", "zero1", "zero2", "fsdp", "hsdp"):
+        strategy, own = registry.find(name), [row for row in rows if row[0] == name]
+        steps = [
+            replace(step_shape(Layout(name, ParallelDims(2, 1 if name == "ddp" else 4)), options, micro), pp=pp)
+            for _, options, pp, micro in own
+        ]
+        columns = {f.name: [getattr(step, f.name) for step in steps] for f in fields(StepShape)}
+        together = StepShape(**{key: np.array(v) for key, v in columns.items() if key != "optimizer"})
+        unit = unit_size(SIZE.parameters, 4)
+        alone = [strategy.cost(rank_size([unit]), step) for step in steps]
+        found = strategy.cost(rank_size([unit]), together)
+        for part in ("parameters", "gradients", "optimizer", "transient"):
+            assert np.array_equal(np.broadcast_to(getattr(found, part), len(own)), [getattr(c, part) for c in alone])
+        sent = [[c.sent(4) for c in strategy.collectives(unit, step)] for step in steps]
+        columns = [np.broadcast_to(c.sent(4), len(own)) for c in strategy.collectives(unit, together)]
+        assert np.array_equal(np.stack(columns).T, sent)
 
 
 def test_recomputing_needs_less() -> None:

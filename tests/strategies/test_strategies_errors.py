@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from pool import run_distributed
 from torch import Tensor, nn
 
 from experiments.parity import curves
 from experiments.parity.rows import Row
 from strategies import deepspeed
 from strategies.blocks import find_blocks
-from strategies.parallelize import LayoutError, Options, Parallel, choose, parallelize
+from strategies.parallelize import LayoutError, Options, Parallel, check, choose, parallelize
 from strategies.tensor import plan as tensor_plan
+from tests.pool import run_distributed
 from tests.strategies.test_strategies_models import (
     BATCH,
     GPT_PLAN,
@@ -271,7 +271,7 @@ def test_deepspeed_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(LayoutError, match=r"pip install deepspeed, or write strategy=zero1") as caught:
+    with pytest.raises(LayoutError, match=r"pip install deepspeed, or write strategy=zero2") as caught:
         parallelize(seeded(mlp), choose("deepspeed", 1), device=CPU)
     assert "\n" not in str(caught.value)
 
@@ -288,13 +288,13 @@ def test_deepspeed_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_deepspeed_configuration_that_cannot_be(given: Any, precision: str, words: str) -> None:
     with pytest.raises(LayoutError, match=words):
-        deepspeed.configuration(given, Options(precision=precision))
+        check(choose("deepspeed", 2), Options(precision=precision, deepspeed=given))
 
 
 def test_a_deepspeed_configuration_keeps_what_is_the_persons() -> None:
     """And "auto", as Hugging Face writes, is no claim; clipping is off, for DeepSpeed's own default is 1.0."""
     given = {"train_batch_size": "auto", "zero_optimization": {"stage": 3, "reduce_bucket_size": 7}}
-    found = deepspeed.configuration(given, Options())
+    found = deepspeed.configuration(given)
     assert found["zero_optimization"] == {"stage": 3, "reduce_bucket_size": 7} and "train_batch_size" not in found
     assert found["gradient_clipping"] == 0.0 and found["gradient_accumulation_steps"] == 1
     assert given["train_batch_size"] == "auto"

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from pool import run_distributed
 
 from experiments.parity import curves, reshard
 from experiments.parity.curves import Curve, Difference
 from experiments.parity.rows import ROWS, THREE, Row
 from strategies.parallelize import Options
+from tests.pool import run_distributed
 from tests.strategies.test_strategies_models import GPT_PLAN, ZOO, gpt_trial
 
 CPU = torch.device("cpu")

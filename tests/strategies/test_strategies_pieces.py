@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from pool import run_distributed
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -20,6 +19,7 @@ from strategies.blocks import find_blocks, separable, tied
 from strategies.parallelize import Options, choose, parallelize
 from strategies.tensor.loss import VocabularyLogits
 from strategies.tensor.ops import Peers
+from tests.pool import run_distributed
 from tests.strategies.test_strategies_models import (
     GPT_PLAN,
     ZOO,

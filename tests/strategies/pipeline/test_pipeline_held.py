@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from pool import run_distributed
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -16,6 +15,7 @@ from strategies.layout import LayoutError
 from strategies.parallelize import Options, choose, parallelize
 from strategies.pipeline.schedules import chunks_of
 from strategies.pipeline.simulate import alive_by_formula
+from tests.pool import run_distributed
 from tests.strategies.pipeline.test_pipeline_models import Experts, Routed
 from tests.strategies.test_strategies_models import WIDTH, PlainGPT, language_batch, language_loss, seeded
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import run_distributed
 from torch import nn
 
 from experiments.parity import curves
@@ -19,6 +18,7 @@ from strategies.layout import Layout
 from strategies.parallelize import Options, choose, parallelize
 from strategies.pipeline.schedules import SCHEDULES
 from strategies.pipeline.simulate import alive_by_formula
+from tests.pool import run_distributed
 from tests.strategies.pipeline.test_pipeline_models import CHAINS, chain_trial
 from tests.strategies.test_strategies_models import PlainGPT, gpt_trial, language_loss, seeded
 
@@ -99,8 +99,8 @@ def test_recomputation_and_sixteen_bits() -> None:
 @pytest.mark.parametrize("stages", [2, 4])
 def test_any_chain_without_hints(stages: int) -> None:
     names = [name for name in CHAINS if stages == 2 or name != "sequential"]
-    curves = run_distributed(_train_chains, stages, names, stages)[0]
-    for name, curve in zip(names, curves):
+    trained = run_distributed(_train_chains, stages, names, stages)[0]
+    for name, curve in zip(names, trained):
         found = curves.difference(curves.train(chain_trial(name), Layout("single"), Options(), CPU), curve)
         assert found.loss <= TOLERANCE and found.weights <= 1e-3, (name, found)
 

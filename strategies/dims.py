@@ -1,0 +1,138 @@
+"""The only description of a layout: how many ways each kind of parallelism splits the workers.
+
+Workers form a mesh with four named dimensions, written from the outside in, so that the one that communicates most is
+innermost and lands on the fastest links:
+
+    pp            pipeline stages                  sends per micro-batch, neighbour to neighbour
+    dp_replicate  copies of (shards of) the model  all-reduces gradients once per step
+    dp_shard      shards of one copy               all-gathers parameters, reduce-scatters gradients, per block
+    tp            slices of one layer              communicates several times per block, so: within a node
+
+`rank = ((pp · dp_replicate + r) · dp_shard + s) · tp + t` for the coordinates (p, r, s, t). The ranks that differ
+only in t compute the same samples; data parallelism is over r and s together.
+
+The names are torchtitan's `ParallelDims`; HSDP is dp_replicate > 1 with dp_shard > 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class LayoutError(ValueError):
+    """A layout, or a model under a layout, that cannot work: one sentence that says what to write instead."""
+
+
+NAMES = ("pp", "dp_replicate", "dp_shard", "tp")
+"""The dimensions of the mesh, outermost first."""
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """Degrees of parallelism; their product is the number of workers."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in NAMES:
+            degree = getattr(self, name)
+            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+                raise LayoutError(f"parallel.{name} is {degree!r}, but a degree is a whole number of at least 1")
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.tp
+
+    @property
+    def dp(self) -> int:
+        """How many ways the global batch is split."""
+        return self.dp_replicate * self.dp_shard
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The rank's place along each dimension."""
+        if not 0 <= rank < self.world_size:
+            raise LayoutError(f"rank {rank} is not one of the {self.world_size} workers of {self}")
+        place = {}
+        for name in reversed(NAMES):
+            rank, place[name] = divmod(rank, getattr(self, name))
+        return place
+
+    def data_rank(self, rank: int) -> int:
+        """Which share of the global batch (0 … dp-1) the rank computes; its tp peers and pp stages share it."""
+        place = self.coordinates(rank)
+        return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
+
+    def build_mesh(self, device_type: str) -> DeviceMesh:
+        """A DeviceMesh of the dimensions longer than 1 (of dp_replicate alone if there is none).
+
+        Collective: every rank calls it, after torch.distributed is initialised with exactly `world_size` ranks.
+        """
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if dist.get_world_size() != self.world_size:
+            raise LayoutError(f"{self} needs {self.world_size} workers, but there are {dist.get_world_size()}")
+        names = [name for name in NAMES if getattr(self, name) > 1] or ["dp_replicate"]
+        return init_device_mesh(device_type, tuple(getattr(self, name) for name in names), mesh_dim_names=tuple(names))
+
+    def data_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
+        """Of `mesh`, the workers that hold the same part of the model: replicate × shard, those longer than 1."""
+        return mesh[tuple(name for name in ("dp_replicate", "dp_shard") if getattr(self, name) > 1)]
+
+    def data_group(self, mesh: DeviceMesh) -> ProcessGroup | None:
+        """The ranks that hold the same part of the model and differ in their data; None if this rank is alone.
+
+        Collective over all ranks."""
+        import torch.distributed as dist
+
+        names = [name for name in ("dp_replicate", "dp_shard") if getattr(self, name) > 1]
+        if not names:
+            return None
+        if self.dp == self.world_size:
+            return dist.group.WORLD
+        if len(names) == 1:
+            return mesh.get_group(names[0])
+        return own_group(
+            [[(p * self.dp + d) * self.tp + t for d in range(self.dp)] for p in range(self.pp) for t in range(self.tp)]
+        )
+
+    def __str__(self) -> str:
+        sides = [f"{name} {getattr(self, name)}" for name in NAMES if getattr(self, name) > 1]
+        return " × ".join(sides) or "1 worker"
+
+
+def own_group(every: list[list[int]]) -> ProcessGroup | None:
+    """Makes a process group of each list of ranks; the one that this rank is in, the last if in several.
+
+    Collective over all ranks, which pass the same lists."""
+    import torch.distributed as dist
+
+    found = None
+    for ranks in every:
+        group = dist.new_group(ranks)
+        found = group if dist.get_rank() in ranks else found
+    return found
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A strategy's name and the degrees it runs with."""
+
+    name: str
+    dims: ParallelDims = field(default_factory=ParallelDims)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of a combination, data parallelism first."""
+        return tuple(self.name.split("+"))
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.dims})"

@@ -1,0 +1,138 @@
+"""Every name that a user may write, and what belongs to it: the records that the strategies' own files declare.
+
+A strategy's name stands in its own file, here, and in rows of tests, nowhere else. strategy.py says what a record is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from dataclasses import replace
+
+from strategies import data_parallel, ddp, deepspeed, fsdp, hsdp, model_parallel, single, zero
+from strategies.dims import Layout, LayoutError, ParallelDims
+from strategies.pipeline import apply as pipeline
+from strategies.strategy import Strategy
+from strategies.tensor import apply as tensor
+
+_RECORDS = (
+    single.STRATEGY,
+    data_parallel.STRATEGY,
+    model_parallel.STRATEGY,
+    ddp.STRATEGY,
+    model_parallel.REPLICATED,
+    zero.ZERO1,
+    zero.ZERO2,
+    replace(fsdp.STRATEGY, name="zero3", alias_of="fsdp"),
+    fsdp.STRATEGY,
+    hsdp.STRATEGY,
+    tensor.STRATEGY,
+    pipeline.STRATEGY,
+    deepspeed.STRATEGY,
+)
+
+STRATEGIES: dict[str, Strategy] = {record.name: record for record in _RECORDS}
+"""By name, in the order in which they are told."""
+
+INSTEAD = {
+    "dp": "ddp",
+    "model_parallel": "pipeline",
+    "ddp_model_parallel": "pipeline",
+    "zero1": "fsdp",
+    "zero2": "fsdp",
+    "deepspeed": "zero2 or fsdp",
+}
+"""What to write where a strategy does not work or is not planned."""
+
+_BY_DEGREES = {
+    (): "single",
+    ("dp_replicate",): "ddp",
+    ("dp_shard",): "fsdp",
+    ("dp_replicate", "dp_shard"): "hsdp",
+    ("tp",): "tensor",
+    ("pp",): "pipeline",
+}
+
+
+def find(name: str) -> Strategy:
+    """The record of one name (no combination).
+
+    Raises:
+        LayoutError: no such strategy; the nearest is named.
+    """
+    if name not in STRATEGIES:
+        near = difflib.get_close_matches(name, STRATEGIES, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}?" if near else f"write one of auto, {', '.join(STRATEGIES)}"
+        raise LayoutError(f"strategy {name!r} is not known: {hint}")
+    return STRATEGIES[name]
+
+
+def records(name: str) -> list[Strategy]:
+    """The records of a combination such as ddp+tensor, the data-parallel one first.
+
+    Raises:
+        LayoutError: a name that is not known, or names that do not combine.
+    """
+    found = [find(written.strip()) for written in name.replace("×", "+").split("+")]
+    data = [record for record in found if not record.splits_model]
+    model = sorted((record for record in found if record.splits_model), key=_RECORDS.index)
+    refused = [record for record in data for other in model if not set(other.degrees) <= set(record.also)]
+    if refused and not refused[0].one_process and refused[0].name in INSTEAD:
+        record = refused[0]
+        other = next(other.name for other in model if not set(other.degrees) <= set(record.also))
+        raise LayoutError(f"strategy {record.name} does not combine with {other}: write {INSTEAD[record.name]}+{other}")
+    if len({record.name for record in found}) != len(found) or len(data) > 1 or refused:
+        raise LayoutError(
+            f"strategy {name!r} does not combine: write one of {', '.join(_combining())}, then +tensor or +pipeline or "
+            "both"
+        )
+    return data + model
+
+
+def written(name: str) -> list[Strategy]:
+    """The records that a configuration's strategy names, as far as they are known; of auto none."""
+    names = [part.strip() for part in name.replace("×", "+").split("+")]
+    return [STRATEGIES[part] for part in names if part in STRATEGIES]
+
+
+def require_installed(layout: Layout) -> None:
+    """Raises LayoutError if a package that the layout needs is not there. (It is not imported, which takes seconds.)"""
+    for record in records(layout.name):
+        if record.requires and importlib.util.find_spec(record.requires) is None:
+            raise LayoutError(
+                f"strategy {record.name} needs the {record.requires} package, which is not installed: pip install "
+                f"{record.requires}, or write strategy={INSTEAD[record.name]}"
+            )
+
+
+def by_degrees(*degrees: str) -> Strategy:
+    """The plain strategy that has exactly these degrees."""
+    return STRATEGIES[_BY_DEGREES[degrees]]
+
+
+def data_strategy(layout: Layout) -> Strategy:
+    """What a layout does with its data-parallel workers: what its name says, if there is anything to shard."""
+    first, dims = find(layout.parts[0]), layout.dims
+    if first.splits_model or (first.is_sharded and dims.dp_shard == 1):
+        return by_degrees(*_longer(dims))
+    return first
+
+
+def automatic(world_size: int, given: dict[str, int | None]) -> Strategy:
+    """What `auto` means without a planner, for the degrees that are written."""
+    size = {name: degree or 1 for name, degree in given.items()}
+    others = size["tp"] * size["pp"]
+    if size["dp_shard"] > 1:
+        free = given["dp_replicate"] is None and world_size > size["dp_shard"] * others
+        return by_degrees(*(["dp_replicate"] if free or size["dp_replicate"] > 1 else []), "dp_shard")
+    if size["dp_replicate"] > 1 or world_size > others:
+        return by_degrees("dp_replicate")
+    return by_degrees(*[name for name in ("tp", "pp") if size[name] > 1][:1])
+
+
+def _longer(dims: ParallelDims) -> list[str]:
+    return [name for name in ("dp_replicate", "dp_shard") if getattr(dims, name) > 1]
+
+
+def _combining() -> list[str]:
+    return [r.name for r in _RECORDS if r.degrees and "tp" in r.also and not r.splits_model and not r.alias_of]
