@@ -6,7 +6,7 @@ more arithmetic. Chen et al. 2016, https://arxiv.org/abs/1604.06174.
 
 - `full`: every block; `every_N`: every N-th block, trading memory for time by block;
 - `selective`: by operator: every block is recomputed, except the results of matrix products, attention and
-  collectives, which are dear to compute and kept; what is recomputed (norms, activations, dropout) is cheap.
+  collectives, which cost most and are kept; what is recomputed (norms, activations, dropout) is cheap.
   Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198;
   `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
 
@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from strategies.costs import ModelSize
 from strategies.options import checkpoint_every
+from strategies.torch_internals import functional_collectives
 
 _KEPT_NAMES = (
     "aten.mm.default",
@@ -39,9 +40,6 @@ _KEPT_NAMES = (
     "aten._scaled_dot_product_cudnn_attention.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "aten._scaled_dot_product_fused_attention_overrideable.default",
-    "_c10d_functional.all_reduce.default",
-    "_c10d_functional.all_gather_into_tensor.default",
-    "_c10d_functional.reduce_scatter_tensor.default",
 )
 
 
@@ -81,8 +79,8 @@ def is_kept(operator: Any) -> bool:
 
 @functools.cache
 def _kept() -> frozenset[Any]:
-    """The operators of `_KEPT_NAMES` that this torch has."""
-    found = []
+    """The operators of `_KEPT_NAMES` that this torch has, and collectives."""
+    found = list(functional_collectives()[3])
     for name in _KEPT_NAMES:
         space, operator, overload = name.split(".")
         packet = getattr(getattr(torch.ops, space), operator, None)

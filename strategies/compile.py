@@ -20,7 +20,7 @@ def apply(module: nn.Module, blocks: list[str], backend: str) -> None:
     Raises:
         LayoutError: no such backend.
     """
-    known = torch._dynamo.list_backends(exclude_tags=())
+    known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
         raise LayoutError(f"train.compile_backend is {backend!r}: write one of {', '.join(known)}")
     for name in blocks or [""]:

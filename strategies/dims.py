@@ -16,6 +16,7 @@ The names are torchtitan's `ParallelDims`; HSDP is dp_replicate > 1 with dp_shar
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,10 @@ class LayoutError(ValueError):
 
 NAMES = ("pp", "dp_replicate", "dp_shard", "tp")
 """The dimensions of the mesh, outermost first."""
+
+_MESHES = itertools.count()
+"""Numbers the meshes of this process. DTensor remembers results by mesh equality, to which names belong, and the next
+run's mesh of the same shape has other process groups: so it gets other names."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +86,13 @@ class ParallelDims:
         if dist.get_world_size() != self.world_size:
             raise LayoutError(f"{self} needs {self.world_size} workers, but there are {dist.get_world_size()}")
         names = [name for name in NAMES if getattr(self, name) > 1] or ["dp_replicate"]
-        return init_device_mesh(device_type, tuple(getattr(self, name) for name in names), mesh_dim_names=tuple(names))
+        number = next(_MESHES)
+        marked = tuple(f"{name}.{number}" if number else name for name in names)
+        return init_device_mesh(device_type, tuple(getattr(self, name) for name in names), mesh_dim_names=marked)
 
     def data_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         """Of `mesh`, the workers that hold the same part of the model: replicate × shard, those longer than 1."""
-        return mesh[tuple(name for name in ("dp_replicate", "dp_shard") if getattr(self, name) > 1)]
+        return submesh(mesh, *(name for name in ("dp_replicate", "dp_shard") if getattr(self, name) > 1))
 
     def data_group(self, mesh: DeviceMesh) -> ProcessGroup | None:
         """The ranks that hold the same part of the model and differ in their data; None if this rank is alone.
@@ -99,7 +106,7 @@ class ParallelDims:
         if self.dp == self.world_size:
             return dist.group.WORLD
         if len(names) == 1:
-            return mesh.get_group(names[0])
+            return submesh(mesh, names[0]).get_group()
         return own_group(
             [[(p * self.dp + d) * self.tp + t for d in range(self.dp)] for p in range(self.pp) for t in range(self.tp)]
         )
@@ -107,6 +114,12 @@ class ParallelDims:
     def __str__(self) -> str:
         sides = [f"{name} {getattr(self, name)}" for name in NAMES if getattr(self, name) > 1]
         return " × ".join(sides) or "1 worker"
+
+
+def submesh(mesh: DeviceMesh, *names: str) -> DeviceMesh:
+    """Of a mesh that build_mesh has made, these dimensions."""
+    written = {name.partition(".")[0]: name for name in mesh.mesh_dim_names or ()}
+    return mesh[tuple(written[name] for name in names)]
 
 
 def own_group(every: list[list[int]]) -> ProcessGroup | None:

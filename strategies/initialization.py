@@ -145,16 +145,8 @@ def tensor_attributes(owner: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def forget_meshes() -> None:
-    """DTensor remembers results by mesh *equality*; the equal mesh of the next run has other process groups. Whoever
-    still averages in memory shared with these ones' peers is done with it."""
+    """To be called when a process that goes on has no use for its process groups any more: lets go of the memory shared
+    with their ranks, and of what was compiled with them."""
     shared_memory.leave()
-    if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import _redistribute
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-        _clear_sharding_prop_cache()
-        _redistribute._gen_transform_infos.cache_clear()
     if "torch._dynamo" in sys.modules:
-        import torch._dynamo
-
-        torch._dynamo.reset()
+        torch.compiler.reset()

@@ -23,7 +23,7 @@ from torch import nn
 from strategies import activation_checkpointing, float8, initialization, precision, registry
 from strategies import compile as compile_blocks
 from strategies.blocks import find_blocks
-from strategies.dims import Layout, LayoutError, ParallelDims
+from strategies.dims import Layout, LayoutError, ParallelDims, submesh
 from strategies.layout import check, choose
 from strategies.options import Options
 from strategies.parallel import Parallel
@@ -79,7 +79,7 @@ def parallelize(
     mesh = dims.build_mesh(device.type) if dims.world_size > 1 else None
     split = None
     if mesh is not None and dims.tp > 1:
-        split = tensor_parallel.apply(module, mesh["tp"], _answer(tensor_plan, module), options)
+        split = tensor_parallel.apply(module, submesh(mesh, "tp"), _answer(tensor_plan, module), options)
     narrowed = _float8(module, names, options, device)
     recompute_and_compile(module, names, options, split=split is not None)
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from strategies import activation_checkpointing, fsdp, initialization, precision
 from strategies import compile as compile_blocks
 from strategies.costs import Collective, StepShape, UnitSize, replicated
-from strategies.dims import Layout, LayoutError, ParallelDims
+from strategies.dims import Layout, LayoutError, ParallelDims, submesh
 from strategies.options import Options
 from strategies.pipeline import partition, schedules, weight_grad
 from strategies.pipeline.grad_sync import Named, Nothing, Reducer, Replicas, Shards, Shared
@@ -62,7 +62,7 @@ def apply(
     notes = [*([note] if note else []), *_batch_norm(module, layout), *_whole_backward(options)]
     split = None
     if dims.tp > 1:
-        split = tensor_parallel.apply(module, mesh["tp"], plan(module), options)
+        split = tensor_parallel.apply(module, submesh(mesh, "tp"), plan(module), options)
     keep_parts(module, blocks, dealt, skeleton, frozenset(own))
     mine = [call.path for call in survey.blocks if dealt.part_of[call.name] in own]
     put_off = weight_grad.Later()
@@ -86,7 +86,7 @@ def apply(
         reducer = Replicas(by_chunk, group, options)
     stage = Stage(module, blocks, dealt, skeleton, own)
     sums = tensor_parallel.GradientSums(module, split) if split is not None else None
-    stage_group = mesh["pp"].get_group()
+    stage_group = submesh(mesh, "pp").get_group()
     runtime = Runtime(
         stage,
         _wires(stage_number, dims, stage_group, device),

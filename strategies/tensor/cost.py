@@ -49,7 +49,7 @@ class ShapePeers(ops.Peers):
     """Peers that are not there: every collective gives a tensor of the right shape, and notes what it would send."""
 
     def __init__(self, ways: int) -> None:
-        self.name, self.size, self.rank = "", ways, 0
+        self.size, self.rank = ways, 0
         self.where: Callable[[], str] = str
         """Names the part of the model that is at work."""
         self.sent: dict[str, float] = defaultdict(float)

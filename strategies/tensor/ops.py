@@ -25,8 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strategies.dims import LayoutError
+from strategies.torch_internals import functional_collectives
 
-_ops = torch.ops._c10d_functional
+_all_reduce, _all_gather, _reduce_scatter, _ = functional_collectives()
 
 
 class Peers:
@@ -34,7 +35,6 @@ class Peers:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.name: str = group.group_name
         self.size: int = group.size()
         self.rank: int = group.rank()
 
@@ -44,7 +44,7 @@ class Peers:
         return min(length, part * self.rank), min(length, part * (self.rank + 1))
 
     def all_reduce(self, x: Tensor, operation: str = "sum") -> Tensor:
-        return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), operation, self.name))
+        return _all_reduce(x.contiguous(), operation, self.group)
 
     def part(self, x: Tensor, dim: int) -> Tensor:
         start, end = self.bounds(x.size(dim))
@@ -57,7 +57,7 @@ class Peers:
             shape = list(x.shape)
             shape[dim] = part - x.size(dim)
             x = torch.cat([x, x.new_zeros(shape)], dim)
-        whole = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), self.size, self.name))
+        whole = _all_gather(x.contiguous(), self.group)
         parts = whole.chunk(self.size, 0)
         if dim % x.dim() == 0 and part * self.size == length:
             return whole
@@ -71,7 +71,7 @@ class Peers:
                 "divides, or write parallel.sequence_parallel=false"
             )
         stacked = torch.cat(x.chunk(self.size, dim), 0) if dim % x.dim() else x
-        return _ops.wait_tensor(_ops.reduce_scatter_tensor(stacked.contiguous(), "sum", self.size, self.name))
+        return _reduce_scatter(stacked.contiguous(), self.group)
 
 
 class _Enter(torch.autograd.Function):

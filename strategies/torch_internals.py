@@ -1,0 +1,121 @@
+"""What Trireme needs of torch's internals, because torch documents no way to it. No other file touches them.
+
+Each entry says why there is no public way and what happens where the name is missing (another torch version): the
+program goes on, slower or with less information. tests/strategies/test_torch_internals.py takes each name away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def fake_mode() -> Any | None:
+    """A mode under which tensors have shapes, types and devices but no numbers; None where torch has none.
+
+    Why: on the `meta` device, which is public, a tensor's device is `meta`, so code that looks at it takes another way,
+    and kernels chosen by device are not seen. Missing: None, and the caller does without (the planner runs the model
+    for real once, an export reads its file twice).
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        return importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
+    return None
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is torch's own kind of tensor, or a fake one of it, and no subclass with a mind of its own."""
+    kind = type(tensor)
+    return kind is Tensor or (kind.__name__ == "FakeTensor" and kind.__module__.startswith("torch."))
+
+
+def _operation_mode() -> type:
+    """Base of a context manager whose `__torch_dispatch__(func, types, args, kwargs)` sees every operation under it.
+
+    Why: `torch.overrides.TorchFunctionMode`, which is public, sees what Python calls, not what autograd's backward and
+    composite functions do. Missing: sees nothing, so that the planner's times lack what it would have counted.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        return importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode
+    return contextlib.nullcontext
+
+
+OperationMode: Any = _operation_mode()
+
+
+def functional_collectives() -> tuple[Callable, Callable, Callable, tuple[Any, ...]]:
+    """(all_reduce(x, "sum" or "max", group), all_gather(x, group) along dimension 0, reduce_scatter(x, group) along
+    dimension 0, the operators behind them), each giving a new tensor.
+
+    Why: `dist.all_reduce` and its like write into their arguments, which selective activation checkpointing cannot keep
+    instead of recomputing; the functional ones have no public name. Missing: those of `dist`, which are sent again when
+    a block is recomputed.
+    """
+    ops = getattr(torch.ops, "_c10d_functional", None)
+    names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor")
+    if ops is None or not all(hasattr(ops, name) for name in names):
+        return _all_reduce, _all_gather, _reduce_scatter, ()
+
+    def all_reduce(x: Tensor, operation: str, group: dist.ProcessGroup) -> Tensor:
+        return ops.wait_tensor(ops.all_reduce(x, operation, group.group_name))
+
+    def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return ops.wait_tensor(ops.all_gather_into_tensor(x, group.size(), group.group_name))
+
+    def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", group.size(), group.group_name))
+
+    return all_reduce, all_gather, reduce_scatter, tuple(getattr(ops, name).default for name in names[:3])
+
+
+def _all_reduce(x: Tensor, operation: str, group: dist.ProcessGroup) -> Tensor:
+    x = x.clone()
+    dist.all_reduce(x, dist.ReduceOp.MAX if operation == "max" else dist.ReduceOp.SUM, group=group)
+    return x
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    found = x.new_empty((x.size(0) * group.size(), *x.shape[1:]))
+    dist.all_gather_into_tensor(found, x, group=group)
+    return found
+
+
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    found = x.new_empty((x.size(0) // group.size(), *x.shape[1:]))
+    dist.reduce_scatter_tensor(found, x, group=group)
+    return found
+
+
+def flight_recorder() -> str:
+    """The last collectives of this process as JSON, in torch's own words; "" where there is no record.
+
+    Why: torch writes it to a file when NCCL's own watchdog fires, and has no documented call for it; gloo's is asked
+    for in no other way. Missing: "", and a hang's report names ranks and stacks only.
+    """
+    found: dict[str, object] = {}
+    with contextlib.suppress(ImportError):
+        module = importlib.import_module("torch._C._distributed_c10d")
+        for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # the first where torch was built with NCCL
+            with contextlib.suppress(AttributeError, RuntimeError, ValueError):
+                if (said := json.loads(getattr(module, name)())).get("entries"):
+                    found |= said
+    return json.dumps(found, indent=1) if found else ""
+
+
+def abort_process_groups() -> None:
+    """Makes every collective of this process that waits on NCCL fail now.
+
+    Why: `ProcessGroup.abort` aborts one group, and there is no public list of them; aborting communicators one after
+    the other can deadlock. Missing: the default group's alone.
+    """
+    abort: Any = functools.partial(getattr(dist.group.WORLD, "abort", lambda: None))
+    with contextlib.suppress(ImportError):
+        abort = getattr(importlib.import_module("torch.distributed.distributed_c10d"), "_abort_process_group", abort)
+    abort()

@@ -1,0 +1,92 @@
+"""Each name of torch's that nobody promised is taken away in turn, and the program goes on."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from strategies import torch_internals
+from tests.pool import run_distributed
+
+SOURCE = Path(torch_internals.__file__)
+
+
+def test_there_are_few_entries_and_each_says_why_and_what_then() -> None:
+    entries = [n for n in ast.parse(SOURCE.read_text()).body if isinstance(n, ast.FunctionDef)]
+    reasons = [ast.get_docstring(entry) or "" for entry in entries]
+    said = [text for text in reasons if "Why:" in text]
+    assert len(said) <= 6 and all("Missing:" in text for text in said)
+
+
+def test_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    mode = torch_internals.fake_mode()
+    with mode:
+        fake = torch.empty(2)
+    assert torch_internals.is_plain(fake) and torch_internals.is_plain(torch.empty(2))
+    assert not torch_internals.is_plain(torch.nn.Parameter(torch.empty(2)))
+    monkeypatch.delattr(importlib.import_module("torch._subclasses.fake_tensor"), "FakeTensorMode")
+    assert torch_internals.fake_mode() is None
+
+
+def test_watching_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    class Names(torch_internals.OperationMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Names():
+        torch.zeros(1) + 1
+    assert "aten.add.Tensor" in seen
+    monkeypatch.delattr(importlib.import_module("torch.utils._python_dispatch"), "TorchDispatchMode")
+    with torch_internals._operation_mode()():
+        torch.zeros(1)
+
+
+def _collectives(rank: int, plain: bool) -> list[list[float]]:
+    group = dist.group.WORLD
+    if plain:
+        reduce, gather, scatter = (
+            torch_internals._all_reduce,
+            torch_internals._all_gather,
+            torch_internals._reduce_scatter,
+        )
+    else:
+        reduce, gather, scatter, _ = torch_internals.functional_collectives()
+    x = torch.arange(4.0) + rank
+    found = [reduce(x, "sum", group), reduce(x, "max", group), gather(x, group), scatter(x, group)]
+    assert torch.equal(x, torch.arange(4.0) + rank)
+    return [t.tolist() for t in found]
+
+
+def test_collectives_that_write_nothing_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_distributed(_collectives, 2, True) == run_distributed(_collectives, 2, False)
+    monkeypatch.setattr(torch, "ops", object())
+    assert torch_internals.functional_collectives()[3] == ()
+
+
+def _records(rank: int) -> str:
+    dist.all_reduce(torch.ones(1))
+    return torch_internals.flight_recorder()
+
+
+def test_the_flight_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
+    for said in run_distributed(_records, 2):
+        assert said == "" or json.loads(said)["entries"]
+    module = importlib.import_module("torch._C._distributed_c10d")
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        monkeypatch.delattr(module, name, raising=False)
+    assert torch_internals.flight_recorder() == ""
+
+
+def test_aborting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(importlib.import_module("torch.distributed.distributed_c10d"), "_abort_process_group")
+    torch_internals.abort_process_groups()  # without a group there is nothing to abort
