@@ -13,7 +13,7 @@ Two ways, by layout:
   a loss that takes 16 bits spares a float32 copy of the logits).
 
 The two round at different places, so they agree to bfloat16's rounding (2⁻⁸ relative per number), not bit by bit; the
-second, which also adds up the residual stream in 16 bits, is the noisier one (drift.py).
+second, which also adds up the residual stream in 16 bits, is the noisier one (experiments/parity/drift.py).
 """
 
 from __future__ import annotations
@@ -21,13 +21,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.func import functional_call
-from torch.utils._pytree import tree_map
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """fp8 is bf16 but for what float8.py changes."""
@@ -54,49 +50,3 @@ def root_policy(precision: str, reduce_dtype: str, float_output: bool = True) ->
     if policy.param_dtype is None or not float_output:
         return policy
     return MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, torch.float32)
-
-
-def with_narrow_parameters(
-    loss: Callable[[nn.Module, Any], torch.Tensor],
-    dtype: torch.dtype,
-    units: Callable[[nn.Module], list[str]],
-    float_output: bool = True,
-) -> Callable[[nn.Module, Any], torch.Tensor]:
-    """The loss of a model on one device that computes as a sharded one does: its parameters as `dtype`, and so the
-    floating-point tensors that it and its `units` (names for a module) are called with. Parity's yardstick; without
-    recomputation, which would see float32 again."""
-
-    def narrow(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-
-    def widen(leaf: Any) -> Any:
-        return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype is dtype else leaf
-
-    def value(module: nn.Module, batch: Any) -> torch.Tensor:
-        hooks = [
-            unit.register_forward_pre_hook(
-                lambda _, args, kwargs: (tree_map(narrow, args), tree_map(narrow, kwargs)), with_kwargs=True
-            )
-            for unit in (module, *map(module.get_submodule, units(module)))
-        ]
-        if float_output:
-            hooks.append(module.register_forward_hook(lambda _, args, output: tree_map(widen, output)))
-        try:
-            cast = {f"module.{name}": narrow(parameter) for name, parameter in module.named_parameters()}
-            return functional_call(_Loss(module, loss), cast, (batch,))
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    return value
-
-
-class _Loss(nn.Module):
-    """A loss as a module that holds the model, so that whatever the loss calls of the model has the cast parameters."""
-
-    def __init__(self, module: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor]) -> None:
-        super().__init__()
-        self.module, self.loss = module, loss
-
-    def forward(self, batch: Any) -> torch.Tensor:
-        return self.loss(self.module, batch)

@@ -33,7 +33,7 @@ def command(
     as_json: bool,
     traceback: bool,
 ) -> None:
-    """Train an experiment's model under every strategy, and hold each loss curve against one device's.
+    """Train an experiment's model under every strategy, and compare each loss curve with one device's.
 
     \b
     trireme parity experiments/gpt.yaml
@@ -42,13 +42,21 @@ def command(
 
     Processes are started on this machine, on its GPUs where there are enough for all rows. The columns are the largest
     relative differences: of a step's loss, of its gradient norm, and of a weight tensor at the end. In bf16 the bound
-    is what one device differs from itself with its rows in another order. A row that the model does not fit is
+    is how far one device is from itself with its rows in another order. A row that the model does not fit is
     REFUSED, with the reason. Exit code 1 if a row differs or fails.
     """
     console = Console(quiet=as_json)
     with sentences(console, as_json=as_json, traceback=traceback):
-        from experiments.parity.experiment import as_dicts, cautions, certifiable, certify, chosen, document, measure
-        from experiments.parity.table import table
+        from experiments.parity.experiment import (
+            as_dicts,
+            cautions,
+            certifiable,
+            certify,
+            chosen,
+            document,
+            measure,
+            table,
+        )
 
         config = read(arguments)
         rows = chosen(names, workers)

@@ -8,33 +8,8 @@ import runpy
 import sys
 from pathlib import Path
 
-NAMES = (
-    "step",
-    "profile",
-    "start",
-    "pipeline",
-    "torch_pipelining",
-    "memory",
-    "costs",
-    "checkpoint",
-    "data",
-    "tracking",
-    "saving",
-    "save_cpu",
-    "idle",
-    "gpu",
-    "peers",
-    "ray_train",
-    "ratios",
-    "recovery",
-    "chaos",
-    "planner",
-    "sweep",
-    "cluster",
-)
-
-MODULE = {"profile": "operators"}
-"""Where it is not the name: a profile.py beside a program that is run by its path hides Python's own."""
+NAMES = ("step", "start", "pipeline", "checkpoint", "tracking", "saving", "gpu", "peers", "recovery", "chaos")
+MODULE: dict[str, str] = {}
 
 
 def main() -> None:

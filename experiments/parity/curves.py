@@ -1,8 +1,9 @@
-"""The one law, measured: every strategy trains the same model.
+"""The one law, measured: every strategy trains the same model, and continues any other strategy's checkpoint.
 
 A `Trial` is a small training run in plain terms: a model, a loss, the global batch of every step. `train` runs it
-under a layout, as the training loop does but with nothing around it, and returns the curve; `difference` holds one
-curve against another. The rows that are tried are in rows.py; `trireme parity` and the tests run both.
+under a layout, as the training loop does but with nothing around it, and returns the curve; `difference` compares two
+curves. A checkpoint that one layout leaves (torch.distributed.checkpoint, as the application writes it) another can
+continue. The rows that are tried are in rows.py.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from strategies.parallel import Parallel
 from strategies.parallelize import Blocks, Layout, LayoutError, Options, Plan, check, parallelize
@@ -50,7 +51,7 @@ class Trial:
 class Curve:
     """What a run leaves: per step the loss and the gradient norm (before clipping); at the end, rank 0's weights.
 
-    notes: what the layout said aloud."""
+    notes: what the strategy reported about this model."""
 
     losses: list[float]
     norms: list[float]
@@ -67,7 +68,7 @@ weight by rounding alone. Measured over all rows, 20 steps in float32: loss 3e-7
 @dataclass(frozen=True)
 class Difference:
     """Relative differences of one curve from another: the largest over steps of the loss and of the gradient norm, and
-    over tensors, at the end, of the root mean square of a - b beside that of a or of all weights, whichever is more."""
+    over tensors, at the end, of the root mean square of a - b relative to that of a or of all weights (the larger)."""
 
     loss: float
     norm: float
@@ -87,12 +88,36 @@ def bounds(tolerance: float) -> Difference:
     return Difference(tolerance, AMPLIFIED * tolerance, AMPLIFIED * tolerance)
 
 
-def train(trial: Trial, layout: Layout, options: Options, device: torch.device) -> Curve:
-    """Runs the trial under the layout; collective over its ranks. Weights are whole, and on rank 0 only."""
+def train(
+    trial: Trial,
+    layout: Layout,
+    options: Options,
+    device: torch.device,
+    *,
+    steps: range | None = None,
+    load: str = "",
+    save: str = "",
+) -> Curve:
+    """Runs the trial under the layout; collective over its ranks. Weights are whole, and on rank 0 only.
+
+    steps: only these. load: the folder of the checkpoint to begin with; save: where to leave one at the end.
+    """
     parallel = begin(trial, layout, options, device)
     optimizer = parallel.adopt(trial.optimizer(parallel.parameters()))
-    losses, norms = run_steps(trial, parallel, optimizer, range(trial.steps))
+    alone = not dist.is_initialized()
+    if load:
+        state = _state(parallel, optimizer)
+        dcp.load(state, checkpoint_id=load, no_dist=alone)
+        parallel.load_model_state(state["model"])
+        parallel.load_optimizer_state(optimizer, state["optimizer"])
+    losses, norms = run_steps(trial, parallel, optimizer, range(trial.steps) if steps is None else steps)
+    if save:
+        dcp.save(_state(parallel, optimizer), checkpoint_id=save, no_dist=alone)
     return Curve(losses, norms, parallel.full_model_state(), parallel.notes)
+
+
+def _state(parallel: Parallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": parallel.model_state(), "optimizer": parallel.optimizer_state(optimizer)}
 
 
 def begin(trial: Trial, layout: Layout, options: Options, device: torch.device) -> Parallel:
@@ -131,10 +156,7 @@ def run_steps(
         batch = trial.batch(step)
         micro_batches = _micro_batches(batch, rank, dims.dp, trial.micro_batches)
         rows = _rows(batch)
-        parts = [
-            tree_map(lambda t: t.to(parallel.device) if isinstance(t, torch.Tensor) else t, part)
-            for part in micro_batches
-        ]
+        parts = [map_tensors(lambda t: t.to(parallel.device), part) for part in micro_batches]
         total = parallel.forward_backward(parts, [_rows(part) / rows for part in parts], trial.loss)
         norms.append(parallel.grad_norm_(trial.clip))
         optimizer.step()
@@ -147,25 +169,15 @@ def difference(truth: Curve, curve: Curve) -> Difference:
     """How far `curve` is from `truth`; nan or another set of names counts as infinitely far."""
     if truth.weights.keys() != curve.weights.keys():
         return Difference(float("inf"), float("inf"), float("inf"))
-    held = {name: tensor for name, tensor in truth.weights.items() if tensor.numel()}
-    usual = _rms([tensor for tensor in held.values() if tensor.is_floating_point()])
-    weights = max((_relative(tensor, curve.weights[name], usual) for name, tensor in held.items()), default=0.0)
+    filled = {name: tensor for name, tensor in truth.weights.items() if tensor.numel()}
+    usual = _rms([tensor for tensor in filled.values() if tensor.is_floating_point()])
+    weights = max((_relative(tensor, curve.weights[name], usual) for name, tensor in filled.items()), default=0.0)
     return Difference(_largest(truth.losses, curve.losses), _largest(truth.norms, curve.norms), weights)
 
 
-def dropout(module: nn.Module) -> str:
-    """Which part of the model draws random numbers in training, as "layer.drop (p=0.1)"; "" if none is known to."""
-    for name, owner in module.named_modules():
-        for key, value in vars(owner).items():
-            draws = key == "p" and isinstance(owner, nn.modules.dropout._DropoutNd)
-            if (draws or "drop" in key) and isinstance(value, float) and 0 < value <= 1:
-                return f"{name or type(owner).__name__} (p={value:g})"
-    return ""
-
-
 def _relative(a: torch.Tensor, b: torch.Tensor, usual: float) -> float:
-    """rms(a - b) / rms(a), or beside the `usual` size of the model's weights where that is more: not element by element
-    nor tensor by tensor, where a bias that has just left zero would be held against next to nothing."""
+    """rms(a - b) / rms(a), or over the `usual` size of the model's weights where that is more: not element by element
+    nor tensor by tensor, where a bias that has just left zero would be compared with next to nothing."""
     if not a.is_floating_point():
         return 0.0 if torch.equal(a, b) else float("inf")
     value = _rms([a.double() - b.double()]) / max(_rms([a]), usual, 1e-12)
@@ -185,15 +197,25 @@ def _largest(a: list[float], b: list[float]) -> float:
     return max((value if value == value else float("inf") for value in values), default=0.0)
 
 
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """The same tuples, lists and dictionaries with `function` of each tensor."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {key: map_tensors(function, value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        mapped = [map_tensors(function, value) for value in tree]
+        return type(tree)(*mapped) if hasattr(tree, "_fields") else type(tree)(mapped)
+    return tree
+
+
 def _rows(batch: Batch) -> int:
-    leaves = torch.utils._pytree.tree_leaves(batch)
-    return int(leaves[0].shape[0])
+    lengths: list[int] = []
+    map_tensors(lambda tensor: lengths.append(len(tensor)) or tensor, batch)  # type: ignore[func-returns-value]
+    return lengths[0]
 
 
 def _micro_batches(batch: Batch, rank: int, ways: int, count: int) -> list[Batch]:
     """This rank's contiguous share of the batch, in `count` parts."""
-
-    def part(tensor: torch.Tensor, index: int) -> torch.Tensor:
-        return tensor.tensor_split(ways)[rank].tensor_split(count)[index]
-
-    return [tree_map(lambda t, i=i: part(t, i), batch) for i in range(count)]
+    share = map_tensors(lambda tensor: tensor.tensor_split(ways)[rank], batch)
+    return [map_tensors(lambda tensor, i=i: tensor.tensor_split(count)[i], share) for i in range(count)]  # type: ignore[misc]

@@ -1,14 +1,16 @@
-"""`trireme parity`: an experiment's own model, loss and data through the parity matrix of matrix.py."""
+"""`trireme parity`: an experiment's own model, loss and data through the parity matrix; the table, the certificate."""
 
 from __future__ import annotations
 
 import functools
 import json
 import os
+import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,15 +26,13 @@ from app.randomness import seed_everything
 from app.run.manifest import local_folder
 from app.storage import Storage
 from app.tasks import load_task
-from app.tracking.delivery import last_start
 from app.tracking.masking import mask_tree
-from app.tracking.tracker import Tracker
-from experiments.parity.curves import Trial, dropout
+from experiments.parity.curves import Trial
 from experiments.parity.matrix import Result, run
 from experiments.parity.rows import DEEPSPEED, ROWS, THREE, Row
+from experiments.report.runs import store_artifacts
 from strategies.initialization import structure
 
-ENDED = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 LEAST_EPS = 1e-5
 """Adam's epsilon is raised to this: a gradient that is zero but for rounding would otherwise be scaled up to a step of
 full size in a random direction, on one device too."""
@@ -45,6 +45,7 @@ def make_trial(values: dict[str, Any], steps: int) -> Trial:
     data = task.train_data()
     order = Order(len(data), config.train.seed)  # type: ignore[arg-type]
     size = config.train.global_batch_size
+    optimizer = replace(config.optimizer, eps=max(config.optimizer.eps, LEAST_EPS))
 
     def build() -> torch.nn.Module:
         seed_everything(config.train.seed)
@@ -54,7 +55,6 @@ def make_trial(values: dict[str, Any], steps: int) -> Trial:
         start = step * size
         return fetch(data, list(zip(order.indices(start, size).tolist(), range(start, start + size), strict=True)))
 
-    optimizer = replace(config.optimizer, eps=max(config.optimizer.eps, LEAST_EPS))
     return Trial(
         build=build,
         loss=task.loss,
@@ -76,25 +76,27 @@ def measure(config: Config, *, steps: int, rows: Iterable[Row], checkpoints: boo
     """
     least = 2 if checkpoints else 1
     if steps < least:
-        raise UserError(f"steps is {steps}: write at least {least}")
+        raise UserError(f"--steps is {steps}: write at least {least}")
     task = load_task(config.task, config.task_args)
     if task.items_vary:
-        raise UserError(f"task {config.task} has batches of varying size, which parity cannot split: use another")
-    own = options(config)
-    lossless = replace(own, compression="none", reduce_dtype="fp32", stages=None, float_output=task.float_output)
-    make = functools.partial(make_trial, to_dict(config), steps)
-    return run(make, list(rows), options=lossless, checkpoints=checkpoints)
+        raise UserError(f"task {config.task} has batches of varying size, which parity cannot split: use another task")
+    own = replace(options(config), compression="none", reduce_dtype="fp32", stages=None, float_output=task.float_output)
+    return run(functools.partial(make_trial, to_dict(config), steps), rows, options=own, checkpoints=checkpoints)
 
 
 def cautions(config: Config) -> list[str]:
     """Why rows of this experiment will differ although nothing is wrong, one sentence each."""
     module, _ = structure(load_task(config.task, config.task_args).build_model)
-    drawn = dropout(module)
-    if not drawn:
-        return []
+    drawn = [
+        f"{name or 'the model'} ({key}={value:g})"
+        for name, part in module.named_modules()
+        for key, value in vars(part).items()
+        if isinstance(value, float) and value > 0 and ("drop" in key or "Dropout" in type(part).__name__)
+    ]
     return [
-        f"the model drops out at random in {drawn}, and other numbers are drawn where the batch is split otherwise, so "
-        "rows will differ: set it to 0 in task_args"
+        f"the model has dropout in {where}, which draws other numbers where the batch is split otherwise, so rows will "
+        "differ: set it to 0 in task_args"
+        for where in drawn[:1]
     ]
 
 
@@ -104,16 +106,51 @@ def chosen(names: str | None, workers: str | None) -> list[Row]:
     Raises:
         UserError: there is no such row.
     """
-    wanted, counts = set(filter(None, (names or "").split(","))), set(filter(None, (workers or "").split(",")))
-    everything = (*ROWS, *THREE, *((DEEPSPEED,) if find_spec("deepspeed") or "deepspeed" in wanted else ()))
-    known = {row.name for row in everything} | {"deepspeed"}
+    wanted, counts = (set(filter(None, (text or "").split(","))) for text in (names, workers))
+    rows = (*ROWS, *THREE, *((DEEPSPEED,) if find_spec("deepspeed") or DEEPSPEED.name in wanted else ()))
+    known = {row.name for row in (*rows, DEEPSPEED)}
     if wanted - known:
         raise UserError(f"there is no row {min(wanted - known)!r}: write some of {', '.join(sorted(known))}")
-    rows = [r for r in everything if (not wanted or r.name in wanted) and (not counts or str(r.workers) in counts)]
-    if not rows:
-        counts_known = sorted({row.workers for row in everything if not wanted or row.name in wanted})
-        raise UserError(f"no such row has {workers} workers: write some of {', '.join(map(str, counts_known))}")
-    return rows
+    named = [row for row in rows if not wanted or row.name in wanted]
+    found = [row for row in named if not counts or str(row.workers) in counts]
+    if not found:
+        choice = ", ".join(sorted({str(row.workers) for row in named}))
+        raise UserError(f"these strategies have no row with {workers} workers: write some of {choice}")
+    return found
+
+
+# --- what was found ---------------------------------------------------------------------------------------------
+
+
+def table(results: list[Result]) -> str:
+    """One line per row and variant: the largest relative differences, and what is allowed where it is not met; of the
+    checkpoints that a row continued, the one after which it was furthest off. Then what strategies reported."""
+    width = max((len(str(result.row)) for result in results), default=3)
+    lines = [f"{'row':<{width}} {'variant':<32} {'loss':>8} {'norm':>8} {'weights':>8} {'s':>6}"]
+    lines += [_line(result, result.variant, width) for result in results if result.after is None]
+    resumed: dict[str, list[Result]] = {}
+    for result in results:
+        if result.after is not None:
+            resumed.setdefault(str(result.row), []).append(result)
+    for pairs in resumed.values():
+        worst = max(pairs, key=lambda r: float("inf") if r.found is None else r.found.loss / r.bound.loss)
+        wrong = [r for r in pairs if not r.passed and r is not worst]
+        lines.append(_line(worst, f"after {len(pairs)} others, worst: {worst.after}", width))
+        lines += [_line(r, f"after {r.after}", width) for r in wrong]
+    said: dict[str, set[str]] = {}
+    for result in results:
+        for note in result.curve.notes if result.curve else ():
+            said.setdefault(note, set()).add(str(result.row))
+    return "\n".join([*lines, *(f"{note} ({', '.join(sorted(rows))})" for note, rows in said.items())])
+
+
+def _line(result: Result, variant: str, width: int) -> str:
+    start, found, bound = f"{result.row!s:<{width}} {variant:<32}", result.found, result.bound
+    if found is None:
+        return f"{start} {result.verdict}: {result.refused or result.error}"
+    line = f"{start} {found.loss:8.1e} {found.norm:8.1e} {found.weights:8.1e} {result.seconds:6.1f}"
+    allowed = f"(allowed {bound.loss:.0e} {bound.norm:.0e} {bound.weights:.0e})"
+    return line if result.passed else f"{line}  {result.verdict} {allowed}"
 
 
 def as_dicts(results: list[Result]) -> list[dict[str, Any]]:
@@ -126,7 +163,7 @@ def as_dicts(results: list[Result]) -> list[dict[str, Any]]:
             "passed": r.passed,
             "verdict": r.verdict,
             "why": r.refused or r.error,
-            "notes": list(r.notes),
+            "notes": list(r.curve.notes) if r.curve else [],
             "allowed": asdict(r.bound),
             "seconds": r.seconds,
             "difference": asdict(r.found) if r.found else None,
@@ -153,48 +190,34 @@ def certifiable(folder: str, config: Config) -> dict[str, Any]:
         UserError: there is no run, or it trains something else.
     """
     try:
-        manifest = json.loads(Storage(folder).read_bytes("run.json"))
+        manifest: dict[str, Any] = json.loads(Storage(folder).read_bytes("run.json"))
     except (FileNotFoundError, ValueError):
-        raise UserError(
-            f"{folder} holds no run: write the folder that `trireme train` named, such as runs/gpt"
-        ) from None
-    # As a run writes them down: without their secrets.
-    own = mask_tree({"task": config.task, "task_args": to_dict(config)["task_args"]})
-    own, identity = json.loads(json.dumps(own, default=str)), mask_tree(manifest["identity"])
-    for key, value in own.items():
-        trained = identity.get(key)
-        if trained != value:
+        raise UserError(f"{folder} is not a run's folder: write one that `trireme train` named, as runs/gpt") from None
+    own = mask_tree({"task": config.task, "task_args": to_dict(config)["task_args"]})  # as a run writes them down
+    trained = mask_tree(manifest["identity"])
+    for key, value in json.loads(json.dumps(own, default=str)).items():
+        if trained.get(key) != value:
             raise UserError(
-                f"the run in {folder} has {key} {trained!r}, and this matrix {value!r}: certify a run of this "
+                f"the run in {folder} has {key} {trained.get(key)!r}, and this matrix {value!r}: certify a run of this "
                 "experiment"
             )
-    return dict(manifest)
+    return manifest
 
 
 def certify(folder: str, config: Config, results: list[Result], text: str) -> str:
-    """Stores the matrix with a run: parity.json and parity.txt in its folder and among its MLflow artifacts.
+    """Stores the matrix with a run, as parity.json and parity.txt in its folder and among its MLflow artifacts; where
+    it is now.
 
     Raises:
         UserError: see `certifiable`.
     """
     manifest, storage = certifiable(folder, config), Storage(folder)
+    here = local_folder(storage, manifest["name"], manifest["uid"])
     content = {"time": time.time(), "torch": torch.__version__, "config": to_dict(config), "rows": as_dicts(results)}
     made = {"parity.json": json.dumps(content, indent=1, default=str), "parity.txt": text + "\n"}
-    for name, what in made.items():
-        storage.write_bytes(name, what.encode())
-    here = local_folder(storage, manifest["name"], manifest["uid"])
-    start = last_start(here / "tracking")
-    if start:  # the run was tracked from here: the writer finds its MLflow run again, and ends it as it was
-        tracker = Tracker(
-            here / "tracking",
-            uri=start["uri"],
-            experiment=start["experiment"],
-            artifact_location=start["artifact_location"],
-            run_name=manifest["name"],
-            run_uid=manifest["uid"],
-        )
-        tracker.start()
+    with tempfile.TemporaryDirectory() as copies:
         for name, what in made.items():
-            tracker.text(what, name)
-        tracker.finish(ENDED.get(manifest["status"], "FAILED"))
-    return f"{storage.url}/parity.json"
+            storage.write_bytes(name, what.encode())
+            Path(copies, name).write_text(what)
+        note = store_artifacts(here, *(Path(copies, name) for name in made))
+    return f"{storage.url}/parity.json{f'; {note}' if note else ''}"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from experiments.parity.curves import Trial
 from strategies.layout import Layout, choose
-
-if TYPE_CHECKING:
-    from experiments.parity.curves import Trial
-    from strategies.options import Options
+from strategies.options import Options
 
 
 @dataclass(frozen=True)
@@ -40,37 +38,25 @@ class Row:
         return " ".join([str(self.layout), *(str(value) for value in self.options.values())])
 
 
-def _pipeline(
-    name: str, workers: int, schedule: str, stages: int, chunks: int = 1, micro_batches: int = 4, **degrees: int
-) -> Row:
-    options: dict[str, Any] = {"schedule": schedule} | ({"chunks": chunks} if chunks > 1 else {})
-    return Row(name, workers, {"pp": stages, **degrees}, options=options, micro_batches=micro_batches)
+def _pipeline(name: str, workers: int, schedule: str, stages: int, micro_batches: int = 4, **more: int) -> Row:
+    chunks = {"chunks": more.pop("chunks")} if "chunks" in more else {}
+    return Row(
+        name, workers, {"pp": stages, **more}, options={"schedule": schedule, **chunks}, micro_batches=micro_batches
+    )
 
+
+SINGLE = Row("single", 1)
 
 ROWS: tuple[Row, ...] = (
     Row("dp", 1),
     Row("model_parallel", 1),
-    Row("ddp_model_parallel", 2),
-    Row("ddp_model_parallel", 4),
-    Row("ddp", 2),
-    Row("ddp", 4),
-    Row("zero1", 2),
-    Row("zero1", 4),
-    Row("zero2", 2),
-    Row("zero2", 4),
-    Row("zero3", 2),
-    Row("zero3", 4),
-    Row("fsdp", 2),
-    Row("fsdp", 4),
+    *(Row(name, n) for name in ("ddp_model_parallel", "ddp", "zero1", "zero2", "zero3", "fsdp") for n in (2, 4)),
     Row("hsdp", 4, {"dp_shard": 2}),
     Row("zero1", 4, {"dp_replicate": 2}),
     Row("zero2", 4, {"dp_replicate": 2}),
     Row("tensor", 2),
     Row("tensor", 4),
-    Row("ddp+tensor", 4, {"tp": 2}),
-    Row("zero1+tensor", 4, {"tp": 2}),
-    Row("zero2+tensor", 4, {"tp": 2}),
-    Row("fsdp+tensor", 4, {"tp": 2}),
+    *(Row(f"{name}+tensor", 4, {"tp": 2}) for name in ("ddp", "zero1", "zero2", "fsdp")),
     _pipeline("pipeline", 2, "1f1b", 2),
     _pipeline("pipeline", 2, "zbv", 2),
     _pipeline("pipeline", 4, "zb_h1", 4),

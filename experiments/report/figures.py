@@ -77,30 +77,29 @@ def lines(
     *,
     x: str,
     y: str,
-    log_x: bool = False,
     log_y: bool = False,
-    marks: bool = False,
     rules: Mapping[str, float] | None = None,
 ) -> Figure:
-    """One line per series; a legend where there are several, at most eight named."""
+    """One line per series; a legend where there are several, at most eight named. rules: horizontal lines by name."""
     figure, axes = new()
-    for i, (name, points) in enumerate(series.items()):
-        kept = [(a, b) for a, b in points if math.isfinite(b)]
-        if not kept:
-            continue
-        label = name if i < 8 else None
+    finite = {name: [(a, b) for a, b in points if math.isfinite(b)] for name, points in series.items()}
+    for i, (name, points) in enumerate(finite.items()):
         axes.plot(
-            *zip(*kept),
+            [a for a, _ in points],
+            [b for _, b in points],
             color=colour(i) if i < 8 else "#b8c0ca",
             linewidth=1.6 if len(series) < 12 else 1.0,
-            marker=MARKS[i % 8] if marks or len(kept) < 3 else None,
+            marker=MARKS[i % 8] if len(points) < 3 else None,
             markersize=4,
-            label=label,
+            label=name if i < 8 else None,
         )
     for name, value in (rules or {}).items():
         axes.axhline(value, color=INK, linewidth=1, linestyle=(0, (4, 3)))
         axes.annotate(name, (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=9)
-    _scale(axes, log_x, log_y)
+    values = [b for points in finite.values() for _, b in points]
+    if log_y and values and max(values) > 3 * min(values):  # over less there would be one tick, or none
+        axes.set_yscale("log")
+        plain_ticks(axes, "y", one_two_five(values))
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     if len(series) > 4:
@@ -110,32 +109,23 @@ def lines(
     return figure
 
 
-def _scale(axes: Axes, log_x: bool, log_y: bool) -> None:
-    """Logarithmic axes, at whose ticks stands 0.4 rather than 4 × 10⁻¹."""
-    from matplotlib.ticker import LogFormatterSciNotation
-
-    class Plain(LogFormatterSciNotation):
-        def __call__(self, value: float, position: Any = None) -> str:
-            return f"{value:g}" if super().__call__(value, position) else ""  # it knows for which there is room
-
-    if log_x:
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(Plain())
-        axes.xaxis.set_minor_formatter(Plain(minor_thresholds=(1, 0.4)))
-    if log_y:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(Plain())
-        axes.yaxis.set_minor_formatter(Plain(minor_thresholds=(1, 0.4)))
-
-
 def plain_ticks(axes: Axes, which: str, values: Sequence[float]) -> None:
-    """Ticks at these values, written out; for logarithmic axes over few values."""
+    """Ticks at these values, written out (0.4 rather than 4 × 10⁻¹); for logarithmic axes."""
     from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
     axis = axes.xaxis if which == "x" else axes.yaxis
     axis.set_major_locator(FixedLocator(list(values)))
     axis.set_major_formatter(FixedFormatter([f"{value:g}" for value in values]))
     axis.set_minor_locator(NullLocator())
+
+
+def one_two_five(values: Sequence[float]) -> list[float]:
+    """1, 2 and 5 of every decade that the values touch; of many decades the powers of ten."""
+    low, high = min(values) / 2, max(values) * 2
+    digits = (1, 2, 5) if high < 1e4 * low else (1,)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [float(f"{digit}e{power}") for power in powers for digit in digits]
+    return [tick for tick in ticks if low <= tick <= high]
 
 
 def heat_map(
@@ -150,38 +140,30 @@ def heat_map(
 ) -> Figure:
     """A cell per (column, row) with its value written in it, with … where it is unfinished; the best cell framed; empty
     where nothing was tried."""
-    import numpy as np
     from matplotlib import pyplot
 
-    finite = sorted(v for v in values.values() if math.isfinite(v))
+    finite = sorted((v for v in values.values() if math.isfinite(v)), reverse=not best_low)
+    best, spread = finite[0], 4 * abs(finite[len(finite) // 2] - finite[0])
+    worst = finite[-1]
+    if len(finite) > 4 and spread:  # diverged corners would take up the whole range of colours
+        worst = min(worst, best + spread) if best_low else max(worst, best - spread)
     figure, axes = new(WIDTH, max(2.4, 0.42 * len(rows) + 1.2))
     axes.grid(False)
-    table = np.full((len(rows), len(columns)), np.nan)
-    for (column, row), value in values.items():
-        table[rows.index(row), columns.index(column)] = value if math.isfinite(value) else np.nan
-    # Diverged corners would take up the whole range of colours.
-    low, high = finite[0], finite[-1]
-    if len(finite) > 4:
-        if best_low:
-            high = min(high, low + 4 * (finite[len(finite) // 2] - low) or high)
-        else:
-            low = max(low, high - 4 * (high - finite[len(finite) // 2]) or low)
+    table = [[values.get((c, r), math.nan) for c in columns] for r in rows]
+    shown = [[value if math.isfinite(value) else math.nan for value in row] for row in table]
     scheme = pyplot.get_cmap("viridis_r" if best_low else "viridis").with_extremes(bad="#f1f3f6")
-    axes.imshow(table, cmap=scheme, vmin=low, vmax=high, aspect="auto", origin="lower")
+    axes.imshow(shown, cmap=scheme, vmin=min(best, worst), vmax=max(best, worst), aspect="auto", origin="lower")
     axes.set_xticks(range(len(columns)), [f"{c:g}" for c in columns])
     axes.set_yticks(range(len(rows)), [f"{r:.3g}" for r in rows])
-    best = finite[0] if best_low else finite[-1]
     for (column, row), value in values.items():
         at = (columns.index(column), rows.index(row))
-        share = 0.5 if high == low else (value - low) / (high - low)
-        dark = (share > 0.45) if best_low else (share < 0.55)
-        text = f"{value:.3g}{' …' if (column, row) in unfinished else ''}" if math.isfinite(value) else "diverged"
-        light = "white" if math.isfinite(value) and dark else INK
-        axes.annotate(text, at, ha="center", va="center", fontsize=9, color=light)
+        known = math.isfinite(value)
+        dark = known and worst != best and (value - best) / (worst - best) > 0.45
+        text = f"{value:.3g}{' …' if (column, row) in unfinished else ''}" if known else "diverged"
+        axes.annotate(text, at, ha="center", va="center", fontsize=9, color="white" if dark else INK)
         if value == best:
-            axes.add_patch(
-                pyplot.Rectangle((at[0] - 0.5, at[1] - 0.5), 1, 1, fill=False, edgecolor="#d1651c", linewidth=2.5)
-            )
+            frame = pyplot.Rectangle((at[0] - 0.5, at[1] - 0.5), 1, 1, fill=False, edgecolor="#d1651c", linewidth=2.5)
+            axes.add_patch(frame)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     return figure

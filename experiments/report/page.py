@@ -1,107 +1,105 @@
-"""One HTML file with everything in it: no script, no font, no picture from elsewhere."""
+"""One HTML file with everything in it: no script, no font, no picture from elsewhere.
+
+What is on a page is plain data, so that a sweep or a study keeps it as JSON and the page can be written again:
+
+    {"title", "about", "facts": [[what, value, remark]], "sections": [section]}
+    section: {"title", "sentences": [text], "plots": [[SVG or the name of its file, caption]],
+              "tables": [{"rows": [{column: value}], "best": the row that is marked}], "note": text,
+              "folded": {title: text}}
+"""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 STYLE = """
 :root { color-scheme: light; --ink: #1d2733; --soft: #55606e; --line: #d9dee5; --wash: #f5f7f9; --mark: #2563a8; }
 * { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 68rem; padding: 1.5rem 1.25rem 4rem; color: var(--ink); background: #fff;
-  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif; }
+body { margin: 0 auto; max-width: 68rem; padding: 1.5rem 1.1rem 4rem; color: var(--ink); background: #fff;
+  font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.6rem; line-height: 1.2; margin: 0 0 .25rem; }
 h2 { font-size: 1.15rem; margin: 2.25rem 0 .6rem; padding-top: .6rem; border-top: 1px solid var(--line); }
 p { margin: .4rem 0; max-width: 46rem; }
-.about { color: var(--soft); margin-top: 0; overflow-wrap: anywhere; }
-.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); gap: .75rem; margin: 1.25rem 0 0;
-  padding: 0; }
+.about, figcaption, dt, small { color: var(--soft); font-size: .88rem; overflow-wrap: anywhere; }
+.facts, .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); gap: .75rem; }
 .facts div { background: var(--wash); border-radius: .4rem; padding: .6rem .8rem; }
-.facts dt { color: var(--soft); font-size: .82rem; }
 .facts dd { margin: 0; font-size: 1.25rem; font-weight: 600; overflow-wrap: anywhere; }
-.facts dd small { display: block; font-size: .8rem; font-weight: 400; color: var(--soft); }
-ul.plain { list-style: none; padding: 0; margin: .75rem 0 0; max-width: 50rem; }
-ul.plain li { padding: .2rem 0 .2rem .8rem; border-left: 3px solid var(--mark); margin: .35rem 0; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); gap: 1.5rem; }
+.facts small { display: block; font-weight: 400; }
+ul { list-style: none; padding: 0; max-width: 50rem; }
+li { padding: .2rem 0 .2rem .8rem; border-left: 3px solid var(--mark); margin: .35rem 0; }
+.plots { grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); gap: 1.5rem; }
 figure { margin: 0; break-inside: avoid; }
-figcaption { color: var(--soft); font-size: .88rem; margin-top: .25rem; }
 svg.plot { width: 100%; height: auto; display: block; }
-.scroll { overflow-x: auto; }
+.scroll, pre { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .3rem .6rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { color: var(--soft); font-weight: 600; white-space: nowrap; }
-td { white-space: nowrap; }
+th, td { text-align: left; padding: .3rem .6rem .3rem 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th { color: var(--soft); }
 td.n, th.n { text-align: right; }
 td.w { white-space: normal; min-width: 14rem; }
 tr.best td { font-weight: 600; background: #fdf3ea; }
-details { margin-top: .75rem; } summary { cursor: pointer; color: var(--mark); }
-pre { background: var(--wash); padding: .8rem; overflow-x: auto; font-size: .82rem; border-radius: .4rem; }
-@media (max-width: 34rem) { body { padding: 1rem .9rem 3rem; } h1 { font-size: 1.35rem; } }
-@media print { body { max-width: none; padding: 0; font-size: 11pt; } h2 { break-after: avoid; }
-  .scroll { overflow: visible; }
+summary { cursor: pointer; color: var(--mark); }
+pre { background: var(--wash); padding: .8rem; font-size: .82rem; }
+@media print { body { max-width: none; padding: 0; font-size: 11pt; } .scroll { overflow: visible; }
   .plots { grid-template-columns: 1fr 1fr; } tr { break-inside: avoid; } details { display: none; }
   td { white-space: normal; } }
 """
 
 
-def page(title: str, about: str, body: Iterable[str]) -> str:
-    """A whole document."""
+def render(content: dict[str, Any], folder: Path) -> str:
+    """The whole document. folder: where plots are that are named by their file."""
+    title = html.escape(content["title"])
+    facts = [
+        f"<div><dt>{html.escape(what)}</dt><dd>{html.escape(value)}<small>{html.escape(remark)}</small></dd></div>"
+        for what, value, remark in content.get("facts", ())
+    ]
+    body = [f'<dl class="facts">{"".join(facts)}</dl>' if facts else ""]
+    body += [_section(section, folder) for section in content["sections"]]
     return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n"
-        f'<p class="about">{escape(about)}</p>\n' + "\n".join(body) + "\n</body>\n</html>\n"
+        f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n"
+        f'<p class="about">{html.escape(content["about"])}</p>\n' + "\n".join(body) + "\n</body>\n</html>\n"
     )
 
 
-def escape(text: object) -> str:
-    return html.escape(str(text))
-
-
-def section(title: str, *parts: str) -> str:
+def _section(section: dict[str, Any], folder: Path) -> str:
     """Nothing where there is nothing to say."""
+    lines = "".join(f"<li>{html.escape(line)}</li>" for line in section.get("sentences", ()))
+    plots = "".join(
+        f"<figure>{_svg(plot, folder)}<figcaption>{html.escape(caption)}</figcaption></figure>"
+        for plot, caption in section.get("plots", ())
+    )
+    parts = [f"<ul>{lines}</ul>" if lines else "", f'<div class="plots">{plots}</div>' if plots else ""]
+    parts += [_table(**table) for table in section.get("tables", ())]
+    for name, text in section.get("folded", {}).items():
+        parts.append(f"<details><summary>{html.escape(name)}</summary><pre>{html.escape(text)}</pre></details>")
     inside = "\n".join(part for part in parts if part)
-    return f"<section>\n<h2>{escape(title)}</h2>\n{inside}\n</section>" if inside else ""
+    note = f"<p>{html.escape(section['note'])}</p>" if section.get("note") else ""
+    return f"<section>\n<h2>{html.escape(section['title'])}</h2>\n{inside}{note}\n</section>" if inside else ""
 
 
-def facts(items: Sequence[tuple[str, str, str]]) -> str:
-    """The figures at the top: (what, value, remark)."""
-    cells = [
-        f"<div><dt>{escape(what)}</dt><dd>{escape(value)}{f'<small>{escape(note)}</small>' if note else ''}</dd></div>"
-        for what, value, note in items
-    ]
-    return f'<dl class="facts">{"".join(cells)}</dl>'
+def _svg(plot: str, folder: Path) -> str:
+    return plot if plot.startswith("<svg") else (folder / plot).read_text()
 
 
-def sentences(lines: Sequence[str]) -> str:
-    return f'<ul class="plain">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>' if lines else ""
-
-
-def paragraph(text: str) -> str:
-    return f"<p>{escape(text)}</p>" if text else ""
-
-
-def plots(pairs: Sequence[tuple[str, str]]) -> str:
-    """(svg, caption) side by side where there is room."""
-    cells = [f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>" for svg, caption in pairs if svg]
-    return f'<div class="plots">{"".join(cells)}</div>' if cells else ""
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, best: int | None = None) -> str:
-    """Numbers to the right. best: the row that is marked."""
-    if not rows:
+def _table(rows: list[dict[str, Any]], best: int | None = None) -> str:
+    """Numbers to the right."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    if not columns:
         return ""
-    numeric = [all(isinstance(row[i], int | float) or row[i] in ("", "–") for row in rows) for i in range(len(head))]
+    numeric = {c for c in columns if all(isinstance(row.get(c, ""), int | float) or row.get(c) == "–" for row in rows)}
 
-    def cell(tag: str, value: object, i: int) -> str:
+    def cell(tag: str, value: object, column: str) -> str:
         text = number(value)
-        kind = "n" if numeric[i] else "w" if len(text) > 30 else ""
-        return f"<{tag}{f' class={kind}' if kind else ''}>{escape(text)}</{tag}>"
+        kind = "n" if column in numeric else "w" if len(text) > 30 else ""
+        return f"<{tag}{f' class={kind}' if kind else ''}>{html.escape(text)}</{tag}>"
 
-    lines = ["<tr>" + "".join(cell("th", name, i) for i, name in enumerate(head)) + "</tr>"]
+    lines = ["<tr>" + "".join(cell("th", column, column) for column in columns) + "</tr>"]
     for j, row in enumerate(rows):
         mark = ' class="best"' if j == best else ""
-        lines.append(f"<tr{mark}>" + "".join(cell("td", value, i) for i, value in enumerate(row)) + "</tr>")
+        lines.append(f"<tr{mark}>" + "".join(cell("td", row.get(c, "–"), c) for c in columns) + "</tr>")
     return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
 
 
@@ -110,7 +108,3 @@ def number(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, float):
         return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
-
-
-def folded(title: str, text: str) -> str:
-    return f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"

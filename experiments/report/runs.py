@@ -15,14 +15,16 @@ from app.config_io import flatten, from_dict
 from app.errors import UserError
 from app.tracking.delivery import last_start
 from app.tracking.settings import resolve_tracking
+from app.tracking.state import Delivered
 
 MOST_POINTS = 600
-"""Of one curve on a page: more than that no screen shows."""
+"""Of one curve on a page: no screen shows more."""
 
 
 @dataclass
 class RunRecord:
-    """A run as a page shows it."""
+    """A run as a page shows it. problem: why there are no curves. cost: dollars, as app/run/cost.py counted them; {}
+    without prices."""
 
     name: str
     folder: Path
@@ -32,8 +34,12 @@ class RunRecord:
     tags: dict[str, str] = field(default_factory=dict)
     params: dict[str, str] = field(default_factory=dict)
     status: str = ""
-    problem: str = ""  # why there are no curves
-    cost: dict[str, float] = field(default_factory=dict)  # dollars: what app/run/cost.py has counted; {} without prices
+    problem: str = ""
+    cost: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return self.manifest.get("summary") or {}
 
     def last(self, metric: str) -> float | None:
         return self.curves[metric][-1][1] if self.curves.get(metric) else None
@@ -46,7 +52,7 @@ def read_run(folder: Path) -> RunRecord:
         config = yaml.safe_load((folder / "config.yaml").read_text())
     except FileNotFoundError:
         raise UserError(
-            f"{folder} holds no run, sweep or study: write a folder that `trireme train`, sweep or scale named"
+            f"{folder} is not the folder of a run, sweep or study: write one that `trireme train`, sweep or scale named"
         ) from None
     except ValueError as error:
         raise UserError(f"{folder} is damaged: {error}") from error
@@ -56,19 +62,8 @@ def read_run(folder: Path) -> RunRecord:
     try:
         _from_mlflow(record)
     except Exception as error:  # a page without curves is better than none
-        record.problem = f"MLflow gave nothing of {record.name} ({(str(error).splitlines() or ['no reason'])[0]})"
+        record.problem = f"the metrics of {record.name} could not be read from MLflow ({_first_line(error)})"
     return record
-
-
-def client_for(record: RunRecord) -> Any:
-    """MLflow's client for the server that the run was tracked by."""
-    from mlflow.tracking import MlflowClient
-
-    tracking, spool = from_dict(record.config).tracking, record.folder / "tracking"
-    told = last_start(spool).get("uri") if spool.is_dir() else None
-    if told and not tracking.uri and "MLFLOW_TRACKING_URI" not in os.environ:
-        return MlflowClient(told)  # without a server the store is beside the run; that of a trial beside its sweep
-    return MlflowClient(resolve_tracking(tracking, str(record.folder.parent)).uri)
 
 
 def _from_mlflow(record: RunRecord) -> None:
@@ -76,23 +71,49 @@ def _from_mlflow(record: RunRecord) -> None:
     if not run_id:
         record.problem = f"{record.name} was not tracked"
         return
-    client = client_for(record)
+    tracking = from_dict(record.config).tracking
+    client = _client(record.folder, tracking.uri or resolve_tracking(tracking, str(record.folder.parent)).uri)
     run = client.get_run(run_id)
     record.status, record.tags, record.params = run.info.status, dict(run.data.tags), dict(run.data.params)
     for name in run.data.metrics:
-        points = [(p.step, p.value) for p in client.get_metric_history(run_id, name)]
-        points.sort()
+        points = sorted((p.step, p.value) for p in client.get_metric_history(run_id, name))
         every = max(1, len(points) // MOST_POINTS)
         record.curves[name] = points[::every] + ([points[-1]] if (len(points) - 1) % every else [])
 
 
-def differences(records: list[RunRecord]) -> tuple[list[str], list[list[object]]]:
-    """Configuration keys in which the runs differ: header and rows."""
-    flat = [flatten(record.config) for record in records]
-    keys = [key for key in dict.fromkeys(k for f in flat for k in f) if not key.startswith("run.")]
-    rows: list[list[object]] = []
-    for key in keys:
-        values = [f.get(key, "–") for f in flat]
-        if any(value != values[0] for value in values):
-            rows.append([key, *(str(value) for value in values)])
-    return ["key", *(record.name for record in records)], rows
+def _client(folder: Path, otherwise: str = "") -> Any:
+    """MLflow's client for the server that a folder's run was tracked by: as the environment says, else as its spool
+    does (a trial's database is beside its sweep), else `otherwise`."""
+    from mlflow.tracking import MlflowClient
+
+    spool = folder / "tracking"
+    told = last_start(spool).get("uri") if spool.is_dir() else None
+    return MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or told or otherwise)
+
+
+def store_artifacts(folder: Path, *files: Path) -> str:
+    """Puts files among the artifacts of the MLflow run that `folder` (of a run, a sweep or a study, on this machine)
+    was tracked as; a note where that was not possible."""
+    names = ", ".join(file.name for file in files)
+    spool = folder / "tracking"
+    run_id = Delivered.load(spool).run_id if spool.is_dir() else None
+    if not run_id:
+        return f"{names} is not in MLflow, since this was not tracked"
+    try:
+        for file in files:
+            _client(folder).log_artifact(run_id, str(file))
+    except Exception as error:  # the file is there; MLflow may be away
+        return f"{names} is not in MLflow ({_first_line(error)})"
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def differences(records: list[RunRecord]) -> list[dict[str, str]]:
+    """Configuration keys in which the runs differ, and the value of each."""
+    flat = {record.name: flatten(record.config) for record in records}
+    keys = dict.fromkeys(key for config in flat.values() for key in config if not key.startswith("run."))
+    rows = [{"key": key, **{name: str(config.get(key, "–")) for name, config in flat.items()}} for key in keys]
+    return [row for row in rows if len({value for name, value in row.items() if name != "key"}) > 1]

@@ -255,9 +255,10 @@ class _Study:
         self.console.say(f"  {strategy}: {verdict}")
 
     def _page(self) -> Path:
-        from experiments.report.build import study_page
+        from experiments.report.build import write
+        from experiments.scale import page
 
-        return study_page(self.folder.local_path)
+        return write(self.folder.local_path, page.content(self.head, self.folder.local_path))
 
     def _tell(self, tracker: Tracker, page: Path) -> None:
         for strategy, found in self.head["laws"].items():

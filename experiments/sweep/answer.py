@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from app.config import Config
 from app.config_io import to_dict, to_yaml, with_values
+from app.console import duration
 from app.tracking.masking import mask_tree
 from experiments.sweep import science
 from experiments.sweep.ledger import Ledger, Trial
@@ -269,11 +271,57 @@ def next_run(sweep: Sweep, ledger: Ledger, answer: Answer) -> Config:
 
 def write(sweep: Sweep, ledger: Ledger, answer: Answer, folder: Path) -> Path:
     """Writes answer.json, next.yaml, the plots and the page; the page's path."""
-    from experiments.report.build import sweep_page
+    from experiments.report import build
     from experiments.sweep import plots
 
-    plots.write(sweep, ledger, answer, folder / "plots")
     body = {**asdict(answer), "figures": answer.figures}
     (folder / "answer.json").write_text(json.dumps(body, indent=1, default=str))
     (folder / NEXT).write_text(to_yaml(mask_tree(to_dict(next_run(sweep, ledger, answer)))))
-    return sweep_page(folder)
+    return build.write(folder, page_content(sweep, ledger, answer, plots.write(sweep, ledger, answer, folder)))
+
+
+def page_content(sweep: Sweep, ledger: Ledger, answer: Answer, plots: list[tuple[str, str]]) -> dict[str, Any]:
+    """What is on the sweep's page; experiments/report/page.py says how."""
+    about, best, trials = ledger.head["about"], answer.best, list(ledger.trials.values())
+    facts = [(f"best {sweep.metric}", f"{best['value']:.4g}", best["trial"])]
+    facts += [("training time", duration(answer.spent["worker_seconds"]), f"worker-time, {len(trials)} trials")]
+    if answer.rule:
+        facts.append(("learning rate ∝", f"batch^{answer.rule.exponent:.2f}", answer.rule.name))
+    if answer.critical:
+        interval = f"95 %: {answer.critical.low:.0f} to {answer.critical.high:.0f}"
+        facts.append(("critical batch size", f"{answer.critical.batch:.0f}", interval))
+    if answer.noise:
+        facts.append(("gradient noise scale", f"{answer.noise:.0f}", "samples, measured in training"))
+    scored = [(science.value_of(trial, sweep.metric, sweep.mode), trial) for trial in trials]
+    sign = 1 if sweep.mode == "min" else -1
+    scored.sort(key=lambda pair: math.inf if pair[0] is None else sign * pair[0])
+    rows = [
+        {"trial": t.name, **{key.rsplit(".", 1)[-1]: value for key, value in t.values.items()}}
+        | {sweep.metric: "–" if value is None else value, "steps": t.last.get("step", 0)}
+        | {"seconds": round(t.last.get("seconds", 0.0), 1), "end": t.message or t.status}
+        for value, t in scored
+    ]
+    goodput_rows = [{_COLUMNS[key]: "–" if n is None else n for key, n in row.items()} for row in answer.goodput]
+    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(ledger.head["created"]))
+    how = f"sweep of {', '.join(about['space'])} by {about['searcher']}, scheduler {about['scheduler']}"
+    return {
+        "title": ledger.head["name"],
+        "about": f"{how}; begun {began}; {ledger.storage.url}",
+        "facts": facts,
+        "sections": [
+            {"title": "What was learnt", "sentences": [": ".join(line.split(maxsplit=1)) for line in answer.sentences]},
+            {"title": "Pictures", "plots": plots},
+            {"title": "Goodput", "tables": [{"rows": goodput_rows}], "note": _GOODPUT},
+            {
+                "title": "Trials",
+                "tables": [{"rows": rows, "best": [row["trial"] for row in rows].index(best["trial"])}],
+            },
+            {"title": "Failures", "sentences": [f"{t.name}: {t.message}" for t in trials if t.status == "failed"]},
+            {"title": "The sweep", "folded": {"search and experiment": json.dumps(about, indent=1)}},
+        ],
+    }
+
+
+_COLUMNS = {"batch": "batch size", "rate": "samples/s", "efficiency": "worth of a sample, measured"}
+_COLUMNS |= {"by_noise_scale": "by the noise scale", "goodput": "goodput"}
+_GOODPUT = "Throughput times statistical efficiency (Pollux, OSDI 2021), on one worker, relative to the smallest batch."

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from experiments.sweep.answer import Answer
 
 
-def write(sweep: Sweep, ledger: Ledger, answer: Answer, folder: Path) -> None:
-    """Draws what there is data for."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("*.svg"):
+def write(sweep: Sweep, ledger: Ledger, answer: Answer, folder: Path) -> list[tuple[str, str]]:
+    """Draws what there is data for in FOLDER/plots; each file, relative to the folder, with its caption."""
+    place = folder / "plots"
+    place.mkdir(parents=True, exist_ok=True)
+    for old in place.glob("*.svg"):
         old.unlink()
     found = {
         "1-heat-map": heat_map(sweep, ledger),
@@ -30,13 +31,10 @@ def write(sweep: Sweep, ledger: Ledger, answer: Answer, folder: Path) -> None:
         "4-time-to-target": time_to_target(sweep, ledger, answer),
         "5-curves": curves(sweep, ledger, answer),
     }
-    for name, figure in found.items():
-        if figure is not None:
-            (folder / f"{name}.svg").write_text(
-                figures.svg(figure).replace(
-                    "<svg ", '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" ', 1
-                )
-            )
+    drawn = {name: figure for name, figure in found.items() if figure is not None}
+    for name, figure in drawn.items():
+        (place / f"{name}.svg").write_text(figures.svg(figure))
+    return [(f"plots/{name}.svg", CAPTIONS[name]) for name in drawn]
 
 
 CAPTIONS = {
@@ -100,18 +98,10 @@ def learning_rate(answer: Answer) -> Figure | None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     figures.plain_ticks(axes, "x", batches)
-    figures.plain_ticks(axes, "y", _round_ticks([rate.rate for rate in answer.rates]))
+    figures.plain_ticks(axes, "y", figures.one_two_five([rate.rate for rate in answer.rates]))
     axes.set_xlabel("global batch size")
     axes.set_ylabel("best learning rate")
     return figure
-
-
-def _round_ticks(values: list[float]) -> list[float]:
-    """1, 2 and 5 of every decade that the values touch."""
-    low, high = min(values) / 2, max(values) * 2
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    ticks = [digit * 10.0**power for power in range(first, last + 1) for digit in (1, 2, 5)]
-    return [tick for tick in ticks if low <= tick <= high]
 
 
 def steps_to_target(sweep: Sweep, answer: Answer) -> Figure | None:
@@ -134,7 +124,7 @@ def steps_to_target(sweep: Sweep, answer: Answer) -> Figure | None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     figures.plain_ticks(axes, "x", batches)
-    figures.plain_ticks(axes, "y", _round_ticks(list(answer.steps.values())))
+    figures.plain_ticks(axes, "y", figures.one_two_five(list(answer.steps.values())))
     axes.set_ylim(min(answer.steps.values()) / 2, max(answer.steps.values()) * 2)
     axes.set_xlabel("global batch size")
     axes.set_ylabel(f"steps to {sweep.metric} {answer.target:.3g}")

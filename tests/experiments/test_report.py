@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -47,33 +48,53 @@ def test_a_run_and_two_runs(runs: Path, tmp_path: Path) -> None:
     assert "report.html" in names
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_page_is_refused(tmp_path: Path) -> None:
     ended = trireme("report", str(tmp_path))
-    assert ended.code == 2 and "holds no run, sweep or study" in ended.err
+    assert ended.code == 2 and "is not the folder of a run, sweep or study" in ended.err
     damaged = {
-        "a": ("study.json", "{", "study.json is damaged"),
-        "b": ("study.json", "{}", "says nothing of name"),
-        "c": ("study.json", '{"name": "c", "created": 0, "about": {}, "points": []}', "has measured nothing yet"),
-        "d": ("sweep.json", "{}", "has no answer yet"),
-        "e": ("run.json", "{", "is damaged"),
+        "a": ({"study.json": "{}"}, "has no answer yet"),
+        "b": ({"sweep.json": "{}", "page.json": "{"}, "page.json is damaged"),
+        "c": ({"sweep.json": "{}", "page.json": "{}"}, "page.json is damaged"),
+        "d": ({"run.json": "{", "config.yaml": "{}"}, "is damaged"),
     }
-    for name, (file, text, said) in damaged.items():
+    for name, (files, said) in damaged.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / file).write_text(text)
-        (tmp_path / name / "config.yaml").write_text("{}")
+        for file, text in files.items():
+            (tmp_path / name / file).write_text(text)
         with pytest.raises(UserError, match=said):
             build.report([str(tmp_path / name)], None)
     with pytest.raises(UserError, match="there is no folder"):
         build.report([str(tmp_path / "gone")], None)
+    with pytest.raises(UserError, match="report on it alone"):
+        build.report([str(tmp_path / "d"), str(tmp_path / "a")], None)
 
 
-def test_everything_is_escaped_and_figures_are_xml() -> None:
-    text = page.page("<b>", "a & b", [page.table(["<x>"], [["<y>"]]), page.sentences(["<z>"]), page.folded("t", "<w>")])
-    assert not re.search(r"<[bxyzw]>", text)
-    drawn = figures.svg(figures.lines({"a<b": [(0, 1.0), (1, 2.0)], "c": [(0, 1.0)]}, x="x & y", y="y"))
+def test_a_page_is_written_again_from_what_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "study.json").write_text("{}")
+    (tmp_path / "plot.svg").write_text("<svg>drawn</svg>")
+    tables = [{"rows": [{"<n>": 2, "loss": 0.5}, {"<n>": 4, "loss": "–", "why": "<y>"}], "best": 1}, {"rows": []}]
+    sections = [
+        {"title": "Some", "sentences": ["<z>"], "plots": [["plot.svg", "a plot"]], "tables": tables, "note": "noted"},
+        {"title": "Nothing", "tables": [{"rows": []}], "note": "of nothing"},
+        {"title": "More", "folded": {"t": "<w>"}},
+    ]
+    build.write(tmp_path, {"title": "<b>", "about": "a & b", "facts": [["x", "1", ""]], "sections": sections})
+    first = (tmp_path / "report.html").read_text()
+    (tmp_path / "report.html").unlink()
+    out, note = build.report([str(tmp_path)], None)
+    text = out.read_text()
+    assert text == first and "not tracked" in note
+    assert not re.search(r"<[bnyzw]>", text) and "<svg>drawn</svg>" in text
+    assert "noted" in text and "Nothing" not in text and "of nothing" not in text
+    assert re.search(r"class=n>2</td><td class=n>0\.5</td><td>–</td></tr>\s*<tr class=\"best\">", text)
+
+
+def test_figures_are_xml() -> None:
+    drawn = figures.svg(figures.lines({"a<b": [(0, 1.0), (1, 20.0)], "c": [(0, 1.0)]}, x="x & y", y="y", log_y=True))
     ElementTree.fromstring(drawn)
     values = {(1, 0.1): 1.0, (2, 0.1): 0.5, (2, 0.2): float("inf")}
     ElementTree.fromstring(figures.svg(figures.heat_map([1, 2], [0.1, 0.2], values, x="b", y="r", best_low=True)))
+    assert figures.one_two_five([0.3, 4]) == [0.2, 0.5, 1, 2, 5]
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="no browser is installed")
@@ -92,25 +113,22 @@ def test_nothing_is_wider_than_the_window_in_a_browser(runs: Path, tmp_path: Pat
     assert int(found[1]) <= int(found[2])
 
 
-def test_what_runs_cost_is_a_table(tmp_path: Path) -> None:
-    manifest = {"created": 0.0, "steps": 9, "starts": 1, "status": "finished", "summary": {"seconds": 1800.0}}
-    paid = RunRecord("paid", tmp_path, manifest, {"task": "x", "workers": "4"})
-    paid.cost = {"total": 12.5, "start": 0.25, "restarts": 0.0, "idle": 1.0}
-    free, unknown = (RunRecord(name, tmp_path, manifest, {"task": "x", "workers": "2"}) for name in ("free", "old"))
-    unknown.manifest = {**manifest, "summary": None}
-    found = re.sub(r"<[^>]+>", " ", run_page._cost([paid, free, unknown]))
-    assert re.search(r"paid\s+2\s+12\.5\s+0\.25\s+0\s+1\s+free\s+1\s+–", found) and "old" not in found, found
-    assert "dollars" not in run_page._cost([free]) and run_page._cost([unknown]) == ""
+def record(name: str, folder: Path, summary: dict[str, float] | None = None, **more: Any) -> RunRecord:
+    manifest = {"created": 0.0, "steps": 9, "starts": 1, "status": "finished", "summary": summary}
+    return RunRecord(name, folder, manifest, {"task": "x", "workers": "2"}, **more)
 
 
-def test_the_stages_of_a_pipeline_are_a_table(tmp_path: Path) -> None:
-    manifest = {"created": 0.0, "steps": 9, "starts": 1, "status": "finished"}
+def test_what_runs_cost_and_their_stages_are_tables(tmp_path: Path) -> None:
+    dollars = {"total": 12.5, "start": 0.25, "restarts": 0.0, "idle": 1.0}
     seconds = {"compute": 0.02, "wait": 0.003, "handover": 0.0001, "reduce": 0.0}
     values = {f"pipeline/stage_{stage}/{what}_seconds": n for stage in (0, 1) for what, n in seconds.items()}
     values |= {"pipeline/bubble": 0.12, "pipeline/bubble_by_formula": 1 / 9, "pipeline/bubble_by_simulation": 0.115}
-    curves = {name: [(5.0, value)] for name, value in values.items()}
-    record = RunRecord("staged", tmp_path, manifest, {"task": "x", "workers": "2"}, curves)
-    found = re.sub(r"<[^>]+>", " ", "".join(run_page._stages([record])))
-    assert re.search(r"staged\s+1\s+20\.00\s+3\.00\s+0\.10\s+0\.00", found), found
-    assert re.search(r"measured\s+formula\s+simulated\s+staged\s+12\.0%\s+11\.1%\s+11\.5%", found), found
-    assert run_page._stages([RunRecord("plain", tmp_path, manifest, {})]) == []
+    staged = record("staged", tmp_path, curves={name: [(5.0, value)] for name, value in values.items()})
+    paid = record("paid", tmp_path, {"seconds": 1800.0}, cost=dollars)
+    text = page.render(run_page.content([paid, record("free", tmp_path, {"seconds": 1800.0}), staged]), tmp_path)
+    found = re.sub(r"<[^>]+>", " ", text)
+    assert re.search(r"paid\s+1\s+12\.5\s+0\.25\s+0\s+1\s+free\s+1\s+–", found)
+    assert re.search(r"staged\s+1\s+20\.00\s+3\.00\s+0\.10\s+0\.00", found)
+    assert re.search(r"measured\s+formula\s+simulated\s+staged\s+12\.0%\s+11\.1%\s+11\.5%", found)
+    plain = page.render(run_page.content([record("plain", tmp_path)]), tmp_path)
+    assert "Cost" not in plain and "Stages" not in plain

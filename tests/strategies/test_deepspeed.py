@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.parity import curves, reshard
+from experiments.parity import curves
 from experiments.parity.curves import Curve
 from strategies import deepspeed, registry
 from strategies.layout import LayoutError
@@ -32,14 +32,15 @@ def _options(stage: int) -> Options:
 def _everything(_: int, folder: str) -> tuple[dict[int, Curve], dict[str, Curve], list[str]]:
     """Each stage's curve, those continued from another's checkpoint, and what is said of another model's. In one call:
     the engine keeps the process group that it met first."""
-    curves = {stage: curves.train(gpt_trial(**TRIAL), DEEPSPEED, _options(stage), CPU) for stage in (1, 2, 3)}
+    stages = {stage: curves.train(gpt_trial(**TRIAL), DEEPSPEED, _options(stage), CPU) for stage in (1, 2, 3)}
     ways: dict[str, Any] = {"deepspeed": (DEEPSPEED, _options(2)), "fsdp": (FSDP, Options())}
     continued = {}
     for first, second in itertools.permutations(ways):
         place = f"{folder}/{first}"
-        reshard.begin(gpt_trial(**TRIAL), *ways[first], CPU, place, 5)
-        continued[f"{first} → {second}"] = reshard.resume(gpt_trial(**TRIAL), *ways[second], CPU, place, 5)
-    return curves, continued, _another_models()
+        curves.train(gpt_trial(**TRIAL), *ways[first], CPU, steps=range(5), save=place)
+        rest = curves.train(gpt_trial(**TRIAL), *ways[second], CPU, steps=range(5, 10), load=place)
+        continued[f"{first} → {second}"] = rest
+    return stages, continued, _another_models()
 
 
 def _another_models() -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.parity import curves, reshard
+from experiments.parity import curves
 from experiments.parity.curves import Curve, Difference
 from experiments.parity.rows import ROWS, THREE, Row
 from strategies.parallelize import Options
@@ -33,12 +33,12 @@ def _train_zoo(_: int, row: Row, name: str) -> Curve:
 
 def _begin(_: int, row: Row, folder: str) -> None:
     trial, options = row.applied(gpt_trial(**EVERYTHING, steps=6), Options())
-    reshard.begin(trial, row.layout, options, CPU, folder, 3)
+    curves.train(trial, row.layout, options, CPU, steps=range(3), save=folder)
 
 
 def _resume(_: int, row: Row, folder: str) -> Curve:
     trial, options = row.applied(gpt_trial(**EVERYTHING, steps=6), Options())
-    return reshard.resume(trial, row.layout, options, CPU, folder, 3)
+    return curves.train(trial, row.layout, options, CPU, steps=range(3, 6), load=folder)
 
 
 def _on_ranks(func: Any, row: Row, *args: Any) -> Any:

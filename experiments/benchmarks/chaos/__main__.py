@@ -80,21 +80,6 @@ def useful(layout: str, kills: int, every: float, step_seconds: float, seed: int
         click.echo(table(measure(Path(folder), layout, kills, every, seed, step_seconds), layout))
 
 
-@main.command("peers")
-@click.option("--python", default=".venv-peers/bin/python", show_default=True, help="Python of `make peers`.")
-@click.option("--kills", default=40, type=click.IntRange(1), show_default=True, help="Of each.")
-@click.option("--each", default=5, show_default=True, help="Kills of one run.")
-@click.option("--seed", default=0, show_default=True)
-@click.option("--only", default="", help="Accelerate or Lightning.")
-def peers(python: str, kills: int, each: int, seed: int, only: str) -> None:
-    """The same kills on Accelerate's and Lightning's own resume, with their documented settings."""
-    from experiments.benchmarks.chaos.peers import PEERS, measure, table
-
-    if not Path(python).exists():
-        raise click.ClickException(f"there is no {python}: `make peers` makes it")
-    click.echo(table({peer: measure(python, peer, kills, each, seed) for peer in PEERS if only in peer}))
-
-
 @main.command("elastic")
 @click.option("--launcher", default="ray", show_default=True, type=click.Choice(["ray", "actors"]))
 @click.option("--out", default="", help="Folder of run, MLflow database and results; default: runs/elastic-LAUNCHER.")

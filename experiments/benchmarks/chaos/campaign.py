@@ -109,5 +109,4 @@ def write(folder: Path, rows: list[dict[str, Any]], seed: int) -> dict[str, Any]
     """The summary and the page."""
     summary = page.summary(rows, seed)
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    (folder / "index.html").write_text(page.render(rows, summary))
     return summary

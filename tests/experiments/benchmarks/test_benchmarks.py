@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from experiments.benchmarks import abba, operators, pairs, ratios
+from experiments.benchmarks import abba, pairs
 from experiments.benchmarks.record import Ratio, keep, kept
 from experiments.benchmarks.step import BLOCK_STEPS, OURS
 from experiments.benchmarks.turns import TakesTurns
@@ -125,26 +124,6 @@ def test_a_kept_ratio_replaces_its_own_label_alone_and_says_where_it_is_from(tmp
     assert one["command"].startswith("python -m experiments.benchmarks step")
 
 
-def test_the_picture_has_a_row_for_every_ratio(tmp_path: Path) -> None:
-    found = {
-        "step": {"gpt, fsdp": Ratio(0.93, 0.91, 0.96, 8, 1.0)},
-        "saving": {"mnist, ddp": Ratio(1.03, 1.0, 1.07, 9)},
-    }
-    ratios.draw(found, tmp_path / "ratios.svg")
-    text = (tmp_path / "ratios.svg").read_text()
-    for words in ("gpt, fsdp", "mnist, ddp", *(ratios.ABOUT[name] for name in found)):
-        assert words in text
-    ratios.draw(found, tmp_path / "ratios.png")
-    assert 2_000 < (tmp_path / "ratios.png").stat().st_size < 200_000
-
-
-def test_every_ratio_that_is_in_the_repository_is_whole_and_drawn() -> None:
-    for name, found in kept().items():
-        assert name in ratios.ABOUT and found
-        assert all(r.low <= r.ratio <= r.high for r in found.values())
-    assert ratios.PICTURE.stat().st_size < 200_000
-
-
 @pytest.mark.alone
 @pytest.mark.slow
 def test_both_pairs_are_measured_in_one_run() -> None:
@@ -152,45 +131,3 @@ def test_both_pairs_are_measured_in_one_run() -> None:
         found = pairs.run(name, "mnist", 2)
         low, high = found["interval"]
         assert low <= found["ratio"] <= high and min(found["ms"].values()) > 0
-
-
-class _Doubling(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.mm(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * 2
-
-
-def test_a_profile_tells_operators_from_what_is_in_none() -> None:
-    x = torch.randn(64, 64, requires_grad=True)
-
-    def step() -> None:
-        with torch.profiler.record_function("FSDP::all_gather (blocks.0)"):
-            time.sleep(0.02)
-        _Doubling.apply(x).sum().backward()
-
-    found = operators._watched(step, 4, watching=True)
-    own = found["operators"]
-    assert own["aten::mm"][1] == 1 and own["aten::mul"][1] == 1
-    assert not [
-        name for name in own if "autograd" in name or name == operators.STEP or "Doubling" in name or "FSDP" in name
-    ]
-    assert 0 < sum(ms for ms, _ in own.values()) < found["watched_ms"] - 19.9  # the sleep is in no operator
-    assert operators._watched(step, 2, watching=False) == {}
-
-
-def test_a_profile_stands_side_by_side_with_the_largest_first() -> None:
-    a = {"ms": 9.0, "watched_ms": 10.0, "operators": {"aten::mm": [4.0, 2.0], "aten::add": [1.0, 8.0]}}
-    b = {"ms": 8.0, "watched_ms": 11.0, "operators": {"aten::mm": [3.0, 2.0], "aten::cat": [6.0, 1.0]}}
-    lines = operators.shown({"by hand": a, "Trireme": b}, "x", 2).splitlines()[4:]
-    assert lines == [
-        "| `aten::cat` | 0.00 | 0.0 | 6.00 | 1.0 |",
-        "| `aten::mm` | 4.00 | 2.0 | 3.00 | 2.0 |",
-        "| 1 other operators | 1.00 | 8.0 | 0.00 | 0.0 |",
-        "| **in no operator** | **5.00** |  | **2.00** |  |",
-        "| a step, watched | 10.00 |  | 11.00 |  |",
-        "| a step, not watched | 9.00 |  | 8.00 |  |",
-    ]

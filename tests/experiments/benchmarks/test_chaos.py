@@ -87,10 +87,7 @@ def test_the_page_counts_what_went_wrong() -> None:
     bad["again"] = campaign.again(0, 1, 10, ["worker"])
     totals = page.summary([row, bad], 0)
     assert (totals["kills"], totals["other_weights"], totals["lost_or_repeated"]) == (2, 1, 0)
-    shown = page.render([row, bad], totals)
-    assert "chaos --seed 0 --run 1 --each 10 --victims worker" in shown, "how to have it once more"
     assert totals["of"] == {"ddp": {"worker": 2}} and totals["hangs"] == 0
-    assert "run-&lt;1&gt;: the final weights" in shown and "SIGKILL of rank 0 after 0.50 s" in shown
 
 
 @pytest.mark.alone
