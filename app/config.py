@@ -65,10 +65,10 @@ class ParallelConfig:
     """With pp: chunks of the model on each stage; 2 or more for interleaved_1f1b, 2 for zbv."""
     stages: Optional[list[int]] = None
     """With pp: blocks of each chunk, first to last (their sum is the model's). null: balanced by estimated cost, and
-    again by measured times (recut)."""
-    recut: bool = True
-    """With pp: after the first steps cut again, once, if by their times another cut is at least 5 % better. Random
-    numbers (dropout) depend on the cut, so train.deterministic turns this off."""
+    again by measured times (rebalance)."""
+    rebalance: bool = True
+    """With pp: after the first steps move blocks between stages, once, if by their times the step would be at least 5 %
+    shorter. Random numbers (dropout) depend on the stages, so train.deterministic turns this off."""
     stage_resources: list[dict[str, float]] = field(default_factory=list)
     """With pp: Ray resources of each stage's workers, first to last, so that unlike GPUs serve in one pipeline.
     Empty: resources_per_worker for all."""
@@ -160,7 +160,7 @@ class CheckpointConfig:
     every_seconds: Optional[float] = 300.0
     """Save when this many seconds have passed since the last save. null: never by time."""
     auto: bool = False
-    """Choose checkpoint.every_seconds while training, from what a save is measured to cost and how often the run has
+    """Choose checkpoint.every_seconds while training, from the measured cost of a save and how often the run has
     failed (Young's and Daly's formula)."""
     keep_last: int = 2
     """Committed checkpoints that are kept, newest first."""
@@ -203,12 +203,13 @@ class FaultConfig:
     """Seconds that a lost worker's place may take to come back (cluster.wait_seconds where an autoscaler may add
     nodes). Then the run goes on with the largest layout there is room for, cluster.min_workers at least, at the same
     global batch, and grows again when there is room. null: it waits. Not with parallel.stage_resources."""
-    spares: int = 1
-    """With pp > 1 or launcher=actors: idle processes kept ready on each node, to take a dead worker's place at once."""
+    start_seconds: float = 180.0
+    """Seconds in which every worker must begin, once it has its place; the attempt is given up and tried again then."""
     hang_seconds: float = 10.0
-    """A silence at least this long, and five times longer than any before it, is looked into; if no worker gets on for
-    as long again, or twice the longest, the one that holds the others up is replaced. Before the second step only one
-    that does not answer for three times this (20 s at least). Ten times this with train.compile. 0: never."""
+    """A run without progress for this long, and for five times the longest pause before, is suspected to hang; if
+    nothing moves for as long again, or twice the longest pause, the worker that holds up the others is ended. Before
+    the second step only one that does not answer for three times this (20 s at least). Ten times this with
+    train.compile. 0: never."""
 
 
 @dataclass(frozen=True)
@@ -245,9 +246,9 @@ class Config:
     resources_per_worker: dict[str, float] = field(default_factory=dict)
     """Ray resources of one worker. Empty: one GPU where workers use GPUs, else one CPU."""
     launcher: str = "auto"
-    """ray (Ray Train's workers; with pp > 1 actors), actors (warm Ray actors for any strategy: watched, replaced from
-    spares), local (this process), or torchrun (the environment torchrun or Slurm made). auto: torchrun where its
-    environment is found, else ray."""
+    """ray (Ray Train's TorchTrainer; Ray actors where pp > 1), actors (Ray actors for any strategy), local (this
+    process), or torchrun (the processes that torchrun or Slurm started). auto: torchrun where its environment is found,
+    else ray."""
     budget: Optional[float] = None
     """US dollars that this run may cost, over all its starts: it saves and stops before it is overspent. null: no
     limit. Needs prices: of cluster.file, else the list prices of its GPUs (cluster/hardware.yaml)."""

@@ -23,7 +23,7 @@ _NOT_NEGATIVE = (
     "parallel.bucket_mb parallel.profile_every train.seed train.data_workers optimizer.lr optimizer.weight_decay "
     "optimizer.eps "
     "schedule.warmup_steps schedule.final_fraction tracking.system_metrics_every tracking.flush_timeout "
-    "fault.max_restarts fault.spares fault.hang_seconds fault.elastic_seconds"
+    "fault.max_restarts fault.start_seconds fault.hang_seconds fault.elastic_seconds"
 )
 CHOICES = {
     "launcher": ("auto", "ray", "actors", "local", "torchrun"),

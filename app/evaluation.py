@@ -13,7 +13,7 @@ from strategies.parallel import plain_tensor
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from app.heartbeat import Beat
+    from app.heartbeat import Heartbeat
     from app.tasks.base import Task
     from strategies.parallelize import Parallel
 
@@ -26,7 +26,7 @@ def evaluate(
     batch_size: int,
     data_rank: int,
     device: torch.device,
-    beat: Beat,
+    heartbeat: Heartbeat,
 ) -> dict[str, float]:
     """The task's metrics as means over all items of `data`; every rank gets the same numbers.
 
@@ -38,7 +38,7 @@ def evaluate(
     dims = parallel.layout.dims
     for batch, weight in eval_batches(data, batch_size=batch_size, dp_rank=data_rank, dp_size=dims.dp, device=device):
         values = parallel.forward(task.metrics, batch)
-        beat.ticks += 1
+        heartbeat.ticks += 1
         if values is None:  # a pipeline's last stage has them
             continue
         count = torch.as_tensor(task.items(batch) if weight else 0, dtype=torch.float64, device=device)

@@ -1,20 +1,22 @@
-"""A worker's sign of life: what it does and how often it has got on; written by the loop, read by who watches it.
-
-The other way goes one wish: a checkpoint, soon."""
+"""A worker's heartbeat: what it does and how far it is, written by the loop, read by another thread at any moment."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-SLOW = ("starting", "saving", "ending")
-"""What may take as long as a model is large or a storage slow; a step and a batch of evaluation have a history."""
+UNBOUNDED_PHASES = ("starting", "saving", "ending")
+"""Phases whose duration depends on the size of the model and the storage; a step has a history to compare with."""
 
 
 @dataclass
-class Beat:
-    """A few plain stores per step, so that it costs the loop nothing; another thread may read it at any moment."""
+class Heartbeat:
+    """A few plain stores per step, so that it costs the loop nothing."""
 
-    doing: str = "starting"  # starting, reading, training, evaluating, saving, ending
-    step: int = 0  # optimizer steps done
-    ticks: int = 0  # grows whenever anything is done
-    save: bool = False  # set by who watches: a checkpoint is wanted at the next pulse
+    phase: str = "starting"
+    """starting, reading, training, evaluating, saving, ending or finished."""
+    step: int = 0
+    """Optimizer steps taken."""
+    ticks: int = 0
+    """Grows with every batch of an evaluation."""
+    save_requested: bool = False
+    """Set from outside: a checkpoint is wanted at the next boundary."""

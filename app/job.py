@@ -1,4 +1,4 @@
-"""What a worker is given: the job, its place among its peers, and a channel to the driver."""
+"""What a worker is given: the job, its place among the other ranks, and a channel to the driver."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 
 from app.config import Config
 from app.errors import UserError
-from app.heartbeat import Beat
-from strategies.parallelize import Layout, Options
+from app.heartbeat import Heartbeat
+from strategies.layout import Layout
+from strategies.options import Options
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,12 @@ class Job:
     attempt: str  # this start of the run; a later one supersedes it
     run_uid: str
     steps: int  # optimizer steps in all
-    cwd: str  # the driver's current folder: what relative paths in the configuration are relative to
+    cwd: str  # the driver's current folder, to which relative paths in the configuration refer
     stages: tuple[int, ...] | None = None  # blocks per part of a pipeline, as measured; None: the strategy decides
-    may_recut: bool = True  # whether measured times may lead to another cut
-    between_failures: float = 30 * 86400.0  # mean seconds, as far as the driver knows
+    may_rebalance: bool = True  # whether measured times may move blocks between stages
+    mtbf_seconds: float = 30 * 86400.0  # mean time between failures, as far as the driver knows
     leased: bool = False  # whether its driver keeps a lease in the folder: where none is found, the storage is away
-    spot: str = ""  # the cloud whose warnings are to be heard, where its cluster has spot machines
+    spot_provider: str = ""  # the cloud whose preemption notices are watched, where its cluster has spot machines
 
     @property
     def checkpoints(self) -> str:
@@ -40,7 +41,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands among its peers."""
+    """A rank's place among the others."""
 
     rank: int
     world_size: int
@@ -49,20 +50,32 @@ class Place:
 
 
 class Channel(Protocol):
-    """How a worker reaches the driver. Events of ranks other than 0 go nowhere, but for warnings."""
+    """How a worker reaches the driver. Of ranks other than 0 only warnings and notices are sent."""
+
+    heartbeat: Heartbeat
 
     def emit(self, event: dict[str, Any]) -> None:
-        """Sends an event on its way and returns at once."""
+        """Sends an event and returns at once."""
 
     def stop_requested(self) -> bool:
-        """Whether somebody asked this run to save and stop."""
-
-    def follow(self, beat: Beat) -> None:
-        """Where to read, at any moment and from any thread, how far this worker is."""
+        """Whether the run is asked to save and stop."""
 
 
-def options(config: Config, stages: tuple[int, ...] | None = None) -> Options:
-    """The part of the configuration that strategies take. stages: a pipeline's cut where the configuration has none."""
+class SilentChannel:
+    """The Channel of a worker that has nothing to say; `stopping` asks it to stop."""
+
+    def __init__(self) -> None:
+        self.heartbeat = Heartbeat()
+        self.stopping = False
+
+    def emit(self, event: dict[str, Any]) -> None: ...
+
+    def stop_requested(self) -> bool:
+        return self.stopping
+
+
+def strategy_options(config: Config, stages: tuple[int, ...] | None = None) -> Options:
+    """The part of the configuration that strategies take. stages: of a pipeline, where the configuration has none."""
     train, parallel = config.train, config.parallel
     return Options(
         activation_checkpointing=train.activation_checkpointing,
@@ -90,7 +103,7 @@ def _deepspeed(path: str) -> dict[str, Any]:
     try:
         found = json.loads(Path(path).expanduser().read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"parallel.deepspeed is {path!r}, which is no readable DeepSpeed JSON: {error}") from error
+        raise UserError(f"parallel.deepspeed is {path!r}, which cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):
         raise UserError(f"parallel.deepspeed is {path!r}, which holds no JSON object: write {{...}} there")
     return found

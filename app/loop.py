@@ -1,13 +1,16 @@
-"""The training loop. The same one runs in a TorchTrainer worker, under torchrun, and in a plain process.
+"""The training loop. The same one runs in Ray Train's workers, in a stage's actor, under torchrun, and in one process.
 
-It imports neither Ray nor MLflow: what it has to say goes to the `Channel` it is handed, which on all ranks but the
-first says nothing. One optimizer step is `Training.step`; everything around it happens at a `Pulse`.
+    for each step:   micro-batches → forward, backward → gradient norm, clip → optimizer.step()
+    at a boundary:   ranks agree (step_sync.py) → metrics → evaluation → checkpoint
+
+It imports neither Ray nor MLflow: what it has to say goes to the `Channel` that it is given, which sends nothing on all
+ranks but the first. No step waits for the device; only boundaries do, about once a second.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,54 +20,50 @@ import torch.distributed as dist
 
 from app.data.loader import fetch, rows, train_batches
 from app.evaluation import evaluate
-from app.heartbeat import Beat
-from app.job import Channel, Job, Place, memory_bytes, options
+from app.job import Channel, Job, Place, memory_bytes, strategy_options
 from app.loss_scale import LossScale
 from app.noise_scale import NoiseScale
 from app.optimizer import build_optimizer, learning_rate, set_learning_rate
 from app.persistence import Persistence, Progress
-from app.pipeline_profile import StageProfile
+from app.pipeline_monitor import PipelineMonitor, release_stages
 from app.randomness import seed_everything, seed_step
-from app.rebalance import Recut, let_go
-from app.step_sync import Agreement, Pulse
+from app.step_sync import Agreement, StepSync
 from app.tasks import load_task
 from strategies.cpu_collectives.allocator import keep_freed_memory
 from strategies.parallelize import parallelize
 
+Summary = dict[str, Any]
 
-def train(job: Job, place: Place, channel: Channel) -> dict[str, Any]:
-    """Trains until `job.steps` or until asked to stop; returns rank 0's summary.
+
+def train(job: Job, place: Place, channel: Channel) -> Summary:
+    """Trains until `job.steps`, or until asked to stop; returns the summary, rank 0's with all metrics.
 
     Raises:
         NonFiniteError: the loss or gradient stopped being finite.
         UserError: the checkpoint to resume from, or the data, is not usable.
     """
-    summary, better = _until_another_cut(job, place, channel, None)
-    if better is not None:
-        let_go()
-        summary, _ = _until_another_cut(replace(job, stages=better), place, channel, summary)
-    return summary
-
-
-def _until_another_cut(
-    job: Job, place: Place, channel: Channel, before: dict[str, Any] | None
-) -> tuple[dict[str, Any], tuple[int, ...] | None]:
-    """Trains to the end, or until a pipeline is to be cut otherwise; before: the summary of what led to this cut."""
-    training = Training(job, place, channel)
-    try:
-        if before is None:
-            training.recut = Recut.of(job, training.parallel, training.done)
-        return training.run(before), training.better
-    finally:
-        training.close()
+    summary: Summary | None = None
+    while True:
+        training = Training(job, place, channel)
+        try:
+            summary = training.run(summary)
+        finally:
+            training.close()
+        stages = training.better_stages
+        del training
+        if stages is None:
+            return summary
+        release_stages()
+        job = replace(job, stages=stages, may_rebalance=False)
 
 
 class Training:
+    """One rank's part of a run: model, optimizer, data, and how far they are."""
+
     def __init__(self, job: Job, place: Place, channel: Channel) -> None:
         config = self.config = job.config
-        self.job, self.place, self.channel = job, place, channel
-        self.beat = Beat()
-        channel.follow(self.beat)
+        self.job, self.place, self.channel, self.heartbeat = job, place, channel, channel.heartbeat
+        self.heartbeat.phase = "starting"
         if config.train.deterministic:
             torch.use_deterministic_algorithms(True)
         if place.device.type == "cpu":
@@ -72,92 +71,84 @@ class Training:
         self.task = load_task(config.task, config.task_args)
         self.data = self.task.train_data()
         self.memory_before = memory_bytes(place.device)  # without a model
-
-        def build() -> torch.nn.Module:
-            seed_everything(config.train.seed)
-            return self.task.build_model()
-
+        self.dims = job.layout.dims
+        self.data_rank = self.dims.data_rank(place.rank)
         self.parallel = parallelize(
-            build,
+            self._build_model,
             job.layout,
-            replace(options(config, job.stages), float_output=self.task.float_output),
+            replace(strategy_options(config, job.stages), float_output=self.task.float_output),
             device=place.device,
             blocks=self.task.blocks,
             tensor_plan=self.task.tensor_plan,
-            example=(self.task.loss, fetch(self.data, [(0, 0)])) if job.layout.dims.pp > 1 else None,
+            example=(self.task.loss, fetch(self.data, [(0, 0)])) if self.dims.pp > 1 else None,
         )
         self.optimizer = self.parallel.adopt(build_optimizer(config.optimizer, self.parallel.parameters()))
         self.scale = LossScale(config.train.precision == "fp16")
-        self.dims = job.layout.dims
-        self.data_rank = self.dims.data_rank(place.rank)
-        self.kept = Persistence(job, place, channel, self.parallel, self.optimizer, self.scale)
+        self.persistence = Persistence(job, place, channel, self.parallel, self.optimizer, self.scale)
         self.progress = Progress()
         self.items_per_sample = self._count_items()
         self.parameters = self._count_parameters()
-        self.resumed_from = self.kept.resume(self.progress)
+        self.resumed_from = self.persistence.resume(self.progress)
         self.noise = NoiseScale.of(self.parallel, config.train.noise_scale_every, config.train.global_batch_size)
-        self.pulse = Pulse(place.rank, place.world_size, self.dims.tp, self.done + 1)
-        self.profile = StageProfile.of(config, self.parallel, channel)
-        self.recut: Recut | None = None
-        self.better: tuple[int, ...] | None = None  # the cut that a pipeline is to go on with
+        self.sync = StepSync(place.rank, place.world_size, self.dims.tp, self.steps_done + 1)
+        self.monitor = PipelineMonitor.of(job, self.parallel, channel, self.steps_done)
+        self.better_stages: tuple[int, ...] | None = None  # blocks per part that a pipeline is to continue with
 
     @property
-    def done(self) -> int:
-        """Optimizer steps taken."""
+    def steps_done(self) -> int:
         return self.progress.step
+
+    def _build_model(self) -> torch.nn.Module:
+        seed_everything(self.config.train.seed)
+        return self.task.build_model()
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
-    def run(self, before: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Trains; before: the summary of the same start with another cut, which this goes on from."""
-        began = time.monotonic() - (before["seconds"] if before else 0.0)
-        if before is None:
+    def run(self, earlier: Summary | None = None) -> Summary:
+        """Trains; earlier: the summary of this start with other stages, which is continued."""
+        began = time.monotonic() - (earlier["seconds"] if earlier else 0.0)
+        if earlier is None:
             self._announce()
         else:
-            self.resumed_from = before["resumed_from"]
+            self.resumed_from = earlier["resumed_from"]
         stopped = False
         batches = self.batches()
         try:
-            while self.done < self.job.steps and not stopped:
+            while self.steps_done < self.job.steps and not stopped:
                 stopped = self.advance(batches)
         finally:
             getattr(batches, "close", lambda: None)()
-        self.beat.doing = "ending"
+        self.heartbeat.phase = "ending"
         if not stopped:
-            self.kept.keep_weights()
-        self.kept.finish(self.progress)
+            self.persistence.keep_weights()
+        self.persistence.finish(self.progress)
         return self._summary(stopped, time.monotonic() - began)
 
     def advance(self, batches: Iterator[list[Any]]) -> bool:
         """One step, and what is due after it; true when the run is to stop."""
-        take: Callable[[], None] = partial(self._take, batches)
-        if self.recut is not None:
-            take = partial(self.recut.around, self.done + 1, take)
-        if self.profile is not None:
-            take = partial(self.profile.around, self.done + 1, take, self._metrics)
-        take()
+        if self.heartbeat.phase == "training":  # waiting for data has a limit of its own, after the first step
+            self.heartbeat.phase = "reading"
+            micro_batches = next(batches)
+            self.heartbeat.phase = "training"
+        else:
+            micro_batches = next(batches)
+        if self.monitor is None:
+            self.step(micro_batches)
+        else:
+            self.monitor.take(self.steps_done + 1, partial(self.step, micro_batches), self._metrics)
         return self._is_boundary() and self._boundary()
-
-    def _take(self, batches: Iterator[list[Any]]) -> None:
-        begun = self.beat.doing == "training"
-        if begun:
-            self.beat.doing = "reading"
-        batch = next(batches)
-        if begun:
-            self.beat.doing = "training"
-        self.step(batch)
 
     def step(self, micro_batches: list[Any]) -> None:
         """One optimizer step: the gradient's exact mean over the global batch, from micro-batches; the update."""
         config, parallel, task = self.config, self.parallel, self.task
-        step = self.done + 1
+        step = self.steps_done + 1
         seed_step(config.train.seed, step, self.data_rank, self.place.device)
         batch = config.train.global_batch_size
-        rate = learning_rate(config.optimizer, config.schedule, self.done, self.job.steps, batch)
+        rate = learning_rate(config.optimizer, config.schedule, self.steps_done, self.job.steps, batch)
         set_learning_rate(self.optimizer, rate)
         scale = self.scale.scale if self.scale.enabled else 1.0
         passes = self.noise if self.noise is not None and self.noise.due(step) else parallel
-        loss = passes.forward_backward(micro_batches, self._shares(micro_batches), task.loss, scale)
+        loss = passes.forward_backward(micro_batches, self._weights(micro_batches), task.loss, scale)
         logged = self._is_logged(step)
         self.scale.unscale_(parallel.parameters())
         norm = None
@@ -166,13 +157,13 @@ class Training:
         if self.scale.accepts(norm, step):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.progress.step = self.beat.step = step
+        self.progress.step = self.heartbeat.step = step
         self.progress.samples_seen += batch
-        self.pulse.add(loss)
+        self.sync.add(loss)
         if logged:
-            self.pulse.log(step, rate, norm)
+            self.sync.log(step, rate, norm)
 
-    def _shares(self, micro_batches: list[Any]) -> list[Any]:
+    def _weights(self, micro_batches: list[Any]) -> list[Any]:
         """Each micro-batch's part of the global batch's items; they sum to 1 over micro-batches and data ranks."""
         if self.task.items_vary:
             items = [self.task.items(batch) for batch in micro_batches]
@@ -181,6 +172,7 @@ class Training:
         return [rows(batch) / self.config.train.global_batch_size for batch in micro_batches]
 
     def batches(self) -> Iterator[list[Any]]:
+        """This rank's micro-batches, a list for each step."""
         config = self.config.train
         return train_batches(
             self.data,
@@ -190,56 +182,56 @@ class Training:
             dp_rank=self.data_rank,
             dp_size=self.dims.dp,
             samples_seen=self.progress.samples_seen,
-            steps=self.job.steps - self.done,
+            steps=self.job.steps - self.steps_done,
             device=self.place.device,
             data_workers=config.data_workers,
         )
 
-    # --- between steps ------------------------------------------------------------------------------------------
+    # --- boundaries ---------------------------------------------------------------------------------------------
 
     def _is_logged(self, step: int) -> bool:
         return step == 1 or step % self.config.train.log_every == 0 or step == self.job.steps
 
     def _is_boundary(self) -> bool:
-        save, check = self.config.checkpoint.every_steps, self.config.train.eval_every
-        scheduled = (save and self.done % save == 0) or (check and self.done % check == 0)
-        measured = self.recut is not None and self.recut.due(self.done)
-        return bool(scheduled) or measured or self.done == self.job.steps or self.pulse.due(self.done)
+        step, save, check = self.steps_done, self.config.checkpoint.every_steps, self.config.train.eval_every
+        scheduled = (save and step % save == 0) or (check and step % check == 0)
+        measured = self.monitor is not None and self.monitor.due(step)
+        return bool(scheduled) or measured or step == self.job.steps or self.sync.due(step)
 
     def _boundary(self) -> bool:
         """Agrees with the other ranks on what happened and what to do now; true when the run is to stop."""
-        config, step = self.config, self.done
-        stop, save = self.channel.stop_requested(), self.kept.overdue() or self.beat.save
-        self.beat.save = False
-        agreed = self.pulse.agree(step, stop=stop, save=save, may_be_infinite=self.scale.enabled)
+        config, step = self.config, self.steps_done
+        stop, save = self.channel.stop_requested(), self.persistence.overdue() or self.heartbeat.save_requested
+        self.heartbeat.save_requested = False
+        agreed = self.sync.agree(step, stop=stop, save=save, may_be_infinite=self.scale.enabled)
         self._report(agreed)
         if self.noise is not None and (found := self.noise.values()):
             self._metrics(step, found)
         last = step == self.job.steps
         if last or (config.train.eval_every and step % config.train.eval_every == 0):
             self._evaluate()
-        if self.recut is not None and self.recut.due(step) and not agreed.stop:
-            self.better = self.recut.decide(step, self.channel)
-        stop_here = agreed.stop or self.better is not None
+        if self.monitor is not None and self.monitor.due(step) and not agreed.stop:
+            self.better_stages = self.monitor.better_stages(step)
+        stop_here = agreed.stop or self.better_stages is not None
         every = config.checkpoint.every_steps
         if last or agreed.save or stop_here or (every and step % every == 0):
-            self.beat.doing = "saving"
-            self.kept.save(self.progress)
-        self.kept.check()
-        self.beat.doing = "training"
+            self.heartbeat.phase = "saving"
+            self.persistence.save(self.progress)
+        self.persistence.check()
+        self.heartbeat.phase = "training"
         return stop_here and not last
 
     def _report(self, agreed: Agreement) -> None:
-        batch = self.config.train.global_batch_size
-        rate = batch / agreed.seconds_per_step
-        per_sample = self.items_per_sample
+        """Metrics of the steps since the last boundary, and how far the run is."""
+        rate = self.config.train.global_batch_size / agreed.seconds_per_step
+        items_rate = rate * self.items_per_sample
         for entry in agreed.logged:
             values = {"train/loss": entry.loss, "train/lr": entry.learning_rate}
             if entry.grad_norm is not None:
                 values["train/grad_norm"] = entry.grad_norm
             if entry is agreed.logged[-1]:  # one number for all of them
                 values["train/samples_per_second"] = rate
-                values[f"train/{self.task.unit}_per_second"] = rate * per_sample
+                values[f"train/{self.task.unit}_per_second"] = items_rate
             if self.scale.enabled:
                 values["train/loss_scale"] = self.scale.scale
             self._metrics(entry.step, values, entry.time)
@@ -249,7 +241,7 @@ class Training:
                 "step": agreed.step,
                 "steps": self.job.steps,
                 "loss": self.progress.latest.get("train/loss"),
-                "rate": rate * per_sample,
+                "rate": items_rate,
                 "unit": self.task.unit,
                 "seconds_left": (self.job.steps - agreed.step) * agreed.seconds_per_step,
                 "seconds_per_step": agreed.seconds_per_step,
@@ -268,13 +260,9 @@ class Training:
             return
         train = self.config.train
         size = train.eval_batch_size or train.micro_batch_size or max(1, train.global_batch_size // self.dims.dp)
-        self.beat.doing = "evaluating"
-        values = evaluate(self.task, self.parallel, data, size, self.data_rank, self.place.device, self.beat)
-        self._metrics(self.done, {f"eval/{name}": value for name, value in values.items()})
-
-    def _first_rank_warns(self, text: str) -> None:
-        if self.place.rank == 0:
-            self.channel.emit({"type": "warning", "text": text})
+        self.heartbeat.phase = "evaluating"
+        values = evaluate(self.task, self.parallel, data, size, self.data_rank, self.place.device, self.heartbeat)
+        self._metrics(self.steps_done, {f"eval/{name}": value for name, value in values.items()})
 
     # --- beginning and end --------------------------------------------------------------------------------------
 
@@ -294,24 +282,24 @@ class Training:
         return sum(counts.values())
 
     def _announce(self) -> None:
-        for note in self.parallel.notes:
-            self._first_rank_warns(note)
+        for note in self.parallel.notes if self.place.rank == 0 else ():
+            self.channel.emit({"type": "warning", "text": note})
         self.channel.emit(
             {
                 "type": "start",
                 "time": time.time(),
                 "resumed_from": self.resumed_from,
-                "step": self.done,
+                "step": self.steps_done,
                 "steps": self.job.steps,
                 "device": str(self.place.device),
                 "parameters": self.parameters,
             }
         )
 
-    def _summary(self, stopped: bool, seconds: float) -> dict[str, Any]:
+    def _summary(self, stopped: bool, seconds: float) -> Summary:
         return {
             "stopped": stopped,
-            "step": self.done,
+            "step": self.steps_done,
             "steps": self.job.steps,
             "seconds": seconds,
             "metrics": self.progress.latest,
@@ -322,4 +310,4 @@ class Training:
         }
 
     def close(self) -> None:
-        self.kept.close()
+        self.persistence.close()

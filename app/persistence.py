@@ -14,9 +14,9 @@ import torch
 
 from app import checkpoint
 from app.checkpoint import Checkpointer, CheckpointError
+from app.checkpoint_interval import checkpoint_interval
 from app.errors import NonFiniteError, UserError
 from app.job import Channel, Job, Place
-from app.launchers.failure_policy import interval
 from app.loss_scale import LossScale
 from app.randomness import random_state, set_random_state
 from app.run.lease import is_current, read_lease
@@ -87,7 +87,7 @@ class Persistence:
             return keep.every_seconds
         if self.costliest is None:
             return FIRST_SECONDS
-        return interval(self.costliest, self.checkpointer.last_total_seconds, self.job.between_failures)
+        return checkpoint_interval(self.costliest, self.checkpointer.last_total_seconds, self.job.mtbf_seconds)
 
     def save(self, progress: Progress) -> None:
         """Begins a checkpoint of the step just taken; training goes on while it is written.

@@ -1,8 +1,8 @@
-"""What all ranks must agree on, in one small collective about every second instead of one per step.
+"""What all ranks agree on, in one small collective about every second instead of one per step.
 
-Between two pulses each rank only keeps references to its step losses: no arithmetic, no synchronisation. At a pulse
-the logged losses are summed over the ranks, and with them the flags "asked to stop", "time to save" and "a value was
-not finite". How many steps the next pulse is away is computed from the agreed step time, so every rank knows it.
+Between two synchronisations each rank only keeps references to its step losses: no arithmetic, no wait for the device.
+At one, the logged losses are summed over the ranks, and with them the flags "asked to stop", "save now" and "a value
+was not finite". The distance to the next one follows from the agreed step time, so every rank computes the same.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from app.errors import NonFiniteError
 from strategies.cpu_collectives.shared_memory import shared_sum
 
 PERIOD_SECONDS = 1.0
-MOST_STEPS = 200  # so that a window of references stays small
+MAX_STEPS = 200
+"""Between two synchronisations, so that few references are held."""
+NEVER = 2**62
 
 
-@dataclass
-class Logged:
-    """One logged step, after the ranks have agreed on it."""
+@dataclass(frozen=True)
+class LoggedStep:
+    """The metrics of one logged step, the same on every rank."""
 
     step: int
     time: float
@@ -32,31 +34,34 @@ class Logged:
     grad_norm: float | None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Agreement:
+    """What the ranks agreed on after `step`."""
+
     step: int
     stop: bool
     save: bool
     seconds_per_step: float
-    logged: list[Logged] = field(default_factory=list)
+    logged: list[LoggedStep] = field(default_factory=list)
 
 
-class Pulse:
-    """Collects what steps leave behind; `agree` is called by every rank at the same steps."""
+class StepSync:
+    """Collects what steps leave behind; `agree` is called by every rank after the same steps.
 
-    def __init__(self, rank: int, world_size: int, copies: int, first_step: int) -> None:
-        self.rank, self.world_size = rank, world_size
-        self.copies = copies  # ranks that hold the same loss (tensor-parallel peers)
-        self.next_step = first_step  # the first step is always a pulse: news comes early, and the step time is learnt
+    loss_copies: how many ranks hold the same loss (tensor-parallel peers).
+    """
+
+    def __init__(self, rank: int, world_size: int, loss_copies: int, first_step: int) -> None:
+        self.rank, self.world_size, self.loss_copies = rank, world_size, loss_copies
+        self.first_step = self.next_step = first_step  # the first step tells how long one takes
         self.last_step = first_step - 1
         self.started = time.perf_counter()
-        self.values: list[torch.Tensor] = []  # one 0-d tensor per step: the rank's part of the global loss
-        self.first_step = first_step
+        self.losses: list[torch.Tensor] = []  # one 0-d tensor per step: this rank's part of the global loss
         self.logged: list[tuple[int, float, float, torch.Tensor | None]] = []
         self.shared = shared_sum(None, torch.device("cpu")) if world_size > 1 else None
 
     def add(self, loss: torch.Tensor) -> None:
-        self.values.append(loss)
+        self.losses.append(loss)
 
     def log(self, step: int, learning_rate: float, grad_norm: torch.Tensor | None) -> None:
         self.logged.append((step, time.time(), learning_rate, grad_norm))
@@ -65,37 +70,37 @@ class Pulse:
         return step >= self.next_step
 
     def agree(self, step: int, *, stop: bool, save: bool, may_be_infinite: bool = False) -> Agreement:
-        """Exchanges the window's values and flags over all ranks, and starts a new window.
+        """Exchanges losses and flags over all ranks, and starts a new window.
 
         Raises:
-            NonFiniteError: on every rank, naming the first step and the rank whose loss or gradient was not finite.
+            NonFiniteError: on every rank, naming the first step and the ranks whose loss or gradient was not finite.
         """
-        losses = torch.stack(self.values).double().cpu()
+        losses = torch.stack(self.losses).double().cpu()
         norms = self._norms()
-        finite = torch.isfinite(losses)
-        bad_norms = [
-            entry[0] for entry, norm in zip(self.logged, norms) if norm is not None and not math.isfinite(norm)
-        ]
-        bad = bool(not finite.all() or bad_norms) and not may_be_infinite
+        bad_step = self._first_non_finite(losses, norms)
+        bad = bad_step[0] < NEVER and not may_be_infinite
         elapsed = time.perf_counter() - self.started
-        values = losses.tolist()
-        wanted = [values[entry[0] - self.last_step - 1] for entry in self.logged]
-        sums = torch.tensor([float(stop), float(save), float(bad), elapsed, *wanted], dtype=torch.float64)
-        if self.shared is not None:  # gloo takes milliseconds where its threads and training's share the cores
-            self.shared.sum_(sums)
-        elif self.world_size > 1:
-            dist.all_reduce(sums)
+        logged_losses = [losses[entry[0] - self.last_step - 1].item() for entry in self.logged]
+        sums = torch.tensor([float(stop), float(save), float(bad), elapsed, *logged_losses], dtype=torch.float64)
+        self._sum(sums)
         if sums[2] > 0:
-            self._raise_non_finite(finite, bad_norms)
+            self._raise_non_finite(bad_step)
         seconds_per_step = sums[3].item() / self.world_size / (step - self.last_step)
-        agreement = Agreement(step, bool(sums[0] > 0), bool(sums[1] > 0), seconds_per_step)
-        for (at, when, rate, _), loss, norm in zip(self.logged, sums[4:].tolist(), norms):
-            agreement.logged.append(Logged(at, when, rate, loss / self.copies, norm))
+        logged = [
+            LoggedStep(at, when, rate, loss / self.loss_copies, norm)
+            for (at, when, rate, _), loss, norm in zip(self.logged, sums[4:].tolist(), norms)
+        ]
         ahead = round(PERIOD_SECONDS / max(seconds_per_step, 1e-9)) if step > self.first_step else 1
-        self.next_step = step + min(MOST_STEPS, max(1, ahead))
+        self.next_step = step + min(MAX_STEPS, max(1, ahead))
         self.last_step, self.started = step, time.perf_counter()
-        self.values, self.logged = [], []
-        return agreement
+        self.losses, self.logged = [], []
+        return Agreement(step, bool(sums[0] > 0), bool(sums[1] > 0), seconds_per_step, logged)
+
+    def _sum(self, values: torch.Tensor) -> None:
+        if self.shared is not None:  # gloo takes milliseconds where its threads share the cores with training
+            self.shared.sum_(values)
+        elif self.world_size > 1:
+            dist.all_reduce(values)
 
     def _norms(self) -> list[float | None]:
         """Of the logged steps, copied from the device at once."""
@@ -103,18 +108,23 @@ class Pulse:
         values = iter(torch.stack(known).double().tolist() if known else [])
         return [None if norm is None else next(values) for *_, norm in self.logged]
 
-    def _raise_non_finite(self, finite: torch.Tensor, bad_norms: list[int]) -> None:
-        never = 2**62
-        in_loss = self.last_step + 1 + int((~finite).nonzero()[0]) if not finite.all() else never
-        in_gradient = min(bad_norms, default=never)
-        found = [(min(in_loss, in_gradient), in_loss > in_gradient, self.rank)]
+    def _first_non_finite(self, losses: torch.Tensor, norms: list[float | None]) -> tuple[int, bool]:
+        """The first step with a value that is not finite (else NEVER), and whether only its gradient is that."""
+        finite = torch.isfinite(losses)
+        in_loss = NEVER if finite.all() else self.last_step + 1 + int((~finite).nonzero()[0])
+        bad = [entry[0] for entry, norm in zip(self.logged, norms) if norm is not None and not math.isfinite(norm)]
+        in_gradient = min(bad, default=NEVER)
+        return min(in_loss, in_gradient), in_loss > in_gradient
+
+    def _raise_non_finite(self, mine: tuple[int, bool]) -> None:
+        found = [mine]
         if self.world_size > 1:
             everyone: list = [None] * self.world_size
-            dist.all_gather_object(everyone, found[0])
+            dist.all_gather_object(everyone, mine)
             found = everyone
-        step, gradient_only, rank = min(found)
-        ranks = [r for s, g, r in found if (s, g) == (step, gradient_only)]
-        where = f"rank {rank}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
+        step, gradient_only = first = min(found)
+        ranks = [rank for rank, theirs in enumerate(found) if theirs == first] if self.world_size > 1 else [self.rank]
+        where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
         raise NonFiniteError(
             f"the {'gradient' if gradient_only else 'loss'} was not finite at step {step} on {where}; the last good "
             "checkpoint is intact: try a lower optimizer.lr, a longer schedule.warmup_steps, train.clip_norm=1.0, "

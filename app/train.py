@@ -3,42 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import threading
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from app.config import Config
 from app.config_check import check_trainable
 from app.config_io import with_values
 from app.console import Console
 from app.errors import UserError
-from app.run.cost import check_launcher
-from app.run.lifecycle import Outcome, carry_out, run_storage
-from app.run.manifest import Run, free_name
+from app.run.manifest import Outcome, Run, free_name
 from app.tracking.settings import Settings, resolve_tracking
-from strategies import registry
 
 if TYPE_CHECKING:
-    from app.job import Job
-    from app.launchers.elastic import Elastic
-    from app.launchers.room import Reserved
-    from app.run.driver import Driver
-    from app.run.prepare import Prepared
     from app.tasks.base import Task
     from cluster.connect import Cluster
-
-T = TypeVar("T")
 
 
 def train(config: Config, console: Console, *, again: bool = False, verbose: bool = False) -> Outcome:
     """Trains until done, continuing where an earlier call of the same run stopped.
 
     again: when the run has finished, train it once more under a new name, instead of saying that it has.
-    verbose: leave everybody's output on the terminal.
+    verbose: leave everything on the terminal that Ray and others print.
     Raises:
-        UserError: nothing was started, or what was started cannot go on with these inputs.
+        UserError: nothing was started, or what was started cannot continue with these inputs.
         RunFailed: training failed; its last good checkpoint is intact.
         Interrupted: stopped by Ctrl-C or SIGTERM, after saving.
     """
@@ -46,20 +35,13 @@ def train(config: Config, console: Console, *, again: bool = False, verbose: boo
     if again:
         config = with_values(config, {"run.name": free_name(config)})
     launcher = chosen_launcher(config)
-    check_launcher(config, launcher)
+    if config.budget is not None and launcher not in ("ray", "actors"):
+        raise UserError(
+            f"budget is {config.budget:g}, but costs are not counted with launcher={launcher}: write launcher=ray"
+        )
     if launcher == "torchrun":
-        from app.launchers import torchrun
-
-        return torchrun.train(config, console)
-    run = Run(config)
-    settings = resolve_tracking(config.tracking, run_storage(run))
-    run.storage.check_writable()
-    log = run.local_folder / "logs" / "driver.log"
-    try:
-        with contextlib.nullcontext() if verbose else console.capture(log):
-            return (_in_this_process if launcher == "local" else _in_ray)(run, console, settings)
-    finally:
-        run.forget_if_never_opened()
+        return _under_torchrun(config, console)
+    return _in_a_run(config, console, verbose, _in_this_process if launcher == "local" else _in_ray)
 
 
 def chosen_launcher(config: Config) -> str:
@@ -69,16 +51,32 @@ def chosen_launcher(config: Config) -> str:
     return "torchrun" if "RANK" in os.environ and "WORLD_SIZE" in os.environ else "ray"
 
 
-def _in_this_process(run: Run, console: Console, settings: Settings) -> Outcome:
+Launch = Callable[[Run, Config, Console, Settings], Outcome]
+
+
+def _in_a_run(config: Config, console: Console, verbose: bool, launch: Launch) -> Outcome:
+    """In the run's folder, its output in the folder's logs."""
+    run = Run(config)
+    settings = resolve_tracking(config.tracking, run.parent_folder)
+    run.storage.check_writable()
+    log = run.local_folder / "logs" / "driver.log"
+    try:
+        with contextlib.nullcontext() if verbose else console.capture(log):
+            return launch(run, config, console, settings)
+    finally:
+        run.forget_if_never_opened()
+
+
+def _in_this_process(run: Run, config: Config, console: Console, settings: Settings) -> Outcome:
     import torch
 
-    from app.launchers import local
+    from app.launchers.local import LocalWorkers
+    from app.launchers.supervisor import Supervisor
     from app.run.driver import Driver
-    from app.run.model_check import check_devices
-    from app.run.prepare import prepare, read_task
+    from app.run.lifecycle import train_run
+    from app.run.prepare import check_devices, prepare, read_task
     from app.run.remarks import gpus_of_this_machine, with_remarks
 
-    config = run.config
     if config.workers not in ("auto", "1"):
         raise UserError(
             f"launcher=local is one process, but workers={config.workers}: write workers=1, launcher=ray, or start "
@@ -89,101 +87,98 @@ def _in_this_process(run: Run, console: Console, settings: Settings) -> Outcome:
             "a pipeline's stages are processes of their own, but launcher=local is one process: write launcher=ray, or "
             "strategy=model_parallel, which puts the blocks on several devices of this one"
         )
-    task = read_task(config)
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
     gpus = torch.cuda.device_count()
     check_devices(config, gpus)
-    prepared = prepare(config, task, 1, devices_per_node=gpus or None)
+    prepared = prepare(config, read_task(config), 1, devices_per_node=gpus or None)
     used = gpus_of_this_machine(prepared.layout, 1, gpus)
     prepared = with_remarks(prepared, workers=1, gpus=gpus, gpus_used=used, pool="this machine")
-    driver = Driver(run, console, settings)
-    return carry_out(driver, prepared, lambda job: local.launch(job, driver), f"1 process ({device_type})")
+    driver = Driver(run, prepared.config, console, settings)
+    supervisor = Supervisor(LocalWorkers(), driver)
+    return train_run(driver, prepared, f"1 process ({'cuda' if gpus else 'cpu'})", supervisor.run)
 
 
-def _in_ray(run: Run, console: Console, settings: Settings) -> Outcome:
-    from app.launchers.room import Reserved, wait_for_room
-    from app.run.cost import meter_for
-    from cluster.connect import check_fits, connect, disconnect
-    from cluster.fast_start.warm import begin
+def _under_torchrun(config: Config, console: Console) -> Outcome:
+    """In the processes there are; the outcome is rank 0's, and the others' says the same in short."""
+    from app.launchers.torchrun import Ranks, tell, train_as_other_rank
 
-    config = run.config
-    begin(config.cluster.keep_warm_seconds)
+    ranks = Ranks(config)
+    if ranks.place.rank:
+        summary = train_as_other_rank(ranks)
+        status = "already_finished" if summary is None else "finished"
+        outcome = Outcome(status, config.run.name, "", summary or {}, {})
+    else:
+        told: list[Any] = []
+
+        def say(what: Any) -> None:
+            if not told:
+                told.append(what)
+                tell(what)
+
+        try:
+            outcome = _in_a_run(config, console, False, lambda *about: _as_first_rank(ranks, say, *about))
+            say(None)  # where it has finished already, no job was handed out
+        except Exception as error:
+            say(error)
+            raise
+    ranks.leave()
+    return outcome
+
+
+def _as_first_rank(
+    ranks: Any, say: Callable[[Any], None], run: Run, config: Config, console: Console, settings: Settings
+) -> Outcome:
+    import torch
+
+    from app.launchers.supervisor import Supervisor
+    from app.launchers.torchrun import TorchrunWorkers
+    from app.run.driver import Driver
+    from app.run.lifecycle import train_run
+    from app.run.prepare import check_devices, prepare, read_task
+    from app.run.remarks import gpus_of_this_machine, with_remarks
+
+    world, per_node, visible = ranks.place.world_size, ranks.here.local_world_size, torch.cuda.device_count()
+    check_devices(config, visible)
+    prepared = prepare(config, read_task(config), world, devices_per_node=per_node)
+    used = gpus_of_this_machine(prepared.layout, per_node, visible)
+    prepared = with_remarks(prepared, workers=world, gpus=visible, gpus_used=used, pool="this machine")
+    driver = Driver(run, prepared.config, console, settings)
+    supervisor = Supervisor(TorchrunWorkers(ranks, say), driver)
+    kind = "GPU" if ranks.place.device.type == "cuda" else "CPU"
+    return train_run(driver, prepared, f"{world} {kind} processes of torchrun", supervisor.run)
+
+
+def _in_ray(run: Run, config: Config, console: Console, settings: Settings) -> Outcome:
+    from cluster.connect import connect, disconnect
+
     console.status("reading the data and starting Ray")
-    # Ray starts its processes while this one imports torch and reads the data.
-    reading = Background(lambda: _read(config))
+    reading = Background(lambda: _read(config))  # imports torch, while Ray starts its processes
     cluster = connect(config.cluster.keep_warm_seconds)
-    room = Reserved(0)
     try:
-        task = reading.result()
-        workers, per_worker = ask_for(config, cluster)
-        if not config.parallel.stage_resources:
-            check_fits(cluster, workers, per_worker)
-            room = wait_for_room(config, cluster, workers, per_worker, console)
-            workers = room.workers
-        from app.run.driver import Driver
-        from app.run.model_check import check_devices
-        from app.run.prepare import prepare
-        from app.run.remarks import with_remarks
-
-        gpus = per_worker.get("GPU", 0)
-        check_devices(config, gpus)
-        per_node = int(cluster.largest.get("GPU", 0) / gpus) if gpus else None
-        prepared = prepare(config, task, workers, devices_per_node=per_node)
-        elastic = None
-        if not config.parallel.stage_resources:
-            from app.launchers.elastic import Elastic
-
-            elastic = Elastic(
-                config, prepared.config, task, per_worker, per_node, prepared, growing=bool(cluster.limits)
-            )
-        prepared = with_remarks(prepared, workers=workers, gpus=cluster.gpus, gpus_used=workers * gpus)
-        driver = Driver(run, console, settings)
-        driver.meter = meter_for(config, run.storage, workers, per_worker)
-        kind = "GPU" if gpus else "CPU"
-        where = f"{workers} {kind} worker{'s' if workers > 1 else ''} in Ray"
-        with _launcher(driver, prepared, cluster, per_worker, room, elastic) as launch:
-            return carry_out(driver, prepared, launch, where)
+        return _on_cluster(cluster, reading, run, config, console, settings)
     finally:
-        room.give_back()
         disconnect()
 
 
-@contextlib.contextmanager
-def _launcher(
-    driver: Driver,
-    prepared: Prepared,
-    cluster: Cluster,
-    per_worker: dict[str, float],
-    room: Reserved,
-    elastic: Elastic | None,
-) -> Iterator[Callable[[Job], None]]:
-    """What trains a job in Ray: warm actors where there are stages or they are asked for, else Ray Train's workers."""
-    if prepared.layout.dims.pp > 1 or driver.run.config.launcher == "actors":
-        from app.launchers import pipeline
+def _on_cluster(
+    cluster: Cluster, reading: Background, run: Run, config: Config, console: Console, settings: Settings
+) -> Outcome:
+    from app.launchers.ray_launch import RayLaunch
 
-        room.give_back()
-        group = pipeline.group(driver.run.config, prepared.layout, per_worker, cluster)
-        if elastic is not None:
-            elastic.reshape = lambda job: group.become(pipeline.group(job.config, job.layout, per_worker, cluster))
-        try:
-            if not driver.run.finished:
-                group.start()  # the processes come up while tracking does
-            yield lambda job: group.run(job, driver, elastic)
-        finally:
-            group.shutdown()
-        return
-    from app.launchers import ray_train
+    with RayLaunch(cluster, config, console) as launch:
+        task = reading.result()
+        from app.run.driver import Driver
+        from app.run.lifecycle import train_run
+        from app.run.prepare import check_devices
+        from app.run.remarks import with_remarks
 
-    workers = prepared.layout.dims.world_size
-
-    def launch(job: Job) -> None:
-        room.give_back()
-        ray_train.launch(job, driver, workers=workers, per_worker=per_worker, elastic=elastic)
-
-    try:
-        yield launch
-    finally:
-        ray_train.clean_up(driver.run.folder)
+        workers = launch.wait_for_room()
+        gpus = launch.per_worker.get("GPU", 0)
+        check_devices(config, gpus)
+        prepared = launch.prepare(task, workers)
+        prepared = with_remarks(prepared, workers=workers, gpus=cluster.gpus, gpus_used=workers * gpus)
+        driver = Driver(run, prepared.config, console, settings)
+        where = f"{workers} {'GPU' if gpus else 'CPU'} worker{'s' if workers > 1 else ''} in Ray"
+        return train_run(driver, prepared, where, launch.supervisor(driver, prepared, task).run)
 
 
 def _read(config: Config) -> Task:
@@ -192,43 +187,10 @@ def _read(config: Config) -> Task:
     return read_task(config)
 
 
-def ask_for(config: Config, cluster: Cluster) -> tuple[int, dict[str, float]]:
-    """How many workers, and the resources of each.
-
-    A strategy of one process is one worker; those that spread over a worker's GPUs ask for all of the largest node's
-    (ddp_model_parallel: for two each)."""
-    per_worker = dict(config.resources_per_worker)
-    if config.workers == "auto":
-        per_worker = per_worker or ({"GPU": _gpus_each(config, cluster)} if cluster.gpus else {"CPU": 1.0})
-        if any(record.one_process for record in registry.written(config.strategy)):
-            return 1, per_worker
-        if per_worker.get("GPU"):
-            return max(1, int(cluster.gpus / per_worker["GPU"])), per_worker
-        return max(2, _degrees(config)), per_worker
-    workers = int(config.workers)
-    gpus = _gpus_each(config, cluster)
-    return workers, per_worker or ({"GPU": gpus} if cluster.gpus >= workers * gpus else {"CPU": 1.0})
-
-
-def _gpus_each(config: Config, cluster: Cluster) -> float:
-    """GPUs of one worker where the configuration does not say."""
-    most = max(1.0, cluster.largest.get("GPU", 0.0))
-    if config.strategy in ("dp", "model_parallel"):
-        return most
-    wanted = config.workers == "auto" or cluster.gpus >= 2 * int(config.workers)
-    return min(2.0, most) if config.strategy == "ddp_model_parallel" and wanted else 1.0
-
-
-def _degrees(config: Config) -> int:
-    """The workers that the degrees written in the configuration multiply to."""
-    wanted = config.parallel
-    return math.prod(degree or 1 for degree in (wanted.dp_replicate, wanted.dp_shard, wanted.tp, wanted.pp))
-
-
 class Background:
     """A function running in a thread; `result` waits for it, and raises what it raised."""
 
-    def __init__(self, function: Callable[[], T]) -> None:
+    def __init__(self, function: Callable[[], Any]) -> None:
         self._value: Any = None
         self._error: BaseException | None = None
 

@@ -1,148 +1,142 @@
-"""Goes on with the workers there are: how many find room, which numbers make a layout, and the job for another number.
+"""Continuing with the workers there are: how many find room, which numbers make a layout, the job for another number.
 
-What to do with that is decided by `failure_policy.py`; this asks Ray and prepares the job. The global batch stays what
-it is (fewer workers accumulate more micro-batches), and data order depends on the step alone, so the curve continues.
+`failure_policy.py` decides; this asks the cluster and prepares the job. The global batch stays what it is (fewer
+workers accumulate more micro-batches), and the data order depends on the step alone, so the curve continues.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
-
-import ray
+from typing import Any
 
 from app.config import Config
 from app.config_io import with_values
 from app.errors import UserError
 from app.job import Job
-from app.launchers.failure_policy import Limits, Room, grown, settled
-from app.launchers.room import held_by
-from app.run.prepare import Prepared, prepare
+from app.launchers.failure_policy import Capacity, Limits, growth, need_not_wait
+from app.run.prepare import Prepared
 from strategies.layout import LayoutError
 
-if TYPE_CHECKING:
-    from app.tasks.base import Task
-
 LOOK_SECONDS = 1.0
-SETTLED_SECONDS = 3.0
-"""The same room for more must have been there this long before training is held up to use it: machines that come back
-one after another cost one pause."""
+STEADY_SECONDS = 3.0
+"""The same room for more workers must have been there this long before training is interrupted to use it."""
+
+FreeByNode = Mapping[str, Mapping[str, float]]
+"""What each living node has for this run, by its id: free, or held by the run itself."""
 
 
-def limits_of(config: Config, *, growing: bool = False) -> Limits:
-    """growing: an autoscaler may add nodes, which takes as long as a start may wait for them."""
+def limits_of(config: Config, *, autoscaling: bool = False) -> Limits:
+    """autoscaling: nodes may be added, which takes as long as a start may wait for them."""
     patience = config.fault.elastic_seconds
-    if patience is not None and growing:
+    if patience is not None and autoscaling:
         patience = max(patience, config.cluster.wait_seconds)
     return Limits(config.fault.max_restarts, patience, config.cluster.min_workers)
 
 
 @dataclass
 class Elastic:
-    """written: the configuration before a layout was chosen from it; started_with: after. first: the start's layout.
+    """config: as written, before a layout was chosen. first: what the run started with. prepare: for a configuration
+    and a number of workers. free: resources by node, without the nodes of these ids."""
 
-    reshape: has the launcher's places made anew for a job of another size.
-    """
-
-    written: Config
-    started_with: Config
-    task: Task
-    per_worker: dict[str, float]
-    per_node: int | None
+    config: Config
     first: Prepared
-    reshape: Callable[[Job], None] = lambda job: None
-    growing: bool = False
-    known: dict[int, tuple[Config, Prepared] | None] = field(default_factory=dict)
+    per_worker: Mapping[str, float]
+    prepare: Callable[[Config, int], Prepared]
+    free: Callable[[Sequence[str]], FreeByNode]
+    autoscaling: bool = False
+    excluded: tuple[str, ...] = ()  # nodes that failed too often
+    known: dict[int, Prepared | None] = field(default_factory=dict)
     looked_at: float = 0.0
-    lacking_since: float | None = None
-    more_found: int | None = None
-    more_since: float = 0.0
+    missing_since: float | None = None
+    more: tuple[int | None, float] = (None, 0.0)  # the larger number of workers there is room for, and since when
 
     @property
     def limits(self) -> Limits:
-        return limits_of(self.written, growing=self.growing)
+        return limits_of(self.config, autoscaling=self.autoscaling)
 
     @property
     def wanted(self) -> int:
         return self.first.layout.dims.world_size
 
+    @property
+    def excluded_nodes(self) -> list[str]:
+        return [*self.config.cluster.exclude_nodes, *self.excluded]
+
     # --- layouts --------------------------------------------------------------------------------------------------
 
-    def found(self, workers: int) -> tuple[Config, Prepared] | None:
+    def prepared(self, workers: int) -> Prepared | None:
         """What `workers` would train with; None where they make no layout."""
+        if workers == self.wanted:
+            return self.first
         if workers not in self.known:
-            config = self.config(workers)
             try:
-                prepared = prepare(config, self.task, workers, devices_per_node=self.per_node)
-                self.known[workers] = (prepared.config, prepared)
+                self.known[workers] = self.prepare(self._config(workers), workers)
             except (UserError, LayoutError):
                 self.known[workers] = None
         return self.known[workers]
 
-    def config(self, workers: int) -> Config:
-        """The configuration for another number of workers: whole tensor and pipeline groups, as much in memory at once
-        as before."""
-        written = self.written
+    def _config(self, workers: int) -> Config:
+        """For another number of workers: whole tensor and pipeline groups, as much in memory at once as before."""
         values: dict[str, Any] = {"workers": str(workers)}
-        if written.strategy != "auto":
-            dims, train, parallel = self.first.layout.dims, written.train, written.parallel
+        if self.config.strategy != "auto":
+            dims, train, parallel = self.first.layout.dims, self.config.train, self.config.parallel
             values["train.micro_batch_size"] = train.micro_batch_size or max(1, train.global_batch_size // dims.dp)
             values |= {"parallel.tp": dims.tp, "parallel.pp": dims.pp, "parallel.dp_replicate": None}
             if not (parallel.dp_replicate and parallel.dp_shard):  # of both, the copies shrink
                 values["parallel.dp_shard"] = None
-        return with_values(written, values)
+        return with_values(self.config, values)
 
-    def largest(self, room: int) -> int:
-        """The most workers, of at most `room`, that make a layout; 0: none."""
-        group = self.first.layout.dims.tp * self.first.layout.dims.pp if self.written.strategy != "auto" else 1
-        if room >= self.wanted:
+    def largest(self, available: int) -> int:
+        """The most workers, of at most `available`, that make a layout; 0: none."""
+        if available >= self.wanted:
             return self.wanted
-        return next((n for n in range(room - room % group, 0, -group) if self.found(n) is not None), 0)
+        dims = self.first.layout.dims
+        group = dims.tp * dims.pp if self.config.strategy != "auto" else 1
+        counts = range(available - available % group, 0, -group)
+        return next((n for n in counts if self.prepared(n) is not None), 0)
 
     def job(self, job: Job, workers: int) -> Job:
         """The same run with another number of workers."""
-        if workers == self.wanted:
-            config, layout = self.started_with, self.first.layout
-        else:
-            found = self.found(workers)
-            assert found is not None, f"{workers} workers make no layout"
-            config, layout = found[0], found[1].layout
-        config = with_values(config, {"cluster.exclude_nodes": list(job.config.cluster.exclude_nodes)})
-        return replace(job, config=config, layout=layout, stages=None)
+        prepared = self.prepared(workers)
+        assert prepared is not None, f"{workers} workers make no layout"
+        return self.with_nodes(replace(job, config=prepared.config, layout=prepared.layout, stages=None))
 
-    # --- room -------------------------------------------------------------------------------------------------------
+    def with_nodes(self, job: Job) -> Job:
+        """The job on the nodes that are not excluded now."""
+        return replace(job, config=with_values(job.config, {"cluster.exclude_nodes": self.excluded_nodes}))
 
-    def look(self, job: Job) -> Room:
-        """What there is now, for an attempt of this job."""
-        workers, now = job.layout.dims.world_size, time.monotonic()
-        nodes = free_by_node(job.config.cluster.exclude_nodes)
-        room = count_room(self.per_worker, nodes)
-        without = {node: count_room(self.per_worker, {n: r for n, r in nodes.items() if n != node}) for node in nodes}
-        pardoned = room
-        if job.config.cluster.exclude_nodes != (named := self.written.cluster.exclude_nodes):
-            pardoned = count_room(self.per_worker, free_by_node(named))
-        valid = sorted({self.largest(limit) for limit in (room, pardoned, *without.values())} - {0})
-        self.lacking_since = None if room >= workers else self.lacking_since or now
-        lacking = now - self.lacking_since if self.lacking_since else 0.0
-        return Room(workers, self.wanted, room, tuple(valid), without, lacking, pardoned)
+    # --- capacity -------------------------------------------------------------------------------------------------
 
-    def lacks(self, job: Job) -> bool:
-        """While places are waited for: whether to decide anew."""
-        if not self._due():
-            return False
-        return settled(self.look(job), self.limits)
+    def capacity(self, workers: int) -> Capacity:
+        """What there is now, for an attempt with `workers`."""
+        nodes, now = self.free(self.excluded_nodes), time.monotonic()
+        available = count_workers(self.per_worker, nodes)
+        without = {
+            node: count_workers(self.per_worker, {n: r for n, r in nodes.items() if n != node}) for node in nodes
+        }
+        with_excluded = available
+        if self.excluded:
+            with_excluded = count_workers(self.per_worker, self.free(self.config.cluster.exclude_nodes))
+        valid = {self.largest(limit) for limit in (available, with_excluded, *without.values())} - {0}
+        self.missing_since = None if available >= workers else self.missing_since or now
+        missing = now - self.missing_since if self.missing_since else 0.0
+        return Capacity(workers, self.wanted, available, tuple(sorted(valid)), without, missing, with_excluded)
 
-    def more(self, job: Job) -> int | None:
-        """While training goes on with fewer workers than wanted: how many there could be, once that is sure."""
-        if job.layout.dims.world_size >= self.wanted or not self._due():
+    def need_not_wait(self, workers: int) -> bool:
+        """While the places of an attempt are waited for: whether to decide anew."""
+        return self._due() and need_not_wait(self.capacity(workers), self.limits)
+
+    def growth(self, workers: int) -> int | None:
+        """While training goes on with fewer workers than wanted: how many there could be, once that is steady."""
+        if workers >= self.wanted or not self._due():
             return None
-        found, now = grown(self.look(job)), time.monotonic()
-        if found != self.more_found:
-            self.more_found, self.more_since = found, now
-        return found if now - self.more_since >= SETTLED_SECONDS else None
+        found, now = growth(self.capacity(workers)), time.monotonic()
+        if found != self.more[0]:
+            self.more = found, now
+        return found if now - self.more[1] >= STEADY_SECONDS else None
 
     def _due(self) -> bool:
         now = time.monotonic()
@@ -152,33 +146,38 @@ class Elastic:
         return True
 
 
-Nodes = Mapping[str, Mapping[str, float]]
-"""What each living node has for this run, by its id."""
+def count_workers(per_worker: Mapping[str, float], nodes: FreeByNode) -> int:
+    """How many workers could be placed."""
+    needs = {name: amount for name, amount in per_worker.items() if amount > 0}
+    return sum(
+        min((int(free.get(name, 0.0) / amount + 1e-9) for name, amount in needs.items()), default=0)
+        for free in nodes.values()
+    )
 
 
-def free_by_node(excluded: list[str]) -> Nodes:
-    """What is free on the nodes that may be used, and what this run itself holds there."""
-    free: dict[str, Any] = ray._private.state.available_resources_per_node()
-    found = {
-        node["NodeID"]: Counter(free.get(node["NodeID"], {}))
-        for node in ray.nodes()
-        if node["Alive"] and node["NodeID"] not in excluded
-    }
-    for node, resources in held_by(ray.get_runtime_context().get_job_id()):
+def free_by_node(excluded: Sequence[str]) -> dict[str, Counter[str]]:
+    """On the Ray cluster: what is free on the nodes that may be used, and what this run itself holds there."""
+    import ray
+
+    from cluster.ray_internals import available_resources_per_node
+
+    free = available_resources_per_node()
+    living = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    found = {node: Counter(free.get(node, {})) for node in living if node not in excluded}
+    for node, bundle in held_by_this_job():
         if node in found:
-            found[node].update(resources)
+            found[node].update(bundle)
     return found
 
 
-def living(node: str) -> bool:
-    """Whether Ray takes a node, given by its id, for alive."""
-    return any(entry["Alive"] for entry in ray.nodes() if entry["NodeID"] == node)
+def held_by_this_job() -> list[tuple[str, dict[str, float]]]:
+    """Node and resources of every placed bundle of this job's placement groups, whose ids end with the job's."""
+    import ray
 
-
-def count_room(per_worker: Mapping[str, float], nodes: Nodes) -> int:
-    """How many workers could be placed. Pure."""
-    needs = {name: amount for name, amount in per_worker.items() if amount > 0}
-    return sum(
-        min((int(has.get(name, 0.0) / amount + 1e-9) for name, amount in needs.items()), default=0)
-        for has in nodes.values()
-    )
+    job = ray.get_runtime_context().get_job_id()
+    return [
+        (entry["bundles_to_node_id"].get(number, ""), bundle)
+        for group, entry in ray.util.placement_group_table().items()
+        if group.endswith(job) and entry["state"] in ("CREATED", "RESCHEDULING")
+        for number, bundle in entry["bundles"].items()
+    ]

@@ -1,28 +1,98 @@
-"""Launcher: this very process, one worker. No Ray, no process group; the driver is the worker's channel."""
+"""Launcher: a thread of this process trains, one worker. No Ray, no process group."""
 
 from __future__ import annotations
+
+import queue
+import threading
+from typing import Any
 
 import torch
 
 from app import loop
-from app.errors import Interrupted
+from app.heartbeat import Heartbeat
 from app.job import Job, Place
-from app.run.driver import Driver
+from app.launchers.workers import Event, Failures, Poll, WorkerInfo
 from app.tracking.system import SystemSampler
 
+POLL_SECONDS = 0.1
 
-def launch(job: Job, driver: Driver) -> None:
-    """Trains here.
 
-    Raises:
-        Interrupted: asked to stop, and the checkpoint is saved.
-    """
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    sampler = SystemSampler(driver.tracker.emit, "node-0", job.config.tracking.system_metrics_every)
-    try:
-        summary = loop.train(job, Place(0, 1, 0, device), driver)
-    finally:
-        sampler.close()
-    driver.emit({"type": "done", "summary": summary})
-    if summary["stopped"]:
-        raise Interrupted(f"stopped after step {summary['step']:,}")
+class QueueChannel:
+    """The Channel of a worker in the driver's own process."""
+
+    def __init__(self) -> None:
+        self.heartbeat = Heartbeat()
+        self.stop = False
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+
+    def emit(self, event: Event) -> None:
+        self.events.put(event)
+
+    def stop_requested(self) -> bool:
+        return self.stop
+
+    def drain(self, seconds: float) -> list[Event]:
+        """What has come; waits so long for the first."""
+        found: list[Event] = []
+        try:
+            found.append(self.events.get(timeout=seconds) if seconds else self.events.get_nowait())
+            while True:
+                found.append(self.events.get_nowait())
+        except queue.Empty:
+            return found
+
+
+class TrainingThread:
+    """Trains in a thread, so that the process's main thread supervises and hears signals."""
+
+    def __init__(self, job: Job, place: Place, channel: QueueChannel) -> None:
+        self.error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                sampler = SystemSampler(
+                    lambda event: channel.emit({"type": "system", "event": event}),
+                    "node-0",
+                    job.config.tracking.system_metrics_every,
+                )
+                try:
+                    channel.emit({"type": "done", "summary": loop.train(job, place, channel)})
+                finally:
+                    sampler.close()
+            except BaseException as error:
+                self.error = error
+
+        self.thread = threading.Thread(target=run, daemon=True, name="training")
+        self.thread.start()
+
+    def ended(self) -> Failures | None:
+        if self.thread.is_alive():
+            return None
+        return {} if self.error is None else {0: self.error}
+
+
+class LocalWorkers:
+    """One worker, here."""
+
+    restartable = False
+
+    def __init__(self) -> None:
+        self.channel = QueueChannel()
+        self.training: TrainingThread | None = None
+
+    def start(self, job: Job) -> None:
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        self.training = TrainingThread(job, Place(0, 1, 0, device), self.channel)
+
+    def poll(self, stop: bool) -> Poll:
+        assert self.training is not None
+        self.channel.stop = self.channel.stop or stop
+        ended = self.training.ended()  # asked first, so that no event comes after the last
+        return Poll(self.channel.drain(POLL_SECONDS if ended is None else 0.0), {}, ended)
+
+    def ask(self, question: str) -> dict[int, str]:
+        return {}
+
+    def kill(self, infos: list[WorkerInfo]) -> Any: ...
+
+    def stop(self) -> None: ...

@@ -4,16 +4,11 @@ import importlib
 
 for _name in (
     "app.cli.train",
-    "app.doctor.job",
-    "app.launchers.elastic",
-    "app.launchers.member",
-    "app.launchers.pipeline",
+    "app.launchers.actors",
+    "app.launchers.ray_launch",
     "app.launchers.ray_train",
-    "app.launchers.room",
     "app.loop",
-    "app.run.driver",
     "app.run.lifecycle",
-    "app.run.prepare",
     "app.tracking.system",
     "app.train",
 ):

@@ -1,15 +1,21 @@
-"""Launcher: the processes that torchrun or Slurm has started. Every one of them runs `trireme train`.
+"""Launcher: the processes that torchrun or Slurm has started. Each of them runs `trireme train`.
 
-Rank 0 does what the driver does elsewhere (the run's folder, MLflow, the console) and hands the job to the others.
+Rank 0 is the driver as well: it supervises in its main thread while another trains, and hands the job to the others.
+Heartbeats, questions and answers go through a store of torch.distributed. Failed ranks are not started again from here:
+torchrun's --max-restarts does that, and the same command continues.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import socket
+import sys
+import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,30 +25,27 @@ import torch.distributed as dist
 
 from app import loop
 from app.config import Config
-from app.console import Console
 from app.errors import Interrupted, UserError
-from app.heartbeat import Beat
-from app.job import Job, Place
-from app.launchers import answers, flight
+from app.heartbeat import Heartbeat
+from app.job import Job, Place, SilentChannel
+from app.launchers.hang_detector import SILENT, SILENT_SECONDS
+from app.launchers.heartbeats import Beat, HeartbeatThread, Reply
+from app.launchers.local import POLL_SECONDS, QueueChannel, TrainingThread
 from app.launchers.output import worker_output
-from app.launchers.siblings import watched
-from app.launchers.store_watch import FirstRank, StoreWatch
-from app.run.driver import Driver
-from app.run.lifecycle import Outcome, carry_out, run_storage
-from app.run.manifest import Run
-from app.run.model_check import check_devices
-from app.run.prepare import prepare, read_task
-from app.run.remarks import gpus_of_this_machine, with_remarks
+from app.launchers.workers import Event, Poll, WorkerInfo, status_of
 from app.storage import Storage
-from app.tracking.settings import resolve_tracking
-from app.tracking.system import SystemSampler
 from strategies import registry
 from strategies.devices import home
+
+MEET = timedelta(minutes=30)
+"""How long ranks wait for one another."""
+ANSWER_SECONDS = 3.0
+PORT = "trireme/port"
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What torchrun, or else Slurm, says of this process."""
+    """What torchrun, or else Slurm, says about this process."""
 
     rank: int
     world_size: int
@@ -50,7 +53,7 @@ class Environment:
     local_world_size: int
 
     @classmethod
-    def read(cls, environ: Any = os.environ) -> Environment:
+    def read(cls, environ: Mapping[str, str] = os.environ) -> Environment:
         """Raises UserError where neither has started this process."""
         for names in (
             ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -65,35 +68,47 @@ class Environment:
         )
 
 
-MEET = timedelta(minutes=30)
-"""How long ranks wait for one another."""
-ANSWER_SECONDS = 3.0
-PORT = "trireme/port"
+class Ranks:
+    """This process among those that were started: its place, the process group, and the store beside it."""
+
+    def __init__(self, config: Config) -> None:
+        """Collective over all processes.
+
+        Raises:
+            UserError: the environment is not torchrun's or Slurm's, or does not fit the configuration.
+        """
+        here = self.here = Environment.read()
+        if config.workers not in ("auto", str(here.world_size)):
+            raise UserError(f"workers={config.workers}, but torchrun has started {here.world_size}: leave workers out")
+        if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+            raise UserError("MASTER_ADDR and MASTER_PORT are not set: torchrun sets them; under Slurm export both")
+        os.environ |= {"RANK": str(here.rank), "WORLD_SIZE": str(here.world_size), "LOCAL_RANK": str(here.local_rank)}
+        os.environ["LOCAL_WORLD_SIZE"] = str(here.local_world_size)
+        several = any(record.several_devices for record in registry.written(config.strategy))
+        gpu = home(several, here.local_rank, here.local_world_size, torch.cuda.device_count())
+        device = torch.device("cuda", gpu) if torch.cuda.is_available() else torch.device("cpu")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self.store: Any = _own_store(here.rank)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=self.store,
+            rank=here.rank,
+            world_size=here.world_size,
+        )
+        self.place = Place(here.rank, here.world_size, here.local_rank, device)
+
+    def leave(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
 
 
-class Silence:
-    """The Channel of every rank but 0: nothing to say, but a signal may ask this process to stop."""
-
-    def __init__(self) -> None:
-        self.stopping = False
-        self.beat = Beat()
-
-    def emit(self, event: dict[str, Any]) -> None:
-        return
-
-    def stop_requested(self) -> bool:
-        return self.stopping
-
-    def follow(self, beat: Beat) -> None:
-        self.beat = beat
-
-
-def own_store(rank: int) -> dist.Store:
+def _own_store(rank: int) -> dist.Store:
     """Where the ranks meet: a store of this attempt's own.
 
-    torchrun's agent (torch 2.13) gives every restart the store of the first start, where ranks find the addresses of
-    processes that are dead, and fail to connect to them. So its store only tells the port of another one, which rank 0
-    opens; a port of a start before answers no more, and then the next one is waited for.
+    torchrun's agent gives every restart the store of the first start, where ranks find the addresses of processes that
+    are dead. So its store only tells the port of another one, which rank 0 opens; a port of a start before answers no
+    more, and then the next one is waited for.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -115,108 +130,180 @@ def own_store(rank: int) -> dist.Store:
             time.sleep(0.05)
 
 
-def train(config: Config, console: Console) -> Outcome:
-    """Trains in the processes there are; the outcome is rank 0's, and the others' says the same in short."""
-    here = Environment.read()
-    if config.workers not in ("auto", str(here.world_size)):
-        raise UserError(f"workers={config.workers}, but torchrun has started {here.world_size}: leave workers out")
-    os.environ |= {"RANK": str(here.rank), "WORLD_SIZE": str(here.world_size), "LOCAL_RANK": str(here.local_rank)}
-    os.environ["LOCAL_WORLD_SIZE"] = str(here.local_world_size)
-    several = any(record.several_devices for record in registry.written(config.strategy))
-    gpu = home(several, here.local_rank, here.local_world_size, torch.cuda.device_count())
-    device = torch.device("cuda", gpu) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
-        raise UserError("MASTER_ADDR and MASTER_PORT are not set: torchrun sets them; under Slurm export both")
-    flight.switch_on()
-    with watched(config.fault.hang_seconds):
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=own_store(here.rank),
-            rank=here.rank,
-            world_size=here.world_size,
-        )
-    try:
-        place = Place(here.rank, here.world_size, here.local_rank, device)
-        if here.rank == 0:
-            return _first_rank(config, console, place, here.local_world_size)
-        return _other_rank(config, place)
-    finally:
-        with contextlib.suppress(RuntimeError):
-            dist.destroy_process_group()
+class StoreHeartbeat:
+    """A rank's heartbeats through the store, and what it obeys there.
+
+    Keys: `info/RANK`, a WorkerInfo; `beat/RANK`, the newest heartbeat; `question`, a number and what is asked;
+    `answer/RANK`; `end`, host:pid of processes to end. Ranks other than 0 end themselves when rank 0's heartbeat stands
+    still or cannot be read: it is the driver, and torchrun or Slurm then starts all again.
+    """
+
+    def __init__(self, job: Job, ranks: Ranks, heartbeat: Heartbeat, thread: int | None = None) -> None:
+        self.rank = ranks.place.rank
+        self.store = _watch_store(job, ranks)
+        self.info = WorkerInfo(self.rank, os.getpid(), socket.gethostname(), "")
+        self.store.set(f"info/{self.rank}", pickle.dumps(self.info))
+        self.patience = max(SILENT_SECONDS, SILENT * job.config.fault.hang_seconds)
+        self.first: tuple[bytes, float] = (b"", time.monotonic())  # rank 0's heartbeat, and since when it is that
+        self.count = 0
+        self.over = threading.Event()
+        self.stderr = os.dup(2)  # before the worker's output goes to its log
+        self.thread = HeartbeatThread(heartbeat, self.send, lambda reply: None, thread)
+        if self.rank and job.config.fault.hang_seconds > 0:
+            threading.Thread(target=self._watch_first, daemon=True, name="watch").start()
+
+    def close(self) -> None:
+        self.over.set()
+        self.thread.close()
+
+    def send(self, beat: Beat, answer: tuple[int, str] | None) -> Reply:
+        self.count += 1
+        self.store.set(f"beat/{self.rank}", pickle.dumps((self.count, beat)))
+        if answer is not None:
+            self.store.set(f"answer/{self.rank}", pickle.dumps(answer))
+        if self.store.check(["end"]):
+            mine = f"{self.info.ip}:"
+            for end in self.store.get("end").decode().split():
+                if end.startswith(mine):
+                    _kill(int(end.removeprefix(mine)))
+        if self.rank and self.store.check(["beat/0"]) and (now := self.store.get("beat/0")) != self.first[0]:
+            self.first = now, time.monotonic()
+        if self.store.check(["question"]):
+            number, question = self.store.get("question").decode().split()
+            return Reply(False, question, int(number))
+        return Reply()
+
+    def _watch_first(self) -> None:
+        """In a thread of its own, since a call of the store may not return."""
+        while not self.over.wait(1.0):
+            if time.monotonic() - self.first[1] > self.patience:
+                said = f"worker 0 is stopped or cannot be reached for {self.patience:.0f} s: ending"
+                for stream in (self.stderr, 2):
+                    os.write(stream, f"trireme: {said}; run the same command again to continue\n".encode())
+                with contextlib.suppress(Exception):
+                    first = pickle.loads(self.store.get("info/0"))
+                    if first.ip == self.info.ip:
+                        _kill(first.pid)
+                os._exit(1)
 
 
-def _first_rank(config: Config, console: Console, place: Place, per_node: int) -> Outcome:
-    told = False
+class TorchrunWorkers:
+    """Rank 0's view of all ranks. tell: hands the job to the others."""
 
-    def tell(what: Job | Exception | None) -> None:
-        nonlocal told
-        told = True
-        dist.broadcast_object_list([what], src=0)
+    restartable = False
 
-    def launch(job: Job) -> None:
-        tell(job)
-        sampler = SystemSampler(driver.tracker.emit, "node-0", config.tracking.system_metrics_every)
-        watch = StoreWatch(job, 0, place.world_size, driver)
-        channel = FirstRank(driver, watch)
-        answers.NOW.begin(channel)
-        try:
-            summary = loop.train(job, place, channel)
-        finally:
-            answers.NOW.end()
-            watch.close()
-            sampler.close()
-        driver.emit({"type": "done", "summary": summary})
-        if summary["stopped"]:
-            raise Interrupted(f"stopped after step {summary['step']:,}")
+    def __init__(self, ranks: Ranks, tell: Callable[[Job], None]) -> None:
+        self.ranks, self.world_size, self.tell = ranks, ranks.place.world_size, tell
+        self.channel = QueueChannel()
+        self.training: TrainingThread | None = None
+        self.heartbeat: StoreHeartbeat | None = None
+        self.infos: dict[int, WorkerInfo] = {}
+        self.beats: dict[int, tuple[bytes, float, Beat]] = {}
+        self.looked = 0.0
+        self.question = 0
 
-    try:
-        run = Run(config)
-        settings = resolve_tracking(config.tracking, run_storage(run))
-        run.storage.check_writable()
-        with console.capture(run.local_folder / "logs" / "driver.log"):
-            check_devices(config, torch.cuda.device_count())
-            prepared = prepare(
-                config,
-                read_task(config),
-                place.world_size,
-                devices_per_node=per_node,
-            )
-            gpus = torch.cuda.device_count()
-            used = gpus_of_this_machine(prepared.layout, per_node, gpus)
-            prepared = with_remarks(prepared, workers=place.world_size, gpus=gpus, gpus_used=used, pool="this machine")
-            driver = Driver(run, console, settings)
-            kind = "GPU" if place.device.type == "cuda" else "CPU"
-            outcome = carry_out(driver, prepared, launch, f"{place.world_size} {kind} processes of torchrun")
-        if not told:
-            tell(None)  # finished already
-        return outcome
-    except Exception as error:
-        if not told:
-            tell(error)
-        raise
+    def start(self, job: Job) -> None:
+        self.tell(job)
+        self.training = TrainingThread(job, self.ranks.place, self.channel)
+        self.heartbeat = StoreHeartbeat(job, self.ranks, self.channel.heartbeat, self.training.thread.ident)
+        self.store = _watch_store(job, self.ranks)  # a connection for each thread
+        self.watched = job.config.fault.hang_seconds > 0 and self.world_size > 1
+
+    def poll(self, stop: bool) -> Poll:
+        assert self.training is not None
+        self.channel.stop = self.channel.stop or stop
+        ended = self.training.ended()  # asked first, so that no event comes after the last
+        events: list[Event] = self.channel.drain(POLL_SECONDS if ended is None else 0.0)
+        now = time.monotonic()
+        if ended is None and self.watched and now - self.looked > 0.25 + self.world_size / 1000:
+            self.looked = now
+            events += self._read(now)
+        statuses = {rank: status_of(beat, now - at) for rank, (_, at, beat) in self.beats.items()}
+        return Poll(events, statuses, ended)
+
+    def _read(self, now: float) -> list[Event]:
+        """Heartbeats, and events for ranks that are new."""
+        store, events = self.store, list[Event]()
+        for rank in range(self.world_size):
+            if rank not in self.infos and store.check([f"info/{rank}"]):
+                self.infos[rank] = pickle.loads(store.get(f"info/{rank}"))
+                events.append({"type": "worker", "info": self.infos[rank]})
+            if store.check([f"beat/{rank}"]):
+                raw = store.get(f"beat/{rank}")
+                if rank not in self.beats or self.beats[rank][0] != raw:
+                    self.beats[rank] = raw, now, pickle.loads(raw)[1]
+        return events
+
+    def ask(self, question: str) -> dict[int, str]:
+        store = self.store
+        self.question += 1
+        store.set("question", f"{self.question} {question}")
+        found: dict[int, str] = {}
+        until = time.monotonic() + ANSWER_SECONDS
+        while len(found) < self.world_size and time.monotonic() < until:
+            for rank in set(range(self.world_size)) - found.keys():
+                if store.check([f"answer/{rank}"]):
+                    number, text = pickle.loads(store.get(f"answer/{rank}"))
+                    if number == self.question:
+                        found[rank] = text
+            time.sleep(0.05)
+        return found
+
+    def kill(self, infos: list[WorkerInfo]) -> None:
+        """Ends processes of this host, and has the others' neighbours end them; then torchrun ends the rest."""
+        assert self.heartbeat is not None
+        names = " ".join(f"{info.ip}:{info.pid}" for info in infos)
+        print(f"ending {names}; torchrun --max-restarts=N starts all ranks again", file=sys.stderr, flush=True)
+        self.store.set("end", names)
+        for info in infos:
+            if info.ip == self.heartbeat.info.ip and info.pid != os.getpid():
+                _kill(info.pid)
+
+    def stop(self) -> None:
+        if self.heartbeat is not None:
+            self.heartbeat.close()
 
 
-def _other_rank(config: Config, place: Place) -> Outcome:
+def tell(what: Job | Exception | None) -> None:
+    """Rank 0 hands the job to the others; or why there is none; None: the run has finished already. Collective."""
+    dist.broadcast_object_list([what], src=0)
+
+
+def train_as_other_rank(ranks: Ranks) -> dict[str, Any] | None:
+    """What ranks other than 0 do; the summary, None where the run has finished already.
+
+    Raises: what rank 0 has told, or training raises; Interrupted when asked to stop.
+    """
     heard: list[Any] = [None]
     dist.broadcast_object_list(heard, src=0)
     job = heard[0]
     if isinstance(job, Exception):
         raise job
     if job is None:
-        return Outcome("already_finished", config.run.name, "", {}, {})
-    channel = Silence()
+        return None
+    channel = SilentChannel()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: setattr(channel, "stopping", True))
-    watch = StoreWatch(job, place.rank, place.world_size, None)
-    answers.NOW.begin(channel)
+    beats = StoreHeartbeat(job, ranks, channel.heartbeat)
     try:
-        with worker_output(Storage(job.folder), place.rank):
-            summary = loop.train(job, place, channel)
+        with worker_output(Storage(job.folder), ranks.place.rank):
+            summary = loop.train(job, ranks.place, channel)
     finally:
-        answers.NOW.end()
-        watch.close()
+        beats.close()
     if summary["stopped"]:
         raise Interrupted(f"stopped after step {summary['step']:,}")
-    return Outcome("finished", config.run.name, job.folder, summary, {})
+    return summary
+
+
+def _watch_store(job: Job, ranks: Ranks) -> Any:
+    """A new connection to torchrun's own store, in its agent's process; where there is none, to the group's."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store: Any = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    else:
+        store = ranks.store.clone()
+    return dist.PrefixStore(f"watch/{job.attempt}", store)
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

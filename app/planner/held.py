@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from app.config import Config
 from app.errors import UserError
-from app.job import options
+from app.job import strategy_options
 from app.planner.evaluate import Machine
 from app.planner.read import ModelRead
 from app.planner.table import Held, Table
@@ -127,7 +127,7 @@ def refuse(config: Config, machine: Machine, held: Held, model: ModelRead) -> No
             pp=held.pp,
             devices_per_node=machine.per_node,
         )
-        check(layout, options(config))
+        check(layout, strategy_options(config))
     if held.tp and model.heads and model.heads % held.tp:
         raise LayoutError(f"parallel.tp is {held.tp}, which does not divide the model's {model.heads} heads")
     if held.tp and held.tp > 1 and not model.splittable:

@@ -205,8 +205,7 @@ def _one(values: dict[str, Any], rank: int, device: Any, folder: str, budget: fl
     import torch.distributed as dist
 
     from app.config_io import from_dict
-    from app.job import Job, Place
-    from app.launchers.torchrun import Silence
+    from app.job import Job, Place, SilentChannel
     from app.loop import Training
     from app.run.prepare import prepare, read_task
 
@@ -217,7 +216,7 @@ def _one(values: dict[str, Any], rank: int, device: Any, folder: str, budget: fl
     base = _start_peak(device)
     _bound(limit, device)
     job = Job(config, prepared.layout, folder, "measure", "measure", 10**9, os.getcwd())
-    training = Training(job, Place(rank, world, rank, device), Silence())
+    training = Training(job, Place(rank, world, rank, device), SilentChannel())
     batches = training.batches()
     seconds = _agreed(_timed(lambda: training.step(next(batches)), device, budget), device)
     peak, before = _agreed(_peak(device), device), _agreed(base, device)

@@ -2,8 +2,8 @@
 
 rate      = sum over nodes of price per hour × the share of the node's GPUs (else CPUs) that the run's workers hold
 cost      = rate × time since the workers were asked for
-wasted    = cost until the first step of this start, and from a failure until training goes on
-idle      = what the cluster's nodes cost beside it, while nobody held their GPUs (else CPUs): not part of `cost`
+wasted    = cost until the first step of this start, and from a failure until training continues
+idle      = what the cluster's nodes cost beside it, where no run holds their GPUs (else CPUs): not part of `cost`
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from app.errors import UserError
+from cluster.ray_internals import available_resources_per_node
 from cluster.shape import ClusterShape, cluster_file, read_cluster
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Spent:
     total: float = 0.0
     start: float = 0.0  # until a start's first step
     restarts: float = 0.0  # from a failure until training went on
-    idle: float = 0.0  # beside the run: of nodes that are up, where nobody holds them
+    idle: float = 0.0  # beside the run: of nodes that are up and that no run holds
 
     @property
     def wasted(self) -> float:
@@ -58,12 +59,10 @@ def rate_of(
     shape: ClusterShape | None,
     gpu_names: Mapping[str, str],
 ) -> Rate | None:
-    """Dollars an hour of `workers` workers on these nodes; None if nobody has said what they cost. Pure.
+    """Dollars an hour of `workers` workers on these nodes; None if a price is not known.
 
-    gpu_names: GPU name by node type, for
-    the list price where there is no file.
-    A worker takes the share of its node that it asks for; the dearest nodes are counted first, so the rate is not less
-    than what is spent.
+    gpu_names: GPU name by node type, for the list price where there is no file. A worker takes the share of its node
+    that it asks for; the most expensive nodes are counted first, so the rate is not less than what is spent.
     """
     scarce = "GPU" if per_worker.get("GPU") else "CPU"
     amount = per_worker.get(scarce, 0.0)
@@ -93,10 +92,8 @@ def idle_rate(
     shape: ClusterShape | None,
     gpu_names: Mapping[str, str],
 ) -> float:
-    """Dollars an hour of what nobody holds of these nodes, by their GPUs (else CPUs); free: of each. Pure.
-
-    Nodes whose price nobody has said count for nothing.
-    """
+    """Dollars an hour of what no run holds of these nodes, by their GPUs (else CPUs); free: of each. Nodes without a
+    known price do not count."""
     dollars = 0.0
     for (kind, head, total), left in zip(nodes, free, strict=True):
         scarce = "GPU" if total.get("GPU") else "CPU"
@@ -131,44 +128,37 @@ def _list_price(gpu: str, count: float) -> tuple[float | None, str]:
     return offer.price_per_gpu_hour * count, f"list price of {offer.provider} {offer.name}, {offer.date}"
 
 
-def _nodes_now() -> tuple[list[str], Nodes, dict[str, str]]:
-    """Ids, then type, whether it is the head, and resources of each living node; and the GPU's name by type."""
-    import ray
+class Prices:
+    """The nodes of the cluster that this process is connected to, and what they cost."""
 
-    ids, nodes, names = [], Nodes(), {}
-    for node in ray.nodes():
-        if node["Alive"]:
-            kind = (node.get("Labels") or {}).get("ray.io/node-group", "")
-            resources = node["Resources"]
-            ids.append(node["NodeID"])
-            nodes.append((kind, "node:__internal_head__" in resources, resources))
-            names[kind] = next((k.partition(":")[2] for k in resources if k.startswith("accelerator_type:")), "")
-    return ids, nodes, names
+    def __init__(self, config: Config) -> None:
+        file = cluster_file(config.cluster.file)
+        self.shape = read_cluster(file) if file else None
 
+    def rate(self, workers: int, per_worker: Mapping[str, float]) -> Rate | None:
+        """Of this run's workers."""
+        _, nodes, names = self._look()
+        return rate_of(workers, per_worker, nodes, self.shape, names)
 
-def _shape(config: Config) -> ClusterShape | None:
-    file = cluster_file(config.cluster.file)
-    return read_cluster(file) if file else None
+    def idle_rate(self) -> float:
+        """Dollars an hour of what no run holds."""
+        ids, nodes, names = self._look()
+        free = available_resources_per_node()
+        return idle_rate(nodes, [free.get(node, {}) for node in ids], self.shape, names)
 
+    def _look(self) -> tuple[list[str], Nodes, dict[str, str]]:
+        """Ids; then type, whether it is the head, and resources of each living node; and the GPU's name by type."""
+        import ray
 
-def rate_now(config: Config, workers: int, per_worker: Mapping[str, float]) -> Rate | None:
-    """The rate of this run's workers on the cluster that this process is connected to."""
-    _, nodes, names = _nodes_now()
-    return rate_of(workers, per_worker, nodes, _shape(config), names)
-
-
-def idle_now(config: Config) -> Callable[[], float]:
-    """What asks for dollars an hour of what nobody holds of the cluster that this process is connected to."""
-    import ray
-
-    shape = _shape(config)
-
-    def ask() -> float:
-        ids, nodes, names = _nodes_now()
-        free = ray._private.state.available_resources_per_node()
-        return idle_rate(nodes, [free.get(node, {}) for node in ids], shape, names)
-
-    return ask
+        ids, nodes, names = [], Nodes(), {}
+        for node in ray.nodes():
+            if node["Alive"]:
+                kind = (node.get("Labels") or {}).get("ray.io/node-group", "")
+                resources = node["Resources"]
+                ids.append(node["NodeID"])
+                nodes.append((kind, "node:__internal_head__" in resources, resources))
+                names[kind] = next((k.partition(":")[2] for k in resources if k.startswith("accelerator_type:")), "")
+        return ids, nodes, names
 
 
 def meter_for(config: Config, storage: Storage, workers: int, per_worker: Mapping[str, float]) -> Meter | None:
@@ -177,33 +167,28 @@ def meter_for(config: Config, storage: Storage, workers: int, per_worker: Mappin
     Raises:
         UserError: a budget without prices, or one that earlier starts have spent already.
     """
-    rate = rate_now(config, workers, per_worker)
+    prices = Prices(config)
+    rate = prices.rate(workers, per_worker)
     check_budget(config.budget, rate)
     if rate is None:
         return None
-    meter = Meter(rate, config.budget, storage, idle=idle_now(config))
+    meter = Meter(rate, config.budget, storage, idle=prices.idle_rate)
     if config.budget is not None and must_stop(meter.before, rate.dollars_per_hour, config.budget):
-        raise UserError(f"the run's budget is spent: {meter.sentence()}; raise budget to go on")
+        raise UserError(f"the run's budget is spent: {meter.sentence()}; raise budget to continue")
     return meter
-
-
-def check_launcher(config: Config, launcher: str) -> None:
-    """Raises UserError if there is a budget where nobody counts it: only Ray knows the nodes and what is on them."""
-    if config.budget is not None and launcher not in ("ray", "actors"):
-        raise UserError(f"budget is {config.budget:g}, but with launcher={launcher} nobody counts: write launcher=ray")
 
 
 def check_budget(budget: float | None, rate: Rate | None) -> None:
     """Raises UserError if there is a budget and no price to count it with."""
     if budget is not None and rate is None:
         raise UserError(
-            f"budget is {budget:g}, but nobody has said what the nodes cost: name the cluster's file with cluster.file"
+            f"budget is {budget:g}, but the price of the nodes is not known: name the cluster's file with cluster.file"
             ", and write price_per_hour under metadata.trireme.nodes there"
         )
 
 
 def must_stop(spent: float, rate: float, budget: float | None, reserve: float = RESERVE_SECONDS) -> bool:
-    """Whether to save and stop now: what the end itself will cost must still be within the budget. Pure.
+    """Whether to save and stop now: what the end itself will cost must still be within the budget.
 
     The reserve is at most a tenth of the budget, so that a small one is not spent on nothing.
     """
@@ -272,7 +257,7 @@ class Meter:
         """What it came to, for a person."""
         return (
             f"${self.spent.total:.2f}, of which ${self.spent.wasted:.2f} before the first step and after failures; "
-            f"nodes that nobody held cost ${self.spent.idle:.2f} beside it"
+            f"idle nodes cost ${self.spent.idle:.2f} beside it"
         )
 
     def sentence(self) -> str:

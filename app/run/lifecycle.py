@@ -6,79 +6,64 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
 
 from app.console import duration, quantity
 from app.errors import Interrupted
-from app.run.manifest import Run
+from app.job import Job
+from app.pipeline_monitor import remembered_stages
+from app.run.driver import Driver
+from app.run.manifest import Outcome, Run
+from app.run.prepare import Prepared
 from app.tracking.settings import ui_command
-
-if TYPE_CHECKING:
-    from app.run.driver import Driver
-    from app.run.prepare import Prepared
-    from app.tracking.tracker import Delivery
+from app.tracking.tracker import Delivery
+from cluster.notice import provider_of
+from cluster.shape import cluster_file
 
 
-@dataclass
-class Outcome:
-    """What became of `trireme train`; `--json` prints it."""
+def train_run(driver: Driver, prepared: Prepared, where: str, train: Callable[[Job], None]) -> Outcome:
+    """One start of the run, from taking its lease to its end in the manifest and in MLflow.
 
-    status: str  # finished, already_finished
-    run: str
-    folder: str
-    summary: dict[str, Any]
-    mlflow: dict[str, Any]
-
-
-def run_storage(run: Run) -> str:
-    """The storage that the run's folder is in."""
-    return run.folder.rsplit("/", 1)[0]
-
-
-def carry_out(driver: Driver, prepared: Prepared, launch: Callable[[Any], None], where: str) -> Outcome:
-    """One start of the run, from taking its lease to its end in the manifest and in MLflow."""
-    from app.job import Job
-    from app.rebalance import remembered
-    from cluster.notice import provider_of
-    from cluster.shape import cluster_file
-
+    where: for a person. train: trains a job to its end.
+    """
     run, console = driver.run, driver.console
     if run.finished and run.manifest.steps >= prepared.steps:
         return _already_finished(driver)
-    run.config, run.manifest.steps = prepared.config, prepared.steps
-    run.open(console.say)
-    name = run.manifest.name
-    console.say(f"training {name} on {prepared.description}")
+    run.open(prepared.config, prepared.steps, console.say)
+    console.say(f"training {run.manifest.name} on {prepared.description}")
     console.say(
         f"{prepared.layout} on {where}; {prepared.steps:,} steps; everything else is in {run.local_folder / 'logs'}"
     )
     for note in prepared.notes:
-        console.say(f"note: {note}")
+        driver.note(note)
     driver.begin_tracking()
-    job = Job(prepared.config, prepared.layout, run.folder, run.attempt, run.manifest.uid, prepared.steps, os.getcwd())
-    spot = provider_of(cluster_file(run.config.cluster.file))
-    job = replace(job, stages=remembered(job, run.manifest.stages), spot=spot, leased=True)
     # Signals stay caught until the end is written down: torchrun sends SIGTERM as soon as one rank has failed.
     with driver.signals():
         with _ending(driver):
-            launch(job)
-        _hold_against_plan(driver, prepared)
+            train(_job(run, prepared))
+        _compare_with_plan(driver, prepared)
         return _finished(driver)
 
 
-def _hold_against_plan(driver: Driver, prepared: Prepared) -> None:
-    """Logs what the planner predicts beside what was measured, and notes it for `trireme plan --history`."""
+def _job(run: Run, prepared: Prepared) -> Job:
+    config = prepared.config
+    job = Job(config, prepared.layout, run.folder, run.attempt, run.manifest.uid, prepared.steps, os.getcwd())
+    spot = provider_of(cluster_file(config.cluster.file))
+    return replace(job, stages=remembered_stages(job, run.manifest.stages), spot_provider=spot, leased=True)
+
+
+def _compare_with_plan(driver: Driver, prepared: Prepared) -> None:
+    """Logs what the planner predicts beside what was measured, and keeps it for `trireme plan --history`."""
     seconds, summary = driver.seconds_per_step, driver.summary
     if seconds is None or driver.resized:  # then no one layout was measured
         return
     from app.planner.record import record
 
     memory = summary.get("memory_bytes", 0.0) - summary.get("memory_bytes_before", 0.0)
-    found = record(driver.run.config, prepared.layout, seconds, memory, summary.get("seconds", 0.0))
+    found = record(prepared.config, prepared.layout, seconds, memory, summary.get("seconds", 0.0))
     if found:
-        driver.tracker.metrics(driver.summary["step"], found)
-        driver.summary["plan"] = found
+        driver.tracker.metrics(summary["step"], found)
+        summary["plan"] = found
 
 
 @contextlib.contextmanager
@@ -96,39 +81,39 @@ def _ending(driver: Driver) -> Iterator[None]:
 
 
 def _end(driver: Driver, status: str, mlflow_status: str, message: str = "") -> Delivery:
-    config = driver.run.config
-    driver.console.status("handing the last metrics to MLflow")
-    driver.settle()
+    config = driver.config
+    driver.console.status("sending the last metrics to MLflow")
+    driver.settle_cost()
     delivery = driver.tracker.finish(mlflow_status, message=message, timeout=config.tracking.flush_timeout)
     driver.run.manifest.mlflow_run_id = delivery.run_id or driver.run.manifest.mlflow_run_id
     driver.run.end(status, driver.summary or None)
     if not delivery.complete:
-        driver.console.say(
-            f"note: MLflow has not got everything ({delivery.problem}); {delivery.left} entries wait in "
+        driver.note(
+            f"some metrics have not reached MLflow yet ({delivery.problem}); {delivery.left} entries wait in "
             f"{delivery.spool}: `trireme sync {driver.run.folder}` delivers them"
         )
     return delivery
 
 
 def _finished(driver: Driver) -> Outcome:
-    run, summary = driver.run, driver.summary
+    run, config, summary = driver.run, driver.config, driver.summary
     summary |= {
         "first_step_at": driver.first_step_at,
         "first_step_seconds": (driver.first_step_at or driver.started) - driver.started,
         "total_seconds": time.monotonic() - driver.began,
     }
-    weights = driver.weights() if run.config.tracking.log_model and run.config.tracking.enabled else None
+    weights = driver.weights() if config.tracking.log_model and config.tracking.enabled else None
     if weights:
-        recipe = {"task": run.config.task, "task_args": run.config.task_args, "weights": str(weights)}
+        recipe = {"task": config.task, "task_args": config.task_args, "weights": str(weights)}
         driver.tracker.model(recipe | {"metrics": summary["metrics"]})
     delivery = _end(driver, "finished", "FINISHED", f"finished after step {summary['step']:,}")
     mlflow = {"run_id": delivery.run_id, "url": delivery.url, "complete": delivery.complete}
     outcome = Outcome("finished", run.manifest.name, run.folder, summary, mlflow)
-    _say_how_it_went(driver, outcome)
+    _print_summary(driver, outcome)
     return outcome
 
 
-def _say_how_it_went(driver: Driver, outcome: Outcome) -> None:
+def _print_summary(driver: Driver, outcome: Outcome) -> None:
     console, summary = driver.console, outcome.summary
     metrics = summary["metrics"]
     evaluated = {k.removeprefix("eval/"): v for k, v in metrics.items() if k.startswith("eval/")}
@@ -148,7 +133,7 @@ def _say_how_it_went(driver: Driver, outcome: Outcome) -> None:
     if driver.meter and driver.meter.rate.dollars_per_hour:
         console.say(f"  cost      {driver.meter.total()}")
     console.say(f"  stored    {outcome.folder}")
-    if driver.run.config.tracking.enabled:
+    if driver.config.tracking.enabled:
         console.say(f"  MLflow    {ui_command(driver.settings)}")
         if outcome.mlflow["url"]:
             console.say(f"            then open {outcome.mlflow['url']}")

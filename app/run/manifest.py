@@ -32,6 +32,17 @@ IDENTITY = ("task", "task_args", "train.seed", "optimizer.name")  # what a run c
 
 
 @dataclass
+class Outcome:
+    """What became of `trireme train`; `--json` prints it."""
+
+    status: str  # finished, already_finished
+    run: str
+    folder: str
+    summary: dict[str, Any]
+    mlflow: dict[str, Any]
+
+
+@dataclass
 class Manifest:
     """What `run.json` holds."""
 
@@ -77,11 +88,16 @@ class Run:
         self.storage = run_folder(config)
         self.attempt = uuid.uuid4().hex[:12]
         self.manifest = self._read_or_new()
-        self._beating = threading.Event()
+        self._ended = threading.Event()
 
     @property
     def folder(self) -> str:
         return self.storage.url
+
+    @property
+    def parent_folder(self) -> str:
+        """The storage that the run's folder is in."""
+        return self.folder.rsplit("/", 1)[0]
 
     @property
     def local_folder(self) -> Path:
@@ -107,7 +123,6 @@ class Run:
             raise UserError(
                 f"the storage {self.storage.url} cannot be read ({said}): use another run.storage"
             ) from error
-        saved.identity = mask_tree(saved.identity)  # one of before this was done
         for key, value in identity.items():
             if saved.identity.get(key) != value:
                 raise UserError(
@@ -121,8 +136,10 @@ class Run:
         flat = flatten(tree) | {"task_args": tree["task_args"]}
         return json.loads(json.dumps(mask_tree({key: flat[key] for key in IDENTITY}), default=str))
 
-    def open(self, say: Callable[[str], None] = lambda text: None) -> None:
+    def open(self, config: Config, steps: int, say: Callable[[str], None] = lambda text: None) -> None:
         """Takes the lease: from now on this start, and no earlier one, may write to the run's folder.
+
+        config: as it was resolved, with what `auto` stood for. steps: optimizer steps that this start is to reach.
 
         Raises:
             UserError: the storage cannot be written, or another driver is training this run now.
@@ -130,12 +147,12 @@ class Run:
         self.storage.check_writable()
         self.refuse_if_held(say)
         self.manifest.starts += 1
-        self.manifest.status = "running"
+        self.manifest.status, self.manifest.steps = "running", steps
         write_lease(self.storage, self.attempt, 0)
         self.save()
         # Secrets stay out; to go on, a run reads the configuration that it is given again, not this one.
-        self.storage.write_bytes("config.yaml", to_yaml(mask_tree(to_dict(self.config))).encode())
-        threading.Thread(target=self._beat, daemon=True, name="lease").start()
+        self.storage.write_bytes("config.yaml", to_yaml(mask_tree(to_dict(config))).encode())
+        threading.Thread(target=self._renew, daemon=True, name="lease").start()
 
     def save(self) -> None:
         self.storage.write_bytes("run.json", json.dumps(asdict(self.manifest), indent=1, default=str).encode())
@@ -144,12 +161,12 @@ class Run:
         self.manifest.status = status
         if summary is not None:
             self.manifest.summary = summary
-        self._beating.set()
+        self._ended.set()
         self.save()
         self.storage.remove(FILE)
 
     def forget_if_never_opened(self) -> None:
-        """Removes the logs of a start that was refused, so that wrong input leaves nothing behind."""
+        """Removes the logs of a start that was refused, so that wrong input leaves nothing."""
         if self.storage.is_local and not self.storage.exists("run.json"):
             self.storage.remove_tree("logs")
             with contextlib.suppress(OSError):
@@ -175,16 +192,16 @@ class Run:
                 "for it, or use another run.name"
             )
 
-    def _beat(self) -> None:
+    def _renew(self) -> None:
         beat = 1
-        while not self._beating.wait(HEARTBEAT_SECONDS):
+        while not self._ended.wait(HEARTBEAT_SECONDS):
             try:
                 if not is_current(self.folder, self.attempt):
                     return  # a later start has taken over
                 write_lease(self.storage, self.attempt, beat)
             except OSError:  # the storage is away; the next beat tries again. Only the lease is gone: it is still ours.
                 with contextlib.suppress(OSError):
-                    if self._is_newest() and not self._beating.is_set():
+                    if self._is_newest() and not self._ended.is_set():
                         write_lease(self.storage, self.attempt, beat)
             beat += 1
 
@@ -205,7 +222,7 @@ def _difference(key: str, saved: Manifest, now: Any) -> str:
 
 
 def free_name(config: Config) -> str:
-    """The first of NAME, NAME-2, NAME-3, … that is not a finished run."""
+    """The first of NAME, NAME-2, NAME-3, … that does not belong to a finished run."""
     base, number = config.run.name, 1
     while True:
         name = base if number == 1 else f"{base}-{number}"

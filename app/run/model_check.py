@@ -14,7 +14,7 @@ from torch import nn
 from app.config import Config
 from app.data.loader import fetch
 from app.errors import UserError
-from app.job import options
+from app.job import strategy_options
 from app.tasks.base import Task
 from strategies import float8
 from strategies.blocks import find_blocks
@@ -64,7 +64,7 @@ def count_blocks(task: Task, module: nn.Module | None) -> int | None:
 
 def check_model(config: Config, task: Task, layout: Layout, module: nn.Module | None) -> None:
     """Raises LayoutError, UserError: one sentence, if the layout cannot run this model."""
-    chosen = options(config)
+    chosen = strategy_options(config)
     if module is None:
         return
     if layout.dims.tp > 1:

@@ -12,14 +12,16 @@ from app.config import Config
 from app.config_io import with_values
 from app.data.loader import micro_batch_slices
 from app.errors import UserError
-from app.job import options
+from app.job import strategy_options
 from app.optimizer import optimizer_class
-from app.run.model_check import check_model, count_blocks, looked_at
+from app.run.model_check import check_devices, check_model, count_blocks, looked_at
 from app.tasks import load_task
 from app.tasks.base import Task
 from strategies import registry
 from strategies.parallelize import Layout, ParallelDims, check, choose
 from strategies.tensor.plan import SYNONYMS
+
+__all__ = ["Prepared", "check_devices", "prepare", "read_task"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
     module = looked_at(task, layout)
     check(
         layout,
-        options(config),
+        strategy_options(config),
         global_batch_size=train.global_batch_size,
         heads=task.heads(),
         blocks=count_blocks(task, module) if layout.dims.pp > 1 else None,

@@ -8,7 +8,7 @@ import runpy
 import sys
 from pathlib import Path
 
-NAMES = ("step", "start", "pipeline", "checkpoint", "tracking", "saving", "gpu", "peers", "recovery", "chaos")
+NAMES = ("step", "start", "pipeline", "checkpoint", "tracking", "saving", "gpu", "peers", "chaos")
 MODULE: dict[str, str] = {}
 
 

@@ -35,8 +35,7 @@ class Ours:
         import torch
         import torch.distributed as dist
 
-        from app.job import Job
-        from app.launchers.torchrun import Silence
+        from app.job import Job, SilentChannel
         from app.run.prepare import prepare, read_task
 
         grouped = dist.is_available() and dist.is_initialized()
@@ -44,22 +43,25 @@ class Ours:
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
         prepared = prepare(config, read_task(config), self.world, devices_per_node=None)
         self.tracked = tracked and self.rank == 0
-        self.channel: Any = self._driver(config) if self.tracked else Silence()
-        driver: Any = self.channel
-        attempt = driver.run.attempt if self.tracked else "benchmark"  # rank 0's is asked for before a commit
+        self.channel: Any = SilentChannel()
+        attempt = "benchmark"
+        if self.tracked:
+            self.driver = self._driver(prepared.config, prepared.steps)
+            self.channel, attempt = DriverChannel(self.driver), self.driver.run.attempt
         folder = f"{config.run.storage}/{config.run.name}"
         self.job = Job(config, prepared.layout, folder, attempt, "benchmark", prepared.steps, os.getcwd())
         self.training: Any = None
         self.batches: Any = None
 
-    def _driver(self, config: Config) -> Any:
+    def _driver(self, config: Config, steps: int) -> Any:
         from app.console import Console
         from app.run.driver import Driver
         from app.run.manifest import Run
         from app.tracking.settings import resolve_tracking
 
-        driver = Driver(Run(config), Console(quiet=True), resolve_tracking(config.tracking, config.run.storage))
-        driver.run.open()
+        settings = resolve_tracking(config.tracking, config.run.storage)
+        driver = Driver(Run(config), config, Console(quiet=True), settings)
+        driver.run.open(config, steps)
         driver.begin_tracking()
         return driver
 
@@ -84,5 +86,20 @@ class Ours:
         """Ends the data's threads and, if tracked, the run."""
         self.batches.close()
         if self.tracked:
-            self.channel.tracker.finish("FINISHED", timeout=20.0)
-            self.channel.run.end("stopped")
+            self.driver.tracker.finish("FINISHED", timeout=20.0)
+            self.driver.run.end("stopped")
+
+
+class DriverChannel:
+    """Hands a worker's events to the driver of the same process."""
+
+    def __init__(self, driver: Any) -> None:
+        from app.heartbeat import Heartbeat
+
+        self.driver, self.heartbeat = driver, Heartbeat()
+
+    def emit(self, event: dict[str, Any]) -> None:
+        self.driver.handle(event)
+
+    def stop_requested(self) -> bool:
+        return bool(self.driver.stop_requested())

@@ -20,7 +20,7 @@ from app.config_io import from_dict, to_dict
 from app.data.loader import fetch
 from app.data.order import Order
 from app.errors import UserError
-from app.job import options
+from app.job import strategy_options
 from app.optimizer import build_optimizer
 from app.randomness import seed_everything
 from app.run.manifest import local_folder
@@ -80,7 +80,9 @@ def measure(config: Config, *, steps: int, rows: Iterable[Row], checkpoints: boo
     task = load_task(config.task, config.task_args)
     if task.items_vary:
         raise UserError(f"task {config.task} has batches of varying size, which parity cannot split: use another task")
-    own = replace(options(config), compression="none", reduce_dtype="fp32", stages=None, float_output=task.float_output)
+    own = replace(
+        strategy_options(config), compression="none", reduce_dtype="fp32", stages=None, float_output=task.float_output
+    )
     return run(functools.partial(make_trial, to_dict(config), steps), rows, options=own, checkpoints=checkpoints)
 
 

@@ -80,6 +80,7 @@ def measured(told: Sequence[Told], config: Config) -> Measured:
 def _pipeline(told: Sequence[Told], config: Config) -> tuple[list[float], float, float]:
     """Each stage's computing, the bubble, and what sending adds to it and to the reduction; medians over steps."""
     from app.pipeline_profile import COMPUTE, figures
+
     from strategies.pipeline.simulate import Span
 
     own, bubbles, sent = [list[float]() for _ in told], list[float](), list[float]()

@@ -22,26 +22,13 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from app.errors import RunFailed
-from app.job import Job, Place, memory_bytes
+from app.job import Job, Place, SilentChannel, memory_bytes
 from experiments.scale import silence
 from experiments.scale.parts import Told
 
 START_SECONDS = 120.0
 CHECKPOINTS = 2
 """The first one also makes the optimizer's state and the folders: the second counts."""
-
-
-class _Silence:
-    """Nobody listens, nobody asks to stop."""
-
-    def emit(self, event: dict[str, Any]) -> None:
-        return
-
-    def stop_requested(self) -> bool:
-        return False
-
-    def follow(self, beat: Any) -> None:
-        return
 
 
 @ray.remote
@@ -146,7 +133,7 @@ class Bench:
         from app.loop import Training
 
         job = replace(self.job, folder=f"{self.job.folder}/{name}")  # one phase does not go on where another ended
-        training = Training(job, replace(self.place, rank=rank), _Silence())
+        training = Training(job, replace(self.place, rank=rank), SilentChannel())
         training.data_rank = job.layout.dims.data_rank(self.place.rank)
         batches = training.batches()
         step = training.step

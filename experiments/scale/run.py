@@ -166,11 +166,11 @@ class _Study:
 
     def _price(self, per_worker: dict[str, float]) -> float | None:
         """Of one worker for an hour: as given, else as the cluster's file or the list of prices says."""
-        from app.run.cost import rate_now
+        from app.run.cost import Prices
 
         if self.plan.price is not None:
             return self.plan.price
-        known = rate_now(self.config, 1, per_worker)
+        known = Prices(self.config).rate(1, per_worker)
         return known.dollars_per_hour if known else None
 
     def _prepared(self, strategy: str, workers: int) -> Callable[[], Any]:
@@ -187,7 +187,7 @@ class _Study:
             attempt = uuid.uuid4().hex[:8]
             scratch = self.folder.local_path / f".point-{attempt}"  # where checkpoints of a run would be
             steps = steps_of((self.plan.blocks, self.plan.steps))
-            job = Job(config, prepared.layout, str(scratch), attempt, "scale", steps, os.getcwd(), may_recut=False)
+            job = Job(config, prepared.layout, str(scratch), attempt, "scale", steps, os.getcwd(), may_rebalance=False)
             return job, scratch, known
 
         return make

@@ -36,7 +36,7 @@ def make_ready(sweep: Sweep, ledger: Ledger, console: Console) -> Ready:
     Raises:
         UserError, LayoutError, ClusterError: one sentence.
     """
-    from app.run.cost import check_budget, rate_now
+    from app.run.cost import Prices, check_budget
     from cluster.connect import connect
     from experiments.sweep import oversee, search, slots
     from experiments.sweep.trial import need
@@ -58,7 +58,7 @@ def make_ready(sweep: Sweep, ledger: Ledger, console: Console) -> Ready:
     every_need = list(dict.fromkeys(needs(values) for values in sweep.points or [{}]))
     slots.refuse_what_never_fits(nodes, dict(cluster.limits), every_need)
     if sweep.base.budget is not None:
-        check_budget(sweep.base.budget, rate_now(sweep.base, every_need[0].workers, dict(every_need[0].per_worker)))
+        check_budget(sweep.base.budget, Prices(sweep.base).rate(every_need[0].workers, dict(every_need[0].per_worker)))
     at_once = min(slots.at_once(nodes, one, most=64) for one in every_need) or 1
     at_once = min(at_once, sweep.concurrent or at_once, sweep.count)
     asks = search.Next(sweep, ledger, searcher, needs, slots.nodes_now, dict(cluster.limits))

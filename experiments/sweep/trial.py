@@ -142,7 +142,7 @@ class Session:
         import ray
 
         from app.run.cost import meter_for
-        from app.run.lifecycle import carry_out
+        from app.run.lifecycle import train_run
         from app.run.manifest import Run
         from app.run.prepare import prepare
         from experiments.sweep.trial_driver import TrialDriver, take_over, wait_for_lease
@@ -169,7 +169,7 @@ class Session:
         if ray.is_initialized():
             driver.meter = meter_for(config, run.storage, each.workers, dict(each.per_worker))
         kind = "group" if prepared.layout.dims.pp > 1 else how(config, sweep)
-        outcome = carry_out(driver, prepared, lambda job: self.workers.launch(kind, each, job, driver), kind)
+        outcome = train_run(driver, prepared, kind, lambda job: self.workers.launch(kind, each, job, driver))
         return outcome.summary
 
 
@@ -177,8 +177,6 @@ class Workers:
     """The warm workers of a trial process, and what it remembers from trial to trial."""
 
     def __init__(self) -> None:
-        self.group: Any = None
-        self.shape: Any = None
         self.tasks: dict[str, Any] = {}
 
     def task(self, config: Config) -> Any:
@@ -191,39 +189,30 @@ class Workers:
         return self.tasks[key]
 
     def launch(self, kind: str, each: Need, job: Any, driver: Any) -> None:
+        """Trains a job to its end."""
+        from app.launchers.local import LocalWorkers
+        from app.launchers.supervisor import Supervisor
+
         if kind == "process":
-            from app.launchers import local
-
-            local.launch(job, driver)
-        elif kind == "torchtrainer":
-            from app.launchers import ray_train
-
-            try:
-                ray_train.launch(job, driver, workers=each.workers, per_worker=dict(each.per_worker))
-            finally:
-                ray_train.clean_up(job.folder)
-        else:
-            self.warm(each, job.config, job.layout).run(job, driver)
-
-    def warm(self, each: Need, config: Config, layout: Any) -> Any:
-        """The group of workers of this shape; another shape's is let go of first."""
-        from app.launchers import pipeline
+            Supervisor(LocalWorkers(), driver).run(job)
+            return
+        from app.launchers.actors import ActorWorkers
+        from app.launchers.ray_train import RayTrainWorkers
+        from app.launchers.ray_workers import ray_nodes
         from cluster.connect import describe
 
-        shape = (each, str(layout), str(config.parallel.stage_resources))
-        if self.shape != shape:
-            self.close()
-            # A trial that loses a worker waits for a new one: spare processes would take from the other trials.
-            config = replace(config, fault=replace(config.fault, spares=0))
-            self.group = pipeline.group(config, layout, dict(each.per_worker), describe(started_here=False))
-            self.shape = shape
-            self.group.start()
-        return self.group
+        per_worker = dict(each.per_worker)
+        workers: Any
+        if kind == "torchtrainer":
+            workers = RayTrainWorkers(per_worker)
+        else:
+            workers = ActorWorkers(per_worker, describe(started_here=False))
+        try:
+            Supervisor(workers, driver, nodes=ray_nodes()).run(job)
+        finally:
+            workers.close()
 
-    def close(self) -> None:
-        if self.group is not None:
-            self.group.shutdown()
-        self.group = self.shape = None
+    def close(self) -> None: ...
 
 
 class TrialProcess(tune.Trainable):

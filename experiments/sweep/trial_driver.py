@@ -32,7 +32,7 @@ class TrialDriver(Driver):
 
     def __init__(self, run: Run, session: Session, prepared: Prepared) -> None:
         setting = session.setting
-        super().__init__(run, LogConsole(run.local_folder / "logs" / "driver.log"), setting.settings)
+        super().__init__(run, prepared.config, LogConsole(run.local_folder / "logs" / "driver.log"), setting.settings)
         self.session, self.prepared = session, prepared
         self.metric = setting.sweep.metric
         self.why = ""

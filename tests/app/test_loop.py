@@ -15,7 +15,7 @@ from app.errors import NonFiniteError, UserError
 from app.loss_scale import LossScale
 from app.optimizer import build_optimizer, learning_rate
 from app.randomness import mix, seed_step
-from app.step_sync import Pulse
+from app.step_sync import StepSync
 from tests.pool import run_distributed
 
 pytestmark = pytest.mark.alone
@@ -91,47 +91,47 @@ def test_loss_scale_gives_up_on_what_never_is_finite() -> None:
             scale.accepts(torch.tensor(math.nan), 7)
 
 
-def test_pulse_reports_logged_steps_and_plans_the_next() -> None:
-    pulse = Pulse(0, 1, 1, first_step=5)
-    assert pulse.due(5)
-    pulse.add(torch.tensor(2.0))
-    pulse.log(5, 0.1, torch.tensor(3.0))
-    agreed = pulse.agree(5, stop=False, save=True)
+def test_sync_reports_logged_steps_and_plans_the_next() -> None:
+    sync = StepSync(0, 1, 1, first_step=5)
+    assert sync.due(5)
+    sync.add(torch.tensor(2.0))
+    sync.log(5, 0.1, torch.tensor(3.0))
+    agreed = sync.agree(5, stop=False, save=True)
     assert (agreed.stop, agreed.save) == (False, True)
     assert [(e.step, e.loss, e.grad_norm, e.learning_rate) for e in agreed.logged] == [(5, 2.0, 3.0, 0.1)]
     for step in (6, 7, 8):
-        pulse.add(torch.tensor(float(step)))
-    pulse.log(7, 0.1, None)
-    agreed = pulse.agree(8, stop=True, save=False)
+        sync.add(torch.tensor(float(step)))
+    sync.log(7, 0.1, None)
+    agreed = sync.agree(8, stop=True, save=False)
     assert agreed.stop and [(e.step, e.loss, e.grad_norm) for e in agreed.logged] == [(7, 7.0, None)]
-    assert 9 <= pulse.next_step <= 8 + 200
+    assert 9 <= sync.next_step <= 8 + 200
 
 
 @pytest.mark.parametrize(
     ("losses", "norm", "says"),
     [([1.0, math.nan, 1.0], 1.0, "loss was not finite at step 2"), ([1.0, 1.0, 1.0], math.inf, "gradient.*step 3")],
 )
-def test_pulse_names_the_step_that_was_not_finite(losses: list[float], norm: float, says: str) -> None:
-    pulse = Pulse(0, 1, 1, first_step=1)
+def test_sync_names_the_step_that_was_not_finite(losses: list[float], norm: float, says: str) -> None:
+    sync = StepSync(0, 1, 1, first_step=1)
     for loss in losses:
-        pulse.add(torch.tensor(loss))
-    pulse.log(3, 0.1, torch.tensor(norm))
+        sync.add(torch.tensor(loss))
+    sync.log(3, 0.1, torch.tensor(norm))
     with pytest.raises(NonFiniteError, match=says):
-        pulse.agree(3, stop=False, save=False)
+        sync.agree(3, stop=False, save=False)
 
 
 def _agree(rank: int, memory: bool) -> tuple[bool, bool, float, str]:
     with pytest.MonkeyPatch.context() as patch:
         if not memory:  # as on several machines
             patch.setattr(step_sync, "shared_sum", lambda *_: None)
-        pulse = Pulse(rank, 2, 1, first_step=1)
-    assert (pulse.shared is not None) == memory
-    pulse.add(torch.tensor(1.0 + rank))
-    pulse.log(1, 0.1, torch.tensor(3.0))
-    agreed = pulse.agree(1, stop=rank == 1, save=False)
-    pulse.add(torch.tensor(math.nan if rank == 1 else 1.0))
+        sync = StepSync(rank, 2, 1, first_step=1)
+    assert (sync.shared is not None) == memory
+    sync.add(torch.tensor(1.0 + rank))
+    sync.log(1, 0.1, torch.tensor(3.0))
+    agreed = sync.agree(1, stop=rank == 1, save=False)
+    sync.add(torch.tensor(math.nan if rank == 1 else 1.0))
     try:
-        pulse.agree(2, stop=False, save=False)
+        sync.agree(2, stop=False, save=False)
     except NonFiniteError as error:
         return agreed.stop, agreed.save, agreed.logged[0].loss, str(error)
     return agreed.stop, agreed.save, agreed.logged[0].loss, ""

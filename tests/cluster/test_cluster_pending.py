@@ -12,7 +12,7 @@ import pytest
 from app.config import Config
 from app.console import Console
 from app.errors import Interrupted, UserError
-from app.launchers.room import decide
+from app.launchers.room import when_over
 from app.run.cost import Meter, Rate, check_budget, idle_rate, must_stop, rate_of
 from app.run.driver import Driver
 from app.run.manifest import Run
@@ -123,15 +123,15 @@ def config(**more: Any) -> Config:
 
 def test_at_the_deadline_it_waits_shrinks_or_ends() -> None:
     held = Diagnosis("bundle 6 of 8 is held", 5, True)
-    with pytest.raises(ClusterError, match=r"8 workers have no room after 600 s: bundle 6 of 8"):
-        decide(config(), held, 8)
-    assert decide(config(when_pending="wait"), held, 8) == 0
-    assert decide(config(when_pending="shrink"), held, 8) == 4, "the most that the batch divides by"
+    with pytest.raises(ClusterError, match=r"there is no room for 8 workers after 600 s: bundle 6 of 8"):
+        when_over(config(), held, 8)
+    assert when_over(config(when_pending="wait"), held, 8) == 0
+    assert when_over(config(when_pending="shrink"), held, 8) == 4, "the most that the batch divides by"
     with pytest.raises(ClusterError, match="min_workers=5"):
-        decide(config(when_pending="shrink", min_workers=5), held, 8)
+        when_over(config(when_pending="shrink", min_workers=5), held, 8)
     never = Diagnosis("at its limit", 0, False)
     with pytest.raises(ClusterError, match="waiting would not help"):
-        decide(config(when_pending="wait"), never, 8)
+        when_over(config(when_pending="wait"), never, 8)
 
 
 # --- cost -----------------------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ def test_a_run_says_who_holds_what_it_waits_for(tmp_path: Path, ray_environment:
         run = ["train", *POINTS, "train.steps=4", f"run.storage={tmp_path}", "workers=2", "cluster.wait_seconds=4"]
         ended = trireme(*run, "run.name=ends", env=ray_environment)
         assert ended.code == 2, ended.out + ended.err
-        assert "2 workers have no room after 4 s: bundle 2 of 2 (CPU 1) cannot be placed" in ended.err
+        assert "there is no room for 2 workers after 4 s: bundle 2 of 2 (CPU 1) cannot be placed" in ended.err
         assert "3 of 4 CPU are held by job " in ended.err
         smaller = trireme(*run, "run.name=shrinks", "cluster.when_pending=shrink", env=ray_environment)
         assert smaller.code == 0, smaller.out + smaller.err
@@ -325,9 +325,9 @@ def test_places_are_kept_where_an_autoscaler_would_take_idle_nodes_away(monkeypa
     from cluster.connect import Cluster
 
     group, removed = SimpleNamespace(wait=lambda seconds: True), list[Any]()
-    monkeypatch.setattr("ray.util.placement_group", lambda *_, **__: group)
-    monkeypatch.setattr("ray.util.remove_placement_group", removed.append)
-    monkeypatch.setattr(room_module, "look", lambda *_, **__: None)
+    monkeypatch.setattr(room_module, "placement_group", lambda *_, **__: group)
+    monkeypatch.setattr(room_module, "remove_placement_group", removed.append)
+    monkeypatch.setattr(room_module, "why_pending", lambda *_, **__: None)
     monkeypatch.setattr(room_module, "nodes_now", lambda excluded: [node("a", "", {"CPU": 4.0}, CPU=4.0)])
 
     def room(**limits: float) -> room_module.Reserved:

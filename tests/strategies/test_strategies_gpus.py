@@ -6,7 +6,7 @@ import pytest
 
 from app.config import Config
 from app.config_io import load_config
-from app.train import ask_for
+from app.launchers.ray_launch import resources_to_ask_for
 from cluster.connect import Cluster
 from strategies.parallelize import choose
 
@@ -36,6 +36,6 @@ def _config(*values: str) -> Config:
 )
 def test_the_one_key_is_enough(values: list[str], cluster: Cluster, expected: tuple[int, dict[str, float]]) -> None:
     config = _config(*values)
-    workers, per_worker = ask_for(config, cluster)
+    workers, per_worker = resources_to_ask_for(config, cluster)
     assert (workers, per_worker) == expected
     assert choose(config.strategy, workers).dims.world_size == workers

@@ -1,332 +1,232 @@
-"""What is decided after a failure, and what it is called: tables, nearly without processes."""
+"""Faults as runs meet them: ranks killed and stopped under torchrun and Ray Train, nodes that go and come back."""
 
 from __future__ import annotations
 
-import math
+import json
 import signal
-import subprocess
-import sys
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
-from app import persistence
-from app.config import Config
-from app.config_io import load_config, with_values
-from app.job import Job
-from app.launchers import answers
-from app.launchers.elastic import Elastic, count_room, limits_of
-from app.launchers.failure_policy import (
-    Action,
-    Death,
-    Failure,
-    Kind,
-    Limits,
-    Room,
-    between_failures,
-    death_of,
-    decide,
-    grown,
-    interval,
-    settled,
+from tests.app.launchers.test_pipeline_in_ray import Lines, disturb, mlflow_text, writes
+from tests.running import (
+    POINTS,
+    committed,
+    curve,
+    environment,
+    finish,
+    free_port,
+    memory_group,
+    mlflow_run,
+    start,
+    trireme,
+    wait_until,
+    weights,
 )
-from app.launchers.hangs import Sign
-from app.launchers.watching import Watching
-from app.launchers.whereabouts import kernel_kills, last_words
-from app.run.prepare import prepare, read_task
-from tests.running import memory_group
+from tests.running import torchrun_program as torchrun
+
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+
+SLOW = [
+    "task=tests.tasks:Plain",
+    *POINTS[1:],
+    "train.steps=60",
+    "task_args.step_seconds=0.05",
+    "checkpoint.every_steps=5",
+    "train.log_every=1",
+]
+HANG = "fault.hang_seconds=1.5"
 
 
-def failure(
-    kind: Kind, step: int = 10, *, progressed: bool = True, sentence: str = "it broke", node: str = "", at: float = 0.0
-) -> Failure:
-    return Failure(kind, sentence, step, progressed, node, at)
+def close(ours: dict[int, float], theirs: dict[int, float]) -> bool:
+    """Whether two loss curves are the same to rounding."""
+    return ours.keys() == theirs.keys() and all(abs(ours[at] - theirs[at]) <= 1e-4 * abs(theirs[at]) for at in theirs)
 
 
-DIED, STILLBORN = failure(Kind.DIED), failure(Kind.DIED, progressed=False)
-ANNOUNCED, BUG = failure(Kind.NOTICE), failure(Kind.EXCEPTION)
-ON_A, HUNG_ON_A, OOM_ON_A, ON_B = (
-    failure(kind, node=node)
-    for kind, node in ((Kind.DIED, "a"), (Kind.HUNG, "a"), (Kind.MEMORY, "a"), (Kind.DIED, "b"))
-)
+def single(storage: Path, *more: str) -> dict[int, float]:
+    one = trireme(
+        "train", *SLOW, "task_args.step_seconds=0", "launcher=local", "run.name=one", f"run.storage={storage}", *more
+    )
+    assert one.code == 0, one.err
+    return curve(storage, "one")
+
+
+def test_a_stopped_worker_of_ray_train_is_found_and_replaced(tmp_path: Path, ray_environment: dict[str, str]) -> None:
+    arguments = ["train", *SLOW, HANG, "launcher=ray", "workers=2", "run.name=run", f"run.storage={tmp_path}"]
+    process = start(arguments, env=ray_environment)
+    lines, folder = Lines(process), tmp_path / "run"
+    wait_until(lambda: max(committed(folder), default=0) >= 10, 60)
+    stopped = disturb(folder, 1, signal.SIGSTOP)
+    assert lines.when("does not answer", 40) - stopped >= 1.5
+    assert process.wait(60) == 0, lines.text
+    assert "worker 1, process" in lines.text and "starting again from the last checkpoint" in lines.text
+    assert close(curve(tmp_path, "run"), single(tmp_path))
+    run = mlflow_run(tmp_path, "run")
+    (stacks,) = mlflow_text(tmp_path, run.info.run_id, "hangs")
+    assert "does not answer" in stacks and "loop.py" in stacks
+    (record,) = mlflow_text(tmp_path, run.info.run_id, "hangs", ".json")
+    last = json.loads(record)["entries"][-1]
+    assert last["profiling_name"].startswith("gloo:"), "the collective that rank 0 waits in; rank 1 cannot answer"
+    assert "worker 1" in run.data.tags["trireme.last_failure"] and run.data.metrics["fault/recovery_seconds"] > 0
 
 
 @pytest.mark.parametrize(
-    ("history", "limit", "action", "says"),
+    ("rank", "number"),
     [
-        ([DIED], 3, Action.RETRY, "it broke"),
-        ([DIED] * 3, 3, Action.RETRY, "it broke"),
-        ([DIED] * 4, 3, Action.GIVE_UP, "fault.max_restarts=3 is used up"),
-        ([DIED], 0, Action.GIVE_UP, "fault.max_restarts is 0"),
-        ([DIED] * 3 + [failure(Kind.DIED, at=3601.0)], 3, Action.RETRY, "it broke"),  # an hour later
-        ([DIED] * 3 + [failure(Kind.DIED, at=3599.0)], 3, Action.GIVE_UP, "used up"),
-        ([ANNOUNCED] * 50, 0, Action.RETRY, "it broke"),
-        ([ANNOUNCED] * 50 + [DIED], 1, Action.RETRY, "it broke"),
-        ([DIED] + [failure(Kind.NO_ROOM)] * 9, 1, Action.RETRY, "it broke"),
-        ([failure(Kind.HOPELESS)], 3, Action.GIVE_UP, "it broke"),
-        ([failure(Kind.EXCEPTION, progressed=False)], 3, Action.GIVE_UP, "it broke"),
-        ([BUG], 3, Action.RETRY, "it broke"),
-        ([BUG, BUG], 3, Action.GIVE_UP, "twice at the same step"),
-        ([BUG, DIED, BUG], 9, Action.GIVE_UP, "twice at the same step"),
-        ([failure(Kind.EXCEPTION, 10), failure(Kind.EXCEPTION, 20)], 3, Action.RETRY, "it broke"),
-        ([BUG, failure(Kind.EXCEPTION, sentence="another")], 3, Action.RETRY, "another"),
-        ([DIED, BUG], 3, Action.RETRY, "it broke"),
+        (1, signal.SIGKILL),
+        (1, signal.SIGSTOP),
+        (0, signal.SIGSTOP),
     ],
 )
-def test_whether_to_start_again(history: list[Failure], limit: int, action: Action, says: str) -> None:
-    decision = decide(history, Limits(limit))
-    assert decision.action is action and says in decision.reason
+def test_torchrun_starts_again_by_itself(tmp_path: Path, rank: int, number: int) -> None:
+    arguments = ["train", *SLOW, HANG, "run.name=run", f"run.storage={tmp_path}"]
+    process = start(arguments, program=torchrun("--max-restarts=2"))
+    lines, folder = Lines(process), tmp_path / "run"
+    wait_until(lambda: max(committed(folder), default=0) >= 10, 60)
+    if rank:
+        disturb(folder, rank, number)
+    else:
+        children = [child for child in psutil.Process(process.pid).children() if "app" in child.cmdline()]
+        min(children, key=lambda child: int(child.environ()["RANK"])).send_signal(number)
+    assert process.wait(90) == 0, lines.text
+    assert "continuing after step" in lines.text
+    assert close(curve(tmp_path, "run"), single(tmp_path)), "no step lost, none twice, in one MLflow run"
+    run = mlflow_run(tmp_path, "run")
+    assert run.info.status == "FINISHED"
+    if (rank, number) == (1, signal.SIGSTOP):
+        assert "worker 1" in lines.text and "does not answer" in lines.text
+        (stacks,) = mlflow_text(tmp_path, run.info.run_id, "hangs")
+        assert "does not answer" in stacks and "loop.py" in stacks, "where the other one stood"
+        (record,) = mlflow_text(tmp_path, run.info.run_id, "hangs", ".json")
+        assert json.loads(record)["entries"], "and what it did last"
 
 
-@pytest.mark.parametrize(
-    ("history", "pause"),
-    [
-        ([DIED], 0),
-        ([STILLBORN], 1),
-        ([STILLBORN] * 3, 4),
-        ([DIED, STILLBORN, STILLBORN], 2),
-        ([STILLBORN, DIED], 0),
-        ([STILLBORN] * 30, 60),
-        ([STILLBORN, failure(Kind.NO_ROOM, progressed=False)], 1),
-    ],
-)
-def test_the_pause_doubles_while_no_step_is_taken(history: list[Failure], pause: float) -> None:
-    assert decide(history, Limits(99)).pause == pause
+@pytest.fixture
+def nodes() -> Iterator[Any]:
+    """A Ray cluster of a head without CPUs and four nodes with one each, on this machine."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "num_gpus": 0, "include_dashboard": False})
+    try:
+        yield cluster
+    finally:
+        cluster.shutdown()
 
 
-def room(workers: int, free: int, seconds: float = 0.0, valid: tuple[int, ...] = (1, 2, 4), **without: int) -> Room:
-    return Room(workers, 4, free, valid, without, seconds)
+@pytest.mark.parametrize("launcher", ["ray", "actors"])
+def test_four_three_two_four_workers(tmp_path: Path, nodes: Any, launcher: str) -> None:
+    def add() -> Any:
+        return nodes.add_node(num_cpus=1, num_gpus=0)
+
+    living = [add() for _ in range(4)]
+    own = ["train.steps=3000", "train.global_batch_size=12", "train.micro_batch_size=2", "checkpoint.every_steps=20"]
+    arguments = ["train", *SLOW, *own, f"launcher={launcher}", "workers=4", "strategy=ddp", "fault.elastic_seconds=2"]
+    arguments += ["run.name=run", f"run.storage={tmp_path}", "fault.max_restarts=9"]
+    env = environment(RAY_ADDRESS=nodes.address, RAY_AUTH_MODE="disabled")
+    process = start([word for word in arguments if not word.startswith("task_args.step")], env=env)
+    lines, folder = Lines(process), tmp_path / "run"
+
+    def further() -> None:
+        now = max(committed(folder), default=0)
+        wait_until(lambda: max(committed(folder), default=0) >= now + 20, 60)
+
+    further()
+    for left in (3, 2):
+        nodes.remove_node(living.pop(), allow_graceful=False)
+        lines.when(f"continuing with {left} of 4 workers", 60)
+        further()
+    living += [add(), add()]
+    lines.when("there is room for 4 workers again; continuing with 4 of 4", 60)
+    assert process.wait(120) == 0, lines.text
+    assert close(curve(tmp_path, "run"), single(tmp_path, *own)), "one curve, as with one worker"
+    assert weights(folder).keys() == weights(tmp_path / "one").keys()
+    assert list(curve(tmp_path, "run", "fault/workers").values()) == [3.0, 2.0, 4.0], lines.text
 
 
-ELASTIC = Limits(9, elastic_seconds=30.0)
+@pytest.mark.parametrize("launcher", ["ray", "actors"])
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_worker_that_is_stopped_or_dies_while_it_starts(
+    tmp_path: Path, ray_environment: dict[str, str], launcher: str, number: int
+) -> None:
+    arguments = ["train", *SLOW, "fault.start_seconds=15", f"launcher={launcher}", "workers=2", "strategy=ddp"]
+    arguments += ["run.name=run", f"run.storage={tmp_path}"]
+    before = set(workers_of_ray())
+    process = start(arguments, env=ray_environment)
+    lines = Lines(process)
+    (victim, *_) = wait_until(lambda: set(workers_of_ray()) - before, 60)
+    victim.send_signal(number)
+    try:
+        assert process.wait(120) == 0, lines.text
+    finally:
+        if victim.is_running():
+            victim.kill()
+    assert close(curve(tmp_path, "run"), single(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("history", "limits", "there", "action", "workers"),
-    [
-        ([DIED], ELASTIC, room(4, 4), Action.RETRY, 0),
-        ([DIED], ELASTIC, room(4, 3, 10.0), Action.WAIT, 0),
-        ([DIED], ELASTIC, room(4, 3, 30.0), Action.SMALLER, 2),  # 3 make no layout
-        ([DIED], ELASTIC, room(4, 0, 99.0), Action.WAIT, 0),
-        ([DIED], Limits(9, None), room(4, 3, 99.0), Action.WAIT, 0),
-        ([DIED], Limits(9, 30.0, min_workers=3), room(4, 3, 99.0), Action.WAIT, 0),
-        ([failure(Kind.HOPELESS)], ELASTIC, room(4, 3, 99.0), Action.GIVE_UP, 0),
-        # twice at one node
-        ([ON_A, ON_A], ELASTIC, room(4, 4, a=4), Action.EXCLUDE, 4),
-        ([ON_A, HUNG_ON_A], ELASTIC, room(4, 4, a=3), Action.EXCLUDE, 2),
-        ([OOM_ON_A, ON_B, OOM_ON_A], ELASTIC, room(4, 4, a=2), Action.EXCLUDE, 2),
-        ([ON_A, ON_A], Limits(9, None), room(4, 4, a=3), Action.RETRY, 0),
-        ([ON_A, ON_A], ELASTIC, room(4, 4, a=0), Action.RETRY, 0),  # there is no other
-        # and then the others are gone: as many as there were at once, fewer when nothing else comes
-        ([ON_A, ON_A, ON_B], ELASTIC, replace(room(4, 0, 3.0), pardoned=4), Action.PARDON, 4),
-        ([ON_A, ON_A, ON_B], ELASTIC, replace(room(4, 0, 2.9), pardoned=4), Action.WAIT, 0),
-        ([ON_A, ON_A, ON_B], ELASTIC, replace(room(4, 1), pardoned=2), Action.WAIT, 0),
-        ([ON_A, ON_A, ON_B], ELASTIC, replace(room(4, 1, 99.0), pardoned=2), Action.PARDON, 2),
-        ([ON_A, ON_A, ON_B], ELASTIC, replace(room(4, 2, 99.0), pardoned=2), Action.SMALLER, 2),
-        ([ON_A, ON_B], ELASTIC, room(4, 4, a=4, b=4), Action.RETRY, 0),
-        ([ON_A, failure(Kind.EXCEPTION, node="a")], ELASTIC, room(4, 4, a=4), Action.RETRY, 0),
-        ([ON_A, failure(Kind.DIED, node="a", at=3601.0)], ELASTIC, room(4, 4, a=4), Action.RETRY, 0),
-    ],
-)
-def test_with_what_to_go_on(history: list[Failure], limits: Limits, there: Room, action: Action, workers: int) -> None:
-    decision = decide(history, limits, there)
-    assert (decision.action, decision.workers) == (action, workers)
-    assert decision.node == ("a" if action is Action.EXCLUDE else "")
-    if action in (Action.PARDON, Action.SMALLER, Action.WAIT):
-        assert settled(there, limits) is (action is not Action.WAIT), "waiting ends when there is another answer"
+def workers_of_ray() -> list[psutil.Process]:
+    """The workers in this test's own Ray: it names their processes so when their actor begins."""
+    named = ("ray::WorkerActor", "ray::RayTrainWorker")
+    return [found for found in psutil.Process().children(recursive=True) if _title(found).startswith(named)]
 
 
-def test_growing_again() -> None:
-    assert grown(room(2, 4)) == 4
-    assert grown(room(2, 3)) is None and grown(room(2, 3, valid=(1, 2, 3))) == 3
-    assert grown(room(4, 9)) is None and grown(room(2, 1)) is None
-    assert grown(room(2, 9, valid=(1, 2, 4, 8))) == 4, "as many as there were at the start"
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
-WHO = "worker 3, process 47 on 10.0.0.2,"
+def slurm(arguments: list[str], rank: int, port: int) -> Any:
+    """One of two processes as srun would start it: no agent watches them."""
+    own = {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_LOCALID": str(rank), "SLURM_NTASKS_PER_NODE": "2"}
+    return start(arguments, env=environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **own))
 
 
-@pytest.mark.parametrize(
-    ("known", "kind", "sentence"),
-    [
-        ({}, Kind.DIED, f"{WHO} died after step 812"),
-        ({"step": 0}, Kind.DIED, f"{WHO} died before the first step"),
-        ({"kernel_kills": 1}, Kind.MEMORY, f"{WHO} died after step 812, killed by the kernel for memory"),
-        (
-            {"ray_memory": True},
-            Kind.MEMORY,
-            f"{WHO} died after step 812, ended by Ray because its node ran out of memory",
-        ),
-        ({"node_gone": True}, Kind.NODE, f"{WHO} died after step 812 with its node"),
-        ({"announced": "spot"}, Kind.DIED, f"{WHO} died after step 812"),
-        (
-            {"node_gone": True, "announced": "spot", "kernel_kills": 1},
-            Kind.NOTICE,
-            f"{WHO} went after step 812 with its node, as announced (spot)",
-        ),
-        ({"told": "SIGTERM"}, Kind.NOTICE, f"{WHO} went after step 812, as announced (SIGTERM)"),
-        (
-            {"told": "SIGTERM", "ray_memory": True},
-            Kind.MEMORY,
-            f"{WHO} died after step 812, ended by Ray because its node ran out of memory",
-        ),
-        ({"told": "SIGTERM", "node_gone": True}, Kind.NODE, f"{WHO} died after step 812 with its node"),
-        (
-            {"last_words": "Fatal Python error: Segmentation fault", "kernel_kills": 1},
-            Kind.DIED,
-            f"{WHO} died after step 812: Fatal Python error: Segmentation fault",
-        ),
-    ],
-)
-def test_the_true_cause_in_one_sentence(known: dict[str, Any], kind: Kind, sentence: str) -> None:
-    everything: dict[str, Any] = {"who": WHO, "step": 812} | known
-    assert death_of(Death(**everything)) == (kind, sentence)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_under_slurm_ends_all_and_the_same_command_goes_on(tmp_path: Path, rank: int) -> None:
+    arguments = ["train", *SLOW, HANG, "launcher=torchrun", "run.name=run", f"run.storage={tmp_path}"]
+    port = free_port()
+    both = [slurm(arguments, number, port) for number in (0, 1)]
+    lines, folder = [Lines(process) for process in both], tmp_path / "run"
+    try:
+        wait_until(lambda: max(committed(folder), default=0) >= 10, 60)
+        both[rank].send_signal(signal.SIGSTOP)
+        codes = [process.wait(60) for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    assert codes[rank] == -signal.SIGKILL and codes[1 - rank] == 1, "Slurm sees a failed step, which it may run again"
+    text = lines[1 - rank].text
+    assert f"worker {rank}, process {both[rank].pid} on" in text
+    assert ("does not answer" if rank else "is stopped or cannot be reached") in text
+    port = free_port()
+    again = [slurm(arguments, number, port) for number in (0, 1)]
+    said = [finish(process) for process in again]
+    assert [ended.code for ended in said] == [0, 0], said[0].err + said[1].err
+    assert "continuing after step" in said[0].out
+    assert close(curve(tmp_path, "run"), single(tmp_path))
 
 
-def test_what_the_kernel_ends_for_memory_is_counted() -> None:
-    hog = "import sys; sys.stdin.readline(); kept = b'x' * (1 << 28)"
+@pytest.mark.parametrize("launcher", ["ray", "actors"])
+def test_a_rank_that_the_kernel_kills_for_memory(
+    tmp_path: Path, ray_environment: dict[str, str], launcher: str
+) -> None:
+    arguments = ["train", *SLOW, "task=tests.tasks:Hungry", f"task_args.hungry={tmp_path / 'hungry'}", "workers=2"]
+    arguments += [f"launcher={launcher}", "strategy=ddp", "run.name=run", f"run.storage={tmp_path}"]
     with memory_group(64 << 20) as group:
-        process = subprocess.Popen([sys.executable, "-c", hog], stdin=subprocess.PIPE)
-        (group / "cgroup.procs").write_text(str(process.pid))
-        before = kernel_kills()
-        process.communicate(b"\n", timeout=20)
-    assert process.returncode == -signal.SIGKILL
-    assert kernel_kills() > before
-
-
-def test_last_words_of_this_attempt_only(tmp_path: Path) -> None:
-    log = tmp_path / "rank-0.log"
-    log.write_text("hello\nFatal Python error: Aborted\n\nThread 0x1\n")
-    assert last_words(log, 0) == "Fatal Python error: Aborted"
-    assert last_words(log, log.stat().st_size) == "" == last_words(tmp_path / "none", 0)
-
-
-# --- how often to save ------------------------------------------------------------------------------------------
-
-
-def test_the_interval_loses_least() -> None:
-    def lost(seconds: float, stall: float, mean: float) -> float:
-        """Share of the time that is lost, with failures at exponential distances and restarts that cost nothing."""
-        return 1 - seconds / (mean * math.expm1((seconds + stall) / mean))
-
-    for stall, mean in ((0.5, 60.0), (2.0, 3600.0), (30.0, 3600.0)):
-        best = interval(stall, 0.0, mean)
-        around = [lost(best * factor, stall, mean) for factor in (0.8, 0.9, 1.0, 1.1, 1.25)]
-        assert min(around) == around[2], (stall, mean, around)
-    assert interval(0.001, 5.0, 60.0) == 5.0, "no sooner than the one before is written"
-    assert interval(100.0, 1.0, 10.0) == 10.0, "saving costs more than failing"
-    assert between_failures(0, 0.0, 1) == 30 * 86400 and between_failures(0, 0.0, 30) == 86400
-    assert between_failures(9, 3600.0, 2592000) == pytest.approx(360.1)
-
-
-def test_a_save_is_due_by_the_measured_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: Any = object.__new__(persistence.Persistence)
-    config = load_config([], ["task=tests.tasks:Points", "checkpoint.auto=true"])
-    kept.job = SimpleNamespace(config=config, between_failures=60.0)
-    kept.checkpointer = SimpleNamespace(last_total_seconds=0.1)
-    kept.costliest, kept.saved_at = None, 100.0
-    monkeypatch.setattr(persistence.time, "monotonic", lambda: 107.0)
-    assert not kept.overdue(), "nothing is measured yet: a minute"
-    kept.costliest = 0.3
-    assert kept.interval() == pytest.approx(interval(0.3, 0.1, 60.0)) and 5 < kept.interval() < 7 and kept.overdue()
-    kept.job.config = with_values(config, {"checkpoint.auto": False})
-    assert kept.interval() == 300.0
-
-
-# --- other numbers of workers -----------------------------------------------------------------------------------
-
-
-def elastic(workers: int, *more: str) -> Elastic:
-    def written() -> Config:
-        return load_config([], ["task=tests.chain:Chain", "train.steps=5", f"workers={workers}", *more])
-
-    config = written()
-    task = read_task(config)
-    prepared = prepare(config, task, workers, devices_per_node=None)
-    return Elastic(written(), config, task, {"CPU": 1.0}, None, prepared)
-
-
-@pytest.mark.parametrize(
-    ("workers", "more", "sizes"),
-    [
-        (4, ["strategy=ddp", "train.global_batch_size=12"], [0, 1, 2, 3, 4, 4]),
-        (4, ["strategy=fsdp", "train.global_batch_size=16"], [0, 1, 2, 2, 4, 4]),  # 16 does not divide by 3
-        (4, ["strategy=ddp+pipeline", "parallel.pp=2", "train.global_batch_size=12"], [0, 0, 2, 2, 4, 4]),
-        (4, ["strategy=ddp", "parallel.dp_replicate=4", "train.global_batch_size=12"], [0, 1, 2, 3, 4, 4]),
-    ],
-)
-def test_whole_groups_and_the_same_global_batch(workers: int, more: list[str], sizes: list[int]) -> None:
-    found = elastic(workers, *more)
-    assert [found.largest(n) for n in range(len(sizes))] == sizes
-    most = max(n for n in sizes if 0 < n < workers)
-    other = found.found(most)
-    assert other is not None
-    config, prepared = other
-    dims, first = prepared.layout.dims, found.first.layout.dims
-    assert (dims.world_size, dims.pp, dims.tp) == (most, first.pp, first.tp)
-    assert config.train.global_batch_size == found.started_with.train.global_batch_size
-    share = config.train.global_batch_size // first.dp
-    assert config.train.micro_batch_size is not None and config.train.micro_batch_size <= share, "more accumulation"
-    assert prepared.steps == found.first.steps
-
-
-def test_machines_that_come_back_one_after_another_cost_one_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, nodes = [100.0], {"a": {"CPU": 2.0}}
-    monkeypatch.setattr("app.launchers.elastic.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("app.launchers.elastic.free_by_node", lambda excluded: nodes)
-    found = elastic(4, "strategy=ddp", "train.global_batch_size=12")
-    job = found.job(Job(found.started_with, found.first.layout, "/nowhere", "x", "y", 5, "/"), 2)
-    said: dict[float, int | None] = {}
-    for second in range(100, 112):
-        now[0] = float(second)
-        nodes |= {"b": {"CPU": 1.0}} if second >= 102 else {}
-        nodes |= {"c": {"CPU": 1.0}} if second >= 104 else {}
-        said[second] = found.more(job)
-    assert {second for second, more in said.items() if more is None} == set(range(100, 107))
-    assert {more for second, more in said.items() if second >= 107} == {4}, "never 3"
-
-
-def test_room_is_counted_by_node() -> None:
-    nodes = {"a": {"CPU": 1.5, "GPU": 2.0}, "b": {"CPU": 0.9}, "c": {"CPU": 8.0, "GPU": 1.0}}
-    assert count_room({"CPU": 0.5}, nodes) == 3 + 1 + 16
-    assert count_room({"CPU": 1.0, "GPU": 1.0}, nodes) == 1 + 0 + 1
-    assert count_room({"TPU": 1.0}, nodes) == 0
-
-
-def test_where_an_autoscaler_may_add_nodes_it_has_the_time_for_it() -> None:
-    config = load_config([], ["task=tests.tasks:Points", "cluster.min_workers=2"])
-    assert limits_of(config) == Limits(3, 30.0, 2)
-    assert limits_of(config, growing=True) == Limits(3, 600.0, 2)
-    config = with_values(config, {"fault.elastic_seconds": None})
-    assert limits_of(config, growing=True).elastic_seconds is None
-
-
-# --- who is stuck -----------------------------------------------------------------------------------------------
-
-
-def test_nobody_is_asked_before_a_long_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, asked = [0.0], []
-    monkeypatch.setattr("app.launchers.watching.time.monotonic", lambda: now[0])
-    stands = answers.beat()[0]
-    signs: dict[int, Any] = {0: (stands, True), 1: None}
-
-    def ask(what: str) -> dict[int, Any]:
-        asked.append(now[0])
-        return signs if what == "beat" else {0: "in a collective", 1: None}
-
-    watching = Watching(load_config([], ["task=tests.tasks:Points", "fault.hang_seconds=2"]), ask)
-    for at in (10.0, 11.0, 12.0):
-        now[0] = at
-        watching.heard()
-        assert watching.look() is None
-    found, looks = None, 0
-    while found is None and looks < 100:
-        now[0], looks = now[0] + 0.5, looks + 1
-        found = watching.look()
-    assert found is not None and (found.rank, found.dumb) == (1, frozenset({1}))
-    assert found.why.startswith("does not answer, and nothing was heard for")
-    assert min(asked) > 12 + 5, "five times the longest silence of a second"
-    assert Sign(*signs[0]).waits and "1\ndoes not answer" in watching.stacks(lambda rank: str(rank))
+        process = start(arguments, env=ray_environment)
+        lines, folder = Lines(process), tmp_path / "run"
+        wait_until(lambda: max(committed(folder), default=0) >= 10, 60)
+        log = str(folder / "logs" / "rank-1.log")
+        (victim,) = [found for found in psutil.Process().children(recursive=True) if writes(found, log)]
+        (group / "cgroup.procs").write_text(str(victim.pid))
+        (tmp_path / "hungry").touch()
+        assert process.wait(90) == 0, lines.text
+    assert f"worker 1, process {victim.pid} on" in lines.text
+    run = mlflow_run(tmp_path, "run")
+    assert run.data.tags["trireme.last_failure"].endswith("killed by the kernel for memory"), lines.text
+    assert run.info.status == "FINISHED" and run.data.tags["trireme.restarts"] == "1"
+    assert close(curve(tmp_path, "run"), single(tmp_path))

@@ -282,7 +282,7 @@ def test_auto_carries_what_makes_it_fit() -> None:
     found = choose_layout(
         config, task, 2, dataclasses.replace(machine, device=dataclasses.replace(machine.device, gpu=gpu))
     )
-    found.set_in(config)
+    config = found.in_config(config)
     assert config.parallel.offload and found.layout.dims.dp_shard == 2
     assert config.train.micro_batch_size == found.micro_batch_size
 

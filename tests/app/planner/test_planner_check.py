@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from app.config_io import with_values
 from app.planner.check import BATCHES, Case, Predictor, cases, changed, fit, kendall, regret, summary
 from app.planner.measure import Measured, measure
 from app.planner.rates import rates
@@ -59,7 +60,7 @@ def test_constants_are_found_again_from_what_they_predict() -> None:
 
 def test_a_configuration_that_fails_is_told_and_harms_nothing() -> None:
     bad = Case("cnn", 1, 64, ["strategy=single"]).config
-    bad.task_args = {"data": "digits", "model": "cnn", "model_args": {"widths": [64, -1]}}
+    bad = with_values(bad, {"task_args": {"data": "digits", "model": "cnn", "model_args": {"widths": [64, -1]}}})
     good = Case("cnn", 1, 64, ["strategy=single"])
     from app.config_io import to_dict
 

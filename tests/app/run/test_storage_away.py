@@ -13,7 +13,7 @@ import pytest
 
 from app import checkpoint
 from app.tracking.spool import Position, Reader, Spool
-from tests.app.launchers.test_ray_pipeline import Lines
+from tests.app.launchers.test_pipeline_in_ray import Lines
 from tests.running import POINTS, committed, curve, mlflow_run, start, trireme, wait_until
 
 pytestmark = [
@@ -119,7 +119,7 @@ def test_a_start_while_the_storage_is_away_waits_for_it_and_does_not_begin_anew(
     config = load_config([], arguments)
     run = Run(config)
     prepared = prepare(config, read_task(config), 1, devices_per_node=None)
-    run.open()
+    run.open(prepared.config, prepared.steps)
     job = Job(config, prepared.layout, run.folder, run.attempt, run.manifest.uid, prepared.steps, ".", leased=True)
 
     class Helper(Heard):

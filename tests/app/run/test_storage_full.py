@@ -12,27 +12,21 @@ from app import checkpoint, loop, persistence
 from app.checkpoint import CheckpointError
 from app.checkpoint.files import HashingStream
 from app.config_io import load_config
-from app.heartbeat import Beat
-from app.job import Job, Place
+from app.job import Job, Place, SilentChannel
 from app.run.manifest import Run
 from app.run.prepare import prepare, read_task
 from tests.running import committed
 
 
-class Heard:
+class Heard(SilentChannel):
     """A channel that remembers what was said, and never asks to stop."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.events: list[dict[str, Any]] = []
 
     def emit(self, event: dict[str, Any]) -> None:
         self.events.append(event)
-
-    def stop_requested(self) -> bool:
-        return False
-
-    def follow(self, beat: Beat) -> None:
-        return
 
     @property
     def warnings(self) -> list[str]:
@@ -44,7 +38,7 @@ def train(storage: Path, heard: Heard, *more: str) -> dict[str, Any]:
     config = load_config([], [*own, "run.name=run", f"run.storage={storage}", "strategy=single", *more])
     run = Run(config)
     prepared = prepare(config, read_task(config), 1, devices_per_node=None)
-    run.open()
+    run.open(prepared.config, prepared.steps)
     job = Job(config, prepared.layout, run.folder, run.attempt, run.manifest.uid, prepared.steps, ".")
     try:
         return loop.train(job, Place(0, 1, 0, torch.device("cpu")), heard)

@@ -67,7 +67,7 @@ def test_a_trial_reports_every_evaluation_and_ends(tmp_path: Path) -> None:
 
 def test_what_a_trial_costs_is_in_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr("app.run.cost.rate_now", lambda *_: Rate(3600.0, "a file"))
+    monkeypatch.setattr("app.run.cost.Prices.rate", lambda *_: Rate(3600.0, "a file"))
     said = hear(session(setting(tmp_path, "task_args.step_seconds=0.02"), 0))
     assert said[-1]["status"] == "finished"
     spooled = [json.loads(line) for file in (tmp_path / "t000" / "tracking").glob("*.jsonl") for line in file.open()]

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
-
 import pytest
+from app.rebalance import sentence
 
-from app.config_io import load_config
-from app.console import Console
-from app.job import Job, options
-from app.rebalance import MEASURED, WARM_UP, Recut, remembered, sentence
-from app.run.driver import Driver
-from app.run.manifest import Run
-from app.tracking.settings import resolve_tracking
-from strategies.parallelize import choose
 from strategies.pipeline.rebalance import BetterCut, Measured, better
 from strategies.pipeline.simulate import Span
-from tests.chain import UNLIKE
-from tests.running import curve, same_bits, torchrun, trireme, weights
 
 CALLS = [("entry", False), ("0", True), ("1", True), ("2", True), ("3", True), ("head", False)]
 
@@ -113,69 +99,3 @@ def test_nothing_is_decided_from_half_a_measurement() -> None:
 
 
 # --- when, and what remembers it --------------------------------------------------------------------------------
-
-
-def job(*more: str, steps: int = 60, pp: int = 2) -> Job:
-    config = load_config([], ["task=tests.chain:Chain", "run.name=cut", "train.global_batch_size=16", *more])
-    layout = choose("pipeline", pp, pp=pp) if pp > 1 else choose("single", 1)
-    return Job(config, layout, "runs/cut", "a", "u", steps, ".")
-
-
-@pytest.mark.parametrize(
-    ("made", "done", "first"),
-    [
-        (job(), 0, 9),
-        (job(), 20, 29),
-        (job(steps=13), 0, 9),
-        (job(steps=12), 0, None),  # one step would be left: less than a tenth
-        (job(), 45, None),
-        (job("parallel.stages=[2,2]"), 0, None),
-        (job("parallel.recut=false"), 0, None),
-        (job("train.deterministic=true"), 0, None),
-        (job(pp=1), 0, None),
-    ],
-)
-def test_when_it_is_measured(made: Job, done: int, first: int | None) -> None:
-    found = Recut.of(made, cast("Any", SimpleNamespace()), done)
-    assert (found and found.steps[0]) == first
-    if found and first:
-        assert first == done + WARM_UP + 1
-        assert [step for step in range(100) if found.due(step)] == [first + MEASURED - 1]
-
-
-def test_the_next_start_begins_with_the_cut_if_it_fits() -> None:
-    assert remembered(job(), [1, 3]) == (1, 3)
-    assert remembered(job(), None) is None
-    assert remembered(job(pp=4), [1, 3]) is None, "another number of parts"
-    assert remembered(job("parallel.stages=[2,2]"), [1, 3]) is None, "a person's word"
-    assert options(job().config, (1, 3)).stages == (1, 3)
-    assert options(job("parallel.stages=[2,2]").config, (1, 3)).stages == (2, 2)
-
-
-def test_a_cut_is_kept_once_a_step_was_taken_with_it(tmp_path: Path) -> None:
-    made = job(f"run.storage={tmp_path}", "tracking.enabled=false")
-    driver = Driver(Run(made.config), Console(quiet=True), resolve_tracking(made.config.tracking, str(tmp_path)))
-    driver.run.open()
-    driver.emit({"type": "recut", "step": 11, "found": BetterCut((2, 2), (1, 3), 2.0, 1.0)})
-    again = driver.as_it_stands(made)
-    assert (again.stages, again.may_recut) == (None, False), "it failed before its first step: not once more"
-    assert Run(made.config).manifest.stages is None
-    progress = {"type": "progress", "step": 12, "steps": 60, "loss": 1.0, "rate": 1.0, "unit": "samples"}
-    driver.emit(progress | {"seconds_left": 1.0, "seconds_per_step": 1.0, "memory_bytes": 0})
-    again = driver.as_it_stands(made)
-    assert (again.stages, again.may_recut) == ((1, 3), True)
-    assert Run(made.config).manifest.stages == [1, 3]
-    driver.run.end("stopped")
-
-
-def test_under_torchrun_the_same_processes_go_on_with_the_new_cut(tmp_path: Path) -> None:
-    """Two chunks on each stage; to the bit what one device computes, as nothing in it is random."""
-    plain = ["train", *UNLIKE, "train.steps=30", f"run.storage={tmp_path}"]
-    one = trireme(*plain, "run.name=one", "strategy=single", "launcher=local")
-    staged = ["run.name=cut", "strategy=pipeline", "parallel.pp=2", "parallel.schedule=zbv", "parallel.chunks=2"]
-    two = torchrun(*plain, *staged)
-    assert (one.code, two.code) == (0, 0), one.err + two.err
-    assert re.search(r"1\+1\+\d\+\d blocks instead of 2\+2\+2\+2", two.out), "a slow one on each stage"
-    assert "continuing after" not in two.out and "continued after" not in two.out, "it is one start"
-    assert curve(tmp_path, "cut") == curve(tmp_path, "one")
-    assert same_bits(weights(tmp_path / "cut"), weights(tmp_path / "one"))

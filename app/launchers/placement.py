@@ -1,8 +1,7 @@
-"""Launcher: pipeline stages, or the workers of any layout, on Ray actors.
+"""Where the ranks of a layout are placed: bundles of a Ray placement group, by pure functions.
 
-Ray places, watches and replaces; tensors go from worker to worker directly.
-
-Where each stage sits is decided by a pure function, `placement`; the rest is `actor_group.py`.
+What communicates most is kept together: a whole copy of the model on one node where it fits, copies on different nodes;
+else a stage (its shards and tensor-parallel peers) on one node, the stages close; else each rank by itself.
 """
 
 from __future__ import annotations
@@ -13,11 +12,9 @@ from dataclasses import dataclass, replace
 
 from app.config import Config
 from app.errors import UserError
-from app.launchers.actor_group import ActorGroup
-from app.launchers.room import nodes_now
 from cluster.connect import Cluster
 from cluster.pending import NodeState, place, words
-from strategies.parallelize import Layout, ParallelDims
+from strategies.layout import ParallelDims
 
 Resources = dict[str, float]
 GROUPINGS = (("dp_replicate",), ("dp_replicate", "pp"), ("dp_replicate", "pp", "dp_shard", "tp"))
@@ -34,14 +31,11 @@ class Placement:
 
 
 def placement(
-    dims: ParallelDims, per_stage: list[Resources], nodes: Sequence[NodeState], *, grows: bool = False
+    dims: ParallelDims, per_stage: list[Resources], nodes: Sequence[NodeState], *, autoscaling: bool = False
 ) -> Placement:
-    """Keeps together what talks most: a whole copy of the model on one node where it fits, copies on different nodes;
-    else a stage (its shards and tensor peers) on one node, the stages close; else every rank by itself, close.
+    """The coarsest grouping for which there is room now; else for which there is once other jobs have ended.
 
-    The coarsest of these for which there is room now; else for which there is once others have ended.
-
-    per_stage: resources of one worker of each stage. grows: an autoscaler may add nodes to these.
+    per_stage: resources of one worker of each stage. autoscaling: nodes may be added to these.
 
     Raises:
         UserError: there is room for none, and no node will be added.
@@ -52,13 +46,13 @@ def placement(
         for found in chosen:
             if _missing(found.bundles, state) is None:
                 return found
-    if grows:
+    if autoscaling:
         return next((found for found in chosen if all(_missing([b], emptied) is None for b in found.bundles)), found)
     rank = _missing(found.bundles, emptied) or 0
     number = dims.coordinates(rank)["pp"]
     raise UserError(
         f"the {dims.world_size} workers do not fit on the nodes of this cluster: worker {rank} (stage {number} of "
-        f"{dims.pp}) asks for {words(per_stage[number])}, for which the others leave no room on any node: ask for less "
+        f"{dims.pp}) asks for {words(per_stage[number])}, for which no node has room beside the others: ask for less "
         "in parallel.stage_resources or resources_per_worker, or use fewer workers"
     )
 
@@ -135,26 +129,3 @@ def _require_node(number: int, stage: Resources, nodes: Sequence[NodeState], lim
             f"parallel.stage_resources asks for {words(stage)} for each worker of stage {number}, but no one node of "
             "this cluster has all of that: ask for what one node has, or `ray start` such a node"
         )
-
-
-def group(config: Config, layout: Layout, per_worker: Resources, cluster: Cluster) -> ActorGroup:
-    """The actors that a layout runs on; not started yet.
-
-    Raises: see `resources_of_stages` and `placement`.
-    """
-    dims = layout.dims
-    nodes = nodes_now(config.cluster.exclude_nodes)
-    per_stage = resources_of_stages(config, dims, per_worker, cluster, nodes)
-    chosen = placement(dims, per_stage, nodes, grows=bool(cluster.limits))
-    stages = [dims.coordinates(rank)["pp"] for rank in range(dims.world_size)]
-    return ActorGroup(
-        dims.world_size,
-        [per_stage[stage] for stage in stages],
-        bundles=chosen.bundles,
-        bundle_of_rank=chosen.bundle_of_rank,
-        strategy=chosen.strategy,
-        spares=config.fault.spares,
-        labels=[f"stage {stage} of {dims.pp}" if dims.pp > 1 else "" for stage in stages],
-        avoid=config.cluster.exclude_nodes,
-        grows=bool(cluster.limits),
-    )

@@ -1,0 +1,222 @@
+"""Trains a job to its end: starts the workers, hears them, notices what breaks, and starts them again.
+
+One mechanism for every launcher, over the small `Workers` interface. What to do after a failure is decided by
+`failure_policy.decide`; whether a rank hangs by `hang_detector.HangDetector`. An attempt's checkpoints are the run's,
+so another attempt is new workers that find the newest commit by themselves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from app.checkpoint_interval import mean_time_between_failures
+from app.errors import Interrupted
+from app.job import Job
+from app.launchers.elastic import Elastic, limits_of
+from app.launchers.failure_policy import Action, Decision, Failure, Kind, decide
+from app.launchers.hang_detector import COMPILED, Hang, HangDetector
+from app.launchers.recovery import Hung, NoCapacity, Nodes, State, classify, error_to_raise
+from app.launchers.workers import Failures, Poll, WorkerInfo, WorkerLost, Workers
+from app.run.driver import Driver
+
+END_SECONDS = 10.0
+"""For an attempt to end whose culprit was killed."""
+
+
+class Supervisor:
+    """elastic: how to continue with other numbers of workers; None: their number stays what it is.
+
+    reprice: called when the number of workers changes, for what the run costs an hour.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        driver: Driver,
+        elastic: Elastic | None = None,
+        *,
+        nodes: Nodes | None = None,
+        reprice: Callable[[int], None] = lambda workers: None,
+    ) -> None:
+        self.workers, self.driver, self.elastic, self.reprice = workers, driver, elastic, reprice
+        self.nodes = nodes or Nodes()
+        self.preempted: dict[str, str] = {}  # notices so far, by node
+        self.infos: dict[int, WorkerInfo] = {}  # of the present attempt, by rank
+        self.earlier: dict[int, WorkerInfo] = {}  # of the one before
+        self.more: int | None = None  # workers there is room for, when training is to pause for them
+        self.history: list[Failure] = []
+
+    def run(self, job: Job) -> None:
+        """Trains, with further attempts as long as `decide` says so.
+
+        Raises:
+            UserError, LayoutError, NonFiniteError: a worker found something that another attempt cannot mend.
+            RunFailed: the restarts are used up.
+            Interrupted: asked to stop, and the checkpoint is saved.
+        """
+        driver = self.driver
+        while True:
+            driver.summary = {}
+            failures = self._attempt(self._next(job))
+            if failures:
+                job = self._recover(job, failures)
+            elif driver.summary.get("stopped") and self.more is not None and not driver.stop_requested():
+                driver.lost()
+                job = self._resize(job, self.more, f"there is room for {self.more} workers again")
+            else:
+                break
+        if driver.summary.get("stopped"):
+            raise Interrupted(f"stopped after step {driver.summary['step']:,}")
+
+    def _next(self, job: Job) -> Job:
+        """The job for the next attempt: with the stages it came to, and without another try of stages that failed
+        before their first step."""
+        driver = self.driver
+        nodes = len({info.node for info in self.infos.values()})
+        failures = sum(failure.kind is not Kind.NO_CAPACITY for failure in self.history)
+        return replace(
+            job,
+            stages=None if driver.resized else driver.stages or job.stages,
+            may_rebalance=job.may_rebalance and driver.new_stages is None,
+            mtbf_seconds=mean_time_between_failures(failures, time.monotonic() - driver.began, nodes),
+        )
+
+    # --- one attempt --------------------------------------------------------------------------------------------
+
+    def _attempt(self, job: Job) -> Failures:
+        """From the start of the workers to their end, and what ended them."""
+        driver, fault = self.driver, job.config.fault
+        self.infos, self.earlier, self.more = {}, self.infos or self.earlier, None
+        driver.progressed = False
+        began = time.monotonic()
+        detector = HangDetector(fault.hang_seconds * (COMPILED if job.config.train.compile else 1.0), began)
+        blamed: dict[int | None, BaseException] = {}
+        deadline = float("inf")
+        try:
+            self.workers.start(job)
+            while True:
+                found = self.workers.poll(driver.stop_requested() or self.more is not None)
+                self._handle(found)
+                now = time.monotonic()
+                if found.ended is not None:
+                    return blamed or found.ended if found.ended else {}
+                if now > deadline:
+                    return blamed
+                driver.check_start()
+                if blamed:
+                    continue
+                if hang := detector.update(found.statuses, now):
+                    blamed, deadline = self._end_hang(hang), now + END_SECONDS
+                elif failed := self._starting_failed(job, found, began):
+                    return failed
+                elif self.elastic is not None and not driver.starting and self.more is None:
+                    self.more = self.elastic.growth(job.layout.dims.world_size)
+        finally:
+            self.workers.stop()
+
+    def _handle(self, found: Poll) -> None:
+        for event in found.events:
+            if event["type"] == "worker":
+                self.infos[event["info"].rank] = event["info"]
+            elif event["type"] == "preemption":
+                self.preempted[event["node"]] = event["why"]
+                self.driver.note(event["text"])
+            else:
+                self.driver.handle(event)
+        if found.ended:
+            self.driver.lost()
+
+    def _starting_failed(self, job: Job, found: Poll, began: float) -> Failures:
+        """While workers start: whether their places will not come, or one of them does not begin."""
+        world, fault = job.layout.dims.world_size, job.config.fault
+        if len(found.statuses) == world:
+            return {}
+        if self.elastic is not None and not self.infos and self.elastic.need_not_wait(world):
+            return {None: NoCapacity("the workers' places have not come back")}
+        if self.infos and time.monotonic() - began > fault.start_seconds:
+            missing = sorted(set(range(world)) - found.statuses.keys())
+            named = ", ".join(map(str, missing[:8]))
+            return {None: WorkerLost(f"worker {named} did not begin within {fault.start_seconds:g} s and")}
+        return {}
+
+    def _end_hang(self, hang: Hang) -> dict[int | None, BaseException]:
+        """Keeps every rank's stack and last collectives with the MLflow run, and ends those that hold up the others."""
+        driver, infos = self.driver, self.infos
+        driver.lost()
+        stacks = self.workers.ask("stack")
+        text = "\n".join(f"--- {info}\n{stacks.get(rank, 'does not answer')}\n" for rank, info in sorted(infos.items()))
+        driver.tracker.text(text, f"hangs/step-{driver.step}.txt")
+        for rank, record in self.workers.ask("flight_recorder").items():
+            if record:
+                driver.tracker.text(record, f"hangs/step-{driver.step}-rank-{rank}.json")
+        culprits = {hang.rank} | hang.silent
+        self.workers.kill([infos[rank] for rank in culprits if rank in infos])
+        return {hang.rank: Hung(f"{infos.get(hang.rank, f'worker {hang.rank}')} {hang.why}")}
+
+    # --- between attempts ---------------------------------------------------------------------------------------
+
+    def _recover(self, job: Job, failures: Failures) -> Job:
+        """Says what happened and what is done about it; the job of the next attempt.
+
+        Raises: see `run`.
+        """
+        driver, elastic = self.driver, self.elastic
+        driver.lost()
+        nodes = replace(self.nodes, preempted=self.preempted)
+        logs = driver.run.local_folder / "logs"
+        state = State(self.infos, self.earlier, driver.step, driver.progressed, logs, nodes)
+        self.history.append(classify(failures, state, self.history))
+        capacity = elastic.capacity(job.layout.dims.world_size) if elastic else None
+        limits = elastic.limits if elastic else limits_of(job.config)
+        decision = decide(self.history, limits, capacity)
+        if decision.action is Action.GIVE_UP or not self.workers.restartable:
+            raise error_to_raise(failures, decision.reason, here=not self.workers.restartable)
+        job = self._carry_out(decision, job)
+        self._pause(decision.pause)
+        return job
+
+    def _carry_out(self, decision: Decision, job: Job) -> Job:
+        driver, elastic = self.driver, self.elastic
+        count = sum(failure.kind is not Kind.NO_CAPACITY for failure in self.history)
+        tags: dict[str, Any] = {"trireme.restarts": str(count), "trireme.last_failure": self.history[-1].sentence}
+        resized = decision.action in (Action.RESIZE, Action.EXCLUDE_NODE, Action.READMIT_NODES)
+        if elastic is not None and resized:
+            if decision.action is Action.EXCLUDE_NODE:
+                elastic.excluded = (*elastic.excluded, decision.node)
+            elif decision.action is Action.READMIT_NODES:
+                elastic.excluded = ()
+            tags["trireme.excluded_nodes"] = ",".join(elastic.excluded_nodes)
+        driver.tracker.tags(tags)
+        if resized:
+            return self._resize(job, decision.workers, decision.reason)
+        waits = decision.action is Action.WAIT
+        then = "waiting for their places" if waits else "starting again from the last checkpoint"
+        after = f" in {decision.pause:g} s" if decision.pause > 1 and not waits else ""
+        driver.console.say(f"{decision.reason}; {then}{after}")
+        return job
+
+    def _resize(self, job: Job, workers: int, reason: str) -> Job:
+        """The job with another number of workers, or on other nodes."""
+        driver, elastic = self.driver, self.elastic
+        assert elastic is not None
+        before, job = job.layout, elastic.job(job, workers)
+        layout = "" if job.layout.dims.dp == before.dims.dp else f" ({job.layout})"
+        driver.console.say(
+            f"{reason}; continuing with {workers} of {elastic.wanted} workers{layout} after the last save"
+        )
+        driver.tracker.metrics(driver.step, {"fault/workers": float(workers)})
+        driver.tracker.tags({"trireme.workers": str(workers)})
+        driver.resized = True
+        driver.stop_requested()  # counts the cost at the rate until now
+        self.reprice(workers)
+        return job
+
+    def _pause(self, seconds: float) -> None:
+        """Waits, unless a stop is asked for."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self.driver.check_start()
+            time.sleep(0.1)

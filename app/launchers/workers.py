@@ -1,0 +1,90 @@
+"""The processes that train a job, as the supervisor sees them: one small interface, four implementations.
+
+ray_train.py   workers of Ray Train's TorchTrainer        torchrun.py   processes that torchrun or Slurm started
+actors.py      Ray actors, placed stage by stage          local.py      a thread of this process
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from app.job import Job
+
+Failures = Mapping[int | None, BaseException]
+"""What ended each worker, by rank; None is the launcher itself. Empty: all have finished."""
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """Where a rank runs, as it said itself when it began."""
+
+    rank: int
+    pid: int
+    ip: str
+    node: str  # Ray's id of the node; "" without Ray
+    label: str = ""  # "stage 2 of 4"
+    oom_kills: int = 0  # that the kernel of its node had counted then
+    log_bytes: int = 0  # of its log then
+
+    def __str__(self) -> str:
+        label = f" ({self.label})" if self.label else ""
+        return f"worker {self.rank}{label}, process {self.pid} on {self.ip},"
+
+
+@dataclass(frozen=True)
+class Status:
+    """A rank's newest heartbeat, as the driver has it."""
+
+    phase: str
+    step: int
+    ticks: int
+    waiting: bool  # whether its training thread is in a collective or waits for a transfer
+    age: float  # seconds since it arrived
+
+
+def status_of(beat: tuple[str, int, int, bool], age: float) -> Status:
+    """Of a heartbeat that arrived `age` seconds ago."""
+    phase, step, ticks, waiting = beat
+    return Status(phase, step, ticks, waiting, age)
+
+
+@dataclass
+class Poll:
+    """What is new since the last poll."""
+
+    events: list[Event] = field(default_factory=list)
+    statuses: dict[int, Status] = field(default_factory=dict)  # of every rank that has begun
+    ended: Failures | None = None  # None: they run
+
+
+class WorkerLost(Exception):
+    """A rank is gone: its process has died. details: what the launcher says about it."""
+
+    def __init__(self, sentence: str = "", details: str = "") -> None:
+        super().__init__(sentence)
+        self.details = details
+
+
+class Workers(Protocol):
+    """All ranks of a job. An attempt is from `start` to the first poll that says `ended`, or to `stop`."""
+
+    restartable: bool
+    """Whether `start` may be called again after an attempt has ended."""
+
+    def start(self, job: Job) -> None:
+        """Begins an attempt; returns before the workers run."""
+
+    def poll(self, stop: bool) -> Poll:
+        """What is new; waits a fraction of a second at most. stop: whether the workers are to save and stop."""
+
+    def ask(self, question: str) -> dict[int, str]:
+        """Every rank's "stack" or "flight_recorder", as text, of those that answer within a few seconds."""
+
+    def kill(self, infos: list[WorkerInfo]) -> None:
+        """Ends processes at once, also stopped ones; the attempt then ends with failures."""
+
+    def stop(self) -> None:
+        """Ends the attempt, whatever its state, and gives its resources back; does nothing where there is none."""

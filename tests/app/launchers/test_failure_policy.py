@@ -1,0 +1,164 @@
+"""What is decided after a failure, and what it is called: tables of pure functions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from app.launchers.failure_policy import (
+    Action,
+    Capacity,
+    Death,
+    Failure,
+    Kind,
+    Limits,
+    decide,
+    describe_death,
+    growth,
+    need_not_wait,
+)
+
+
+def failure(
+    kind: Kind, step: int = 10, *, progressed: bool = True, sentence: str = "it broke", node: str = "", at: float = 0.0
+) -> Failure:
+    return Failure(kind, sentence, step, progressed, node, at)
+
+
+DIED, STILLBORN = failure(Kind.DIED), failure(Kind.DIED, progressed=False)
+ANNOUNCED, BUG = failure(Kind.PREEMPTED), failure(Kind.EXCEPTION)
+ON_A, HUNG_ON_A, OOM_ON_A, ON_B = (
+    failure(kind, node=node)
+    for kind, node in ((Kind.DIED, "a"), (Kind.HUNG, "a"), (Kind.OUT_OF_MEMORY, "a"), (Kind.DIED, "b"))
+)
+
+
+@pytest.mark.parametrize(
+    ("history", "limit", "action", "says"),
+    [
+        ([DIED], 3, Action.RETRY, "it broke"),
+        ([DIED] * 3, 3, Action.RETRY, "it broke"),
+        ([DIED] * 4, 3, Action.GIVE_UP, "fault.max_restarts=3 is used up"),
+        ([DIED], 0, Action.GIVE_UP, "fault.max_restarts is 0"),
+        ([DIED] * 3 + [failure(Kind.DIED, at=3601.0)], 3, Action.RETRY, "it broke"),  # an hour later
+        ([DIED] * 3 + [failure(Kind.DIED, at=3599.0)], 3, Action.GIVE_UP, "used up"),
+        ([ANNOUNCED] * 50, 0, Action.RETRY, "it broke"),
+        ([ANNOUNCED] * 50 + [DIED], 1, Action.RETRY, "it broke"),
+        ([DIED] + [failure(Kind.NO_CAPACITY)] * 9, 1, Action.RETRY, "it broke"),
+        ([failure(Kind.NON_RETRYABLE)], 3, Action.GIVE_UP, "it broke"),
+        ([failure(Kind.EXCEPTION, progressed=False)], 3, Action.GIVE_UP, "it broke"),
+        ([BUG], 3, Action.RETRY, "it broke"),
+        ([BUG, BUG], 3, Action.GIVE_UP, "twice at the same step"),
+        ([BUG, DIED, BUG], 9, Action.GIVE_UP, "twice at the same step"),
+        ([failure(Kind.EXCEPTION, 10), failure(Kind.EXCEPTION, 20)], 3, Action.RETRY, "it broke"),
+        ([BUG, failure(Kind.EXCEPTION, sentence="another")], 3, Action.RETRY, "another"),
+        ([DIED, BUG], 3, Action.RETRY, "it broke"),
+    ],
+)
+def test_whether_to_start_again(history: list[Failure], limit: int, action: Action, says: str) -> None:
+    decision = decide(history, Limits(limit))
+    assert decision.action is action and says in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("history", "pause"),
+    [
+        ([DIED], 0),
+        ([STILLBORN], 1),
+        ([STILLBORN] * 3, 4),
+        ([DIED, STILLBORN, STILLBORN], 2),
+        ([STILLBORN, DIED], 0),
+        ([STILLBORN] * 30, 60),
+        ([STILLBORN, failure(Kind.NO_CAPACITY, progressed=False)], 1),
+    ],
+)
+def test_the_pause_doubles_while_no_step_is_taken(history: list[Failure], pause: float) -> None:
+    assert decide(history, Limits(99)).pause == pause
+
+
+def capacity(
+    workers: int, free: int, seconds: float = 0.0, valid: tuple[int, ...] = (1, 2, 4), **without: int
+) -> Capacity:
+    return Capacity(workers, 4, free, valid, without, seconds)
+
+
+ELASTIC = Limits(9, elastic_seconds=30.0)
+
+
+@pytest.mark.parametrize(
+    ("history", "limits", "found", "action", "workers"),
+    [
+        ([DIED], ELASTIC, capacity(4, 4), Action.RETRY, 0),
+        ([DIED], ELASTIC, capacity(4, 3, 10.0), Action.WAIT, 0),
+        ([DIED], ELASTIC, capacity(4, 3, 30.0), Action.RESIZE, 2),  # 3 make no layout
+        ([DIED], ELASTIC, capacity(4, 0, 99.0), Action.WAIT, 0),
+        ([DIED], Limits(9, None), capacity(4, 3, 99.0), Action.WAIT, 0),
+        ([DIED], Limits(9, 30.0, min_workers=3), capacity(4, 3, 99.0), Action.WAIT, 0),
+        ([failure(Kind.NON_RETRYABLE)], ELASTIC, capacity(4, 3, 99.0), Action.GIVE_UP, 0),
+        # twice at one node
+        ([ON_A, ON_A], ELASTIC, capacity(4, 4, a=4), Action.EXCLUDE_NODE, 4),
+        ([ON_A, HUNG_ON_A], ELASTIC, capacity(4, 4, a=3), Action.EXCLUDE_NODE, 2),
+        ([OOM_ON_A, ON_B, OOM_ON_A], ELASTIC, capacity(4, 4, a=2), Action.EXCLUDE_NODE, 2),
+        ([ON_A, ON_A], Limits(9, None), capacity(4, 4, a=3), Action.RETRY, 0),
+        ([ON_A, ON_A], ELASTIC, capacity(4, 4, a=0), Action.RETRY, 0),  # there is no other
+        # and then the others are gone: as many as there were at once, fewer when nothing else comes
+        ([ON_A, ON_A, ON_B], ELASTIC, replace(capacity(4, 0, 3.0), with_excluded=4), Action.READMIT_NODES, 4),
+        ([ON_A, ON_A, ON_B], ELASTIC, replace(capacity(4, 0, 2.9), with_excluded=4), Action.WAIT, 0),
+        ([ON_A, ON_A, ON_B], ELASTIC, replace(capacity(4, 1), with_excluded=2), Action.WAIT, 0),
+        ([ON_A, ON_A, ON_B], ELASTIC, replace(capacity(4, 1, 99.0), with_excluded=2), Action.READMIT_NODES, 2),
+        ([ON_A, ON_A, ON_B], ELASTIC, replace(capacity(4, 2, 99.0), with_excluded=2), Action.RESIZE, 2),
+        ([ON_A, ON_B], ELASTIC, capacity(4, 4, a=4, b=4), Action.RETRY, 0),
+        ([ON_A, failure(Kind.EXCEPTION, node="a")], ELASTIC, capacity(4, 4, a=4), Action.RETRY, 0),
+        ([ON_A, failure(Kind.DIED, node="a", at=3601.0)], ELASTIC, capacity(4, 4, a=4), Action.RETRY, 0),
+    ],
+)
+def test_with_what_to_continue(
+    history: list[Failure], limits: Limits, found: Capacity, action: Action, workers: int
+) -> None:
+    decision = decide(history, limits, found)
+    assert (decision.action, decision.workers) == (action, workers)
+    assert decision.node == ("a" if action is Action.EXCLUDE_NODE else "")
+    if action in (Action.READMIT_NODES, Action.RESIZE, Action.WAIT):
+        assert need_not_wait(found, limits) is (action is not Action.WAIT), "waiting ends when there is another answer"
+
+
+def test_growing_again() -> None:
+    assert growth(capacity(2, 4)) == 4
+    assert growth(capacity(2, 3)) is None and growth(capacity(2, 3, valid=(1, 2, 3))) == 3
+    assert growth(capacity(4, 9)) is None and growth(capacity(2, 1)) is None
+    assert growth(capacity(2, 9, valid=(1, 2, 4, 8))) == 4, "as many as there were at the start"
+
+
+WHO = "worker 3, process 47 on 10.0.0.2,"
+
+
+@pytest.mark.parametrize(
+    ("known", "kind", "sentence"),
+    [
+        ({}, Kind.DIED, f"{WHO} died after step 812"),
+        ({"step": 0}, Kind.DIED, f"{WHO} died before the first step"),
+        ({"oom_kills": 1}, Kind.OUT_OF_MEMORY, f"{WHO} died after step 812, killed by the kernel for memory"),
+        (
+            {"ray_oom": True},
+            Kind.OUT_OF_MEMORY,
+            f"{WHO} died after step 812, ended by Ray because its node ran out of memory",
+        ),
+        ({"node_lost": True}, Kind.NODE_LOST, f"{WHO} died after step 812 with its node"),
+        ({"announced": "spot"}, Kind.DIED, f"{WHO} died after step 812"),
+        (
+            {"node_lost": True, "announced": "spot", "oom_kills": 1},
+            Kind.PREEMPTED,
+            f"{WHO} went after step 812 with its node, as announced (spot)",
+        ),
+        (
+            {"fatal_error": "Fatal Python error: Segmentation fault", "oom_kills": 1},
+            Kind.DIED,
+            f"{WHO} died after step 812: Fatal Python error: Segmentation fault",
+        ),
+    ],
+)
+def test_the_true_cause_in_one_sentence(known: dict[str, Any], kind: Kind, sentence: str) -> None:
+    everything: dict[str, Any] = {"who": WHO, "step": 812} | known
+    assert describe_death(Death(**everything)) == (kind, sentence)

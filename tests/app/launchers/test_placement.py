@@ -1,0 +1,107 @@
+"""Where the ranks of a layout are placed, and what their stages ask for: pure functions."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import pytest
+
+from app.config import Config
+from app.config_io import load_config
+from app.errors import UserError
+from app.launchers.placement import Placement, placement, resources_of_stages
+from cluster.connect import Cluster
+from cluster.pending import NodeState
+from strategies.layout import ParallelDims
+
+ONE = {"CPU": 1.0}
+
+
+def config(*more: str) -> Config:
+    return load_config([], ["task=tests.chain:Chain", "train.steps=5", "train.global_batch_size=16", *more])
+
+
+def node(name: str = "10.0.0.1", free: dict[str, float] | None = None, **total: float) -> NodeState:
+    return NodeState(name, "", total, total if free is None else free)
+
+
+def cluster(*nodes: NodeState, **limits: float) -> Cluster:
+    names = {name for one in nodes for name in one.total}
+    total = {name: sum(one.total.get(name, 0.0) for one in nodes) for name in names}
+    most = {name: max(one.total.get(name, 0.0) for one in nodes) for name in names}
+    return Cluster("", len(nodes), total, most, MappingProxyType(limits), False)
+
+
+@pytest.mark.parametrize(
+    ("dims", "cpus", "bundles", "bundle_of_rank", "strategy"),
+    [
+        # a copy fits on a node: its stages together, the copies apart
+        (ParallelDims(dp_replicate=2, pp=2), [2, 2], [2, 2], [0, 1, 0, 1], "SPREAD"),
+        (ParallelDims(pp=4), [4], [4], [0, 0, 0, 0], "SPREAD"),
+        # it does not: a stage with its shards together
+        (ParallelDims(dp_shard=2, pp=2), [2, 2], [2, 2], [0, 0, 1, 1], "PACK"),
+        (ParallelDims(tp=2, pp=2), [3, 3], [2, 2], [0, 0, 1, 1], "PACK"),
+        # one would, but not both: stages 3 + 3 on nodes of 4 and 2
+        (ParallelDims(dp_replicate=2, pp=3), [4, 2], [1] * 6, [0, 3, 1, 4, 2, 5], "PACK"),
+        # not even that
+        (ParallelDims(tp=2, pp=2), [1, 1, 1, 1], [1, 1, 1, 1], [0, 1, 2, 3], "PACK"),
+    ],
+)
+def test_what_talks_most_is_placed_together(
+    dims: ParallelDims, cpus: list[int], bundles: list[int], bundle_of_rank: list[int], strategy: str
+) -> None:
+    found = placement(dims, [ONE] * dims.pp, [node(CPU=count) for count in cpus])
+    assert [bundle["CPU"] for bundle in found.bundles] == bundles
+    together = [{r for r, b in enumerate(found.bundle_of_rank) if b == own} for own in found.bundle_of_rank]
+    assert together == [{r for r, b in enumerate(bundle_of_rank) if b == own} for own in bundle_of_rank]
+    assert found.strategy == strategy
+
+
+def test_unlike_stages_get_what_they_ask_for() -> None:
+    asked = config("parallel.stage_resources=[{big: 1}, {small: 2, CPU: 0.5}]")
+    nodes = [node(CPU=4, big=1, small=2)] * 2
+    stages = resources_of_stages(asked, ParallelDims(pp=2, dp_replicate=2), ONE, cluster(*nodes), nodes)
+    assert stages == [{"CPU": 1.0, "big": 1.0}, {"CPU": 0.5, "small": 2.0}]
+    chosen = placement(ParallelDims(pp=2, dp_replicate=2), stages, nodes)
+    assert chosen.bundles == [{"CPU": 1.5, "big": 1.0, "small": 2.0}] * 2
+
+
+def test_stages_on_unlike_gpus_are_on_the_nodes_that_have_them() -> None:
+    """No node has both kinds, though each resource by itself is on one: a whole copy would wait for ever."""
+    stages = [{"GPU": 1.0, "A100": 1.0}, {"GPU": 1.0, "T4": 1.0}]
+    nodes = [node("a", GPU=2, A100=2, CPU=8), node("b", GPU=2, T4=2, CPU=8)]
+    chosen = placement(ParallelDims(pp=2), stages, nodes)
+    assert chosen == Placement(stages, [0, 1], "PACK")
+
+
+def test_room_that_others_hold_just_now_counts_only_if_there_is_no_other() -> None:
+    half = [node("a", {"CPU": 1.0}, CPU=2), node("b", {"CPU": 1.0}, CPU=2)]
+    assert placement(ParallelDims(pp=2), [ONE] * 2, half).bundles == [ONE, ONE], "now, on two nodes"
+    full = [node("a", {}, CPU=2), node("b", {}, CPU=2)]
+    assert placement(ParallelDims(pp=2), [ONE] * 2, full).bundles == [{"CPU": 2.0}], "later, on one"
+
+
+def test_workers_that_no_way_of_placing_finds_room_for() -> None:
+    stages = [{"GPU": 1.0, "A100": 1.0}, {"GPU": 1.0, "T4": 1.0}]
+    nodes = [node("a", GPU=1, A100=1, T4=1), node("b", GPU=1)]
+    with pytest.raises(UserError, match=r"worker 1 \(stage 1 of 2\) asks for GPU 1, T4 1, for which no node"):
+        placement(ParallelDims(pp=2), stages, nodes)
+    assert placement(ParallelDims(pp=2), stages, nodes, autoscaling=True).bundles == stages, "a node may yet come"
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("[{CPU: 1}]", "has 1 entries, but there are 2 stages"),
+        ("[{CPU: 1}, {CPU: 9}]", "9 CPU for each worker of stage 1, but no node of this cluster has more than 4"),
+        ("[{CPU: 1}, {A100: 1}]", "1 A100 for each worker of stage 1, but no node of this cluster has more than 0"),
+        ("[{CPU: 1}, {disk: 1, net: 1}]", "CPU 1, disk 1, net 1 for each worker of stage 1, but no one node .* all of"),
+        ("[{GPU: 1}, {CPU: 1}]", "GPUs to some stages and none to others"),
+        ("[{CPU: 3}, {CPU: 3}]", "12 CPU in all, but this cluster has 8"),
+    ],
+)
+def test_resources_that_cannot_be_given(asked: str, said: str) -> None:
+    wanted = config(f"parallel.stage_resources={asked}")
+    nodes = [node("a", CPU=4, GPU=1, disk=1), node("b", CPU=4, GPU=1, net=1)]
+    with pytest.raises(UserError, match=said):
+        resources_of_stages(wanted, ParallelDims(pp=2, dp_replicate=2), ONE, cluster(*nodes), nodes)

@@ -1,0 +1,296 @@
+"""The supervisor around attempts, with stand-ins for workers and nodes: no process is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from app.checkpoint.errors import CheckpointError
+from app.config_io import load_config
+from app.errors import Interrupted, RunFailed
+from app.job import Job
+from app.launchers.elastic import Elastic
+from app.launchers.recovery import Nodes
+from app.launchers.supervisor import Supervisor
+from app.launchers.workers import Failures, Poll, Status, WorkerInfo, WorkerLost
+from app.run.driver import Driver
+from app.run.prepare import prepare, read_task
+
+PROGRESS = {"type": "progress", "seconds_per_step": 0.1}
+
+
+class Scene:
+    """A run of four workers on nodes a, b, c and d; it is its own `Workers`, playing one attempt after another.
+
+    An attempt is a function of the scene: what it does when the workers run, and what ends them.
+    """
+
+    restartable = True
+
+    def __init__(self, *more: str, **fault: float) -> None:
+        self.said: list[str] = []
+        self.tags: dict[str, str] = {}
+        self.logged: list[dict[str, float]] = []
+        self.texts: dict[str, str] = {}
+        self.nodes = {name: {"CPU": 1.0} for name in "abcd"}
+        self.sizes: list[int] = []
+        self.killed: list[int] = []
+        self.never_begin: list[Any] = []  # attempts whose workers find no place
+        fault = {"elastic_seconds": 0.0} | fault
+        keys = [f"fault.{key}={value}" for key, value in fault.items()]
+        arguments = ["task=tests.chain:Chain", "train.steps=5", "workers=4", "strategy=ddp", *keys, *more]
+        self.config = load_config([], [*arguments, "train.global_batch_size=12"])
+        task = read_task(self.config)
+        prepared = prepare(self.config, task, 4, devices_per_node=None)
+        self.elastic = Elastic(
+            self.config,
+            prepared,
+            {"CPU": 1.0},
+            prepare=lambda config, workers: prepare(config, task, workers, devices_per_node=None),
+            free=lambda excluded: {name: has for name, has in self.nodes.items() if name not in excluded},
+        )
+        self.job = Job(prepared.config, prepared.layout, "/nowhere", "x", "y", 5, "/")
+        tracker = SimpleNamespace(
+            tags=self.tags.update,
+            metrics=lambda step, values, time=None: self.logged.append(values),
+            text=lambda text, path: self.texts.update({path: text}),
+        )
+        self.driver: Any = object.__new__(Driver)
+        self.driver.__dict__.update(
+            config=prepared.config,
+            console=SimpleNamespace(say=self.said.append, progress=lambda event: None),
+            run=SimpleNamespace(local_folder=Path("/nowhere")),
+            tracker=tracker,
+            meter=None,
+            began=0.0,
+            step=0,
+            progressed=False,
+            first_step_at=None,
+            lost_at=None,
+            stopping=0,
+            stages=None,
+            new_stages=None,
+            resized=False,
+            rewinds=[],
+            summary={},
+        )
+        nodes = Nodes(is_alive=lambda node: node in self.nodes, oom_kills=lambda node: 0)
+        self.supervisor = Supervisor(self, self.driver, self.elastic, nodes=nodes)
+
+    def go(self, *attempts: Callable[[Scene], Failures]) -> None:
+        self.left = iter(attempts)
+        self.supervisor.run(self.job)
+
+    # --- Workers --------------------------------------------------------------------------------------------------
+
+    def start(self, job: Job) -> None:
+        self.now = job
+        self.sizes.append(job.layout.dims.world_size)
+        usable = [name for name in self.nodes if name not in job.config.cluster.exclude_nodes]
+        places = (usable * 4)[: self.sizes[-1]]
+        self.infos = [WorkerInfo(rank, 100 + rank, f"10.0.0.{rank}", name) for rank, name in enumerate(places)]
+        self.attempt = next(self.left)
+        self.unplaced = self.attempt in self.never_begin
+        self.statuses: dict[int, Status] = {}
+        self.polls = 0
+
+    def poll(self, stop: bool) -> Poll:
+        self.polls += 1
+        if self.polls == 1 and not self.unplaced:
+            self.statuses = {info.rank: Status("training", 0, 0, True, 0.0) for info in self.infos}
+            return Poll([{"type": "worker", "info": info} for info in self.infos], self.statuses)
+        ended = self.attempt(self)
+        return Poll([], self.statuses, ended)
+
+    def steps(self, step: int) -> None:
+        self.driver.handle(PROGRESS | {"step": step})
+
+    def ask(self, question: str) -> dict[int, str]:
+        return {0: f"the {question} of rank 0"}
+
+    def kill(self, infos: list[WorkerInfo]) -> None:
+        self.killed += [info.pid for info in infos]
+
+    def stop(self) -> None: ...
+
+
+def dies(rank: int, step: int, *, node_goes: str = "") -> Callable[[Scene], Failures]:
+    def attempt(scene: Scene) -> Failures:
+        scene.steps(step)
+        scene.nodes.pop(node_goes, None)
+        return {rank: WorkerLost(), (rank + 1) % 4: RuntimeError("Connection closed by peer")}
+
+    return attempt
+
+
+def finishes(scene: Scene) -> Failures:
+    scene.driver.summary = {"stopped": False, "step": 5}
+    return {}
+
+
+def pauses_for_more(step: int, **nodes: float) -> Callable[[Scene], Failures | None]:
+    """Nodes come back; once the supervisor has noticed them the workers pause."""
+
+    def attempt(scene: Scene) -> Failures | None:
+        scene.nodes |= {name: {"CPU": cpus} for name, cpus in nodes.items()}
+        scene.steps(step)
+        if scene.supervisor.more is None:
+            return None
+        scene.driver.summary = {"stopped": True, "step": step}
+        return {}
+
+    return attempt
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.launchers.elastic.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("app.launchers.elastic.STEADY_SECONDS", 0.0)
+    monkeypatch.setattr(Supervisor, "_pause", lambda self, seconds: None)
+
+
+def test_four_three_two_four_workers_of_the_same_run() -> None:
+    scene = Scene()
+    again = pauses_for_more(30, c=1.0, d=1.0)
+    scene.go(dies(3, 10, node_goes="d"), dies(2, 20, node_goes="c"), again, finishes)  # type: ignore[arg-type]
+    assert scene.sizes == [4, 3, 2, 4]
+    assert [v["fault/workers"] for v in scene.logged if "fault/workers" in v] == [3.0, 2.0, 4.0]
+    assert (
+        "worker 3, process 103 on 10.0.0.3, died after step 10 with its node; there is room for 3 of 4" in scene.said[0]
+    )
+    assert scene.tags["trireme.restarts"] == "2", "growing is no failure"
+    assert scene.now.layout == scene.job.layout
+
+
+def test_a_place_that_does_not_come_back_in_time() -> None:
+    scene = Scene(max_restarts=1, elastic_seconds=0.3)
+
+    def waits(scene: Scene) -> Failures | None:
+        return None
+
+    scene.never_begin.append(waits)
+    scene.go(dies(3, 10, node_goes="d"), waits, finishes)  # type: ignore[arg-type]
+    assert scene.sizes == [4, 4, 3], "waiting counts for nothing"
+    assert "waiting for their places" in scene.said[0] and "worker 3" in scene.said[1], "the cause is what it was"
+
+
+def test_a_node_that_keeps_failing_gets_no_more_workers() -> None:
+    scene = Scene()
+    scene.go(dies(1, 10), dies(1, 20), finishes)
+    assert scene.sizes == [4, 4, 3] and scene.now.config.cluster.exclude_nodes == ["b"]
+    assert scene.tags["trireme.excluded_nodes"] == "b" and "2 failures began at that node" in scene.said[1]
+
+
+def test_an_excluded_node_is_used_again_when_the_others_go() -> None:
+    scene = Scene()
+    scene.nodes = {name: {"CPU": 4.0} for name in "ab"}
+
+    def dies_on_a(step: int) -> Callable[[Scene], Failures]:
+        return lambda scene: dies(next(i.rank for i in scene.infos if i.node == "a"), step)(scene)
+
+    def b_goes(scene: Scene) -> Failures:
+        assert scene.now.config.cluster.exclude_nodes == ["a"]
+        return dies(0, 30, node_goes="b")(scene)
+
+    scene.go(dies_on_a(10), dies_on_a(20), b_goes, finishes)
+    assert scene.sizes == [4, 4, 4, 4] and scene.now.config.cluster.exclude_nodes == []
+    assert scene.tags["trireme.excluded_nodes"] == ""
+    assert "room for 0 of 4 workers; continuing with 4 of 4" in scene.said[2]
+
+
+@pytest.mark.parametrize("raised", [RuntimeError, CheckpointError])
+def test_a_death_that_only_its_peers_tell_of_is_one(raised: type[Exception]) -> None:
+    def loses_a_peer(scene: Scene) -> Failures:
+        return {1: raised("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")}
+
+    scene = Scene()
+    scene.go(loses_a_peer, loses_a_peer, finishes)  # an exception before the first step would not be tried again
+    assert scene.tags["trireme.last_failure"] == "a worker that worker 1 was connected to died before the first step"
+    assert scene.sizes == [4, 4, 4], "worker 1's node is not to blame"
+
+
+def test_who_it_was_that_peers_lost_is_said_once_ray_knows() -> None:
+    def loses_a_peer(scene: Scene) -> Failures:
+        scene.steps(20)
+        scene.nodes["d"]["CPU"] = 0.0  # its places are lost, and Ray still takes it for alive
+        return {1: RuntimeError("Read error: Connection reset by peer")}
+
+    def waits(scene: Scene) -> Failures | None:
+        scene.nodes.pop("d", None)
+        return None
+
+    scene = Scene(elastic_seconds=0.3)
+    scene.never_begin.append(waits)
+    scene.go(loses_a_peer, waits, finishes)  # type: ignore[arg-type]
+    assert "a worker that worker 1 was connected to died after step 20" in scene.said[0]
+    assert "worker 3, process 103 on 10.0.0.3, died after step 20 with its node; there is room for 3" in scene.said[1]
+    assert scene.sizes == [4, 4, 3]
+
+
+def test_announced_ends_are_not_counted() -> None:
+    scene = Scene(max_restarts=0)
+    scene.supervisor.preempted["d"] = "AWS takes it back"
+    scene.go(dies(3, 10, node_goes="d"), finishes)
+    assert "as announced (AWS takes it back)" in scene.tags["trireme.last_failure"]
+    with pytest.raises(RunFailed, match=r"worker 0.*died after step 20; fault.max_restarts is 0"):
+        scene.go(dies(0, 20))
+
+
+def test_the_users_own_error_at_the_same_step_ends_the_run() -> None:
+    def raises(scene: Scene) -> Failures:
+        scene.steps(7)
+        return {0: ValueError("a bug"), 1: RuntimeError("Connection reset by peer")}
+
+    with pytest.raises(RunFailed, match=r"ValueError on worker 0: a bug.*twice at the same step"):
+        Scene().go(raises, raises)
+
+
+def test_a_stop_that_a_person_asked_for_is_no_pause() -> None:
+    def stopped(scene: Scene) -> Failures:
+        scene.steps(8)
+        scene.driver.stopping = 1
+        scene.driver.summary = {"stopped": True, "step": 8}
+        return {}
+
+    with pytest.raises(Interrupted, match="stopped after step 8"):
+        Scene().go(stopped)
+
+
+def test_a_hang_ends_the_culprit_and_keeps_every_stack() -> None:
+    def hangs(scene: Scene) -> Failures | None:
+        if scene.killed:
+            return {1: WorkerLost()}
+        step = min(scene.polls, 6)
+        scene.steps(step)
+        scene.statuses = {rank: Status("training", step, 0, rank != 1, 0.0) for rank in range(4)}
+        return None
+
+    scene = Scene(hang_seconds=0.2)
+    scene.go(hangs, finishes)  # type: ignore[arg-type]
+    assert scene.killed == [101] and "worker 1, process 101 on 10.0.0.1, has been training" in scene.said[0]
+    assert "--- worker 0, process 100 on 10.0.0.0,\nthe stack of rank 0" in scene.texts["hangs/step-6.txt"]
+    assert "--- worker 1, process 101 on 10.0.0.1,\ndoes not answer" in scene.texts["hangs/step-6.txt"]
+    assert "hangs/step-6-rank-0.json" in scene.texts
+
+
+def test_a_worker_that_does_not_begin_is_a_failure() -> None:
+    def waits(scene: Scene) -> Failures | None:
+        scene.statuses.pop(2, None)
+        return None
+
+    scene = Scene(start_seconds=0.2)
+    scene.go(waits, finishes)  # type: ignore[arg-type]
+    assert "worker 2 did not begin within 0.2 s and died before the first step" in scene.said[0]
+
+
+def test_rewinds_are_marked() -> None:
+    scene = Scene()
+    scene.driver.step = 17
+    start = {"type": "start", "steps": 60, "device": "cpu", "parameters": 1}
+    for step in (15, 15):
+        scene.driver.handle(start | {"resumed_from": step, "step": step})
+    assert scene.logged[0] == {"fault/rewind_steps": 2.0} and scene.tags["trireme.rewinds"].startswith("17→15")

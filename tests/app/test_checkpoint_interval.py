@@ -1,0 +1,46 @@
+"""How often to save: the interval that loses least, and when a save is due by it."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from app import persistence
+from app.checkpoint_interval import checkpoint_interval, mean_time_between_failures
+from app.config_io import load_config, with_values
+
+
+def test_the_interval_loses_least() -> None:
+    def lost(seconds: float, stall: float, mean: float) -> float:
+        """Share of the time that is lost, with failures at exponential distances and restarts that cost nothing."""
+        return 1 - seconds / (mean * math.expm1((seconds + stall) / mean))
+
+    for stall, mean in ((0.5, 60.0), (2.0, 3600.0), (30.0, 3600.0)):
+        best = checkpoint_interval(stall, 0.0, mean)
+        around = [lost(best * factor, stall, mean) for factor in (0.8, 0.9, 1.0, 1.1, 1.25)]
+        assert min(around) == around[2], (stall, mean, around)
+    assert checkpoint_interval(0.001, 5.0, 60.0) == 5.0, "no sooner than the one before is written"
+    assert checkpoint_interval(100.0, 1.0, 10.0) == 10.0, "saving costs more than failing"
+    assert mean_time_between_failures(0, 0.0, 1) == 30 * 86400 and mean_time_between_failures(0, 0.0, 30) == 86400
+    assert mean_time_between_failures(9, 3600.0, 2592000) == pytest.approx(360.1)
+
+
+def test_a_save_is_due_by_the_measured_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: Any = object.__new__(persistence.Persistence)
+    config = load_config([], ["task=tests.tasks:Points", "checkpoint.auto=true"])
+    kept.job = SimpleNamespace(config=config, mtbf_seconds=60.0)
+    kept.checkpointer = SimpleNamespace(last_total_seconds=0.1)
+    kept.costliest, kept.saved_at = None, 100.0
+    monkeypatch.setattr(persistence.time, "monotonic", lambda: 107.0)
+    assert not kept.overdue(), "nothing is measured yet: a minute"
+    kept.costliest = 0.3
+    assert (
+        kept.interval() == pytest.approx(checkpoint_interval(0.3, 0.1, 60.0))
+        and 5 < kept.interval() < 7
+        and kept.overdue()
+    )
+    kept.job.config = with_values(config, {"checkpoint.auto": False})
+    assert kept.interval() == 300.0
