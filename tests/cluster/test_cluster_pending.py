@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.config import Config
+from app.config import ClusterConfig, Config, RunConfig, TrackingConfig, TrainConfig
 from app.console import Console
 from app.errors import Interrupted, UserError
 from app.launchers.room import when_over
@@ -114,11 +114,7 @@ def test_a_worker_larger_than_any_machine() -> None:
 
 
 def config(**more: Any) -> Config:
-    made = Config()
-    made.train.global_batch_size = 12
-    for key, value in more.items():
-        setattr(made.cluster, key, value)
-    return made
+    return Config(train=TrainConfig(global_batch_size=12), cluster=ClusterConfig(**more))
 
 
 def test_at_the_deadline_it_waits_shrinks_or_ends() -> None:
@@ -160,7 +156,7 @@ def test_a_budget_that_nobody_would_count_is_refused(tmp_path: Path) -> None:
     ended = trireme(
         "train", *POINTS, "run.name=x", "train.steps=2", "launcher=local", "budget=1", f"run.storage={tmp_path}"
     )
-    assert ended.code == 2 and "with launcher=local nobody counts" in ended.err
+    assert ended.code == 2 and "costs are not counted with launcher=local" in ended.err
     ended = trireme("train", *POINTS, "run.name=x", "train.steps=2", "budget=-1", f"run.storage={tmp_path}")
     assert ended.code == 2 and "budget is -1" in ended.err
 
@@ -195,9 +191,8 @@ def test_the_meter_goes_on_over_starts_and_knows_what_was_wasted(tmp_path: Path)
 
 
 def test_workers_are_ended_at_once_where_nothing_would_be_lost(tmp_path: Path) -> None:
-    made = Config()
-    made.run.name, made.run.storage, made.tracking.enabled = "x", str(tmp_path), False
-    driver = Driver(Run(made), Console(quiet=True), resolve_tracking(made.tracking, str(tmp_path)))
+    made = Config(run=RunConfig(name="x", storage=str(tmp_path)), tracking=TrackingConfig(enabled=False))
+    driver = Driver(Run(made), made, Console(quiet=True), resolve_tracking(made.tracking, str(tmp_path)))
     driver.check_start()
     driver.stopping = 1
     with pytest.raises(Interrupted, match=r"before training began$"):
