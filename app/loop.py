@@ -29,7 +29,7 @@ from app.pipeline_monitor import PipelineMonitor, release_stages
 from app.randomness import seed_everything, seed_step
 from app.step_sync import Agreement, StepSync
 from app.tasks import load_task
-from strategies.cpu_collectives.allocator import keep_freed_memory
+from strategies.collectives import keep_freed_memory
 from strategies.parallelize import parallelize
 
 Summary = dict[str, Any]

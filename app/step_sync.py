@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from app.errors import NonFiniteError
-from strategies.cpu_collectives.shared_memory import shared_sum
+from strategies.collectives import shared_memory_all_reduce
 
 PERIOD_SECONDS = 1.0
 MAX_STEPS = 200
@@ -58,7 +58,7 @@ class StepSync:
         self.started = time.perf_counter()
         self.losses: list[torch.Tensor] = []  # one 0-d tensor per step: this rank's part of the global loss
         self.logged: list[tuple[int, float, float, torch.Tensor | None]] = []
-        self.shared = shared_sum(None, torch.device("cpu")) if world_size > 1 else None
+        self.shared = shared_memory_all_reduce(None, torch.device("cpu")) if world_size > 1 else None
 
     def add(self, loss: torch.Tensor) -> None:
         self.losses.append(loss)

@@ -15,7 +15,7 @@ Choose it whenever the whole training state fits on a device: nothing is faster.
   is averaged already and changes nothing. Without it a step may leave parameters out: DDP looks for them after every
   forward, which takes time, and averages the others.
 - *Shared memory*: where all workers are processes on the CPUs of one machine, buckets are averaged in memory that they
-  share, several times faster than gloo's sockets do (shared_sum.py); for two workers with the same bits.
+  share, several times faster than gloo's sockets do (collectives.py); for two workers with the same bits.
 - *BatchNorm* normalises with the statistics of one worker's micro-batch, so it is not the same training on another
   number of workers; running statistics are those of rank 0, broadcast before each forward. GroupNorm or SyncBatchNorm
   do not depend on the split.
@@ -38,8 +38,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from strategies import replicate
+from strategies.collectives import shared_memory_all_reduce
 from strategies.costs import Collective, Cost, RankSize, StepShape, UnitSize, replicated
-from strategies.cpu_collectives.shared_memory import SharedSum, shared_sum
 from strategies.dims import LayoutError
 from strategies.options import Options
 from strategies.strategy import Applied, MicroStep, Setup, Strategy
@@ -81,7 +81,7 @@ def _distributed(
         find_unused_parameters=not options.static_graph,
     )
     if options.shared_memory and options.compression == "none" and options.reduce_dtype == "fp32":
-        if (shared := shared_sum(group, device)) is not None:
+        if (shared := shared_memory_all_reduce(group, device)) is not None:
             wrapped.register_comm_hook(shared, average_in_memory)
     else:
         _compress(wrapped, group, options)
@@ -96,7 +96,7 @@ def _compress(wrapped: DistributedDataParallel, group: dist.ProcessGroup, option
         wrapped.register_comm_hook(group, reduce_as_bfloat16)
 
 
-def average_in_memory(shared: SharedSum, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def average_in_memory(shared: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Averages a bucket where the ranks are processes of one machine's CPUs."""
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(shared.average_(bucket.buffer()))

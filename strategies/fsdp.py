@@ -43,6 +43,7 @@ from torch.distributed.tensor import DTensor
 
 from strategies import precision
 from strategies.blocks import separable
+from strategies.collectives import use_direct_reduce_scatter
 from strategies.costs import (
     Collective,
     Cost,
@@ -53,7 +54,6 @@ from strategies.costs import (
     autocast_bytes,
     optimizer_bytes,
 )
-from strategies.cpu_collectives import reduce_scatter
 from strategies.options import Options
 from strategies.strategy import Applied, MicroStep, Setup, Strategy
 
@@ -98,7 +98,7 @@ def shard(
         before.set_modules_to_forward_prefetch([after])
         after.set_modules_to_backward_prefetch([before])
     units = [module, *units]
-    reduce_scatter.use_between_cpus(units, mesh.device_type)
+    use_direct_reduce_scatter(units, mesh.device_type)
     return units
 
 

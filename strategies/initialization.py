@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from strategies.cpu_collectives import shared_memory
+from strategies import collectives
 from strategies.dims import Layout, LayoutError
 from strategies.state import shard_of
 
@@ -147,6 +147,6 @@ def tensor_attributes(owner: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def forget_meshes() -> None:
     """To be called when a process that goes on has no use for its process groups any more: lets go of the memory shared
     with their ranks, and of what was compiled with them."""
-    shared_memory.leave()
+    collectives.release()
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()

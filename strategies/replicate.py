@@ -1,26 +1,26 @@
-"""Averaging gradients over replicas of a tensor-parallel model: ddp × tp.
+"""Averaging gradients over replicas where DistributedDataParallel cannot: of DTensors, and of pipeline stages.
 
-What `DistributedDataParallel` does, for parameters that are DTensors, which it does not take: the gradients are packed
-into buckets from the last layer to the first, and a bucket is all-reduced over the replicas as soon as backward has
-filled it, while the layers below are still being computed. Each worker reduces only its own part of a layer with the
-workers that hold the same part. ddp.py says the rest; that file is the faster one and serves every model that is not
-split.
+What DDP does, by hand: gradients are packed into buckets from the last layer to the first, and a bucket is all-reduced
+over the replicas as soon as backward has added the last of its gradients, while the layers below are still computed.
+Each worker reduces only its own slice of a layer, with the workers that hold the same slice. ddp.py says the rest; that
+file is the faster one and serves every model that is not split. A pipeline has a set of buckets per chunk of the model,
+each sent in the last backward that passes the chunk.
 
 (Composing DDP itself with tensor parallelism would turn the parameters into plain tensors, and checkpoints would no
-longer know what they are parts of; `fully_shard` with one shard would hold every parameter twice.)
+longer know what they are slices of; `fully_shard` with one shard would hold every parameter twice.)
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from strategies.dims import LayoutError
@@ -28,6 +28,33 @@ from strategies.options import Options
 
 BUCKETS = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
 """MiB that are tried when the size of a bucket is measured."""
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+def local(tensor: Any) -> Tensor:
+    """This rank's own memory of a tensor that may be a DTensor; to be called under torch.no_grad."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def wire_dtype(options: Options) -> torch.dtype | None:
+    """What gradients are sent as; None: as they are."""
+    return torch.bfloat16 if "bf16" in (options.compression, options.reduce_dtype) else None
+
+
+@torch.no_grad()
+def all_reduce_(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Replaces local tensors by their sums over the group, in one all-reduce."""
+    if gradients:
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat, group=group)
+        unpack_(gradients, flat)
+
+
+def unpack_(tensors: Sequence[Tensor], flat: Tensor) -> None:
+    """Copies out of `flat`, in order."""
+    for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
+        tensor.copy_(values.view_as(tensor))
 
 
 @dataclass
@@ -37,107 +64,116 @@ class Bucket:
     parameters: list[nn.Parameter] = field(default_factory=list)
     bytes: int = 0
     pending: int = 0
-    flat: torch.Tensor | None = None
+    flat: Tensor | None = None
     work: Any = None
 
 
-class Replicas:
-    """Averages the gradients of `parameters` over `group` at the end of a step's last micro-batch."""
+class GradientBuckets:
+    """Averages gradients over `group`. by_chunk: per chunk of the model the parameters that are complete when it is.
+
+    Within a chunk's last backward a bucket goes as soon as its gradients are there, in the order of the buckets, which
+    is that of every replica; what is left goes when the chunk is done."""
 
     def __init__(
-        self, named: list[tuple[str, nn.Parameter]], group: dist.ProcessGroup, options: Options, device: torch.device
+        self, by_chunk: dict[int, Named], group: dist.ProcessGroup, options: Options, device: torch.device
     ) -> None:
-        self.names = {parameter: name for name, parameter in named}
-        self.group = group
-        half = options.compression == "bf16" or options.reduce_dtype == "bf16"
-        self.wire = torch.bfloat16 if half else None
-        size = options.bucket_mb or measured_bucket([_part(p) for _, p in named if p.requires_grad], group, device)
-        self.buckets = buckets([p for _, p in reversed(named) if p.requires_grad], size * 2**20)
-        self.of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        self.active = False
-        self.launched = 0
+        self.group, self.wire = group, wire_dtype(options)
+        self.names = {p: name for named in by_chunk.values() for name, p in named}
+        trained = [p for p in self.names if p.requires_grad]
+        limit = (options.bucket_mb or measured_bucket(trained, group, device)) * 2**20
+        self.buckets = {
+            chunk: buckets([p for _, p in reversed(named) if p.requires_grad], limit)
+            for chunk, named in by_chunk.items()
+        }
+        self.of = {p: bucket for several in self.buckets.values() for bucket in several for p in bucket.parameters}
+        self.waiting: list[Bucket] = []
+        """Of the chunk whose last backward runs, the buckets that have not gone."""
+        self.arrived = False
         for parameter in self.of:
-            parameter.register_post_accumulate_grad_hook(self._arrived)
+            parameter.register_post_accumulate_grad_hook(self._added)
 
     @contextlib.contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:
-        self.active, self.launched = last, 0
-        for bucket in self.buckets:
-            bucket.pending = len(bucket.parameters)
+        """Around forward and backward of a micro-batch, for a model that is one chunk."""
+        if last:
+            self.last_backward(0)
         yield
-        if last and torch.is_grad_enabled() and any(b.pending < len(b.parameters) for b in self.buckets):
-            self._finish()
-        self.active = False
+        if last and torch.is_grad_enabled() and self.arrived:
+            self.chunk_done(0)
+            self.finish()
+        self.waiting = []
 
-    def _arrived(self, parameter: torch.Tensor) -> None:
-        if not self.active:
+    def last_backward(self, chunk: int) -> None:
+        """The chunk's last backward begins."""
+        self.arrived = False
+        self.waiting = list(self.buckets.get(chunk, []))
+        for bucket in self.waiting:
+            bucket.pending = len(bucket.parameters)
+
+    def _added(self, parameter: Tensor) -> None:
+        bucket = self.of[parameter]  # type: ignore[index]
+        if not any(bucket is other for other in self.waiting):
             return
-        self.of[parameter].pending -= 1  # type: ignore[index]
-        # In order, because collectives must be issued in one order on every rank.
-        while self.launched < len(self.buckets) and self.buckets[self.launched].pending == 0:
-            self._launch(self.buckets[self.launched])
-            self.launched += 1
+        self.arrived = True
+        bucket.pending -= 1
+        while self.waiting and self.waiting[0].pending == 0:
+            self._send(self.waiting.pop(0))
 
-    def _launch(self, bucket: Bucket) -> None:
-        flat = torch.cat([_local(p).reshape(-1) for p in bucket.parameters])
-        bucket.flat = flat.to(self.wire).div_(self.group.size()) if self.wire else flat.div_(self.group.size())
+    def chunk_done(self, chunk: int) -> None:
+        """The chunk's gradients are complete."""
+        self.waiting = []
+        for bucket in self.buckets.get(chunk, []):
+            if bucket.flat is None:
+                self._send(bucket)
+
+    @torch.no_grad()
+    def _send(self, bucket: Bucket) -> None:
+        missing = [p for p in bucket.parameters if p.grad is None]
+        if missing:
+            raise LayoutError(
+                f"the loss does not depend on parameter {self.names[missing[0]]}, which ddp cannot average: use it in "
+                "forward, set its requires_grad to False, or write fsdp instead of ddp"
+            )
+        flat = torch.cat([local(p.grad).reshape(-1) for p in bucket.parameters])
+        bucket.flat = (flat.to(self.wire) if self.wire else flat).div_(self.group.size())
         bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
 
     @torch.no_grad()
-    def _finish(self) -> None:
-        if self.launched < len(self.buckets):
-            missing = [self.names[p] for b in self.buckets for p in b.parameters if p.grad is None] or ["?"]
-            raise LayoutError(
-                f"the loss does not depend on parameter {missing[0]}, which ddp cannot average: use it in forward, set "
-                "its requires_grad to False, or write strategy=fsdp"
-            )
-        for bucket in self.buckets:
-            bucket.work.wait()
-            gradients = [_local(p) for p in bucket.parameters]
-            assert bucket.flat is not None
-            parts = bucket.flat.split([gradient.numel() for gradient in gradients])
-            torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients)])
-            bucket.flat = bucket.work = None
+    def finish(self) -> None:
+        """Returns when all gradients are averaged."""
+        for bucket in (bucket for several in self.buckets.values() for bucket in several):
+            if bucket.flat is not None:
+                bucket.work.wait()
+                unpack_([local(p.grad) for p in bucket.parameters], bucket.flat)
+                bucket.flat = bucket.work = None
 
 
 def buckets(parameters: list[nn.Parameter], limit: float) -> list[Bucket]:
     """In order, each full at `limit` bytes, one type of number per bucket."""
-    buckets: list[Bucket] = []
+    found: list[Bucket] = []
     for parameter in parameters:
         size = parameter.numel() * parameter.element_size()
-        fits = buckets and buckets[-1].bytes + size <= limit and buckets[-1].parameters[0].dtype == parameter.dtype
+        fits = found and found[-1].bytes + size <= limit and found[-1].parameters[0].dtype == parameter.dtype
         if not fits:
-            buckets.append(Bucket())
-        buckets[-1].parameters.append(parameter)
-        buckets[-1].bytes += size
-    return buckets
+            found.append(Bucket())
+        found[-1].parameters.append(parameter)
+        found[-1].bytes += size
+    return found
 
 
-def _local(parameter: nn.Parameter) -> torch.Tensor:
-    gradient = parameter.grad
-    assert gradient is not None
-    return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
-
-
-def _part(parameter: nn.Parameter) -> torch.Tensor:
-    """What this worker holds of it."""
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-
-
-def micro_step(
-    named: list[tuple[str, nn.Parameter]], group: dist.ProcessGroup, options: Options, device: torch.device
-) -> Callable[..., Any]:
+def micro_step(named: Named, group: dist.ProcessGroup, options: Options, device: torch.device) -> Callable[..., Any]:
     """What to put around forward and backward of a micro-batch."""
-    return Replicas(named, group, options, device).micro_step
+    return GradientBuckets({0: named}, group, options, device).micro_step
 
 
-def measured_bucket(parameters: Iterable[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device) -> float:
+@torch.no_grad()
+def measured_bucket(parameters: Iterable[Tensor], group: dist.ProcessGroup | None, device: torch.device) -> float:
     """MiB: the smallest bucket that is all-reduced at 9/10 of the best rate; smaller ones start earlier. Collective.
 
     It is not the default: two starts of a run may measure differently, and sums in buckets of another size round
     otherwise, so a resumed run would not be the same to the last bit.
     """
-    limit = sum(p.numel() * p.element_size() for p in parameters) / 2**20
+    limit = sum(local(p).numel() * p.element_size() for p in parameters) / 2**20
     rates: dict[float, float] = {}
     for size in (s for s in BUCKETS if s <= max(limit, BUCKETS[0])):
         buffer = torch.zeros(int(size * 2**18), device=device)

@@ -9,7 +9,7 @@
         assert run_distributed(_sum, 2, 1.0) == [3.0, 3.0]
 
 Processes are started once and kept (importing torch costs more than most tests); a call on four ranks
-uses the first four. Every call gets a fresh process group, fresh DTensor caches and a seeded generator,
+uses the first four. Every call gets a fresh process group and a seeded generator,
 so that calls cannot see each other. A rank that raises, dies or hangs ends the call with
 `DistributedFailure`, which carries that rank's traceback, and the processes are replaced.
 The idea is OLMo-core's `run_distributed_test`.
@@ -244,18 +244,5 @@ def _process_group(rank: int, world_size: int, timeout: float, init: bool, store
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        _forget_meshes()
-
-
-def _forget_meshes() -> None:
-    """DTensor remembers results by mesh *equality*; the equal mesh of the next call has other process groups."""
-    if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import _redistribute
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-        _clear_sharding_prop_cache()
-        _redistribute._gen_transform_infos.cache_clear()
-    if "torch._dynamo" in sys.modules:
-        import torch._dynamo
-
-        torch._dynamo.reset()
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()

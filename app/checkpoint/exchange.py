@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from app.checkpoint.errors import said
-from strategies.cpu_collectives.shared_memory import shared_sum
+from strategies.collectives import shared_memory_all_reduce
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -56,7 +56,7 @@ class Ranks:
         self.distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.group = dist.new_group(backend="gloo") if self.distributed else None
         self.rank = dist.get_rank() if self.distributed else 0
-        self._shared = shared_sum(self.group, torch.device("cpu")) if self.distributed else None
+        self._shared = shared_memory_all_reduce(self.group, torch.device("cpu")) if self.distributed else None
 
     def any(self, *mine: bool) -> list[bool]:
         """Whether each is so on any rank."""

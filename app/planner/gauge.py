@@ -159,7 +159,7 @@ def links(device: Any, group: Any, ways: int, seconds: Seconds) -> dict[str, flo
     import torch
     import torch.distributed as dist
 
-    from strategies.cpu_collectives.shared_memory import shared_sum
+    from strategies.collectives import shared_memory_all_reduce
 
     large = torch.ones(2**26 if device.type == "cuda" else 2**21, device=device)
     small = torch.ones(8, device=device)
@@ -167,7 +167,7 @@ def links(device: Any, group: Any, ways: int, seconds: Seconds) -> dict[str, flo
     quick = seconds(lambda: dist.all_reduce(small, group=group))
     moved = 2 * large.numel() * 4 * (ways - 1) / ways
     found = {"bandwidth": moved / max(1e-9, slow - quick), "latency": quick / (2 * float(np.log2(ways)))}
-    memory = shared_sum(group, device) if ways == 2 else None
+    memory = shared_memory_all_reduce(group, device) if ways == 2 else None
     if memory is not None:
         found["shared"] = large.numel() * 4 / seconds(lambda: memory.average_(large))
         memory.close()

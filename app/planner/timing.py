@@ -201,13 +201,13 @@ def _replicated(group: Group, backward: Array, link: Links) -> tuple[Array, Arra
 
 def _shares_memory(group: Group) -> Array:
     """Rows whose gradients are averaged in memory (strategies/cpu_collectives/shared_memory.py)."""
-    from strategies.cpu_collectives.shared_memory import MOST_RANKS
+    from strategies.collectives import most_sharing_ranks
 
     table, machine, settings = group.table, group.machine, group.settings
     if not (machine.device.shared and settings.shared_memory and machine.world <= machine.per_node):
         return np.zeros(len(table), dtype=bool)
     whole = settings.compression == "none" and not settings.reduce_bf16
-    return whole & (table.tp == 1) & (table.pp == 1) & (table.dp_replicate <= MOST_RANKS)
+    return whole & (table.tp == 1) & (table.pp == 1) & (table.dp_replicate <= most_sharing_ranks())
 
 
 def _averaged(group: Group, size: Array) -> Array:

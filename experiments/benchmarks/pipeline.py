@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from strategies.cpu_collectives.allocator import keep_freed_memory
+from strategies.collectives import keep_freed_memory
 
 BLOCKS, WIDTH, TOKENS, VOCABULARY, ROWS, STAGES = 8, 256, 128, 256, 2, 2
 

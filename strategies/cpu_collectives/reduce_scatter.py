@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 
-class AllToAll(ReduceScatter):
+class DirectReduceScatter:
     """What `FSDPModule.set_custom_reduce_scatter` takes."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -43,9 +41,3 @@ class AllToAll(ReduceScatter):
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(group.size())
         return None
-
-
-def use_between_cpus(units: Sequence[FSDPModule], device_type: str) -> None:
-    """Lets the units reduce their gradients this way where the devices are CPUs."""
-    for unit in units if device_type == "cpu" else ():
-        unit.set_custom_reduce_scatter(AllToAll())

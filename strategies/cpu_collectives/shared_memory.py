@@ -1,8 +1,8 @@
 """Averaging gradients through memory that the processes of one machine share, where there is no GPU.
 
-gloo sends a gradient to the process beside it as it would to another machine: through the kernel's sockets, copied
-four times. Here every rank writes its share of the average into memory that all of them see, waits until the others
-have too, and adds the shares up:
+gloo sends a gradient to a process on the same machine as it would to another machine: through the kernel's sockets,
+copied four times. Here every rank writes its share of the average into memory that all of them see, waits until the
+others have too, and adds the shares up:
 
     shareᵢ[r] = gᵣ / R          (each rank r writes its own; two areas take turns, so that one wait per piece is enough)
     ḡ = ((shareᵢ[0] + shareᵢ[1]) + …)       (each rank reads all, in the same order: every rank gets the same bits)
@@ -10,12 +10,12 @@ have too, and adds the shares up:
 Pieces are small enough to stay in the cores' caches. For two ranks the result is gloo's own to the last bit.
 
     rank 0:  write 0 │ write 1 │ add 0 … each rank's counter says up to which piece its shares are written; whoever
-    rank 1:  write 0 │ wait    │ add 0     writes piece k+2 has seen all counters reach k+1, so nobody still reads k.
+    rank 1:  write 0 │ wait    │ add 0     writes piece k+2 has seen all counters reach k+1, so no rank still reads k.
 
 What is short, such as what ranks agree on between two steps, goes the same way (`sum_`, `gather`): gloo wakes four
 threads for it, which must share the cores with training.
 
-A peer that has ended, or is told to let go, is noticed by a connection to it that closes, as gloo notices it.
+A peer that has ended, or leaves, is noticed by a connection to it that closes, as gloo notices it.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ NAP_SECONDS = (2e-4, 2e-3)
 LOOK_SECONDS = 0.05
 CLOSED = "Connection closed by peer"
 """What gloo says too, and launchers know for the consequence of another rank's end."""
-OPEN: weakref.WeakSet[SharedSum] = weakref.WeakSet()
+OPEN: weakref.WeakSet[SharedMemoryAllReduce] = weakref.WeakSet()
 
 
-class SharedSum:
-    """The average over a group of processes on one machine. Made by `shared_sum`, on every rank."""
+class SharedMemoryAllReduce:
+    """The average over a group of processes on one machine. Made by `shared_memory_all_reduce`, on every rank."""
 
     def __init__(self, memory: mmap.mmap, rank: int, peers: list[socket.socket], listener: socket.socket) -> None:
         self.rank, self.size = rank, len(peers) + 1
@@ -133,7 +133,7 @@ class SharedSum:
             each.close()
 
 
-def shared_sum(group: dist.ProcessGroup | None, device: torch.device) -> SharedSum | None:
+def shared_memory_all_reduce(group: dist.ProcessGroup | None, device: torch.device) -> SharedMemoryAllReduce | None:
     """What averages over a group, where all its ranks are on this machine and on CPUs; None elsewhere, on every rank.
 
     Collective over `group`.
@@ -152,10 +152,10 @@ def shared_sum(group: dist.ProcessGroup | None, device: torch.device) -> SharedS
             return None
         memory, called = found
         calling = [port.accept()[0] for _ in range(rank + 1, size)]  # who has answered has called
-        return SharedSum(memory, rank, [*called, *calling], port.dup())
+        return SharedMemoryAllReduce(memory, rank, [*called, *calling], port.dup())
 
 
-def leave() -> None:
+def release() -> None:
     """Leaves every group that is still open: the process group is gone."""
     for each in list(OPEN):
         each.close()

@@ -23,12 +23,13 @@ from strategies.costs import Collective, StepShape, UnitSize, replicated
 from strategies.dims import Layout, LayoutError, ParallelDims, submesh
 from strategies.options import Options
 from strategies.pipeline import partition, schedules, weight_grad
-from strategies.pipeline.grad_sync import Named, Nothing, Reducer, Replicas, Shards, Shared
+from strategies.pipeline.grad_sync import GradSync, NoGradSync, ShardedGradients
 from strategies.pipeline.p2p import Wires
 from strategies.pipeline.parallel import PipelineParallel
 from strategies.pipeline.runtime import Runtime
 from strategies.pipeline.stage import Deal, Stage, deal, keep_parts
 from strategies.pipeline.trace import Loss, Skeleton, Survey, require_chain, surroundings
+from strategies.replicate import GradientBuckets, Named, wire_dtype
 from strategies.strategy import Strategy
 from strategies.tensor import apply as tensor_parallel
 
@@ -77,13 +78,13 @@ def apply(
     initialization.fill(module, source, device, partly=True)
     named = list(module.named_parameters())
     by_chunk = _by_chunk(named, dealt, own)
-    reducer: Reducer = Nothing()
+    group = dims.data_group(mesh)
+    sync: GradSync = NoGradSync()
     if units is not None:
-        reducer = Shards(module, units, _units_by_chunk(units, by_chunk))
-    elif dims.dp_replicate > 1:
-        group = dims.data_group(mesh)
-        assert group is not None
-        reducer = Replicas(by_chunk, group, options)
+        bytes_each = (options.bucket_mb or 25.0) * 2**20
+        sync = ShardedGradients(module, units, by_chunk, dims.data_mesh(mesh), wire_dtype(options), bytes_each)
+    elif group is not None:
+        sync = GradientBuckets(by_chunk, group, options, device)
     stage = Stage(module, blocks, dealt, skeleton, own)
     sums = tensor_parallel.GradientSums(module, split) if split is not None else None
     stage_group = submesh(mesh, "pp").get_group()
@@ -92,8 +93,8 @@ def apply(
         _wires(stage_number, dims, stage_group, device),
         dims.pp,
         autocast=precision.autocast(options.precision, device.type),
-        last=reducer.last_backward,
-        done=reducer.chunk_done,
+        last=sync.last_backward,
+        done=sync.chunk_done,
         put_off=put_off,
         clear=split.forget if split is not None else lambda: None,
     )
@@ -103,7 +104,7 @@ def apply(
         layout,
         device,
         runtime,
-        reducer,
+        sync,
         shared,
         options,
         stage_group=stage_group,
@@ -111,7 +112,7 @@ def apply(
         calls=[(call.name, call.block) for call in survey.calls],
         names=skeleton.names,
         after_step=sums.finish if sums is not None else lambda: None,
-        group=dims.data_group(mesh),
+        group=group,
         notes=tuple(notes),
     )
 
@@ -158,7 +159,7 @@ def _shard(
     module: nn.Module, dims: ParallelDims, mesh: DeviceMesh, blocks: list[str], options: Options
 ) -> list[FSDPModule]:
     """Shards the stage's blocks and what is left; arithmetic in 16 bits is autocast's, as for replicas."""
-    whole = replace(options, precision="fp32")
+    whole = replace(options, precision="fp32", reduce_dtype="fp32")
     return fsdp.shard(module, dims.data_mesh(mesh), blocks, whole, reshard_after_forward=False)
 
 
@@ -170,15 +171,6 @@ def _by_chunk(named: Named, dealt: Deal, own: list[int]) -> dict[int, Named]:
     for name, parameter in named:
         using = [chunk for chunk, part in enumerate(own) if part in dealt.owners[name]]
         ready.setdefault(min(using, default=0), []).append((name, parameter))
-    return ready
-
-
-def _units_by_chunk(units: list[FSDPModule], by_chunk: dict[int, Named]) -> dict[int, list[FSDPModule]]:
-    chunk_of = {id(p): chunk for chunk, named in by_chunk.items() for _, p in named}
-    ready: dict[int, list[FSDPModule]] = {}
-    for unit in reversed(units):  # the root, which holds what is in no other unit, comes last and with the last chunk
-        held = [chunk_of[id(p)] for p in unit.parameters()]  # type: ignore[attr-defined]
-        ready.setdefault(min(held, default=0), []).append(unit)
     return ready
 
 
@@ -197,7 +189,7 @@ def _pipelines(dims: ParallelDims) -> list[list[int]]:
 
 def _shared(
     named: Named, dealt: Deal, dims: ParallelDims, stage: int, folded: bool
-) -> tuple[Shared, list[nn.Parameter]]:
+) -> tuple[dict[dist.ProcessGroup, Named], list[nn.Parameter]]:
     """The sums over stages that share a parameter, and the parameters that this stage counts in the norm.
 
     Collective: every worker makes every group."""
@@ -212,7 +204,7 @@ def _shared(
             group = dist.new_group([ranks[s] for s in stages])
             if dist.get_rank() in [ranks[s] for s in stages]:
                 found[group] = [(name, own[name]) for name, several in users.items() if several == stages]
-    return Shared(found), [p for name, p in named if users[name][0] == stage]
+    return found, [p for name, p in named if users[name][0] == stage]
 
 
 def _whole_backward(options: Options) -> tuple[str, ...]:

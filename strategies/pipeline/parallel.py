@@ -15,11 +15,12 @@ from strategies.dims import Layout
 from strategies.options import Options
 from strategies.parallel import Loss, Parallel
 from strategies.pipeline import schedules
-from strategies.pipeline.grad_sync import Reducer, Shards, Shared
+from strategies.pipeline.grad_sync import GradSync, ShardedGradients, add_over_stages
 from strategies.pipeline.rebalance import BetterCut, Measured, better
 from strategies.pipeline.runtime import Runtime, Step
 from strategies.pipeline.schedules import Schedule
 from strategies.pipeline.simulate import Span
+from strategies.replicate import Named
 
 T = TypeVar("T")
 
@@ -34,8 +35,8 @@ class PipelineParallel(Parallel):
         layout: Layout,
         device: torch.device,
         runtime: Runtime,
-        reducer: Reducer,
-        shared: Shared,
+        sync: GradSync,
+        shared: dict[dist.ProcessGroup, Named],
         options: Options,
         *,
         stage_group: dist.ProcessGroup,
@@ -48,7 +49,7 @@ class PipelineParallel(Parallel):
     ) -> None:
         super().__init__(module, layout, device, group=group, notes=notes)
         self.runtime, self.options, self.stage_group = runtime, options, stage_group
-        self._reducer, self._shared, self._all_names, self._after_step = reducer, shared, names, after_step
+        self._sync, self._shared, self._all_names, self._after_step = sync, shared, names, after_step
         trained = [p for _, p in self._named if p.requires_grad]
         chosen = {id(p) for p in counted}
         self._grad_norm = GradNorm(
@@ -110,9 +111,9 @@ class PipelineParallel(Parallel):
         return total
 
     def _finish(self) -> None:
-        self._reducer.finish()
+        self._sync.finish()
         self._gathered = False
-        self._shared.finish()
+        add_over_stages(self._shared)
         self._after_step()
 
     @torch.no_grad()
@@ -123,13 +124,13 @@ class PipelineParallel(Parallel):
         return found if self.has_loss else None
 
     def _gather(self) -> None:
-        if not self._gathered:
-            self._reducer.begin()
+        if isinstance(self._sync, ShardedGradients) and not self._gathered:
+            self._sync.gather()
             self._gathered = True
 
     def _release(self) -> None:
-        if isinstance(self._reducer, Shards):
-            self._reducer.end()
+        if isinstance(self._sync, ShardedGradients):
+            self._sync.free()
         self._gathered = False
 
     def with_loss(self, value: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from strategies.replicate import local
+
 Waiting = list[Callable[[], None]]
 
 
@@ -150,14 +152,13 @@ def _put(later: Later, work: Callable[[], None]) -> None:
 @torch.no_grad()
 def _add(parameter: Tensor, into: Callable[[Tensor], Any] | None, fresh: Callable[[], Tensor]) -> None:
     """Adds to the parameter's gradient (to this worker's part of it)."""
-    gradient = parameter.grad
-    local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
-    if local is not None and into is not None:
-        into(local)
+    own = None if parameter.grad is None else local(parameter.grad)
+    if own is not None and into is not None:
+        into(own)
         return
     found = fresh()
-    if local is not None:
-        local.add_(found)
+    if own is not None:
+        own.add_(found)
     elif isinstance(parameter, DTensor):
         spec: dict[str, Any] = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
         found = found.to(parameter.dtype).contiguous()

@@ -43,6 +43,7 @@ from strategies.costs import Collective, StepShape, UnitSize, replicated
 from strategies.dims import LayoutError
 from strategies.initialization import set_parameter
 from strategies.options import Options
+from strategies.replicate import all_reduce_, local
 from strategies.strategy import Strategy
 from strategies.tensor import ops
 from strategies.tensor.loss import VocabularyLogits
@@ -241,12 +242,7 @@ class GradientSums:
 
     @torch.no_grad()
     def finish(self) -> None:
-        gradients = _local_gradients(self.partial.values())
-        if gradients:
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            dist.all_reduce(flat, group=self.split.peers.group)
-            parts = flat.split([gradient.numel() for gradient in gradients])
-            torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients)])
+        all_reduce_(_local_gradients(self.partial.values()), self.split.peers.group)
         if not self.checked and _local_gradients(self.whole.values()):
             self.checked = True
             self._compare()
@@ -275,7 +271,7 @@ def _is_of_shapes(error: RuntimeError) -> bool:
 
 
 def _local_gradients(parameters: Any) -> list[Tensor]:
-    return [p.grad._local_tensor if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+    return [local(p.grad) for p in parameters if p.grad is not None]
 
 
 def collectives(unit: UnitSize, step: StepShape) -> tuple[Collective, ...]:

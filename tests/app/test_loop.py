@@ -123,7 +123,7 @@ def test_sync_names_the_step_that_was_not_finite(losses: list[float], norm: floa
 def _agree(rank: int, memory: bool) -> tuple[bool, bool, float, str]:
     with pytest.MonkeyPatch.context() as patch:
         if not memory:  # as on several machines
-            patch.setattr(step_sync, "shared_sum", lambda *_: None)
+            patch.setattr(step_sync, "shared_memory_all_reduce", lambda *_: None)
         sync = StepSync(rank, 2, 1, first_step=1)
     assert (sync.shared is not None) == memory
     sync.add(torch.tensor(1.0 + rank))

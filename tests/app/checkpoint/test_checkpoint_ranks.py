@@ -204,7 +204,7 @@ def _together(rank: int, folder: str) -> tuple[str, list[str]]:
 def _talk(rank: int, size: int, memory: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if not memory:  # as on several machines
-            patch.setattr(exchange, "shared_sum", lambda *_: None)
+            patch.setattr(exchange, "shared_memory_all_reduce", lambda *_: None)
         ranks, words = Ranks(), [bytes([r]) * (size + r) for r in range(2)]
     assert (ranks._shared is not None) == memory
     assert ranks.all(lambda: words[rank]) == words

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from strategies import collectives
 from strategies.cpu_collectives import shared_memory as module
-from strategies.cpu_collectives.shared_memory import PIECE_BYTES, shared_sum
+from strategies.cpu_collectives.shared_memory import PIECE_BYTES, shared_memory_all_reduce
 from tests.pool import DistributedFailure, run_distributed
+from tests.running import ROOT
 
 CPU = torch.device("cpu")
 
@@ -25,7 +31,7 @@ def _random(rank: int, numbers: int, dtype: torch.dtype) -> torch.Tensor:
 def _both(rank: int, numbers: int, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
     """The average in shared memory, and gloo's, as bits."""
     ours, gloo = _random(rank, numbers, dtype), _random(rank, numbers, dtype)
-    shared = shared_sum(None, CPU)
+    shared = shared_memory_all_reduce(None, CPU)
     assert shared is not None
     shared.average_(ours)
     dist.all_reduce(gloo.mul_(1 / dist.get_world_size()))
@@ -48,7 +54,7 @@ def test_of_more_ranks_all_get_the_same_bits_and_the_average() -> None:
 
 
 def _short(rank: int) -> tuple[list[float], list[int]]:
-    shared = shared_sum(None, CPU)
+    shared = shared_memory_all_reduce(None, CPU)
     assert shared is not None
     total = shared.sum_(torch.tensor([1.0 + rank, 10.0], dtype=torch.float64)).tolist()
     everyones = [int(each[0]) for each in shared.gather(torch.full((7,), rank, dtype=torch.uint8))]
@@ -62,7 +68,7 @@ def test_short_tensors_are_added_and_gathered_in_order_of_rank() -> None:
 
 def _races(rank: int, rounds: int) -> int:
     """Rounds whose average was wrong; ranks come early and late in turns."""
-    shared, wrong = shared_sum(None, CPU), 0
+    shared, wrong = shared_memory_all_reduce(None, CPU), 0
     assert shared is not None
     jitter = np.random.default_rng(rank)
     for number in range(rounds):
@@ -79,7 +85,7 @@ def test_nobody_reads_what_is_written_next() -> None:
 
 
 def _left_alone(rank: int, how: str) -> str:
-    shared = shared_sum(None, CPU)
+    shared = shared_memory_all_reduce(None, CPU)
     assert shared is not None
     shared.average_(torch.ones(10))
     if rank == 1:
@@ -116,7 +122,7 @@ def _elsewhere(rank: int) -> tuple[bool, float]:
     try:
         if rank == 1:
             module.os.pread = lambda *_: b"another machine's"
-        shared = shared_sum(None, CPU)
+        shared = shared_memory_all_reduce(None, CPU)
     finally:
         module.os.pread = own
     count = torch.ones(1)
@@ -133,7 +139,7 @@ def _keeps(rank: int) -> list[int]:
     counts = []
     for _ in range(3):
         counts.append(len(os.listdir("/proc/self/fd")))
-        shared = shared_sum(None, CPU)
+        shared = shared_memory_all_reduce(None, CPU)
         assert shared is not None
         shared.average_(torch.ones(10))
         module.leave()
@@ -144,3 +150,50 @@ def _keeps(rank: int) -> list[int]:
 def test_nothing_is_left_open() -> None:
     for counts in run_distributed(_keeps, 2):
         assert counts[1] == counts[2]
+
+
+TRAIN = """
+import sys, torch, torch.distributed as dist
+from strategies.parallelize import choose, parallelize
+rank, folder = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+for number, name in enumerate(("ddp", "fsdp")):
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{number}", 2), rank=rank, world_size=2)
+    def build():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(7, 33), torch.nn.Tanh(), torch.nn.Linear(33, 3))
+    parallel = parallelize(build, choose(name, 2), device=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.1)
+    for step in range(4):
+        torch.manual_seed(10 * step + rank)
+        x = torch.randn(8, 7)
+        loss = parallel.forward_backward([x], [0.5], lambda module, x: module(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        print(name, step, f"{float(parallel.total(loss)):.5f}")
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+def _losses(root: Path, scratch: Path) -> list[str]:
+    scratch.mkdir()
+    command = [sys.executable, "-c", TRAIN]
+    with subprocess.Popen([*command, "1", str(scratch)], cwd=root, stdout=subprocess.PIPE):
+        done = subprocess.run([*command, "0", str(scratch)], cwd=root, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.alone
+def test_the_accelerator_can_be_deleted(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "strategies", tmp_path / "tree" / "strategies", ignore=shutil.ignore_patterns("__pycache__"))
+    with_it = _losses(tmp_path / "tree", tmp_path / "with")
+    shutil.rmtree(tmp_path / "tree" / "strategies" / "cpu_collectives")
+    assert _losses(tmp_path / "tree", tmp_path / "without") == with_it and len(with_it) == 8
+
+
+def test_it_is_off_with_a_torch_it_was_not_tested_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert collectives.most_sharing_ranks() > 0
+    monkeypatch.setattr(torch, "__version__", "9.0.0")
+    assert collectives.most_sharing_ranks() == 0

@@ -1,0 +1,69 @@
+"""The one way to the accelerator for CPUs (cpu_collectives/), which may be deleted: then everything goes over gloo.
+
+Between GPUs NCCL does all of this, and none of it is used. It is off with a torch it was not tested with.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+TESTED = ("2.11", "2.12", "2.13")
+"""Versions of torch."""
+
+
+def shared_memory_all_reduce(group: dist.ProcessGroup | None, device: torch.device) -> Any | None:
+    """What averages, sums and gathers among the processes of one machine's CPUs, in memory that they share; None where
+    `group` is not such a group, on every rank, and the caller uses torch.distributed. Collective over `group`.
+
+    It has average_(tensor), sum_(tensor), which write into a one-dimensional CPU tensor, and gather(tensor).
+    """
+    found = _accelerator("shared_memory")
+    return found.shared_memory_all_reduce(group, device) if found else None
+
+
+def most_sharing_ranks() -> int:
+    """The largest group that `shared_memory_all_reduce` serves; 0 if there is none."""
+    found = _accelerator("shared_memory")
+    return found.MOST_RANKS if found else 0
+
+
+def reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """output (n/k,) = the rank's shard of the sum of all ranks' input (n,); what to wait for, None if it is done."""
+    if input.device.type == "cpu" and (found := _accelerator("reduce_scatter")):
+        return found.DirectReduceScatter()(output, input, group, dist.ReduceOp.SUM)
+    return dist.reduce_scatter_tensor(output, input, group=group, async_op=True)
+
+
+def use_direct_reduce_scatter(units: Sequence[FSDPModule], device_type: str) -> None:
+    """Lets sharded modules on CPUs reduce their gradients by direct exchange; gloo itself all-reduces all of them."""
+    found = _accelerator("reduce_scatter") if device_type == "cpu" else None
+    for unit in units if found else ():
+        unit.set_custom_reduce_scatter(found.DirectReduceScatter())  # type: ignore[union-attr]
+
+
+def keep_freed_memory() -> bool:
+    """Lets this process keep memory that it frees, for the next step; whether it does."""
+    found = _accelerator("allocator")
+    return found.keep_freed_memory() if found else False
+
+
+def release() -> None:
+    """Lets go of all memory that is shared with other ranks: the process groups are gone."""
+    if found := _accelerator("shared_memory"):
+        found.release()
+
+
+def _accelerator(name: str) -> Any | None:
+    """The module of cpu_collectives/, where it is there and torch is one it was tested with."""
+    if not torch.__version__.startswith(tuple(f"{version}." for version in TESTED)):
+        return None
+    try:
+        return importlib.import_module(f"strategies.cpu_collectives.{name}")
+    except ModuleNotFoundError:
+        return None
