@@ -25,6 +25,7 @@ from strategies.dims import Layout, LayoutError
 from strategies.state import shard_of
 
 Build = Callable[[], nn.Module]
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def structure(build: Build) -> tuple[nn.Module, str]:
@@ -46,8 +47,7 @@ def require_parameters(module: nn.Module) -> None:
 
 def unsynchronised(module: nn.Module, layout: Layout) -> tuple[str, ...]:
     """A sentence if the model normalises over a batch that the layout splits."""
-    batch_norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    local = [m for m in batch_norms if not isinstance(m, nn.SyncBatchNorm) and m.training]
+    local = [m for m in module.modules() if isinstance(m, BATCH_NORMS) and m.training]
     if layout.dims.dp == 1 or not local:
         return ()
     kept = "those of rank 0's micro-batches" if layout.dims.dp_shard == 1 else "each worker's own, saved from rank 0"
@@ -114,7 +114,7 @@ def fill(module: nn.Module, source: nn.Module | None, device: torch.device, part
         if target is None:
             continue
         if isinstance(target, DTensor):
-            target._local_tensor.copy_(shard_of(value, target))
+            target.to_local().copy_(shard_of(value, target))
         else:
             target.copy_(value)
 
@@ -141,7 +141,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def tensor_attributes(owner: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Tensors kept as plain attributes (but for those that are another pipeline stage's)."""
     values = [(name, value) for name, value in vars(owner).items() if isinstance(value, torch.Tensor)]
-    return [(name, value) for name, value in values if not getattr(value, "elsewhere", False)]
+    return [(name, value) for name, value in values if not getattr(value, "is_placeholder", False)]
 
 
 def forget_meshes() -> None:

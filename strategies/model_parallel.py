@@ -78,7 +78,7 @@ def _places(module: nn.Module, blocks: list[str], devices: int) -> dict[str, int
         if blocks and not any(name == block or name.startswith(block + ".") for block in blocks):
             own = sum(p.numel() * p.element_size() for p in owner.parameters(recurse=False))
             before, after = (before, after + own) if name and _follows(name, blocks, order) else (before + own, after)
-    counts = partition.pieces(sizes, min(devices, len(blocks)), before, after) if blocks else ()
+    counts = partition.balanced_partition(sizes, min(devices, len(blocks)), before, after) if blocks else ()
     devices_of = [device for device, count in enumerate(counts) for _ in range(count)]
     return dict(zip(blocks, devices_of, strict=True))
 

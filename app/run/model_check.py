@@ -21,7 +21,7 @@ from strategies.blocks import find_blocks
 from strategies.initialization import require_parameters, structure
 from strategies.layout import LayoutError
 from strategies.parallelize import Layout
-from strategies.pipeline.apply import plan_cut
+from strategies.pipeline.apply import plan_stages
 from strategies.tensor.plan import make_plan
 
 
@@ -73,7 +73,7 @@ def check_model(config: Config, task: Task, layout: Layout, module: nn.Module | 
         batch = fetch(task.train_data(), [(0, 0)])
         with _only_sentences():
             device = torch.device("cpu")
-            plan_cut(
+            plan_stages(
                 module, find_blocks(module, task.blocks(module)), chosen, layout.dims.pp, (task.loss, batch), device
             )
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_map
 
 from strategies import activation_checkpointing, fsdp, initialization, precision
 from strategies import compile as compile_blocks
@@ -24,14 +23,15 @@ from strategies.dims import Layout, LayoutError, ParallelDims, submesh
 from strategies.options import Options
 from strategies.pipeline import partition, schedules, weight_grad
 from strategies.pipeline.grad_sync import GradSync, NoGradSync, ShardedGradients
-from strategies.pipeline.p2p import Wires
+from strategies.pipeline.p2p import P2PComm
 from strategies.pipeline.parallel import PipelineParallel
 from strategies.pipeline.runtime import Runtime
-from strategies.pipeline.stage import Deal, Stage, deal, keep_parts
-from strategies.pipeline.trace import Loss, Skeleton, Survey, require_chain, surroundings
+from strategies.pipeline.stage import Stage, StageAssignment, assign, keep_own
+from strategies.pipeline.trace import Loss, Trace, Tracer, require_chain, traced_modules
 from strategies.replicate import GradientBuckets, Named, wire_dtype
 from strategies.strategy import Strategy
 from strategies.tensor import apply as tensor_parallel
+from strategies.tree import tree_map
 
 Example = tuple[Loss, Any]
 """The loss function, and a micro-batch: a model is understood by running them."""
@@ -53,8 +53,8 @@ def apply(
     initialization.require_parameters(module)
     blocks = find(module)
     dims = layout.dims
-    skeleton, survey, dealt = plan_cut(module, blocks, options, dims.pp, example, device)
-    blocks = [call.path for call in survey.blocks]  # in the order of their calls
+    tracer, trace, assignment = plan_stages(module, blocks, options, dims.pp, example, device)
+    blocks = [call.path for call in trace.blocks]  # in the order of their calls
     source = build() if dist.get_rank() == 0 else None
     mesh = dims.build_mesh(device.type)
     stage_number = dims.coordinates(dist.get_rank())["pp"]
@@ -64,12 +64,12 @@ def apply(
     split = None
     if dims.tp > 1:
         split = tensor_parallel.apply(module, submesh(mesh, "tp"), plan(module), options)
-    keep_parts(module, blocks, dealt, skeleton, frozenset(own))
-    mine = [call.path for call in survey.blocks if dealt.part_of[call.name] in own]
-    put_off = weight_grad.Later()
+    keep_own(module, blocks, assignment, tracer, frozenset(own))
+    mine = [call.path for call in trace.blocks if assignment.part_of[call.name] in own]
+    deferred = weight_grad.DeferredWeightGrad()
     if options.schedule in schedules.SPLIT and not options.compile:  # what is compiled has its backward in one piece
-        for path in surroundings(module, blocks):
-            put_off.put_around(module.get_submodule(path))
+        for path in traced_modules(module, blocks):
+            deferred.wrap(module.get_submodule(path))
     if options.compile:
         compile_blocks.apply(module, mine, options.compile_backend)
     activation_checkpointing.apply(module, mine, options.activation_checkpointing)
@@ -77,7 +77,7 @@ def apply(
     initialization.materialise(module, device, torch.device("cpu") if options.offload else device)
     initialization.fill(module, source, device, partly=True)
     named = list(module.named_parameters())
-    by_chunk = _by_chunk(named, dealt, own)
+    by_chunk = _by_chunk(named, assignment, own)
     group = dims.data_group(mesh)
     sync: GradSync = NoGradSync()
     if units is not None:
@@ -85,20 +85,20 @@ def apply(
         sync = ShardedGradients(module, units, by_chunk, dims.data_mesh(mesh), wire_dtype(options), bytes_each)
     elif group is not None:
         sync = GradientBuckets(by_chunk, group, options, device)
-    stage = Stage(module, blocks, dealt, skeleton, own)
+    stage = Stage(module, blocks, assignment, tracer, own)
     sums = tensor_parallel.GradientSums(module, split) if split is not None else None
     stage_group = submesh(mesh, "pp").get_group()
     runtime = Runtime(
         stage,
-        _wires(stage_number, dims, stage_group, device),
+        _comm(stage_number, dims, stage_group, device),
         dims.pp,
         autocast=precision.autocast(options.precision, device.type),
         last=sync.last_backward,
         done=sync.chunk_done,
-        put_off=put_off,
+        deferred=deferred,
         clear=split.forget if split is not None else lambda: None,
     )
-    shared, counted = _shared(named, dealt, dims, stage_number, folded)
+    shared, counted = _shared(named, assignment, dims, stage_number, folded)
     return PipelineParallel(
         module,
         layout,
@@ -109,17 +109,17 @@ def apply(
         options,
         stage_group=stage_group,
         counted=counted,
-        calls=[(call.name, call.block) for call in survey.calls],
-        names=skeleton.names,
+        calls=[(call.name, call.is_block) for call in trace.calls],
+        names=tracer.names,
         after_step=sums.finish if sums is not None else lambda: None,
         group=group,
         notes=tuple(notes),
     )
 
 
-def plan_cut(
+def plan_stages(
     module: nn.Module, blocks: list[str], options: Options, stages: int, example: Example, device: torch.device
-) -> tuple[Skeleton, Survey, Deal]:
+) -> tuple[Tracer, Trace, StageAssignment]:
     """Looks at the model (on meta or for real, untouched) and cuts it; needs no process group.
 
     Raises:
@@ -128,17 +128,17 @@ def plan_cut(
     chunks = schedules.chunks_of(options.schedule, options.chunks)
     partition.require_blocks(len(blocks), stages, chunks)
     parts = stages * chunks
-    skeleton = Skeleton(without_numbers(module), blocks, device)
+    tracer = Tracer(without_numbers(module), blocks, device)
     loss, batch = example
-    survey = skeleton.survey(loss, tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, batch))
-    require_chain(survey, blocks)
-    first, costs, last = costs_of(survey)
+    trace = tracer.trace(loss, tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, batch))
+    require_chain(trace, blocks)
+    first, costs, last = costs_of(trace)
     sizes = (
         partition.require_sizes(options.stages, len(blocks), parts)
         if options.stages is not None
-        else partition.pieces(costs, parts, first, last)
+        else partition.balanced_partition(costs, parts, first, last)
     )
-    return skeleton, survey, deal(skeleton, survey, sizes)
+    return tracer, trace, assign(tracer, trace, sizes)
 
 
 def without_numbers(module: nn.Module) -> nn.Module:
@@ -150,9 +150,9 @@ def without_numbers(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, dict(kept))
 
 
-def costs_of(survey: Survey) -> tuple[float, list[float], float]:
+def costs_of(trace: Trace) -> tuple[float, list[float], float]:
     """(what is before the first block, each block with what is before it, what is after the last), as estimated."""
-    return partition.along(((call.cost, call.block) for call in survey.calls), survey.last_cost)
+    return partition.costs_around_blocks(((call.cost, call.is_block) for call in trace.calls), trace.last_cost)
 
 
 def _shard(
@@ -163,22 +163,22 @@ def _shard(
     return fsdp.shard(module, dims.data_mesh(mesh), blocks, whole, reshard_after_forward=False)
 
 
-def _by_chunk(named: Named, dealt: Deal, own: list[int]) -> dict[int, Named]:
+def _by_chunk(named: Named, assignment: StageAssignment, own: list[int]) -> dict[int, Named]:
     """Per chunk the parameters whose gradients are complete when it is: those no later chunk of the stage uses.
 
     Backward passes the chunks of a stage from the last to the first."""
     ready: dict[int, Named] = {}
     for name, parameter in named:
-        using = [chunk for chunk, part in enumerate(own) if part in dealt.owners[name]]
+        using = [chunk for chunk, part in enumerate(own) if part in assignment.owners[name]]
         ready.setdefault(min(using, default=0), []).append((name, parameter))
     return ready
 
 
-def _wires(stage: int, dims: ParallelDims, group: dist.ProcessGroup, device: torch.device) -> Wires:
-    wires = Wires(stage, dist.get_process_group_ranks(group), group, device)
+def _comm(stage: int, dims: ParallelDims, group: dist.ProcessGroup, device: torch.device) -> P2PComm:
+    comm = P2PComm(stage, dist.get_process_group_ranks(group), group, device)
     if device.type == "cuda":
-        wires.separate(_pipelines(dims))
-    return wires
+        comm.separate(_pipelines(dims))
+    return comm
 
 
 def _pipelines(dims: ParallelDims) -> list[list[int]]:
@@ -188,14 +188,14 @@ def _pipelines(dims: ParallelDims) -> list[list[int]]:
 
 
 def _shared(
-    named: Named, dealt: Deal, dims: ParallelDims, stage: int, folded: bool
+    named: Named, assignment: StageAssignment, dims: ParallelDims, stage: int, folded: bool
 ) -> tuple[dict[dist.ProcessGroup, Named], list[nn.Parameter]]:
     """The sums over stages that share a parameter, and the parameters that this stage counts in the norm.
 
     Collective: every worker makes every group."""
     users = {
         name: tuple(sorted({schedules.place_of(part, dims.pp, folded)[0] for part in parts}))
-        for name, parts in dealt.owners.items()
+        for name, parts in assignment.owners.items()
     }
     found: dict[dist.ProcessGroup, Named] = {}
     own = dict(named)
@@ -217,7 +217,7 @@ def _whole_backward(options: Options) -> tuple[str, ...]:
 
 
 def _batch_norm(module: nn.Module, layout: Layout) -> tuple[str, ...]:
-    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
+    norms = [m for m in module.modules() if isinstance(m, initialization.BATCH_NORMS) and m.training]
     if not norms:
         return ()
     return (

@@ -30,7 +30,7 @@ _DTYPES = (
 
 
 @dataclass(frozen=True)
-class Form:
+class TensorMeta:
     """A tensor's shape and type, and whether a gradient of it is sent back."""
 
     shape: tuple[int, ...]
@@ -38,17 +38,17 @@ class Form:
     grad: bool
 
     @staticmethod
-    def of(tensor: Tensor) -> Form:
-        return Form(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+    def of(tensor: Tensor) -> TensorMeta:
+        return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def __str__(self) -> str:
         return f"{tuple(self.shape)} {str(self.dtype).removeprefix('torch.')}"
 
 
-Forms = tuple[Form, ...]
+TensorMetas = tuple[TensorMeta, ...]
 
 
-def written(forms: Forms) -> Tensor:
+def written(forms: TensorMetas) -> Tensor:
     numbers = [len(forms)]
     for form in forms:
         numbers += [_DTYPES.index(form.dtype), int(form.grad), len(form.shape), *form.shape]
@@ -60,12 +60,12 @@ def written(forms: Forms) -> Tensor:
     return torch.tensor(numbers + [0] * (HEADER - len(numbers)), dtype=torch.int64)
 
 
-def read(header: Tensor) -> Forms:
+def read(header: Tensor) -> TensorMetas:
     numbers = iter(header.tolist())
     forms = []
     for _ in range(next(numbers)):
         dtype, grad, dims = next(numbers), next(numbers), next(numbers)
-        forms.append(Form(tuple(next(numbers) for _ in range(dims)), _DTYPES[dtype], bool(grad)))
+        forms.append(TensorMeta(tuple(next(numbers) for _ in range(dims)), _DTYPES[dtype], bool(grad)))
     return tuple(forms)
 
 
@@ -78,7 +78,7 @@ class Message:
     kind: Any
 
 
-class Wires:
+class P2PComm:
     """The process groups and neighbours of one worker.
 
     peers: by stage, the global ranks of the workers that this one speaks with. On a GPU every direction has a group
@@ -129,14 +129,14 @@ class Wires:
         self.received(list(self.sent))
 
 
-class Inbox:
+class Receiver:
     """What one neighbour sends in one direction during a step, asked for in the order in which it will come."""
 
     def __init__(
-        self, wires: Wires, kind: str, stage: int, messages: Iterable[Message], forms: dict[Any, Forms]
+        self, comm: P2PComm, kind: str, stage: int, messages: Iterable[Message], forms: dict[Any, TensorMetas]
     ) -> None:
         """forms: shapes by (part, kind of batch); grows by what headers say."""
-        self.wires, self.kind, self.stage = wires, kind, stage
+        self.comm, self.kind, self.stage = comm, kind, stage
         self.coming = deque(messages)
         self.forms = forms
         self.asked: dict[tuple[int, int], tuple[list[Any], list[Tensor]]] = {}
@@ -159,7 +159,7 @@ class Inbox:
         self.ahead()
         return tensors
 
-    def _form(self, message: Message) -> Forms | None:
+    def _form(self, message: Message) -> TensorMetas | None:
         return self.forms.get((message.part, message.kind))
 
     def _ask(self) -> None:
@@ -167,11 +167,11 @@ class Inbox:
         forms = self.forms[message.part, message.kind]
         if self.kind == "B":
             forms = tuple(form for form in forms if form.grad)
-        tensors = [torch.empty(form.shape, dtype=form.dtype, device=self.wires.device) for form in forms]
-        self.asked[message.part, message.micro] = (self.wires.receive(self.kind, self.stage, tensors), tensors)
+        tensors = [torch.empty(form.shape, dtype=form.dtype, device=self.comm.device) for form in forms]
+        self.asked[message.part, message.micro] = (self.comm.receive(self.kind, self.stage, tensors), tensors)
 
     def _learn(self, message: Message) -> None:
-        header = torch.empty(HEADER, dtype=torch.int64, device=self.wires.device)
-        for work in self.wires.receive(self.kind, self.stage, [header]):
+        header = torch.empty(HEADER, dtype=torch.int64, device=self.comm.device)
+        for work in self.comm.receive(self.kind, self.stage, [header]):
             work.wait()
         self.forms[message.part, message.kind] = read(header)

@@ -16,7 +16,7 @@ from strategies.options import Options
 from strategies.parallel import Loss, Parallel
 from strategies.pipeline import schedules
 from strategies.pipeline.grad_sync import GradSync, ShardedGradients, add_over_stages
-from strategies.pipeline.rebalance import BetterCut, Measured, better
+from strategies.pipeline.rebalance import BetterPartition, Measured, better
 from strategies.pipeline.runtime import Runtime, Step
 from strategies.pipeline.schedules import Schedule
 from strategies.pipeline.simulate import Span
@@ -71,7 +71,7 @@ class PipelineParallel(Parallel):
     @property
     def cut(self) -> tuple[int, ...]:
         """Blocks per part."""
-        return self.runtime.stage.deal.sizes
+        return self.runtime.stage.assignment.sizes
 
     @property
     def most_alive(self) -> int:
@@ -142,26 +142,26 @@ class PipelineParallel(Parallel):
         return list(self.runtime.profiled)
 
     def measure(self, step: Callable[[], None]) -> None:
-        """Takes a step and notes what every part, and every call in it, took of it: for `better_cut`."""
+        """Takes a step and notes what every part, and every call in it, took of it: for `better_partition`."""
         stage = self.runtime.stage
-        self.profiling, stage.clock, stage.taken = True, self.runtime.now, {}
+        self.profiling, stage.clock, stage.seconds = True, self.runtime.now, {}
         try:
             step()
         finally:
             self.profiling, stage.clock = False, None
         parts = {chunk: self._part(chunk) for chunk in {span.chunk for span in self.profile()}}
-        self._measured.add(self.profile(), parts, stage.taken)
+        self._measured.add(self.profile(), parts, stage.seconds)
 
-    def better_cut(self) -> BetterCut | None:
+    def better_partition(self) -> BetterPartition | None:
         """A cut whose dearest stage takes at least 5 % less, by the steps that were measured; None: there is none, or
         none was measured. Collective over all workers, who all get the same answer."""
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, self._measured)
         stages = [schedules.place_of(p, self.layout.dims.pp, self._folded)[0] for p in range(self.runtime.parts)]
-        return better(everyone, self.cut, self._calls, self.runtime.stage.deal.part_of, stages)
+        return better(everyone, self.cut, self._calls, self.runtime.stage.assignment.part_of, stages)
 
     def _part(self, chunk: int) -> int:
-        return schedules.part_of(self.runtime.wires.stage, chunk, self.layout.dims.pp, self._folded)
+        return schedules.part_of(self.runtime.comm.stage, chunk, self.layout.dims.pp, self._folded)
 
     # --- state --------------------------------------------------------------------------------------------------
 

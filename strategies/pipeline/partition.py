@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from strategies.dims import LayoutError
 
 
-def pieces(costs: Sequence[float], parts: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
+def balanced_partition(costs: Sequence[float], parts: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
     """How many consecutive items each of `parts` pieces gets, at least one each, so that the dearest piece is as cheap
     as can be; of several such cuts one whose pieces are as even as can be.
 
@@ -53,7 +53,7 @@ def pieces(costs: Sequence[float], parts: int, first: float = 0.0, last: float =
     return (*reversed([*sizes, end]),)
 
 
-def dearest(
+def max_cost(
     costs: Sequence[float],
     sizes: Sequence[int],
     first: float = 0.0,
@@ -74,7 +74,7 @@ def dearest(
     return max(sum(cost for cost, at in zip(sums, stages, strict=True) if at == stage) for stage in set(stages))
 
 
-def along(calls: Iterable[tuple[float, bool]], after: float = 0.0) -> tuple[float, list[float], float]:
+def costs_around_blocks(calls: Iterable[tuple[float, bool]], after: float = 0.0) -> tuple[float, list[float], float]:
     """From what is called in turn, (cost, whether it is a block): what is before the first block, each block with what
     is before it, what is after the last (and `after`)."""
     first, waiting = 0.0, 0.0

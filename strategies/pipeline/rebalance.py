@@ -43,7 +43,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class BetterCut:
+class BetterPartition:
     """sizes: blocks per part, now `before`. seconds: of the dearest stage with one micro-batch, expected, now
     `seconds_before`."""
 
@@ -63,7 +63,7 @@ def better(
     calls: Sequence[tuple[str, bool]],
     part_of: Mapping[str, int],
     stage_of: Sequence[int],
-) -> BetterCut | None:
+) -> BetterPartition | None:
     """A cut that is worth it, if there is one.
 
     everyone: of all workers. sizes: the present cut. calls: in order, and whether each is a block. part_of: each call's
@@ -83,13 +83,13 @@ def better(
         for part in parts
     ]
     seconds = ((inside.get(name, 0.0) * factors[part_of[name]], block) for name, block in calls)
-    first, costs, last = partition.along(seconds, (rest[-1] - every) * factors[-1])
+    first, costs, last = partition.costs_around_blocks(seconds, (rest[-1] - every) * factors[-1])
     first += (rest[0] - every) * factors[0]
-    found = partition.pieces(costs, len(sizes), first, last)
+    found = partition.balanced_partition(costs, len(sizes), first, last)
     now, then = (
-        partition.dearest(costs, chosen, first, last, every=every, stage_of=stage_of) for chosen in (sizes, found)
+        partition.max_cost(costs, chosen, first, last, every=every, stage_of=stage_of) for chosen in (sizes, found)
     )
-    answer = BetterCut(sizes, found, now, then)
+    answer = BetterPartition(sizes, found, now, then)
     return answer if now > 0 and answer.gain >= WORTH else None
 
 

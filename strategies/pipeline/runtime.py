@@ -24,7 +24,7 @@ from torch import Tensor
 from strategies.dims import LayoutError
 from strategies.parallel import plain_tensor
 from strategies.pipeline import weight_grad
-from strategies.pipeline.p2p import Form, Forms, Inbox, Message, Wires, written
+from strategies.pipeline.p2p import Message, P2PComm, Receiver, TensorMeta, TensorMetas, written
 from strategies.pipeline.schedules import Op, Schedule, place_of
 from strategies.pipeline.simulate import Span
 from strategies.pipeline.stage import Stage
@@ -54,25 +54,25 @@ class Runtime:
     """Runs schedules on one worker.
 
     autocast: put around forward. last(chunk): a chunk's last backward begins, if it is in one piece. done(chunk): its
-    gradients are complete. put_off: what the modules' backward leaves for W. clear: to be called after a forward.
+    gradients are complete. deferred: what the modules' backward leaves for W. clear: to be called after a forward.
     """
 
     def __init__(
         self,
         stage: Stage,
-        wires: Wires,
+        comm: P2PComm,
         stages: int,
         *,
         autocast: Callable[[], AbstractContextManager[Any]],
         done: Callable[[int], None],
         last: Callable[[int], None],
-        put_off: weight_grad.Later,
+        deferred: weight_grad.DeferredWeightGrad,
         clear: Callable[[], None] = lambda: None,
     ) -> None:
-        self.stage, self.wires, self.stages = stage, wires, stages
+        self.stage, self.comm, self.stages = stage, comm, stages
         self.autocast, self.last, self.done, self.clear = autocast, last, done, clear
-        self.forms: dict[Any, Forms] = {}
-        self.later = put_off
+        self.forms: dict[Any, TensorMetas] = {}
+        self.deferred = deferred
         self.most_alive = 0
         """Of the last step: the most micro-batches, once for each chunk, of which something was held at once."""
         self.profiled: list[Span] = []
@@ -83,42 +83,42 @@ class Runtime:
 
     @property
     def parts(self) -> int:
-        return self.stage.deal.parts
+        return self.stage.assignment.parts
 
     # --- a training step ----------------------------------------------------------------------------------------
 
     def step(self, schedule: Schedule, step: Step, device: torch.device, profiled: bool = False) -> Tensor:
         """One optimizer step's forwards and backwards; Σ weight · loss where the last part is, else 0."""
-        ops = schedule.lists[self.wires.stage]
+        ops = schedule.lists[self.comm.stage]
         self._open(schedule, step.kinds)
         if profiled:  # all workers' clocks begin here
             dist.barrier()
         self.spans, self.began = ([] if profiled else None), time.perf_counter()
         self.total = torch.zeros((), device=device)
         self.alive: dict[tuple[int, int], Alive] = {}
-        self.left: dict[tuple[int, int], weight_grad.Waiting] = {}
+        self.left: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self.most_alive = 0
         release = "W" if schedule.split else "B"
         final = {op.chunk: i for i, op in enumerate(ops) if op.kind == release}
         seed = torch.initial_seed()
         for i, op in enumerate(ops):
-            part = schedule.part(self.wires.stage, op.chunk)
+            part = schedule.part(self.comm.stage, op.chunk)
             if op.kind == "F":
-                absent = self.stage.outputs(step.kinds[op.micro], step.loss, step.batches[op.micro])
+                placeholders = self.stage.placeholders(step.kinds[op.micro], step.loss, step.batches[op.micro])
                 torch.manual_seed(_mixed(seed, part, op.micro))
-                self._forward(step, op, part, absent)
+                self._forward(step, op, part, placeholders)
             elif op.kind == "B":
                 if final[op.chunk] == i:
                     self.last(op.chunk)
                 self._backward(schedule.split, op, part)
             else:
                 self._weights(op, part)
-            sent = {key[1:] for key in self.wires.sent if key is not None and key[0] == "F"}
+            sent = {key[1:] for key in self.comm.sent if key is not None and key[0] == "F"}
             self.most_alive = max(self.most_alive, len(self.alive.keys() | self.left.keys() | sent))
             if final[op.chunk] == i:
                 self.done(op.chunk)
         torch.manual_seed(_mixed(seed, self.parts, 0))
-        self.wires.settle()
+        self.comm.settle()
         return self.total
 
     def reduced(self, work: Callable[[], None]) -> None:
@@ -127,11 +127,11 @@ class Runtime:
         if self.spans is not None:
             self.profiled = self.spans
 
-    def _forward(self, step: Step, op: Op, part: int, absent: dict[str, Any]) -> None:
+    def _forward(self, step: Step, op: Op, part: int, placeholders: dict[str, Any]) -> None:
         arrived = self._take("F", part - 1, op) if part else []
         forms = self.forms[part - 1, step.kinds[op.micro]] if part else ()
         inputs = [tensor.requires_grad_() if form.grad else tensor for tensor, form in zip(arrived, forms, strict=True)]
-        answer, outputs = self._timed("F", op, lambda: self._run(step, op.micro, part, absent, inputs))
+        answer, outputs = self._timed("F", op, lambda: self._run(step, op.micro, part, placeholders, inputs))
         if part == self.parts - 1:
             value = answer * step.factors[op.micro]
             self.total = self.total + plain_tensor(answer.detach()) * step.weights[op.micro]
@@ -141,10 +141,10 @@ class Runtime:
         self.alive[part, op.micro] = Alive(inputs, outputs)
 
     def _run(
-        self, step: Step, micro: int, part: int, absent: dict[str, Any], inputs: list[Tensor]
+        self, step: Step, micro: int, part: int, placeholders: dict[str, Any], inputs: list[Tensor]
     ) -> tuple[Any, list[Tensor]]:
         with self.autocast():
-            answer, outputs = self.stage.run(part, step.loss, step.batches[micro], absent, inputs)
+            answer, outputs = self.stage.run(part, step.loss, step.batches[micro], placeholders, inputs)
         self.clear()
         return answer, outputs
 
@@ -157,9 +157,9 @@ class Runtime:
             ends = [tensor for tensor in kept.outputs if tensor.requires_grad]
             gradients = self._take("B", part, op)
         if split:
-            self.later.waiting = self.left[part, op.micro] = []
+            self.deferred.waiting = self.left[part, op.micro] = []
         self._timed("B", op, lambda: torch.autograd.backward(ends, gradients) if ends else None)
-        self.later.waiting = None
+        self.deferred.waiting = None
         if part:
             back = [
                 tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
@@ -173,18 +173,18 @@ class Runtime:
         self._timed("W", op, lambda: weight_grad.finish(waiting))
 
     def _send_on(self, outputs: list[Tensor], op: Op, part: int, kind: Any) -> None:
-        forms = tuple(Form.of(tensor) for tensor in outputs)
+        forms = tuple(TensorMeta.of(tensor) for tensor in outputs)
         target = place_of(part + 1, self.stages, self.folded)[0]
         known = self.forms.get((part, kind))
         if known is None:
             self.forms[part, kind] = forms
-            if target != self.wires.stage:
-                self.wires.send("F", target, [written(forms).to(self.wires.device)])
+            if target != self.comm.stage:
+                self.comm.send("F", target, [written(forms).to(self.comm.device)])
         elif known != forms:
             i = next((i for i, (a, b) in enumerate(zip(forms, known)) if a != b), 0)
             raise LayoutError(
-                f"block {self.stage.deal.last[part]} puts out {forms[i]} for one batch and {known[i]} for another "
-                "of the same shape: a pipeline needs shapes that depend on the batch's alone"
+                f"block {self.stage.assignment.last[part]} puts out {forms[i]} for one batch and {known[i]} for "
+                "another of the same shape: a pipeline needs shapes that depend on the batch's alone"
             )
         self._give("F", part, op, outputs, target)
 
@@ -196,27 +196,27 @@ class Runtime:
         self.local: dict[tuple[str, int, int], list[Tensor]] = {}
         key = (schedule.name, schedule.micro_batches, schedule.chunks)
         if key not in self._orders:
-            self._orders[key] = _orders(schedule, self.wires.stage)
-        self.inboxes: dict[tuple[str, int], Inbox] = {}
+            self._orders[key] = _orders(schedule, self.comm.stage)
+        self.receivers: dict[tuple[str, int], Receiver] = {}
         orders, self.shows = self._orders[key]
         for (kind, stage), order in orders.items():
             messages = [Message(part, micro, kinds[micro]) for part, micro in order]
-            self.inboxes[kind, stage] = Inbox(self.wires, kind, stage, messages, self.forms)
+            self.receivers[kind, stage] = Receiver(self.comm, kind, stage, messages, self.forms)
 
     def _take(self, kind: str, edge: int, op: Op) -> list[Tensor]:
         """What crosses from part `edge` to the next (F), or back to it (B)."""
         source = place_of(edge if kind == "F" else edge + 1, self.stages, self.folded)[0]
-        if source == self.wires.stage:
+        if source == self.comm.stage:
             return self.local.pop((kind, edge, op.micro))
-        arrived = self._timed("RECV", op, lambda: self.inboxes[kind, source].take(edge, op.micro))
-        self.wires.received([("F", edge, op.micro), *self.shows.get((kind, edge, op.micro), ())])
+        arrived = self._timed("RECV", op, lambda: self.receivers[kind, source].take(edge, op.micro))
+        self.comm.received([("F", edge, op.micro), *self.shows.get((kind, edge, op.micro), ())])
         return arrived
 
     def _give(self, kind: str, edge: int, op: Op, tensors: list[Tensor], target: int) -> None:
-        if target == self.wires.stage:
+        if target == self.comm.stage:
             self.local[kind, edge, op.micro] = [tensor.detach() for tensor in tensors]
         else:
-            self._timed("SEND", op, lambda: self.wires.send(kind, target, tensors, (kind, edge, op.micro)))
+            self._timed("SEND", op, lambda: self.comm.send(kind, target, tensors, (kind, edge, op.micro)))
 
     def _timed(self, kind: str, op: Op, work: Callable[[], Any]) -> Any:
         if self.spans is None:
@@ -226,7 +226,7 @@ class Runtime:
         result = work()
         self._wait_for_device()
         end = time.perf_counter() - self.began
-        self.spans.append(Span(self.wires.stage, kind, op.micro, op.chunk, start, end))
+        self.spans.append(Span(self.comm.stage, kind, op.micro, op.chunk, start, end))
         return result
 
     def now(self) -> float:
@@ -235,8 +235,8 @@ class Runtime:
         return time.perf_counter()
 
     def _wait_for_device(self) -> None:
-        if self.wires.device.type == "cuda":
-            torch.cuda.synchronize(self.wires.device)
+        if self.comm.device.type == "cuda":
+            torch.cuda.synchronize(self.comm.device)
 
     # --- evaluation ---------------------------------------------------------------------------------------------
 
@@ -246,20 +246,20 @@ class Runtime:
         self.folded, self.local, self.spans, self.shows = folded, {}, None, {}
         kind, answer = self.stage.signature(batch), None
         step = Step([batch], [1.0], [1.0], function, [kind])
-        absent = self.stage.outputs(kind, function, batch)
+        placeholders = self.stage.placeholders(kind, function, batch)
         for part in sorted(self.stage.own):
             op = Op("F", 0, place_of(part, self.stages, folded)[1])
             arrived = self._receive_now(part, kind, op) if part else []
-            answer, outputs = self._run(step, 0, part, absent, arrived)
+            answer, outputs = self._run(step, 0, part, placeholders, arrived)
             if part < self.parts - 1:
                 self._send_on(outputs, op, part, kind)
-        self.wires.settle()
+        self.comm.settle()
         return answer
 
     def _receive_now(self, part: int, kind: Any, op: Op) -> list[Tensor]:
         source = place_of(part - 1, self.stages, self.folded)[0]
-        if source != self.wires.stage:
-            self.inboxes = {("F", source): Inbox(self.wires, "F", source, [Message(part - 1, 0, kind)], self.forms)}
+        if source != self.comm.stage:
+            self.receivers = {("F", source): Receiver(self.comm, "F", source, [Message(part - 1, 0, kind)], self.forms)}
         return self._take("F", part - 1, op)
 
 

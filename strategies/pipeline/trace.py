@@ -1,28 +1,28 @@
-"""What a model does with a batch, found by running its own code once without numbers: no tracing, no annotations.
+"""What a model does with a batch, found by running its own code once without numbers: no rewriting, no annotations.
 
-The model's modules are of three kinds. *Blocks* repeat, and are what the cut deals out. *Around* them are modules that
-neither hold nor are in a block: embeddings, norms, heads, a dropout. What contains blocks (a decoder, a container, the
-model itself) is *glue*, plain code that every stage runs. A survey notes in which order blocks and surroundings are
-called, which of these calls each call's inputs were made from, how much each computes, and what comes out; so the cut
-knows what to balance, and each stage what it must be sent: the values that skip ahead of a block as well as the chain.
+The model's modules are of three kinds. *Blocks* repeat, and are what is divided among stages. *Around* them are modules
+that neither hold nor are in a block: embeddings, norms, heads, a dropout. What contains blocks (a decoder, a container,
+the model itself) is plain code that every stage runs. A trace notes in which order blocks and the modules around them
+are called, which of these calls each call's inputs were made from, how much each computes, and what comes out; so the
+partition knows what to balance, and each stage what it must be sent: values that skip ahead of a block included.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from strategies.dims import LayoutError
 from strategies.initialization import tensor_attributes
-from strategies.pipeline.placeholder import Absent, sources_of
+from strategies.pipeline.placeholder import PlaceholderTensor, sources_of
+from strategies.torch_internals import OperationMode
+from strategies.tree import tree_leaves, tree_map
 
 Loss = Callable[[nn.Module, Any], Any]
 
@@ -37,18 +37,18 @@ class Call:
 
     name: str
     path: str
-    block: bool
+    is_block: bool
     uses: frozenset[str]
     output: Any = None
-    """Absent tensors in the structure that the module returned."""
+    """Placeholders in the structure that the module returned."""
     assumed: str = ""
     """Why it could not be run without numbers, where `output` is only assumed to be like its input."""
     cost: float = 0.0
-    """Floating-point operations, or what takes as long, of one forward."""
+    """Floating-point operations, or what takes as long, of one forward and backward."""
 
 
 @dataclass
-class Survey:
+class Trace:
     """calls: in order. last_uses, last_cost: of what the model and the loss function do after all calls."""
 
     calls: list[Call] = field(default_factory=list)
@@ -57,102 +57,86 @@ class Survey:
 
     @property
     def blocks(self) -> list[Call]:
-        return [call for call in self.calls if call.block]
-
-    def outputs(self) -> dict[str, Any]:
-        return {call.name: call.output for call in self.calls}
-
-    def assumed(self) -> dict[str, str]:
-        return {call.name: call.assumed for call in self.calls if call.assumed}
+        return [call for call in self.calls if call.is_block]
 
 
-class Skeleton:
-    """A model without numbers, whose code can be run to see what it does."""
+class Tracer:
+    """A copy of the model without numbers, whose code can be run to see what it does."""
 
     def __init__(self, module: nn.Module, blocks: list[str], place: torch.device) -> None:
-        """module: on meta, its own; it is changed. place: where the model says its absent tensors are."""
+        """module: on meta, its own; it is changed. place: where the model says its placeholders are."""
         self.module, self.blocks, self.place = module, frozenset(blocks), place
-        self.canonical = {id(p): name for name, p in module.named_parameters()}
+        canonical = {id(p): name for name, p in module.named_parameters()}
         self.sizes = {name: p.numel() for name, p in module.named_parameters()}
+        self.canonical = {name: canonical[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
+        """Every name a parameter goes by → the one under which it is counted."""
         self.names = set(module.state_dict())
-        self.held = {path: self._held(path) for path in surroundings(module, blocks)}
-        self.slots = _slots(module, self.canonical)
-        self._found: Survey | None = None
-        self._used: set[str] = set()
+        self.held = {
+            path: [canonical[id(p)] for p in module.get_submodule(path).parameters()]
+            for path in traced_modules(module, blocks)
+        }
+        """Of each module that is traced, its parameters."""
+        self._trace: Trace | None = None
         self._seen: dict[str, int] = {}
-        for owner, name, parameter in _parameters(module):
-            hide(owner, name, Absent.make(parameter, ["=" + self.canonical[id(parameter)]], place))
-        for owner in module.modules():
-            for key, value in owner._buffers.items():
-                if value is not None:
-                    owner._buffers[key] = torch.zeros_like(value, device=place) if value.is_meta else value.to(place)
-            for key, value in tensor_attributes(owner):
-                if value.is_meta and not isinstance(value, Absent):
-                    owner.__dict__[key] = torch.zeros_like(value, device=place)
+        for owner in list(module.modules()):
+            for name, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+                hide(owner, name, PlaceholderTensor.make(parameter, ["=" + canonical[id(parameter)]], place))
+            for name, buffer in list(owner.named_buffers(recurse=False, remove_duplicate=False)):
+                setattr(owner, name, torch.zeros_like(buffer, device=place) if buffer.is_meta else buffer.to(place))
+            for name, value in tensor_attributes(owner):
+                if value.is_meta:
+                    setattr(owner, name, torch.zeros_like(value, device=place))
         for path in self.held:
             child = module.get_submodule(path)
             child.forward = self._watched(path, child.forward)
 
-    def _held(self, path: str) -> list[str]:
-        """Canonical names of the parameters in the module."""
-        return [self.canonical[id(p)] for p in self.module.get_submodule(path).parameters()]
-
-    def survey(self, loss: Loss, batch: Any, training: bool = True) -> Survey:
+    def trace(self, loss: Loss, batch: Any, training: bool = True) -> Trace:
         """Runs `loss(model, batch)` without numbers.
 
         Raises:
             LayoutError: a model that is no chain of its blocks.
         """
         self.module.train(training)
-        self._found, self._seen = Survey(), {}
-        with _Count() as count, torch.no_grad():
-            self._count = count
-            with Absent.watched() as used:
-                self._used = used
+        self._trace, self._seen = Trace(), {}
+        with _OperationCount() as self._count, torch.no_grad():
+            with PlaceholderTensor.watched() as self._used:
                 try:
                     loss(self.module, batch)
                 except Exception:  # after the last block everything is on one stage, and may look at numbers
-                    if not self._all_called():
+                    if not all(self._seen.get(path) for path, held in self.held.items() if held):
                         raise
-            self._found.last_cost = count.take()
-        self._found.last_uses = frozenset(used)
-        found, self._found = self._found, None
-        if not any(call.block for call in found.calls):
+            self._trace.last_cost = self._count.take()
+        self._trace.last_uses = frozenset(self._used)
+        found, self._trace = self._trace, None
+        if not found.blocks:
             raise LayoutError("the loss function calls none of the model's blocks, so there is no pipeline to make")
         return found
 
-    def _all_called(self) -> bool:
-        """Whether everything that has parameters has been called."""
-        return all(self._seen.get(path) for path, held in self.held.items() if held)
-
     def _watched(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
-            found, seen = self._found, self._seen.get(path, 0)
-            if found is None:
+            trace, seen = self._trace, self._seen.get(path, 0)
+            if trace is None:
                 return forward(*args, **kwargs)
             self._seen[path] = seen + 1
             call = Call(numbered(path, seen), path, path in self.blocks, sources_of((args, kwargs)))
-            if call.block and seen:
+            if call.is_block and seen:
                 raise LayoutError(
                     f"the model calls its block {path} twice in one forward, so its blocks are no chain: write "
                     "strategy=fsdp"
                 )
-            before = self._count.take()
-            if found.calls:
-                found.calls[-1].cost += before
+            before = self._count.take()  # the code between two calls counts with the first of them
+            (trace.calls[-1] if trace.calls else call).cost += before
             output = self._output(forward, call, args, kwargs)
             self._used.clear()
-            call.cost = self._count.take() + (before if not found.calls else 0.0)
-            call.cost += 2 * ELEMENT * sum(self.sizes[name] for name in self.held[path])
-            if call.block:
+            call.cost += self._count.take() + 2 * ELEMENT * sum(self.sizes[name] for name in self.held[path])
+            if call.is_block:
                 _require_tensors(path, output)
-            if call.block or self.held[path] or sources_of(output):
-                # A block's output is another stage's entirely, as is that of a module with parameters.
-                output = tree_map(
-                    lambda v: Absent.make(v, [call.name], self.place) if isinstance(v, Tensor) else v, output
+            if call.is_block or self.held[path] or sources_of(output):
+                # The output of a block, and of a module with parameters, is another stage's entirely.
+                output = call.output = tree_map(
+                    lambda v: PlaceholderTensor.make(v, [call.name], self.place) if isinstance(v, Tensor) else v, output
                 )
-                call.output = output
-            found.calls.append(call)
+            trace.calls.append(call)
             return output
 
         return watched
@@ -164,7 +148,7 @@ class Skeleton:
             return forward(*args, **kwargs)
         except Exception as error:
             first = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
-            if not call.block or first is None:
+            if not call.is_block or first is None:
                 raise
             call.assumed = (str(error).strip().splitlines() or [type(error).__name__])[0]
             return first
@@ -174,37 +158,23 @@ def numbered(path: str, before: int) -> str:
     return f"{path}#{before}" if before else path
 
 
-def surroundings(module: nn.Module, blocks: list[str]) -> list[str]:
+def traced_modules(module: nn.Module, blocks: list[str]) -> list[str]:
     """Blocks, and the modules around them: the outermost that hold no block."""
     above = {".".join(name.split(".")[:i]) for name in blocks for i in range(name.count(".") + 1)}
-    found: list[str] = []
-    chosen = set(blocks)
-    for name, _ in module.named_modules():
-        parent = name.rpartition(".")[0]
-        if name in chosen or (name and name not in above and parent in above):
-            found.append(name)
-    return found
+    return [
+        name
+        for name, _ in module.named_modules()
+        if name in blocks or (name and name not in above and name.rpartition(".")[0] in above)
+    ]
 
 
-def hide(owner: nn.Module, name: str, absent: Absent) -> None:
-    """Takes a parameter from its module; the module's code that reads it finds `absent`."""
-    owner._parameters.pop(name, None)
+def hide(owner: nn.Module, name: str, placeholder: PlaceholderTensor) -> None:
+    """Takes a parameter from its module; the module's code that reads it finds `placeholder`."""
+    delattr(owner, name)
     if isinstance(getattr(type(owner), name, None), property):  # as tensor parallelism has it
-        owner.__class__ = type(type(owner).__name__, (type(owner),), {name: property(lambda self: absent)})
+        owner.__class__ = type(type(owner).__name__, (type(owner),), {name: property(lambda self: placeholder)})
     else:
-        owner.__dict__[name] = absent
-
-
-def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    for owner in list(module.modules()):
-        for name, parameter in list(owner._parameters.items()):
-            if parameter is not None:
-                yield owner, name, parameter
-
-
-def _slots(module: nn.Module, canonical: dict[int, str]) -> dict[str, str]:
-    """Every name a parameter goes by → the name under which it is counted."""
-    return {name: canonical[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
+        vars(owner)[name] = placeholder
 
 
 def _require_tensors(path: str, output: Any) -> None:
@@ -218,12 +188,16 @@ def _require_tensors(path: str, output: Any) -> None:
         )
 
 
-class _Count(TorchDispatchMode):
-    """Counts operations, of matrix products and of numbers written by everything else."""
+class _OperationCount(OperationMode):  # type: ignore[misc]
+    """Counts operations: of matrix products, and for each number that anything else writes. Backward is twice that."""
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0.0
+
+    def __enter__(self) -> _OperationCount:
+        super().__enter__()
+        return self
 
     def take(self) -> float:
         found, self.total = self.total, 0.0
@@ -231,7 +205,7 @@ class _Count(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func._overloadpacket)
+        formula = flop_registry.get(func.overloadpacket)
         if formula is not None:
             with contextlib.suppress(Exception):  # a formula that does not know this call; it counts as the rest does
                 self.total += 3 * formula(*args, **(kwargs or {}), out_val=output)
@@ -241,9 +215,9 @@ class _Count(TorchDispatchMode):
         return output
 
 
-def require_chain(survey: Survey, blocks: list[str]) -> None:
+def require_chain(trace: Trace, blocks: list[str]) -> None:
     """Raises LayoutError unless every block's input was made from the block's before it; all blocks are called."""
-    called = [call.path for call in survey.blocks]
+    called = [call.path for call in trace.blocks]
     unused = [name for name in blocks if name not in called]
     if unused:
         raise LayoutError(
@@ -251,9 +225,9 @@ def require_chain(survey: Survey, blocks: list[str]) -> None:
         )
     behind: dict[str, frozenset[str]] = {}
     before = ""
-    for call in survey.calls:
+    for call in trace.calls:
         behind[call.name] = call.uses.union(*(behind.get(source, frozenset()) for source in call.uses))
-        if call.block:
+        if call.is_block:
             if before and before not in behind[call.name]:
                 seen = [name for name in called if name in behind[call.name]]
                 fork = f"after {seen[-1]}" if seen else "at its input"

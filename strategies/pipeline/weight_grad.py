@@ -1,10 +1,10 @@
 """Backward in two halves: the gradient of the input now, for which the stage before waits; those of the weights later.
 
 For y = x·Wᵀ + b, backward is two matrix products of the same size: dx = dy·W, and dW = dyᵀ·x. Only dx is needed to go
-on. While `Later` is active, linear layers and convolutions whose weight is a parameter compute dx in backward and note
-(x, dy); `finish` does the dW of one micro-batch, added straight into the gradients. What remains in B (norms, biases,
-whatever else has parameters) is small, and is right wherever it is: this works for any model, and pays for those made
-of matrix products. Qi et al. 2023, https://arxiv.org/abs/2401.10241.
+on. While DeferredWeightGrad has a list to fill, linear layers and convolutions whose weight is a parameter compute dx
+in backward and note (x, dy); `finish` does the dW of one micro-batch, added into the gradients. What remains in B
+(norms, biases, whatever else has parameters) is small, and is right wherever it is: this works for any model, and pays
+for those made of matrix products. Qi et al. 2023, https://arxiv.org/abs/2401.10241.
 
 torch.distributed.pipelining splits by walking the autograd graph, which keeps all of it until W and sets gradients
 past the hooks that data parallelism relies on. Here x and dy are all that waits.
@@ -24,18 +24,18 @@ from torch.overrides import TorchFunctionMode
 
 from strategies.replicate import local
 
-Waiting = list[Callable[[], None]]
+_CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv3d}
 
 
-class Later(TorchFunctionMode):
-    """What the backward of modules under it leaves for later is appended to `waiting`."""
+class DeferredWeightGrad(TorchFunctionMode):
+    """What the backward of the modules under it leaves for `finish` is appended to `waiting`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.waiting: Waiting | None = None
-        """None: nothing is put off."""
+        self.waiting: list[Callable[[], None]] | None = None
+        """None: nothing is deferred."""
 
-    def put_around(self, module: nn.Module) -> None:
+    def wrap(self, module: nn.Module) -> None:
         """In place, and inside of whatever recomputes the module's forward in backward.
 
         The mode looks at every call under it, which costs each some microseconds: where torch's own layers hold the
@@ -60,26 +60,21 @@ class Later(TorchFunctionMode):
         return F.linear(input, layer.weight, layer.bias) if found is None else found
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and torch.is_grad_enabled():
+        found = None
+        if torch.is_grad_enabled() and func is F.linear:
             found = self._linear(*args, **(kwargs or {}))
-            if found is not None:
-                return found
-        elif func in _CONVOLUTIONS and torch.is_grad_enabled():
-            found = self._convolution(func, *args, **(kwargs or {}))
-            if found is not None:
-                return found
-        return func(*args, **(kwargs or {}))
+        elif torch.is_grad_enabled() and func in _CONVOLUTIONS:
+            found = self._convolution(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if found is None else found
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
         parameter = _parameter(input, weight)
         if parameter is None:
             return None
-        x, w, b = _cast(input, weight.detach(), bias)
-        return _Linear.apply(x, w, b, parameter, self)
+        return _Linear.apply(*_cast(input, weight.detach(), bias), parameter, self)
 
     def _convolution(
         self,
-        func: Callable,
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
@@ -91,67 +86,64 @@ class Later(TorchFunctionMode):
         parameter = _parameter(input, weight)
         if parameter is None or isinstance(padding, str):
             return None
-        x, w, b = _cast(input, weight.detach(), bias)
         n = weight.dim() - 2
         spatial = [list(v) if isinstance(v, (tuple, list)) else [v] * n for v in (stride, padding, dilation)]
-        return _Convolution.apply(x, w, b, parameter, self, spatial, groups)
+        rest = (*spatial, False, [0] * n, groups)
+        return _Convolution.apply(*_cast(input, weight.detach(), bias), parameter, self, rest)
 
-
-_CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv3d}
+    def put(self, work: Callable[[], None]) -> None:
+        if self.waiting is None:
+            work()
+        else:
+            self.waiting.append(work)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, parameter: Tensor, later: Later) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, parameter: Tensor, deferred: Any) -> Tensor:
         ctx.save_for_backward(x, w)
-        ctx.bias, ctx.parameter, ctx.later = b is not None, parameter, later
+        ctx.parameter, ctx.deferred = parameter, deferred
         return F.linear(x, w, b)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, w = ctx.saved_tensors
         dx = dy.matmul(w) if ctx.needs_input_grad[0] else None
-        db = dy.flatten(0, -2).sum(0) if ctx.bias and ctx.needs_input_grad[2] else None
-        parameter, flat_dy, flat_x = ctx.parameter, dy.flatten(0, -2), x.flatten(0, -2)
+        flat_dy, flat_x, parameter = dy.flatten(0, -2), x.flatten(0, -2), ctx.parameter
+        db = flat_dy.sum(0) if ctx.needs_input_grad[2] else None
         same = dy.dtype == x.dtype == parameter.dtype  # and not the gradient of a product in bfloat16
         into = (lambda g: g.addmm_(flat_dy.T, flat_x)) if same else None
-        _put(ctx.later, lambda: _add(parameter, into, lambda: flat_dy.T @ flat_x))
+        ctx.deferred.put(lambda: _add(parameter, lambda: flat_dy.T @ flat_x, into))
         return dx, None, db, None, None
 
 
 class _Convolution(torch.autograd.Function):
+    """rest: the arguments of aten.convolution after the bias."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, parameter: Tensor, later: Later, spatial: Any, groups: int
+        ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, parameter: Tensor, deferred: Any, rest: tuple[Any, ...]
     ) -> Tensor:
         ctx.save_for_backward(x, w)
-        ctx.bias, ctx.parameter, ctx.later, ctx.spatial, ctx.groups = b is not None, parameter, later, spatial, groups
-        return torch.ops.aten.convolution(x, w, b, *spatial, False, [0] * len(spatial[0]), groups)
+        ctx.bias, ctx.parameter, ctx.deferred, ctx.rest = b is not None, parameter, deferred, rest
+        return torch.ops.aten.convolution(x, w, b, *rest)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, w = ctx.saved_tensors
-        parameter, bias = ctx.parameter, ctx.bias and ctx.needs_input_grad[2]
-        rest = (*ctx.spatial, False, [0] * len(ctx.spatial[0]), ctx.groups)
+        sizes, rest, parameter = [w.shape[0]] if ctx.bias else None, ctx.rest, ctx.parameter
 
         def gradients(mask: list[bool]) -> Any:
-            return torch.ops.aten.convolution_backward(dy, x, w, [w.shape[0]] if ctx.bias else None, *rest, mask)
+            return torch.ops.aten.convolution_backward(dy, x, w, sizes, *rest, mask)
 
-        dx, _, db = gradients([ctx.needs_input_grad[0], False, bias])
-        _put(ctx.later, lambda: _add(parameter, None, lambda: gradients([False, True, False])[1]))
-        return dx, None, db, None, None, None, None
-
-
-def _put(later: Later, work: Callable[[], None]) -> None:
-    if later.waiting is None:
-        work()
-    else:
-        later.waiting.append(work)
+        dx, _, db = gradients([ctx.needs_input_grad[0], False, ctx.needs_input_grad[2]])
+        ctx.deferred.put(lambda: _add(parameter, lambda: gradients([False, True, False])[1]))
+        return dx, None, db, None, None, None
 
 
 @torch.no_grad()
-def _add(parameter: Tensor, into: Callable[[Tensor], Any] | None, fresh: Callable[[], Tensor]) -> None:
-    """Adds to the parameter's gradient (to this worker's part of it)."""
+def _add(parameter: Tensor, fresh: Callable[[], Tensor], into: Callable[[Tensor], Any] | None = None) -> None:
+    """Adds to the parameter's gradient (to this worker's shard of it) what `fresh` gives, or `into` adds in place."""
     own = None if parameter.grad is None else local(parameter.grad)
     if own is not None and into is not None:
         into(own)
@@ -168,17 +160,16 @@ def _add(parameter: Tensor, into: Callable[[Tensor], Any] | None, fresh: Callabl
 
 
 def _parameter(input: Any, weight: Any) -> Tensor | None:
-    """The parameter that the gradient of `weight` goes to; None if that is not one parameter, or not for later."""
+    """The parameter that the gradient of `weight` goes to; None if that is not one parameter, or is not to be deferred.
+
+    `of_parameter`: of a slice that tensor parallelism computes with (tensor/apply.py)."""
     if type(input) is not Tensor or not isinstance(weight, Tensor) or not weight.requires_grad:
         return None
-    if not input.requires_grad:  # nobody waits for its gradient, and autograd would not come by
+    if not input.requires_grad:  # no stage waits for its gradient, and autograd would not come by
         return None
     if weight.is_leaf:
         return weight if not isinstance(weight, DTensor) else None
-    if weight.grad_fn is not None and weight.grad_fn.name() == "_ToTorchTensorBackward":  # what tensor.py computes with
-        behind = weight.grad_fn.next_functions[0][0]
-        return getattr(behind, "variable", None)
-    return None
+    return getattr(weight, "of_parameter", None)
 
 
 def _cast(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -190,8 +181,8 @@ def _cast(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor, Tenso
     return x.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
 
 
-def finish(waiting: Waiting) -> None:
-    """Computes what was put off."""
+def finish(waiting: list[Callable[[], None]]) -> None:
+    """Computes what was deferred."""
     for work in waiting:
         work()
     waiting.clear()

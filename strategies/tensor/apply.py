@@ -84,7 +84,12 @@ class Split:
 def _own(module: nn.Module, name: str) -> Any:
     """This worker's part of a parameter, None for a bias that is not there."""
     parameter = module._parameters[name]
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if not isinstance(parameter, DTensor):
+        return parameter
+    slice = parameter.to_local()
+    if not torch.compiler.is_compiling():
+        slice.of_parameter = parameter  # type: ignore[attr-defined]  # a pipeline that splits backward adds to it
+    return slice
 
 
 def _matrix(self: Any) -> Tensor:

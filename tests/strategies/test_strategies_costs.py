@@ -150,6 +150,6 @@ def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
 
 
 def test_partition_is_consecutive_and_even() -> None:
-    assert partition.pieces([1, 1, 1, 1], 2) == (2, 2)
-    assert partition.pieces([4, 1, 1, 1, 1], 2) == (1, 4)
-    assert partition.pieces([1], 1) == (1,)
+    assert partition.balanced_partition([1, 1, 1, 1], 2) == (2, 2)
+    assert partition.balanced_partition([4, 1, 1, 1, 1], 2) == (1, 4)
+    assert partition.balanced_partition([1], 1) == (1,)

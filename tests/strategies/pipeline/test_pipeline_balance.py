@@ -27,7 +27,7 @@ def measured(
     return workers
 
 
-def asked(workers: list[Measured], sizes: tuple[int, ...]) -> BetterCut | None:
+def asked(workers: list[Measured], sizes: tuple[int, ...]) -> BetterPartition | None:
     part_of = {str(i): next(p for p in range(len(sizes)) if i < sum(sizes[: p + 1])) for i in range(4)}
     part_of |= {"entry": 0, "head": len(sizes) - 1}
     return better(workers, sizes, CALLS, part_of, list(range(len(sizes))))

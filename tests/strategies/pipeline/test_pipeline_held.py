@@ -45,12 +45,12 @@ class Watch:
             if forward:
                 self._add(self.runtime.alive[part, op.micro].outputs)
             held = [key for key, found in self.tensors.items() if any(not ref.expired() for ref in found)]
-            self.most, self.most_sent = max(self.most, len(held)), max(self.most_sent, len(self.runtime.wires.sent))
+            self.most, self.most_sent = max(self.most, len(held)), max(self.most_sent, len(self.runtime.comm.sent))
 
         return around
 
     def _note(self, module: nn.Module, inputs: Any) -> None:
-        if self.now is not None and self.runtime.stage.deal.part_of[self.paths[id(module)]] == self.now[0]:
+        if self.now is not None and self.runtime.stage.assignment.part_of[self.paths[id(module)]] == self.now[0]:
             self._add(inputs)
 
     def _add(self, tensors: Iterable[Tensor]) -> None:
@@ -108,11 +108,11 @@ def _reduced(rank: int, schedule: str, overlapped: bool) -> tuple[dict[str, Tens
         device=CPU,
         example=(language_loss, language_batch(0)),
     )
-    runtime, reducer, early = parallel.runtime, parallel._reducer, []
+    runtime, sync, early = parallel.runtime, parallel._sync, []
     done = runtime.done
 
     def watched(chunk: int) -> None:
-        early.append(sum(bucket.flat is not None for bucket in reducer.buckets[chunk]))
+        early.append(sum(bucket.flat is not None for bucket in sync.buckets[chunk]))
         done(chunk)
 
     runtime.done = watched
@@ -126,7 +126,7 @@ def _reduced(rank: int, schedule: str, overlapped: bool) -> tuple[dict[str, Tens
             [(tokens[i : i + 1], targets[i : i + 1]) for i in range(4)], [0.125] * 4, language_loss
         )
     gradients = {name: p.grad.clone() for name, p in parallel.named_parameters() if p.grad is not None}
-    return gradients, sum(len(several) for several in reducer.buckets.values()), sum(early)
+    return gradients, sum(len(several) for several in sync.buckets.values()), sum(early)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from strategies import activation_checkpointing
-from strategies.pipeline.weight_grad import Later, finish
+from strategies.pipeline.weight_grad import DeferredWeightGrad, finish
 from tests.strategies.test_strategies_models import HEADS, WIDTH, Block, Residual, seeded
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -24,18 +24,18 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-def _gradients(name: str, put_off: bool, recompute: str = "none", half: bool = False) -> tuple[Any, ...]:
+def _gradients(name: str, deferred: bool, recompute: str = "none", half: bool = False) -> tuple[Any, ...]:
     make, shape = MODELS[name]
-    model, later = seeded(make)(), Later()
+    model, later = seeded(make)(), DeferredWeightGrad()
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1), requires_grad=True)
     waited: list[str] = []
-    if put_off:
-        later.put_around(model)
+    if deferred:
+        later.wrap(model)
     activation_checkpointing.apply(model, [], recompute)
     for _ in range(2):  # gradients add up
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
             y = model(x)
-        later.waiting = [] if put_off else None
+        later.waiting = [] if deferred else None
         y.float().square().sum().backward()
         waited += [key for key, p in model.named_parameters() if p.grad is None]
         if later.waiting is not None:

@@ -13,7 +13,7 @@ from experiments.parity.curves import Trial
 from strategies.blocks import find_blocks
 from strategies.layout import LayoutError
 from strategies.options import Options
-from strategies.pipeline.apply import plan_cut
+from strategies.pipeline.apply import plan_stages
 from strategies.pipeline.trace import Loss
 from tests.strategies.test_strategies_models import (
     HEADS,
@@ -200,23 +200,23 @@ def chain_trial(name: str) -> Trial:
     return Trial(seeded(build), loss, batch, steps=4, micro_batches=4, clip=0.5)
 
 
-# --- what a survey finds --------------------------------------------------------------------------------------------
+# --- what a trace finds --------------------------------------------------------------------------------------------
 
 
 def _cut(model: nn.Module, batch: Any, loss: Loss = language_loss, pp: int = 2, **options: Any) -> Any:
-    return plan_cut(model, find_blocks(model), Options(**options), pp, (loss, batch), CPU)
+    return plan_stages(model, find_blocks(model), Options(**options), pp, (loss, batch), CPU)
 
 
-def test_only_what_later_stages_need_travels() -> None:
-    _, _, dealt = _cut(PlainGPT(True, 4), language_batch(0), stages=(2, 2))
-    assert dealt.travels == (("blocks.1",),)
-    assert dealt.owners["embed.weight"] == {0, 1} and dealt.owners["norm.weight"] == {1}
-    _, _, dealt = _cut(Skips(), language_batch(0), stages=(2, 2))
-    assert dealt.travels == (("embed", "blocks.0", "blocks.1"),)
-    assert dealt.owners["mix"] == {0, 1} and dealt.owners["embed.weight"] == {0}
-    _, survey, dealt = _cut(llama(), language_batch(0), decoder_loss, pp=4)
-    assert [len(names) for names in dealt.travels] == [1, 1, 1], "rotary tables and masks are made on every stage"
-    assert len(survey.blocks) == 4
+def test_only_what_later_stages_need_is_sent() -> None:
+    _, _, assignment = _cut(PlainGPT(True, 4), language_batch(0), stages=(2, 2))
+    assert assignment.sends == (("blocks.1",),)
+    assert assignment.owners["embed.weight"] == {0, 1} and assignment.owners["norm.weight"] == {1}
+    _, _, assignment = _cut(Skips(), language_batch(0), stages=(2, 2))
+    assert assignment.sends == (("embed", "blocks.0", "blocks.1"),)
+    assert assignment.owners["mix"] == {0, 1} and assignment.owners["embed.weight"] == {0}
+    _, trace, assignment = _cut(llama(), language_batch(0), decoder_loss, pp=4)
+    assert [len(names) for names in assignment.sends] == [1, 1, 1], "rotary tables and masks are made on every stage"
+    assert len(trace.blocks) == 4
 
 
 def test_head_and_embedding_weigh_in_the_cut() -> None:
@@ -229,7 +229,7 @@ def test_head_and_embedding_weigh_in_the_cut() -> None:
     assert _cut(PlainGPT(False, 6), language_batch(0))[2].sizes == (3, 3)
 
 
-def test_a_survey_leaves_the_model_as_it_was() -> None:
+def test_tracing_leaves_the_model_as_it_was() -> None:
     model = seeded(lambda: PlainGPT(True, 4))()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     names = [name for name, _ in model.named_parameters()]
@@ -322,5 +322,5 @@ def test_models_that_are_no_chain(model: Any, batch: Any, loss: Loss, sentence: 
     if isinstance(made, Fork):
         blocks = [f"blocks.{i}" for i in range(3)]
     with pytest.raises(LayoutError, match=sentence) as error:
-        plan_cut(made, blocks, Options(), 2, (loss, batch(0)), CPU)
+        plan_stages(made, blocks, Options(), 2, (loss, batch(0)), CPU)
     assert "\n" not in str(error.value)

@@ -136,16 +136,16 @@ def test_no_cut_is_better_than_the_one_found() -> None:
         parts = draw.randint(1, count)
         costs = [draw.uniform(0.1, 5) for _ in range(count)]
         first, last = draw.uniform(0, 4), draw.uniform(0, 4)
-        sizes = partition.pieces(costs, parts, first, last)
+        sizes = partition.balanced_partition(costs, parts, first, last)
         assert sum(sizes) == count and len(sizes) == parts and min(sizes) >= 1
-        best = min(partition.dearest(costs, other, first, last) for other in _every_cut(count, parts))
-        assert partition.dearest(costs, sizes, first, last) == pytest.approx(best)
+        best = min(partition.max_cost(costs, other, first, last) for other in _every_cut(count, parts))
+        assert partition.max_cost(costs, sizes, first, last) == pytest.approx(best)
 
 
 def test_of_equally_good_cuts_the_even_one() -> None:
-    assert partition.pieces([1.0] * 8, 4) == (2, 2, 2, 2)
-    assert sorted(partition.pieces([1.0] * 5, 4)) == [1, 1, 1, 2]
-    assert partition.pieces([1.0] * 4, 2, first=0.0, last=2.0) == (3, 1), "the head counts"
+    assert partition.balanced_partition([1.0] * 8, 4) == (2, 2, 2, 2)
+    assert sorted(partition.balanced_partition([1.0] * 5, 4)) == [1, 1, 1, 2]
+    assert partition.balanced_partition([1.0] * 4, 2, first=0.0, last=2.0) == (3, 1), "the head counts"
 
 
 # --- what bad input gets ----------------------------------------------------------------------------------------
