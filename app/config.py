@@ -46,8 +46,7 @@ class ParallelConfig:
     compression: str = "none"
     """With ddp: compress gradients on the wire: none, bf16 or powersgd (lossy)."""
     bucket_mb: float = 25.0
-    """With ddp: size of a gradient bucket, in MiB; smaller starts communicating earlier. 0: measured at
-    the start, so that two starts may sum in another order."""
+    """With ddp: size of a gradient bucket, in MiB; smaller starts communicating earlier."""
     static_graph: bool = True
     """With ddp: every step uses the same parameters in the same order, which DDP exploits. false: a step may leave some
     out; they are looked for in each, which takes time."""

@@ -76,11 +76,3 @@ def separable(module: nn.Module, blocks: list[str]) -> list[str]:
         owners.setdefault(id(parameter), set()).add(unit)
     shared = {unit for units in owners.values() if len(units) > 1 for unit in units}
     return [block for block in blocks if block not in shared]
-
-
-def tied(module: nn.Module) -> list[list[str]]:
-    """Names of each parameter that has several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [several for several in names.values() if len(several) > 1]

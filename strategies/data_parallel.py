@@ -12,9 +12,6 @@ keeps the first GPU's statistics. On a machine without GPUs it passes everything
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
-
 from torch import nn
 
 from strategies import devices
@@ -22,29 +19,12 @@ from strategies.costs import Collective, StepShape, UnitSize, replicated
 from strategies.strategy import Applied, Setup, Strategy
 
 
-class Spread(nn.DataParallel):
-    """DataParallel that says, once, when a batch has fewer rows than there are devices."""
-
-    said = False
-
-    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-        parts = super().scatter(inputs, kwargs, device_ids)
-        if len(parts[0]) < len(device_ids) and not self.said:
-            self.said = True
-            warnings.warn(
-                f"strategy dp: a batch of {len(parts[0])} rows leaves {len(device_ids) - len(parts[0])} of "
-                f"{len(device_ids)} GPUs idle: raise train.micro_batch_size",
-                stacklevel=2,
-            )
-        return parts
-
-
 def apply(setup: Setup) -> Applied:
     """Wraps the module, whose parameters are on the worker's first device."""
     setup.load()
     own = devices.own_devices(setup.device)
     ids = [device.index for device in own] if setup.device.type == "cuda" else None
-    return Applied(Spread(setup.module, device_ids=ids), notes=devices.remark(NAME, own, len(own)))
+    return Applied(nn.DataParallel(setup.module, device_ids=ids), notes=devices.remark(NAME, own, len(own)))
 
 
 def collectives(unit: UnitSize, step: StepShape) -> tuple[Collective, ...]:

@@ -52,7 +52,7 @@ def apply(setup: Setup) -> Applied:
         return Applied(setup.module)
     if setup.layout.dims.tp > 1:
         named = list(setup.module.named_parameters())
-        return Applied(setup.module, replicate.micro_step(named, setup.group, setup.options, setup.device))
+        return Applied(setup.module, replicate.GradientBuckets({0: named}, setup.group, setup.options).micro_step)
     return wrap(setup.module, setup.group, setup.device, setup.options)
 
 
@@ -69,13 +69,11 @@ def _distributed(
     module: nn.Module, group: dist.ProcessGroup, device: torch.device, options: Options, spread: bool
 ) -> DistributedDataParallel:
     several = spread or device.type != "cuda"
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    size = options.bucket_mb or replicate.measured_bucket(parameters, group, device)
     wrapped = DistributedDataParallel(
         module,
         device_ids=None if several else [device],
         process_group=group,
-        bucket_cap_mb=size,
+        bucket_cap_mb=options.bucket_mb,
         gradient_as_bucket_view=True,
         static_graph=options.static_graph,
         find_unused_parameters=not options.static_graph,

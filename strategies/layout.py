@@ -180,8 +180,8 @@ def _check_options(layout: Layout, found: list[Strategy], options: Options) -> N
     for record in found:
         if record.check is not None:
             record.check(options)
-    if options.bucket_mb < 0:
-        raise LayoutError(f"parallel.bucket_mb is {options.bucket_mb:g}: write a size in MiB, or 0 to have it measured")
+    if options.bucket_mb <= 0:
+        raise LayoutError(f"parallel.bucket_mb is {options.bucket_mb:g}: write a size in MiB, such as 25")
     sharded = any(record.is_sharded for record in found)
     if options.offload and not sharded:
         raise LayoutError(f"parallel.offload needs sharded parameters, but the strategy is {layout.name}: write fsdp")

@@ -44,7 +44,7 @@ class Options:
     compression: str = "none"
     """With ddp: gradients on the wire: none, bf16 or powersgd (lossy)."""
     bucket_mb: float = 25.0
-    """With ddp: size of a gradient bucket, MiB. 0: measured at the start."""
+    """With ddp: size of a gradient bucket, MiB."""
     shared_memory: bool = True
     """With ddp on the CPUs of one machine: gradients are averaged in memory that they share (cpu_collectives/)."""
     deepspeed: dict[str, Any] | None = None

@@ -13,8 +13,7 @@ longer know what they are slices of; `fully_shard` with one shard would hold eve
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +24,6 @@ from torch.distributed.tensor import DTensor
 
 from strategies.dims import LayoutError
 from strategies.options import Options
-
-BUCKETS = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
-"""MiB that are tried when the size of a bucket is measured."""
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -74,15 +70,11 @@ class GradientBuckets:
     Within a chunk's last backward a bucket goes as soon as its gradients are there, in the order of the buckets, which
     is that of every replica; what is left goes when the chunk is done."""
 
-    def __init__(
-        self, by_chunk: dict[int, Named], group: dist.ProcessGroup, options: Options, device: torch.device
-    ) -> None:
+    def __init__(self, by_chunk: dict[int, Named], group: dist.ProcessGroup, options: Options) -> None:
         self.group, self.wire = group, wire_dtype(options)
         self.names = {p: name for named in by_chunk.values() for name, p in named}
-        trained = [p for p in self.names if p.requires_grad]
-        limit = (options.bucket_mb or measured_bucket(trained, group, device)) * 2**20
         self.buckets = {
-            chunk: buckets([p for _, p in reversed(named) if p.requires_grad], limit)
+            chunk: buckets([p for _, p in reversed(named) if p.requires_grad], options.bucket_mb * 2**20)
             for chunk, named in by_chunk.items()
         }
         self.of = {p: bucket for several in self.buckets.values() for bucket in several for p in bucket.parameters}
@@ -159,33 +151,3 @@ def buckets(parameters: list[nn.Parameter], limit: float) -> list[Bucket]:
         found[-1].parameters.append(parameter)
         found[-1].bytes += size
     return found
-
-
-def micro_step(named: Named, group: dist.ProcessGroup, options: Options, device: torch.device) -> Callable[..., Any]:
-    """What to put around forward and backward of a micro-batch."""
-    return GradientBuckets({0: named}, group, options, device).micro_step
-
-
-@torch.no_grad()
-def measured_bucket(parameters: Iterable[Tensor], group: dist.ProcessGroup | None, device: torch.device) -> float:
-    """MiB: the smallest bucket that is all-reduced at 9/10 of the best rate; smaller ones start earlier. Collective.
-
-    It is not the default: two starts of a run may measure differently, and sums in buckets of another size round
-    otherwise, so a resumed run would not be the same to the last bit.
-    """
-    limit = sum(local(p).numel() * p.element_size() for p in parameters) / 2**20
-    rates: dict[float, float] = {}
-    for size in (s for s in BUCKETS if s <= max(limit, BUCKETS[0])):
-        buffer = torch.zeros(int(size * 2**18), device=device)
-        dist.all_reduce(buffer, group=group)
-        seconds = []
-        for _ in range(3):
-            begun = time.perf_counter()
-            dist.all_reduce(buffer, group=group)
-            buffer[0].item()  # until it is done, on a GPU too
-            seconds.append(time.perf_counter() - begun)
-        rates[size] = size / min(seconds)
-    chosen = next(size for size, rate in rates.items() if rate >= 0.9 * max(rates.values()))
-    agreed = torch.tensor(chosen, device=device)
-    dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
-    return float(agreed)

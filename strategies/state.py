@@ -12,7 +12,7 @@ itself keeps (a step count, an estimate of the learning rate) are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,41 +21,13 @@ from torch.distributed.tensor import DTensor
 
 from strategies.dims import LayoutError
 
-CONFIGURED = frozenset(
-    {
-        "lr",
-        "initial_lr",
-        "betas",
-        "eps",
-        "weight_decay",
-        "momentum",
-        "dampening",
-        "nesterov",
-        "foreach",
-        "fused",
-        "maximize",
-        "capturable",
-        "differentiable",
-        "amsgrad",
-        "decoupled_weight_decay",
-        "alpha",
-        "centered",
-        "rho",
-        "lambd",
-        "t0",
-        "etas",
-        "step_sizes",
-        "lr_decay",
-        "initial_accumulator_value",
-        "momentum_decay",
-    }
-)
+_HYPERPARAMETERS = """
+lr initial_lr betas eps weight_decay momentum dampening nesterov foreach fused maximize capturable differentiable
+amsgrad decoupled_weight_decay alpha centered rho lambd t0 etas step_sizes lr_decay initial_accumulator_value
+momentum_decay
+"""
+CONFIGURED = frozenset(_HYPERPARAMETERS.split())
 """Entries of an optimizer's parameter groups that the configuration decides."""
-
-
-def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Each parameter once, under its first name."""
-    yield from module.named_parameters()
 
 
 def load_model_state(module: nn.Module, state: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ from strategies.pipeline.parallel import PipelineParallel
 from strategies.pipeline.runtime import Runtime
 from strategies.pipeline.stage import Stage, StageAssignment, assign, keep_own
 from strategies.pipeline.trace import Loss, Trace, Tracer, require_chain, traced_modules
-from strategies.replicate import GradientBuckets, Named, wire_dtype
+from strategies.replicate import GradientBuckets, Named
 from strategies.strategy import Strategy
 from strategies.tensor import apply as tensor_parallel
 from strategies.tree import tree_map
@@ -81,10 +81,9 @@ def apply(
     group = dims.data_group(mesh)
     sync: GradSync = NoGradSync()
     if units is not None:
-        bytes_each = (options.bucket_mb or 25.0) * 2**20
-        sync = ShardedGradients(module, units, by_chunk, dims.data_mesh(mesh), wire_dtype(options), bytes_each)
+        sync = ShardedGradients(module, units, by_chunk, dims.data_mesh(mesh), options)
     elif group is not None:
-        sync = GradientBuckets(by_chunk, group, options, device)
+        sync = GradientBuckets(by_chunk, group, options)
     stage = Stage(module, blocks, assignment, tracer, own)
     sums = tensor_parallel.GradientSums(module, split) if split is not None else None
     stage_group = submesh(mesh, "pp").get_group()

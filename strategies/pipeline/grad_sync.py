@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from strategies.collectives import reduce_scatter
 from strategies.dims import submesh
-from strategies.replicate import Named, all_reduce_, buckets, local
+from strategies.options import Options
+from strategies.replicate import Named, all_reduce_, buckets, local, wire_dtype
 
 
 class GradSync(Protocol):
@@ -53,7 +54,7 @@ class NoGradSync:
 class ShardedGradients:
     """Gathers parameters, reduce-scatters gradients. by_chunk: per chunk the parameters that are complete when it is.
 
-    mesh: (replicate ×) shard. dtype: of gradients on their way; None: their own."""
+    mesh: (replicate ×) shard."""
 
     def __init__(
         self,
@@ -61,16 +62,15 @@ class ShardedGradients:
         units: list[FSDPModule],
         by_chunk: dict[int, Named],
         mesh: DeviceMesh,
-        dtype: torch.dtype | None,
-        bucket_bytes: float,
+        options: Options,
     ) -> None:
-        self.module, self.units, self.dtype = module, units, dtype
+        self.module, self.units, self.dtype = module, units, wire_dtype(options)
         self.sharded = dict(module.named_parameters())
         names = {p: name for name, p in self.sharded.items()}
         self.buckets = {
             chunk: [
                 [names[p] for p in bucket.parameters]
-                for bucket in buckets([p for _, p in reversed(named) if p.requires_grad], bucket_bytes)
+                for bucket in buckets([p for _, p in reversed(named) if p.requires_grad], options.bucket_mb * 2**20)
             ]
             for chunk, named in by_chunk.items()
         }

@@ -50,12 +50,11 @@ from strategies.tensor.loss import VocabularyLogits
 from strategies.tensor.plan import Plan, is_transposed_linear, make_plan, out_features
 
 
-class Split:
-    """What the split layers of one model share."""
+class SplitLayers:
+    """What the split layers of one model share. mesh: None where the workers are only supposed (cost.py)."""
 
-    def __init__(self, mesh: DeviceMesh, plan: Plan, loss_parallel: bool) -> None:
-        self.mesh, self.plan, self.loss_parallel = mesh, plan, loss_parallel
-        self.peers = ops.Peers(mesh.get_group())
+    def __init__(self, mesh: DeviceMesh | None, plan: Plan, loss_parallel: bool, peers: ops.Peers) -> None:
+        self.mesh, self.plan, self.loss_parallel, self.peers = mesh, plan, loss_parallel, peers
         self._seen: weakref.ref[Tensor] | None = None
         self._entered: Tensor | None = None
 
@@ -169,47 +168,56 @@ def _class(kind: type[nn.Module], style: str, names: tuple[str, ...]) -> type[nn
     return type(kind.__name__, (kind,), members)
 
 
-def apply(module: nn.Module, mesh: DeviceMesh, plan: dict[str, str] | None, options: Options) -> Split:
+def apply(module: nn.Module, mesh: DeviceMesh, given: dict[str, str] | None, options: Options) -> SplitLayers:
     """Splits the module in place over the one-dimensional `mesh`.
 
     Raises:
         LayoutError: a plan that does not fit the model.
     """
-    split = Split(mesh, make_plan(module, plan, options.sequence_parallel), options.loss_parallel)
-    made: dict[int, nn.Parameter] = {}
-    keep: list[nn.Parameter] = []  # so that ids stay taken
-    for path, owner in list(module.named_modules()):
-        style = split.plan.styles.get(path, "replicate")
-        names = tuple(name for name, parameter in owner._parameters.items() if parameter is not None)
-        for name in names:
-            parameter = owner._parameters[name]
-            assert parameter is not None
-            keep.append(parameter)
-            if id(parameter) not in made:
-                made[id(parameter)] = _distributed(parameter, mesh, split.plan.dims.get(f"{path}.{name}".lstrip(".")))
-            set_parameter(owner, name, made[id(parameter)])
-        if names:
-            owner.__dict__.update(_split=split, _transposed=is_transposed_linear(owner))
-            owner.__class__ = _class(type(owner), style, names)  # type: ignore[arg-type]
-        if style == "split" and split.plan.sequence:
-            owner.register_forward_hook(lambda _, __, y: ops.split_sequence(y, split.peers))
+    plan = make_plan(module, given, options.sequence_parallel)
+    peers = ops.Peers(mesh.get_group())
+    split = SplitLayers(mesh, plan, options.loss_parallel, peers)
+
+    def distributed(parameter: nn.Parameter, dim: int | None) -> nn.Parameter:
+        """As a DTensor, replicated on every worker or split along `dim`."""
+        data = parameter.detach()
+        own = data if dim is None else peers.part(data, dim).contiguous().clone()
+        placement = Replicate() if dim is None else Shard(dim)
+        spec: dict[str, Any] = {"run_check": False, "shape": data.shape, "stride": data.stride()}
+        return nn.Parameter(DTensor.from_local(own, mesh, [placement], **spec), requires_grad=parameter.requires_grad)
+
+    rewrite(module, split, distributed)
     torch.backends.mha.set_fastpath_enabled(False)  # it would read parameters past the modules that own them
     return split
 
 
-def _distributed(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> nn.Parameter:
-    """The parameter as a DTensor, whole on every worker or split along `dim`."""
-    data, peers = parameter.detach(), ops.Peers(mesh.get_group())
-    local = data if dim is None else peers.part(data, dim).contiguous().clone()
-    placement = Replicate() if dim is None else Shard(dim)
-    spec: dict[str, Any] = {"run_check": False, "shape": data.shape, "stride": data.stride()}
-    return nn.Parameter(DTensor.from_local(local, mesh, [placement], **spec), requires_grad=parameter.requires_grad)
+def rewrite(module: nn.Module, split: SplitLayers, replace: Callable[[nn.Parameter, int | None], nn.Parameter]) -> None:
+    """Gives every module the forward that its style has, in place. replace: makes a parameter's local form from it and
+    the dimension it is split along."""
+    made: dict[int, nn.Parameter] = {}
+    keep: list[nn.Parameter] = []  # so that ids stay taken
+    for path, owner in list(module.named_modules()):
+        style = split.plan.styles.get(path, "replicate")
+        transposed = is_transposed_linear(owner)
+        if transposed:  # told by its shape, which is about to change
+            vars(owner).update(out_features=owner.nf)
+        own = dict(owner.named_parameters(recurse=False, remove_duplicate=False))
+        for name, parameter in own.items():
+            keep.append(parameter)
+            if id(parameter) not in made:
+                made[id(parameter)] = replace(parameter, split.plan.dims.get(f"{path}.{name}".lstrip(".")))
+            set_parameter(owner, name, made[id(parameter)])
+        if own:
+            vars(owner).update(_split=split, _transposed=transposed)
+            owner.__class__ = _class(type(owner), style, tuple(own))  # type: ignore[arg-type]
+        if style == "split" and split.plan.sequence:
+            owner.register_forward_hook(lambda _, __, y: ops.split_sequence(y, split.peers))
 
 
 class GradientSums:
     """Sums, once per step, the gradients of whole parameters that were used on a part of the activations."""
 
-    def __init__(self, module: nn.Module, split: Split) -> None:
+    def __init__(self, module: nn.Module, split: SplitLayers) -> None:
         self.split = split
         self.partial: dict[str, nn.Parameter] = {}
         self.whole: dict[str, nn.Parameter] = {}
@@ -232,7 +240,7 @@ class GradientSums:
             except RuntimeError as error:
                 if self.checked or not _is_of_shapes(error):
                     raise
-                ways = self.split.mesh.size()
+                ways = self.split.peers.size
                 raise LayoutError(
                     f"the model's own code does not fit layers split over parallel.tp={ways} "
                     f"({str(error).splitlines()[0]}): a colwise layer leaves 1/{ways} of its features, so write a tp "

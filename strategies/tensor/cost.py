@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from strategies.costs import Collective, ModelSize
-from strategies.initialization import set_parameter
 from strategies.tensor import apply as tensor_parallel
 from strategies.tensor import ops
-from strategies.tensor.plan import Plan, is_transposed_linear, make_plan
+from strategies.tensor.plan import Plan, make_plan
 
 
 def sliced(size: ModelSize, ways: int, sequence_parallel: bool = True) -> ModelSize:
@@ -92,29 +90,14 @@ def one_part(
     Raises:
         LayoutError: a plan that does not fit the model.
     """
-    plan = make_plan(module, given, sequence_parallel)
-    peers = ShapePeers(ways)
-    split = object.__new__(tensor_parallel.Split)
-    split.mesh, split.plan, split.loss_parallel, split.peers = None, plan, loss_parallel, peers  # type: ignore[assignment]
-    split.forget()
-    made: dict[int, tuple[Any, nn.Parameter]] = {}
-    for path, owner in list(module.named_modules()):
-        transposed = is_transposed_linear(owner)
-        if transposed:  # told by its shape, which is about to change
-            owner.out_features, owner.in_features = owner.nf, owner.weight.shape[0]  # type: ignore[assignment,union-attr]
-        names = tuple(name for name, parameter in owner._parameters.items() if parameter is not None)
-        for name in names:
-            parameter: Any = owner._parameters[name]
-            dim = plan.dims.get(f"{path}.{name}".lstrip("."))
-            if dim is not None and id(parameter) not in made:
-                shape = list(parameter.shape)
-                shape[dim] = -(-shape[dim] // ways)
-                made[id(parameter)] = (parameter, nn.Parameter(parameter.new_empty(shape), parameter.requires_grad))
-            if id(parameter) in made:
-                set_parameter(owner, name, made[id(parameter)][1])
-        if names:
-            owner.__dict__.update(_split=split, _transposed=transposed)
-            owner.__class__ = tensor_parallel._class(type(owner), plan.styles.get(path, "replicate"), names)  # type: ignore[arg-type]
-        if plan.styles.get(path) == "split" and plan.sequence:
-            owner.register_forward_hook(lambda _, __, y: ops.split_sequence(y, peers))
+    plan, peers = make_plan(module, given, sequence_parallel), ShapePeers(ways)
+
+    def slice_of(parameter: nn.Parameter, dim: int | None) -> nn.Parameter:
+        if dim is None:
+            return parameter
+        shape = list(parameter.shape)
+        shape[dim] = -(-shape[dim] // ways)
+        return nn.Parameter(parameter.new_empty(shape), parameter.requires_grad)
+
+    tensor_parallel.rewrite(module, tensor_parallel.SplitLayers(None, plan, loss_parallel, peers), slice_of)
     return peers, plan

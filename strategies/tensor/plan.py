@@ -124,7 +124,7 @@ def is_transposed_linear(module: nn.Module) -> bool:
 
 
 def out_features(module: nn.Module) -> int:
-    """Of a linear layer, whole."""
+    """Of a linear layer before it is split."""
     return module.nf if is_transposed_linear(module) else module.out_features  # type: ignore[return-value]
 
 

@@ -121,7 +121,6 @@ _DDP, _DDP_TENSOR = Row("ddp", 2), Row("ddp+tensor", 4, {"tp": 2})
         (_DDP, {"shared_memory": False}),
         (_DDP, {"activation_checkpointing": "selective"}),
         (_DDP, {"bucket_mb": 0.01}),
-        (_DDP, {"bucket_mb": 0.0}),
         (_FSDP, {"activation_checkpointing": "selective"}),
         (_FSDP, {"activation_checkpointing": "every_2"}),
         (_FSDP, {"offload": True}),

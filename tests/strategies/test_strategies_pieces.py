@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from experiments.parity import curves
 from experiments.parity.rows import ROWS, Row
 from strategies import initialization, state
-from strategies.blocks import find_blocks, separable, tied
+from strategies.blocks import find_blocks, separable
 from strategies.parallelize import Options, choose, parallelize
 from strategies.tensor.loss import VocabularyLogits
 from strategies.tensor.ops import Peers
@@ -32,6 +32,14 @@ from tests.strategies.test_strategies_models import (
 )
 
 CPU = torch.device("cpu")
+
+
+def tied(module: nn.Module) -> list[list[str]]:
+    """Names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [several for several in names.values() if len(several) > 1]
 
 
 class Rotary(nn.Module):
@@ -150,7 +158,7 @@ def _poisoned(rank: int, row: Row, bad: float) -> tuple[float, bool]:
         F.cross_entropy(
             parallel.module(torch.zeros(2, 8, dtype=torch.long)).flatten(0, 1), torch.ones(16).long()
         ).backward()
-    gradients = [p.grad._local_tensor for p in parallel.parameters()]  # type: ignore[union-attr]
+    gradients = [p.grad.to_local() for p in parallel.parameters()]  # type: ignore[union-attr]
     if rank == row.workers - 1:
         next(g for g in gradients if g.numel()).view(-1)[0] = bad
     before = [g.clone() for g in gradients]
