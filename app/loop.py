@@ -82,7 +82,7 @@ class Training:
             tensor_plan=self.task.tensor_plan,
             example=(self.task.loss, fetch(self.data, [(0, 0)])) if self.dims.pp > 1 else None,
         )
-        self.optimizer = self.parallel.adopt(build_optimizer(config.optimizer, self.parallel.parameters()))
+        self.optimizer = self.parallel.prepare_optimizer(build_optimizer(config.optimizer, self.parallel.parameters()))
         self.scale = LossScale(config.train.precision == "fp16")
         self.persistence = Persistence(job, place, channel, self.parallel, self.optimizer, self.scale)
         self.progress = Progress()

@@ -12,7 +12,7 @@ sizes, precision, optimizer, schedule and clipping are the experiment's, because
 1.0 unless told otherwise, and divides by its own count of micro-batches: both are set here.) Its checkpoint state is
 gathered whole on every rank, under plain names, so any other layout reads it.
 
-The engine needs the optimizer before the first forward, so the loop hands it over: `optimizer = parallel.adopt(…)`.
+The engine needs the optimizer before the first forward, so the loop hands it over: `optimizer = parallel.prepare_optimizer(…)`.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def remark(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def apply(setup: Setup) -> Applied:
-    """The module as it is: the engine takes it over once it has the optimizer (`adopt`)."""
+    """The module as it is: the engine takes it over once it has the optimizer (`prepare_optimizer`)."""
     require()
     config = configuration(setup.options.deepspeed)
     setup.load()
@@ -159,7 +159,7 @@ STRATEGY = Strategy(
 
 
 class DeepSpeedParallel(Parallel):
-    """A model under DeepSpeed's engine, once `adopt` has given it the optimizer."""
+    """A model under DeepSpeed's engine, once `prepare_optimizer` has given it the optimizer."""
 
     def __init__(self, module: nn.Module, layout: Layout, device: torch.device, *, config: dict[str, Any], **rest: Any):
         super().__init__(module, layout, device, **rest)
@@ -167,7 +167,7 @@ class DeepSpeedParallel(Parallel):
         self.engine: Any = None
         self.norm: torch.Tensor | None = None  # of the step that grad_norm_ has taken
 
-    def adopt(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
         deepspeed = require()
         require_no_abandoned_build()

@@ -16,6 +16,7 @@ ddp_model_parallel does once per worker, and moved device by device; no GPU ever
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -40,55 +41,36 @@ def apply(setup: Setup) -> Applied:
 
 
 def place(module: nn.Module, devices: list[torch.device], blocks: list[str]) -> int:
-    """Moves the module's parts in place and makes activations follow; how many devices are used."""
-    modules = dict(module.named_modules())
-    places = _places(module, blocks, len(devices))
-    placed: dict[int, torch.device] = {}  # parameters, by id
-    used: set[int] = set()
-    reached = 0
-    for name, owner in modules.items():
-        if name in places:
-            reached = places[name]
-        elif any(name.startswith(block + ".") for block in blocks):
-            continue
-        direct = owner.parameters() if name in places else owner.parameters(recurse=False)
-        held = [*direct, *(owner.buffers() if name in places else owner.buffers(recurse=False))]
-        if not held:
-            continue
-        before = [placed[id(tensor)] for tensor in held if id(tensor) in placed]
-        after_blocks = bool(blocks) and name != "" and _follows(name, blocks, list(modules))
-        index = reached if name in places else (len(devices) - 1 if after_blocks else 0)
-        device = before[0] if before else devices[index]
-        used.add(devices.index(device) if before else index)
-        for tensor in held:
-            if id(tensor) not in placed:
+    """Moves the module's blocks, and what is around them, in place and makes activations follow; how many devices are
+    used."""
+    units = [(name, owner, name in blocks) for name, owner in module.named_modules() if not _is_inside(name, blocks)]
+    held = [list(_tensors(owner, recurse=is_block)) for _, owner, is_block in units]
+    sizes = [sum(t.numel() * t.element_size() for t in tensors) for tensors in held]
+    first, costs, last = partition.costs_around_blocks(zip(sizes, (is_block for *_, is_block in units)))
+    counts = partition.balanced_partition(costs, min(len(devices), len(blocks)), first, last) if blocks else (1,)
+    indices = [index for index, count in enumerate(counts) for _ in range(count)]
+    placed: dict[int, torch.device] = {}  # tensors, by id: a shared one stays where it is first
+    reached, left = 0, list(indices)
+    for (_, owner, is_block), tensors in zip(units, held):
+        if is_block:
+            reached = left.pop(0)
+        if tensors:
+            device = next((placed[id(t)] for t in tensors if id(t) in placed), devices[reached])
+            for tensor in (t for t in tensors if id(t) not in placed):
                 placed[id(tensor)] = device
                 tensor.data = tensor.data.to(device)
-        owner.register_forward_pre_hook(_follow(device), with_kwargs=True)
+            owner.register_forward_pre_hook(_follow(device), with_kwargs=True)
     module.register_forward_hook(lambda _, __, output: _moved(output, devices[0]))
-    return len(used)
+    return len(set(indices))
 
 
-def _places(module: nn.Module, blocks: list[str], devices: int) -> dict[str, int]:
-    """Block → device, so that the fullest device holds as little as can be; what is around the blocks is counted."""
-    sizes = [_bytes(module.get_submodule(name)) for name in blocks]
-    order = [name for name, _ in module.named_modules()]
-    before = after = 0
-    for name, owner in module.named_modules():
-        if blocks and not any(name == block or name.startswith(block + ".") for block in blocks):
-            own = sum(p.numel() * p.element_size() for p in owner.parameters(recurse=False))
-            before, after = (before, after + own) if name and _follows(name, blocks, order) else (before + own, after)
-    counts = partition.balanced_partition(sizes, min(devices, len(blocks)), before, after) if blocks else ()
-    devices_of = [device for device, count in enumerate(counts) for _ in range(count)]
-    return dict(zip(blocks, devices_of, strict=True))
+def _is_inside(name: str, blocks: list[str]) -> bool:
+    return any(name.startswith(block + ".") for block in blocks)
 
 
-def _bytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
-
-
-def _follows(name: str, blocks: list[str], order: list[str]) -> bool:
-    return order.index(name) > order.index(blocks[-1])
+def _tensors(owner: nn.Module, recurse: bool) -> Iterator[torch.Tensor]:
+    yield from owner.parameters(recurse)
+    yield from owner.buffers(recurse)
 
 
 def _follow(device: torch.device) -> Any:

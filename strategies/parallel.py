@@ -62,7 +62,7 @@ class Parallel:
         self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self._named}
         self._grad_norm = GradNorm([parameter for _, parameter in self._named if parameter.requires_grad], device)
 
-    def adopt(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """To be called once with the optimizer made over `parameters`; what to use as the optimizer from then on."""
         return optimizer
 

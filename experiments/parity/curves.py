@@ -103,7 +103,7 @@ def train(
     steps: only these. load: the folder of the checkpoint to begin with; save: where to leave one at the end.
     """
     parallel = begin(trial, layout, options, device)
-    optimizer = parallel.adopt(trial.optimizer(parallel.parameters()))
+    optimizer = parallel.prepare_optimizer(trial.optimizer(parallel.parameters()))
     alone = not dist.is_initialized()
     if load:
         state = _state(parallel, optimizer)

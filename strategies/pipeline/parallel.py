@@ -172,34 +172,20 @@ class PipelineParallel(Parallel):
 
     def full_model_state(self) -> dict[str, Tensor]:
         """Everything whole and on the CPU, on rank 0; empty elsewhere. Collective; one tensor at a time is whole."""
-        first = dist.get_rank() == 0
         own = {name: tensor for name, tensor in self.model_state().items() if isinstance(tensor, Tensor)}
         described: list[Any] = [None] * self.layout.dims.pp
         dist.all_gather_object(
             described, [(name, tuple(t.shape), t.dtype) for name, t in own.items()], group=self.stage_group
         )
-        place = self.layout.dims.coordinates(dist.get_rank())
-        speaks = all(place[side] == 0 for side in ("dp_replicate", "dp_shard", "tp"))
-        whole: dict[str, Tensor] = {}
-        done: set[str] = set()
+        found: dict[str, Tensor] = {}
         for stage, tensors in enumerate(described):
             source = dist.get_global_rank(self.stage_group, stage)
             for name, shape, dtype in tensors:
-                value = state.whole_tensor(own[name].detach(), self.device) if stage == place["pp"] else None
-                if name in done or not speaks:
-                    continue
-                done.add(name)
-                if stage == 0 and first:
-                    assert value is not None
-                    whole[name] = value.cpu().clone()
-                elif first:
-                    received = torch.empty(shape, dtype=dtype, device=self.device)
-                    dist.recv(received, source, group=self.stage_group)
-                    whole[name] = received.cpu()
-                elif value is not None and stage == place["pp"] and stage > 0:
-                    dist.send(
-                        value.to(self.device).contiguous(),
-                        dist.get_global_rank(self.stage_group, 0),
-                        group=self.stage_group,
-                    )
-        return whole
+                if stage == self.runtime.comm.stage:
+                    value = state.whole_tensor(own[name].detach(), self.device).to(self.device).contiguous()
+                else:
+                    value = torch.empty(shape, dtype=dtype, device=self.device)
+                dist.broadcast(value, source, group=self.stage_group)
+                if dist.get_rank() == 0:
+                    found[name] = value.cpu().clone()
+        return found

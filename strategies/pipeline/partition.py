@@ -1,12 +1,12 @@
-"""Where to cut a chain: consecutive pieces, the largest as small as can be.
+"""Dividing a chain into consecutive pieces, the most costly of which costs as little as can be.
 
 Shared by the pipeline, whose slowest part sets the pace of all, and by model_parallel, whose devices should be filled
-alike. `pieces` is the textbook dynamic programme over (how many items, how many pieces), O(n² · parts) for n items:
-blocks are few.
+alike: the textbook dynamic programme over (how many items, how many pieces), O(n² · parts) for n items; blocks are few.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 
@@ -14,8 +14,8 @@ from strategies.dims import LayoutError
 
 
 def balanced_partition(costs: Sequence[float], parts: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
-    """How many consecutive items each of `parts` pieces gets, at least one each, so that the dearest piece is as cheap
-    as can be; of several such cuts one whose pieces are as even as can be.
+    """How many consecutive items each of `parts` pieces gets, at least one each, so that the maximum cost of a piece is
+    least; of several such partitions one whose pieces are as even as can be.
 
     first, last: what the first and the last piece cost beside their items (an embedding; a head and the loss).
 
@@ -24,33 +24,20 @@ def balanced_partition(costs: Sequence[float], parts: int, first: float = 0.0, l
     """
     count = len(costs)
     if count < parts:
-        raise LayoutError(f"{count} blocks cannot be cut into {parts} parts: write at most {count}")
+        raise LayoutError(f"{count} blocks cannot be divided into {parts} parts: write at most {count}")
     sums = [0.0, *itertools.accumulate(costs)]
 
-    def cost(start: int, end: int) -> float:
-        return sums[end] - sums[start] + (first if start == 0 else 0.0) + (last if end == count else 0.0)
+    @functools.cache
+    def best(end: int, pieces: int) -> tuple[float, float, tuple[int, ...]]:
+        """Of the first `end` items: maximum, Σ squares, and sizes."""
+        found = []
+        for start in range(pieces - 1, end) if pieces > 1 else (0,):
+            cost = sums[end] - sums[start] + (first if start == 0 else 0.0) + (last if end == count else 0.0)
+            most, squares, sizes = best(start, pieces - 1) if pieces > 1 else (0.0, 0.0, ())
+            found.append((max(most, cost), squares + cost**2, (*sizes, end - start)))
+        return min(found)
 
-    # best[n]: for the first n items in the pieces so far: (dearest piece, Σ squares), and where the last piece begins
-    best: list[dict[int, tuple[float, float]]] = [{n: (cost(0, n), cost(0, n) ** 2) for n in range(1, count + 1)}]
-    begins: list[dict[int, int]] = []
-    for piece in range(1, parts):
-        now: dict[int, tuple[float, float]] = {}
-        began: dict[int, int] = {}
-        for end in range(piece + 1, count + 1):
-            for start in range(piece, end):
-                if start not in best[-1]:
-                    continue
-                dearest, squares = best[-1][start]
-                found = (max(dearest, cost(start, end)), squares + cost(start, end) ** 2)
-                if end not in now or found < now[end]:
-                    now[end], began[end] = found, start
-        best.append(now)
-        begins.append(began)
-    sizes, end = [], count
-    for began in reversed(begins):
-        sizes.append(end - began[end])
-        end = began[end]
-    return (*reversed([*sizes, end]),)
+    return best(count, parts)[2]
 
 
 def max_cost(
@@ -62,7 +49,7 @@ def max_cost(
     every: float = 0.0,
     stage_of: Sequence[int] | None = None,
 ) -> float:
-    """The cost of the dearest piece of a cut; with stage_of, a number for each piece, of the dearest stage.
+    """The cost of the most costly piece; with stage_of, a number for each piece, of the most costly stage.
 
     every: what a piece costs whatever is in it.
     """
@@ -98,8 +85,8 @@ def require_blocks(blocks: int, stages: int, chunks: int) -> None:
     if blocks < 2:
         has = "only one block" if blocks else "no repeating blocks"
         raise LayoutError(
-            f"{many}, but the model has {has}, which cannot be cut: have the task's blocks() name modules that follow "
-            "each other, or write strategy=fsdp"
+            f"{many}, but the model has {has}, which cannot be divided into stages: have the task's blocks() name "
+            "modules that follow each other, or write strategy=fsdp"
         )
     if blocks >= 2 * chunks:
         instead = f"write at most {blocks // chunks}"
@@ -109,7 +96,7 @@ def require_blocks(blocks: int, stages: int, chunks: int) -> None:
 
 
 def require_sizes(sizes: Sequence[int], blocks: int, parts: int) -> tuple[int, ...]:
-    """A cut by hand, checked.
+    """Blocks per part as a person has written them, checked.
 
     Raises:
         LayoutError: it does not fit the model or the layout.

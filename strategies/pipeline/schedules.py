@@ -1,6 +1,6 @@
 """Schedules: who computes what when, as lists of instructions; pure functions that no process is needed for.
 
-The model is cut into parts 0 … P-1; part k+1 eats what part k puts out. A *stage* (a worker) owns one part, or several
+The model is cut into parts 0 … P-1; part k+1 takes what part k puts out. A *stage* (a worker) owns one part, or several
 chunks of the model (P = stages · chunks). For each micro-batch and part there is a forward F and a backward B; a
 schedule that splits backward has B compute the gradient of the part's input, for which the stage before waits, and a
 W that computes the gradients of its weights, for which nobody waits. With p stages, m micro-batches, and times f, b, w
@@ -21,7 +21,7 @@ reason. Interleaving has each stage own several thin slices, so that the pipe fi
 zero-bubble ones fill what is left with W. zbv folds the model into a V, so that the stage that reads the input also
 computes the loss, and all stages hold as much as another.
 
-A new schedule is a function `(stages, micro_batches, chunks) -> Schedule` and a line in SCHEDULES. `check` then proves
+A new schedule is a function `(stages, micro_batches, chunks) -> Schedule` and a line in SCHEDULES. Its test then proves
 that it cannot deadlock and does everything once; `simulate` says how long it takes.
 """
 

@@ -1,4 +1,4 @@
-"""Playing a schedule through without processes: can it deadlock, how long does it take, how much does it hold.
+"""Playing a schedule through without processes: can it deadlock, how long does it take.
 
 Each stage does its instructions in order. F of part k waits for F of part k-1 of the same micro-batch and for what it
 put out to travel, B for B of part k+1 (of the last part: for its own F), W for nothing but its own B. That is all.
@@ -7,7 +7,6 @@ put out to travel, B for B of part k+1 (of the last part: for its own F), W for 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -106,42 +105,8 @@ def bubble(spans: Sequence[Span]) -> float:
     return 1 - busy / (stages * length(spans))
 
 
-def check(schedule: Schedule) -> None:
-    """Every F, B and W exactly once on the stage that owns the part, and no deadlock.
-
-    Raises:
-        LayoutError: what is wrong, where.
-    """
-    kinds = "FBW" if schedule.split else "FB"
-    for stage, ops in enumerate(schedule.lists):
-        found = Counter((op.kind, op.micro, op.chunk) for op in ops)
-        wanted = {(k, m, c) for k in kinds for m in range(schedule.micro_batches) for c in range(schedule.chunks)}
-        odd = [key for key in {*found, *wanted} if found[key] != (key in wanted)]
-        if odd:
-            kind, micro, chunk = min(odd)
-            times = found[kind, micro, chunk]
-            raise LayoutError(
-                f"schedule {schedule.name} has stage {stage} do {Op(kind, micro, chunk)} {times} times instead of "
-                f"{int((kind, micro, chunk) in wanted)}"
-            )
-    if len(schedule.lists) != schedule.stages:
-        raise LayoutError(f"schedule {schedule.name} has {len(schedule.lists)} lists for {schedule.stages} stages")
-    simulate(schedule, Times(1.0, 1.0, 1.0))
-
-
-def alive(schedule: Schedule, stage: int) -> int:
-    """The most activations (of one micro-batch and chunk) that the stage holds at once."""
-    release = "W" if schedule.split else "B"
-    now = most = 0
-    for op in schedule.lists[stage]:
-        now += (op.kind == "F") - (op.kind == release)
-        # What an instruction reads is held while it runs; F's is counted as soon as it is done.
-        most = max(most, now)
-    return most
-
-
 def alive_by_formula(schedule: Schedule, stage: int) -> int:
-    """What the papers say `alive` is (see schedules.py)."""
+    """The most activations (of one micro-batch and chunk) that the stage holds at once, as the papers say."""
     p, m, chunks = schedule.stages, schedule.micro_batches, schedule.chunks
     formulas = {
         "gpipe": m,

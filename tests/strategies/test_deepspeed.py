@@ -48,7 +48,7 @@ def _another_models() -> list[str]:
     for stage in (2, 3):
         trial = gpt_trial(steps=1)
         parallel = curves.begin(trial, DEEPSPEED, _options(stage), CPU)
-        optimizer = parallel.adopt(trial.optimizer(parallel.parameters()))
+        optimizer = parallel.prepare_optimizer(trial.optimizer(parallel.parameters()))
         curves.run_steps(trial, parallel, optimizer, range(1))
         state = parallel.model_state()
         for other in (state | {"extra": torch.zeros(1)}, state | {"norm.bias": torch.zeros(2)}):

@@ -43,7 +43,7 @@ def _start(row: Row) -> tuple[Parallel, torch.optim.Optimizer]:
     parallel = parallelize(
         TRIAL.build, row.layout, Options(), device=CPU, blocks=TRIAL.blocks, tensor_plan=TRIAL.tensor_plan
     )
-    return parallel, parallel.adopt(TRIAL.optimizer(parallel.parameters()))
+    return parallel, parallel.prepare_optimizer(TRIAL.optimizer(parallel.parameters()))
 
 
 def _state(parallel: Parallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -312,7 +312,7 @@ class Iterators(PlainGPT):
         (Decides, language_batch, language_loss, "looks at numbers that come from embed"),
         (lambda: Unused(False, 4), language_batch, language_loss, "never calls its block blocks.3"),
         (Iterators, language_batch, language_loss, "block blocks.0 returns a list_iterator, which cannot be sent"),
-        (lambda: PlainGPT(False, 1), language_batch, language_loss, "no repeating blocks, which cannot be cut"),
+        (lambda: PlainGPT(False, 1), language_batch, language_loss, "no repeating blocks, which cannot be divided"),
         (lambda: nn.Linear(7, 3), vector_batch, classifier_loss, "no repeating blocks, .* strategy=fsdp"),
     ],
 )
