@@ -12,7 +12,8 @@ sizes, precision, optimizer, schedule and clipping are the experiment's, because
 1.0 unless told otherwise, and divides by its own count of micro-batches: both are set here.) Its checkpoint state is
 gathered whole on every rank, under plain names, so any other layout reads it.
 
-The engine needs the optimizer before the first forward, so the loop hands it over: `optimizer = parallel.prepare_optimizer(…)`.
+The engine needs the optimizer before the first forward, so the loop hands it over
+(`Parallel.prepare_optimizer`).
 """
 
 from __future__ import annotations
