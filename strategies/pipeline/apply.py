@@ -1,13 +1,13 @@
-"""Putting a model on a pipeline: survey, cut, keep one's own part, split and shard it, connect it.
+"""Putting a model on a pipeline: trace it, divide it, keep one's own blocks, split and shard them, connect the stages.
 
-The order is compose.py's (tensor, recomputation, then sharding), after the parts of other stages have been taken out.
+The order is parallelize.py's (tensor, recomputation, then sharding), after other stages' blocks have been taken out.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,50 +46,38 @@ def apply(
     plan: Callable[[nn.Module], dict[str, str] | None],
     example: Example | None,
 ) -> PipelineParallel:
-    """See compose.parallelize; collective over all workers."""
+    """See parallelize.parallelize; collective over all workers."""
     if example is None:
         raise LayoutError("a pipeline needs an example: give parallelize the loss function and a micro-batch")
     module, note = initialization.structure(build)
     initialization.require_parameters(module)
-    blocks = find(module)
-    dims = layout.dims
+    dims, blocks = layout.dims, find(module)
     tracer, trace, assignment = plan_stages(module, blocks, options, dims.pp, example, device)
     blocks = [call.path for call in trace.blocks]  # in the order of their calls
-    source = build() if dist.get_rank() == 0 else None
     mesh = dims.build_mesh(device.type)
-    stage_number = dims.coordinates(dist.get_rank())["pp"]
-    folded, chunks = options.schedule in schedules.FOLDED, schedules.chunks_of(options.schedule, options.chunks)
-    own = [schedules.part_of(stage_number, chunk, dims.pp, folded) for chunk in range(chunks)]
-    notes = [*([note] if note else []), *_batch_norm(module, layout), *_whole_backward(options)]
-    split = None
-    if dims.tp > 1:
-        split = tensor_parallel.apply(module, submesh(mesh, "tp"), plan(module), options)
-    keep_own(module, blocks, assignment, tracer, frozenset(own))
-    mine = [call.path for call in trace.blocks if assignment.part_of[call.name] in own]
+    place = Place.of(layout, options)
+    notes = (*([note] if note else []), *_batch_norm(module, layout), *_whole_backward(options))
+    split = tensor_parallel.apply(module, submesh(mesh, "tp"), plan(module), options) if dims.tp > 1 else None
+    keep_own(module, blocks, assignment, tracer, frozenset(place.parts))
+    own = [call.path for call in trace.blocks if assignment.part_of[call.name] in place.parts]
     deferred = weight_grad.DeferredWeightGrad()
     if options.schedule in schedules.SPLIT and not options.compile:  # what is compiled has its backward in one piece
         for path in traced_modules(module, blocks):
             deferred.wrap(module.get_submodule(path))
     if options.compile:
-        compile_blocks.apply(module, mine, options.compile_backend)
-    activation_checkpointing.apply(module, mine, options.activation_checkpointing)
-    units = _shard(module, dims, mesh, mine, options) if dims.dp_shard > 1 else None
+        compile_blocks.apply(module, own, options.compile_backend)
+    activation_checkpointing.apply(module, own, options.activation_checkpointing)
+    units = _shard(module, dims, mesh, own, options) if dims.dp_shard > 1 else None
     initialization.materialise(module, device, torch.device("cpu") if options.offload else device)
-    initialization.fill(module, source, device, partly=True)
+    initialization.fill(module, build() if dist.get_rank() == 0 else None, device, partly=True)
     named = list(module.named_parameters())
-    by_chunk = _by_chunk(named, assignment, own)
     group = dims.data_group(mesh)
-    sync: GradSync = NoGradSync()
-    if units is not None:
-        sync = ShardedGradients(module, units, by_chunk, dims.data_mesh(mesh), options)
-    elif group is not None:
-        sync = GradientBuckets(by_chunk, group, options)
-    stage = Stage(module, blocks, assignment, tracer, own)
-    sums = tensor_parallel.GradientSums(module, split) if split is not None else None
+    sync = _grad_sync(module, units, _by_chunk(named, assignment, place.parts), dims, mesh, group, options)
     stage_group = submesh(mesh, "pp").get_group()
+    comm = P2PComm(place.stage, stage_group, device, _pipelines(dims))
     runtime = Runtime(
-        stage,
-        _comm(stage_number, dims, stage_group, device),
+        Stage(module, blocks, assignment, tracer, place.parts),
+        comm,
         dims.pp,
         autocast=precision.autocast(options.precision, device.type),
         last=sync.last_backward,
@@ -97,7 +85,7 @@ def apply(
         deferred=deferred,
         clear=split.forget if split is not None else lambda: None,
     )
-    shared, counted = _shared(named, assignment, dims, stage_number, folded)
+    shared, counted = _shared(named, assignment, dims, place)
     return PipelineParallel(
         module,
         layout,
@@ -110,19 +98,34 @@ def apply(
         counted=counted,
         calls=[(call.name, call.is_block) for call in trace.calls],
         names=tracer.names,
-        after_step=sums.finish if sums is not None else lambda: None,
+        after_step=tensor_parallel.GradientSums(module, split).finish if split is not None else lambda: None,
         group=group,
-        notes=tuple(notes),
+        notes=notes,
     )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this worker stands in the pipeline: its stage, and the parts of the model that are its chunks."""
+
+    stage: int
+    parts: tuple[int, ...]
+    folded: bool
+
+    @classmethod
+    def of(cls, layout: Layout, options: Options) -> Place:
+        stage, folded = layout.dims.coordinates(dist.get_rank())["pp"], options.schedule in schedules.FOLDED
+        chunks = range(schedules.chunks_of(options.schedule, options.chunks))
+        return cls(stage, tuple(schedules.part_of(stage, chunk, layout.dims.pp, folded) for chunk in chunks), folded)
 
 
 def plan_stages(
     module: nn.Module, blocks: list[str], options: Options, stages: int, example: Example, device: torch.device
 ) -> tuple[Tracer, Trace, StageAssignment]:
-    """Looks at the model (on meta or for real, untouched) and cuts it; needs no process group.
+    """Looks at the model (on meta or for real, untouched) and divides it; needs no process group.
 
     Raises:
-        LayoutError: too few blocks, no chain, a cut by hand that does not fit.
+        LayoutError: too few blocks, no chain, parallel.stages that do not fit.
     """
     chunks = schedules.chunks_of(options.schedule, options.chunks)
     partition.require_blocks(len(blocks), stages, chunks)
@@ -131,12 +134,11 @@ def plan_stages(
     loss, batch = example
     trace = tracer.trace(loss, tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, batch))
     require_chain(trace, blocks)
-    first, costs, last = costs_of(trace)
-    sizes = (
-        partition.require_sizes(options.stages, len(blocks), parts)
-        if options.stages is not None
-        else partition.balanced_partition(costs, parts, first, last)
-    )
+    if options.stages is not None:
+        return tracer, trace, assign(tracer, trace, partition.require_sizes(options.stages, len(blocks), parts))
+    calls = ((call.cost, call.is_block) for call in trace.calls)
+    first, costs, last = partition.costs_around_blocks(calls, trace.last_cost)
+    sizes = partition.balanced_partition(costs, parts, first, last)
     return tracer, trace, assign(tracer, trace, sizes)
 
 
@@ -149,11 +151,6 @@ def without_numbers(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, dict(kept))
 
 
-def costs_of(trace: Trace) -> tuple[float, list[float], float]:
-    """(what is before the first block, each block with what is before it, what is after the last), as estimated."""
-    return partition.costs_around_blocks(((call.cost, call.is_block) for call in trace.calls), trace.last_cost)
-
-
 def _shard(
     module: nn.Module, dims: ParallelDims, mesh: DeviceMesh, blocks: list[str], options: Options
 ) -> list[FSDPModule]:
@@ -162,7 +159,7 @@ def _shard(
     return fsdp.shard(module, dims.data_mesh(mesh), blocks, whole, reshard_after_forward=False)
 
 
-def _by_chunk(named: Named, assignment: StageAssignment, own: list[int]) -> dict[int, Named]:
+def _by_chunk(named: Named, assignment: StageAssignment, own: tuple[int, ...]) -> dict[int, Named]:
     """Per chunk the parameters whose gradients are complete when it is: those no later chunk of the stage uses.
 
     Backward passes the chunks of a stage from the last to the first."""
@@ -173,11 +170,18 @@ def _by_chunk(named: Named, assignment: StageAssignment, own: list[int]) -> dict
     return ready
 
 
-def _comm(stage: int, dims: ParallelDims, group: dist.ProcessGroup, device: torch.device) -> P2PComm:
-    comm = P2PComm(stage, dist.get_process_group_ranks(group), group, device)
-    if device.type == "cuda":
-        comm.separate(_pipelines(dims))
-    return comm
+def _grad_sync(
+    module: nn.Module,
+    units: list[FSDPModule] | None,
+    by_chunk: dict[int, Named],
+    dims: ParallelDims,
+    mesh: DeviceMesh,
+    group: dist.ProcessGroup | None,
+    options: Options,
+) -> GradSync:
+    if units is not None:
+        return ShardedGradients(module, units, by_chunk, dims.data_mesh(mesh), options)
+    return NoGradSync() if group is None else GradientBuckets(by_chunk, group, options)
 
 
 def _pipelines(dims: ParallelDims) -> list[list[int]]:
@@ -187,13 +191,13 @@ def _pipelines(dims: ParallelDims) -> list[list[int]]:
 
 
 def _shared(
-    named: Named, assignment: StageAssignment, dims: ParallelDims, stage: int, folded: bool
+    named: Named, assignment: StageAssignment, dims: ParallelDims, place: Place
 ) -> tuple[dict[dist.ProcessGroup, Named], list[nn.Parameter]]:
     """The sums over stages that share a parameter, and the parameters that this stage counts in the norm.
 
     Collective: every worker makes every group."""
     users = {
-        name: tuple(sorted({schedules.place_of(part, dims.pp, folded)[0] for part in parts}))
+        name: tuple(sorted({schedules.place_of(part, dims.pp, place.folded)[0] for part in parts}))
         for name, parts in assignment.owners.items()
     }
     found: dict[dist.ProcessGroup, Named] = {}
@@ -203,14 +207,14 @@ def _shared(
             group = dist.new_group([ranks[s] for s in stages])
             if dist.get_rank() in [ranks[s] for s in stages]:
                 found[group] = [(name, own[name]) for name, several in users.items() if several == stages]
-    return found, [p for name, p in named if users[name][0] == stage]
+    return found, [p for name, p in named if users[name][0] == place.stage]
 
 
 def _whole_backward(options: Options) -> tuple[str, ...]:
     if options.schedule not in schedules.SPLIT or not options.compile:
         return ()
     return (
-        f"what is compiled has its backward in one piece, so {options.schedule} puts no weights' gradients off and has "
+        f"what is compiled has its backward in one piece, so {options.schedule} defers no weights' gradients and has "
         "1f1b's bubble: train.compile=false lets it split them",
     )
 

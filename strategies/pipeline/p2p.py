@@ -8,6 +8,7 @@ kind: after that nothing but tensors is sent.
 
 from __future__ import annotations
 
+import pickle
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,16 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strategies.dims import LayoutError
+from strategies.dims import LayoutError, own_group
 
 AHEAD = 3
 """Messages that a receiver has asked for before it needs them, per neighbour and direction."""
-HEADER = 512
-"""Numbers in a message that says shapes."""
-_DTYPES = (
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
-)
+HEADER_BYTES = 8192
+"""Of a message that says shapes."""
 
 
 @dataclass(frozen=True)
@@ -48,25 +45,19 @@ class TensorMeta:
 TensorMetas = tuple[TensorMeta, ...]
 
 
-def written(forms: TensorMetas) -> Tensor:
-    numbers = [len(forms)]
-    for form in forms:
-        numbers += [_DTYPES.index(form.dtype), int(form.grad), len(form.shape), *form.shape]
-    if len(numbers) > HEADER:
+def encode(metas: TensorMetas) -> Tensor:
+    """(HEADER_BYTES,) uint8."""
+    data = pickle.dumps(metas)
+    if len(data) > HEADER_BYTES:
         raise LayoutError(
-            f"{len(forms)} tensors go from one stage of the pipeline to the next, which are too many: cut the model "
+            f"{len(metas)} tensors go from one stage of the pipeline to the next, which are too many: divide the model "
             "elsewhere with parallel.stages, or write strategy=fsdp"
         )
-    return torch.tensor(numbers + [0] * (HEADER - len(numbers)), dtype=torch.int64)
+    return torch.frombuffer(bytearray(data.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
 
 
-def read(header: Tensor) -> TensorMetas:
-    numbers = iter(header.tolist())
-    forms = []
-    for _ in range(next(numbers)):
-        dtype, grad, dims = next(numbers), next(numbers), next(numbers)
-        forms.append(TensorMeta(tuple(next(numbers) for _ in range(dims)), _DTYPES[dtype], bool(grad)))
-    return tuple(forms)
+def decode(header: Tensor) -> TensorMetas:
+    return pickle.loads(header.cpu().numpy().tobytes())
 
 
 @dataclass(frozen=True)
@@ -79,27 +70,24 @@ class Message:
 
 
 class P2PComm:
-    """The process groups and neighbours of one worker.
+    """The process groups and neighbours of one worker. Collective over all workers.
 
-    peers: by stage, the global ranks of the workers that this one speaks with. On a GPU every direction has a group
-    of its own, since NCCL does what one group is asked in order; gloo tells messages apart by tag.
+    group: this worker's pipeline. pipelines: the ranks of all of them. On a GPU every direction has a group of its own,
+    since NCCL does what one group is asked in order; gloo tells messages apart by tag.
     """
 
-    def __init__(self, stage: int, peers: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
-        self.stage, self.peers, self.device = stage, list(peers), device
-        self.group = group
+    def __init__(
+        self, stage: int, group: dist.ProcessGroup, device: torch.device, pipelines: Sequence[Sequence[int]]
+    ) -> None:
+        self.stage, self.device, self.group = stage, device, group
+        self.ranks = dist.get_process_group_ranks(group)
+        """By stage."""
         self.groups: dict[tuple[str, bool], dist.ProcessGroup] = {}
         self.sent: dict[Any, list[tuple[Any, Tensor]]] = {}
         """What is kept until it has been received, by the key it was sent with."""
-
-    def separate(self, every: Iterable[Sequence[int]]) -> None:
-        """Makes a group per direction for all pipelines; collective over all workers."""
-        for ranks in every:
-            for kind in ("F", "B"):
-                for down in (True, False):
-                    made = dist.new_group(list(ranks))
-                    if dist.get_rank() in ranks:
-                        self.groups[kind, down] = made
+        if device.type == "cuda":
+            for key in ((kind, down) for kind in ("F", "B") for down in (True, False)):
+                self.groups[key] = own_group([list(ranks) for ranks in pipelines])  # type: ignore[assignment]
 
     def _group(self, kind: str, source: int, target: int) -> dist.ProcessGroup:
         return self.groups.get((kind, source < target), self.group)
@@ -109,12 +97,12 @@ class P2PComm:
         group, tag = self._group(kind, self.stage, stage), "FB".index(kind)
         for tensor in tensors:
             data = tensor.detach().contiguous()
-            work = dist.isend(data, self.peers[stage], group=group, tag=tag)
+            work = dist.isend(data, self.ranks[stage], group=group, tag=tag)
             self.sent.setdefault(key, []).append((work, data))
 
     def receive(self, kind: str, stage: int, tensors: Iterable[Tensor]) -> list[Any]:
         group, tag = self._group(kind, stage, self.stage), "FB".index(kind)
-        return [dist.irecv(tensor, self.peers[stage], group=group, tag=tag) for tensor in tensors]
+        return [dist.irecv(tensor, self.ranks[stage], group=group, tag=tag) for tensor in tensors]
 
     def received(self, keys: Iterable[Any]) -> None:
         """Lets go of what was sent with these keys: it has arrived, as what came back since then shows.
@@ -133,24 +121,24 @@ class Receiver:
     """What one neighbour sends in one direction during a step, asked for in the order in which it will come."""
 
     def __init__(
-        self, comm: P2PComm, kind: str, stage: int, messages: Iterable[Message], forms: dict[Any, TensorMetas]
+        self, comm: P2PComm, kind: str, stage: int, messages: Iterable[Message], metas: dict[Any, TensorMetas]
     ) -> None:
-        """forms: shapes by (part, kind of batch); grows by what headers say."""
+        """metas: shapes by (part, kind of batch); grows by what headers say."""
         self.comm, self.kind, self.stage = comm, kind, stage
         self.coming = deque(messages)
-        self.forms = forms
+        self.metas = metas
         self.asked: dict[tuple[int, int], tuple[list[Any], list[Tensor]]] = {}
         self.ahead()
 
     def ahead(self) -> None:
         """Asks for the next messages whose shapes are known."""
-        while self.coming and len(self.asked) < AHEAD and self._form(self.coming[0]) is not None:
+        while self.coming and len(self.asked) < AHEAD and self._meta(self.coming[0]) is not None:
             self._ask()
 
     def take(self, part: int, micro: int) -> list[Tensor]:
         """The tensors of that message; waits for them."""
         while (part, micro) not in self.asked:
-            if self._form(self.coming[0]) is None:
+            if self._meta(self.coming[0]) is None:
                 self._learn(self.coming[0])
             self._ask()
         works, tensors = self.asked.pop((part, micro))
@@ -159,19 +147,19 @@ class Receiver:
         self.ahead()
         return tensors
 
-    def _form(self, message: Message) -> TensorMetas | None:
-        return self.forms.get((message.part, message.kind))
+    def _meta(self, message: Message) -> TensorMetas | None:
+        return self.metas.get((message.part, message.kind))
 
     def _ask(self) -> None:
         message = self.coming.popleft()
-        forms = self.forms[message.part, message.kind]
+        metas = self.metas[message.part, message.kind]
         if self.kind == "B":
-            forms = tuple(form for form in forms if form.grad)
-        tensors = [torch.empty(form.shape, dtype=form.dtype, device=self.comm.device) for form in forms]
+            metas = tuple(meta for meta in metas if meta.grad)
+        tensors = [torch.empty(meta.shape, dtype=meta.dtype, device=self.comm.device) for meta in metas]
         self.asked[message.part, message.micro] = (self.comm.receive(self.kind, self.stage, tensors), tensors)
 
     def _learn(self, message: Message) -> None:
-        header = torch.empty(HEADER, dtype=torch.int64, device=self.comm.device)
+        header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self.comm.device)
         for work in self.comm.receive(self.kind, self.stage, [header]):
             work.wait()
-        self.forms[message.part, message.kind] = read(header)
+        self.metas[message.part, message.kind] = decode(header)

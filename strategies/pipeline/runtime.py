@@ -24,7 +24,7 @@ from torch import Tensor
 from strategies.dims import LayoutError
 from strategies.parallel import plain_tensor
 from strategies.pipeline import weight_grad
-from strategies.pipeline.p2p import Message, P2PComm, Receiver, TensorMeta, TensorMetas, written
+from strategies.pipeline.p2p import Message, P2PComm, Receiver, TensorMeta, TensorMetas, encode
 from strategies.pipeline.schedules import Op, Schedule, place_of
 from strategies.pipeline.simulate import Span
 from strategies.pipeline.stage import Stage
@@ -71,7 +71,7 @@ class Runtime:
     ) -> None:
         self.stage, self.comm, self.stages = stage, comm, stages
         self.autocast, self.last, self.done, self.clear = autocast, last, done, clear
-        self.forms: dict[Any, TensorMetas] = {}
+        self.metas: dict[Any, TensorMetas] = {}
         self.deferred = deferred
         self.most_alive = 0
         """Of the last step: the most micro-batches, once for each chunk, of which something was held at once."""
@@ -129,8 +129,8 @@ class Runtime:
 
     def _forward(self, step: Step, op: Op, part: int, placeholders: dict[str, Any]) -> None:
         arrived = self._take("F", part - 1, op) if part else []
-        forms = self.forms[part - 1, step.kinds[op.micro]] if part else ()
-        inputs = [tensor.requires_grad_() if form.grad else tensor for tensor, form in zip(arrived, forms, strict=True)]
+        metas = self.metas[part - 1, step.kinds[op.micro]] if part else ()
+        inputs = [tensor.requires_grad_() if meta.grad else tensor for tensor, meta in zip(arrived, metas, strict=True)]
         answer, outputs = self._timed("F", op, lambda: self._run(step, op.micro, part, placeholders, inputs))
         if part == self.parts - 1:
             value = answer * step.factors[op.micro]
@@ -173,17 +173,17 @@ class Runtime:
         self._timed("W", op, lambda: weight_grad.finish(waiting))
 
     def _send_on(self, outputs: list[Tensor], op: Op, part: int, kind: Any) -> None:
-        forms = tuple(TensorMeta.of(tensor) for tensor in outputs)
+        metas = tuple(TensorMeta.of(tensor) for tensor in outputs)
         target = place_of(part + 1, self.stages, self.folded)[0]
-        known = self.forms.get((part, kind))
+        known = self.metas.get((part, kind))
         if known is None:
-            self.forms[part, kind] = forms
+            self.metas[part, kind] = metas
             if target != self.comm.stage:
-                self.comm.send("F", target, [written(forms).to(self.comm.device)])
-        elif known != forms:
-            i = next((i for i, (a, b) in enumerate(zip(forms, known)) if a != b), 0)
+                self.comm.send("F", target, [encode(metas).to(self.comm.device)])
+        elif known != metas:
+            i = next((i for i, (a, b) in enumerate(zip(metas, known)) if a != b), 0)
             raise LayoutError(
-                f"block {self.stage.assignment.last[part]} puts out {forms[i]} for one batch and {known[i]} for "
+                f"block {self.stage.assignment.last[part]} puts out {metas[i]} for one batch and {known[i]} for "
                 "another of the same shape: a pipeline needs shapes that depend on the batch's alone"
             )
         self._give("F", part, op, outputs, target)
@@ -201,7 +201,7 @@ class Runtime:
         orders, self.shows = self._orders[key]
         for (kind, stage), order in orders.items():
             messages = [Message(part, micro, kinds[micro]) for part, micro in order]
-            self.receivers[kind, stage] = Receiver(self.comm, kind, stage, messages, self.forms)
+            self.receivers[kind, stage] = Receiver(self.comm, kind, stage, messages, self.metas)
 
     def _take(self, kind: str, edge: int, op: Op) -> list[Tensor]:
         """What crosses from part `edge` to the next (F), or back to it (B)."""
@@ -259,7 +259,7 @@ class Runtime:
     def _receive_now(self, part: int, kind: Any, op: Op) -> list[Tensor]:
         source = place_of(part - 1, self.stages, self.folded)[0]
         if source != self.comm.stage:
-            self.receivers = {("F", source): Receiver(self.comm, "F", source, [Message(part - 1, 0, kind)], self.forms)}
+            self.receivers = {("F", source): Receiver(self.comm, "F", source, [Message(part - 1, 0, kind)], self.metas)}
         return self._take("F", part - 1, op)
 
 
