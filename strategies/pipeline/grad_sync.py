@@ -90,9 +90,12 @@ class ShardedGradients:
         self.unsharded = dict(self.module.named_parameters())
 
     def free(self) -> None:
-        """Frees what has been gathered."""
+        """Frees what has been gathered. (A module whose forward was left before its end counts as in forward, in which
+        `reshard` does what reshard_after_forward says.)"""
+        self.units[0].set_reshard_after_forward(True)
         for unit in self.units:
             unit.reshard()
+        self.units[0].set_reshard_after_forward(False)
 
     def last_backward(self, chunk: int) -> None: ...
 

@@ -92,7 +92,7 @@ def _left_alone(rank: int, how: str) -> str:
         time.sleep(0.3)
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        module.leave()
+        module.release()
         return "left"
     begun = time.monotonic()
     try:
@@ -142,7 +142,7 @@ def _keeps(rank: int) -> list[int]:
         shared = shared_memory_all_reduce(None, CPU)
         assert shared is not None
         shared.average_(torch.ones(10))
-        module.leave()
+        module.release()
         del shared
     return counts
 
