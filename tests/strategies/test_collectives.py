@@ -153,7 +153,9 @@ def test_nothing_is_left_open() -> None:
 
 
 TRAIN = """
-import sys, torch, torch.distributed as dist
+import sys
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder)]  # only the tree it stands in
+import torch, torch.distributed as dist
 from strategies.parallelize import choose, parallelize
 rank, folder = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
