@@ -33,6 +33,7 @@ _KEPT_NAMES = (
     "aten.addmm.default",
     "aten.bmm.default",
     "aten._scaled_mm.default",
+    "aten._scaled_mm_v2.default",
     "aten.baddbmm.default",
     "aten.convolution.default",
     "aten._scaled_dot_product_efficient_attention.default",

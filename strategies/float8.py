@@ -9,7 +9,7 @@ A float8 number has few bits, so each tensor is scaled to fill them, by its own 
     backward   dx = q(dy)·q(W) / (s(dy)·s(W))       dy in e5m2 (up to 57,344), as gradients spread wider
                dW = q(dy)ᵀ·q(x) / (s(dy)·s(x))
 
-Products are added up in float32 and come back as bfloat16 (`torch._scaled_mm`). Everything else is as with
+Products are added up in float32 and come back as bfloat16 (`torch.nn.functional.scaled_mm`). Everything else is as with
 train.precision=bf16: parameters, gradients and optimizer state float32, norms, attention, embedding and head 16 bits.
 
 Choose it for large models on an H100 or newer, with train.compile (the scaling is a few passes over each tensor, which
@@ -136,4 +136,5 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def multiply(a8: Tensor, b8: Tensor, a_inverse: Tensor, b_inverse: Tensor) -> Tensor:
     """a·bᵀ of float8 (M, K) and (N, K), both contiguous (the second is handed on as columns, as the hardware takes it),
     scaled back: (M, N) bfloat16."""
-    return torch._scaled_mm(a8, b8.t(), scale_a=a_inverse, scale_b=b_inverse, out_dtype=torch.bfloat16)
+    per_tensor = F.ScalingType.TensorWise
+    return F.scaled_mm(a8, b8.t(), a_inverse, per_tensor, b_inverse, per_tensor, output_dtype=torch.bfloat16)

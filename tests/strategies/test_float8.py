@@ -3,7 +3,6 @@ same product as its GPUs, slowly; what only a GPU can show is marked."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,18 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.config_io import load_config
-from app.errors import UserError
 from app.models.gpt import GPT
-from app.planner.held import held_of
-from app.planner.table import PRECISIONS, Held, enumerate_layouts
-from app.planner.where import running
 from app.run.model_check import check_devices
-from strategies import float8, precision
+from strategies import float8
 from strategies.float8 import FORWARD, GRADIENT, Float8Linear, multiply, quantise
 from strategies.layout import LayoutError
 from strategies.parallelize import Layout, Options, check, choose, parallelize
 from tests.pool import run_distributed
-from tests.running import trireme
 
 CPU = torch.device("cpu")
 
@@ -87,31 +81,6 @@ def test_a_layer_and_its_gradients_are_the_plain_ones_to_float8_rounding(bias: b
     assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
 
 
-def test_the_products_are_those_of_the_quantised_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a stand-in that multiplies in float64 what the hardware would be handed."""
-    handed = []
-
-    def stand_in(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
-        handed.append((a.dtype, b.dtype))
-        assert a.is_contiguous() and b.t().is_contiguous()  # rows times columns, as it wants them
-        return (a.double() @ b.double() * scale_a * scale_b).to(out_dtype)
-
-    torch_own = _gradients()
-    monkeypatch.setattr(torch, "_scaled_mm", stand_in)
-    for found, expected in zip(torch_own, _gradients()):
-        torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-6 * expected.abs().max().item())
-    assert handed == [(FORWARD, FORWARD), (GRADIENT, FORWARD), (GRADIENT, FORWARD)]
-
-
-def _gradients() -> list[Tensor]:
-    layer, _ = _layer()
-    x = _random(32, 64).requires_grad_()
-    y = layer(x)
-    y.backward(_random(32, 48))
-    assert x.grad is not None and layer.weight.grad is not None
-    return [y.detach(), x.grad, layer.weight.grad]
-
-
 def test_rows_that_16_does_not_divide_are_computed_in_bfloat16() -> None:
     layer, plain = _layer(bias=True)
     x = _random(3, 5, 64)
@@ -156,12 +125,6 @@ def test_layers_of_blocks_whose_sizes_16_divides_are_chosen_and_no_others() -> N
         float8.apply(nn.ModuleList([nn.Linear(20, 20)]), ["0"])
 
 
-def test_what_float8_does_not_change_is_as_with_bf16() -> None:
-    with precision.autocast("fp8", "cpu")():
-        assert torch.get_autocast_dtype("cpu") == torch.bfloat16
-    assert precision.shard_policy("fp8", "fp32") == precision.shard_policy("bf16", "fp32")
-
-
 @pytest.mark.parametrize("name", ["tensor", "pipeline", "fsdp+tensor", "dp", "deepspeed"])
 def test_a_layout_whose_layers_compute_in_their_own_way_is_refused(name: str) -> None:
     workers = {"dp": 1, "fsdp+tensor": 4}.get(name, 2)
@@ -186,25 +149,6 @@ def test_it_is_refused_without_a_gpu_and_on_one_too_old(monkeypatch: pytest.Monk
     for capability in ((8, 9), (9, 0), (10, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
         float8.require(torch.device("cuda"))
-
-
-def test_trireme_train_refuses_it_in_one_sentence_before_it_starts(tmp_path: Path) -> None:
-    where = [f"run.storage={tmp_path}", "run.name=narrow", "launcher=local", "tracking.enabled=false"]
-    found = trireme("train", "task=tests.tasks:Points", "train.steps=1", "train.precision=fp8", *where)
-    assert found.code == 2 and "train.precision=fp8 needs GPUs" in found.err and "Traceback" not in found.err
-
-
-def test_the_planner_plans_it_only_where_it_can_be() -> None:
-    config = load_config([], ["task=tabular", "train.precision=fp8"])
-    with pytest.raises((LayoutError, UserError), match="cpu has no float8"):
-        held_of(config, running(2), frozenset())
-    table = enumerate_layouts(
-        4, 16, Held(), precisions=("bf16", "fp8"), blocks=4, splits=True, heads=4, per_node=4, sequence=64
-    )
-    narrow = table.where(table.precision == PRECISIONS.index("fp8"))
-    assert len(narrow) and (narrow.tp == 1).all() and (narrow.pp == 1).all()
-    wide = table.where(table.precision == PRECISIONS.index("bf16"))
-    assert (wide.tp > 1).any() and (wide.pp > 1).any()
 
 
 def _losses(_: int, name: str, workers: int, kind: str) -> list[float]:

@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from experiments.parity import curves
 from experiments.parity.rows import ROWS, Row
-from strategies import initialization
 from strategies.blocks import find_blocks, separable
 from strategies.parallelize import Options, choose, parallelize
 from strategies.tensor.loss import VocabularyLogits
@@ -375,11 +374,3 @@ def _whole_into_shards(_: int) -> bool:
 
 def test_whole_state_loads_into_shards() -> None:
     assert all(run_distributed(_whole_into_shards, 2))
-
-
-def test_materialise_keeps_ties() -> None:
-    with torch.device("meta"):
-        module = PlainGPT(tied=True)
-    initialization.materialise(module, CPU)
-    assert module.head.weight is module.embed.weight and not module.head.weight.is_meta
-    assert not any(p.is_meta for p in module.parameters()) and not module.scale.is_meta

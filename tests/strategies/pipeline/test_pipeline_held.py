@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -174,19 +173,3 @@ def _paired(rank: int) -> str:
 def test_a_block_that_returns_other_than_it_was_taken_to_is_named() -> None:
     said = run_distributed(_paired, 2)[0]
     assert said.startswith("the block blocks.0 looks at numbers (") and "but it returns a tuple: let it" in said
-
-
-def _many(rank: int) -> tuple[list[float], list[float]]:
-    from experiments.parity import curves
-    from strategies.layout import Layout
-    from tests.strategies.test_strategies_models import gpt_trial
-
-    trial = gpt_trial(tied=True, layers=4, micro_batches=8, clip=0.5, steps=5)
-    own = curves.train(trial, choose("pipeline", 4), Options(schedule="zb_h2"), CPU)
-    one = curves.train(trial, Layout("single"), Options(), CPU) if rank == 0 else own
-    return own.losses, one.losses
-
-
-def test_h2_over_four_stages_trains_as_one_device_does() -> None:
-    ours, theirs = run_distributed(_many, 4)[0]
-    assert all(abs(a - b) <= 5e-6 * abs(b) for a, b in itertools.zip_longest(ours, theirs))
