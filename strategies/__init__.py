@@ -1,1 +1,1 @@
-"""What parallelism is: torch only. Begin with README.md, then compose.py."""
+"""What parallelism is: torch only. Begin with README.md, then parallelize.py."""

@@ -1,7 +1,7 @@
 """Which modules are a model's repeating blocks: the unit of sharding, of recomputation, of pipeline stages.
 
 Nearly every deep model is a chain of modules of one class held by a ModuleList, ModuleDict or Sequential: the layers
-of a Hugging Face decoder, the stages of a ResNet, somebody's nn.Sequential. So: of the containers met from the
+of a Hugging Face decoder, the stages of a ResNet, a user's nn.Sequential. So: of the containers met from the
 outside in, take the children whose class occurs at least twice among all containers' children, preferring modules
 made of modules to bare layers. What is inside a block is not looked at. A model without such a chain is one unit.
 """
@@ -23,7 +23,7 @@ def find_blocks(module: nn.Module, named: list[str] | None = None) -> list[str]:
     """Names of the blocks, in order: those `named`, checked, or those found; [] if the model has none.
 
     Raises:
-        LayoutError: a name that is no module, or a block inside another.
+        LayoutError: a name that is not a module, or a block inside another.
     """
     if named is not None:
         return _checked(module, named)

@@ -53,7 +53,7 @@ OURS = (
 
 
 ABANDONED_SECONDS = 1800.0
-"""Older locks are nobody's: an operator takes a few minutes to compile."""
+"""Older locks were left by a process that has ended: an operator takes a few minutes to compile."""
 
 INSTEAD = "pip install deepspeed, or write strategy=zero2 or fsdp, which need nothing more"
 
@@ -75,7 +75,7 @@ def require() -> Any:
 
 def require_no_abandoned_build() -> None:
     """The engine compiles operators at its first start, under a lock that a killed build leaves behind: whoever comes
-    next would wait for it for ever, in silence. Raises LayoutError if there is one so old that nobody is building."""
+    next would wait for it for ever, in silence. Raises LayoutError if there is one too old to be in use."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "torch_extensions")
     for lock in Path(os.environ.get("TORCH_EXTENSIONS_DIR", cache)).glob("**/lock"):
         with contextlib.suppress(FileNotFoundError):

@@ -145,8 +145,8 @@ def tensor_attributes(owner: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def forget_meshes() -> None:
-    """To be called when a process that goes on has no use for its process groups any more: lets go of the memory shared
-    with their ranks, and of what was compiled with them."""
+    """To be called when a process that goes on has no use for its process groups any more: frees the memory shared with
+    their ranks, and what was compiled with them."""
     collectives.release()
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()

@@ -57,7 +57,7 @@ class Options:
     chunks: int = 1
     """With pp and interleaved_1f1b: pieces of the model per stage."""
     stages: tuple[int, ...] | None = None
-    """With pp: blocks per part, first to last (pp · chunks numbers). None: cut so that all take as long."""
+    """With pp: blocks per part, first to last (pp · chunks numbers). None: so that all take as long."""
 
 
 def checkpoint_every(value: str) -> int | None:

@@ -154,7 +154,7 @@ class Parallel:
         state.load_optimizer_state(optimizer, values, self._names)
 
     def full_model_state(self) -> dict[str, torch.Tensor]:
-        """Everything whole and on the CPU, on rank 0; empty elsewhere. Collective; one tensor at a time is whole."""
+        """Everything whole and on the CPU, on rank 0; empty on others. Collective; one tensor at a time is whole."""
         first = not dist.is_initialized() or dist.get_rank() == 0
         whole: dict[str, torch.Tensor] = {}
         for name, tensor in self.model_state().items():

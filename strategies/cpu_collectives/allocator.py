@@ -16,8 +16,8 @@ LARGEST = 32 * 2**20
 
 
 def keep_freed_memory() -> bool:
-    """Whether this process now keeps what it frees; not where a person has said otherwise by MALLOC_… in the
-    environment, or the allocator is another than glibc's."""
+    """Whether this process now keeps what it frees; not where MALLOC_… in the
+    environment says otherwise, or the allocator is not glibc's."""
     if any(name.startswith("MALLOC_") for name in os.environ) or os.environ.get("LD_PRELOAD"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -134,7 +134,7 @@ class SharedMemoryAllReduce:
 
 
 def shared_memory_all_reduce(group: dist.ProcessGroup | None, device: torch.device) -> SharedMemoryAllReduce | None:
-    """What averages over a group, where all its ranks are on this machine and on CPUs; None elsewhere, on every rank.
+    """What averages over a group, where all its ranks are on this machine and on CPUs; otherwise None, on every rank.
 
     Collective over `group`.
     """

@@ -2,7 +2,7 @@
 
 A sender sends as soon as it has something and does not wait. A receiver knows from the sender's own list of
 instructions in which order things will come, and has asked for the next few before it needs them, so that they travel
-while it computes. Shapes are said once per kind of batch, in a message of fixed size before the first tensors of that
+while it computes. Shapes are sent once per kind of batch, in a message of fixed size before the first tensors of that
 kind: after that nothing but tensors is sent.
 """
 

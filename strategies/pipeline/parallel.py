@@ -16,7 +16,7 @@ from strategies.options import Options
 from strategies.parallel import Loss, Parallel
 from strategies.pipeline import schedules
 from strategies.pipeline.grad_sync import GradSync, ShardedGradients, add_over_stages
-from strategies.pipeline.rebalance import BetterPartition, Measured, better
+from strategies.pipeline.rebalance import BetterPartition, Measured, better_partition
 from strategies.pipeline.runtime import Runtime, Step
 from strategies.pipeline.schedules import Schedule
 from strategies.pipeline.simulate import Span
@@ -69,7 +69,7 @@ class PipelineParallel(Parallel):
         return self.options.schedule in schedules.FOLDED
 
     @property
-    def cut(self) -> tuple[int, ...]:
+    def sizes(self) -> tuple[int, ...]:
         """Blocks per part."""
         return self.runtime.stage.assignment.sizes
 
@@ -79,7 +79,7 @@ class PipelineParallel(Parallel):
         return self.runtime.most_alive
 
     def schedule(self, micro_batches: int) -> Schedule:
-        """The instructions of a step of so many micro-batches."""
+        """The instructions of a step of that number of micro-batches."""
         if micro_batches not in self._schedules:
             options = self.options
             self._schedules[micro_batches] = schedules.make(
@@ -153,12 +153,12 @@ class PipelineParallel(Parallel):
         self._measured.add(self.profile(), parts, stage.seconds)
 
     def better_partition(self) -> BetterPartition | None:
-        """A cut whose dearest stage takes at least 5 % less, by the steps that were measured; None: there is none, or
-        none was measured. Collective over all workers, who all get the same answer."""
+        """A partition whose slowest stage takes at least 5 % less, by the steps that were measured; None if there is none
+        or none was measured. Collective over all workers, who all get the same answer."""
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, self._measured)
         stages = [schedules.place_of(p, self.layout.dims.pp, self._folded)[0] for p in range(self.runtime.parts)]
-        return better(everyone, self.cut, self._calls, self.runtime.stage.assignment.part_of, stages)
+        return better_partition(everyone, self.sizes, self._calls, self.runtime.stage.assignment.part_of, stages)
 
     def _part(self, chunk: int) -> int:
         return schedules.part_of(self.runtime.comm.stage, chunk, self.layout.dims.pp, self._folded)
@@ -171,7 +171,7 @@ class PipelineParallel(Parallel):
         state.load_model_state(self.inner, {k: v for k, v in values.items() if k in own or k in foreign})
 
     def full_model_state(self) -> dict[str, Tensor]:
-        """Everything whole and on the CPU, on rank 0; empty elsewhere. Collective; one tensor at a time is whole."""
+        """Everything whole and on the CPU, on rank 0; empty on others. Collective; one tensor at a time is whole."""
         own = {name: tensor for name, tensor in self.model_state().items() if isinstance(tensor, Tensor)}
         described: list[Any] = [None] * self.layout.dims.pp
         dist.all_gather_object(

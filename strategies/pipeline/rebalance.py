@@ -1,14 +1,14 @@
-"""Whether another cut is better, by what the first steps were measured to take.
+"""Whether another partition is better, by what the first steps were measured to take.
 
-The first cut is by estimates, and an estimate does not know what a block does outside of tensors, nor how well its
-matrix products suit the machine. A few measured steps do. Of a part's time for one micro-batch
+The first partition is by estimates, and an estimate does not know what a block does outside of tensors, nor how well
+its matrix products suit the machine. A few measured steps do. Of a part's time for one micro-batch
 
-- the calls of its blocks, and of the modules around them, are timed one by one in forward: they move with the cut;
-- the rest is the code between modules, which every stage runs: no cut moves it. What the first and the last part have
-  of it beyond the others (preparing inputs; the loss) stays with them;
+- the calls of its blocks, and of the modules around them, are timed one by one in forward: they move;
+- the rest is the code between modules, which every stage runs: it does not move. What the first and the last part have of
+  it beyond the others (preparing inputs; the loss) stays with them;
 - backward is timed as a whole and shared out as forward is.
 
-Medians over micro-batches and steps, so that a process that was put off for a moment does not decide.
+Medians over micro-batches and steps, so that a process that was interrupted for a moment does not decide.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from strategies.pipeline import partition
 from strategies.pipeline.simulate import Span
 
 WORTH = 0.05
-"""A new cut must shorten the dearest stage by this share."""
+"""A new partition must shorten the slowest stage by this share."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class BetterPartition:
-    """sizes: blocks per part, now `before`. seconds: of the dearest stage with one micro-batch, expected, now
+    """sizes: blocks per part, now `before`. seconds: of the slowest stage with one micro-batch, expected, now
     `seconds_before`."""
 
     before: tuple[int, ...]
@@ -57,17 +57,17 @@ class BetterPartition:
         return 1 - self.seconds / self.seconds_before
 
 
-def better(
+def better_partition(
     everyone: Sequence[Measured],
     sizes: tuple[int, ...],
     calls: Sequence[tuple[str, bool]],
     part_of: Mapping[str, int],
     stage_of: Sequence[int],
 ) -> BetterPartition | None:
-    """A cut that is worth it, if there is one.
+    """A partition that is worth the change, if there is one.
 
-    everyone: of all workers. sizes: the present cut. calls: in order, and whether each is a block. part_of: each call's
-    part. stage_of: each part's stage.
+    everyone: of all workers. sizes: as they are. calls: in order, and whether each is a block. part_of: each call's part.
+    stage_of: each part's stage.
     """
     ops = _typical([worker.ops for worker in everyone])
     inside = _typical([worker.calls for worker in everyone])

@@ -1,10 +1,10 @@
 """Schedules: who computes what when, as lists of instructions; pure functions that no process is needed for.
 
-The model is cut into parts 0 … P-1; part k+1 takes what part k puts out. A *stage* (a worker) owns one part, or several
-chunks of the model (P = stages · chunks). For each micro-batch and part there is a forward F and a backward B; a
+The model is divided into parts 0 … P-1; part k+1 takes what part k puts out. A *stage* (a worker) owns one, or
+several chunks of the model (P = stages · chunks). For each micro-batch and part there is a forward F and a backward B; a
 schedule that splits backward has B compute the gradient of the part's input, for which the stage before waits, and a
-W that computes the gradients of its weights, for which nobody waits. With p stages, m micro-batches, and times f, b, w
-of a stage's F, B and W, a step takes m(f+b+w) and, because the pipe must fill and drain,
+W that computes the gradients of its weights, for which no stage waits. With p stages, m micro-batches, and times f, b,
+w of a stage's F, B and W, a step takes m(f+b+w) and, because the pipe must fill and drain,
 
     schedule         this much more          activations alive on stage s       from
     gpipe            (p-1)(f+b+w)            m                                  Huang et al. 2019, arXiv 1811.06965
@@ -132,8 +132,8 @@ def zb_h2(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
 def zbv(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
     """Two chunks per stage, placed as a V: the first stage has the first part and the last one.
 
-    Once the pipe is full every stage does F, B, W of one chunk and then of the other. Nobody waits then, whatever
-    share of them W is.
+    Once the pipe is full every stage does F, B, W of one chunk and then of the other. No stage waits then,
+    whatever share of them W is.
     """
     rounds = max(micro_batches, 2 * stages - 1)  # those that there are not are left out again
     lists = ([op for op in _of_a_v(stage, stages, rounds) if op.micro < micro_batches] for stage in range(stages))
@@ -192,7 +192,7 @@ def require(name: str, stages: int, micro_batches: int | None, chunks: int) -> N
 
 
 def least_micro_batches(name: str, stages: int) -> int:
-    """With fewer a schedule is no longer what it says it is. gpipe and 1f1b take any number."""
+    """With fewer a schedule does not have the bubble that it promises. gpipe and 1f1b take any number."""
     return {"gpipe": 1, "1f1b": 1, "zb_h2": 2 * stages - 1}.get(name, stages)
 
 
@@ -232,8 +232,8 @@ def _of_a_v(stage: int, stages: int, micro_batches: int) -> list[Op]:
 
 
 def _eager(name: str, stages: int, micro_batches: int, room: int, flight: Sequence[int]) -> Schedule:
-    """Every stage always does the most urgent thing it can: B, else F, else W. There is room for so many activations,
-    of which so many may be in flight (their B not done yet), per stage.
+    """Every stage always does the most urgent thing it can: B, else F, else W. room: activations that a stage can hold;
+    flight: per stage, those of them whose B may not be done yet.
 
     Found by playing the pipeline through in units of time in which F, B and W take one each.
     """

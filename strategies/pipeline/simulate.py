@@ -50,7 +50,7 @@ def simulate(schedule: Schedule, times: Times) -> list[Span]:
     """When each stage computes what, by start.
 
     Raises:
-        LayoutError: the lists wait for each other, or for what nobody does.
+        LayoutError: the lists wait for each other, or for what no stage does.
     """
     ends: dict[tuple[str, int, int], float] = {}  # (kind, micro-batch, part) → when it is done
     clocks, done = [0.0] * schedule.stages, [0] * schedule.stages

@@ -94,7 +94,7 @@ class Tracer:
         """Runs `loss(model, batch)` without numbers.
 
         Raises:
-            LayoutError: a model that is no chain of its blocks.
+            LayoutError: a model whose blocks do not form a chain.
         """
         self.module.train(training)
         self._trace, self._seen = Trace(), {}
@@ -109,7 +109,7 @@ class Tracer:
         self._trace.last_uses = frozenset(self._used)
         found, self._trace = self._trace, None
         if not found.blocks:
-            raise LayoutError("the loss function calls none of the model's blocks, so there is no pipeline to make")
+            raise LayoutError("the loss function calls none of the model's blocks, so no pipeline can be made")
         return found
 
     def _watched(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,7 +121,7 @@ class Tracer:
             call = Call(numbered(path, seen), path, path in self.blocks, sources_of((args, kwargs)))
             if call.is_block and seen:
                 raise LayoutError(
-                    f"the model calls its block {path} twice in one forward, so its blocks are no chain: write "
+                    f"the model calls its block {path} twice in one forward, so its blocks do not form a chain: write "
                     "strategy=fsdp"
                 )
             before = self._count.take()  # the code between two calls counts with the first of them
@@ -221,7 +221,7 @@ def require_chain(trace: Trace, blocks: list[str]) -> None:
     unused = [name for name in blocks if name not in called]
     if unused:
         raise LayoutError(
-            f"the model never calls its block {unused[0]}, so its blocks are no chain: name those it calls"
+            f"the model never calls its block {unused[0]}, so its blocks do not form a chain: name those it calls"
         )
     behind: dict[str, frozenset[str]] = {}
     before = ""
@@ -232,7 +232,7 @@ def require_chain(trace: Trace, blocks: list[str]) -> None:
                 seen = [name for name in called if name in behind[call.name]]
                 fork = f"after {seen[-1]}" if seen else "at its input"
                 raise LayoutError(
-                    f"the model is no chain of blocks: {call.path} does not use what {before} puts out, it branches "
-                    f"{fork}: name blocks that follow each other, or write strategy=fsdp"
+                    f"the model's blocks do not form a chain: {call.path} does not use what {before} puts out, it "
+                    f"branches {fork}: name blocks that follow each other, or write strategy=fsdp"
                 )
             before = call.name

@@ -7,16 +7,16 @@ Two linear layers with an elementwise function between them, the first split by 
 so a worker computes f(X·Aᵣ)·Bᵣ alone, and one all-reduce per pair (attention: heads are columns; feed-forward) gives
 the sum. Between pairs everything would be computed by all alike; *sequence parallelism* lets each do it on its part of
 the sequence instead: the all-reduce becomes a reduce-scatter after B and an all-gather before A, which sends the same
-and divides the activations. The last layer is split by vocabulary and so is the loss (vocabulary.py). Shoeybi et al.
+and divides the activations. The last layer is split by vocabulary and so is the loss (loss.py). Shoeybi et al.
 2019, https://arxiv.org/abs/1909.08053; Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198.
 
 Choose it for layers too large for one device, or when there are more workers than samples in the batch; within a node
 only, since it communicates several times per block with nothing to hide it behind. Combine it with fsdp across nodes.
 
 How: every parameter is a DTensor, split or replicated, so that optimizers, clipping and checkpoints see one kind. What
-a module *reads*, though, is plain: split layers compute on their own part with the collectives of tensor_ops.py, any
-other module reads whole parameters, and somebody else's reading a split layer's weight gets it gathered. So a model's
-own code runs unchanged. What each module does is in tensor_plan.py.
+a module *reads*, though, is plain: split layers compute on their own part with the collectives of ops.py, any
+other module reads whole parameters, and other code that reads a split layer's weight gets it gathered. So a model's
+own code runs unchanged. What each module does is in plan.py.
 
 - Dropout on replicated activations must be the same on all tp workers: seed it by data rank, not by rank.
 - Gradients of parameters used on a part of the sequence are sums over workers: one all-reduce of all, once per step.

@@ -7,7 +7,7 @@
     rowwise      nn.Linear         input features, as a colwise layer left them; output summed
     head         nn.Linear         output features (the vocabulary); kept split for the loss, else gathered
     sequence     norm, dropout     whole parameters; works on its part of the sequence
-    split        any               whole; its output is cut to this worker's part of the sequence
+    split        any               whole; its output is narrowed to this worker's part of the sequence
     partial      any               whole parameters, used on split activations: gradients are summed over workers
     replicate    any               whole
 
@@ -87,7 +87,7 @@ def _matched(module: nn.Module, given: dict[str, str]) -> dict[str, str]:
         if value not in VALUES:
             near = difflib.get_close_matches(value, VALUES, n=1)
             hint = f"did you mean {near[0]}?" if near else f"write one of {', '.join(VALUES)}"
-            raise LayoutError(f"the tensor plan has {key}: {written}, which is no value: {hint}")
+            raise LayoutError(f"the tensor plan has {key}: {written}, which is not a value: {hint}")
         names = [name for name in modules if _matches(name, key)]
         if not names:
             near = difflib.get_close_matches(key, modules, n=1)

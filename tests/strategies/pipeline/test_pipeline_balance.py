@@ -30,7 +30,7 @@ def measured(
 def asked(workers: list[Measured], sizes: tuple[int, ...]) -> BetterPartition | None:
     part_of = {str(i): next(p for p in range(len(sizes)) if i < sum(sizes[: p + 1])) for i in range(4)}
     part_of |= {"entry": 0, "head": len(sizes) - 1}
-    return better(workers, sizes, CALLS, part_of, list(range(len(sizes))))
+    return better_partition(workers, sizes, CALLS, part_of, list(range(len(sizes))))
 
 
 @pytest.mark.parametrize(
@@ -76,15 +76,17 @@ def test_with_several_chunks_the_stage_counts_and_not_the_chunk() -> None:
     """Parts 0 and 2 are on stage 0. Its chunks take 4 and 1, the others 1 and 4: no stage waits for the other."""
     workers = measured((1, 1, 1, 1), [4.0, 1.0, 1.0, 4.0])
     part_of = {"entry": 0, "head": 3} | {str(i): i for i in range(4)}
-    assert better(workers, (1, 1, 1, 1), CALLS, part_of, [0, 1, 0, 1]) is None
+    assert better_partition(workers, (1, 1, 1, 1), CALLS, part_of, [0, 1, 0, 1]) is None
     calls = [(str(i), True) for i in range(8)]
     worker = Measured()
     for part, names in enumerate(("01", "23", "45", "67")):
         seconds = {name: [3.0 if name == "1" else 1.0] for name in names}
         worker.add([Span(0, "F", 0, 0, 0.0, sum(s for (s,) in seconds.values()))], {0: part}, seconds)
     part_of = {str(i): i // 2 for i in range(8)}
-    assert better([worker], (2, 2, 2, 2), calls, part_of, [0, 1, 0, 1]) is None, "1+1+3+3 has 6 on stage 1 then"
-    alone = better([worker], (2, 2, 2, 2), calls, part_of, [0, 1, 2, 3])
+    assert better_partition([worker], (2, 2, 2, 2), calls, part_of, [0, 1, 0, 1]) is None, (
+        "1+1+3+3 has 6 on stage 1 then"
+    )
+    alone = better_partition([worker], (2, 2, 2, 2), calls, part_of, [0, 1, 2, 3])
     assert alone is not None and (alone.sizes, alone.seconds_before, alone.seconds) == ((1, 1, 3, 3), 4.0, 3.0)
 
 
