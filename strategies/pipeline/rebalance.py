@@ -4,8 +4,8 @@ The first partition is by estimates, and an estimate does not know what a block 
 its matrix products suit the machine. A few measured steps do. Of a part's time for one micro-batch
 
 - the calls of its blocks, and of the modules around them, are timed one by one in forward: they move;
-- the rest is the code between modules, which every stage runs: it does not move. What the first and the last part have of
-  it beyond the others (preparing inputs; the loss) stays with them;
+- the rest is the code between modules, which every stage runs: it does not move. What the first and the last have of it
+  beyond the others (preparing inputs; the loss) stays with them;
 - backward is timed as a whole and shared out as forward is.
 
 Medians over micro-batches and steps, so that a process that was interrupted for a moment does not decide.
@@ -66,8 +66,8 @@ def better_partition(
 ) -> BetterPartition | None:
     """A partition that is worth the change, if there is one.
 
-    everyone: of all workers. sizes: as they are. calls: in order, and whether each is a block. part_of: each call's part.
-    stage_of: each part's stage.
+    everyone: of all workers. sizes: as they are. calls: in order, and whether each is a block. part_of: each call's
+    part. stage_of: each part's stage.
     """
     ops = _typical([worker.ops for worker in everyone])
     inside = _typical([worker.calls for worker in everyone])

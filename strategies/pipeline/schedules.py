@@ -1,8 +1,8 @@
 """Schedules: who computes what when, as lists of instructions; pure functions that no process is needed for.
 
 The model is divided into parts 0 … P-1; part k+1 takes what part k puts out. A *stage* (a worker) owns one, or
-several chunks of the model (P = stages · chunks). For each micro-batch and part there is a forward F and a backward B; a
-schedule that splits backward has B compute the gradient of the part's input, for which the stage before waits, and a
+several chunks of the model (P = stages · chunks). For each micro-batch and part there is a forward F and a backward B;
+a schedule that splits backward has B compute the gradient of the part's input, for which the stage before waits, and a
 W that computes the gradients of its weights, for which no stage waits. With p stages, m micro-batches, and times f, b,
 w of a stage's F, B and W, a step takes m(f+b+w) and, because the pipe must fill and drain,
 

@@ -9,8 +9,8 @@ so 3·N numbers are all-reduced instead of N·V gathered: for V = 128,000 that i
 gigabytes. Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, §3.
 
 The head returns `VocabularyLogits`, a tensor that knows that it is split. `F.cross_entropy` of it is the above; views,
-casts and slices of rows leave it split; anything else gathers first, and is right too, at a higher cost. So a task's loss
-is plain PyTorch and gets a plain tensor.
+casts and slices of rows leave it split; anything else gathers first, and is right too, at a higher cost. So a task's
+loss is plain PyTorch and gets a plain tensor.
 """
 
 from __future__ import annotations
