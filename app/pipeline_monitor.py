@@ -87,7 +87,7 @@ class PipelineMonitor:
 
     def better_stages(self, step: int) -> tuple[int, ...] | None:
         """The blocks per part to continue with, if others are better. Collective."""
-        found = self.parallel.better_cut()
+        found = self.parallel.better_partition()
         if found is None:
             return None
         text = (

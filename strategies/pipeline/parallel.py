@@ -153,8 +153,8 @@ class PipelineParallel(Parallel):
         self._measured.add(self.profile(), parts, stage.seconds)
 
     def better_partition(self) -> BetterPartition | None:
-        """A partition whose slowest stage takes at least 5 % less, by the measured steps; None if there is none, or no step was
-        measured. Collective over all workers, who all get the same answer."""
+        """A partition whose slowest stage takes at least 5 % less, by the measured steps; None if there is none,
+        or no step was measured. Collective over all workers, who all get the same answer."""
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, self._measured)
         stages = [schedules.place_of(p, self.layout.dims.pp, self._folded)[0] for p in range(self.runtime.parts)]
