@@ -33,43 +33,26 @@ from torch import nn
 
 from strategies import fsdp
 from strategies.dims import Layout, LayoutError
-from strategies.options import Options
 from strategies.parallel import Parallel
 from strategies.state import initialise, load_model_state, require_same
 from strategies.strategy import Applied, Setup, Strategy
 
 PACKAGE = "deepspeed"
-OURS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "optimizer",
-    "scheduler",
-    "fp16",
-    "bf16",
-)
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+OURS = (*_BATCH, "optimizer", "scheduler", "fp16", "bf16")
 """Keys of a DeepSpeed JSON that the experiment decides."""
-
-
 ABANDONED_SECONDS = 1800.0
 """Older locks were left by a process that has ended: an operator takes a few minutes to compile."""
 
-INSTEAD = "pip install deepspeed, or write strategy=zero2 or fsdp, which need nothing more"
-
 
 def require() -> Any:
-    """The deepspeed package.
-
-    Raises:
-        LayoutError: it, or what it needs, is missing.
-    """
+    """The deepspeed package. Raises LayoutError if it, or what it needs, is missing."""
     try:
         return importlib.import_module(PACKAGE)
     except Exception as error:  # it imports, and builds, a great deal
         raise LayoutError(
             f"strategy deepspeed needs the deepspeed package, which does not import ({type(error).__name__}: {error}): "
-            f"{INSTEAD}"
+            "pip install deepspeed, or write strategy=zero2 or fsdp, which need nothing more"
         ) from error
 
 
@@ -117,11 +100,8 @@ def configuration(given: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def remark(config: dict[str, Any]) -> tuple[str, ...]:
-    """A sentence where the engine needs more at the start than afterwards.
-
-    (`deepspeed.zero.Init` would build shard by shard, but leaves parameters without their shapes before the optimizer
-    is made, which decays matrices and not vectors.)
-    """
+    """A sentence where the engine needs more at the start than afterwards. (`deepspeed.zero.Init` leaves parameters
+    without their shapes before the optimizer is made, which decays matrices and not vectors.)"""
     if config["zero_optimization"]["stage"] < 3:
         return ()
     return (
@@ -139,11 +119,6 @@ def apply(setup: Setup) -> Applied:
     return Applied(setup.module, notes=remark(config), parallel=parallel)
 
 
-def check(options: Options) -> None:
-    """Raises LayoutError for a DeepSpeed JSON that cannot be used."""
-    configuration(options.deepspeed)
-
-
 STRATEGY = Strategy(
     PACKAGE,
     "DeepSpeed's ZeRO engine",
@@ -153,7 +128,7 @@ STRATEGY = Strategy(
     degrees=("dp_shard",),
     plannable=False,
     requires=PACKAGE,
-    check=check,
+    check=lambda options: configuration(options.deepspeed),
     precisions=("fp32", "bf16"),
     reduce_dtype="is not for DeepSpeed: write communication_data_type in its JSON",
 )

@@ -106,7 +106,7 @@ class Strategy:
     precisions: tuple[str, ...] = PRECISIONS
     compressions: tuple[str, ...] = ("none",)
     """Values of parallel.compression."""
-    check: Callable[[Options], None] | None = None
+    check: Callable[[Options], Any] | None = None
     """Raises LayoutError for options that it alone refuses."""
     reduce_dtype: str = ""
     """Why parallel.reduce_dtype is not for it, and what to write; "": it is."""
