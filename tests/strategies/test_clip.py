@@ -1,4 +1,4 @@
-"""The gradient's norm, against float64; between layouts: test_strategies_pieces.py."""
+"""The gradient's norm, against float64; between layouts: test_initialization.py."""
 
 from __future__ import annotations
 

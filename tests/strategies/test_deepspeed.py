@@ -17,7 +17,7 @@ from strategies import deepspeed, registry
 from strategies.layout import LayoutError
 from strategies.parallelize import Options, choose
 from tests.pool import run_distributed
-from tests.strategies.test_strategies_models import gpt_trial
+from tests.strategies.models import gpt_trial
 
 CPU = torch.device("cpu")
 HERE = importlib.util.find_spec("deepspeed") is not None

@@ -14,7 +14,7 @@ from experiments.parity.experiment import table
 from experiments.parity.matrix import EVERYTHING, Result, run
 from experiments.parity.rows import ROWS, THREE, Row
 from strategies.parallelize import LayoutError, Options
-from tests.strategies.test_strategies_models import gpt_trial, seeded
+from tests.strategies.models import gpt_trial, seeded
 
 
 def make() -> Trial:

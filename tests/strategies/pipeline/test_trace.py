@@ -15,7 +15,7 @@ from strategies.layout import LayoutError
 from strategies.options import Options
 from strategies.pipeline.apply import plan_stages
 from strategies.pipeline.trace import Loss
-from tests.strategies.test_strategies_models import (
+from tests.strategies.models import (
     HEADS,
     VOCABULARY,
     WIDTH,

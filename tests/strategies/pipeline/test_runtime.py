@@ -15,8 +15,8 @@ from strategies.parallelize import Options, choose, parallelize
 from strategies.pipeline.schedules import chunks_of
 from strategies.pipeline.simulate import alive_by_formula
 from tests.pool import run_distributed
-from tests.strategies.pipeline.test_pipeline_models import Experts, Routed
-from tests.strategies.test_strategies_models import WIDTH, PlainGPT, language_batch, language_loss, seeded
+from tests.strategies.models import WIDTH, PlainGPT, language_batch, language_loss, seeded
+from tests.strategies.pipeline.test_trace import Experts, Routed
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from experiments.parity.curves import Curve, Difference
 from experiments.parity.rows import ROWS, THREE, Row
 from strategies.parallelize import Options
 from tests.pool import run_distributed
-from tests.strategies.test_strategies_models import GPT_PLAN, ZOO, gpt_trial
+from tests.strategies.models import GPT_PLAN, ZOO, gpt_trial
 
 CPU = torch.device("cpu")
 SINGLE = Row("single", 1)

@@ -19,8 +19,8 @@ from strategies.parallelize import Options, choose, parallelize
 from strategies.pipeline.schedules import SCHEDULES
 from strategies.pipeline.simulate import alive_by_formula
 from tests.pool import run_distributed
-from tests.strategies.pipeline.test_pipeline_models import CHAINS, chain_trial
-from tests.strategies.test_strategies_models import PlainGPT, gpt_trial, language_loss, seeded
+from tests.strategies.models import PlainGPT, gpt_trial, language_loss, seeded
+from tests.strategies.pipeline.test_trace import CHAINS, chain_trial
 
 CPU = torch.device("cpu")
 TOLERANCE = 5e-6

@@ -16,7 +16,7 @@ from strategies.blocks import find_blocks
 from strategies.parallelize import LayoutError, Options, Parallel, check, choose, parallelize
 from strategies.tensor import plan as tensor_plan
 from tests.pool import run_distributed
-from tests.strategies.test_strategies_models import (
+from tests.strategies.models import (
     BATCH,
     GPT_PLAN,
     VOCABULARY,

@@ -20,7 +20,7 @@ from strategies.parallelize import Options, choose, parallelize
 from strategies.pipeline import partition
 from strategies.tensor.plan import make_plan
 from tests.pool import run_distributed
-from tests.strategies.test_strategies_models import GPT_PLAN, PlainGPT, gpt_trial
+from tests.strategies.models import GPT_PLAN, PlainGPT, gpt_trial
 
 
 def _stored(tensors: list[torch.Tensor]) -> int:

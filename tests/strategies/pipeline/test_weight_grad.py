@@ -11,7 +11,7 @@ from torch import nn
 
 from strategies import activation_checkpointing
 from strategies.pipeline.weight_grad import DeferredWeightGrad, finish
-from tests.strategies.test_strategies_models import HEADS, WIDTH, Block, Residual, seeded
+from tests.strategies.models import HEADS, WIDTH, Block, Residual, seeded
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "transformer": (lambda: Block(WIDTH, HEADS), (2, 5, WIDTH)),
