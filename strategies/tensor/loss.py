@@ -23,27 +23,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strategies.tensor.ops import Peers, gather_features
+from strategies.tree import tree_map
 
 
 class VocabularyLogits(Tensor):
-    """Logits (…, V) of which this worker holds the columns `peers.bounds(V)` in `local`."""
+    """Logits (…, V) of which this worker holds the columns `peers.bounds(V)` in `local`; itself without storage."""
 
     local: Tensor
     peers: Peers
     vocabulary: int
+    meta: Tensor
 
     @staticmethod
     def __new__(cls, local: Tensor, peers: Peers, vocabulary: int) -> VocabularyLogits:
-        shape = (*local.shape[:-1], vocabulary)
-        self = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
-        self.local, self.peers, self.vocabulary = local, peers, vocabulary
+        meta = torch.empty((*local.shape[:-1], vocabulary), dtype=local.dtype, device="meta")
+        self = meta.as_subclass(cls)
+        self.local, self.peers, self.vocabulary, self.meta = local, peers, vocabulary, meta
         return self
 
     def gathered(self) -> Tensor:
         return gather_features(self.local, self.peers, self.vocabulary)
-
-    def rewrapped(self, local: Tensor) -> VocabularyLogits:
-        return VocabularyLogits(local, self.peers, self.vocabulary)
 
     @classmethod
     def __torch_function__(
@@ -53,34 +52,26 @@ class VocabularyLogits(Tensor):
         name = getattr(func, "__name__", "")
         if name == "__repr__":  # on one rank perhaps: no collective
             return f"VocabularyLogits(…, {args[0].vocabulary})"
-        with torch._C.DisableTorchFunctionSubclass():
-            if func is F.cross_entropy and (loss := _cross_entropy(*args, **kwargs)) is not None:
-                return loss
-            if args and isinstance(args[0], VocabularyLogits):
-                if name in _ATTRIBUTES or func in _GETTERS:
-                    return func(args[0], *args[1:], **kwargs)
-                if name in _ROWWISE:
-                    own = _own_arguments(name, args[0], args[1:], kwargs)
-                    if own is not None:
-                        return args[0].rewrapped(func(args[0].local, *own, **kwargs))
-                if name in _HOOKS or func in _AUTOGRAD:
-                    return func(args[0].local, *args[1:], **kwargs)
-            args, kwargs = torch.utils._pytree.tree_map_only(VocabularyLogits, lambda x: x.gathered(), (args, kwargs))
-            return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError(f"{func} reached split logits: write parallel.loss_parallel=false")
+        if func is F.cross_entropy and (loss := _cross_entropy(*args, **kwargs)) is not None:
+            return loss
+        if args and isinstance(args[0], VocabularyLogits):
+            logits = args[0]
+            if name in _ATTRIBUTES or func in _GETTERS:
+                return func(logits.meta, *args[1:], **kwargs)
+            if name in _ROWWISE and (own := _own_arguments(name, logits, args[1:], kwargs)) is not None:
+                return VocabularyLogits(func(logits.local, *own, **kwargs), logits.peers, logits.vocabulary)
+            if name in _HOOKS or func in _OF_LOCAL:
+                return func(logits.local, *args[1:], **kwargs)
+        args, kwargs = tree_map(lambda x: x.gathered() if isinstance(x, VocabularyLogits) else x, (tuple(args), kwargs))
+        return func(*args, **kwargs)
 
 
 _ATTRIBUTES = frozenset(
     {"size", "dim", "numel", "is_floating_point", "is_complex", "__len__", "ndimension", "nelement"}
 )
-_GETTERS = frozenset(
-    getattr(Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "ndim", "is_cuda", "is_meta", "layout", "is_sparse", "is_mps", "is_cpu")
-)
-_AUTOGRAD = frozenset(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf"))
+_GETTERS = frozenset(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "layout", "is_sparse"))
+_LOCAL_NAMES = ("device", "is_cuda", "is_cpu", "is_mps", "is_meta", "requires_grad", "grad_fn", "is_leaf")
+_OF_LOCAL = frozenset(getattr(Tensor, name).__get__ for name in _LOCAL_NAMES)
 _HOOKS = frozenset({"register_hook", "retain_grad", "backward"})
 _ROWWISE = frozenset(
     {"float", "to", "double", "half", "bfloat16", "contiguous", "clone", "view", "reshape", "flatten", "__getitem__"}
