@@ -59,7 +59,7 @@ class ParallelConfig:
     would take an eighth or more."""
     schedule: str = "1f1b"
     """With pp: order of the micro-batches' forwards and backwards on each stage: gpipe, 1f1b, interleaved_1f1b,
-    zb_h1, zb_h2 or zbv; `trireme plan --schedule` draws them."""
+    zb_h1, zb_h2 or zbv."""
     chunks: int = 1
     """With pp: chunks of the model on each stage; 2 or more for interleaved_1f1b, 2 for zbv."""
     stages: Optional[list[int]] = None

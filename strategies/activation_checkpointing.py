@@ -90,6 +90,18 @@ def _kept() -> frozenset[Any]:
     return frozenset(found)
 
 
+def recomputed_blocks(mode: str, blocks: int) -> int:
+    """How many of a model's blocks are recomputed."""
+    every = checkpoint_every(mode)
+    return 0 if mode == "none" else -(-blocks // every) if every else blocks
+
+
+def kept_bytes(mode: str, saved: float, kept: float, boundary: float) -> float:
+    """What a block that is recomputed keeps of the `saved` bytes: its input, and under selective what `is_kept` says
+    (`kept`)."""
+    return boundary if checkpoint_every(mode) else min(kept + boundary, saved)
+
+
 def activation_bytes(size: ModelSize, mode: str, blocks: int) -> int:
     """What is alive of one micro-batch when backward reaches the last block: what all have kept, and one block whole.
 

@@ -1,69 +1,115 @@
-"""Measures what devices and links reach, in half a minute: `trireme calibrate`. That goes before the datasheet.
+"""Measures what devices and the links between them reach: `trireme calibrate`, half a minute.
 
-On one device: matrix products (large ones, or those of a model), copies through its memory, launches of an operation
-that does nothing. Between the devices of a machine: all-reduces of a small and a large tensor, and products on several
-at once (on CPUs workers share cores, so each is slower: `crowd`). gauge.py measures; calibrate_cluster.py does the same
-on the nodes of a Ray cluster, and between them.
+On one device: large matrix products, an addition in its memory, the launch of an operation that does nothing. Between
+the devices of a node, and two nodes: all-reduces of a small and a large tensor. What is measured goes before the
+datasheet and what is fitted.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
+import contextlib
+import re
+import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from app.config import Config
 from app.errors import RunFailed
-from app.planner.measure import stop
+from app.planner.device import Device, device, is_fitted
+from app.planner.history import remember
+from app.planner.processes import in_processes
+from cluster.hardware import HardwareError, add_gpu, gpu
 
 TIMEOUT = 180.0
-PRODUCTS = 8
-"""Of a model's products, those that take most."""
-MOST_NUMBERS = 2**28
-"""Of a product's operands and result together: larger ones are left out."""
-SAMPLES = 8
-"""Of a micro-batch, where the experiment does not say."""
+PATIENCE = 240.0
+"""Seconds for a node of a cluster, waiting for devices that others use included."""
+SECONDS = 0.2
+"""For each thing that is measured."""
+ADD = 0.9
+"""Share of the datasheet's bandwidth that an addition reaches on the GPUs whose `stream` was fitted to whole trainings,
+which reach less: another GPU's is scaled by what its own addition reaches."""
+Timer = Callable[[Callable[[], Any]], float]
 
 
-def calibrate(workers: int, shapes: list[list[float]] | None = None) -> dict[str, Any]:
-    """The constants of this machine's devices, as rates.py names them, with `gpu` the catalogue's name.
+def calibrate(workers: int) -> dict[str, Any]:
+    """The constants of this machine's devices, as device.py names them, with `gpu` the catalogue's name.
 
-    workers: processes that measure links together; 1: no links. shapes: a model's products (see `products_of`).
-    A GPU that the catalogue lacks comes with `entry`, what it would say of it.
+    workers: processes that measure links together; 1: no links. A GPU that the catalogue lacks comes with `entry`, what
+    it would say of it.
     Raises:
-        RunFailed: the processes ended, or took too long.
+        RunFailed: the processes failed, or took too long.
     """
-    import torch
+    return dict(in_processes(_measure, workers, timeout=TIMEOUT))
 
-    on_gpu = torch.cuda.is_available()
-    counts = [workers] if on_gpu else sorted({n for n in (2, 4, workers) if n <= workers})
-    found = _run(workers, {"counts": counts, "shapes": shapes or []})
-    alone, crowd = found.pop("alone"), [(1, 1.0)]
-    for count in counts:
-        together, link = found.pop(f"together{count}", None), found.pop(f"links{count}", None)
-        if together is not None:
-            crowd.append((count, max(1.0, together / alone)))
-        if link is not None and "link_within" not in found:
-            found |= {"link_within": link["bandwidth"], "latency_within": link["latency"], "within": 1.0}
-            found |= {"shared": link["shared"]} if "shared" in link else {}
-    if not on_gpu and len(crowd) > 1:
-        found["crowd"] = crowd
-    if "entry" in found and "link_within" in found:
-        found["entry"]["link"] = found["link_within"] / 1e9
-    return found | {"measured": True, "seconds_of_a_product": alone}
+
+def calibrate_cluster(workers: int | None = None) -> dict[str, Any]:
+    """The same on the Ray cluster that this process is connected to: a node of those with most GPUs, else CPUs, and the
+    link between two of them.
+
+    Raises:
+        RunFailed: a node failed, or its devices were not free.
+    """
+    import ray
+
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    unit, usual = ("GPU", 10**6) if any(node["Resources"].get("GPU", 0) >= 1 for node in alive) else ("CPU", 4)
+    most = int(max(node["Resources"].get(unit, 0) for node in alive))
+    nodes = [node for node in alive if node["Resources"].get(unit, 0) == most]
+    count = min(workers or usual, most)
+    found = dict(_result(_task(calibrate, nodes[0], count).remote(count)))
+    if len(nodes) > 1:
+        address = f"tcp://{nodes[0]['NodeManagerAddress']}:{_result(_task(_free_port, nodes[0], 1).remote())}"
+        pair = [_task(_link, node, 1).remote(rank, address) for rank, node in enumerate(nodes[:2])]
+        found |= [_result(reference) for reference in pair].pop()
+    return found
+
+
+def _task(function: Callable[..., Any], node: dict[str, Any], count: int) -> Any:
+    """A Ray task with `count` of a node's devices, there and nowhere else."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    demand = {"num_gpus": count, "num_cpus": 0} if node["Resources"].get("GPU", 0) >= 1 else {"num_cpus": count}
+    return ray.remote(function).options(**demand, scheduling_strategy=where, max_retries=0)
+
+
+def _result(reference: Any) -> Any:
+    import ray
+
+    try:
+        return ray.get(reference, timeout=PATIENCE)
+    except ray.exceptions.GetTimeoutError:
+        ray.cancel(reference, force=True)
+        raise RunFailed(f"a node's devices were not free, or hung, for {PATIENCE:.0f} s: try again later") from None
+    except ray.exceptions.RayError as error:
+        raise RunFailed(f"calibration failed on a node: {str(getattr(error, 'cause', error)).strip()}") from None
+
+
+def _free_port() -> int:
+    with socket.socket() as opened:
+        opened.bind(("", 0))
+        return int(opened.getsockname()[1])
+
+
+def _link(rank: int, address: str) -> dict[str, float]:
+    """On each of two nodes."""
+    import torch
+    import torch.distributed as dist
+
+    own = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    dist.init_process_group("nccl" if own.type == "cuda" else "gloo", init_method=address, rank=rank, world_size=2)
+    try:
+        return _links(own, "across")
+    finally:
+        dist.destroy_process_group()
 
 
 def keep(found: dict[str, Any]) -> tuple[str, Path]:
-    """Remembers what was found; a GPU that the catalogue lacks goes into the file of one's own. Its name, the file."""
-    from app.planner.calibration import remember
-    from cluster.hardware import add_gpu
-
+    """Remembers what was found; a GPU that the catalogue lacks goes into the user's own. Its name, the file."""
     values = dict(found)
     name, entry = values.pop("gpu"), values.pop("entry", None)
     if entry is not None:
@@ -71,51 +117,106 @@ def keep(found: dict[str, Any]) -> tuple[str, Path]:
     return name, remember(name, values)
 
 
-def products_of(config: Config) -> list[list[float]]:
-    """m, n, k and number of those matrix products of an experiment's model that take most, for one micro-batch.
-
-    Raises:
-        UserError: the experiment has no such model.
-    """
-    from app.planner.evaluate import as_on
-    from app.planner.fitted import basis
-    from app.planner.read import Reader
-    from app.planner.where import this_machine
-    from app.planner.work import ways_of
-    from app.tasks import load_task
-
-    machine = this_machine(1)
-    way = as_on(machine, ways_of(False, config.train.precision))
-    costs = Reader(load_task(config.task, config.task_args)).read(way).costs[way]
-    size = config.train.micro_batch_size or min(SAMPLES, config.train.global_batch_size)
-    counted: dict[tuple[float, ...], float] = {}
-    for name, part in costs.parts.items():
-        times = max(1, costs.order.count(name))
-        for shapes, counts in part.products.values():
-            for (m, n, k, batch), count in zip(shapes @ basis(size, 1), counts):
-                if min(m, n, k) >= 1 and m * k + k * n + m * n <= MOST_NUMBERS:
-                    key = (round(m), round(n), round(k))
-                    counted[key] = counted.get(key, 0.0) + float(max(1.0, batch) * count * times)
-    heavy = sorted(counted, key=lambda key: -float(np.prod(key)) * counted[key])[:PRODUCTS]
-    return [[*map(float, key), counted[key]] for key in heavy]
+# --- in the processes -------------------------------------------------------------------------------------------
 
 
-def _run(workers: int, asked: dict[str, Any]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        wanted, out = Path(folder) / "wanted.json", Path(folder) / "found.json"
-        wanted.write_text(json.dumps(asked))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
-        command += ["-m", "app.planner.gauge", str(wanted), str(out)]
-        with open(Path(folder) / "log", "w+") as log:
-            started = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
-            try:
-                started.wait(TIMEOUT)
-            except subprocess.TimeoutExpired:
-                raise RunFailed(f"calibration on {workers} processes took more than {TIMEOUT:.0f} s") from None
-            finally:
-                stop(started)
-            log.seek(0)
-            last = ([line for line in log.read().splitlines() if "Error" in line] or ["no word"])[0].strip()
-        if started.returncode or not out.exists():
-            raise RunFailed(f"calibration on {workers} processes failed: {last}")
-        return dict(json.loads(out.read_text()))
+def _measure(rank: int, own: Any) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    found = _alone(own) if rank == 0 else {}
+    dist.barrier()  # the others waited, so the first had the machine to itself
+    if dist.get_world_size() > 1:
+        found |= _links(own, "within")
+        if "entry" in found:
+            found["entry"]["link"] = found["link_within"] / 1e9
+    return found | {"measured": True}
+
+
+def _alone(own: Any) -> dict[str, Any]:
+    """One device's constants."""
+    import torch
+
+    written = torch.cuda.get_device_name(own) if own.type == "cuda" else "cpu"
+    known: Device | None = None
+    with contextlib.suppress(HardwareError):
+        known = device(gpu(written).name)
+    base, seconds = known or Device(gpu("cpu")), timer(own, best=True)
+    name = known.gpu.name if known else re.sub(r"[^a-z0-9]+", "-", written.lower()).strip("-")
+    reached = {precision: _matmul_rate(own, precision, base, seconds) for precision in _precisions(own, known)}
+    x = torch.ones(2**26 if own.type == "cuda" else 2**23, device=own)  # more than fits in caches
+    y, little = torch.empty_like(x), torch.ones(8, device=own, requires_grad=True)
+    bandwidth = 2 * x.nbytes / seconds(lambda: torch.add(x, 1.0, out=y))
+    found: dict[str, Any] = {"gpu": name, "operation": timer(own, wait=False, best=True)(lambda: little + 1.0)}
+    if own.type == "cpu":  # a core has no datasheet: what is measured is the peak
+        found |= {"peak": reached, "matmul": dict.fromkeys(reached, 1.0), "memory_bandwidth": bandwidth, "stream": 1.0}
+    elif known is not None:
+        found["matmul"] = {precision: rate / known.gpu.rate(precision) for precision, rate in reached.items()}
+        if not is_fitted(name):
+            found["stream"] = min(1.0, known.stream * bandwidth / known.gpu.memory_bandwidth / ADD)
+    else:
+        usual = device("a100-80gb").matmul
+        found["entry"] = {
+            "memory": torch.cuda.get_device_properties(own).total_memory // 2**20,
+            "bandwidth": bandwidth / ADD / 1e9,
+            "peak": {precision: rate / usual.get(precision, 0.72) / 1e12 for precision, rate in reached.items()},
+            "link": 25.0,
+            "source": "measured by trireme calibrate",
+            "aka": [written],
+        }
+    return found
+
+
+def _precisions(own: Any, known: Device | None) -> list[str]:
+    import torch
+
+    has_bf16 = own.type == "cpu" or torch.cuda.is_bf16_supported()
+    usual = ["fp32", *(["bf16"] if has_bf16 else []), *(["fp16"] if own.type == "cuda" else [])]
+    return [precision for precision in usual if known is None or precision in known.gpu.peak]
+
+
+def _matmul_rate(own: Any, precision: str, base: Device, seconds: Timer) -> float:
+    """FLOP/s that an endlessly large product would reach, from a large one and device.py's factor for its size."""
+    import torch
+
+    size = 4096 if own.type == "cuda" else 512
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    a = torch.ones(size, size, device=own, dtype=dtype)
+    return float(2 * size**3 / base.product_share(size, size, size) / seconds(lambda: a @ a))
+
+
+def _links(own: Any, where: str) -> dict[str, float]:
+    """Bytes/s and seconds per hop of an all-reduce between all processes; where: "within" a node or "across" two."""
+    import torch
+    import torch.distributed as dist
+
+    ways, seconds = dist.get_world_size(), timer(own, together=True)
+    large, small = torch.ones(2**26 if own.type == "cuda" else 2**21, device=own), torch.ones(8, device=own)
+    slow, quick = seconds(lambda: dist.all_reduce(large)), seconds(lambda: dist.all_reduce(small))
+    moved, hops = 2 * large.nbytes * (ways - 1) / ways, 2 * float(np.log2(ways))
+    return {f"link_{where}": moved / max(1e-9, slow - quick), f"latency_{where}": quick / hops, where: 1.0}
+
+
+def timer(own: Any, *, together: bool = False, wait: bool = True, best: bool = False) -> Timer:
+    """Measures seconds of one call: the median (best: the least, whatever else the machine does) of five blocks.
+
+    together: all ranks make the same number of calls. wait: until the device has done them."""
+    import torch
+    import torch.distributed as dist
+
+    def block(function: Callable[[], Any], count: int) -> float:
+        begun = time.perf_counter()
+        for _ in range(count):
+            function()
+        if own.type == "cuda" and wait:
+            torch.cuda.synchronize(own)
+        return (time.perf_counter() - begun) / count
+
+    def seconds(function: Callable[[], Any]) -> float:
+        block(function, 2)
+        count = torch.tensor([max(1, min(1000, int(SECONDS / 5 / max(block(function, 1), 1e-7))))], device=own)
+        if together:
+            dist.all_reduce(count, op=dist.ReduceOp.MIN)
+        blocks = [block(function, int(count)) for _ in range(5)]
+        return min(blocks) if best else float(np.median(blocks))
+
+    return seconds

@@ -2,121 +2,124 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from app.config import Config
 from app.errors import UserError
-from app.planner.calibration import correction
-from app.planner.evaluate import Evaluated, Machine, Settings, as_on, evaluate
-from app.planner.held import held_of, notes_of, refuse, ways_needed
-from app.planner.read import ModelRead, Reader
-from app.planner.table import CHECKPOINTING, PRECISIONS, SCHEDULES, Held, Table, enumerate_layouts
+from app.job import strategy_options
+from app.planner.device import way_of
+from app.planner.estimate import Estimate, Estimator
+from app.planner.history import correction
+from app.planner.layouts import Constraints, Space, constraints_of, enumerate_layouts, refuse
+from app.planner.machine import Machine
+from app.planner.read import Reader
 from app.tasks.base import Task
-from strategies.layout import LayoutError, choose
-from strategies.options import checkpoint_every
-from strategies.pipeline.partition import require_sizes
+from strategies.dims import LayoutError
+from strategies.pipeline import partition
 
 RANKS = ("time", "cost", "memory")
 NEAR = 1.03
-"""Layouts within this of the fastest's time are as good."""
+"""Layouts within this of the fastest's time are as good: what another gains is less than what is known."""
 GIB = 2**30
 
 
 @dataclass
 class Plan:
-    """Columns of all layouts, and what they were planned for."""
+    """All layouts, best first, and what they were planned for."""
 
     config: Config
-    task: Task
     reader: Reader
     machine: Machine
-    settings: Settings
-    held: Held
-    table: Table
-    costs: Evaluated
-    order: np.ndarray
-    """Rows, best first: those that fit, then those that do not, least memory first."""
-    steps: int
+    estimator: Estimator
+    space: Space
+    fixed: Constraints
+    rows: list[Estimate]
+    """Best first: those that fit, then those that do not, least memory first."""
+    rank: str = "time"
     seconds: dict[str, float] = field(default_factory=dict)
     """What planning itself took: reading the model, and the layouts."""
-    rank: str = "time"
-    given: frozenset[str] = frozenset()
-    """Keys that are held fixed."""
-    notes: list[str] = field(default_factory=list)
-    """What of what is held was changed, or is not modelled."""
 
     @property
-    def model(self) -> ModelRead:
-        return self.reader.model
+    def best(self) -> Estimate | None:
+        """The best layout, if one fits."""
+        return self.rows[0] if self.rows and self.rows[0].fits else None
 
     @property
-    def fits(self) -> np.ndarray:
-        return self.costs.bytes <= self.machine.capacity
+    def steps(self) -> int:
+        train = self.config.train
+        epochs = (train.epochs or 1.0) * self.reader.samples / train.global_batch_size
+        return train.steps or max(1, math.ceil(epochs))
 
-    def layout(self, row: int) -> dict[str, Any]:
+    def elsewhere(self, world: int, fixed: Constraints, *, batch: int | None = None) -> list[Estimate]:
+        """Layouts of the same model, without pipelines, on another number of these devices."""
+        machine = replace(self.machine, world=world, per_node=min(world, 8 if batch else self.machine.per_node))
+        space = replace(
+            self.space,
+            world=world,
+            per_node=machine.per_node,
+            global_batch=batch or self.space.global_batch,
+            precisions=(self.rows[0].candidate.precision,),
+            offload=False,
+            pipelines=False,
+        )
+        estimator = replace(self.estimator, machine=machine)
+        return [estimator.estimate(candidate) for candidate in enumerate_layouts(space, fixed)]
+
+    def layout(self, row: Estimate) -> dict[str, Any]:
         """One layout as a dictionary that is ready for JSON."""
-        table, costs, machine = self.table, self.costs, self.machine
-        seconds = float(costs.step[row])
-        samples = self.config.train.global_batch_size / seconds
-        items = samples * self.model.items_per_sample
-        schedule, pp, chunks = SCHEDULES[table.schedule[row]], int(table.pp[row]), int(table.chunks[row])
-        blocks = costs.blocks.get((schedule, pp, chunks))
+        candidate, machine, unit = row.candidate, self.machine, self.reader.task.unit
+        dims, piped = candidate.dims, candidate.dims.pp > 1
+        samples = self.config.train.global_batch_size / row.step_seconds
+        items = samples * self.reader.items_per_sample
         price = machine.price_per_hour
-        cost = None if price is None else price * machine.world * seconds / 3600
-        peak = machine.device.gpu.rate(PRECISIONS[table.precision[row]])
-        fits = bool(self.fits[row])
+        cost = None if price is None else price * machine.world * row.step_seconds / 3600
+        peak = machine.device.gpu.rate(candidate.precision) * machine.world
         return {
-            "strategy": table.name(row),
+            "strategy": candidate.layout.name,
             "parallel": {
-                "dp_replicate": int(table.dp_replicate[row]),
-                "dp_shard": int(table.dp_shard[row]),
-                "tp": int(table.tp[row]),
-                "pp": pp,
-                "schedule": schedule if pp > 1 else None,
-                "chunks": chunks if pp > 1 else None,
-                "stages": blocks if pp > 1 else None,
-                "offload": bool(table.offload[row]),
-                "accumulate_sharded": bool(costs.scattered[row]) if costs.accumulates[row] else None,
+                "dp_replicate": dims.dp_replicate,
+                "dp_shard": dims.dp_shard,
+                "tp": dims.tp,
+                "pp": dims.pp,
+                "schedule": candidate.schedule if piped else None,
+                "chunks": candidate.chunks if piped else None,
+                "stages": list(row.stages) if row.stages else None,
+                "offload": candidate.offload,
+                "accumulate_sharded": row.reduces_each,
             },
-            "micro_batch_size": int(table.micro_batch[row]),
-            "micro_batches": int(table.micro_batches[row]),
-            "activation_checkpointing": self.held.checkpointing or CHECKPOINTING[table.checkpointing[row]],
-            "precision": PRECISIONS[table.precision[row]],
-            "memory_bytes": int(costs.bytes[row]),
-            "memory": {name: int(values[row]) for name, values in costs.memory.items()},
-            "step_seconds": seconds,
-            "seconds": {name: float(values[row]) for name, values in costs.seconds.items()},
-            "communication": {name: float(values[row]) for name, values in costs.communication.items()},
+            "micro_batch_size": candidate.micro_batch,
+            "micro_batches": candidate.micro_batches,
+            "activation_checkpointing": candidate.checkpointing,
+            "precision": candidate.precision,
+            "memory_bytes": int(row.memory_bytes),
+            "memory": {name: int(value) for name, value in row.memory.items()},
+            "step_seconds": row.step_seconds,
+            "seconds": row.seconds,
+            "communication": row.communication,
             "samples_per_second": samples,
-            f"{self.model.unit}_per_second": items,
-            "tokens_per_second": items if self.model.unit == "tokens" else None,
-            "mfu": float(costs.flops[row]) / (seconds * machine.world * peak),
+            f"{unit}_per_second": items,
+            "tokens_per_second": items if unit == "tokens" else None,
+            "mfu": row.flops / (row.step_seconds * peak),
             "cost_per_step": cost,
             "cost_per_run": None if cost is None else cost * self.steps,
-            "energy_kwh_per_run": machine.device.gpu.watts * machine.world * seconds * self.steps / 3.6e6,
-            "fits": fits,
-            "why_not": None if fits else why_not(self, row),
+            "energy_kwh_per_run": machine.device.gpu.watts * machine.world * row.step_seconds * self.steps / 3.6e6,
+            "fits": row.fits,
+            "why_not": None if row.fits else why_not(self, row),
         }
 
-    def best(self) -> int | None:
-        """The best layout's row, if one fits."""
-        return int(self.order[0]) if len(self.order) and self.fits[self.order[0]] else None
 
-
-def why_not(plan: Plan, row: int) -> str:
+def why_not(plan: Plan, row: Estimate) -> str:
     """Why a layout does not fit, with the part that takes most."""
-    parts = {name: float(values[row]) for name, values in plan.costs.memory.items()}
-    largest = max(parts, key=lambda name: parts[name])
+    memory = row.memory
+    largest = max(memory, key=lambda name: memory[name])
     sentence = (
-        f"needs {plan.costs.bytes[row] / GIB:.1f} GiB per GPU, {plan.machine.capacity / GIB:.1f} there; the most for "
-        f"{largest} ({parts[largest] / GIB:.1f} GiB)"
+        f"needs {row.memory_bytes / GIB:.1f} GiB per GPU, of {plan.machine.capacity / GIB:.1f} available; the most "
+        f"for {largest} ({memory[largest] / GIB:.1f} GiB)"
     )
-    whole = plan.costs.accumulates[row] and not plan.costs.scattered[row]
-    if whole and largest == "communication":
+    if row.reduces_each is False and largest == "communication":
         sentence += ": whole gradients wait for the last micro-batch, parallel.accumulate_sharded=true keeps shards"
     return sentence
 
@@ -129,126 +132,98 @@ def make_plan(
     given: frozenset[str] = frozenset(),
     rank: str = "time",
     reader: Reader | None = None,
-    corrected: bool = True,
 ) -> Plan:
-    """Plans an experiment. given: keys that are held fixed, such as train.micro_batch_size.
+    """Plans an experiment. given: keys that are fixed, such as train.micro_batch_size.
 
     Raises:
-        UserError, LayoutError: nothing could run as it is held; one sentence.
+        UserError, LayoutError: nothing could run so; one sentence.
     """
+    if rank not in RANKS:
+        raise UserError(f"--rank-by is {rank!r}: write {', '.join(RANKS)}")
     begun = time.perf_counter()
-    parallel = config.parallel
-    reader = reader or Reader(task, sequence_parallel=parallel.sequence_parallel, loss_parallel=parallel.loss_parallel)
-    held, precisions = held_of(config, machine, given)
-    if "parallel.stages" in given and parallel.stages:
-        require_sizes(parallel.stages, len(reader.model.blocks), len(parallel.stages))
-    for way in ways_needed(held, precisions):
-        reader.read(as_on(machine, way))
+    reader = reader or reader_of(config, task)
+    fixed, precisions = constraints_of(config, given), _precisions(config, machine)
+    if "parallel.stages" in given and config.parallel.stages:
+        partition.require_sizes(config.parallel.stages, reader.blocks, len(config.parallel.stages))
+    for precision in [fixed.precision] if fixed.precision else precisions:
+        for is_sharded in (True, False):
+            reader.costs(way_of(is_sharded, 1, precision), not machine.device.is_cpu)
     read = time.perf_counter() - begun
-    begun = time.perf_counter()
-    model = reader.model
-    table = enumerate_layouts(
+    space = Space(
         machine.world,
+        machine.per_node,
         config.train.global_batch_size,
-        held,
-        precisions=precisions,
-        blocks=len(model.blocks),
-        splits=model.splittable,
-        heads=model.heads,
-        per_node=machine.per_node,
-        sequence=model.sequence_length if parallel.sequence_parallel else None,
-        pipelines=len(model.blocks) > 1 and _pipelines_run(),
-        offload=machine.device.gpu.name != "cpu",
+        reader.blocks,
+        reader.heads,
+        reader.sequence_length if config.parallel.sequence_parallel else None,
+        bool(reader.tp),
+        precisions,
+        offload=not machine.device.is_cpu,
+        pipelines=reader.blocks > 1,
     )
-    if not len(table):
-        refuse(config, machine, held, model)
-    settings = settings_of(
-        config, machine, correction(model_name(config), machine.device.gpu.name) if corrected else 1.0
-    )
-    if held.checkpointing is None:
-        settings = replace(settings, every=1)
-    if "parallel.stages" not in given:
-        settings = replace(settings, stages=None)
-    costs = evaluate(reader.read, table, machine, settings)
-    plan = Plan(config, task, reader, machine, settings, held, table, costs, np.zeros(0, int), steps_of(config, model))
-    plan.order = ranked(plan, rank)
-    plan.rank, plan.given, plan.notes = rank, given, notes_of(config, machine, given, table)
-    plan.seconds = {"model": read, "layouts": time.perf_counter() - begun}
+    candidates = enumerate_layouts(space, fixed)
+    if not candidates:
+        refuse(config, fixed, space)
+    plan = Plan(config, reader, machine, estimator_of(config, reader, machine, given), space, fixed, [], rank)
+    plan.rows = ranked([plan.estimator.estimate(candidate) for candidate in candidates], rank)
+    plan.seconds = {"model": read, "layouts": time.perf_counter() - begun - read}
     return plan
 
 
+def _precisions(config: Config, machine: Machine) -> tuple[str, ...]:
+    """The one that is configured, and on a GPU the 16-bit one that it has.
+
+    Raises:
+        LayoutError: the machine cannot compute in the precision that is configured.
+    """
+    wanted, gpu = config.train.precision, machine.device.gpu
+    if wanted == "fp8" and wanted not in gpu.peak:
+        raise LayoutError(f"train.precision=fp8, but {gpu.name} has no float8 products: write train.precision=bf16")
+    halves = [precision for precision in ("bf16", "fp16") if precision in gpu.peak and not machine.device.is_cpu]
+    return tuple(dict.fromkeys([wanted, *halves[:1]]))
+
+
+def reader_of(config: Config, task: Task) -> Reader:
+    parallel = config.parallel
+    return Reader(task, sequence_parallel=parallel.sequence_parallel, loss_parallel=parallel.loss_parallel)
+
+
+def estimator_of(config: Config, reader: Reader, machine: Machine, given: frozenset[str] | None = None) -> Estimator:
+    """given: keys that are fixed; None: all of them."""
+    asked, model, gpu = strategy_options(config), model_name(config), machine.device.gpu.name
+    if given is not None and "parallel.stages" not in given:
+        asked = replace(asked, stages=None)
+    clips = config.train.clip_norm is not None
+    corrections = [correction(gpu, model, of) for of in ("seconds", "bytes")]
+    return Estimator(reader, machine, asked, config.optimizer.name, clips, *corrections)
+
+
 def model_name(config: Config) -> str:
-    """What history knows a model by: its task and arguments."""
+    """What the history knows a model by: its task and arguments."""
     arguments = ", ".join(f"{key}={config.task_args[key]}" for key in sorted(config.task_args))
     return f"{config.task}({arguments})"
 
 
-def settings_of(config: Config, machine: Machine, corrected: float = 1.0) -> Settings:
-    parallel = config.parallel
-    is_cpu = machine.device.gpu.name == "cpu"
-    return Settings(
-        optimizer=config.optimizer.name,
-        reduce_bf16=parallel.reduce_dtype == "bf16",
-        compression=parallel.compression,
-        reshard_after_forward=parallel.reshard_after_forward,
-        accumulate_sharded=parallel.accumulate_sharded,
-        bucket_bytes=parallel.bucket_mb * 2**20,
-        shared_memory=parallel.shared_memory,
-        clip=config.train.clip_norm is not None,
-        correction=corrected,
-        every=checkpoint_every(config.train.activation_checkpointing) or 1,
-        compiled=config.train.compile and config.train.compile_backend == "inductor",
-        sequence_parallel=parallel.sequence_parallel,
-        stages=tuple(parallel.stages) if parallel.stages else None,
-        memory_base=PROCESS_BYTES if is_cpu else 0.0,
-    )
-
-
-PROCESS_BYTES = 0.0
-
-
-def ranked(plan: Plan, rank: str) -> np.ndarray:
+def ranked(rows: list[Estimate], rank: str) -> list[Estimate]:
     """Rows best first. Equally good ones (within 0.1 %) by less memory, then by the simpler layout.
 
-    Of layouts within `NEAR` of the fastest the simplest comes first: what is gained by another is less than what is
-    known. Cost is time where the machine is given: all of its devices are paid for.
+    Of layouts within `NEAR` of the fastest the simplest comes first. Cost is time where the machine is given: all of
+    its devices are paid for.
     """
-    if rank not in RANKS:
-        raise UserError(f"--rank-by is {rank!r}: write {', '.join(RANKS)}")
-    table, costs = plan.table, plan.costs
-    simple = table.pp * 1000 + table.tp * 10 + np.array([0, 1, 3, 4, 2])[table.data] + table.checkpointing
-    rounded = np.round(np.log(costs.step) * 1000)
-    first = np.round(np.log(costs.bytes) * 100) if rank == "memory" else rounded
-    measure = np.where(plan.fits, first, np.log(costs.bytes) * 1000)
-    order = np.lexsort((simple, costs.bytes, rounded, measure, ~plan.fits))
-    if rank == "memory" or not plan.fits.any():
+
+    def key(row: Estimate) -> tuple[float, ...]:
+        rounded = round(1000 * math.log(row.step_seconds))
+        first = round(100 * math.log(row.memory_bytes)) if rank == "memory" else rounded
+        measure = first if row.fits else 1000 * math.log(row.memory_bytes)
+        return (not row.fits, measure, rounded, row.memory_bytes, row.candidate.complexity)
+
+    order = sorted(rows, key=key)
+    fitting = [row for row in order if row.fits]
+    if rank == "memory" or not fitting:
         return order
-    near = order[plan.fits[order] & (costs.step[order] <= NEAR * costs.step[plan.fits].min())]
-    kind = _kind(table)[near]
-    simplest = near[np.argmax(kind == kind.min())]
-    return np.concatenate([[simplest], order[order != simplest]])
-
-
-def _kind(table: Table) -> np.ndarray:
-    """How many ideas a layout takes: one GPU, ddp, fsdp, zero, hsdp; then tensor, offload, pipeline."""
-    data = np.array([0, 1, 3, 4, 2])[table.data]
-    both = (table.dp_replicate > 1) & (table.dp_shard > 1)
-    return data + 2 * both + 10 * (table.tp > 1) + 20 * table.offload + 100 * (table.pp > 1)
-
-
-def steps_of(config: Config, model: ModelRead) -> int:
-    train = config.train
-    if train.steps:
-        return train.steps
-    return max(1, int(np.ceil((train.epochs or 1.0) * model.samples / train.global_batch_size)))
-
-
-def _pipelines_run() -> bool:
-    """Whether this version can run pipelines."""
-    from strategies.layout import check
-
-    try:
-        check(choose("pipeline", 2, pp=2))
-    except LayoutError:
-        return False
-    return True
+    fastest = min(row.step_seconds for row in fitting)
+    simplest = min(
+        (row for row in fitting if row.step_seconds <= NEAR * fastest),
+        key=lambda row: row.candidate.complexity,
+    )
+    return [simplest, *(row for row in order if row is not simplest)]

@@ -1,9 +1,11 @@
 """The planner beside published figures: training runs of MPT models, and whether their micro-batches are said to fit.
 
+    python -m app.planner.published TABLE.csv      fits the constants of constants.yaml, on the runs not held out
+
 The runs are GPT-2s in all but name (learned positions, LayerNorm, GELU, a head tied to the embedding), trained under
-FSDP with 16-bit arithmetic and a fused loss. Each row's model is read like any task's: two blocks are built, of which
-one is watched, and the others counted. The same model as an experiment is experiments/gpt2.yaml with
-`task_args.config={n_embd: …, n_layer: …, n_head: …, vocab_size: 50368, n_positions: …, activation_function: gelu}`.
+FSDP with 16-bit arithmetic and a fused loss. Each row's model is read like any task's, with two blocks; the others are
+counted. The constants are few and physical: per GPU family the share of the peak that products and attention reach,
+that memory reaches, what overlapping costs, and what the trainer takes per step; each is held near what is expected.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import csv
 import dataclasses
 import functools
 import json
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,17 +23,31 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from app.errors import UserError
-from app.planner.evaluate import Evaluated, Machine, Settings, evaluate
-from app.planner.rates import Rates, rates
-from app.planner.read import CAST, GPU, ModelRead, Reader
-from app.planner.table import CHECKPOINTING, DATA, PRECISIONS, Table
+from app.planner.device import Device, device, with_constants
+from app.planner.estimate import Estimate, Estimator
+from app.planner.layouts import Candidate
+from app.planner.machine import Machine
+from app.planner.read import Reader
 from app.tasks.base import Task
+from strategies import registry
+from strategies.layout import choose
+from strategies.options import Options
 
 BETWEEN_NODES = {"h100": 3200e9 / 8, "a100": 1600e9 / 8}
 """Bytes/s of a node, as the runs' pages say: 3.2 Tb/s of InfiniBand, 1.6 Tb/s of RoCE."""
+SHAPE = ("d_model", "n_layers", "n_heads", "vocab_size", "seq_len", "gpus")
+EXPECTED = {
+    "matmul": (0.75, 0.1),
+    "attention": (0.5, 0.3),
+    "stream": (0.65, 0.1),
+    "contention": (0.3, 0.25),
+    "trainer": (50e-3, 0.5),
+    "k_half": (150.0, 0.25),
+}
+"""What is fitted: where it is expected, and how far, in logarithms, it may go without being held back."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +65,21 @@ class Published:
     micro_batch: int
     micro_batches: int
     precision: str
-    sharding: str
+    reshards: bool
+    """FULL_SHARD, and not SHARD_GRAD_OP."""
     checkpointing: bool
     tokens_per_second: float
     """Of all GPUs together."""
-    parameters: int
+
+    @property
+    def is_held_out(self) -> bool:
+        """Kept for checking, by a rule that looks at no result: about half of them, and all in fp8."""
+        chosen = (self.d_model // 256 + self.sequence // 512 + self.gpus // 8 + self.micro_batch) % 2 == 0
+        return chosen or self.precision != "bf16"
+
+    def __str__(self) -> str:
+        said = f"{self.model} {self.sequence} × {self.micro_batch} on {self.gpus} {self.gpu} {self.precision}"
+        return said + (" recomputed" if self.checkpointing else "")
 
 
 def rows_of(path: str | Path) -> list[Published]:
@@ -66,48 +94,31 @@ def rows_of(path: str | Path) -> list[Published]:
     except OSError as error:
         raise UserError(f"the published figures {path} cannot be read: {error.strerror}") from error
     except (KeyError, ValueError) as error:
-        raise UserError(f"{path} is not a table of published runs: {error} is missing or no number") from error
+        raise UserError(f"{path} is not a table of published runs: {error} is missing or not a number") from error
 
 
 def _row(entry: dict[str, str]) -> Published:
-    numbers = {
-        name: int(entry[key])
-        for name, key in (
-            ("d_model", "d_model"),
-            ("n_layers", "n_layers"),
-            ("n_heads", "n_heads"),
-            ("vocab_size", "vocab_size"),
-            ("sequence", "seq_len"),
-            ("gpus", "gpus"),
-            ("micro_batch", "micro_batch_size"),
-            ("micro_batches", "grad_accum"),
-            ("parameters", "parameters"),
-        )
-    }
+    d_model, layers, heads, words, length, gpus = (int(entry[key]) for key in SHAPE)
     return Published(
-        model=entry["model"],
-        gpu=entry["gpu"].replace("_", "-"),
-        precision="fp8" if entry["precision"].endswith("fp8") else "bf16",
-        sharding=entry["sharding"],
-        checkpointing=entry["activation_checkpointing"] == "True",
-        tokens_per_second=float(entry["tokens_per_s_per_gpu"]) * numbers["gpus"],
-        **numbers,
+        entry["model"],
+        d_model,
+        layers,
+        heads,
+        words,
+        length,
+        gpus,
+        entry["gpu"].replace("_", "-"),
+        int(entry["micro_batch_size"]),
+        int(entry["grad_accum"]),
+        "fp8" if entry["precision"].endswith("fp8") else "bf16",
+        entry["sharding"] == "FULL_SHARD",
+        entry["activation_checkpointing"] == "True",
+        float(entry["tokens_per_s_per_gpu"]) * gpus,
     )
 
 
-class _Tokens(Dataset[Any]):
-    def __init__(self, sequence: int) -> None:
-        self.sequence = sequence
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return torch.zeros(self.sequence, dtype=torch.long), torch.zeros(self.sequence, dtype=torch.long)
-
-
 class _InPlaceCrossEntropy(torch.autograd.Function):
-    """The runs' fused loss: nothing but the 16-bit logits is kept, and their gradient is written over them."""
+    """The runs' fused loss: only the 16-bit logits are kept, and their gradient is written over them."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
@@ -123,146 +134,132 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
 class PublishedTask(Task):
     """A GPT-2 of transformers with two blocks, and the runs' loss."""
 
-    unit = "tokens"
-    float_output = False
+    unit, float_output = "tokens", False
 
-    def __init__(self, *, d_model: int, n_heads: int, vocab_size: int, sequence: int) -> None:
-        from transformers import GPT2Config
-
+    def __init__(self, d_model: int, n_heads: int, vocab_size: int, sequence: int) -> None:
         self.sequence_length, self.n_heads = sequence, n_heads
-        self.config = GPT2Config(
-            n_embd=d_model,
-            n_layer=2,
-            n_head=n_heads,
-            vocab_size=vocab_size,
-            n_positions=sequence,
-            activation_function="gelu",
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            use_cache=False,
-        )
+        sizes = {"n_embd": d_model, "n_layer": 2, "n_head": n_heads, "vocab_size": vocab_size, "n_positions": sequence}
+        no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        self.config: dict[str, Any] = {**sizes, **no_dropout, "activation_function": "gelu", "use_cache": False}
 
     def build_model(self) -> nn.Module:
-        from transformers import GPT2LMHeadModel
+        from transformers import GPT2Config, GPT2LMHeadModel
 
-        return GPT2LMHeadModel(self.config)
+        return GPT2LMHeadModel(GPT2Config(**self.config))
 
     def train_data(self) -> Dataset[Any]:
-        return _Tokens(self.sequence_length)
+        tokens = torch.zeros(8, self.sequence_length, dtype=torch.long)
+        return TensorDataset(tokens, tokens)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        logits = model(batch[0]).logits
-        return _InPlaceCrossEntropy.apply(logits.flatten(0, 1), batch[1].flatten())
+        return _InPlaceCrossEntropy.apply(model(batch[0]).logits.flatten(0, 1), batch[1].flatten())
 
     def items(self, batch: Any) -> int:
         return batch[1].numel()
 
 
 @functools.lru_cache(maxsize=256)
-def model_of(d_model: int, n_layers: int, n_heads: int, vocab_size: int, sequence: int) -> ModelRead:
-    """The row's model, read off a GPT-2 with two blocks, of which the second stands for all others."""
-    task = PublishedTask(d_model=d_model, n_heads=n_heads, vocab_size=vocab_size, sequence=sequence)
-    read = Reader(task, tensor=False).read(CAST + GPU)
-    costs, (first, second) = read.costs[CAST + GPU], read.blocks
-    parameters = [p for p in read.size.parameters if not p.name.startswith(second + ".")]
-    block = [p for p in read.size.parameters if p.name.startswith(second + ".")]
-    blocks = [first, *(f"{second}.{i}" for i in range(n_layers - 1))]
-    for name in blocks[1:]:
-        parameters += [dataclasses.replace(p, name=p.name.replace(second, name, 1), unit=name) for p in block]
-    return dataclasses.replace(
-        read,
-        blocks=blocks,
-        size=dataclasses.replace(read.size, parameters=tuple(parameters)),
-        costs={CAST + GPU: dataclasses.replace(costs, order=[costs.order[0]] * n_layers)},
-    )
+def reader_of(d_model: int, n_heads: int, vocab_size: int, sequence: int) -> Reader:
+    return Reader(PublishedTask(d_model, n_heads, vocab_size, sequence), tensor=False)
 
 
-def planned(row: Published, device: Rates) -> Evaluated:
-    """The one layout that the row is, planned."""
-    table = Table(
-        data=np.array([DATA.index("fsdp" if row.sharding == "FULL_SHARD" else "zero2")]),
-        dp_replicate=np.array([1]),
-        dp_shard=np.array([row.gpus]),
-        tp=np.array([1]),
-        pp=np.array([1]),
-        micro_batch=np.array([row.micro_batch]),
-        micro_batches=np.array([row.micro_batches]),
-        checkpointing=np.array([CHECKPOINTING.index("full" if row.checkpointing else "none")]),
-        precision=np.array([PRECISIONS.index(row.precision)]),
-        schedule=np.array([0]),
-        chunks=np.array([1]),
-        offload=np.array([False]),
-    )
-    model = model_of(row.d_model, row.n_layers, row.n_heads, row.vocab_size, row.sequence)
-    device = dataclasses.replace(device, step=device.trainer)
-    machine = Machine(device, row.gpus, 8, BETWEEN_NODES[row.gpu.split("-")[0]])
+def planned(row: Published, on: Device) -> Estimate:
+    """The one layout that the row is."""
+    layout = choose(registry.by_degrees("dp_shard").name, row.gpus)
+    across = BETWEEN_NODES[row.gpu.partition("-")[0]]
+    machine = Machine(dataclasses.replace(on, step=on.trainer), row.gpus, 8, across)
+    reader = reader_of(row.d_model, row.n_heads, row.vocab_size, row.sequence).with_blocks(row.n_layers)
     # the runs' FSDP gathers for every micro-batch and reduces gradients of every micro-batch, in 16 bits
-    settings = Settings(reduce_bf16=True, reshard_after_forward=row.sharding == "FULL_SHARD", accumulate_sharded=True)
-    return evaluate(lambda way: model, table, machine, settings)
+    options = Options(reduce_dtype="bf16", reshard_after_forward=row.reshards, accumulate_sharded=True)
+    mode = "full" if row.checkpointing else "none"
+    candidate = Candidate(
+        layout, registry.data_strategy(layout), row.micro_batch, row.micro_batches, mode, row.precision
+    )
+    return Estimator(reader, machine, options).estimate(candidate)
 
 
 @dataclass(frozen=True)
 class Compared:
     row: Published
-    tokens_per_second: float
-    memory: float
-    fits: bool
+    plan: Estimate
+
+    @property
+    def tokens_per_second(self) -> float:
+        row = self.row
+        return row.micro_batch * row.micro_batches * row.gpus * row.sequence / self.plan.step_seconds
 
     @property
     def error(self) -> float:
         return self.tokens_per_second / self.row.tokens_per_second - 1
 
 
-def compare(rows: list[Published], devices: dict[str, Rates] | None = None) -> list[Compared]:
-    """Each row's tokens/s and memory, predicted."""
-    found = []
-    for row in rows:
-        device = (devices or {}).get(row.gpu) or rates(row.gpu)
-        plan = planned(row, device)
-        tokens = row.micro_batch * row.micro_batches * row.gpus * row.sequence
-        capacity = device.gpu.memory_bytes - device.context
-        needed = float(plan.bytes[0])
-        found.append(Compared(row, tokens / float(plan.step[0]), needed, needed <= capacity))
-    return found
+def compare(rows: list[Published], devices: Mapping[str, Device] | None = None) -> list[Compared]:
+    """Each row beside its plan. devices: by GPU, where it is not the catalogue's."""
+    return [Compared(row, planned(row, (devices or {}).get(row.gpu) or device(row.gpu))) for row in rows]
 
 
-def is_held_out(row: Published) -> bool:
-    """Whether a row is kept for checking: by a rule that looks at no result. About half of them."""
-    return (row.d_model // 256 + row.sequence // 512 + row.gpus // 8 + row.micro_batch) % 2 == 0
+def median_error(compared: list[Compared], held_out: bool) -> float:
+    return float(np.median([abs(one.error) for one in compared if one.row.is_held_out == held_out] or [np.nan]))
 
 
 def report(path: str, as_json: bool = False) -> str:
     """The comparison as text, or as JSON: errors of the rows that constants were fitted on, and of the others."""
     compared = compare(rows_of(path))
-    parts = {
-        "fitted": [c for c in compared if not is_held_out(c.row) and c.row.precision == "bf16"],
-        "held out": [c for c in compared if is_held_out(c.row) or c.row.precision != "bf16"],
-    }
-    figures = {name: float(np.median([abs(c.error) for c in part])) for name, part in parts.items() if part}
-    refused = [c for c in compared if not c.fits]
+    medians = {name: median_error(compared, out) for name, out in (("fitted", False), ("held out", True))}
+    refused = sum(not one.plan.fits for one in compared)
     if as_json:
         rows = [
-            {
-                **dataclasses.asdict(c.row),
-                "predicted_tokens_per_second": c.tokens_per_second,
-                "predicted_memory_bytes": int(c.memory),
-                "fits": c.fits,
-                "held_out": c in parts["held out"],
+            dataclasses.asdict(one.row)
+            | {
+                "predicted_tokens_per_second": one.tokens_per_second,
+                "predicted_memory_bytes": int(one.plan.memory_bytes),
             }
-            for c in compared
+            | {"fits": one.plan.fits, "held_out": one.row.is_held_out}
+            for one in compared
         ]
-        return json.dumps({"rows": rows, "median_error": figures, "not_fitting": len(refused)})
+        return json.dumps({"rows": rows, "median_error": medians, "not_fitting": refused})
     lines = [f"{'run':42s} {'tokens/s':>11s} {'predicted':>11s}  error     GiB"]
-    for c in compared:
-        row = c.row
-        name = f"{row.model} {row.sequence} × {row.micro_batch} on {row.gpus} {row.gpu} {row.precision}"
-        name += " recomputed" if row.checkpointing else ""
+    for one in compared:
         lines.append(
-            f"{name:42s} {row.tokens_per_second:11,.0f} {c.tokens_per_second:11,.0f} {100 * c.error:+5.0f}% "
-            f"{c.memory / 2**30:7.1f}" + ("" if c.fits else "  said not to fit")
+            f"{one.row!s:42s} {one.row.tokens_per_second:11,.0f} {one.tokens_per_second:11,.0f} "
+            f"{100 * one.error:+5.0f}% {one.plan.memory_bytes / 2**30:7.1f}"
+            + ("" if one.plan.fits else "  said not to fit")
         )
-    for name, median in figures.items():
-        lines.append(f"{name}: {len(parts[name])} runs, median error {100 * median:.1f} %")
-    lines.append(f"{len(refused)} of {len(compared)} micro-batches are said not to fit")
-    return "\n".join(lines)
+    for name, out in (("fitted", False), ("held out", True)):
+        count = sum(one.row.is_held_out == out for one in compared)
+        lines.append(f"{name}: {count} runs, median error {100 * medians[name]:.1f} %")
+    return "\n".join([*lines, f"{refused} of {len(compared)} micro-batches are said not to fit"])
+
+
+def fit(rows: list[Published]) -> dict[str, float]:
+    """The constants of one family, from rows on its GPUs."""
+    from scipy.optimize import least_squares
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        errors = [np.log1p(one.error) / 0.05 for one in compare(rows, _with(constants(x), rows))]
+        return np.array([*errors, *(value / loose for value, (_, loose) in zip(x, EXPECTED.values()))])
+
+    def constants(x: np.ndarray) -> dict[str, float]:
+        return {name: near * float(np.exp(value)) for value, (name, (near, _)) in zip(x, EXPECTED.items())}
+
+    return constants(least_squares(residuals, np.zeros(len(EXPECTED)), loss="soft_l1", diff_step=1e-2).x)
+
+
+def _with(constants: dict[str, float], rows: list[Published]) -> dict[str, Device]:
+    values = constants | {"matmul": {"bf16": constants["matmul"]}}
+    return {name: with_constants(device(name), values) for name in {row.gpu for row in rows}}
+
+
+def main() -> None:
+    for family in BETWEEN_NODES:
+        rows = [row for row in rows_of(sys.argv[1]) if row.gpu.startswith(family)]
+        constants = fit([row for row in rows if not row.is_held_out])
+        print(f"{family}:", ", ".join(f"{name}: {value:.3g}" for name, value in constants.items()), flush=True)
+        compared = compare([row for row in rows if row.precision == "bf16"], _with(constants, rows))
+        print(
+            f"  median error: fitted {median_error(compared, False):.3f}, held out {median_error(compared, True):.3f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

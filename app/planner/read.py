@@ -1,125 +1,152 @@
 """Reads what a task's own model costs, whatever the model: nothing here knows one by name.
 
-The model is built on `meta`, watched under fake tensors (trace.py) at two sizes of the micro-batch and, if it can be
-split, as one of two tensor-parallel workers. Every cost is then
+The model is built on `meta` and watched under fake tensors (trace.py) at two sizes of the micro-batch and, if it can be
+split, as one of t tensor-parallel workers for one or two values of t. Every cost is then
 
-    cost(b, t) = c0 + c1·b + (c2 + c3·b) / t          b samples in the micro-batch, t tensor-parallel workers
+    cost(b, t) = c0 + c1·b + (c2 + c3·b) / t + (c4 + c5·b)·[t > 1]        b samples in the micro-batch
 
-exactly in b for nearly all models, within a few per cent in t (what is gathered is a copy that t = 1 has not); so
-four traces of unlike blocks give all sizes and degrees. If the model cannot be built on `meta` it is built under fake
-tensors; if its code looks at values it is run for real, once, on the CPU; and `note` says so.
+exactly in b for nearly all models, within a few per cent in t. The last term is what only split layers do, such as
+gathering their input; it needs two values of t. So a few traces of unlike blocks give all sizes and degrees. If the
+model cannot be built on `meta` it is built under fake tensors; if its code looks at values it is run for real, once, on
+the CPU; and `note` says so.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import logging
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import copy
+from collections import Counter, defaultdict
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map, tree_map_only
 
 from app.data.loader import fetch, rows
 from app.errors import UserError
-from app.planner.fitted import Costs, fitted
-from app.planner.trace import Trace, watch
+from app.planner.trace import AFTER, BEFORE, PartTrace, Trace, watch
 from app.tasks.base import Task
 from strategies.blocks import find_blocks, separable
-from strategies.costs import ModelSize, model_size
-from strategies.layout import LayoutError
+from strategies.costs import ParameterSize, model_size
+from strategies.dims import LayoutError
 from strategies.tensor.cost import one_part
 from strategies.tensor.plan import make_plan
+from strategies.torch_internals import fake_mode
+from strategies.tree import tree_leaves, tree_map
 
 BATCHES = (2, 4)
 PLAIN, CAST, AUTOCAST = "plain", "cast", "autocast"
 """How precision is had: float32; every number 16 bits (sharded strategies); torch.autocast (the others)."""
-GPU = " on a GPU"
-"""After one of these: the same, with what a GPU's kernels fuse and a CPU's do not."""
 ROOM = 0.8
 """Share of the host's free memory that a model may take which must be run for real; activations come on top."""
 
 
-@dataclass
-class ModelRead:
-    """All that the planner knows of a model."""
+def basis(batch: float, tp: float) -> np.ndarray:
+    """What the coefficients c0 … c5 are multiplied with."""
+    split = float(tp > 1)
+    return np.array([1.0, batch, 1.0 / tp, batch / tp, split, batch * split])
 
-    size: ModelSize
-    blocks: list[str]
-    heads: int | None
-    splittable: bool
-    """Whether it can be tensor-parallel."""
-    planned: bool
-    """Whether by a plan of the task's (fast), or by splitting every linear layer (slow)."""
-    sequence_length: int | None
-    items_per_sample: float
-    unit: str
-    sample_bytes: float
-    samples: int
-    note: str = ""
-    costs: dict[str, Costs] = field(default_factory=dict)
-    compute_name: str = ""
+
+@dataclass
+class PartCosts:
+    """Coefficients c0 … c5 of one part's costs."""
+
+    values: dict[str, np.ndarray]  # of each of trace.py's values
+    products: dict[str, np.ndarray]  # phase → (P, 4, 6): of m, n, k and the number in a batch of unlike products
+    times: dict[str, np.ndarray]  # phase → (P,) how often each is done
+
+    def at(self, batch: float, tp: float) -> dict[str, float]:
+        """Every value, none below 0."""
+        row = basis(batch, tp)
+        return defaultdict(float, {name: max(0.0, float(found @ row)) for name, found in self.values.items()})
+
+    def products_at(self, phase: str, batch: float, tp: float) -> np.ndarray:
+        """(P, 5): m, n, k, number in a batch, times."""
+        return np.column_stack([self.products[phase] @ basis(batch, tp), self.times[phase]])
+
+
+@dataclass
+class ModelCosts:
+    """The model's parts under one way of having precision."""
+
+    parts: dict[str, PartCosts]
+    order: list[str]  # the part of each block
+    parameters: dict[str, tuple[ParameterSize, ...]]  # by part: those of one such part
 
     @property
-    def parameters(self) -> int:
-        return sum(p.numel for p in self.size.parameters)
+    def counts(self) -> dict[str, int]:
+        """How many of each part the whole model has."""
+        return {BEFORE: 1, AFTER: 1} | Counter(self.order)
 
 
 class Reader:
     """Reads one task's model, each way of having precision when it is first asked for."""
 
     def __init__(
-        self,
-        task: Task,
-        *,
-        sequence_parallel: bool = True,
-        loss_parallel: bool = True,
-        tensor: bool = True,
+        self, task: Task, *, sequence_parallel: bool = True, loss_parallel: bool = True, tensor: bool = True
     ) -> None:
-        self.task = task
+        self.task, self.note = task, ""
         self.parallel_options = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
-        self.note = ""
-        self.real = False
+        self._real = fake_mode() is None
+        self._costs: dict[tuple[str, bool], ModelCosts] = {}
         data = task.train_data()
         self.samples = len(data)  # type: ignore[arg-type]
         self.batches = {b: fetch(data, [(i % self.samples, i) for i in range(b)]) for b in BATCHES}
+        first = self.batches[BATCHES[0]]
+        self.items_per_sample = float(torch.as_tensor(task.items(first)).item()) / rows(first)
+        self.sample_bytes = sum(t.nbytes for t in tree_leaves(first) if isinstance(t, Tensor)) / rows(first)
+        self.sequence_length: int | None = getattr(task, "sequence_length", None)
+        self.heads = task.heads()
         structure = self._structure()
-        self.blocks = find_blocks(structure, task.blocks(structure))
-        plan = task.tensor_plan(structure)
+        self._names = find_blocks(structure, task.blocks(structure))
+        self.blocks = len(self._names)
         try:
-            self.dims = make_plan(structure, plan, sequence_parallel).dims
+            split = make_plan(structure, task.tensor_plan(structure), sequence_parallel).dims if tensor else {}
         except LayoutError:
-            self.dims = {}
-        self.tp = next((t for t in (2, 3, 5, 7) if not (task.heads() or t) % t), 0) if self.dims and tensor else 0
-        self.model = ModelRead(
-            model_size(structure, separable(structure, self.blocks), self.dims),
-            self.blocks,
-            task.heads(),
-            bool(self.tp),
-            plan is not None,
-            getattr(task, "sequence_length", None),
-            float(torch.as_tensor(task.items(self.batches[BATCHES[0]])).item()) / rows(self.batches[BATCHES[0]]),
-            task.unit,
-            sum(t.numel() * t.element_size() for t in _tensors(self.batches[BATCHES[0]]))
-            / rows(self.batches[BATCHES[0]]),
-            self.samples,
-        )
-        if not self.model.size.parameters:
+            split = {}
+        self.size = model_size(structure, separable(structure, self._names), split)
+        self.parameters = sum(p.numel for p in self.size.parameters)
+        self.tp = next((t for t in (2, 3, 5, 7) if split and not (self.heads or t) % t), 0)
+        """The degree that the model is split by to be watched; 0: it cannot be split."""
+        if not self.parameters:
             raise UserError("the task's model has no parameters, so there is nothing to plan")
 
-    def read(self, way: str = PLAIN) -> ModelRead:
-        """The model with its costs under `way` (PLAIN, or CAST + GPU, …) among its `costs`."""
-        if way not in self.model.costs:
-            self.model.costs[way] = self._costs(way)
-            self.model.note = self.note
-        return self.model
+    def costs(self, way: str = PLAIN, gpu: bool = False) -> ModelCosts:
+        """way: PLAIN, CAST or AUTOCAST. gpu: with what a GPU's kernels fuse and a CPU's do not."""
+        if (way, gpu) not in self._costs:
+            traces = self._traces(way, gpu)
+            first = traces[min(traces)]
+            parts = {
+                name: _fitted({k: t.parts[name] for k, t in traces.items() if name in t.parts}) for name in first.parts
+            }
+            self._costs[way, gpu] = ModelCosts(parts, first.order, self._by_part(first))
+        found = self._costs[way, gpu]
+        is_whole = self.blocks == len(self._names)
+        return found if is_whole else ModelCosts(found.parts, found.order[:1] * self.blocks, found.parameters)
 
-    # --- building -----------------------------------------------------------------------------------------------
+    def with_blocks(self, count: int) -> Reader:
+        """The same model with that many blocks, all like its first; nothing more is read."""
+        other = copy.copy(self)
+        own = sum(p.numel for p in self.size.parameters if p.name.startswith(self._names[0] + "."))
+        other.parameters, other.blocks = self.parameters + own * (count - self.blocks), count
+        return other
+
+    def _by_part(self, trace: Trace) -> dict[str, tuple[ParameterSize, ...]]:
+        """The parameters of one part of each kind; one outside of blocks is before or after by where it stands."""
+        kinds = dict(zip(self._names, trace.order)) if len(trace.order) == len(self._names) else {}
+        first = {kind: block for block, kind in reversed(kinds.items())}
+        found: dict[str, list[ParameterSize]] = {name: [] for name in trace.parts}
+        side = BEFORE
+        for parameter in self.size.parameters:
+            block = next((name for name in kinds if parameter.name.startswith(name + ".")), None)
+            if block is None:
+                found[side if side in found else BEFORE if BEFORE in found else next(iter(found))].append(parameter)
+                continue
+            side = AFTER
+            if first[kinds[block]] == block:
+                found[kinds[block]].append(parameter)
+        return {name: tuple(own) for name, own in found.items()}
 
     def _structure(self) -> nn.Module:
         try:
@@ -129,143 +156,117 @@ class Reader:
             raise
         except Exception as error:
             self.note = f"the model cannot be built on the meta device ({_first_line(error)}): read under fake tensors"
-            try:
-                with FakeTensorMode(allow_non_fake_inputs=True):
-                    return self.task.build_model()
-            except Exception:
-                self.note = f"the model cannot be built without storage ({_first_line(error)}): built and run for real"
-                self.real = True
+        try:
+            with fake_mode() or contextlib.nullcontext():
                 return self.task.build_model()
+        except Exception as error:
+            self.note = f"the model cannot be built without storage ({_first_line(error)}): built and run for real"
+            self._real = True
+            return self.task.build_model()
 
-    def _costs(self, way: str) -> Costs:
-        traces: dict[tuple[int, int], Trace] = {}
-        for batch in BATCHES:
-            traces[batch, 1] = self._trace(batch, 1, way)
-        if self.tp:
-            try:
-                for batch in BATCHES:
-                    traces[batch, self.tp] = self._trace(batch, self.tp, way)
-                if not (self.task.heads() or 2 * self.tp) % (2 * self.tp):
-                    traces |= {(batch, 2 * self.tp): self._trace(batch, 2 * self.tp, way) for batch in BATCHES}
-            except Exception as error:
-                self.model.splittable, self.tp = False, 0
-                self.note = self.note or f"tensor parallelism is left out: {_first_line(error)}"
-                traces = {key: trace for key, trace in traces.items() if key[1] == 1}
-        return fitted(traces, self.tp)
+    def _traces(self, way: str, gpu: bool) -> dict[tuple[int, int], Trace]:
+        """By (batch, tp)."""
+        found = {(batch, 1): self._trace(batch, 1, way, gpu) for batch in BATCHES}
+        degrees = [t for t in (self.tp, 2 * self.tp) if t and not (self.heads or t) % t]
+        try:
+            return found | {(batch, t): self._trace(batch, t, way, gpu) for t in degrees for batch in BATCHES}
+        except Exception as error:
+            self.tp = 0
+            self.note = self.note or f"tensor parallelism is left out: {_first_line(error)}"
+            return found
 
-    def _trace(self, batch: int, tp: int, way: str) -> Trace:
-        if not self.real:
+    def _trace(self, batch: int, tp: int, way: str, gpu: bool) -> Trace:
+        if not self._real:
             try:
-                return self._traced(batch, tp, way, FakeTensorMode(allow_non_fake_inputs=True))
+                return self._traced(batch, tp, way, gpu)
             except LayoutError:
                 raise
             except Exception as error:
                 if tp > 1:
                     raise
-                self.real = True
+                self._real = True
                 self.note = f"the model's code looks at values ({_first_line(error)}): run for real, once, on the CPU"
-        self._require_room(way)
-        return self._traced(batch, tp, way, None)
+        _require_room(self.parameters * (8 if way == CAST else 12))
+        return self._traced(batch, tp, way, gpu)
 
-    def _require_room(self, way: str) -> None:
-        """Raises UserError if this host has no room to run the model for real."""
-        import psutil
-
-        numbers = self.model.parameters
-        needed, free = numbers * (4 + (4 if way.startswith(CAST) else 8)), psutil.virtual_memory().available
-        if needed > ROOM * free:
-            raise UserError(
-                "the model's code looks at values, so it must be run for real to be planned, and that takes "
-                f"{needed / 2**30:.1f} GiB and its activations where {free / 2**30:.1f} GiB are free: plan it on a "
-                "larger machine, or plan the same model with fewer layers"
-            )
-
-    def _traced(self, batch: int, tp: int, way: str, mode: FakeTensorMode | None) -> Trace:
-        module = self.task.build_model() if mode is None else self._fake(mode, way.removesuffix(GPU))
-        module.train()
-        peers = None
-        if tp > 1:
-            peers, _ = one_part(module, self.task.tensor_plan(module), tp, **self.parallel_options)
-        values: Any = self.batches[batch]
-        gpu, way = way.endswith(GPU), way.removesuffix(GPU)
+    def _traced(self, batch: int, tp: int, way: str, gpu: bool) -> Trace:
+        fake = None if self._real else fake_mode()
+        module, values = self._module(way, fake).train(), self.batches[batch]
+        peers = one_part(module, self.task.tensor_plan(module), tp, **self.parallel_options)[0] if tp > 1 else None
         if way == CAST:
-            if mode is None:
-                module.to(torch.bfloat16)
-            values = tree_map_only(torch.Tensor, _as_bfloat16, values)
+            values = tree_map(_as_bfloat16, values)
             if self.task.float_output:
-                module.register_forward_hook(lambda _, __, output: _as_float(output))
-        if mode is not None:
-            values = tree_map_only(torch.Tensor, mode.from_tensor, values)
-        autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=way == AUTOCAST)
+                module.register_forward_hook(lambda _, __, output: tree_map(_as_float, output))
+        if fake is not None:
+            values = tree_map(lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, values)
 
         def loss(model: nn.Module) -> Tensor:
-            with autocast:
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=way == AUTOCAST):
                 return self.task.loss(model, values)
 
-        with mode or contextlib.nullcontext(), _quietly():
-            return watch(module, self.blocks, loss, peers, gpu)
+        with fake or contextlib.nullcontext():
+            return watch(module, self._names, loss, peers, gpu)
 
-    def _fake(self, mode: FakeTensorMode, way: str) -> nn.Module:
+    def _module(self, way: str, fake: Any) -> nn.Module:
         dtype = torch.bfloat16 if way == CAST else None
-        try:
+        with contextlib.suppress(Exception):
             with torch.device("meta"):
                 module = self.task.build_model().to(dtype=dtype)
-            with mode:
+            with fake:
                 module.to_empty(device="cpu")
                 getattr(module, "tie_weights", lambda: None)()
                 return module
-        except Exception:
-            with mode:
-                return self.task.build_model().to(dtype=dtype)
+        with fake or contextlib.nullcontext():
+            return self.task.build_model().to(dtype=dtype)
 
 
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Without torch's log of an operation that fake tensors cannot do: what follows from it is said in a note."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+def _require_room(needed: float) -> None:
+    """Raises UserError if this host has no room to run the model for real."""
+    import psutil
+
+    free = psutil.virtual_memory().available
+    if needed > ROOM * free:
+        raise UserError(
+            "the model's code looks at values, so it must be run for real to be planned, and that takes "
+            f"{needed / 2**30:.1f} GiB and its activations where {free / 2**30:.1f} GiB are free: plan it on a "
+            "larger machine, or plan the same model with fewer layers"
+        )
 
 
-def _as_float(output: Any) -> Any:
-    return tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.is_floating_point() else t, output)
+def _as_float(leaf: Any) -> Any:
+    return leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
-def _as_bfloat16(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    return [t for t in torch.utils._pytree.tree_flatten(batch)[0] if isinstance(t, Tensor)]
+def _as_bfloat16(leaf: Any) -> Any:
+    return leaf.to(torch.bfloat16) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
 def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
 
 
-def sized(model: ModelRead, micro_batch: int, way: str = PLAIN, tp: int = 1) -> ModelSize:
-    """The model as strategies' cost functions see it, with the activations of one micro-batch read off the model.
+def _fitted(traces: dict[tuple[int, int], PartTrace]) -> PartCosts:
+    """One part's costs from its traces by (batch, tp): of two batches, with tp = 1 and maybe one or two more."""
+    names = {name for trace in traces.values() for name in trace.values}
+    values = {name: _coefficients({key: trace.values[name] for key, trace in traces.items()}) for name in names}
+    products, times = {}, {}
+    for phase in ("forward", "backward"):
+        lists = {key: trace.products[phase] for key, trace in traces.items()}
+        if len({len(own) for own in lists.values()}) > 1:  # as if all work were split evenly
+            lists = {key: own for key, own in lists.items() if key[1] == 1}
+        unlike: Counter[tuple[float, ...]] = Counter()
+        for i in range(min(map(len, lists.values()))):
+            sizes = [_coefficients({key: float(own[i][side]) for key, own in lists.items()}) for side in range(4)]
+            unlike[tuple(np.round(np.concatenate(sizes), 4))] += 1
+        products[phase] = np.array(list(unlike), float).reshape(-1, 4, 6)
+        times[phase] = np.array(list(unlike.values()), float)
+    return PartCosts(values, products, times)
 
-    The model must have been read under `way`. tp: activations of one of so many tensor-parallel workers.
-    """
-    costs = model.costs[way]
-    counts = Counter(costs.order)
 
-    def total(name: str, *kinds: str) -> int:
-        found = sum(float(costs.parts[kind].at(name, micro_batch, tp)) * counts.get(kind, 1) for kind in kinds)
-        return round(found)
-
-    inside = [kind for kind in costs.parts if kind in counts]
-    outside = [kind for kind in costs.parts if kind not in counts]
-    boundary = max((float(costs.parts[kind].at("boundary", micro_batch, tp)) for kind in inside), default=0.0)
-    return dataclasses.replace(
-        model.size,
-        activation_bytes=total("saved", *costs.parts),
-        boundary_bytes=round(boundary),
-        kept_bytes=total("kept", *inside) if inside else None,
-        outside_bytes=total("saved", *outside),
-    )
+def _coefficients(values: dict[tuple[int, int], float]) -> np.ndarray:
+    """c0 … c5 from values at (batch, tp); what was not traced is 0."""
+    known = 2 * len({tp for _, tp in values})
+    equations = np.array([basis(*key)[:known] for key in values])
+    found = np.zeros(6)
+    found[:known] = np.linalg.lstsq(equations, np.array(list(values.values())), rcond=None)[0]
+    return found

@@ -53,11 +53,11 @@ def _job(run: Run, prepared: Prepared) -> Job:
 
 
 def _compare_with_plan(driver: Driver, prepared: Prepared) -> None:
-    """Logs what the planner predicts beside what was measured, and keeps it for `trireme plan --history`."""
+    """Logs what the planner predicts beside what was measured."""
     seconds, summary = driver.seconds_per_step, driver.summary
     if seconds is None or driver.resized:  # then no one layout was measured
         return
-    from app.planner.record import record
+    from app.planner.auto import record
 
     memory = summary.get("memory_bytes", 0.0) - summary.get("memory_bytes_before", 0.0)
     found = record(prepared.config, prepared.layout, seconds, memory, summary.get("seconds", 0.0))

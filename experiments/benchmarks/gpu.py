@@ -129,9 +129,9 @@ def ours(
 
 def predicted(run: Ours) -> tuple[float, float]:
     """Seconds a step and bytes that the planner expects."""
-    from app.planner.prediction import predict
+    from app.planner.auto import predict
+    from app.planner.machine import running
     from app.planner.read import Reader
-    from app.planner.where import running
     from app.tasks import load_task
 
     config = run.job.config
@@ -173,7 +173,7 @@ def run(
     name: str, blocks: int, steps: int, *, compiled: bool, precision: str = "bf16", more: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """Median seconds a step of either side, and what follows from them."""
-    from app.planner.where import running
+    from app.planner.machine import running
 
     shape = SHAPES[name]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -79,7 +79,7 @@ def times_of(points: list[dict[str, Any]], strategy: str) -> dict[int, list[floa
 def predicted(config: Config, task: Any, prepared: Any) -> float | None:
     """What the planner says of a step, in seconds, of the cluster that we are connected to; None where it cannot."""
     with contextlib.suppress(Exception):  # a study is not refused because nobody could predict it
-        from app.planner.prediction import predict
+        from app.planner.auto import predict
 
         return float(predict(config, task, prepared.layout).step_seconds)
     return None

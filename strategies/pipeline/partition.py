@@ -26,13 +26,17 @@ def balanced_partition(costs: Sequence[float], parts: int, first: float = 0.0, l
     if count < parts:
         raise LayoutError(f"{count} blocks cannot be divided into {parts} parts: write at most {count}")
     sums = [0.0, *itertools.accumulate(costs)]
+    # pieces that are filled until they exceed the mean exceed it by less than an item: no best piece costs more
+    limit = (sums[-1] + first + last) / parts + max(costs) + first + last
 
     @functools.cache
     def best(end: int, pieces: int) -> tuple[float, float, tuple[int, ...]]:
         """Of the first `end` items: maximum, Σ squares, and sizes."""
         found = []
-        for start in range(pieces - 1, end) if pieces > 1 else (0,):
+        for start in range(end - 1, pieces - 2, -1) if pieces > 1 else (0,):
             cost = sums[end] - sums[start] + (first if start == 0 else 0.0) + (last if end == count else 0.0)
+            if cost > limit and found:
+                break
             most, squares, sizes = best(start, pieces - 1) if pieces > 1 else (0.0, 0.0, ())
             found.append((max(most, cost), squares + cost**2, (*sizes, end - start)))
         return min(found)

@@ -26,6 +26,9 @@ from strategies.tensor.ops import Peers, gather_features
 from strategies.tree import tree_map
 
 
+_NOTHING = torch.empty(0, device="meta")  # under a fake mode no tensor made there could be of another class
+
+
 class VocabularyLogits(Tensor):
     """Logits (…, V) of which this worker holds the columns `peers.bounds(V)` in `local`; itself without storage."""
 
@@ -37,7 +40,7 @@ class VocabularyLogits(Tensor):
     @staticmethod
     def __new__(cls, local: Tensor, peers: Peers, vocabulary: int) -> VocabularyLogits:
         meta = torch.empty((*local.shape[:-1], vocabulary), dtype=local.dtype, device="meta")
-        self = meta.as_subclass(cls)
+        self = _NOTHING.as_subclass(cls)
         self.local, self.peers, self.vocabulary, self.meta = local, peers, vocabulary, meta
         return self
 

@@ -76,10 +76,10 @@ def test_memory_is_that_of_the_logits() -> None:
         head, x = _Head(), torch.randn(count, 8, dtype=torch.bfloat16)
         targets = torch.zeros(count, dtype=torch.long)
         trace = watch(head, [], lambda model: cross_entropy(model(x), targets))
-    part = trace.parts["before"]
-    assert logits_bytes <= part.saved <= 1.02 * logits_bytes
-    assert part.saved + part.extra <= 1.02 * logits_bytes + 2.2 * chunk_bytes
-    assert part.forward_extra <= 1.02 * logits_bytes + 2.2 * chunk_bytes
+    part = trace.parts["before"].values
+    assert logits_bytes <= part["saved"] <= 1.02 * logits_bytes
+    assert part["saved"] + part["extra"] <= 1.02 * logits_bytes + 2.2 * chunk_bytes
+    assert part["forward_extra"] <= 1.02 * logits_bytes + 2.2 * chunk_bytes
 
 
 @pytest.mark.parametrize("last", [lambda y: y, torch.tanh, lambda y: y.view(2, -1, WORDS).flatten(0, 1) * 2, torch.exp])

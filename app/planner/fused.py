@@ -14,36 +14,34 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-Note = Callable[[float, float], None]
+Count = Callable[[float, float], None]
 """Is told the FLOPs of an attention, and the bytes of its results."""
 
 
 class _Attention(torch.autograd.Function):
-    """Fused attention as memory sees it: saves q, k, v, the output and one number per row."""
+    """Saves q, k, v, the output and one number per row."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, note: Note, causal: bool) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, count: Count, causal: bool) -> Tensor:
         output = q.new_empty((*q.shape[:-1], v.shape[-1]))
         rows = q.new_empty(q.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, output, rows)
-        heads, width = float(q.numel() // q.shape[-1]), q.shape[-1] + v.shape[-1]
-        ctx.note, ctx.flops = note, 2.0 * heads * k.shape[-2] * width
-        ctx.flops /= 2 if causal else 1
-        note(ctx.flops, float(output.nbytes + rows.nbytes))
+        products = 2.0 * (q.numel() // q.shape[-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+        ctx.count, ctx.flops = count, products / 2 if causal else products
+        count(ctx.flops, float(output.nbytes + rows.nbytes))
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, _, _ = ctx.saved_tensors
-        ctx.note(2.5 * ctx.flops, 0.0)
+        ctx.count(2.5 * ctx.flops, 0.0)
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None
 
 
 class _RmsNorm(torch.autograd.Function):
-    """aten::_fused_rms_norm as memory sees it: saves its input, its weight and one number per row."""
+    """Saves its input, its weight and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -57,18 +55,16 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class Fused(TorchFunctionMode):
-    """While it is active, scaled_dot_product_attention is the above, and softmax(dtype=…) one operation.
+    """While it is active, attention is the above, and softmax(dtype=…) one operation. gpu: RMSNorm is the above too."""
 
-    gpu: whether RMSNorm is one too."""
-
-    def __init__(self, note: Note, gpu: bool = False) -> None:
+    def __init__(self, count: Count, gpu: bool = False) -> None:
         super().__init__()
-        self.note, self.gpu = note, gpu
+        self.count, self.gpu = count, gpu
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return self._attend(*args, **kwargs)
+            return self._attention(*args, **kwargs)
         if func in (F.softmax, F.log_softmax) and _widens(args[0], kwargs):
             # any one operation that reads and writes as much
             return args[0] + args[0].new_zeros((*args[0].shape[:-1], 1), dtype=torch.float32)
@@ -76,20 +72,25 @@ class Fused(TorchFunctionMode):
             return _norm(func, *args, **kwargs)
         return func(*args, **kwargs)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, is_causal: bool = False, **kwargs: Any) -> Tensor:
-        mask = args[0] if args else kwargs.get("attn_mask")
-        if len(args) > 2:
-            is_causal = args[2]
+    def _attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
         if torch.is_autocast_enabled("cpu") and q.device.type == "cpu":
             q, k, v = (x.to(torch.get_autocast_dtype("cpu")) for x in (q, k, v))
-        return _Attention.apply(q, k, v, self.note, is_causal and mask is None)
+        return _Attention.apply(q, k, v, self.count, is_causal and attn_mask is None)
 
 
 def _norm(func: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """One kernel where the last dimension is normalised and types agree; else what torch does."""
     alike = weight is None or (weight.dtype == x.dtype and weight.dim() == 1)
-    plain = type(x) in (Tensor, FakeTensor) and x.dim() > 1 and len(shape) == 1
-    return _RmsNorm.apply(x, weight) if alike and plain else func(x, shape, weight=weight, eps=eps)
+    return _RmsNorm.apply(x, weight) if alike and x.dim() > 1 and len(shape) == 1 else func(x, shape, weight, eps)
 
 
 def _widens(x: Tensor, kwargs: dict[str, Any]) -> bool:

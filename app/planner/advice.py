@@ -1,0 +1,230 @@
+"""Why each strategy won, lost or cannot be, which to use, and what would hold a model that fits nowhere: sentences."""
+
+from __future__ import annotations
+
+from app.planner.estimate import Estimate
+from app.planner.layouts import KEYS, Constraints, enumerate_layouts
+from app.planner.plan import GIB, NEAR, Plan
+from cluster.hardware import all_gpus, all_instances
+from strategies import registry
+from strategies.dims import NAMES
+
+PARTS = {
+    "compute": "computing (smaller products, or recomputation)",
+    "tensor": "what tensor parallelism sends, which nothing hides",
+    "shard": "gathering parameters and scattering gradients that computing does not hide",
+    "replicate": "the all-reduce that backward does not hide",
+    "pipeline_send": "activations sent between stages",
+    "contention": "computing slowed by communication beside it",
+    "bubble": "stages waiting for the pipeline to fill and drain",
+    "optimizer": "the optimizer, whose state is not sharded",
+    "data": "copying samples to the GPU",
+    "rest": "what a step costs by itself",
+}
+"""timing.py's parts of a step in words."""
+COMMUNICATION = ("tensor", "shard", "replicate", "pipeline_send", "contention")
+CONTEXT = 1.5e9
+"""Bytes of a GPU that its process takes, where it is not known."""
+
+
+def families(plan: Plan) -> dict[str, str]:
+    """Each strategy that there is for the number of workers → why its best layout is or is not the plan's best."""
+    found, several = {}, plan.space.world > 1
+    for record in registry.STRATEGIES.values():
+        if record.plannable and not record.alias_of and bool(record.degrees) == several:
+            rows = [row for row in plan.rows if row.candidate.family == record.name]
+            found[record.name] = _verdict(plan, rows) if rows else _absent(plan, record.name)
+    return found
+
+
+def size_text(size: float) -> str:
+    """Bytes as a person reads them."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
+
+
+def figures(row: Estimate) -> str:
+    return f"{row.step_seconds:.3g} s per step, {size_text(row.memory_bytes)} per GPU"
+
+
+def settings_text(row: Estimate) -> str:
+    """Degrees and what else a layout decides."""
+    candidate, mode = row.candidate, row.candidate.checkpointing
+    written = " ".join(f"{name}={getattr(candidate.dims, name)}" for name in NAMES if getattr(candidate.dims, name) > 1)
+    recomputes = "" if mode == "none" else f", {mode} recomputation"
+    moved = ", state in host memory" if candidate.offload else ""
+    return f"{written or 'one worker'}, micro-batch {candidate.micro_batch}{recomputes}{moved}"
+
+
+def _verdict(plan: Plan, rows: list[Estimate]) -> str:
+    row, best = rows[0], plan.best
+    if not row.fits:
+        needed, fitting = min(r.memory_bytes for r in rows), [r for r in plan.rows if r.fits]
+        sentence = f"needs {needed / GIB:.1f} GiB per GPU at least, of {row.capacity / GIB:.1f} available"
+        if fitting:
+            least = min(fitting, key=lambda r: (-r.candidate.dims.dp_replicate, r.step_seconds))
+            sentence += f"; the least sharded that fits: {least.candidate.layout.name} with {settings_text(least)}"
+        return sentence
+    if best is None or row is best:
+        return f"the best, {figures(row)}"
+    what, ratio = f"{figures(row)} ({settings_text(row)})", row.step_seconds / best.step_seconds
+    if plan.rank == "memory":
+        return f"{what}: {row.memory_bytes / best.memory_bytes:.2f} × the best's memory"
+    if ratio < 1.001:
+        within = f"within the {100 * (NEAR - 1):.0f} % that plans are sure of, and not simpler"
+        return f"{what}: {'as fast as the best' if ratio > 0.999 else within}"
+    more = {name: seconds - best.seconds[name] for name, seconds in row.seconds.items()}
+    return f"{what}: {ratio:.2f} × the best's time, most of it {PARTS[max(more, key=lambda name: more[name])]}"
+
+
+def _absent(plan: Plan, family: str) -> str:
+    """Which of the reasons keeps a whole strategy out."""
+    space, degrees = plan.space, registry.STRATEGIES[family].degrees
+
+    def is_there(fixed: Constraints) -> bool:
+        return any(candidate.family == family for candidate in enumerate_layouts(space, fixed))
+
+    if is_there(Constraints()):
+        fixed = {name: value for name in KEYS if (value := getattr(plan.fixed, name)) is not None}
+        alone = [name for name, value in fixed.items() if not is_there(Constraints(**{name: value}))]
+        keys = [f"{KEYS[name]}={str(fixed[name]).replace('True', 'true')}" for name in alone[:1] or fixed]
+        return f"left out, because {' and '.join(keys)} {'is' if len(keys) == 1 else 'are'} fixed"
+    if "tp" in degrees and not space.splits:
+        return "the model has no layers that can be split over its heads"
+    if "tp" in degrees:
+        heads = f"the model's {space.heads} heads and its sequence" if space.heads else "the sequence"
+        return f"no number of GPUs within a node of {space.per_node} divides the {space.world} workers and {heads}"
+    if "pp" in degrees and space.blocks < 2:
+        return "the model has no chain of blocks to cut into stages"
+    return f"{space.world} workers cannot share train.global_batch_size {space.global_batch} so"
+
+
+def advice(plan: Plan) -> list[str]:
+    """Which strategy to use, with the figures behind it; and what would change it."""
+    machine, best = plan.machine, plan.best
+    if best is None:
+        return infeasible(plan)
+    sentences = _from_one_gpu(plan, best)
+    if machine.world > machine.per_node:
+        within, across = machine.device.gpu.link_within, machine.across / machine.per_node
+        sentences.append(
+            f"A GPU has {within / 1e9:.0f} GB/s to the others of its machine and {across / 1e9:.1f} GB/s (its part of "
+            f"{machine.across / 1e9:.0f}) to other machines."
+        )
+    sentences.append(f"Use {best.candidate.layout.name}: {settings_text(best)}: {figures(best)}.")
+    copies = registry.by_degrees("dp_replicate").name
+    least = min((row.memory_bytes for row in plan.rows if row.candidate.family == copies), default=0.0)
+    if best.candidate.strategy.is_sharded and least > best.capacity:
+        sentences.append(f"With {least / GIB:.0f} GiB per GPU {copies} would fit, which sends a third less.")
+    sentences += _waiting(best)
+    sentences += [_fewer(plan, best)] if plan.rank == "cost" else []
+    return sentences + ([machine.assumed[0].upper() + machine.assumed[1:] + "."] if machine.assumed else [])
+
+
+def _best(rows: list[Estimate]) -> Estimate | None:
+    """The fastest that fits, else the one that takes least memory."""
+    return min(rows, key=lambda r: (not r.fits, r.step_seconds if r.fits else r.memory_bytes), default=None)
+
+
+def _from_one_gpu(plan: Plan, best: Estimate) -> list[str]:
+    world, there = plan.machine.world, plan.machine.capacity / GIB
+    one = best if world == 1 else _best(plan.elsewhere(1, Constraints()))
+    if one is None:
+        return []
+    needed, gain = size_text(one.memory_bytes), one.step_seconds / best.step_seconds
+    if not one.fits:
+        return [f"One GPU does not hold it ({needed} at least, of {there:.0f} GiB): it must be sharded or split."]
+    if world == 1:
+        return [f"It fits one GPU ({needed} of {there:.0f} GiB): stay there until time matters."]
+    return [
+        f"It fits one GPU ({figures(one)}); {world} make it {gain:.1f} × as fast ({100 * gain / world:.0f} % of "
+        f"{world}), so one GPU is the cheaper choice while time does not matter."
+    ]
+
+
+def _waiting(best: Estimate) -> list[str]:
+    """What a step waits for, where that is more than a tenth of it."""
+    found, parts = [], best.communication
+    talk, bubble = (sum(best.seconds[part] for part in own) for own in (COMMUNICATION, ("bubble",)))
+    if talk > 0.1 * best.step_seconds and parts:
+        name, _, link = max(parts, key=lambda key: parts[key]).partition(".")
+        where = "between machines" if link == "across" else "within a machine"
+        found.append(
+            f"Communication takes {100 * talk / best.step_seconds:.0f} % of the step, most of it "
+            f"{name.replace('_', '-')} {where}: faster links, a larger train.global_batch_size or "
+            "parallel.reduce_dtype=bf16 would shorten it."
+        )
+    if bubble > 0.1 * best.step_seconds:
+        found.append(
+            f"The pipeline's bubble takes {100 * bubble / best.step_seconds:.0f} % of the step: more micro-batches (a "
+            "larger train.global_batch_size) or a zero-bubble parallel.schedule would shorten it."
+        )
+    return found
+
+
+def _fewer(plan: Plan, best: Estimate) -> str:
+    """What a step costs on a half, a quarter, … of the GPUs: on all of them cost is time."""
+    price, world = plan.machine.price_per_hour, plan.machine.world
+    first = "On a given number of GPUs the cheapest layout is the fastest, as all of them are paid for"
+    if price is None:
+        return f"{first}; this machine's price is not known."
+    seconds = {world: best.step_seconds}
+    for fewer in (world // 2**power for power in range(1, 7) if world >= 2**power):
+        row = _best(plan.elsewhere(fewer, Constraints()))
+        seconds |= {fewer: row.step_seconds} if row is not None and row.fits else {}
+    costs = {n: price * n * step / 3600 for n, step in seconds.items()}
+    told = ", ".join(f"{n} GPUs ${cost:.3g} in {seconds[n]:.3g} s" for n, cost in costs.items())
+    return f"{first}; a step on {told}: the cheapest is {min(costs, key=lambda n: costs[n])}."
+
+
+def infeasible(plan: Plan) -> list[str]:
+    """Why nothing fits, what would make it fit, and the smallest cluster that would do."""
+    least = min(plan.rows, key=lambda row: row.memory_bytes)
+    largest = max(least.memory, key=lambda name: least.memory[name])
+    needs = _needs(plan)
+    return [
+        f"No layout fits: the smallest, {least.candidate.layout.name} with {settings_text(least)}, needs "
+        f"{size_text(least.memory_bytes)} per GPU, of {size_text(least.capacity)} available, most of it {largest}.",
+        f"To make it fit here: {_here(plan, needs, largest)}.",
+        _smallest_cluster(needs),
+    ]
+
+
+def _here(plan: Plan, needs: dict[int, float], largest: str) -> str:
+    """Something else fixed, state in host memory, more GPUs, or a smaller model."""
+    world, there, precision = plan.machine.world, plan.machine.capacity, plan.rows[0].candidate.precision
+    for offload in () if plan.machine.device.is_cpu else (False, True):
+        row = _best(plan.elsewhere(world, Constraints(precision=precision, offload=offload)))
+        if row is not None and row.fits:
+            key = "parallel.offload=true, " if offload else ""
+            return f"{key}{row.candidate.layout.name} with {settings_text(row)} takes {figures(row)}"
+    more = next((n for n, needed in needs.items() if needed <= there and n > world), None)
+    if more:
+        return f"{more} × {plan.machine.device.gpu.name} would hold it ({size_text(needs[more])} each)"
+    if largest == "activations":
+        return "a shorter sequence, or a model of fewer or narrower layers"
+    return f"a smaller model, or GPUs of more than {size_text(there)}; more of these do not help"
+
+
+def _smallest_cluster(needs: dict[int, float]) -> str:
+    """The cheapest cluster of the catalogue by list price that holds the model; of equal ones the fewest machines."""
+    offers = []
+    for offer in all_instances().values():
+        memory = all_gpus()[offer.gpu].memory_bytes - CONTEXT
+        count = next((n for n, needed in needs.items() if needed <= memory), None)
+        if count is not None:
+            machines = -(-count // offer.gpus)
+            offers.append((round(machines * offer.price_per_hour, 4), machines, count, offer.name, offer))
+    if not offers:
+        return f"No cluster of the catalogue up to {max(needs, default=1):,} GPUs would hold it."
+    price, machines, count, name, offer = min(offers, key=lambda o: o[:4])
+    return (
+        f"The smallest cluster of the catalogue that holds it: {count} × {offer.gpu}, {machines} × {name} "
+        f"({offer.provider}, ${price:,.2f} per hour, {offer.date})."
+    )
+
+
+def _needs(plan: Plan) -> dict[int, float]:
+    """GPUs → least bytes per GPU, with everything sharded, recomputed, and one sample at a time."""
+    fixed = Constraints(precision=plan.rows[0].candidate.precision, checkpointing="full", micro_batch=1)
+    found = {world: plan.elsewhere(world, fixed, batch=world) for world in (2**power for power in range(13))}
+    return {world: min(row.memory_bytes for row in rows) for world, rows in found.items() if rows}

@@ -1,0 +1,210 @@
+"""What one device reaches, and what a part of a model takes on it: datasheets' peaks times a few efficiencies.
+
+    a product m × n × k    2·m·n·k / (peak · matmul · k/(k + k_half) · mn/(mn + mn_half)), at least its bytes' time
+    attention              FLOPs / (peak · attention)
+    anything else          bytes / (bandwidth · stream)
+    a collective           bytes / (link · efficiency) + hops · latency; overlapping slows computing: `contention`
+
+The efficiencies of A100 and H100 are fitted on published figures (published.py), those of other GPUs are their
+family's. `trireme calibrate` measures a device and its links; a measurement goes before a fit.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+
+from app.planner.read import AUTOCAST, CAST, PLAIN, ModelCosts, PartCosts
+from cluster.hardware import Gpu, gpu
+from strategies.activation_checkpointing import kept_bytes, recomputed_blocks
+from strategies.options import checkpoint_every
+
+CONSTANTS = Path(__file__).with_name("constants.yaml")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One kind of GPU, or one core of a CPU. Seconds, bytes, FLOP/s."""
+
+    gpu: Gpu
+    matmul: dict[str, float] = field(default_factory=dict)  # by precision: share of the peak that large products reach
+    attention: float = 0.45  # share of the peak that fused attention reaches
+    stream: float = 0.8  # share of the memory bandwidth that element-wise operations reach
+    k_half: float = 100.0  # inner dimension at which a product runs at half of its speed
+    mn_half: float = 2.0e5  # size of a result at which it does: fewer tiles than processors
+    operation: float = 5e-6  # for the host to launch one operation: a device waits for it where its work is shorter
+    step: float = 2e-3  # of an optimizer step that nothing hides: data, the optimizer's launch, the loop
+    trainer: float = 0.05  # the same of the trainer that published runs were made with; for published.py alone
+    within: float = 0.75  # share of the link inside a node that collectives reach
+    across: float = 0.75  # share of the link between nodes
+    latency_within: float = 3e-6  # per hop of a ring
+    latency_across: float = 8e-6
+    contention: float = 0.15  # of the time that communication overlaps computing, what is lost to it
+    hidden: float = 0.9  # share of computing behind which communication can hide
+    unit_operations: float = (
+        40.0  # launches' worth of a sharded unit, in forward and in backward: copies, events, hooks
+    )
+    compiled_bytes: float = 0.45  # share of a block's element-wise bytes that torch.compile's fused kernels still move
+    compiled_operations: float = 0.3  # share of a block's operations that are still launched
+    stage: float = 0.05  # share of computing that a pipeline loses beside its bubble: stops, starts, sends
+    split: float = 0.03  # share that schedules which compute the gradients of weights apart lose
+    context: float = 1.2e9  # bytes of a device that the process and the libraries take
+    fragmentation: float = 0.03  # share of what is allocated that cannot be used
+    measured: bool = False
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.gpu.name == "cpu"
+
+    @property
+    def bandwidth(self) -> float:
+        return self.gpu.memory_bandwidth * self.stream
+
+    def peak(self, precision: str) -> float:
+        """FLOP/s of large products."""
+        return self.gpu.rate(precision) * self.matmul.get(precision, self.matmul.get("bf16", 0.6))
+
+    def product_share(self, m: Any, n: Any, k: Any) -> Any:
+        """Share of `peak` that a product of that size reaches; numbers, or arrays of them."""
+        return k / (k + self.k_half) * (m * n) / (m * n + self.mn_half)
+
+    def product_seconds(self, products: np.ndarray, precision: str, itemsize: int) -> float:
+        """Of several, (P, 5): m, n, k, number in a batch, times; at least as long as their bytes take."""
+        m, n, k, batch, times = products.T
+        share = np.maximum(self.product_share(m, n * batch, k), 1e-3)
+        computing = 2 * m * n * k * batch / (self.peak(precision) * share)
+        moving = (m * k + k * n + m * n) * batch * itemsize / self.bandwidth
+        return float((np.maximum(computing, moving) * times).sum())
+
+
+def device(name: str, measured: dict[str, Any] | None = None) -> Device:
+    """The device of the catalogue: defaults < its family's constants < its own < what was measured.
+
+    Raises:
+        HardwareError: the GPU is not in the catalogue.
+    """
+    found, constants = gpu(name), _constants()
+    values: dict[str, Any] = dict(constants["default"])
+    for family in constants["families"].values():
+        values |= family if found.name in family["gpus"] else {}
+    return with_constants(Device(found), values | constants["gpus"].get(found.name, {}) | (measured or {}))
+
+
+def with_constants(base: Device, values: dict[str, Any]) -> Device:
+    """`base` with other constants; the GPU's peak, memory_bytes, memory_bandwidth and link_within may be among them."""
+    gpu = replace(base.gpu, peak=base.gpu.peak | values.get("peak", {}))
+    gpu = replace(gpu, **{k: values[k] for k in ("memory_bytes", "memory_bandwidth", "link_within") if k in values})
+    own = {entry.name for entry in fields(Device)} - {"gpu", "matmul"}
+    plain = {key: value for key, value in values.items() if key in own}
+    return replace(base, gpu=gpu, matmul=base.matmul | values.get("matmul", {}), **plain)
+
+
+def is_fitted(name: str) -> bool:
+    """Whether published trainings on this GPU gave constants that a product alone or an addition cannot give."""
+    return any(name in family["gpus"] for family in _constants()["families"].values())
+
+
+@functools.cache
+def _constants() -> dict[str, Any]:
+    return yaml.safe_load(CONSTANTS.read_text())
+
+
+# --- a part of a model ------------------------------------------------------------------------------------------
+
+
+class Work(NamedTuple):
+    """What a worker does with a micro-batch, as far as a part's costs depend on it."""
+
+    batch: int
+    tp: int
+    precision: str
+    way: str  # PLAIN, CAST or AUTOCAST: how it has that precision
+    checkpointing: str
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in matrix products."""
+        return 4 if self.way == PLAIN else 2
+
+
+def way_of(is_sharded: bool, pp: int, precision: str) -> str:
+    """Sharded layouts cast everything to 16 bits, but for pipelines; the others use autocast."""
+    return PLAIN if precision == "fp32" else CAST if is_sharded and pp == 1 else AUTOCAST
+
+
+@dataclass(frozen=True)
+class PartCost:
+    """One part; seconds and bytes of one micro-batch on one tensor-parallel worker."""
+
+    name: str
+    count: int  # how many of them the model has
+    forward: float  # seconds; at least what the host needs to launch the operations
+    backward: float  # with what is computed again
+    launch_forward: float  # seconds of the host
+    launch_backward: float
+    flops: float  # of forward and backward, without what is computed again
+    saved: float  # bytes that stay until its backward
+    rebuilt: float  # bytes that are there again once it is recomputed
+    extra: float  # bytes alive at the worst moment of its backward, beyond what it has saved
+    forward_extra: float  # the same of its forward
+    boundary: float  # bytes that flow into it
+    sent: float  # bytes that tensor parallelism sends
+    calls: float  # in how many collectives
+
+    @property
+    def is_block(self) -> bool:
+        return self.name.startswith("block")
+
+
+def part_costs(model: ModelCosts, work: Work, device: Device, compiled: bool) -> list[PartCost]:
+    """Every part's, in the order of forward. compiled: blocks are, by torch.compile."""
+    return [_part_cost(model, name, part, work, device, compiled) for name, part in model.parts.items()]
+
+
+def _part_cost(model: ModelCosts, name: str, part: PartCosts, work: Work, device: Device, compiled: bool) -> PartCost:
+    is_block, blocks, mode = name.startswith("block"), len(model.order), work.checkpointing
+    fused = compiled and is_block and not device.is_cpu
+    values = part.at(work.batch, work.tp)
+    if fused:
+        values |= {key: values[key] * device.compiled_bytes for key in ("moved_forward", "moved_backward")}
+        values |= {k: values[k] * device.compiled_operations for k in ("operations_forward", "operations_backward")}
+    if work.precision == "fp8" and not is_block:  # of a run in fp8 only the blocks' linear layers are
+        work = work._replace(precision="bf16")
+    forward, backward = (_phase(part, values, phase, work, device) for phase in ("forward", "backward"))
+    share = recomputed_blocks(mode, blocks) / blocks if is_block else 0.0
+    kept = kept_bytes(mode, values["saved"], values["kept"], values["boundary"]) if share else values["saved"]
+    whole = share if checkpoint_every(mode) else 0.0  # `selective` keeps what products and collectives gave
+    again = forward[0] * whole if whole else values["moved_forward"] / device.bandwidth * share
+    return PartCost(
+        name,
+        model.counts[name],
+        forward=forward[0],
+        backward=backward[0] + again,
+        launch_forward=forward[1],
+        launch_backward=backward[1] + forward[1] * whole,
+        flops=forward[2] + backward[2],
+        saved=kept * share + values["saved"] * (1 - share),
+        rebuilt=max(0.0, values["saved"] - kept),
+        extra=values["extra"],
+        forward_extra=values["forward_extra"],
+        boundary=values["boundary"],
+        sent=values["sent"] * (1 + whole / 2),
+        calls=values["calls"] * (1 + whole / 2),
+    )
+
+
+def _phase(
+    part: PartCosts, values: dict[str, float], phase: str, work: Work, device: Device
+) -> tuple[float, float, float]:
+    """Seconds, those that launching takes, and FLOPs: a roofline of products, attention, and bytes moved."""
+    products, attended = part.products_at(phase, work.batch, work.tp), values[f"attention_{phase}"]
+    launched = values[f"operations_{phase}"] * device.operation
+    peak = device.gpu.rate("bf16" if work.precision == "fp8" else work.precision)
+    seconds = device.product_seconds(products, work.precision, work.itemsize)
+    seconds += attended / (peak * device.attention) + values[f"moved_{phase}"] / device.bandwidth
+    return max(seconds, launched), launched, attended + float(2 * products.prod(axis=1).sum())

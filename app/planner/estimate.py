@@ -1,0 +1,222 @@
+"""Memory and time of one layout: the strategies' own cost functions, the model's parts, the machine's links.
+
+Memory is that of the fullest device. Backward of a part u needs what all parts up to u have saved, what is alive only
+within u's backward, and the gradients of the parts after u, which are there already: the peak is the largest of these
+moments and of the optimizer's step. What a strategy gathers, and what waits to be reduced, is alive beside that.
+
+What layouts have in common (costs of a part, sizes of a unit, stages of a pipeline) is worked out once for all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from app.planner.device import PartCost, Work, part_costs, way_of
+from app.planner.layouts import Candidate
+from app.planner.machine import Machine
+from app.planner.read import ModelCosts, Reader
+from app.planner.timing import Case, Links, timing
+from app.planner.trace import AFTER, BEFORE
+from strategies.costs import RankSize, StepShape, UnitSize, rank_size, unit_size
+from strategies.fsdp import ROOM
+from strategies.options import Options
+from strategies.pipeline import partition
+from strategies.pipeline.schedules import FOLDED, Schedule, place_of
+from strategies.pipeline.simulate import alive_by_formula
+
+
+@dataclass
+class Estimate:
+    """One layout's bytes and seconds, by parts."""
+
+    candidate: Candidate
+    capacity: float  # bytes of a device
+    memory: dict[str, float]
+    """Bytes on the fullest device: parameters, gradients, optimizer, activations, communication, buffers, margin."""
+    seconds: dict[str, float]
+    """Of one optimizer step; timing.py names the parts."""
+    communication: dict[str, float]
+    """Exposed seconds by collective and link, such as all_gather.across; they are among `seconds`."""
+    flops: float  # of the whole step, without what is computed again
+    reduces_each: bool | None
+    """Whether every micro-batch's gradients are reduced (parallel.accumulate_sharded); None: it is no question."""
+    stages: tuple[int, ...] | None  # blocks of each chunk of a pipeline
+
+    def __post_init__(self) -> None:
+        self.memory_bytes, self.step_seconds = sum(self.memory.values()), sum(self.seconds.values())
+        self.fits = self.memory_bytes <= self.capacity
+
+
+class Stages(NamedTuple):
+    """How a pipeline is cut. Counts are how many of each part a stage holds, in the parts' order."""
+
+    sizes: tuple[int, ...] | None
+    slowest: tuple[int, ...]  # counts of the stage that takes longest
+    fullest: list[tuple[int, tuple[int, ...]]]  # number and counts of the stages that may hold most
+
+
+@dataclass
+class Estimator:
+    """Estimates layouts of one model on one machine."""
+
+    reader: Reader
+    machine: Machine
+    options: Options
+    """Of the configuration; what a candidate decides (precision, recomputation, schedule, …) is the candidate's."""
+    optimizer: str = "adamw"
+    clips: bool = False
+    correction: float = 1.0
+    memory_correction: float = 1.0
+    """What earlier runs of this model took of time (computing) and of memory, over what was predicted."""
+
+    def __post_init__(self) -> None:
+        self._links = Links(self.machine)
+        self._parts = functools.cache(self._read_parts)
+        self._units = functools.cache(self._read_units)
+        self._rank = functools.cache(self._add_up)
+        self._stages = functools.cache(self._cut)
+
+    def estimate(self, candidate: Candidate) -> Estimate:
+        dims, strategy, options = candidate.dims, candidate.strategy, self.options
+        way = way_of(strategy.is_sharded, dims.pp, candidate.precision)
+        work = Work(candidate.micro_batch, dims.tp, candidate.precision, way, candidate.checkpointing)
+        stages = self._stages(work, dims.pp, candidate.schedule, candidate.chunks)
+        wire = 2 if "bf16" in (options.reduce_dtype, options.compression) else 4
+        whole = self._rank(way, dims.tp, dims.dp_shard, self._counts(way))
+        numbers, on_cpu = (whole.root + whole.blocks) / self.machine.capacity, self.machine.device.is_cpu
+        step = StepShape(
+            dims.dp_replicate,
+            dims.dp_shard,
+            dims.tp,
+            dims.pp,
+            candidate.micro_batches,
+            work.itemsize,
+            wire,
+            bool(strategy.reshards(options.reshard_after_forward, on_cpu or numbers * work.itemsize >= ROOM)),
+            bool(strategy.reduces_each(options.accumulate_sharded, not on_cpu and numbers * wire >= ROOM)),
+            self.optimizer,
+        )
+        parts, units = self._parts(work), self._units(way, dims.tp, dims.dp_shard)
+        case = Case(candidate, self.machine, self._links, work, step, parts, units, stages.slowest, options)
+        memory = self._memory(case, stages)
+        decides = strategy.is_sharded and candidate.micro_batches > 1 and dims.pp == 1
+        may_reduce_each = decides and strategy.reduces_each(options.accumulate_sharded, None) is None
+        if may_reduce_each and sum(memory.values()) > self.machine.capacity:  # then it does, at some cost of time
+            case = replace(case, step=replace(step, reduce_scatter_each_microbatch=True))
+            memory = self._memory(case, stages)
+        seconds, communication, flops = timing(case, self.correction, self.reader.sample_bytes, self.clips)
+        each = bool(case.step.reduce_scatter_each_microbatch) if decides else None
+        capacity = self.machine.capacity
+        return Estimate(candidate, capacity, memory, seconds, communication, flops, each, stages.sizes)
+
+    # --- what layouts share -------------------------------------------------------------------------------------
+
+    def _model(self, way: str) -> ModelCosts:
+        return self.reader.costs(way, not self.machine.device.is_cpu)
+
+    def _counts(self, way: str) -> tuple[int, ...]:
+        counts = self._model(way).counts
+        return tuple(counts[name] for name in self._model(way).parts)
+
+    def _read_parts(self, work: Work) -> list[PartCost]:
+        compiled = self.options.compile and self.options.compile_backend == "inductor"
+        return part_costs(self._model(work.way), work, self.machine.device, compiled)
+
+    def _read_units(self, way: str, tp: int, dp_shard: int) -> list[UnitSize]:
+        """Of one part of each kind."""
+        model = self._model(way)
+        return [
+            unit_size(
+                tuple(p if p.split_dim is None else p.shard(tp, p.split_dim) for p in model.parameters[name]),
+                dp_shard,
+                is_root=not name.startswith("block"),
+            )
+            for name in model.parts
+        ]
+
+    def _add_up(self, way: str, tp: int, dp_shard: int, counts: tuple[int, ...]) -> RankSize:
+        units = self._units(way, tp, dp_shard)
+        repeated = [unit for unit, count in zip(units, counts) for _ in range(count)]
+        return rank_size(repeated, self.reader.size.buffer_bytes)
+
+    def _cut(self, work: Work, pp: int, schedule: str, chunks: int) -> Stages:
+        """Stages so that the slowest is as fast as can be, or as the person has cut them."""
+        whole = self._counts(work.way)
+        if pp == 1:
+            return Stages(None, whole, [(0, whole)])
+        model, seconds = self._model(work.way), {p.name: p.forward + p.backward for p in self._parts(work)}
+        ends, sizes = (seconds.get(name, 0.0) for name in (BEFORE, AFTER)), self.options.stages
+        if sizes is None or len(sizes) != pp * chunks:
+            sizes = partition.balanced_partition([seconds[name] for name in model.order], pp * chunks, *ends)
+        cuts = [0, *itertools.accumulate(sizes)]
+        spans = [model.order[begin:end] for begin, end in itertools.pairwise(cuts)]
+        spans[0], spans[-1] = [BEFORE, *spans[0]], [*spans[-1], AFTER]
+        held = [Counter[str]() for _ in range(pp)]
+        for chunk, span in enumerate(spans):
+            held[place_of(chunk, pp, schedule in FOLDED)[0]].update(span)
+        counts = [tuple(own[name] for name in model.parts) for own in held]
+        load = [sum(own[name] * seconds[name] for name in model.parts) for own in held]
+        slowest = load.index(max(load))
+        looked_at = sorted({0, min(1, pp - 1), slowest, pp - 1})
+        return Stages(tuple(sizes), counts[slowest], [(number, counts[number]) for number in looked_at])
+
+    # --- memory -------------------------------------------------------------------------------------------------
+
+    def _memory(self, case: Case, stages: Stages) -> dict[str, float]:
+        found = [self._on_stage(case, number, counts) for number, counts in stages.fullest]
+        fullest = max(found, key=lambda parts: sum(parts.values()))
+        margin = (1 + self.machine.device.fragmentation) * self.memory_correction - 1
+        fullest["margin"] = sum(fullest.values()) * margin
+        return fullest
+
+    def _on_stage(self, case: Case, number: int, counts: tuple[int, ...]) -> dict[str, float]:
+        candidate, dims = case.candidate, case.candidate.dims
+        cost = candidate.strategy.cost(self._rank(case.work.way, dims.tp, dims.dp_shard, counts), case.step)
+        on_device = not candidate.offload
+        if dims.pp > 1:
+            alive, present = _in_pipeline(case, number, counts), float(cost.gradients)
+        else:
+            alive, present = _at_worst(case, cost.gradients)
+        # in the optimizer's step activations are gone; a peak before that lacks the gradients still to come
+        missing = min(cost.gradients - present, alive + cost.transient) if on_device else 0.0
+        return {
+            "parameters": cost.parameters * on_device,
+            "gradients": cost.gradients * on_device,
+            "optimizer": cost.optimizer * on_device,
+            "activations": max(alive - missing, 0.0),
+            "communication": float(cost.transient),
+            "buffers": float(cost.buffers),
+        }
+
+
+def _in_pipeline(case: Case, number: int, counts: tuple[int, ...]) -> float:
+    """Bytes of the micro-batches that a stage has in flight, and of the part that is at work."""
+    candidate = case.candidate
+    pp, chunks = candidate.dims.pp, candidate.chunks
+    schedule = Schedule(candidate.schedule, pp, candidate.micro_batches, chunks, ())
+    in_flight = alive_by_formula(schedule, number) / chunks
+    held = [(part, count) for part, count in zip(case.parts, counts) if count]
+    saved = sum(part.saved * count for part, count in held)
+    return saved * in_flight + max(part.rebuilt + part.extra for part, _ in held)
+
+
+def _at_worst(case: Case, gradients: float) -> tuple[float, float]:
+    """Bytes of activations at the moment when they and the gradients that are there take most, and those gradients."""
+    strategy, dims = case.candidate.strategy, case.candidate.dims
+    # gradients of earlier micro-batches are there from the start, and so are DDP's buckets
+    always = case.candidate.micro_batches > 1 or (strategy.averages and dims.tp == 1)
+    before, after, worst = 0.0, float(gradients), (float("-inf"), 0.0, 0.0)
+    for part, unit, count in zip(case.parts, case.units, case.counts):
+        own = unit.sharded_gradients if strategy.is_sharded else unit.gradients
+        at_work = part.rebuilt + max(part.extra, part.forward_extra - part.saved - part.rebuilt)
+        for place in {1, count}:  # of alike blocks one after the other the first or the last is worst
+            there = gradients if always else max(0.0, after - own * place)
+            alive = before + part.saved * place + at_work
+            worst = max(worst, (alive + there, alive, there))
+        before += part.saved * count
+        after = max(0.0, after - own * count)
+    return worst[1], worst[2]

@@ -1,0 +1,265 @@
+"""Every layout that could run: degrees, strategy, micro-batch, recomputation, precision and schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, NamedTuple
+
+from app.config import Config
+from app.errors import UserError
+from app.job import strategy_options
+from strategies import registry
+from strategies.dims import Layout, LayoutError, ParallelDims
+from strategies.layout import check, choose
+from strategies.options import checkpoint_every
+from strategies.pipeline import schedules
+from strategies.strategy import Strategy
+
+CHECKPOINTING = ("none", "selective", "full")
+"""Activation checkpointing that is looked at, unless it is fixed."""
+LARGEST = 256
+"""Samples of a micro-batch that are looked at, beside a worker's whole share."""
+
+
+class Candidate(NamedTuple):
+    """One layout with all that a plan decides."""
+
+    layout: Layout
+    strategy: Strategy  # what its data-parallel workers do
+    micro_batch: int
+    micro_batches: int
+    checkpointing: str
+    precision: str
+    schedule: str = ""
+    chunks: int = 1
+    offload: bool = False
+
+    @property
+    def dims(self) -> ParallelDims:
+        return self.layout.dims
+
+    @property
+    def family(self) -> str:
+        """The strategy that it is told under: the last of its name."""
+        return self.layout.parts[-1]
+
+    @property
+    def complexity(self) -> int:
+        """How many ideas it takes: one device, copies, shards, both; then tensor, offload, pipeline."""
+        dims, special = self.dims, self.strategy.degrees and not _is_plain(self.strategy)
+        data = (dims.dp_replicate > 1) + 2 * (dims.dp_shard > 1) + 2 * bool(special)
+        return data + 10 * (dims.tp > 1) + 20 * self.offload + 100 * (dims.pp > 1)
+
+
+KEYS = {
+    "strategy": "strategy",
+    "dp_replicate": "parallel.dp_replicate",
+    "dp_shard": "parallel.dp_shard",
+    "tp": "parallel.tp",
+    "pp": "parallel.pp",
+    "micro_batch": "train.micro_batch_size",
+    "checkpointing": "train.activation_checkpointing",
+    "precision": "train.precision",
+    "schedule": "parallel.schedule",
+    "chunks": "parallel.chunks",
+    "offload": "parallel.offload",
+}
+"""Of each field of Constraints, its key of the configuration."""
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """What a person has fixed; None is free."""
+
+    strategy: str | None = None
+    dp_replicate: int | None = None
+    dp_shard: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    micro_batch: int | None = None
+    checkpointing: str | None = None
+    precision: str | None = None
+    schedule: str | None = None
+    chunks: int | None = None
+    offload: bool | None = None
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """The strategy's names without those whose degree is fixed by itself, which may be there or not."""
+        own = {record.alias_of or record.name for record in registry.records(self.strategy or "single")}
+        return frozenset(own - self.split_by_degree)
+
+    @property
+    def split_by_degree(self) -> set[str]:
+        return {registry.by_degrees(name).name for name in ("tp", "pp") if getattr(self, name)}
+
+
+@dataclass(frozen=True)
+class Space:
+    """What layouts are looked for in: workers, a batch and a model."""
+
+    world: int
+    per_node: int
+    global_batch: int
+    blocks: int
+    heads: int | None
+    sequence: int | None  # its length, where tensor parallelism splits it
+    splits: bool  # whether tensor parallelism can split the model
+    precisions: tuple[str, ...]
+    offload: bool = False  # whether state in host memory is looked at
+    pipelines: bool = True
+
+
+def constraints_of(config: Config, given: frozenset[str]) -> Constraints:
+    """given: the keys of the configuration that are fixed.
+
+    Raises:
+        UserError, LayoutError: one of them cannot be.
+    """
+    parallel = config.parallel
+    checkpoint_every(config.train.activation_checkpointing)  # raises for what is not a mode
+    fixed: dict[str, Any] = {
+        name: reduce(getattr, key.split("."), config) for name, key in KEYS.items() if key in given
+    }
+    if fixed.get("strategy") == "auto":
+        del fixed["strategy"]
+    if "strategy" in fixed:
+        records = registry.records(config.strategy)
+        if not records[0].plannable:
+            raise UserError(
+                f"strategy={config.strategy} is not planned: write {registry.INSTEAD[records[0].name]}, which does the "
+                "same for less, or auto"
+            )
+    if "parallel.stages" in given and parallel.stages:  # says how many stages there are, too
+        chunks, parts = schedules.chunks_of(parallel.schedule, parallel.chunks), len(parallel.stages)
+        if parts % chunks or (parallel.pp or 0) * chunks not in (0, parts):
+            raise LayoutError(
+                f"parallel.stages names {parts} parts, but the pipeline has {(parallel.pp or 1) * chunks}: write as "
+                "many numbers as parts"
+            )
+        fixed |= {"pp": parts // chunks, "schedule": parallel.schedule, "chunks": chunks}
+    return Constraints(**fixed)
+
+
+def enumerate_layouts(space: Space, fixed: Constraints) -> list[Candidate]:
+    """All layouts that `fixed` leaves open and the model allows, in no order."""
+    modes = [fixed.checkpointing] if fixed.checkpointing else CHECKPOINTING
+    precisions = [fixed.precision] if fixed.precision else space.precisions
+    parts, found = fixed.parts, list[Candidate]()
+    for dims in _grids(space, fixed):
+        share, rest = divmod(space.global_batch, dims.dp)
+        if rest or not share:
+            continue
+        sizes = [min(fixed.micro_batch, share)] if fixed.micro_batch else _sizes(share)
+        for strategy in _strategies(dims):
+            layout = Layout(_name(strategy, dims), dims)
+            if fixed.strategy and set(layout.parts) - fixed.split_by_degree != parts:
+                continue
+            able = [p for p in precisions if all(p in record.precisions for record in registry.records(layout.name))]
+            found += [
+                Candidate(layout, strategy, size, count, mode, precision, schedule, chunks, offload)
+                for size, count in ((size, -(-share // size)) for size in sizes)
+                for schedule, chunks in _schedules(dims.pp, count, space.blocks, fixed)
+                for offload in _offloads(strategy, dims, space, fixed)
+                for mode in modes
+                for precision in able
+            ]
+    return found
+
+
+def _grids(space: Space, fixed: Constraints) -> Iterator[ParallelDims]:
+    for tp in [fixed.tp] if fixed.tp else _divisors(space.world):
+        if space.world % tp or (tp > 1 and not _can_split(space, tp, fixed)):
+            continue
+        left = space.world // tp
+        for pp in [fixed.pp] if fixed.pp else _divisors(left):
+            if left % pp or pp > max(1, space.blocks) or (pp > 1 and not space.pipelines):
+                continue
+            rest = left // pp
+            for shard in [fixed.dp_shard] if fixed.dp_shard else _divisors(rest):
+                if not rest % shard and fixed.dp_replicate in (None, rest // shard):
+                    yield ParallelDims(rest // shard, shard, tp, pp)
+
+
+def _can_split(space: Space, tp: int, fixed: Constraints) -> bool:
+    divides = not (space.heads or tp) % tp and not (space.sequence or tp) % tp
+    return space.splits and divides and (tp <= space.per_node or bool(fixed.tp))
+
+
+def _is_plain(strategy: Strategy) -> bool:
+    """Whether it is what its degrees say, and not a special way to have them."""
+    return registry.by_degrees(*strategy.degrees) is strategy
+
+
+def _strategies(dims: ParallelDims) -> list[Strategy]:
+    """What data-parallel workers can do: what the degrees say, and special ways to have the same degrees."""
+    own = {name for name in ("dp_replicate", "dp_shard") if getattr(dims, name) > 1}
+    others = {name for name in ("tp", "pp") if getattr(dims, name) > 1}
+    found = [registry.by_degrees(*(name for name in ("dp_replicate", "dp_shard") if name in own))]
+    for record in registry.STRATEGIES.values():
+        usable = record.plannable and record.degrees and not record.splits_model and not record.alias_of
+        if usable and not _is_plain(record) and set(record.degrees) <= own:
+            found += [record] if own | others <= {*record.degrees, *record.also} else []
+    return found
+
+
+def _name(strategy: Strategy, dims: ParallelDims) -> str:
+    split = [registry.by_degrees(name).name for name in ("tp", "pp") if getattr(dims, name) > 1]
+    return "+".join([strategy.name, *split] if strategy.degrees or not split else split)
+
+
+def _schedules(pp: int, micro_batches: int, blocks: int, fixed: Constraints) -> list[tuple[str, int]]:
+    if pp == 1:
+        return [("", 1)]
+    found = []
+    for name in [fixed.schedule] if fixed.schedule else schedules.SCHEDULES:
+        wanted = [fixed.chunks] if fixed.chunks else (1, 2, 4)
+        for chunks in dict.fromkeys(schedules.chunks_of(name, number) for number in wanted):
+            try:
+                schedules.require(name, pp, micro_batches, chunks)
+            except LayoutError:
+                continue
+            found += [(name, chunks)] if pp * chunks <= blocks else []
+    return found
+
+
+def _offloads(strategy: Strategy, dims: ParallelDims, space: Space, fixed: Constraints) -> tuple[bool, ...]:
+    """State may be kept in host memory by those that shard, not in a pipeline; looked at for plain ones alone unless
+    it is fixed."""
+    able = strategy.is_sharded and dims.pp == 1
+    if fixed.offload is not None:
+        return (fixed.offload,) if able or not fixed.offload else ()
+    return (False, True) if able and space.offload and _is_plain(strategy) else (False,)
+
+
+def _sizes(share: int) -> list[int]:
+    return [size for size in _divisors(share) if size <= LARGEST or size == share]
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def refuse(config: Config, fixed: Constraints, space: Space) -> None:
+    """Raises the sentence that says why no layout is left."""
+    degrees = {name: getattr(fixed, name) for name in ("dp_replicate", "dp_shard", "tp", "pp")}
+    if fixed.strategy or any(degrees.values()) or fixed.offload:
+        layout = choose(fixed.strategy or "auto", space.world, **degrees, devices_per_node=space.per_node)
+        check(layout, strategy_options(config), heads=space.heads, sequence_length=space.sequence)
+    if (fixed.tp or 1) > 1 and not space.splits:
+        raise LayoutError(f"parallel.tp is {fixed.tp}, but the model has no layers that can be split")
+    if fixed.pp and fixed.pp > max(1, space.blocks):
+        raise LayoutError(f"parallel.pp is {fixed.pp}, but the model has only {space.blocks} blocks")
+    batch = space.global_batch
+    if fixed.schedule and (fixed.pp or 0) > 1:
+        raise LayoutError(
+            f"parallel.schedule is {fixed.schedule}, which no micro-batches of train.global_batch_size {batch} can "
+            f"feed on {fixed.pp} stages: write a larger batch, fewer stages, or another schedule"
+        )
+    raise LayoutError(
+        f"train.global_batch_size is {batch}, which {space.world} workers cannot share as their degrees are fixed: the "
+        f"number of data-parallel workers must divide it (the largest that do: {_divisors(batch)[-4:]})"
+    )

@@ -1,0 +1,82 @@
+"""What the planner's tests share: caches of their own, models read once, machines that need not exist."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config_io import load_config
+from app.planner import history
+from app.planner.machine import Machine, of_shape
+from app.planner.plan import Plan, make_plan
+from app.planner.read import Reader
+from app.tasks import load_task
+from app.tasks.base import Task
+from cluster import hardware
+from cluster.shape import of_gpus
+from tests.running import ROOT
+
+EXPERIMENT = str(ROOT / "experiments" / "gpt.yaml")
+LARGE = ["task_args.d_model=4096", "task_args.n_layers=16", "task_args.n_heads=32", "task_args.sequence_length=1024"]
+TINY = [
+    "task=image_classification",
+    "task_args={data: digits, model: mlp, model_args: {hidden: [64]}}",
+    "train.global_batch_size=64",
+]
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(history, "folder", lambda: tmp_path / "planner")
+    monkeypatch.setenv("TRIREME_HARDWARE", str(tmp_path / "hardware.yaml"))
+    for name in ("RAY_ADDRESS", "TRIREME_CLUSTER"):
+        monkeypatch.delenv(name, raising=False)
+    _forget()
+    yield
+    _forget()
+
+
+def _forget() -> None:
+    hardware._catalogue.cache_clear()
+    hardware._by_alias.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def small() -> Reader:
+    config = load_config([EXPERIMENT])
+    return Reader(load_task(config.task, config.task_args))
+
+
+@pytest.fixture(scope="session")
+def large() -> Reader:
+    config = load_config([EXPERIMENT], LARGE)
+    return Reader(load_task(config.task, config.task_args))
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Reader:
+    config = load_config([], TINY)
+    return Reader(load_task(config.task, config.task_args))
+
+
+def gpus(count: int = 8, gpu: str = "h100-80gb", across: str = "3200Gb") -> Machine:
+    return of_shape(of_gpus(count, gpu, min(count, 8), across), count)
+
+
+def plan_of(reader: Reader, machine: Machine, *overrides: str, given: tuple[str, ...] = (), rank: str = "time") -> Plan:
+    config = load_config([EXPERIMENT], overrides)
+    return make_plan(config, reader.task, machine, given=frozenset(given), rank=rank, reader=reader)
+
+
+def words(file: str) -> list[str]:
+    """An experiment's task as key=value, so that more can be written behind it."""
+    config = load_config([file])
+    return [f"task={config.task}", f"task_args={json.dumps(config.task_args)}"]
+
+
+def loaded(overrides: list[str]) -> Task:
+    config = load_config([], overrides)
+    return load_task(config.task, config.task_args)

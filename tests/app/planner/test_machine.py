@@ -1,0 +1,217 @@
+"""What a plan is for, what is tried of it on this machine, and what is measured: machine, trial, calibrate."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from app.cli.plan import command
+from app.config_io import load_config
+from app.errors import RunFailed, UserError
+from app.planner import calibrate, history, trial
+from app.planner.calibrate import keep
+from app.planner.machine import Asked, Machine, cpus, find, of_shape, require_here
+from app.planner.output import experiment
+from app.planner.plan import Plan, make_plan
+from app.planner.processes import in_processes
+from app.planner.read import Reader
+from app.planner.trial import Trial, max_batch, search
+from cluster import hardware
+from cluster.shape import of_gpus, of_nodes, read_cluster
+from tests.app.planner.conftest import TINY, gpus, loaded
+
+# --- what a plan is for ------------------------------------------------------------------------------------------
+
+
+def test_the_heads_gpus_count() -> None:
+    shape = read_cluster("onprem")
+    assert of_shape(shape, None).world == of_shape(shape, 12).world == 12
+    with pytest.raises(UserError, match="at most 12"):
+        of_shape(shape, 13)
+    alone = dataclasses.replace(shape, head=dataclasses.replace(shape.head, gpus=2))
+    assert of_shape(alone, None).world == 8 and of_shape(alone, None).per_node == 4, "nodes are alike, or apart"
+    assert of_shape(dataclasses.replace(shape, max_workers=1), None).world == 8
+
+
+def test_the_command_line_adds_to_a_cluster_and_does_not_contradict_it() -> None:
+    found = find(Asked(cluster="onprem", gpus=8, interconnect="1Gb"), "auto")
+    assert (found.world, found.across, found.assumed) == (8, 125e6, "")
+    assert find(Asked(cluster="onprem", gpu="GeForce RTX 4090", per_node=4), "auto").world == 12
+    assert find(Asked(cluster="onprem", gpu="cpu"), "4").device.gpu.name == "cpu"
+    for asked, said in (
+        (Asked(cluster="onprem", gpu="h100-80gb"), "has rtx-4090"),
+        (Asked(cluster="onprem", per_node=8), "have 4"),
+        (Asked(cluster="onprem", gpus=16), "at most 12"),
+        (Asked(gpu="cpu", gpus=2, interconnect="1Gb"), "--interconnect"),
+    ):
+        with pytest.raises(UserError, match=said):
+            find(asked, "auto")
+
+
+def _node(address: str, head: bool = False, accelerator: str = "", **resources: float) -> dict[str, Any]:
+    first = {"node:__internal_head__": 1.0} if head else {}
+    first |= {f"accelerator_type:{accelerator}": 1.0} if accelerator else {}
+    named = {"Labels": {}, "NodeManagerAddress": address, "NodeID": address, "Alive": True}
+    return {"Resources": {**first, "memory": 8e9, **resources}, **named}
+
+
+def test_a_cluster_without_gpus_is_said_and_a_gpu_that_ray_does_not_name_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = of_nodes([_node("a", True, CPU=4.0), _node("b", CPU=16.0), _node("c", CPU=16.0)])
+    monkeypatch.setattr("app.planner.machine.connected_shape", lambda: shape)
+    found = find(Asked(), "20")
+    assert (found.world, found.per_node) == (20, 16) and "no GPUs" in found.assumed
+    shape = of_nodes([_node("a", True, CPU=4.0), _node("b", GPU=4.0), _node("c", GPU=4.0)])
+    with pytest.raises(UserError, match="write it with --gpu"):
+        find(Asked(), "auto")
+    monkeypatch.setattr("app.planner.machine.cluster_file", lambda _: "cluster.yaml")
+    monkeypatch.setattr("app.planner.machine.read_cluster", lambda _: shape)
+    found = find(Asked(gpu="t4", cluster="cluster.yaml"), "auto")
+    assert (found.world, found.per_node, found.device.gpu.name) == (8, 4, "t4")
+
+
+def test_workers_that_share_processors_are_slower() -> None:
+    cores = os.cpu_count() or 1
+    assert cpus(1).slowdown == 1 and cpus(4 * cores).slowdown == 4 and cpus(4 * cores, cores).slowdown == 1
+
+
+def test_only_what_this_machine_has_is_tried() -> None:
+    with pytest.raises(UserError, match=r"\(big\)"):
+        require_here(dataclasses.replace(cpus(2), name="big"), "--max-batch")
+    with pytest.raises(UserError, match="8 × h100-80gb"):
+        require_here(gpus(), "--max-batch")
+    require_here(cpus(2), "--max-batch")
+
+
+# --- trying ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 64])
+def test_the_search_finds_the_largest(count: int) -> None:
+    for largest in range(-1, count):
+        for first in {0, count // 2, count - 1}:
+            asked: list[int] = []
+
+            def runs(place: int, asked: list[int] = asked, largest: int = largest) -> bool:
+                asked.append(place)
+                return place <= largest
+
+            assert search(first, range(1, count + 1), runs) == largest
+            assert asked[0] == first and len(asked) == len(set(asked)) <= 2 * count.bit_length() + 1
+
+
+def _with_memory(machine: Machine, size: float) -> Machine:
+    gpu = dataclasses.replace(machine.device.gpu, memory_bytes=int(size))
+    return dataclasses.replace(machine, device=dataclasses.replace(machine.device, gpu=gpu))
+
+
+def _plan(reader: Reader, workers: int, size: int, *overrides: str, base: list[str] = TINY) -> Plan:
+    """On so many CPUs with memory for micro-batches of `size`."""
+    config, given = load_config([], [*base, *overrides]), frozenset({"strategy", "train.activation_checkpointing"})
+    plan = make_plan(config, reader.task, cpus(workers), given=given, reader=reader)
+    most = trial._with_size(plan, plan.rows[0], size).memory_bytes
+    return make_plan(config, reader.task, _with_memory(cpus(workers), most), given=given, reader=reader)
+
+
+def test_the_largest_micro_batch_is_sought_upwards_too(tiny: Reader) -> None:
+    plan = _plan(tiny, 2, 5, "strategy=ddp")
+    tried: list[dict[str, Any]] = []
+
+    def attempt(tree: dict[str, Any]) -> Trial:
+        tried.append(tree)
+        size = tree["train"]["micro_batch_size"]
+        return Trial(0.1, 1e9) if size <= 21 else Trial(failure="OutOfMemoryError: too much")
+
+    said, row, found = max_batch(plan, attempt)
+    assert (found["predicted"], found["largest"], found["share"]) == (5, 21, 32)
+    assert row is not None and experiment(plan, row)["train"]["micro_batch_size"] == 21
+    assert "predicted 5, tried: 21 is the largest" in said and "22 does not (OutOfMem" in said
+    assert [one["micro_batch_size"] for one in found["tries"]][:2] == [5, 10]
+    assert all(tree["strategy"] == "ddp" for tree in tried)
+    assert tried[0]["train"]["global_batch_size"] == 2 * 2 * 5, "two micro-batches tell the memory of many"
+    assert max_batch(plan, lambda _: Trial(failure="no"))[1] is None
+
+
+@pytest.mark.alone
+def test_what_needs_more_than_it_may_have_fails_and_says_why() -> None:
+    large = loaded([*TINY[:1], "task_args={data: digits, model: mlp, model_args: {hidden: [4096, 4096]}}"])
+    plan = make_plan(load_config([], [*TINY, "strategy=single"]), large, cpus(1), given=frozenset({"strategy"}))
+    tree = experiment(plan, plan.rows[0])
+    tree["task_args"] = {"data": "digits", "model": "mlp", "model_args": {"hidden": [4096, 4096]}}
+    assert "allocate" in trial.run(tree, 1, 150 * 2**20).failure
+    tree["task_args"]["model_args"]["hidden"] = [64]
+    small = trial.run(tree, 1, 150 * 2**20)
+    assert small.seconds is not None and small.bytes < 100 * 2**20
+
+
+def _fails(rank: int, own: Any) -> None:
+    raise MemoryError(f"rank {rank} has no more")
+
+
+def _hangs(rank: int, own: Any) -> None:
+    time.sleep(600 if rank else 0)
+
+
+@pytest.mark.alone
+def test_processes_that_fail_or_hang_are_ended() -> None:
+    with pytest.raises(RunFailed, match=r"MemoryError: rank \d has no more"):
+        in_processes(_fails, 2, timeout=60)
+    with pytest.raises(RunFailed, match="took more than 8 s"):
+        in_processes(_hangs, 2, timeout=8)
+
+
+# --- what is measured --------------------------------------------------------------------------------------------
+
+
+def test_measured_rates_go_before_the_catalogue() -> None:
+    history.remember("a100-80gb", {"matmul": {"bf16": 0.5}, "link_within": 1e9, "measured": True})
+    machine = gpus(gpu="a100-80gb")
+    assert machine.device.measured and machine.device.matmul["bf16"] == 0.5
+    assert machine.device.gpu.link_within == 1e9
+
+
+@pytest.mark.alone
+def test_this_machine_is_calibrated() -> None:
+    found = calibrate.calibrate(2)
+    name, file = keep(found)
+    assert name == "cpu" and file.exists() and cpus(2).device.measured
+    assert cpus(2).device.gpu.rate("fp32") == found["peak"]["fp32"] > 1e8 and found["link_within"] > 1e6
+
+
+def test_a_gpu_that_the_catalogue_lacks_is_known_once_measured() -> None:
+    entry = {
+        "memory": 24576, "bandwidth": 900.0, "peak": {"fp32": 80.0, "bf16": 160.0}, "link": 25.0,
+        "source": "measured by trireme calibrate", "aka": ["Imaginary RTX 9090"],
+    }  # fmt: skip
+    with pytest.raises(hardware.HardwareError, match="run `trireme calibrate`"):
+        hardware.gpu("Imaginary RTX 9090")
+    keep({"gpu": "imaginary-rtx-9090", "entry": entry, "operation": 7e-6, "measured": True})
+    machine = of_shape(of_gpus(4, "Imaginary RTX 9090", 4), 4)
+    assert machine.device.gpu.name == "imaginary-rtx-9090" and machine.device.operation == 7e-6
+    assert machine.device.gpu.peak["bf16"] == pytest.approx(1.6e14)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("gpus: [", "catalogue"), ("gpus: {x: {memory: many}}", "lacks"), ("[]", "catalogue")]
+)
+def test_a_catalogue_of_ones_own_that_is_wrong_is_one_sentence(text: str, said: str) -> None:
+    Path(os.environ["TRIREME_HARDWARE"]).write_text(text)
+    with pytest.raises(hardware.HardwareError, match=said):
+        hardware.gpu("t4")
+
+
+def test_max_batch_writes_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "run", lambda tree, workers, limit: Trial(0.1, 1e6) if (
+        tree["train"]["micro_batch_size"] <= 7) else Trial(failure="MemoryError"))  # fmt: skip
+    file = tmp_path / "best.yaml"
+    arguments = [*TINY, "strategy=ddp", "--gpu", "cpu", "--gpus", "2", "--max-batch", "--write", str(file)]
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 0 and "7 is the largest that runs" in result.output, result.output
+    assert load_config([file]).train.micro_batch_size == 7 and load_config([file]).strategy == "ddp"

@@ -1,0 +1,427 @@
+"""Plans: every layout, its memory by the strategies' own cost functions, why and why not, and what bad input gets."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from app.cli.plan import command
+from app.config_io import load_config
+from app.errors import UserError
+from app.planner import history, published
+from app.planner.advice import advice, families, settings_text
+from app.planner.auto import FitsNowhere, choose_layout, predict, record
+from app.planner.estimate import Estimate
+from app.planner.layouts import Constraints, Space, enumerate_layouts
+from app.planner.machine import cpus
+from app.planner.output import cells, picture
+from app.planner.read import Reader
+from app.planner.timing import Links
+from cluster import hardware
+from strategies import estimate, registry
+from strategies.costs import ModelSize
+from strategies.dims import NAMES, LayoutError
+from strategies.layout import check, choose
+from strategies.options import Options
+from strategies.pipeline.schedules import SCHEDULES
+from tests.app.planner.conftest import EXPERIMENT, TINY, gpus, loaded, plan_of, words
+
+SPACE = Space(64, 8, 256, 8, 8, 128, True, ("bf16",))
+
+# --- hardware ---------------------------------------------------------------------------------------------------
+
+
+GPUS = """
+    NVIDIA A100-SXM4-80GB = a100-80gb
+    NVIDIA H100 80GB HBM3 = h100-80gb
+    Tesla T4 = t4
+    NVIDIA GeForce RTX 4090 = rtx-4090
+    A100-40G = a100-40gb
+    a100_40gb = a100-40gb
+    2080ti = rtx-2080-ti
+    NVIDIA GH200 480GB = gh200
+    NVIDIA RTX PRO 6000 Blackwell Server Edition = rtx-pro-6000
+"""
+
+
+@pytest.mark.parametrize("row", GPUS.strip().splitlines())
+def test_a_gpu_is_known_by_its_names(row: str) -> None:
+    written, name = row.split(" = ")
+    assert hardware.gpu(written).name == name
+
+
+def test_every_entry_of_the_catalogue_is_complete() -> None:
+    for gpu in hardware.all_gpus().values():
+        assert gpu.memory_bytes > 2**30 and gpu.memory_bandwidth > 1e9 and gpu.link_within > 1e9 and gpu.source
+        assert all(rate > 1e10 for rate in gpu.peak.values())
+    for offer in hardware.all_instances().values():
+        assert offer.gpu in hardware.all_gpus() and offer.price_per_hour > 0.1 and offer.date and offer.source
+
+
+# --- formulas ---------------------------------------------------------------------------------------------------
+
+
+def test_a_collective_waits_for_the_slowest_link() -> None:
+    machine = gpus(64)
+    link, device = Links(machine), machine.device
+    within = link.gather(1e9, 8, 1)
+    assert within == pytest.approx(1e9 * 7 / 8 / (450e9 * device.within), rel=0.02)
+    assert link.gather(1e9, 16, 1) > within and link.route(16, 8).link == "across" and link.route(8, 1).link == "within"
+    # eight groups of two nodes share each node's link: eight times the bytes
+    assert link.gather(1e9, 2, 8) == pytest.approx(8e9 / 2 / (400e9 * device.across), rel=0.02)
+    assert link.reduce(1e9, 8, 1) == pytest.approx(2 * within, rel=0.02) and link.gather(1e9, 1, 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "degrees"),
+    [
+        ("ddp", 4, {}),
+        ("fsdp", 4, {}),
+        ("zero1", 4, {}),
+        ("zero2", 4, {}),
+        ("hsdp", 4, {"dp_shard": 2}),
+        ("fsdp+tensor", 4, {"dp_shard": 2, "tp": 2}),
+        ("tensor", 2, {}),
+    ],
+)
+def test_static_memory_is_that_of_the_strategies_cost_function(
+    small: Reader, name: str, workers: int, degrees: dict[str, int]
+) -> None:
+    layout = choose(name, workers, **degrees)
+    found = predict(load_config([EXPERIMENT], ["train.micro_batch_size=2"]), small.task, layout, gpus(workers), small)
+    exact = estimate.cost(layout, ModelSize(small.size.parameters, small.size.buffer_bytes))
+    for part in ("parameters", "gradients", "optimizer", "buffers"):
+        assert found.memory[part] == getattr(exact, part), part
+
+
+def test_stages_are_cut_by_cost(large: Reader, small: Reader) -> None:
+    found = _predicted(large, "pipeline", pp=4, machine=gpus(4))
+    assert found.stages and sum(found.stages) == 16 and max(found.stages) - min(found.stages) <= 1
+    last = _predicted(
+        Reader(loaded([*words(EXPERIMENT), "task_args.vocab_size=200000"])), "pipeline", pp=2, machine=gpus(2)
+    )
+    assert last.stages == (3, 1), "the head weighs on the last stage"
+
+
+# --- enumeration ------------------------------------------------------------------------------------------------
+
+
+def test_every_layout_multiplies_to_the_workers_is_runnable_and_there_once() -> None:
+    found = enumerate_layouts(SPACE, Constraints())
+    assert len(set(found)) == len(found) > 1000
+    for one in found:
+        dims = one.dims
+        assert dims.world_size == 64 and one.micro_batch * one.micro_batches * dims.dp == 256
+        assert dims.tp <= 8 and dims.pp * one.chunks <= 8
+    for layout, schedule, chunks in {(one.layout, one.schedule, one.chunks) for one in found}:
+        assert choose(layout.name, 64, **{name: getattr(layout.dims, name) for name in NAMES}) == layout
+        check(layout, Options(precision="bf16", schedule=schedule or "1f1b", chunks=chunks), micro_batches=256)
+    wanted = {r.name for r in registry.STRATEGIES.values() if r.plannable and not r.alias_of and r.degrees}
+    assert {one.family for one in found} == wanted
+    assert {"fsdp+tensor", "hsdp+tensor+pipeline", "zero1+tensor"} <= {one.layout.name for one in found}
+    assert {one.schedule for one in found} == {*SCHEDULES, ""}
+
+
+def test_float8_is_planned_only_where_it_can_be() -> None:
+    found = enumerate_layouts(dataclasses.replace(SPACE, precisions=("bf16", "fp8")), Constraints())
+    narrow = [one.dims for one in found if one.precision == "fp8"]
+    assert narrow and all(dims.tp == dims.pp == 1 for dims in narrow)
+    with pytest.raises(LayoutError, match="cpu has no float8"):
+        plan_of(Reader(loaded(TINY)), cpus(2), *TINY, "train.precision=fp8")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("parallel.dp_shard", 4), ("parallel.tp", 2), ("train.micro_batch_size", 2)]
+)
+def test_a_key_that_is_given_is_fixed(small: Reader, key: str, value: int) -> None:
+    plan = plan_of(small, gpus(), f"{key}={value}", given=(key,))
+    name = key.partition(".")[2]
+    assert plan.rows and {plan.layout(row)["parallel"].get(name, row.candidate.micro_batch) for row in plan.rows} == {
+        value
+    }
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "hsdp", "fsdp+tensor", "tensor"])
+def test_a_strategy_that_is_given_is_the_only_one(small: Reader, strategy: str) -> None:
+    plan = plan_of(small, gpus(4), f"strategy={strategy}", given=("strategy",))
+    assert {row.candidate.layout.name for row in plan.rows} == {strategy.replace("zero3", "fsdp")}
+
+
+# --- memory and time --------------------------------------------------------------------------------------------
+
+
+def _predicted(reader: Reader, name: str, *overrides: str, machine: Any = None, **degrees: int) -> Estimate:
+    config = load_config([EXPERIMENT], ["train.global_batch_size=64", "train.precision=bf16", *overrides])
+    machine = machine or gpus()
+    return predict(config, reader.task, choose(name, machine.world, **degrees), machine, reader)
+
+
+def test_recomputing_trades_time_for_memory(large: Reader) -> None:
+    modes = ("none", "selective", "every_2", "full")
+    found = {
+        (name, mode): _predicted(large, name, f"train.activation_checkpointing={mode}", "train.micro_batch_size=8")
+        for name in ("fsdp", "tensor")
+        for mode in modes
+    }
+    compute = [found["fsdp", mode].seconds["compute"] for mode in modes]
+    memory = [found["fsdp", mode].memory["activations"] for mode in modes]
+    assert memory[3] < 0.5 * memory[0] and memory[3] < memory[2] < memory[0] and memory[3] < memory[1] < memory[0]
+    assert 1.1 < compute[3] / compute[0] < 1.4 and compute[0] < compute[1] < compute[3]
+    assert compute[2] == pytest.approx((compute[0] + compute[3]) / 2, rel=0.01)
+    sent = [found["tensor", mode].seconds["tensor"] for mode in modes]
+    assert sent[1] == pytest.approx(sent[0]), "what collectives gave is kept"
+    assert 1.3 < sent[3] / sent[0] <= 1.5, "what is outside of blocks is not recomputed"
+
+
+def test_smaller_micro_batches_slower_links_and_compilation_tell(large: Reader) -> None:
+    plain = _predicted(large, "fsdp", "train.micro_batch_size=8")
+    small = _predicted(large, "fsdp", "train.micro_batch_size=1")
+    assert small.memory["activations"] < plain.memory["activations"] / 4 and small.step_seconds > plain.step_seconds
+    slow = _predicted(large, "fsdp", machine=gpus(16, across="10Gb"))
+    assert slow.seconds["shard"] > 10 * plain.seconds["shard"]
+    compiled = _predicted(large, "fsdp", "train.micro_batch_size=8", "train.compile=true")
+    assert 0.7 < compiled.seconds["compute"] / plain.seconds["compute"] < 0.97
+
+
+def test_gradients_are_reduced_each_time_only_where_memory_asks_for_it(large: Reader) -> None:
+    found = {
+        gpu: _predicted(large, "fsdp", "train.micro_batch_size=1", machine=gpus(gpu=gpu)) for gpu in ("h200", "t4")
+    }
+    assert found["h200"].reduces_each is False and found["t4"].reduces_each is True
+    assert _predicted(large, "fsdp", "train.micro_batch_size=8").reduces_each is None, "one micro-batch is no question"
+
+
+def test_exposed_communication_is_told_by_collective_and_link(large: Reader) -> None:
+    plan = plan_of(large, gpus(16, across="100Gb"), "train.precision=bf16", "train.global_batch_size=64")
+    for row in plan.rows:
+        if row.candidate.dims.pp == 1:
+            parts = sum(row.seconds[name] for name in ("tensor", "shard", "replicate"))
+            assert sum(row.communication.values()) == pytest.approx(parts)
+    sharded = next(row for row in plan.rows if row.candidate.dims.dp_shard == 16)
+    assert sharded.communication["reduce_scatter.across"] > 0 and "reduce_scatter.within" not in sharded.communication
+
+
+def test_sixteen_thousand_gpus_are_planned(large: Reader) -> None:
+    plan = plan_of(large, gpus(16384), "train.global_batch_size=16384", "train.precision=bf16")
+    assert len(plan.rows) > 5000 and plan.best is not None
+
+
+# --- words ------------------------------------------------------------------------------------------------------
+
+
+def test_strategies_say_why_with_figures(large: Reader) -> None:
+    plan = plan_of(large, gpus(gpu="a100-40gb"), "train.precision=bf16", "train.global_batch_size=64")
+    said = families(plan)
+    assert "GiB per GPU at least, of 38.9 available; the least sharded that fits" in said["ddp"]
+    assert sum(sentence.startswith("the best") for sentence in said.values()) == 1
+    words = " ".join(advice(plan))
+    assert "One GPU does not hold it" in words and "Use " in words and "ddp would fit" in words
+
+
+def test_a_model_that_fits_one_gpu_is_told_to_stay(small: Reader) -> None:
+    words = " ".join(advice(plan_of(small, gpus(1))))
+    assert "fits one GPU" in words and "until time matters" in words
+
+
+def test_a_model_that_fits_nowhere_is_told_what_would_do(large: Reader) -> None:
+    precision = ("train.precision=bf16", "train.global_batch_size=8")
+    plan = plan_of(large, gpus(1, "rtx-3060"), *precision)
+    words = " ".join(advice(plan))
+    assert plan.best is None and "No layout fits" in words and "smallest cluster of the catalogue" in words
+    assert "$" in words and "To make it fit here: 8 × rtx-3060 would hold it" in words
+    layout = plan.layout(plan.rows[0])
+    assert not layout["fits"] and "of 10.9 available" in layout["why_not"]
+    plan = plan_of(large, gpus(8, "rtx-3060"), "strategy=ddp", *precision, given=("strategy",))
+    assert "To make it fit here: " in (words := " ".join(advice(plan))) and "s per step" in words
+
+
+def test_a_small_model_on_one_machine_is_told_ddp_and_slow_links_are_told(small: Reader, large: Reader) -> None:
+    plan = plan_of(small, gpus(8, "t4"), "train.precision=fp16", given=("train.precision",))
+    assert plan.best and plan.best.candidate.layout.name == "ddp" and "Use ddp: " in " ".join(advice(plan))
+    plan = plan_of(large, gpus(64, across="100Gb"), "train.precision=bf16", "train.global_batch_size=64")
+    assert "450 GB/s" in (words := " ".join(advice(plan))) and "1.6 GB/s" in words
+
+
+def test_what_is_left_out_says_by_which_key(small: Reader) -> None:
+    plan = plan_of(small, gpus(), "strategy=fsdp", given=("strategy",))
+    said = families(plan)
+    assert all("strategy=fsdp is fixed" in said[name] for name in ("ddp", "zero1", "hsdp", "tensor", "pipeline"))
+    plan = plan_of(small, gpus(), "parallel.tp=2", given=("parallel.tp",))
+    assert "parallel.tp=2 is fixed" in families(plan)["ddp"]
+    plan = plan_of(small, gpus(), "parallel.offload=true", given=("parallel.offload",))
+    assert "state in host memory" in settings_text(plan.rows[0]) and "offload" in cells(plan.layout(plan.rows[0]))[1]
+
+
+def test_rows_are_ranked_as_asked(large: Reader) -> None:
+    asked = ("train.precision=bf16", "train.global_batch_size=64")
+    plan = plan_of(large, gpus(), *asked, rank="memory")
+    sizes = [row.memory_bytes for row in plan.rows if row.fits]
+    assert all(b >= 0.98 * a for a, b in itertools.pairwise(sizes))
+    assert "the best's memory" in families(plan)["zero1"]
+    words = " ".join(advice(plan_of(large, gpus(), *asked, rank="cost")))
+    assert "all of them are paid for" in words and "the cheapest is" in words
+
+
+def test_a_picture_is_drawn(small: Reader, tmp_path: Path) -> None:
+    picture({"one": plan_of(small, gpus(2))}, tmp_path / "plan.png")
+    assert 5_000 < (tmp_path / "plan.png").stat().st_size < 60_000
+
+
+# --- command line -----------------------------------------------------------------------------------------------
+
+
+def _run(*arguments: str) -> Any:
+    return CliRunner().invoke(command, [EXPERIMENT, *arguments])
+
+
+def test_json_has_the_layouts_best_first(tmp_path: Path) -> None:
+    written = tmp_path / "best.yaml"
+    result = _run("--gpus", "8", "--gpu", "h100-80gb", "--json", "train.precision=bf16", "--write", str(written))
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout.splitlines()[0])
+    layouts = found["layouts"]
+    assert layouts and found["count"] >= len(layouts)
+    for layout in layouts:
+        assert math.prod(layout["parallel"][name] for name in NAMES) == 8
+        assert layout["memory_bytes"] == pytest.approx(sum(layout["memory"].values()), abs=20)
+        assert layout["step_seconds"] == pytest.approx(sum(layout["seconds"].values()))
+        assert layout["tokens_per_second"] > 0 and layout["precision"] == "bf16" and 0 < layout["mfu"] < 1
+        assert layout["fits"] and layout["why_not"] is None and layout["cost_per_step"] > 0
+    times = [layout["step_seconds"] for layout in layouts]
+    assert times[0] <= 1.03 * min(times) and all(b >= 0.998 * a for a, b in itertools.pairwise(times[1:]))
+    config, best = load_config([written]), layouts[0]
+    assert (config.strategy, config.train.micro_batch_size) == (best["strategy"], best["micro_batch_size"])
+    assert config.parallel.dp_shard == best["parallel"]["dp_shard"] and config.workers == "8"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--gpus", "8", "--gpu", "h1000"], "did you mean h100-80gb"),
+        (["--gpus", "0", "--gpu", "t4"], "at least 1"),
+        (["--gpus", "8", "--gpu", "t4", "--interconnect", "fast"], "cannot be read"),
+        (["--gpus", "8", "--gpu", "t4", "parallel.dp_shard=3"], "8 workers"),
+        (["--gpus", "8", "--gpu", "t4", "parallel.tp=8"], "does not divide"),
+        (["--gpus", "8", "--gpu", "t4", "strategy=fdsp"], "did you mean fsdp"),
+        (["--gpus", "8", "--gpu", "t4", "strategy=deepspeed"], "is not planned"),
+        (["--gpus", "8", "--gpu", "t4", "train.activation_checkpointing=fulll"], "is 'fulll'"),
+        (["--gpus", "8", "--gpu", "t4", "parallel.stages=[1,4]"], "adds up to 5 blocks"),
+        (["--gpus", "8", "--gpu", "t4", "parallel.pp=4", "parallel.stages=[1,3]"], "names 2 parts"),
+        (["--gpus", "1", "--gpu", "t4", "parallel.offload=true"], "parallel.offload needs sharded parameters"),
+        (["--gpus", "8", "--gpu", "t4", "--rank-by", "beauty"], "time, cost, memory"),
+        (["--gpus", "4096", "--gpu", "h100-80gb", "--max-batch"], "this machine"),
+        (["--published", "nowhere.csv"], "cannot be read"),
+        (["--cluster", "laptop"], "no GPUs"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(arguments: list[str], said: str) -> None:
+    result = _run(*arguments)
+    assert result.exit_code == 2 and said in result.output
+    assert len(result.output.strip().splitlines()) == 1 and "Traceback" not in result.output
+
+
+# --- what a run asks --------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_the_simplest_of_the_fast_ones(small: Reader, large: Reader) -> None:
+    config = load_config([EXPERIMENT], ["strategy=auto", "train.global_batch_size=32"])
+    assert choose_layout(config, small.task, 8, gpus()).layout.name == "ddp"
+    config = load_config([EXPERIMENT], ["strategy=auto", "train.global_batch_size=32", "train.precision=bf16"])
+    found = choose_layout(config, large.task, 8, gpus(gpu="a100-40gb"))
+    assert found.layout.dims.dp_shard > 1 and found.layout.dims.world_size == 8 and "predicted" in found.sentence
+    kept = load_config([EXPERIMENT], ["strategy=auto", "parallel.tp=2"])
+    assert choose_layout(kept, small.task, 4, gpus(4)).layout.dims.tp == 2
+
+
+def test_auto_plans_for_one_worker_too(tiny: Reader) -> None:
+    found = choose_layout(load_config([], [*TINY, "strategy=auto"]), tiny.task, 1)
+    assert found.layout.name == "single" and "predicted" in found.sentence
+    whole = load_config([], [*TINY, "strategy=auto", "train.global_batch_size=1024"])
+    chosen = choose_layout(whole, tiny.task, 1).in_config(whole)
+    assert chosen.train.micro_batch_size == 1024, "a small model takes its whole share"
+
+
+def test_auto_without_a_plan_is_what_the_degrees_say(small: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.planner.auto.running", lambda *_: 1 / 0)
+    config = load_config([EXPERIMENT], ["strategy=auto", "train.global_batch_size=32"])
+    found = choose_layout(config, small.task, 4)
+    assert found.layout.name == "ddp" and "unplanned: division by zero" in found.sentence
+
+
+def _with_memory(machine: Any, size: float) -> Any:
+    gpu = dataclasses.replace(machine.device.gpu, memory_bytes=int(size + machine.device.context))
+    return dataclasses.replace(machine, device=dataclasses.replace(machine.device, gpu=gpu))
+
+
+def test_auto_does_not_start_what_fits_nowhere(tiny: Reader) -> None:
+    with pytest.raises(FitsNowhere, match=r"auto finds no layout that fits.*smallest cluster"):
+        choose_layout(load_config([], [*TINY, "strategy=auto"]), tiny.task, 2, _with_memory(cpus(2), 10_000))
+
+
+def test_auto_keeps_state_in_host_memory_where_nothing_else_fits() -> None:
+    config = load_config([EXPERIMENT], ["strategy=auto", "task_args.d_model=1024", "train.global_batch_size=8"])
+    reader = Reader(loaded([*words(EXPERIMENT), "task_args.d_model=1024"]))
+    machine = gpus(2, "t4")
+    plan = plan_of(reader, machine, "train.global_batch_size=8", given=("parallel.offload", "train.precision"))
+    least = 0.55 * min(row.memory_bytes for row in plan.rows)
+    found = choose_layout(config, reader.task, 2, _with_memory(machine, least))
+    chosen = found.in_config(config)
+    assert chosen.parallel.offload and found.layout.dims.dp_shard == 2 and chosen.train.micro_batch_size
+    assert not config.parallel.offload, "another configuration"
+
+
+def test_a_long_run_corrects_the_next_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, layout = load_config([EXPERIMENT]), choose("ddp", 2)
+    first = record(config, layout, 1.0, 3e9, trained=5.0)
+    assert record(config, layout, 1.0, 3e9, trained=60.0) == first, "a short run corrects nothing"
+    assert first["plan/step_error"] == first["plan/step_seconds"] / 1.0 - 1
+    second = record(config, layout, 1.0, 3e9, trained=5.0)
+    assert abs(second["plan/step_error"]) < abs(first["plan/step_error"])
+    assert history.correction("cpu", "another model", "seconds") == 1.0
+    assert history.correction("cpu", "another model", "bytes") == 1.0
+
+
+# --- published runs ---------------------------------------------------------------------------------------------
+
+HEADER = (
+    "model,d_model,n_layers,n_heads,vocab_size,seq_len,gpus,gpu,mfu_percent,hfu_percent,micro_batch_size,grad_accum,"
+    "global_batch_size,tokens_per_s_per_gpu,precision,sharding,activation_checkpointing,parameters,section"
+)
+
+
+def test_a_table_of_published_runs_is_compared(tmp_path: Path) -> None:
+    table = tmp_path / "runs.csv"
+    table.write_text(
+        f"{HEADER}\nx,1024,6,16,1000,512,8,a100_80gb,1,1,8,2,128,50000,bf16,FULL_SHARD,True,77000000,made up\n"
+    )
+    (found,) = published.compare(published.rows_of(table))
+    assert found.plan.fits and 1e5 < found.tokens_per_second < 1e8
+    assert published.reader_of(1024, 16, 1000, 512).with_blocks(6).parameters == pytest.approx(77.1e6, rel=0.01)
+    assert "1 of" not in published.report(str(table)) and "fitted: " in published.report(str(table))
+    table.write_text("model,what\nx,1\n")
+    with pytest.raises(UserError, match="not a table of published runs"):
+        published.rows_of(table)
+
+
+def test_constants_are_found_again_from_what_they_predict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [(1024, 8, 512, 8), (2048, 4, 2048, 64), (4096, 2, 1024, 8), (1024, 64, 4096, 16), (2048, 16, 512, 32)]
+    lines = [
+        f"x,{width},6,16,1000,{length},{count},a100_80gb,1,1,{size},1,128,1,bf16,FULL_SHARD,False,1,x"
+        for width, size, length, count in sizes
+    ]
+    (table := tmp_path / "runs.csv").write_text("\n".join([HEADER, *lines]) + "\n")
+    rows = published.rows_of(table)
+    truth = {name: near for name, (near, _) in published.EXPECTED.items()} | {"matmul": 0.6, "trainer": 0.08}
+    made = published.compare(rows, published._with(truth, rows))
+    rows = [dataclasses.replace(one.row, tokens_per_second=one.tokens_per_second) for one in made]
+    monkeypatch.setattr(published, "EXPECTED", {name: (near, 1.0) for name, (near, _) in published.EXPECTED.items()})
+    found = published.fit(rows)
+    again = published.compare(rows, published._with(found, rows))
+    assert max(abs(one.error) for one in again) < 0.02 and found["matmul"] == pytest.approx(0.6, rel=0.15)
