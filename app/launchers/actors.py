@@ -20,7 +20,7 @@ from app.job import Job, Place
 from app.launchers.placement import Resources, placement, resources_of_stages
 from app.launchers.ray_workers import POLL_SECONDS, RayWorkers
 from app.launchers.room import node_selector, nodes_now
-from app.launchers.worker_process import RayChannel, enter, run_worker
+from app.launchers.worker_process import RayChannel, enter, surroundings
 from app.launchers.workers import Failures, WorkerLost
 from cluster.connect import Cluster
 
@@ -36,6 +36,8 @@ class WorkerActor:
         """From meeting the other ranks to the end of training."""
         import torch
         import torch.distributed as dist
+
+        from app import loop
 
         channel = RayChannel(queue, attempt, rank)
         info = enter(job, channel, label)
@@ -53,7 +55,9 @@ class WorkerActor:
             world_size=len(nodes),
             timeout=timedelta(seconds=PROCESS_GROUP_SECONDS),
         )
-        run_worker(job, Place(rank, len(nodes), local_rank, device), channel, node_rank)
+        place = Place(rank, len(nodes), local_rank, device)
+        with surroundings(job, place, channel, node_rank):
+            channel.done(loop.train(job, place, channel))
         dist.barrier()  # no rank closes its connections while another still uses them
 
 

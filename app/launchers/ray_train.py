@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from app.job import Job, Place
 from app.launchers.ray_workers import POLL_SECONDS, RayWorkers
 from app.launchers.room import node_selector
-from app.launchers.worker_process import RayChannel, enter, run_worker
+from app.launchers.worker_process import RayChannel, enter, surroundings
 from app.launchers.workers import Failures, WorkerLost
 from app.storage import Storage
 
@@ -44,16 +44,19 @@ class LostWorkers(UserCallback):
         ray.get(self.queue.put.remote(self.attempt, ray.cloudpickle.dumps([event])))
 
 
-def train_loop(loop: dict[str, Any]) -> None:
+def train_loop(given: dict[str, Any]) -> None:
     """What every worker runs."""
     from ray.train import get_context
     from ray.train.torch import get_device
 
+    from app import loop
+
     context = get_context()
     place = Place(context.get_world_rank(), context.get_world_size(), context.get_local_rank(), get_device())
-    channel = RayChannel(loop["queue"], loop["attempt"], place.rank)
-    enter(loop["job"], channel)
-    run_worker(loop["job"], place, channel, context.get_node_rank())
+    channel = RayChannel(given["queue"], given["attempt"], place.rank)
+    enter(given["job"], channel)
+    with surroundings(given["job"], place, channel, context.get_node_rank()):
+        channel.done(loop.train(given["job"], place, channel))
 
 
 @ray.remote(num_cpus=0, max_restarts=0)

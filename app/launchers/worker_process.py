@@ -1,4 +1,4 @@
-"""What every worker process in Ray does, under either launcher: the whole of training, with its surroundings.
+"""What every worker process in Ray has around its training, under either launcher.
 
 Its events and heartbeats go to the `EventQueue`, its output to a file of its own. One worker of each node samples the
 node's system metrics and watches for a preemption notice, at which all save a checkpoint.
@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -65,18 +66,19 @@ class RayChannel:
         self.emit({"type": "failed", "rank": self.rank, "error": error})
         self.flush()
 
+    def done(self, summary: dict[str, Any]) -> None:
+        """The last event of a worker that has trained to its end."""
+        self.emit({"type": "done", "summary": summary})
+
     def flush(self) -> None:
         """Waits until what was sent has arrived: the process may end as soon as its work has."""
         if self._newest is not None:
             ray.get(self._newest)
 
 
-def run_worker(job: Job, place: Place, channel: RayChannel, node_rank: int) -> None:
-    """Trains as one rank; the process group is there.
-
-    Raises what training raises, after it has told the driver.
-    """
-    from app import loop
+@contextlib.contextmanager
+def surroundings(job: Job, place: Place, channel: RayChannel, node_rank: int) -> Iterator[None]:
+    """What every worker has around its training: output in a file, heartbeats, metrics of its node, news at the end."""
     from app.tracking.system import SystemSampler
 
     with worker_output(Storage(job.folder), place.rank), contextlib.ExitStack() as stack:
@@ -91,11 +93,10 @@ def run_worker(job: Job, place: Place, channel: RayChannel, node_rank: int) -> N
             stack.callback(sampler.close)
             stack.callback(_watch_preemption(job, channel).close)
         try:
-            summary = loop.train(job, place, channel)
+            yield
         except BaseException as error:
             channel.failed(error)
             raise
-        channel.emit({"type": "done", "summary": summary})
         channel.flush()
         channel.heartbeat.phase = "finished"
         channel.send_beat(beats.beat(), None)
