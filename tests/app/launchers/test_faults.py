@@ -167,9 +167,9 @@ def test_a_worker_that_is_stopped_or_dies_while_it_starts(
 
 
 def workers_of_ray() -> list[psutil.Process]:
-    """The workers in this test's own Ray: it names their processes so when their actor begins."""
+    """The processes of workers: Ray names them so when their actor begins."""
     named = ("ray::WorkerActor", "ray::RayTrainWorker")
-    return [found for found in psutil.Process().children(recursive=True) if _title(found).startswith(named)]
+    return [found for found in psutil.process_iter() if _title(found).startswith(named)]
 
 
 def _title(process: psutil.Process) -> str:
@@ -221,7 +221,7 @@ def test_a_rank_that_the_kernel_kills_for_memory(
         lines, folder = Lines(process), tmp_path / "run"
         wait_until(lambda: max(committed(folder), default=0) >= 10, 60)
         log = str(folder / "logs" / "rank-1.log")
-        (victim,) = [found for found in psutil.Process().children(recursive=True) if writes(found, log)]
+        (victim,) = [found for found in psutil.process_iter() if writes(found, log)]
         (group / "cgroup.procs").write_text(str(victim.pid))
         (tmp_path / "hungry").touch()
         assert process.wait(90) == 0, lines.text
