@@ -152,9 +152,12 @@ class Supervisor:
         for rank, record in self.workers.ask("flight_recorder").items():
             if record:
                 driver.tracker.text(record, f"hangs/step-{driver.step}-rank-{rank}.json")
-        culprits = {hang.rank} | hang.silent
-        self.workers.kill([infos[rank] for rank in culprits if rank in infos])
-        return {hang.rank: Hung(f"{infos.get(hang.rank, f'worker {hang.rank}')} {hang.why}")}
+        sentence = f"{infos.get(hang.rank, f'worker {hang.rank}')} {hang.why}"
+        if not self.workers.restartable:  # this process may be ended with it, before it is classified
+            driver.tracker.tags({"trireme.last_failure": sentence})
+            driver.console.say(f"{sentence}; ending it (torchrun --max-restarts=N starts all ranks again)")
+        self.workers.kill([infos[rank] for rank in {hang.rank} | hang.silent if rank in infos])
+        return {hang.rank: Hung(sentence)}
 
     # --- between attempts ---------------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ import os
 import pickle
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -253,7 +252,6 @@ class TorchrunWorkers:
         """Ends processes of this host, and has the others' neighbours end them; then torchrun ends the rest."""
         assert self.heartbeat is not None
         names = " ".join(f"{info.ip}:{info.pid}" for info in infos)
-        print(f"ending {names}; torchrun --max-restarts=N starts all ranks again", file=sys.stderr, flush=True)
         self.store.set("end", names)
         for info in infos:
             if info.ip == self.heartbeat.info.ip and info.pid != os.getpid():
