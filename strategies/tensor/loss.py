@@ -25,7 +25,6 @@ from torch import Tensor
 from strategies.tensor.ops import Peers, gather_features
 from strategies.tree import tree_map
 
-
 _NOTHING = torch.empty(0, device="meta")  # under a fake mode no tensor made there could be of another class
 
 
