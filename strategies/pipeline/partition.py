@@ -32,7 +32,7 @@ def balanced_partition(costs: Sequence[float], parts: int, first: float = 0.0, l
     @functools.cache
     def best(end: int, pieces: int) -> tuple[float, float, tuple[int, ...]]:
         """Of the first `end` items: maximum, Σ squares, and sizes."""
-        found = []
+        found: list[tuple[float, float, tuple[int, ...]]] = []
         for start in range(end - 1, pieces - 2, -1) if pieces > 1 else (0,):
             cost = sums[end] - sums[start] + (first if start == 0 else 0.0) + (last if end == count else 0.0)
             if cost > limit and found:
