@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from app.planner.estimate import Estimate
-from app.planner.layouts import KEYS, Constraints, enumerate_layouts
+from app.planner.layouts import Fixed, enumerate_layouts
 from app.planner.plan import GIB, NEAR, Plan
 from cluster.hardware import all_gpus, all_instances
 from strategies import registry
@@ -80,13 +80,12 @@ def _absent(plan: Plan, family: str) -> str:
     """Which of the reasons keeps a whole strategy out."""
     space, degrees = plan.space, registry.STRATEGIES[family].degrees
 
-    def is_there(fixed: Constraints) -> bool:
+    def is_there(fixed: Fixed) -> bool:
         return any(candidate.family == family for candidate in enumerate_layouts(space, fixed))
 
-    if is_there(Constraints()):
-        fixed = {name: value for name in KEYS if (value := getattr(plan.fixed, name)) is not None}
-        alone = [name for name, value in fixed.items() if not is_there(Constraints(**{name: value}))]
-        keys = [f"{KEYS[name]}={str(fixed[name]).replace('True', 'true')}" for name in alone[:1] or fixed]
+    if is_there({}):
+        alone = [key for key, value in plan.fixed.items() if not is_there({key: value})]
+        keys = [f"{key}={str(plan.fixed[key]).replace('True', 'true')}" for key in alone[:1] or plan.fixed]
         return f"left out, because {' and '.join(keys)} {'is' if len(keys) == 1 else 'are'} fixed"
     if "tp" in degrees and not space.splits:
         return "the model has no layers that can be split over its heads"
@@ -127,7 +126,7 @@ def _best(rows: list[Estimate]) -> Estimate | None:
 
 def _from_one_gpu(plan: Plan, best: Estimate) -> list[str]:
     world, there = plan.machine.world, plan.machine.capacity / GIB
-    one = best if world == 1 else _best(plan.elsewhere(1, Constraints()))
+    one = best if world == 1 else _best(plan.elsewhere(1, {}))
     if one is None:
         return []
     needed, gain = size_text(one.memory_bytes), one.step_seconds / best.step_seconds
@@ -169,7 +168,7 @@ def _fewer(plan: Plan, best: Estimate) -> str:
         return f"{first}; this machine's price is not known."
     seconds = {world: best.step_seconds}
     for fewer in (world // 2**power for power in range(1, 7) if world >= 2**power):
-        row = _best(plan.elsewhere(fewer, Constraints()))
+        row = _best(plan.elsewhere(fewer, {}))
         seconds |= {fewer: row.step_seconds} if row is not None and row.fits else {}
     costs = {n: price * n * step / 3600 for n, step in seconds.items()}
     told = ", ".join(f"{n} GPUs ${cost:.3g} in {seconds[n]:.3g} s" for n, cost in costs.items())
@@ -193,7 +192,7 @@ def _here(plan: Plan, needs: dict[int, float], largest: str) -> str:
     """Something else fixed, state in host memory, more GPUs, or a smaller model."""
     world, there, precision = plan.machine.world, plan.machine.capacity, plan.rows[0].candidate.precision
     for offload in () if plan.machine.device.is_cpu else (False, True):
-        row = _best(plan.elsewhere(world, Constraints(precision=precision, offload=offload)))
+        row = _best(plan.elsewhere(world, {"train.precision": precision, "parallel.offload": offload}))
         if row is not None and row.fits:
             key = "parallel.offload=true, " if offload else ""
             return f"{key}{row.candidate.layout.name} with {settings_text(row)} takes {figures(row)}"
@@ -225,6 +224,6 @@ def _smallest_cluster(needs: dict[int, float]) -> str:
 
 def _needs(plan: Plan) -> dict[int, float]:
     """GPUs → least bytes per GPU, with everything sharded, recomputed, and one sample at a time."""
-    fixed = Constraints(precision=plan.rows[0].candidate.precision, checkpointing="full", micro_batch=1)
+    fixed = {"train.activation_checkpointing": "full", "train.micro_batch_size": 1}
     found = {world: plan.elsewhere(world, fixed, batch=world) for world in (2**power for power in range(13))}
     return {world: min(row.memory_bytes for row in rows) for world, rows in found.items() if rows}

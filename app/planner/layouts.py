@@ -11,7 +11,7 @@ from app.config import Config
 from app.errors import UserError
 from app.job import strategy_options
 from strategies import registry
-from strategies.dims import Layout, LayoutError, ParallelDims
+from strategies.dims import NAMES, Layout, LayoutError, ParallelDims
 from strategies.layout import check, choose
 from strategies.options import checkpoint_every
 from strategies.pipeline import schedules
@@ -53,47 +53,14 @@ class Candidate(NamedTuple):
         return data + 10 * (dims.tp > 1) + 20 * self.offload + 100 * (dims.pp > 1)
 
 
-KEYS = {
-    "strategy": "strategy",
-    "dp_replicate": "parallel.dp_replicate",
-    "dp_shard": "parallel.dp_shard",
-    "tp": "parallel.tp",
-    "pp": "parallel.pp",
-    "micro_batch": "train.micro_batch_size",
-    "checkpointing": "train.activation_checkpointing",
-    "precision": "train.precision",
-    "schedule": "parallel.schedule",
-    "chunks": "parallel.chunks",
-    "offload": "parallel.offload",
-}
-"""Of each field of Constraints, its key of the configuration."""
-
-
-@dataclass(frozen=True)
-class Constraints:
-    """What a person has fixed; None is free."""
-
-    strategy: str | None = None
-    dp_replicate: int | None = None
-    dp_shard: int | None = None
-    tp: int | None = None
-    pp: int | None = None
-    micro_batch: int | None = None
-    checkpointing: str | None = None
-    precision: str | None = None
-    schedule: str | None = None
-    chunks: int | None = None
-    offload: bool | None = None
-
-    @property
-    def parts(self) -> frozenset[str]:
-        """The strategy's names without those whose degree is fixed by itself, which may be there or not."""
-        own = {record.alias_of or record.name for record in registry.records(self.strategy or "single")}
-        return frozenset(own - self.split_by_degree)
-
-    @property
-    def split_by_degree(self) -> set[str]:
-        return {registry.by_degrees(name).name for name in ("tp", "pp") if getattr(self, name)}
+Fixed = dict[str, Any]
+"""What a person has fixed: key of the configuration → value. What is not there is free."""
+KEYS = (
+    *("strategy", "parallel.dp_replicate", "parallel.dp_shard", "parallel.tp", "parallel.pp"),
+    *("train.micro_batch_size", "train.activation_checkpointing", "train.precision"),
+    *("parallel.schedule", "parallel.chunks", "parallel.offload"),
+)
+"""Those that decide which layouts are looked at."""
 
 
 @dataclass(frozen=True)
@@ -112,50 +79,49 @@ class Space:
     pipelines: bool = True
 
 
-def constraints_of(config: Config, given: frozenset[str]) -> Constraints:
+def fixed_by(config: Config, given: frozenset[str]) -> Fixed:
     """given: the keys of the configuration that are fixed.
 
     Raises:
         UserError, LayoutError: one of them cannot be.
     """
-    parallel = config.parallel
     checkpoint_every(config.train.activation_checkpointing)  # raises for what is not a mode
-    fixed: dict[str, Any] = {
-        name: reduce(getattr, key.split("."), config) for name, key in KEYS.items() if key in given
-    }
-    if fixed.get("strategy") == "auto":
-        del fixed["strategy"]
-    if "strategy" in fixed:
-        records = registry.records(config.strategy)
-        if not records[0].plannable:
-            raise UserError(
-                f"strategy={config.strategy} is not planned: write {registry.INSTEAD[records[0].name]}, which does the "
-                "same for less, or auto"
-            )
-    if "parallel.stages" in given and parallel.stages:  # says how many stages there are, too
-        chunks, parts = schedules.chunks_of(parallel.schedule, parallel.chunks), len(parallel.stages)
-        if parts % chunks or (parallel.pp or 0) * chunks not in (0, parts):
+    fixed: Fixed = {key: reduce(getattr, key.split("."), config) for key in KEYS if key in given}
+    fixed = {key: value for key, value in fixed.items() if value not in (None, "auto")}
+    records = registry.records(fixed.get("strategy", "single"))
+    if not records[0].plannable:
+        raise UserError(
+            f"strategy={config.strategy} is not planned: write {registry.INSTEAD[records[0].name]}, which does the "
+            "same for less, or auto"
+        )
+    parallel, stages = config.parallel, config.parallel.stages
+    if "parallel.stages" in given and stages:  # says how many stages there are, too
+        chunks = schedules.chunks_of(parallel.schedule, parallel.chunks)
+        if len(stages) % chunks or (parallel.pp or 0) * chunks not in (0, len(stages)):
             raise LayoutError(
-                f"parallel.stages names {parts} parts, but the pipeline has {(parallel.pp or 1) * chunks}: write as "
-                "many numbers as parts"
+                f"parallel.stages names {len(stages)} parts, but the pipeline has {(parallel.pp or 1) * chunks}: write "
+                "as many numbers as parts"
             )
-        fixed |= {"pp": parts // chunks, "schedule": parallel.schedule, "chunks": chunks}
-    return Constraints(**fixed)
+        fixed |= {"parallel.schedule": parallel.schedule, "parallel.chunks": chunks}
+        fixed["parallel.pp"] = len(stages) // chunks
+    return fixed
 
 
-def enumerate_layouts(space: Space, fixed: Constraints) -> list[Candidate]:
+def enumerate_layouts(space: Space, fixed: Fixed) -> list[Candidate]:
     """All layouts that `fixed` leaves open and the model allows, in no order."""
-    modes = [fixed.checkpointing] if fixed.checkpointing else CHECKPOINTING
-    precisions = [fixed.precision] if fixed.precision else space.precisions
-    parts, found = fixed.parts, list[Candidate]()
+    modes = _wanted(fixed, "train.activation_checkpointing") or CHECKPOINTING
+    precisions, found = _wanted(fixed, "train.precision") or space.precisions, list[Candidate]()
+    # parts whose degree is fixed by itself may be there or not
+    free = {registry.by_degrees(name).name for name in ("tp", "pp") if f"parallel.{name}" in fixed}
+    parts = {record.alias_of or record.name for record in registry.records(fixed.get("strategy", "single"))} - free
     for dims in _grids(space, fixed):
         share, rest = divmod(space.global_batch, dims.dp)
         if rest or not share:
             continue
-        sizes = [min(fixed.micro_batch, share)] if fixed.micro_batch else _sizes(share)
+        sizes = [min(size, share) for size in _wanted(fixed, "train.micro_batch_size")] or _sizes(share)
         for strategy in _strategies(dims):
             layout = Layout(_name(strategy, dims), dims)
-            if fixed.strategy and set(layout.parts) - fixed.split_by_degree != parts:
+            if "strategy" in fixed and set(layout.parts) - free != parts:
                 continue
             able = [p for p in precisions if all(p in record.precisions for record in registry.records(layout.name))]
             found += [
@@ -169,23 +135,27 @@ def enumerate_layouts(space: Space, fixed: Constraints) -> list[Candidate]:
     return found
 
 
-def _grids(space: Space, fixed: Constraints) -> Iterator[ParallelDims]:
-    for tp in [fixed.tp] if fixed.tp else _divisors(space.world):
+def _wanted(fixed: Fixed, key: str) -> list[Any]:
+    return [fixed[key]] if key in fixed else []
+
+
+def _grids(space: Space, fixed: Fixed) -> Iterator[ParallelDims]:
+    for tp in _wanted(fixed, "parallel.tp") or _divisors(space.world):
         if space.world % tp or (tp > 1 and not _can_split(space, tp, fixed)):
             continue
         left = space.world // tp
-        for pp in [fixed.pp] if fixed.pp else _divisors(left):
+        for pp in _wanted(fixed, "parallel.pp") or _divisors(left):
             if left % pp or pp > max(1, space.blocks) or (pp > 1 and not space.pipelines):
                 continue
             rest = left // pp
-            for shard in [fixed.dp_shard] if fixed.dp_shard else _divisors(rest):
-                if not rest % shard and fixed.dp_replicate in (None, rest // shard):
+            for shard in _wanted(fixed, "parallel.dp_shard") or _divisors(rest):
+                if not rest % shard and fixed.get("parallel.dp_replicate") in (None, rest // shard):
                     yield ParallelDims(rest // shard, shard, tp, pp)
 
 
-def _can_split(space: Space, tp: int, fixed: Constraints) -> bool:
+def _can_split(space: Space, tp: int, fixed: Fixed) -> bool:
     divides = not (space.heads or tp) % tp and not (space.sequence or tp) % tp
-    return space.splits and divides and (tp <= space.per_node or bool(fixed.tp))
+    return space.splits and divides and (tp <= space.per_node or "parallel.tp" in fixed)
 
 
 def _is_plain(strategy: Strategy) -> bool:
@@ -210,12 +180,12 @@ def _name(strategy: Strategy, dims: ParallelDims) -> str:
     return "+".join([strategy.name, *split] if strategy.degrees or not split else split)
 
 
-def _schedules(pp: int, micro_batches: int, blocks: int, fixed: Constraints) -> list[tuple[str, int]]:
+def _schedules(pp: int, micro_batches: int, blocks: int, fixed: Fixed) -> list[tuple[str, int]]:
     if pp == 1:
         return [("", 1)]
     found = []
-    for name in [fixed.schedule] if fixed.schedule else schedules.SCHEDULES:
-        wanted = [fixed.chunks] if fixed.chunks else (1, 2, 4)
+    wanted = _wanted(fixed, "parallel.chunks") or (1, 2, 4)
+    for name in _wanted(fixed, "parallel.schedule") or schedules.SCHEDULES:
         for chunks in dict.fromkeys(schedules.chunks_of(name, number) for number in wanted):
             try:
                 schedules.require(name, pp, micro_batches, chunks)
@@ -225,12 +195,12 @@ def _schedules(pp: int, micro_batches: int, blocks: int, fixed: Constraints) -> 
     return found
 
 
-def _offloads(strategy: Strategy, dims: ParallelDims, space: Space, fixed: Constraints) -> tuple[bool, ...]:
+def _offloads(strategy: Strategy, dims: ParallelDims, space: Space, fixed: Fixed) -> tuple[bool, ...]:
     """State may be kept in host memory by those that shard, not in a pipeline; looked at for plain ones alone unless
     it is fixed."""
     able = strategy.is_sharded and dims.pp == 1
-    if fixed.offload is not None:
-        return (fixed.offload,) if able or not fixed.offload else ()
+    if "parallel.offload" in fixed:
+        return (fixed["parallel.offload"],) if able or not fixed["parallel.offload"] else ()
     return (False, True) if able and space.offload and _is_plain(strategy) else (False,)
 
 
@@ -243,21 +213,21 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def refuse(config: Config, fixed: Constraints, space: Space) -> None:
+def refuse(config: Config, fixed: Fixed, space: Space) -> None:
     """Raises the sentence that says why no layout is left."""
-    degrees = {name: getattr(fixed, name) for name in ("dp_replicate", "dp_shard", "tp", "pp")}
-    if fixed.strategy or any(degrees.values()) or fixed.offload:
-        layout = choose(fixed.strategy or "auto", space.world, **degrees, devices_per_node=space.per_node)
+    degrees, batch = {name: fixed.get(f"parallel.{name}") for name in NAMES}, space.global_batch
+    tp, pp = degrees["tp"] or 1, degrees["pp"] or 1
+    if "strategy" in fixed or any(degrees.values()) or fixed.get("parallel.offload"):
+        layout = choose(fixed.get("strategy", "auto"), space.world, **degrees, devices_per_node=space.per_node)
         check(layout, strategy_options(config), heads=space.heads, sequence_length=space.sequence)
-    if (fixed.tp or 1) > 1 and not space.splits:
-        raise LayoutError(f"parallel.tp is {fixed.tp}, but the model has no layers that can be split")
-    if fixed.pp and fixed.pp > max(1, space.blocks):
-        raise LayoutError(f"parallel.pp is {fixed.pp}, but the model has only {space.blocks} blocks")
-    batch = space.global_batch
-    if fixed.schedule and (fixed.pp or 0) > 1:
+    if tp > 1 and not space.splits:
+        raise LayoutError(f"parallel.tp is {tp}, but the model has no layers that can be split")
+    if pp > max(1, space.blocks):
+        raise LayoutError(f"parallel.pp is {pp}, but the model has only {space.blocks} blocks")
+    if pp > 1 and "parallel.schedule" in fixed:
         raise LayoutError(
-            f"parallel.schedule is {fixed.schedule}, which no micro-batches of train.global_batch_size {batch} can "
-            f"feed on {fixed.pp} stages: write a larger batch, fewer stages, or another schedule"
+            f"parallel.schedule is {config.parallel.schedule}, which needs more micro-batches on {pp} stages than "
+            f"train.global_batch_size {batch} gives: write a larger batch, fewer stages, or another schedule"
         )
     raise LayoutError(
         f"train.global_batch_size is {batch}, which {space.world} workers cannot share as their degrees are fixed: the "

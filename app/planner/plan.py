@@ -13,7 +13,7 @@ from app.job import strategy_options
 from app.planner.device import way_of
 from app.planner.estimate import Estimate, Estimator
 from app.planner.history import correction
-from app.planner.layouts import Constraints, Space, constraints_of, enumerate_layouts, refuse
+from app.planner.layouts import Fixed, Space, enumerate_layouts, fixed_by, refuse
 from app.planner.machine import Machine
 from app.planner.read import Reader
 from app.tasks.base import Task
@@ -35,7 +35,7 @@ class Plan:
     machine: Machine
     estimator: Estimator
     space: Space
-    fixed: Constraints
+    fixed: Fixed
     rows: list[Estimate]
     """Best first: those that fit, then those that do not, least memory first."""
     rank: str = "time"
@@ -53,7 +53,7 @@ class Plan:
         epochs = (train.epochs or 1.0) * self.reader.samples / train.global_batch_size
         return train.steps or max(1, math.ceil(epochs))
 
-    def elsewhere(self, world: int, fixed: Constraints, *, batch: int | None = None) -> list[Estimate]:
+    def elsewhere(self, world: int, fixed: Fixed, *, batch: int | None = None) -> list[Estimate]:
         """Layouts of the same model, without pipelines, on another number of these devices."""
         machine = replace(self.machine, world=world, per_node=min(world, 8 if batch else self.machine.per_node))
         space = replace(
@@ -142,10 +142,10 @@ def make_plan(
         raise UserError(f"--rank-by is {rank!r}: write {', '.join(RANKS)}")
     begun = time.perf_counter()
     reader = reader or reader_of(config, task)
-    fixed, precisions = constraints_of(config, given), _precisions(config, machine)
+    fixed, precisions = fixed_by(config, given), _precisions(config, machine)
     if "parallel.stages" in given and config.parallel.stages:
         partition.require_sizes(config.parallel.stages, reader.blocks, len(config.parallel.stages))
-    for precision in [fixed.precision] if fixed.precision else precisions:
+    for precision in [fixed["train.precision"]] if "train.precision" in fixed else precisions:
         for is_sharded in (True, False):
             reader.costs(way_of(is_sharded, 1, precision), not machine.device.is_cpu)
     read = time.perf_counter() - begun

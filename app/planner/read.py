@@ -6,9 +6,8 @@ split, as one of t tensor-parallel workers for one or two values of t. Every cos
     cost(b, t) = c0 + c1·b + (c2 + c3·b) / t + (c4 + c5·b)·[t > 1]        b samples in the micro-batch
 
 exactly in b for nearly all models, within a few per cent in t. The last term is what only split layers do, such as
-gathering their input; it needs two values of t. So a few traces of unlike blocks give all sizes and degrees. If the
-model cannot be built on `meta` it is built under fake tensors; if its code looks at values it is run for real, once, on
-the CPU; and `note` says so.
+gathering their input; it needs two values of t. So a few traces of unlike blocks give all sizes and degrees. A model
+that cannot be built on `meta`, or whose code looks at values, is run for real, once, on the CPU; and `note` says so.
 """
 
 from __future__ import annotations
@@ -155,13 +154,8 @@ class Reader:
         except UserError:
             raise
         except Exception as error:
-            self.note = f"the model cannot be built on the meta device ({_first_line(error)}): read under fake tensors"
-        try:
-            with fake_mode() or contextlib.nullcontext():
-                return self.task.build_model()
-        except Exception as error:
-            self.note = f"the model cannot be built without storage ({_first_line(error)}): built and run for real"
             self._real = True
+            self.note = f"the model cannot be built on the meta device ({_first_line(error)}): built and run for real"
             return self.task.build_model()
 
     def _traces(self, way: str, gpu: bool) -> dict[tuple[int, int], Trace]:
@@ -209,15 +203,14 @@ class Reader:
 
     def _module(self, way: str, fake: Any) -> nn.Module:
         dtype = torch.bfloat16 if way == CAST else None
-        with contextlib.suppress(Exception):
-            with torch.device("meta"):
-                module = self.task.build_model().to(dtype=dtype)
-            with fake:
-                module.to_empty(device="cpu")
-                getattr(module, "tie_weights", lambda: None)()
-                return module
-        with fake or contextlib.nullcontext():
+        if fake is None:
             return self.task.build_model().to(dtype=dtype)
+        with torch.device("meta"):
+            module = self.task.build_model().to(dtype=dtype)
+        with fake:
+            module.to_empty(device="cpu")
+            getattr(module, "tie_weights", lambda: None)()
+        return module
 
 
 def _require_room(needed: float) -> None:

@@ -19,7 +19,7 @@ from app.planner import history, published
 from app.planner.advice import advice, families, settings_text
 from app.planner.auto import FitsNowhere, choose_layout, predict, record
 from app.planner.estimate import Estimate
-from app.planner.layouts import Constraints, Space, enumerate_layouts
+from app.planner.layouts import Space, enumerate_layouts
 from app.planner.machine import cpus
 from app.planner.output import cells, picture
 from app.planner.read import Reader
@@ -114,7 +114,7 @@ def test_stages_are_cut_by_cost(large: Reader, small: Reader) -> None:
 
 
 def test_every_layout_multiplies_to_the_workers_is_runnable_and_there_once() -> None:
-    found = enumerate_layouts(SPACE, Constraints())
+    found = enumerate_layouts(SPACE, {})
     assert len(set(found)) == len(found) > 1000
     for one in found:
         dims = one.dims
@@ -130,7 +130,7 @@ def test_every_layout_multiplies_to_the_workers_is_runnable_and_there_once() -> 
 
 
 def test_float8_is_planned_only_where_it_can_be() -> None:
-    found = enumerate_layouts(dataclasses.replace(SPACE, precisions=("bf16", "fp8")), Constraints())
+    found = enumerate_layouts(dataclasses.replace(SPACE, precisions=("bf16", "fp8")), {})
     narrow = [one.dims for one in found if one.precision == "fp8"]
     assert narrow and all(dims.tp == dims.pp == 1 for dims in narrow)
     with pytest.raises(LayoutError, match="cpu has no float8"):

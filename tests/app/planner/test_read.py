@@ -117,7 +117,7 @@ def test_activations_are_within_a_tenth_of_a_real_step(name: str, mode: str) -> 
 
 @pytest.mark.parametrize(
     ("looks", "said"),
-    [("", ""), ("building", "without storage"), ("loss", "looks at values")],
+    [("", ""), ("building", "meta"), ("loss", "looks at values")],
     ids=["plain", "building", "loss"],
 )
 def test_models_that_meta_cannot_run_are_read_all_the_same(looks: str, said: str) -> None:
