@@ -30,9 +30,9 @@ class LossScale:
     @torch.no_grad()
     def unscale_(self, parameters: Iterable[torch.Tensor]) -> None:
         """Divides the gradients by the scale, a power of two and therefore exactly."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if self.enabled and gradients:
-            torch._foreach_mul_(gradients, 1.0 / self.scale)
+        for parameter in parameters if self.enabled else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1.0 / self.scale)
 
     def accepts(self, grad_norm: torch.Tensor | None, step: int) -> bool:
         """Whether the optimizer may take this step; adapts the scale.

@@ -1,12 +1,11 @@
 """A pipeline's step as a picture: stage × time, what is computed when, and the bubbles between.
 
-`draw` makes a file of it and `text` a few lines for a terminal; both take spans, simulated or measured
-(`strategies.pipeline.simulate.Span`: stage, kind, micro, chunk, start, end in seconds).
+Takes spans, simulated or measured (`strategies.pipeline.simulate.Span`: stage, kind, micro, chunk, start and end in
+seconds).
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,27 +53,6 @@ def draw(spans: Sequence[Span], path: str | Path, title: str = "") -> None:
         figure.savefig(path, dpi=150)
     except ValueError as error:
         raise UserError(f"{path} has an ending that no picture has: write .png, .svg or .pdf") from error
-
-
-def text(spans: Sequence[Span]) -> str:
-    """One line per stage, as wide as the terminal: F0 is the forward of micro-batch 0, in small letters that of the
-    stage's second chunk; dots are bubbles. Times are rounded to whole characters."""
-    rows, begin, end = _rows(spans)
-    shortest = min(span.end - span.start for row in rows.values() for span in row if span.end > span.start)
-    room = shutil.get_terminal_size((120, 24)).columns - len("stage 00  ")
-    columns = round(min(max(room, 60), max(40.0, 3 * (end - begin) / shortest)))
-    scale = columns / (end - begin)
-    lines = []
-    for stage, row in rows.items():
-        line = ["·"] * columns
-        for span in row:
-            left, right = round((span.start - begin) * scale), round((span.end - begin) * scale)
-            label = (span.kind.lower() if span.chunk % 2 else span.kind) + str(span.micro)
-            line[left:right] = list(label.ljust(right - left, "─")[: right - left])
-        lines.append(f"stage {stage}  {''.join(line)}")
-    unit, scale = _unit(end - begin)
-    lines.append(f"{(end - begin) * scale:.3g} {unit}, of which {_idle_share(rows, begin, end):.1%} bubble (·)")
-    return "\n".join(lines)
 
 
 def _rows(spans: Sequence[Span]) -> tuple[dict[int, list[Span]], float, float]:

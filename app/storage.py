@@ -46,7 +46,7 @@ class Storage:
             self.url = os.path.abspath(os.path.expanduser(path))
         else:
             self.url = text.rstrip("/")
-            self._fs = _file_system(protocol, text)
+            self._fs, self._root = _file_system(protocol, self.url)
 
     def __str__(self) -> str:
         return self.url
@@ -98,9 +98,9 @@ class Storage:
             if self.is_local:
                 return sorted(os.listdir(self._at(path)))
             self._fs.invalidate_cache()
-            here = self._fs._strip_protocol(self._at(path))
+            here = f"{self._root}/{path}".rstrip("/")
             found = {str(entry).rstrip("/") for entry in self._fs.ls(here, detail=False)}
-            return sorted(entry.rsplit("/", 1)[-1] for entry in found if entry != here.rstrip("/"))
+            return sorted(entry.rsplit("/", 1)[-1] for entry in found if entry != here)
         except (FileNotFoundError, NotADirectoryError):
             return []
 
@@ -196,11 +196,12 @@ def sync_folder(folder: str) -> None:
         os.close(descriptor)
 
 
-def _file_system(protocol: str, url: str) -> Any:
+def _file_system(protocol: str, url: str) -> tuple[Any, str]:
+    """The file system, and the folder's path in it."""
     import fsspec
 
     try:
-        return fsspec.core.url_to_fs(url, **({"use_listings_cache": False} if _EXTRAS.get(protocol) else {}))[0]
+        return fsspec.core.url_to_fs(url, **({"use_listings_cache": False} if _EXTRAS.get(protocol) else {}))
     except ImportError as error:
         extra = _EXTRAS.get(protocol)
         install = f"pip install 'trireme[{extra}]'" if extra else f"the package fsspec asks for ({error})"

@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from app.config import Config
@@ -17,6 +18,7 @@ from app.run.manifest import Outcome, Run, free_name
 from app.tracking.settings import Settings, resolve_tracking
 
 if TYPE_CHECKING:
+    from app.launchers.workers import Workers
     from app.tasks.base import Task
     from cluster.connect import Cluster
 
@@ -71,11 +73,6 @@ def _in_this_process(run: Run, config: Config, console: Console, settings: Setti
     import torch
 
     from app.launchers.local import LocalWorkers
-    from app.launchers.supervisor import Supervisor
-    from app.run.driver import Driver
-    from app.run.lifecycle import train_run
-    from app.run.prepare import check_devices, prepare, read_task
-    from app.run.remarks import gpus_of_this_machine, with_remarks
 
     if config.workers not in ("auto", "1"):
         raise UserError(
@@ -87,21 +84,44 @@ def _in_this_process(run: Run, config: Config, console: Console, settings: Setti
             "a pipeline's stages are processes of their own, but launcher=local is one process: write launcher=ray, or "
             "strategy=model_parallel, which puts the blocks on several devices of this one"
         )
+    where = f"1 process ({'cuda' if torch.cuda.is_available() else 'cpu'})"
+    return _without_ray(LocalWorkers(), 1, 1, where, run, config, console, settings)
+
+
+def _without_ray(
+    workers: Workers,
+    world_size: int,
+    here: int,
+    where: str,
+    run: Run,
+    config: Config,
+    console: Console,
+    settings: Settings,
+) -> Outcome:
+    """With processes that there are already, `here` of them on this machine. where: for a person."""
+    import torch
+
+    from app.launchers.supervisor import Supervisor
+    from app.run.driver import Driver
+    from app.run.lifecycle import train_run
+    from app.run.prepare import check_devices, prepare, read_task
+    from app.run.remarks import gpus_of_this_machine, with_remarks
+
     gpus = torch.cuda.device_count()
     check_devices(config, gpus)
-    prepared = prepare(config, read_task(config), 1, devices_per_node=gpus or None)
-    used = gpus_of_this_machine(prepared.layout, 1, gpus)
-    prepared = with_remarks(prepared, workers=1, gpus=gpus, gpus_used=used, pool="this machine")
+    prepared = prepare(config, read_task(config), world_size, devices_per_node=here if world_size > 1 else gpus or None)
+    used = gpus_of_this_machine(prepared.layout, here, gpus)
+    prepared = with_remarks(prepared, workers=world_size, gpus=gpus, gpus_used=used, pool="this machine")
     driver = Driver(run, prepared.config, console, settings)
-    supervisor = Supervisor(LocalWorkers(), driver)
-    return train_run(driver, prepared, f"1 process ({'cuda' if gpus else 'cpu'})", supervisor.run)
+    return train_run(driver, prepared, where, Supervisor(workers, driver).run)
 
 
 def _under_torchrun(config: Config, console: Console) -> Outcome:
     """In the processes there are; the outcome is rank 0's, and the others' says the same in short."""
-    from app.launchers.torchrun import Ranks, tell, train_as_other_rank
+    from app.launchers.torchrun import Ranks, TorchrunWorkers, tell, train_as_other_rank
 
     ranks = Ranks(config)
+    world, here = ranks.place.world_size, ranks.here.local_world_size
     if ranks.place.rank:
         summary = train_as_other_rank(ranks)
         status = "already_finished" if summary is None else "finished"
@@ -114,37 +134,16 @@ def _under_torchrun(config: Config, console: Console) -> Outcome:
                 told.append(what)
                 tell(what)
 
+        where = f"{world} {'GPU' if ranks.place.device.type == 'cuda' else 'CPU'} processes of torchrun"
+        launch = partial(_without_ray, TorchrunWorkers(ranks, say), world, here, where)
         try:
-            outcome = _in_a_run(config, console, False, lambda *about: _as_first_rank(ranks, say, *about))
+            outcome = _in_a_run(config, console, False, launch)
             say(None)  # where it has finished already, no job was handed out
         except Exception as error:
             say(error)
             raise
     ranks.leave()
     return outcome
-
-
-def _as_first_rank(
-    ranks: Any, say: Callable[[Any], None], run: Run, config: Config, console: Console, settings: Settings
-) -> Outcome:
-    import torch
-
-    from app.launchers.supervisor import Supervisor
-    from app.launchers.torchrun import TorchrunWorkers
-    from app.run.driver import Driver
-    from app.run.lifecycle import train_run
-    from app.run.prepare import check_devices, prepare, read_task
-    from app.run.remarks import gpus_of_this_machine, with_remarks
-
-    world, per_node, visible = ranks.place.world_size, ranks.here.local_world_size, torch.cuda.device_count()
-    check_devices(config, visible)
-    prepared = prepare(config, read_task(config), world, devices_per_node=per_node)
-    used = gpus_of_this_machine(prepared.layout, per_node, visible)
-    prepared = with_remarks(prepared, workers=world, gpus=visible, gpus_used=used, pool="this machine")
-    driver = Driver(run, prepared.config, console, settings)
-    supervisor = Supervisor(TorchrunWorkers(ranks, say), driver)
-    kind = "GPU" if ranks.place.device.type == "cuda" else "CPU"
-    return train_run(driver, prepared, f"{world} {kind} processes of torchrun", supervisor.run)
 
 
 def _in_ray(run: Run, config: Config, console: Console, settings: Settings) -> Outcome:

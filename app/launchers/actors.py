@@ -102,8 +102,8 @@ class ActorWorkers(RayWorkers):
         """Raises UserError: the stages ask for resources that the cluster does not have."""
         dims, excluded = job.layout.dims, job.config.cluster.exclude_nodes
         nodes = nodes_now(excluded)
-        per_stage = resources_of_stages(job.config, dims, self.per_worker, self.cluster, nodes)
-        chosen = placement(dims, per_stage, nodes, autoscaling=bool(self.cluster.limits))
+        per_stage = resources_of_stages(job.config, dims, self.per_worker)
+        chosen = placement(dims, per_stage, nodes, self.cluster.limits)
         self.begin_attempt(dims.world_size)
         self.dead = {}
         only = node_selector(excluded)

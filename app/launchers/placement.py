@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from app.config import Config
 from app.errors import UserError
-from cluster.connect import Cluster
 from cluster.pending import NodeState, place, words
 from strategies.layout import ParallelDims
 
@@ -31,11 +30,14 @@ class Placement:
 
 
 def placement(
-    dims: ParallelDims, per_stage: list[Resources], nodes: Sequence[NodeState], *, autoscaling: bool = False
+    dims: ParallelDims,
+    per_stage: list[Resources],
+    nodes: Sequence[NodeState],
+    limits: Mapping[str, float] | None = None,
 ) -> Placement:
     """The coarsest grouping for which there is room now; else for which there is once other jobs have ended.
 
-    per_stage: resources of one worker of each stage. autoscaling: nodes may be added to these.
+    per_stage: resources of one worker of each stage. limits: what the cluster may grow to, where it grows.
 
     Raises:
         UserError: there is room for none, and no node will be added.
@@ -46,8 +48,9 @@ def placement(
         for found in chosen:
             if _missing(found.bundles, state) is None:
                 return found
-    if autoscaling:
-        return next((found for found in chosen if all(_missing([b], emptied) is None for b in found.bundles)), found)
+    if limits and all(amount <= limits.get(name, 0.0) for stage in per_stage for name, amount in stage.items()):
+        whole = (found for found in chosen if all(_missing([b], emptied) is None for b in found.bundles))
+        return next(whole, chosen[-1])
     rank = _missing(found.bundles, emptied) or 0
     number = dims.coordinates(rank)["pp"]
     raise UserError(
@@ -77,14 +80,11 @@ def _missing(bundles: Sequence[Resources], nodes: Sequence[NodeState]) -> int | 
     return None if first is None else place(bundles, nodes)[1]
 
 
-def resources_of_stages(
-    config: Config, dims: ParallelDims, per_worker: Resources, cluster: Cluster, nodes: Sequence[NodeState]
-) -> list[Resources]:
+def resources_of_stages(config: Config, dims: ParallelDims, per_worker: Resources) -> list[Resources]:
     """What one worker of each stage asks for.
 
     Raises:
-        UserError: as many entries as there are stages are wanted; a stage asks for what no node has, or all together
-            for more than the cluster has.
+        UserError: as many entries as there are stages are wanted, and one kind of device.
     """
     wanted = config.parallel.stage_resources
     if not wanted:
@@ -99,33 +99,4 @@ def resources_of_stages(
             "parallel.stage_resources gives GPUs to some stages and none to others: all stages compute on one kind of "
             "device"
         )
-    for number, stage in enumerate(per_stage):
-        _require_node(number, stage, nodes, cluster.limits)
-    total: Counter[str] = Counter()
-    for stage in per_stage:
-        total.update({name: amount * (dims.world_size // dims.pp) for name, amount in stage.items()})
-    for name, amount in total.items():
-        has = max(cluster.resources.get(name, 0.0), cluster.limits.get(name, 0.0))
-        if amount > has:
-            raise UserError(
-                f"parallel.stage_resources asks for {amount:g} {name} in all, but this cluster has {has:g}: ask for "
-                "less, or use fewer stages or copies"
-            )
     return per_stage
-
-
-def _require_node(number: int, stage: Resources, nodes: Sequence[NodeState], limits: Mapping[str, float]) -> None:
-    """Raises UserError unless one node has all that a worker of the stage asks for, or may come with it."""
-    for name, amount in stage.items():
-        most = limits.get(name, max((node.total.get(name, 0.0) for node in nodes), default=0.0))
-        if amount > most:
-            raise UserError(
-                f"parallel.stage_resources asks for {amount:g} {name} for each worker of stage {number}, but no "
-                f"node of this cluster has more than {most:g}: ask for less, or `ray start` such a node"
-            )
-    fixed = {name: amount for name, amount in stage.items() if name not in limits}
-    if not any(all(node.total.get(name, 0.0) >= amount for name, amount in fixed.items()) for node in nodes):
-        raise UserError(
-            f"parallel.stage_resources asks for {words(stage)} for each worker of stage {number}, but no one node of "
-            "this cluster has all of that: ask for what one node has, or `ray start` such a node"
-        )

@@ -3,7 +3,6 @@
 rate      = sum over nodes of price per hour × the share of the node's GPUs (else CPUs) that the run's workers hold
 cost      = rate × time since the workers were asked for
 wasted    = cost until the first step of this start, and from a failure until training continues
-idle      = what the cluster's nodes cost beside it, where no run holds their GPUs (else CPUs): not part of `cost`
 """
 
 from __future__ import annotations
@@ -11,20 +10,19 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from app.errors import UserError
-from cluster.ray_internals import available_resources_per_node
 from cluster.shape import ClusterShape, cluster_file, read_cluster
 
 if TYPE_CHECKING:
     from app.config import Config
     from app.storage import Storage
 
-Nodes = list[tuple[str, bool, Mapping[str, float]]]
-"""Type, whether it is the head, and total resources of each living node."""
+Nodes = Sequence[tuple[str, Mapping[str, float]]]
+"""Type and total resources of each living node."""
 
 RESERVE_SECONDS = 60.0  # kept for the last checkpoint and the end of the workers
 SAVE_SECONDS = 15.0
@@ -45,24 +43,17 @@ class Spent:
     total: float = 0.0
     start: float = 0.0  # until a start's first step
     restarts: float = 0.0  # from a failure until training went on
-    idle: float = 0.0  # beside the run: of nodes that are up and that no run holds
 
     @property
     def wasted(self) -> float:
         return self.start + self.restarts
 
 
-def rate_of(
-    workers: int,
-    per_worker: Mapping[str, float],
-    nodes: Nodes,
-    shape: ClusterShape | None,
-    gpu_names: Mapping[str, str],
-) -> Rate | None:
+def rate_of(workers: int, per_worker: Mapping[str, float], nodes: Nodes, shape: ClusterShape | None) -> Rate | None:
     """Dollars an hour of `workers` workers on these nodes; None if a price is not known.
 
-    gpu_names: GPU name by node type, for the list price where there is no file. A worker takes the share of its node
-    that it asks for; the most expensive nodes are counted first, so the rate is not less than what is spent.
+    A worker takes the share of its node that it asks for; the most expensive nodes are counted first, so that the rate
+    is not less than what is spent.
     """
     scarce = "GPU" if per_worker.get("GPU") else "CPU"
     amount = per_worker.get(scarce, 0.0)
@@ -70,11 +61,11 @@ def rate_of(
         return None
     places: list[float] = []
     sources: set[str] = set()
-    for kind, head, total in nodes:
+    for kind, total in nodes:
         room = int(total.get(scarce, 0.0) / amount + 1e-9)
         if not room:
             continue
-        price, source = _price_of_node(kind, head, total, shape, gpu_names)
+        price, source = _price_of_node(kind, total, shape)
         if price is None:
             return None
         places += [price * amount / total[scarce]] * room
@@ -86,46 +77,21 @@ def rate_of(
     return Rate(dollars, ", ".join(sorted(sources)))
 
 
-def idle_rate(
-    nodes: Nodes,
-    free: list[Mapping[str, float]],
-    shape: ClusterShape | None,
-    gpu_names: Mapping[str, str],
-) -> float:
-    """Dollars an hour of what no run holds of these nodes, by their GPUs (else CPUs); free: of each. Nodes without a
-    known price do not count."""
-    dollars = 0.0
-    for (kind, head, total), left in zip(nodes, free, strict=True):
-        scarce = "GPU" if total.get("GPU") else "CPU"
-        price, _ = _price_of_node(kind, head, total, shape, gpu_names)
-        if price and total.get(scarce):
-            dollars += price * min(1.0, left.get(scarce, 0.0) / total[scarce])
-    return dollars
-
-
-def _price_of_node(
-    kind: str, head: bool, total: Mapping[str, float], shape: ClusterShape | None, gpu_names: Mapping[str, str]
-) -> tuple[float | None, str]:
-    """Dollars an hour of a node, and where the figure is from: the file, else the list."""
+def _price_of_node(kind: str, total: Mapping[str, float], shape: ClusterShape | None) -> tuple[float | None, str]:
+    """Dollars an hour of a node, and where the figure is from: the cluster's file, else the catalogue's cheapest
+    machine with this GPU, and its date."""
+    from cluster.hardware import HardwareError, cheapest
     from cluster.status import price_of
 
-    price = price_of(shape, kind, head=head) if shape else None
-    if price is None and total.get("GPU"):
-        return _list_price(gpu_names.get(kind, ""), total["GPU"])
-    return price, shape.path if shape else ""
-
-
-def _list_price(gpu: str, count: float) -> tuple[float | None, str]:
-    """Price of a node by the catalogue's cheapest machine with this GPU, and its date."""
-    from cluster.hardware import HardwareError, cheapest
-
-    try:
-        offer = cheapest(gpu) if gpu else None
-    except HardwareError:
-        offer = None
-    if offer is None:
-        return None, ""
-    return offer.price_per_gpu_hour * count, f"list price of {offer.provider} {offer.name}, {offer.date}"
+    price = price_of(shape, kind, head="node:__internal_head__" in total) if shape else None
+    if shape and (price is not None or not total.get("GPU")):
+        return price, shape.path
+    gpu = next((name.partition(":")[2] for name in total if name.startswith("accelerator_type:")), "")
+    with contextlib.suppress(HardwareError):
+        if gpu and (offer := cheapest(gpu)):
+            source = f"list price of {offer.provider} {offer.name}, {offer.date}"
+            return offer.price_per_gpu_hour * total["GPU"], source
+    return None, ""
 
 
 class Prices:
@@ -137,28 +103,11 @@ class Prices:
 
     def rate(self, workers: int, per_worker: Mapping[str, float]) -> Rate | None:
         """Of this run's workers."""
-        _, nodes, names = self._look()
-        return rate_of(workers, per_worker, nodes, self.shape, names)
-
-    def idle_rate(self) -> float:
-        """Dollars an hour of what no run holds."""
-        ids, nodes, names = self._look()
-        free = available_resources_per_node()
-        return idle_rate(nodes, [free.get(node, {}) for node in ids], self.shape, names)
-
-    def _look(self) -> tuple[list[str], Nodes, dict[str, str]]:
-        """Ids; then type, whether it is the head, and resources of each living node; and the GPU's name by type."""
         import ray
 
-        ids, nodes, names = [], Nodes(), {}
-        for node in ray.nodes():
-            if node["Alive"]:
-                kind = (node.get("Labels") or {}).get("ray.io/node-group", "")
-                resources = node["Resources"]
-                ids.append(node["NodeID"])
-                nodes.append((kind, "node:__internal_head__" in resources, resources))
-                names[kind] = next((k.partition(":")[2] for k in resources if k.startswith("accelerator_type:")), "")
-        return ids, nodes, names
+        living = [node for node in ray.nodes() if node["Alive"]]
+        nodes = [((node.get("Labels") or {}).get("ray.io/node-group", ""), node["Resources"]) for node in living]
+        return rate_of(workers, per_worker, nodes, self.shape)
 
 
 def meter_for(config: Config, storage: Storage, workers: int, per_worker: Mapping[str, float]) -> Meter | None:
@@ -172,7 +121,7 @@ def meter_for(config: Config, storage: Storage, workers: int, per_worker: Mappin
     check_budget(config.budget, rate)
     if rate is None:
         return None
-    meter = Meter(rate, config.budget, storage, idle=prices.idle_rate)
+    meter = Meter(rate, config.budget, storage)
     if config.budget is not None and must_stop(meter.before, rate.dollars_per_hour, config.budget):
         raise UserError(f"the run's budget is spent: {meter.sentence()}; raise budget to continue")
     return meter
@@ -199,20 +148,13 @@ class Meter:
     """Counts one start of a run. `look` is called often and cheap; it says when the budget is spent."""
 
     def __init__(
-        self,
-        rate: Rate,
-        budget: float | None,
-        storage: Storage,
-        clock: Callable[[], float] = time.time,
-        idle: Callable[[], float] = lambda: 0.0,
+        self, rate: Rate, budget: float | None, storage: Storage, clock: Callable[[], float] = time.time
     ) -> None:
-        self.idle = idle
         self.rate, self.budget, self.storage, self.clock = rate, budget, storage, clock
         self.spent = _read(storage)
         self.before = self.spent.total
         self._last = clock()
         self._saved = 0.0
-        self._asked = clock()
         self.over = False
 
     def look(self, *, stepping: bool, started: bool) -> bool:
@@ -229,9 +171,7 @@ class Meter:
         elif not stepping:
             self.spent.restarts += dollars
         if now - self._saved >= SAVE_SECONDS:
-            with contextlib.suppress(Exception):  # Ray does not answer just now
-                self.spent.idle += self.idle() * max(0.0, now - self._asked) / 3600
-            self._saved = self._asked = now
+            self._saved = now
             self.save()
         first = not self.over and must_stop(self.spent.total, self.rate.dollars_per_hour, self.budget)
         self.over = self.over or first
@@ -246,7 +186,6 @@ class Meter:
         found = {
             "cost/dollars": self.spent.total,
             "cost/wasted_dollars": self.spent.wasted,
-            "cost/idle_dollars": self.spent.idle,
             "cost/dollars_per_hour": self.rate.dollars_per_hour,
         }
         if samples > 0:
@@ -255,10 +194,7 @@ class Meter:
 
     def total(self) -> str:
         """What it came to, for a person."""
-        return (
-            f"${self.spent.total:.2f}, of which ${self.spent.wasted:.2f} before the first step and after failures; "
-            f"idle nodes cost ${self.spent.idle:.2f} beside it"
-        )
+        return f"${self.spent.total:.2f}, of which ${self.spent.wasted:.2f} before the first step and after failures"
 
     def sentence(self) -> str:
         return f"${self.spent.total:.2f} spent of a budget of ${self.budget:.2f}"
@@ -267,6 +203,6 @@ class Meter:
 def _read(storage: Storage) -> Spent:
     try:
         known: dict[str, Any] = json.loads(storage.read_bytes("cost.json"))
-        return Spent(**{key: float(known.get(key, 0.0)) for key in ("total", "start", "restarts", "idle")})
+        return Spent(**{key: float(known.get(key, 0.0)) for key in ("total", "start", "restarts")})
     except (FileNotFoundError, ValueError, OSError, AttributeError):
         return Spent()

@@ -145,7 +145,7 @@ def _failures(records: list[RunRecord]) -> list[str]:
     return lines
 
 
-_DOLLARS = {"total": "dollars", "start": "before the first step", "restarts": "after failures", "idle": "idle nodes"}
+_DOLLARS = {"total": "dollars", "start": "before the first step", "restarts": "after failures"}
 
 
 def _cost(records: list[RunRecord]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from app.errors import UserError
-from app.schedule_picture import draw, text
+from app.schedule_picture import draw
 from strategies.pipeline.profile import chrome_trace, figures
 from strategies.pipeline.schedules import make
 from strategies.pipeline.simulate import Span, Times, bubble, simulate
@@ -16,11 +16,6 @@ from strategies.pipeline.simulate import Span, Times, bubble, simulate
 
 def test_the_pictures_of_a_schedule(tmp_path: Path) -> None:
     spans = simulate(make("1f1b", 2, 4), Times(1.0, 1.0, 1.0))
-    lines = text(spans).splitlines()
-    assert [line.split()[1] for line in lines[:2]] == ["0", "1"]
-    assert lines[0].count("F") == lines[1].count("B") == 4 and lines[1].split()[2].startswith("·")
-    share = (lines[0].count("·") + lines[1].count("·")) / (2 * len(lines[0].split()[2]))
-    assert abs(share - bubble(spans)) < 0.05 and f"{bubble(spans):.1%} bubble" in lines[2]
     for ending, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
         draw(spans, tmp_path / f"x{ending}", "1f1b")
         assert (tmp_path / f"x{ending}").read_bytes().startswith(magic)

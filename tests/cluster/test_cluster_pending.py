@@ -13,7 +13,7 @@ from app.config import ClusterConfig, Config, RunConfig, TrackingConfig, TrainCo
 from app.console import Console
 from app.errors import Interrupted, UserError
 from app.launchers.room import when_over
-from app.run.cost import Meter, Rate, check_budget, idle_rate, must_stop, rate_of
+from app.run.cost import Meter, Rate, check_budget, must_stop, rate_of
 from app.run.driver import Driver
 from app.run.manifest import Run
 from app.storage import Storage
@@ -22,7 +22,6 @@ from cluster.connect import limits_of
 from cluster.errors import ClusterError
 from cluster.pending import Diagnosis, Growth, Holder, NodeState, check_ever, diagnose
 from cluster.shape import ClusterShape, NodeType, read_cluster
-from cluster.status import price_of
 from tests.running import POINTS, ROOT, trireme
 
 BIG = NodeType("big", 8, "h100-80gb", 96.0, 0, None, None, 55.0, False, 0, 2)
@@ -134,19 +133,15 @@ def test_at_the_deadline_it_waits_shrinks_or_ends() -> None:
 
 
 def test_the_rate_is_the_share_of_the_nodes() -> None:
-    nodes = [("head", True, {"CPU": 4.0}), ("big", False, {"CPU": 96.0, "GPU": 8.0}), ("small", False, {"GPU": 1.0})]
-    found = rate_of(4, {"GPU": 1.0}, nodes, SHAPE, {})
+    head = {"CPU": 4.0, "node:__internal_head__": 1.0}
+    nodes = [("head", head), ("big", {"CPU": 96.0, "GPU": 8.0}), ("small", {"GPU": 1.0})]
+    found = rate_of(4, {"GPU": 1.0}, nodes, SHAPE)
     assert found and found.dollars_per_hour == pytest.approx(4 * 55 / 8) and found.source == "my.yaml"
-    found = rate_of(9, {"GPU": 1.0}, nodes, SHAPE, {})
+    found = rate_of(9, {"GPU": 1.0}, nodes, SHAPE)
     assert found and found.dollars_per_hour == pytest.approx(56.0)
-    listed = rate_of(8, {"GPU": 1.0}, nodes[1:2], None, {"big": "H100"})
+    listed = rate_of(8, {"GPU": 1.0}, [("big", {"GPU": 8.0, "accelerator_type:H100": 1.0})], None)
     assert listed and 10 < listed.dollars_per_hour < 200 and "list price" in listed.source
-    assert rate_of(8, {"GPU": 1.0}, nodes[1:2], None, {}) is None, "nobody knows the price"
-    free: list[dict[str, float]] = [{"CPU": 1.0}, {"GPU": 6.0}, {}][: len(nodes)]
-    full = idle_rate(nodes, [dict(total) for _, _, total in nodes], SHAPE, {})
-    assert full == pytest.approx(sum(price_of(SHAPE, kind, head=head) or 0 for kind, head, _ in nodes))
-    assert idle_rate(nodes, [{} for _ in nodes], SHAPE, {}) == 0.0, "everything is held"
-    assert 0 < idle_rate(nodes, free, SHAPE, {}) < full
+    assert rate_of(8, {"GPU": 1.0}, nodes[1:2], None) is None, "the price is not known"
     with pytest.raises(UserError, match=r"cluster\.file"):
         check_budget(5.0, None)
     check_budget(None, None)
@@ -183,11 +178,6 @@ def test_the_meter_goes_on_over_starts_and_knows_what_was_wasted(tmp_path: Path)
     assert not later.look(stepping=True, started=True)
     now[0] += 2
     assert later.look(stepping=True, started=True) and not later.look(stepping=True, started=True), "said once"
-    beside = Meter(Rate(1.0, ""), None, storage, lambda: now[0], lambda: 3600.0)  # a dollar a second stands idle
-    for seconds in (10, 10, 20):
-        now[0] += seconds
-        beside.look(stepping=True, started=True)
-    assert beside.metrics(1)["cost/idle_dollars"] == 40.0 and "cost $40.00 beside it" in beside.total()
 
 
 def test_workers_are_ended_at_once_where_nothing_would_be_lost(tmp_path: Path) -> None:

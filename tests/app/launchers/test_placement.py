@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
-
 import pytest
 
 from app.config import Config
 from app.config_io import load_config
 from app.errors import UserError
 from app.launchers.placement import Placement, placement, resources_of_stages
-from cluster.connect import Cluster
 from cluster.pending import NodeState
 from strategies.layout import ParallelDims
 
@@ -23,13 +20,6 @@ def config(*more: str) -> Config:
 
 def node(name: str = "10.0.0.1", free: dict[str, float] | None = None, **total: float) -> NodeState:
     return NodeState(name, "", total, total if free is None else free)
-
-
-def cluster(*nodes: NodeState, **limits: float) -> Cluster:
-    names = {name for one in nodes for name in one.total}
-    total = {name: sum(one.total.get(name, 0.0) for one in nodes) for name in names}
-    most = {name: max(one.total.get(name, 0.0) for one in nodes) for name in names}
-    return Cluster("", len(nodes), total, most, MappingProxyType(limits), False)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +50,7 @@ def test_what_talks_most_is_placed_together(
 def test_unlike_stages_get_what_they_ask_for() -> None:
     asked = config("parallel.stage_resources=[{big: 1}, {small: 2, CPU: 0.5}]")
     nodes = [node(CPU=4, big=1, small=2)] * 2
-    stages = resources_of_stages(asked, ParallelDims(pp=2, dp_replicate=2), ONE, cluster(*nodes), nodes)
+    stages = resources_of_stages(asked, ParallelDims(pp=2, dp_replicate=2), ONE)
     assert stages == [{"CPU": 1.0, "big": 1.0}, {"CPU": 0.5, "small": 2.0}]
     chosen = placement(ParallelDims(pp=2, dp_replicate=2), stages, nodes)
     assert chosen.bundles == [{"CPU": 1.5, "big": 1.0, "small": 2.0}] * 2
@@ -86,22 +76,25 @@ def test_workers_that_no_way_of_placing_finds_room_for() -> None:
     nodes = [node("a", GPU=1, A100=1, T4=1), node("b", GPU=1)]
     with pytest.raises(UserError, match=r"worker 1 \(stage 1 of 2\) asks for GPU 1, T4 1, for which no node"):
         placement(ParallelDims(pp=2), stages, nodes)
-    assert placement(ParallelDims(pp=2), stages, nodes, autoscaling=True).bundles == stages, "a node may yet come"
+    assert placement(ParallelDims(pp=2), stages, nodes, {"GPU": 4, "A100": 2, "T4": 2}).bundles == stages, (
+        "a node may yet come"
+    )
 
 
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
         ("[{CPU: 1}]", "has 1 entries, but there are 2 stages"),
-        ("[{CPU: 1}, {CPU: 9}]", "9 CPU for each worker of stage 1, but no node of this cluster has more than 4"),
-        ("[{CPU: 1}, {A100: 1}]", "1 A100 for each worker of stage 1, but no node of this cluster has more than 0"),
-        ("[{CPU: 1}, {disk: 1, net: 1}]", "CPU 1, disk 1, net 1 for each worker of stage 1, but no one node .* all of"),
+        ("[{CPU: 1}, {CPU: 9}]", r"worker 2 \(stage 1 of 2\) asks for CPU 9, for which no node"),
+        ("[{CPU: 1}, {A100: 1}]", r"worker 2 \(stage 1 of 2\) asks for CPU 1, A100 1, for which no node"),
+        ("[{CPU: 1}, {disk: 1, net: 1}]", "asks for CPU 1, disk 1, net 1, for which no node"),
         ("[{GPU: 1}, {CPU: 1}]", "GPUs to some stages and none to others"),
-        ("[{CPU: 3}, {CPU: 3}]", "12 CPU in all, but this cluster has 8"),
+        ("[{CPU: 3}, {CPU: 3}]", "asks for CPU 3, for which no node has room beside the others"),
     ],
 )
 def test_resources_that_cannot_be_given(asked: str, said: str) -> None:
     wanted = config(f"parallel.stage_resources={asked}")
+    dims = ParallelDims(pp=2, dp_replicate=2)
     nodes = [node("a", CPU=4, GPU=1, disk=1), node("b", CPU=4, GPU=1, net=1)]
     with pytest.raises(UserError, match=said):
-        resources_of_stages(wanted, ParallelDims(pp=2, dp_replicate=2), ONE, cluster(*nodes), nodes)
+        placement(dims, resources_of_stages(wanted, dims, ONE), nodes)
