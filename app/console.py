@@ -1,4 +1,4 @@
-"""What the person sees: one live line on a terminal, elsewhere a line every few seconds, and nobody else's chatter."""
+"""What the person sees: a live line on a terminal, elsewhere a line every few seconds; no other program's output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 class Console:
-    """Writes to the streams the process was started with, also while `capture` keeps everybody else's output away."""
+    """Writes to the streams the process was started with, also while `capture` keeps all other output away."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.quiet = quiet  # for --json and for ranks other than 0: no progress, no remarks
@@ -26,34 +26,21 @@ class Console:
 
     @contextlib.contextmanager
     def capture(self, log: Path) -> Iterator[None]:
-        """Sends file descriptors 1 and 2 (our own prints, Ray's C++ side, child processes) to `log`."""
-        log.parent.mkdir(parents=True, exist_ok=True)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        saved = os.dup(1), os.dup(2)
-        # line buffered, so that lines appear when they are said
-        self._out, self._err = (os.fdopen(os.dup(fd), "w", buffering=1) for fd in saved)
-        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(target, 1)
-        os.dup2(target, 2)
-        os.close(target)
-        try:
-            yield
-        except BaseException:
-            with log.open("a") as file:  # for whoever wants to know where
-                traceback.print_exc(file=file)
-            raise
-        finally:
-            self._clear()
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError):
-                    stream.flush()
-            for fd, original in enumerate(saved, start=1):
-                os.dup2(original, fd)
-                os.close(original)
-            self._out.close()
-            self._err.close()
-            self._out, self._err = sys.stdout, sys.stderr
+        """Sends everything to `log` but what this console writes."""
+        with output_to(log) as originals:
+            # line buffered, so that lines appear when they are said
+            self._out, self._err = (os.fdopen(os.dup(fd), "w", buffering=1) for fd in originals)
+            try:
+                yield
+            except BaseException:
+                with log.open("a") as file:  # for whoever wants to know where
+                    traceback.print_exc(file=file)
+                raise
+            finally:
+                self._clear()
+                self._out.close()
+                self._err.close()
+                self._out, self._err = sys.stdout, sys.stderr
 
     def say(self, text: str) -> None:
         """A remark worth keeping."""
@@ -96,6 +83,31 @@ class Console:
         if self._live:
             self._out.write("\r\x1b[2K")
             self._live = False
+
+
+@contextlib.contextmanager
+def output_to(log: Path) -> Iterator[tuple[int, int]]:
+    """Sends file descriptors 1 and 2 (our own prints, Ray's C++ side, child processes) to the end of `log`; gives
+    duplicates of what they were."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    _flush()
+    originals = os.dup(1), os.dup(2)
+    with log.open("ab") as target:
+        for fd in (1, 2):
+            os.dup2(target.fileno(), fd)
+    try:
+        yield originals
+    finally:
+        _flush()
+        for fd, original in enumerate(originals, start=1):
+            os.dup2(original, fd)
+            os.close(original)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
 
 
 def progress_line(event: dict[str, Any]) -> str:

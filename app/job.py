@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,27 +76,11 @@ class SilentChannel:
 
 def strategy_options(config: Config, stages: tuple[int, ...] | None = None) -> Options:
     """The part of the configuration that strategies take. stages: of a pipeline, where the configuration has none."""
-    train, parallel = config.train, config.parallel
-    return Options(
-        activation_checkpointing=train.activation_checkpointing,
-        precision=train.precision,
-        compile=train.compile,
-        compile_backend=train.compile_backend,
-        reduce_dtype=parallel.reduce_dtype,
-        offload=parallel.offload,
-        sequence_parallel=parallel.sequence_parallel,
-        loss_parallel=parallel.loss_parallel,
-        reshard_after_forward=parallel.reshard_after_forward,
-        compression=parallel.compression,
-        bucket_mb=parallel.bucket_mb,
-        static_graph=parallel.static_graph,
-        shared_memory=parallel.shared_memory,
-        accumulate_sharded=parallel.accumulate_sharded,
-        schedule=parallel.schedule,
-        chunks=parallel.chunks,
-        stages=tuple(parallel.stages) if parallel.stages else stages,
-        deepspeed=_deepspeed(parallel.deepspeed) if parallel.deepspeed else None,
-    )
+    known = vars(config.train) | vars(config.parallel)  # where they have the names that Options gives them
+    values = {field.name: known[field.name] for field in fields(Options) if field.name in known}
+    path = config.parallel.deepspeed
+    values |= {"stages": tuple(config.parallel.stages or ()) or stages, "deepspeed": _deepspeed(path) if path else None}
+    return Options(**values)
 
 
 def _deepspeed(path: str) -> dict[str, Any]:

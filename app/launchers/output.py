@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 
+from app.console import output_to
 from app.storage import Storage
 
 
@@ -17,21 +18,13 @@ def worker_output(run: Storage, rank: int) -> Iterator[None]:
     if not run.is_local:
         yield
         return
-    log = run.local_path / "logs" / f"rank-{rank}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    saved = os.dup(1), os.dup(2)
-    with log.open("ab") as target:
-        os.dup2(target.fileno(), 1)
-        os.dup2(target.fileno(), 2)
     streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
-    try:
-        yield
-    except BaseException:
-        traceback.print_exc()
-        raise
-    finally:
-        sys.stdout, sys.stderr = streams
-        for fd, original in enumerate(saved, start=1):
-            os.dup2(original, fd)
-            os.close(original)
+    with output_to(run.local_path / "logs" / f"rank-{rank}.log"):
+        sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
+        try:
+            yield
+        except BaseException:
+            traceback.print_exc()
+            raise
+        finally:
+            sys.stdout, sys.stderr = streams
