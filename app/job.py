@@ -79,8 +79,8 @@ def strategy_options(config: Config, stages: tuple[int, ...] | None = None) -> O
     known = vars(config.train) | vars(config.parallel)  # where they have the names that Options gives them
     values = {field.name: known[field.name] for field in fields(Options) if field.name in known}
     path = config.parallel.deepspeed
-    values |= {"stages": tuple(config.parallel.stages or ()) or stages, "deepspeed": _deepspeed(path) if path else None}
-    return Options(**values)
+    own = tuple(config.parallel.stages or ()) or stages
+    return Options(**values | dict(stages=own, deepspeed=_deepspeed(path) if path else None))
 
 
 def _deepspeed(path: str) -> dict[str, Any]:
