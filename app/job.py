@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -80,7 +80,7 @@ def strategy_options(config: Config, stages: tuple[int, ...] | None = None) -> O
     values = {field.name: known[field.name] for field in fields(Options) if field.name in known}
     path = config.parallel.deepspeed
     own = tuple(config.parallel.stages or ()) or stages
-    return Options(**values | dict(stages=own, deepspeed=_deepspeed(path) if path else None))
+    return replace(Options(**values), stages=own, deepspeed=_deepspeed(path) if path else None)
 
 
 def _deepspeed(path: str) -> dict[str, Any]:
