@@ -36,7 +36,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[examples,dev]'
 	touch $@
 
-# Accelerate and Lightning, pinned, in an environment of their own, for the benchmarks `peers` and `chaos peers`.
+# Accelerate and Lightning, pinned, in an environment of their own, for the benchmark `peers`.
 peers:
 	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --requirement experiments/benchmarks/peers.txt

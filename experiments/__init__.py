@@ -1,1 +1,1 @@
-"""What is asked: experiment files, benchmarks, and later sweeps and scaling studies."""
+"""Questions about training: experiment files, sweeps, scaling studies, parity, reports, benchmarks."""

@@ -13,7 +13,7 @@ Two ways, by layout:
   a loss that takes 16 bits spares a float32 copy of the logits).
 
 The two round at different places, so they agree to bfloat16's rounding (2⁻⁸ relative per number), not bit by bit; the
-second, which also adds up the residual stream in 16 bits, is the noisier one (experiments/parity/drift.py).
+second, which also adds up the residual stream in 16 bits, is the noisier one (experiments/parity/matrix.py).
 """
 
 from __future__ import annotations

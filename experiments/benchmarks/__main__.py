@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
-import runpy
+import importlib
 import sys
-from pathlib import Path
 
-NAMES = ("step", "start", "pipeline", "checkpoint", "tracking", "saving", "gpu", "peers", "chaos")
-MODULE: dict[str, str] = {}
+BENCHMARKS = {
+    "step": ("step", "a step under each strategy, beside the same written by hand"),
+    "peers": ("peers", "a step of Accelerate, Lightning Fabric and Trainer, beside the same by hand"),
+    "tracking": ("overhead", "what logging every step costs training"),
+    "saving": ("overhead", "what a checkpoint every 50 steps costs training"),
+    "checkpoint": ("checkpoint", "how long a save holds training up, beside torch's"),
+    "start": ("start", "from the command to the first finished step, under every launcher"),
+    "pipeline": ("pipeline", "our schedules beside torch.distributed.pipelining's"),
+    "gpu": ("gpu", "a GPT on one GPU: tokens/s, MFU and memory, beside plain PyTorch and the plan"),
+    "chaos": ("chaos.campaign", "kills of anything at any moment: what is lost, and seconds to the next step"),
+}
+"""Name → module, and what it measures."""
 
 
 def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(__doc__, end="\n\n")
-        for name in NAMES:
-            print(f"  {name:<18}{_about(name)}")
+        for name, (_, about) in BENCHMARKS.items():
+            print(f"  {name:<12}{about}")
         return
-    name = sys.argv.pop(1)
-    if name not in NAMES:
-        near = difflib.get_close_matches(name, NAMES, 1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(NAMES)}"
-        sys.exit(f"there is no benchmark {name!r}: {hint}")
-    runpy.run_module(f"experiments.benchmarks.{MODULE.get(name, name)}", run_name="__main__", alter_sys=True)
-
-
-def _about(name: str) -> str:
-    """The first line of the module's docstring, read without importing it."""
-    here = Path(__file__).parent
-    file = here / name / "__main__.py" if (here / name).is_dir() else here / f"{MODULE.get(name, name)}.py"
-    text = ast.get_docstring(ast.parse(file.read_text())) or ""
-    return text.split("\n", 1)[0].rsplit("`: ", 1)[-1]
+    name = sys.argv[1]
+    if name not in BENCHMARKS:
+        near = difflib.get_close_matches(name, BENCHMARKS, 1)
+        hint = f"did you mean {near[0]}?" if near else f"write one of {', '.join(BENCHMARKS)}"
+        sys.exit(f"{name!r} is not a benchmark: {hint}")
+    module = importlib.import_module(f"experiments.benchmarks.{BENCHMARKS[name][0]}")
+    getattr(module, name if hasattr(module, name) else "main")(sys.argv[2:], prog_name=f"benchmarks {name}")
 
 
 if __name__ == "__main__":

@@ -1,25 +1,20 @@
 """`gpu`: tokens/s, model FLOP/s utilization and peak memory of a GPT in bf16, beside plain PyTorch and beside the plan.
 
-    python -m experiments.benchmarks gpu [--model 1.3b] [--precision fp8]
-
 One process, one GPU (or the CPU, with --model tiny), no Ray and no MLflow. By hand means as torchtitan has it: float32
 parameters under autocast, each block compiled, scaled dot product attention, fused AdamW, the loss over all logits
-compiled, gradients clipped, tokens already on the device. Ours is a run as `trireme train` makes it, its loader
-included, in bf16 too or, asked with --precision, with float8 products in its blocks. They take turns, block by block,
-and nothing waits for the device but the ends of a block.
+compiled, gradients clipped, tokens already on the device. Ours is the loop as a worker runs it, its loader included, in
+bf16 too or, with train.precision=fp8, with float8 products in its blocks. They take turns (harness.py), and only the
+ends of a block wait for the device.
 
 Model FLOP/s utilization (MFU, Chowdhery et al. 2022, appendix B) = tokens/s · (6·N + 12·L·D·T) / peak: N parameters
 without the embedding, L layers of width D, T tokens in a sequence, the datasheet's dense peak of bf16
 (cluster/hardware.yaml), with fp8 too, so that both stand side by side.
-Half of the second term is not computed under a causal mask; the last column of rates leaves it out.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,9 +23,8 @@ import click
 import torch
 import torch.nn.functional as F
 
-from experiments.benchmarks.machine import table
+from experiments.benchmarks.harness import measured, show
 from experiments.benchmarks.ours import Ours
-from strategies import float8
 from strategies.layout import LayoutError
 
 GIB = 2.0**30
@@ -55,9 +49,9 @@ class Shape:
         """Per step."""
         return self.batch * self.sequence_length
 
-    def flops(self, parameters: int, *, causal: bool) -> float:
+    def flops(self, parameters: int) -> float:
         """Of a step, forward and backward; parameters: without the embedding."""
-        attention = (6 if causal else 12) * self.n_layers * self.d_model * self.sequence_length
+        attention = 12 * self.n_layers * self.d_model * self.sequence_length
         return self.tokens * (6.0 * parameters + attention)
 
 
@@ -100,16 +94,7 @@ class ByHand:
         self.done += 1
 
 
-def ours(
-    shape: Shape,
-    folder: str,
-    steps: int,
-    device: torch.device,
-    *,
-    compiled: bool,
-    precision: str,
-    more: tuple[str, ...],
-) -> Ours:
+def _config(shape: Shape, folder: str, steps: int, compiled: bool, keys: tuple[str, ...]) -> Any:
     from app.config_io import load_config
 
     model = ", ".join(f"{name}: {value}" for name, value in shape.model().items())
@@ -118,159 +103,95 @@ def ours(
         "task=language_modelling",
         f"task_args={{data: python, tokenizer: bytes, {vocabulary}, {model}}}",
         "strategy=single",
-        f"train={{global_batch_size: {shape.batch}, steps: {steps}, precision: {precision}, clip_norm: 1.0}}",
+        f"train={{global_batch_size: {shape.batch}, steps: {steps}, precision: bf16, clip_norm: 1.0}}",
         f"train.compile={str(compiled).lower()}",
         "train.noise_scale_every=null",
         "optimizer={name: adamw, lr: 1.0e-4, weight_decay: 0.1}",
         f"run={{name: gpu, storage: {folder}}}",
     ]
-    return Ours(load_config([], [*words, *more]), device=device)
+    return load_config([], [*words, *keys])
 
 
-def predicted(run: Ours) -> tuple[float, float]:
-    """Seconds a step and bytes that the planner expects."""
+def _predicted(run: Ours) -> dict[str, float]:
+    """Seconds a step and bytes that the planner expects, and the device's peak in FLOP/s."""
     from app.planner.auto import predict
     from app.planner.machine import running
-    from app.planner.read import Reader
     from app.tasks import load_task
 
-    config = run.job.config
-    task = load_task(config.task, config.task_args)
-    found = predict(config, task, run.job.layout, running(1), Reader(task))
-    return found.step_seconds, found.memory_bytes
+    task, here = load_task(run.config.task, run.config.task_args), running(1)
+    found = predict(run.config, task, run.job.layout, here)
+    return {"seconds": found.step_seconds, "bytes": found.memory_bytes, "peak_flops": here.device.gpu.rate("bf16")}
 
 
-class Memory:
-    """Bytes that each side holds and reaches, though both live in one process; zeros where there is no GPU."""
+def run(name: str, blocks: int, steps: int, compiled: bool, keys: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Seconds a step of either side, by block, and what follows from them."""
+    shape, on_gpu = SHAPES[name], torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    wait = torch.cuda.synchronize if on_gpu else lambda: None
+    peak: dict[str, int] = {}
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.held: dict[str, int] = {}
-        self.peak: dict[str, int] = {}
-
-    def _now(self) -> int:
-        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-
-    def building(self, name: str, build: Callable[[], Any]) -> Any:
-        """What `build` makes, with a first step taken, so that the optimizer's state is there."""
-        before = self._now()
+    def started(side: str, build: Callable[[], Any]) -> Any:
+        """What `build` makes, with its first steps taken; notes the memory that it reaches, though both sides live in
+        one process."""
+        before = torch.cuda.memory_allocated() if on_gpu else 0
         made = build()
-        made.advance()
-        self.held[name] = self._now() - before
+        for _ in range(3):
+            made.advance()
+            wait()
+            if on_gpu:
+                peak[side] = torch.cuda.max_memory_allocated() - before
+                torch.cuda.reset_peak_memory_stats()
         return made
 
-    def reset(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-
-    def note(self, name: str) -> None:
-        if self.device.type == "cuda":
-            others = sum(held for side, held in self.held.items() if side != name)
-            self.peak[name] = max(self.peak.get(name, 0), torch.cuda.max_memory_allocated(self.device) - others)
-
-
-def run(
-    name: str, blocks: int, steps: int, *, compiled: bool, precision: str = "bf16", more: tuple[str, ...] = ()
-) -> dict[str, Any]:
-    """Median seconds a step of either side, and what follows from them."""
-    from app.planner.machine import running
-
-    shape = SHAPES[name]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = True
-    memory = Memory(device)
-    times: dict[str, list[float]] = {"by hand": [], "trireme": []}
     with tempfile.TemporaryDirectory() as folder:
-        made = ours(shape, folder, steps * (blocks + 4), device, compiled=compiled, precision=precision, more=more)
-        plan = predicted(made)
+        ours = Ours(_config(shape, folder, steps * (blocks + 4), compiled, keys), device)
+        plan = _predicted(ours)
         windows = torch.randint(256, (64 * shape.batch, shape.sequence_length + 1), device=device)
-        sides = {
-            "by hand": memory.building("by hand", lambda: ByHand(shape, windows, compiled=compiled)),
-            "trireme": memory.building("trireme", made.build),
-        }
-        for number in range(-1, blocks):
-            for side in list(sides) if number % 2 else list(reversed(sides)):
-                memory.reset()
-                seconds = _block(sides[side].advance, steps, device)
-                memory.note(side)
-                if number >= 0:
-                    times[side].append(seconds)
-        parameters = sum(p.numel() for p in sides["by hand"].model.parameters()) - shape.vocab_size * shape.d_model
-        made.close()
-    gpu = running(1).device.gpu
+        by_hand = started("by hand", lambda: ByHand(shape, windows, compiled=compiled))
+        started("trireme", ours.build)
+        times = measured({"by hand": by_hand.advance, "trireme": ours.advance}, blocks, steps, wait)
+        ours.close()
+    parameters = sum(p.numel() for p in by_hand.model.parameters()) - shape.vocab_size * shape.d_model
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
         "parameters": parameters,
-        "flops": {"mfu": shape.flops(parameters, causal=False), "causal": shape.flops(parameters, causal=True)},
-        "peak_flops": gpu.rate("bf16"),
+        "flops": shape.flops(parameters),
         "tokens": shape.tokens,
         "seconds": times,
-        "bytes": memory.peak,
-        "predicted": {"seconds": plan[0], "bytes": plan[1]},
+        "bytes": peak,
+        "predicted": plan,
     }
 
 
-def _block(advance: Callable[[], None], steps: int, device: torch.device) -> float:
-    _wait(device)
-    begun = time.perf_counter()
-    for _ in range(steps):
-        advance()
-    _wait(device)
-    return (time.perf_counter() - begun) / steps
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def shown(found: dict[str, dict[str, Any]]) -> str:
-    """The results as Markdown."""
-    rows = []
-    for name, one in found.items():
-        sides = {side: statistics.median(seconds) for side, seconds in one["seconds"].items()}
-        sides["predicted"] = one["predicted"]["seconds"]
-        held = one["bytes"] | {"predicted": one["predicted"]["bytes"]}
-        for side, seconds in sides.items():
-            rate = {key: count / seconds / one["peak_flops"] for key, count in one["flops"].items()}
-            figures = [f"{1e3 * seconds:.1f}", f"{one['tokens'] / seconds:,.0f}", f"{100 * rate['mfu']:.1f} %"]
-            bytes_held = f"{held[side] / GIB:.1f}" if side in held else ""
-            ratio = f"{seconds / sides['by hand']:.3f}"
-            rows.append([name, side, *figures, f"{100 * rate['causal']:.1f} %", bytes_held, ratio])
-    heads = ["GPT", "", "ms a step", "tokens/s", "MFU", "MFU, causal", "peak GiB", "time ÷ by hand"]
-    return table(heads, rows, about=f"; {next(iter(found.values()))['device']}")
+def rows(name: str, found: dict[str, Any]) -> list[dict[str, str]]:
+    plan, made = found["predicted"], []
+    sides = {side: statistics.median(seconds) for side, seconds in found["seconds"].items()}
+    for side, seconds in (sides | {"predicted": plan["seconds"]}).items():
+        reached = (found["bytes"] | {"predicted": plan["bytes"]}).get(side)
+        row = {f"GPT, {found['device']}": f"{name}, {side}", "ms a step": f"{1e3 * seconds:.1f}"}
+        row |= {"tokens/s": f"{found['tokens'] / seconds:,.0f}"}
+        row |= {"MFU": f"{found['flops'] / seconds / plan['peak_flops']:.1%}"}
+        row |= {"peak GiB": f"{reached / GIB:.1f}" if reached else ""}
+        made.append(row | {"time ÷ by hand": f"{seconds / sides['by hand']:.3f}"})
+    return made
 
 
 @click.command()
 @click.option("--model", "models", multiple=True, type=click.Choice(list(SHAPES)), help="Default: 124m and 1.3b.")
 @click.option("--blocks", default=10, type=click.IntRange(1), show_default=True, help="Blocks of steps per side.")
-@click.option("--steps", default=10, show_default=True, help="Steps of a block.")
+@click.option("--steps", default=10, type=click.IntRange(1), show_default=True, help="Steps of a block.")
 @click.option("--compile/--no-compile", "compiled", default=True, show_default=True)
-@click.option("--precision", default="bf16", show_default=True, type=click.Choice(["bf16", "fp8"]), help="Of ours.")
 @click.option("--json", "as_json", is_flag=True)
-@click.argument("more", nargs=-1)
+@click.argument("keys", nargs=-1)
 def main(
-    models: tuple[str, ...],
-    blocks: int,
-    steps: int,
-    compiled: bool,
-    precision: str,
-    as_json: bool,
-    more: tuple[str, ...],
+    models: tuple[str, ...], blocks: int, steps: int, compiled: bool, as_json: bool, keys: tuple[str, ...]
 ) -> None:
-    """A GPT in bf16 on one device, ours beside plain PyTorch. MORE: keys of an experiment that change ours alone."""
+    """A GPT in bf16 on one device, ours beside plain PyTorch. KEYS: of an experiment, such as train.precision=fp8; they
+    change ours alone."""
     if not models and not torch.cuda.is_available():
         raise click.UsageError("there is no GPU here: on a CPU write --model tiny")
-    names = list(models) or ["124m", "1.3b"]
-    if precision == "fp8":
-        float8.require(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    found = {name: run(name, blocks, steps, compiled=compiled, precision=precision, more=more) for name in names}
-    click.echo(json.dumps(found) if as_json else shown(found))
-
-
-if __name__ == "__main__":
     try:
-        main()
+        found = {name: run(name, blocks, steps, compiled, keys) for name in models or ("124m", "1.3b")}
     except LayoutError as error:
-        raise SystemExit(str(error)) from None
+        raise click.ClickException(str(error)) from None
+    show("gpu", found, [row for name, one in found.items() for row in rows(name, one)], as_json)

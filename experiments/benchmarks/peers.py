@@ -1,117 +1,80 @@
 """`peers`: a step of Accelerate, Lightning Fabric and Lightning Trainer beside the same written by hand.
 
-    make peers && python -m experiments.benchmarks peers [--model mnist]
-
 All live in the same two torchrun processes, in the environment that `make peers` makes (peers.txt), with the same
-model, data and optimizer, and take turns block by block, in the order A B C D D C B A. One side at a time runs:
-Trainer's loop, which cannot be left, has a thread of its own that stands still in the others' turns (turns.py), so
-that all sides' collectives have one order; blocks begin with a barrier in a group of its own. The hand-written one also
-sets the learning rate and averages the loss every tenth step, which flatters the others. `step` does the same with
-ours beside the hand-written one, so the two tables share their unit; `ray_train` has Ray Train's.
+model, data and optimizer, and take turns (harness.py). Trainer's loop cannot be left, so it is the one that runs: a
+callback takes the others' turns between two of its blocks. The hand-written side also sets the learning rate and
+averages the loss every tenth step, which flatters the others. `step` has ours beside the same hand-written side.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
-from experiments.benchmarks.turns import TakesTurns
+from experiments.benchmarks.harness import answer, beside, interleaved, ratio_row, show, torchrun
+from experiments.benchmarks.step import BLOCK_STEPS
 
-BLOCK_STEPS = {"mnist": 40, "gpt": 10, "gpt-10m": 2}
-SIDES = ("by hand", "Accelerate", "Fabric", "Trainer")
 PYTHON = ".venv-peers/bin/python"
 
 
-def run(model: str, blocks: int, python: str) -> dict[str, Any]:
-    """Median milliseconds per step of each, and its ratio to the hand-written one with a 95 % interval."""
-    from experiments.benchmarks.abba import beside
-
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        command += ["-m", "experiments.benchmarks.peers", model, str(blocks), str(out)]
-        subprocess.run(
-            command,
-            check=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.getcwd()},
-        )
-        times = json.loads(out.read_text())
-    return beside(times, "by hand")
-
-
-# --- one of the two processes, in the peers' environment --------------------------------------------------------
-
-
-def worker(model: str, blocks: int, out: str) -> None:
+def _worker(model: str, blocks: int) -> NoReturn:
+    """One of the two processes, in the peers' environment."""
     import torch.distributed as dist
 
-    from experiments.benchmarks.abba import in_blocks
     from experiments.benchmarks.plain import MODELS
 
     dist.init_process_group("gloo")
-    start = dist.new_group(backend="gloo")
     each = BLOCK_STEPS[model]
-    steps = each * (blocks + 2)  # Trainer must not come to its end, which has collectives of its own
-    advances = {name: MAKERS[name](MODELS[model](steps, WRAP.get(name, "single")), each) for name in SIDES}
-    times = in_blocks(advances, blocks, each, lambda: dist.barrier(group=start))
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(times))
-    dist.barrier(group=start)
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads sometimes abort an interpreter that shuts down around them; Trainer's is held
+    total = 2 * each * (blocks + 2)  # Trainer is left before its end, which has collectives of its own
+
+    def made(wrap: str = "single") -> Any:  # the libraries put DDP on the model themselves
+        return MODELS[model](total, wrap)
+
+    steps: dict[str, Callable[[], object] | None] = {"by hand": made("ddp").advance}
+    steps |= {"Accelerate": _accelerate(made()), "Fabric": _fabric(made()), "Trainer": None}
+    times: dict[str, list[float]] = {}
+    between = dist.new_group(backend="gloo")
+    _trainer(made(), each, interleaved(times, steps, blocks, each, lambda: dist.barrier(group=between)), times)
+    raise AssertionError("Trainer came to its end before the last block")
 
 
-def by_hand(plain: Any, each: int) -> Callable[[int], None]:
-    def advance(count: int) -> None:
-        for _ in range(count):
-            plain.advance()
-
-    return advance
-
-
-def accelerate(plain: Any, each: int) -> Callable[[int], None]:
+def _accelerate(plain: Any) -> Callable[[], None]:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
     plain.model, plain.optimizer = accelerator.prepare(plain.model, plain.optimizer)
-    return _steps(plain, accelerator.backward)
+    return _step(plain, accelerator.backward)
 
 
-def fabric(plain: Any, each: int) -> Callable[[int], None]:
+def _fabric(plain: Any) -> Callable[[], None]:
     from lightning.fabric import Fabric
 
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
     plain.model, plain.optimizer = fabric.setup(plain.model, plain.optimizer)
-    return _steps(plain, fabric.backward)
+    return _step(plain, fabric.backward)
 
 
-def _steps(plain: Any, backward: Callable[[Any], None]) -> Callable[[int], None]:
+def _step(plain: Any, backward: Callable[[Any], None]) -> Callable[[], None]:
     """A step as these libraries' documentation writes it."""
     import torch.nn.functional as F
 
-    def advance(count: int) -> None:
-        for _ in range(count):
-            index = next(plain.indices)
-            logits = plain.model(plain.inputs[index])
-            loss = F.cross_entropy(logits.flatten(0, -2), plain.targets[index].flatten())
-            backward(loss)
-            plain.optimizer.step()
-            plain.optimizer.zero_grad()
+    def advance() -> None:
+        index = next(plain.indices)
+        logits = plain.model(plain.inputs[index])
+        backward(F.cross_entropy(logits.flatten(0, -2), plain.targets[index].flatten()))
+        plain.optimizer.step()
+        plain.optimizer.zero_grad()
 
     return advance
 
 
-def trainer(plain: Any, each: int) -> Callable[[int], None]:
-    """`Trainer.fit`, held before the first batch of every block until it is asked for."""
+def _trainer(plain: Any, each: int, others: Any, times: dict[str, list[float]]) -> None:
+    """`Trainer.fit`; before the first batch of every block the others have their turns, and at the end answer."""
     import lightning
     import torch.nn.functional as F
     from torch.utils.data import DataLoader
@@ -128,59 +91,34 @@ def trainer(plain: Any, each: int) -> Callable[[int], None]:
         def configure_optimizers(self) -> Any:
             return plain.optimizer
 
-    class Held(lightning.Callback):
-        def __init__(self, pause: Callable[[], None]) -> None:
-            self.pause = pause
-
+    class Turns(lightning.Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, number: int) -> None:
-            if number % each == 0:
-                self.pause()
+            if number % each == 0 and next(others, others) is others:
+                answer(times)
 
-    batches: Any = _Batches(plain)
-    data: Any = DataLoader(batches, batch_size=None)
+    class Batches:
+        def __len__(self) -> int:
+            return plain.steps
 
-    def fit(pause: Callable[[], None]) -> None:
-        lightning.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy="ddp",
-            max_steps=plain.how.steps,
-            callbacks=[Held(pause)],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
-        ).fit(Module(), data)
+        def __getitem__(self, number: int) -> tuple[Any, Any]:
+            if number >= len(self):
+                raise IndexError(number)
+            index = next(plain.indices)
+            return plain.inputs[index], plain.targets[index]
 
-    turns = TakesTurns(fit)
-    return lambda count: turns.advance()
-
-
-class _Batches:
-    """The hand-written training's batches, as a data set whose samples are batches."""
-
-    def __init__(self, plain: Any) -> None:
-        self.plain = plain
-
-    def __len__(self) -> int:
-        return self.plain.how.steps
-
-    def __getitem__(self, number: int) -> tuple[Any, Any]:
-        if number >= len(self):
-            raise IndexError(number)
-        index = next(self.plain.indices)
-        return self.plain.inputs[index], self.plain.targets[index]
-
-
-MAKERS: dict[str, Callable[[Any, int], Callable[[int], None]]] = {
-    "by hand": by_hand,
-    "Accelerate": accelerate,
-    "Fabric": fabric,
-    "Trainer": trainer,
-}
-WRAP = {"by hand": "ddp"}
-"""The libraries put DDP on the model themselves."""
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    fit: Any = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_steps=plain.steps,
+        callbacks=[Turns()],
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **quiet,
+    )
+    batches: Any = Batches()
+    fit.fit(Module(), DataLoader(batches, batch_size=None))
 
 
 @click.command()
@@ -188,29 +126,14 @@ WRAP = {"by hand": "ddp"}
 @click.option("--blocks", default=40, type=click.IntRange(1), show_default=True, help="Blocks of steps per side.")
 @click.option("--python", default=PYTHON, show_default=True, help="Python of `make peers`.")
 @click.option("--json", "as_json", is_flag=True)
-@click.option("--results", default="experiments/benchmarks/results", show_default=True, help="Folder for the ratios.")
-def main(model: str, blocks: int, python: str, as_json: bool, results: str) -> None:
+def main(model: str, blocks: int, python: str, as_json: bool) -> None:
     """A step of Accelerate, Fabric and Trainer beside the same by hand."""
     if not Path(python).exists():
         raise click.ClickException(f"there is no {python}: `make peers` makes it")
-    from experiments.benchmarks.machine import machine
-    from experiments.benchmarks.record import Ratio, keep
-
-    found = run(model, blocks, python)
-    others = {name: r for name, r in found.items() if name != "by hand"}
-    ratios = {f"{model}, ddp, {name}": Ratio.of(r, blocks) for name, r in others.items()}
-    keep("peers", ratios, Path(results))
-    if as_json:
-        click.echo(json.dumps(found))
-        return
-    click.echo(f"{machine()}\n\n| {model}, ddp | ms per step | ratio | 95 % interval |\n|---|---|---|---|")
-    for name, r in found.items():
-        low, high = r["interval"]
-        click.echo(f"| {name} | {r['ms']:.2f} | {r['ratio']:.3f} | {low:.3f} to {high:.3f} |")
+    found = beside(torchrun("experiments.benchmarks.peers", model, blocks, python=python), "by hand")
+    rows = [ratio_row(f"{model}, ddp: {name}", found, "by hand", name) for name in found if name != "by hand"]
+    show("peers", found, rows, as_json)
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        worker(sys.argv[1], int(sys.argv[2]), sys.argv[3])
-    else:
-        main()
+    _worker(sys.argv[1], int(sys.argv[2]))

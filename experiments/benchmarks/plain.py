@@ -10,7 +10,6 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,51 +37,45 @@ from app.models.gpt import GPT
 LOG_EVERY = 10
 
 
-@dataclass(frozen=True)
-class How:
-    """Samples per step over all workers, learning rate at the start, and steps of the whole training."""
-
-    batch: int
-    lr: float
-    steps: int
-
-
 class Plain:
     """A training that is advanced one step at a time.
 
-    wrap: puts a parallelism on the model (see WRAPS); split: whether workers take different samples.
+    batch: samples per step over all workers. lr: at the start of a cosine over `steps`. wrap: puts a parallelism on the
+    model (see WRAPS).
     """
 
-    def __init__(self, build: Any, inputs: torch.Tensor, targets: torch.Tensor, how: How, wrap: str = "ddp"):
+    def __init__(
+        self, build: Any, data: tuple[torch.Tensor, torch.Tensor], batch: int, lr: float, steps: int, wrap: str = "ddp"
+    ) -> None:
         torch.manual_seed(0)
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.model = WRAPS[wrap](build())
-        self.split_layers = TENSOR_PARALLEL.get(wrap, 1)
+        self.tp = 2 if wrap.endswith("tensor") else 1
         decayed = [p for p in self.model.parameters() if p.dim() >= 2]
         others = [p for p in self.model.parameters() if p.dim() < 2]
         groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
         if wrap == "zero1":
-            self.optimizer: Any = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=how.lr, fused=True)
+            self.optimizer: Any = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=lr, fused=True)
         else:
-            self.optimizer = torch.optim.AdamW(groups, lr=how.lr, fused=True)
-        self.inputs, self.targets, self.how = inputs, targets, how
+            self.optimizer = torch.optim.AdamW(groups, lr=lr, fused=True)
+        (self.inputs, self.targets), self.batch, self.lr, self.steps = data, batch, lr, steps
         self.done = 0
         self.indices = self._indices()
 
     def _indices(self) -> Iterator[torch.Tensor]:
-        share, mine = self.how.batch * self.split_layers // self.world, self.rank // self.split_layers
+        """This rank's share of each batch."""
+        share, mine = self.batch * self.tp // dist.get_world_size(), dist.get_rank() // self.tp
         generator = torch.Generator().manual_seed(0)
         while True:
-            for part in torch.randperm(len(self.inputs), generator=generator).split(self.how.batch):
-                if len(part) == self.how.batch:
+            for part in torch.randperm(len(self.inputs), generator=generator).split(self.batch):
+                if len(part) == self.batch:
                     yield part[mine * share : (mine + 1) * share]
 
     def advance(self) -> None:
         index = next(self.indices)
-        rate = self.how.lr * (1 + math.cos(math.pi * self.done / self.how.steps)) / 2
+        rate = self.lr * (1 + math.cos(math.pi * self.done / self.steps)) / 2
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        with loss_parallel() if self.split_layers > 1 else contextlib.nullcontext():
+        with loss_parallel() if self.tp > 1 else contextlib.nullcontext():
             logits = self.model(self.inputs[index])
             loss = F.cross_entropy(logits.flatten(0, -2), self.targets[index].flatten())
             loss.backward()
@@ -114,10 +107,6 @@ def fsdp(model: nn.Module, reshard: bool = True, replicas: int = 1) -> nn.Module
     return model
 
 
-def ddp_model_parallel(model: nn.Module) -> nn.Module:
-    return ddp(Halves(model))
-
-
 def fsdp_tensor(model: nn.Module) -> nn.Module:
     """Two dimensions as the PyTorch tutorial has them: layers split within a pair, what is left sharded across."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("shard", "tp"))
@@ -138,22 +127,6 @@ def hsdp(model: nn.Module) -> nn.Module:
 
 def single(model: nn.Module) -> nn.Module:
     return model
-
-
-class Halves(nn.Module):
-    """Manual model parallelism as the tutorial has it: each half of the blocks on a device, activations moved."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        devices = [torch.device("cpu", 0), torch.device("cpu", 1)]  # one processor here; the calls are the same
-        blocks: list[nn.Module] = list(model.blocks.values())  # type: ignore[operator, union-attr]
-        for number, block in enumerate(blocks):
-            device = devices[number * 2 // len(blocks)]
-            block.register_forward_pre_hook(lambda _, args, to=device: tuple(each.to(to) for each in args))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.model(inputs).to("cpu")
 
 
 def tensor(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
@@ -185,10 +158,7 @@ def tensor(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
 
 WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "single": single,
-    "dp": nn.DataParallel,
-    "model_parallel": Halves,
     "ddp": ddp,
-    "ddp_model_parallel": ddp_model_parallel,
     "zero1": ddp,
     "zero2": zero2,
     "zero3": fsdp,
@@ -197,35 +167,26 @@ WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "tensor": tensor,
     "fsdp+tensor": fsdp_tensor,
 }
-TENSOR_PARALLEL = {"tensor": 2, "fsdp+tensor": 2}
-PROCESSES = {"single": 1, "dp": 1, "model_parallel": 1, "hsdp": 4, "fsdp+tensor": 4}
-"""Where it is not 2."""
 
 
 def mnist(steps: int, wrap: str = "ddp") -> Plain:
     from app.tasks.vision import ImageClassification
 
-    inputs, targets = fetch(ImageClassification(data="mnist").train_data(), [(i, i) for i in range(4000)])
-    return Plain(lambda: CNN(1, 28, 28, 10), inputs, targets, How(64, 2e-3, steps), wrap)
+    data = fetch(ImageClassification(data="mnist").train_data(), [(i, i) for i in range(4000)])
+    return Plain(lambda: CNN(1, 28, 28, 10), data, 64, 2e-3, steps, wrap)
 
 
 def gpt(steps: int, wrap: str = "ddp") -> Plain:
-    return language_model(steps, wrap, batch=16, length=128, d_model=128, n_layers=4, n_heads=4)
-
-
-def gpt_10m(steps: int, wrap: str = "ddp") -> Plain:
-    return language_model(steps, wrap, batch=8, length=128, d_model=384, n_layers=6, n_heads=6)
-
-
-def language_model(steps: int, wrap: str, *, batch: int, length: int, **shape: Any) -> Plain:
     from app.tasks.language import LanguageModelling
 
-    task = LanguageModelling(data="python", sequence_length=length, **shape)
-    inputs, targets = fetch(task.train_data(), [(i, i) for i in range(4096)])
-    return Plain(lambda: GPT(vocab_size=256, **shape), inputs, targets, How(batch, 1e-3, steps), wrap)
+    shape: dict[str, Any] = {"d_model": 128, "n_layers": 4, "n_heads": 4}
+    data = fetch(
+        LanguageModelling(data="python", sequence_length=128, **shape).train_data(), [(i, i) for i in range(4096)]
+    )
+    return Plain(lambda: GPT(vocab_size=256, **shape), data, 16, 1e-3, steps, wrap)
 
 
-MODELS = {"mnist": mnist, "gpt": gpt, "gpt-10m": gpt_10m}
+MODELS = {"mnist": mnist, "gpt": gpt}
 
 
 def main(name: str, steps: int) -> None:
@@ -233,7 +194,7 @@ def main(name: str, steps: int) -> None:
     dist.init_process_group("gloo")
     training = MODELS[name](steps)
     training.advance()
-    if training.rank == 0:
+    if dist.get_rank() == 0:
         print(f"first step done at {time.time()}", flush=True)
     for _ in range(steps - 1):
         training.advance()

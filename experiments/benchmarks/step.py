@@ -1,29 +1,20 @@
-"""`step`: what one training step of ours costs beside the same strategy written by hand.
+"""`step`: one training step of ours beside the same strategy written by hand (plain.py).
 
-Both trainings live in the same two torchrun processes and take turns, block by block, in the order A B B A, so that
-whatever else the machine does falls on both. Ours includes all that a real run does: the data thread, pulses, the
-spool and the writer process that feeds MLflow. The figure is the ratio of the median step times, with a bootstrap
-confidence interval over blocks.
+Both trainings live in the same torchrun processes and process group and take turns (harness.py). Ours is the loop as a
+worker runs it, its data thread and the agreement between ranks included; `tracking` has what logging adds.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import click
 
-from experiments.benchmarks.abba import beside, in_turns
-from experiments.benchmarks.machine import table
-from experiments.benchmarks.ours import Ours, torchrun
-from experiments.benchmarks.plain import PROCESSES, WRAPS
-from experiments.benchmarks.record import FOLDER, Ratio, keep
+from experiments.benchmarks.harness import answer, beside, measured, ratio_row, show, torchrun
 
-BLOCK_STEPS = {"mnist": 40, "gpt": 10, "gpt-10m": 2}
+BLOCK_STEPS = {"mnist": 40, "gpt": 10}
 OURS = {
     "mnist": [
         "task=image_classification",
@@ -39,90 +30,68 @@ OURS = {
         "optimizer.weight_decay=0.01",
         "schedule.name=cosine",
     ],
-    "gpt-10m": [
-        "task=language_modelling",
-        "task_args={data: python, sequence_length: 128, d_model: 384, n_layers: 6, n_heads: 6}",
-        "train.global_batch_size=8",
-        "optimizer.weight_decay=0.01",
-        "schedule.name=cosine",
-    ],
 }
+"""The experiments of plain.py's models."""
+NEVER_SAVED = ["checkpoint.every_seconds=null", "checkpoint.every_steps=null"]
 
 
-DEGREES = {"hsdp": ["parallel.dp_shard=2"], "fsdp+tensor": ["parallel.tp=2"]}
+def run(model: str, strategy: str, blocks: int, keys: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
+    """Milliseconds of "by hand" and "Trireme", and the ratio with a 95 % interval."""
+    arguments = (model, strategy, blocks, *keys)
+    times = torchrun("experiments.benchmarks.step", *arguments, processes=_row(strategy).workers)
+    return beside(times, "by hand")
 
 
-def run(models: list[str], strategies: list[str], blocks: int) -> dict[str, Any]:
-    """Runs the benchmark in processes of its own; per model and strategy the median step times and their ratio."""
-    pairs = [(name, strategy) for name in models for strategy in strategies if name != "mnist" or strategy == "ddp"]
-    return {f"{name}, {strategy}": _measure(name, strategy, blocks) for name, strategy in pairs}
+def _row(strategy: str) -> Any:
+    """The parity matrix's smallest row of that strategy: workers and degrees."""
+    from experiments.parity.rows import ROWS, SINGLE
+
+    return next(row for row in (SINGLE, *ROWS) if row.name == strategy)
 
 
-def _measure(name: str, strategy: str, blocks: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        arguments = (name, strategy, str(blocks), folder, str(out))
-        torchrun("experiments.benchmarks.step", *arguments, processes=PROCESSES.get(strategy, 2))
-        times = json.loads(out.read_text())
-    sides = beside(times, "plain")
-    plain, ours = sides["plain"], sides["ours"]
-    measured = {"plain_ms": plain["ms"], "ours_ms": ours["ms"], "ratio": ours["ratio"], "interval": ours["interval"]}
-    return {**measured, "blocks": blocks, "steps_per_block": BLOCK_STEPS[name]}
-
-
-def worker(name: str, strategy: str, blocks: int, folder: str, out: str) -> None:
-    """One of the processes: seconds per step of each block, plain and ours."""
+def _worker(model: str, strategy: str, blocks: int, *keys: str) -> None:
     import torch.distributed as dist
 
     from app.config_io import load_config
+    from experiments.benchmarks.ours import Ours
     from experiments.benchmarks.plain import MODELS
 
     dist.init_process_group("gloo")
-    each = BLOCK_STEPS[name]
+    each = BLOCK_STEPS[model]
     steps = each * (blocks + 2)
-    how = [f"strategy={strategy}", *DEGREES.get(strategy, []), f"train.steps={steps + 1}"]
-    config = load_config([], [*OURS[name], *how, "run.name=ours", f"run.storage={folder}"])
-    ours = Ours(config, tracked=True).build()
-    plain = MODELS[name](steps, strategy)
-    times = in_turns({"plain": plain.advance, "ours": ours.advance}, blocks, each)
-    ours.close()
-    if ours.rank == 0:
-        Path(out).write_text(json.dumps(times))
-    dist.barrier()
-    dist.destroy_process_group()
+    degrees = [f"parallel.{name}={degree}" for name, degree in _row(strategy).degrees.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*OURS[model], f"strategy={strategy}", *degrees, f"train.steps={steps}", f"run.storage={folder}"]
+        ours = Ours(load_config([], [*words, *NEVER_SAVED, "run.name=ours", *keys])).build()
+        plain = MODELS[model](steps, strategy)
+        times = measured({"by hand": plain.advance, "Trireme": ours.advance}, blocks, each, dist.barrier)
+        ours.close()
+    answer(times)
 
 
 @click.command()
 @click.option("--model", "models", multiple=True, type=click.Choice(list(OURS)), help="Default: all.")
-@click.option("--strategy", "strategies", multiple=True, type=click.Choice(list(WRAPS)), help="Default: ddp.")
+@click.option("--strategy", "strategies", multiple=True, default=("ddp",), show_default=True, metavar="NAME")
 @click.option("--blocks", default=40, type=click.IntRange(1), show_default=True, help="Blocks of steps per side.")
 @click.option("--json", "as_json", is_flag=True)
-@click.option("--results", default=str(FOLDER), show_default=True, help="Folder that the ratios are kept in.")
-def main(models: tuple[str, ...], strategies: tuple[str, ...], blocks: int, as_json: bool, results: str) -> None:
-    """One step of ours beside one written by hand, in the same processes. (mnist is for ddp only.)"""
-    found = run(list(models) or list(OURS), list(strategies) or ["ddp"], blocks)
-    if not found:
+@click.argument("keys", nargs=-1)
+def main(
+    models: tuple[str, ...], strategies: tuple[str, ...], blocks: int, as_json: bool, keys: tuple[str, ...]
+) -> None:
+    """One step of ours beside one written by hand, in the same processes. (mnist is for ddp only.)
+
+    KEYS: of an experiment, such as parallel.shared_memory=false; they change ours alone.
+    """
+    from experiments.benchmarks.plain import WRAPS
+
+    if unknown := set(strategies) - WRAPS.keys():
+        raise click.UsageError(f"{min(unknown)} is not written by hand here: write one of {', '.join(WRAPS)}")
+    pairs = [(m, s) for m in models or OURS for s in strategies if m != "mnist" or s == "ddp"]
+    if not pairs:
         raise click.UsageError("mnist is for ddp only: write --strategy ddp, or --model gpt")
-    keep(
-        "step",
-        {name: Ratio.of(r, blocks, at_most=1.0) for name, r in found.items()},
-        Path(results),
-    )
-    click.echo(json.dumps(found) if as_json else shown(found))
-
-
-def shown(found: dict[str, Any]) -> str:
-    """The result as Markdown."""
-    rows = []
-    for name, r in found.items():
-        low, high = r["interval"]
-        figures = [f"{r['plain_ms']:.2f}", f"{r['ours_ms']:.2f}", f"{r['ratio']:.3f}", f"{low:.3f} to {high:.3f}"]
-        rows.append([name, *figures])
-    return table(["step", "by hand, ms", "Trireme, ms", "ratio", "95 % interval"], rows)
+    found = {f"{model}, {strategy}": run(model, strategy, blocks, keys) for model, strategy in pairs}
+    show("step", found, [ratio_row(name, one, "by hand", "Trireme") for name, one in found.items()], as_json)
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        worker(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5])
-    else:
-        main()
+    _worker(sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:])

@@ -19,6 +19,7 @@ from torch import nn
 
 from strategies.parallel import Parallel
 from strategies.parallelize import Blocks, Layout, LayoutError, Options, Plan, check, parallelize
+from strategies.tree import tree_leaves, tree_map
 
 Batch = Any
 
@@ -61,8 +62,7 @@ class Curve:
 
 AMPLIFIED = 10.0
 """How much further than the loss a gradient norm and a weight may be off: they are not averages over a batch, and Adam
-divides a gradient by its own size, so that one which is zero but for rounding (a bias of attention's keys) moves its
-weight by rounding alone. Measured over all rows, 20 steps in float32: loss 3e-7, norm 7e-6, weights 1e-5."""
+divides a gradient by its own size. Measured over all rows, 20 steps in float32: loss 3e-7, norm 7e-6, weights 1e-5."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def begin(trial: Trial, layout: Layout, options: Options, device: torch.device) 
             would be of nothing.
     """
     check(layout, options, heads=trial.heads)
-    rows, parts = _rows(trial.batch(0)), layout.dims.dp * trial.micro_batches
+    rows, parts = len(tree_leaves(trial.batch(0))[0]), layout.dims.dp * trial.micro_batches
     if rows < parts:
         raise LayoutError(
             f"a batch of {rows} is not enough for {layout.dims.dp} data-parallel workers with {trial.micro_batches} "
@@ -155,9 +155,9 @@ def run_steps(
     for step in steps:
         batch = trial.batch(step)
         micro_batches = _micro_batches(batch, rank, dims.dp, trial.micro_batches)
-        rows = _rows(batch)
-        parts = [map_tensors(lambda t: t.to(parallel.device), part) for part in micro_batches]
-        total = parallel.forward_backward(parts, [_rows(part) / rows for part in parts], trial.loss)
+        rows = len(tree_leaves(batch)[0])
+        parts = [tree_map(lambda t: t.to(parallel.device), part) for part in micro_batches]
+        total = parallel.forward_backward(parts, [len(tree_leaves(part)[0]) / rows for part in parts], trial.loss)
         norms.append(parallel.grad_norm_(trial.clip))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -197,25 +197,7 @@ def _largest(a: list[float], b: list[float]) -> float:
     return max((value if value == value else float("inf") for value in values), default=0.0)
 
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    """The same tuples, lists and dictionaries with `function` of each tensor."""
-    if isinstance(tree, torch.Tensor):
-        return function(tree)
-    if isinstance(tree, dict):
-        return {key: map_tensors(function, value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        mapped = [map_tensors(function, value) for value in tree]
-        return type(tree)(*mapped) if hasattr(tree, "_fields") else type(tree)(mapped)
-    return tree
-
-
-def _rows(batch: Batch) -> int:
-    lengths: list[int] = []
-    map_tensors(lambda tensor: lengths.append(len(tensor)) or tensor, batch)  # type: ignore[func-returns-value]
-    return lengths[0]
-
-
 def _micro_batches(batch: Batch, rank: int, ways: int, count: int) -> list[Batch]:
     """This rank's contiguous share of the batch, in `count` parts."""
-    share = map_tensors(lambda tensor: tensor.tensor_split(ways)[rank], batch)
-    return [map_tensors(lambda tensor, i=i: tensor.tensor_split(count)[i], share) for i in range(count)]  # type: ignore[misc]
+    share = tree_map(lambda tensor: tensor.tensor_split(ways)[rank], batch)
+    return [tree_map(lambda tensor, i=i: tensor.tensor_split(count)[i], share) for i in range(count)]  # type: ignore[misc]

@@ -31,7 +31,6 @@ from experiments.parity.curves import Trial
 from experiments.parity.matrix import Result, run
 from experiments.parity.rows import DEEPSPEED, ROWS, THREE, Row
 from experiments.report.runs import store_artifacts
-from strategies.initialization import structure
 
 LEAST_EPS = 1e-5
 """Adam's epsilon is raised to this: a gradient that is zero but for rounding would otherwise be scaled up to a step of
@@ -84,22 +83,6 @@ def measure(config: Config, *, steps: int, rows: Iterable[Row], checkpoints: boo
         strategy_options(config), compression="none", reduce_dtype="fp32", stages=None, float_output=task.float_output
     )
     return run(functools.partial(make_trial, to_dict(config), steps), rows, options=own, checkpoints=checkpoints)
-
-
-def cautions(config: Config) -> list[str]:
-    """Why rows of this experiment will differ although nothing is wrong, one sentence each."""
-    module, _ = structure(load_task(config.task, config.task_args).build_model)
-    drawn = [
-        f"{name or 'the model'} ({key}={value:g})"
-        for name, part in module.named_modules()
-        for key, value in vars(part).items()
-        if isinstance(value, float) and value > 0 and ("drop" in key or "Dropout" in type(part).__name__)
-    ]
-    return [
-        f"the model has dropout in {where}, which draws other numbers where the batch is split otherwise, so rows will "
-        "differ: set it to 0 in task_args"
-        for where in drawn[:1]
-    ]
 
 
 def chosen(names: str | None, workers: str | None) -> list[Row]:

@@ -2,7 +2,12 @@
 
 All rows run on GPUs or all on the CPU. Each row has processes of its own, forked from one that has imported torch. A
 row that its layout refuses answers with that sentence; one that raises anything else has failed, and the matrix goes
-on. In float32 the bound is `Row.tolerance`, in 16 bits what one device differs from itself by (drift.py).
+on.
+
+In float32 the bound is `Row.tolerance`. In 16 bits the same training with the samples of its batches in another order
+rounds at other places, and the difference grows from step to step: this is one device's drift, and the row's own
+(sharded rows compute everything in 16 bits, and are noisier: strategies/precision.py). A row may be off by both
+together, or by the rounding of one number if that is more.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +27,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from experiments.parity import drift
 from experiments.parity.curves import Curve, Difference, Trial, bounds, difference, train
 from experiments.parity.rows import ROWS, SINGLE, Row
 from strategies import devices, registry
 from strategies.layout import LayoutError
 from strategies.parallelize import Options
+from strategies.tree import tree_map
 
 MakeTrial = Callable[[], Trial]
 
@@ -39,17 +44,18 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """Name → changes to the trial, and to the options."""
 
+ROUNDING = 2.0**-9
+"""Of one number to bfloat16, relative."""
+
 PEER_TIMEOUT = datetime.timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One training of a row. kind: of one device, one of drift.KINDS. load, save: the second or the first half only,
-    from or to this checkpoint."""
+    """One training of a row. load, save: the second or the first half only, from or to this checkpoint."""
 
     row: Row
     variant: str
-    kind: str = ""
     load: str = ""
     save: str = ""
 
@@ -59,7 +65,8 @@ class Result:
     """What a training came to, and how far it was from one device's.
 
     found: None where there is no curve: refused holds the sentence of a layout that cannot do this, error whatever else
-    was raised. after: the row whose checkpoint was continued. limit: what is allowed, if not the row's own tolerance.
+    was raised. after: the row whose checkpoint was continued. drift: in 16 bits, what it differs from itself by. limit:
+    what is allowed, if not the row's own tolerance.
     """
 
     row: Row
@@ -70,6 +77,7 @@ class Result:
     refused: str = ""
     error: str = ""
     curve: Curve | None = None
+    drift: Difference | None = None
     limit: Difference | None = None
 
     @property
@@ -107,42 +115,36 @@ def run(
     names = list(variants or (name for name in VARIANTS if name != "bf16" or options.precision == "fp32"))
     most = max((row.workers for row in rows), default=1)
     trials = Trials(make, options, "cuda" if torch.cuda.device_count() >= most else "cpu")
-    truth = OneDevice(trials, [*names, *([EVERYTHING] if checkpoints and EVERYTHING not in names else [])])
+    begin = [Call(SINGLE, name) for name in dict.fromkeys([*names, *([EVERYTHING] if checkpoints else [])])]
+    truths: dict[str, Result] = {}
+    for call, result in trials.run(begin):
+        if result.refused:
+            raise LayoutError(result.refused)
+        if result.error:
+            raise RuntimeError(f"one device does not train this: {result.error}")
+        truths[call.variant] = result
     calls = [Call(row, variant) for row in rows for variant in names]
     with tempfile.TemporaryDirectory(prefix="trireme-parity-") as folder:
-        begin = [Call(row, EVERYTHING, save=f"{folder}/{i}") for i, row in enumerate([SINGLE, *rows])]
-        ended = trials.run(calls + (begin if checkpoints else []))
+        halves = [Call(row, EVERYTHING, save=f"{folder}/{i}") for i, row in enumerate([SINGLE, *rows])]
+        ended = trials.run(calls + (halves if checkpoints else []))
         good = {call.save: call.row for call, result in ended if call.save and result.curve}
         pairs = trials.run([Call(row, EVERYTHING, load=place) for row in good.values() for place in good])
-    results = [truth.compared(call, result) for call, result in ended if not call.save]
+    results = [_compared(result, truths[call.variant]) for call, result in ended if not call.save]
     results += [replace(result, after=call.row) for call, result in ended if call.save and not result.curve]
-    return results + [replace(truth.compared(call, result), after=good[call.load]) for call, result in pairs]
+    return results + [_compared(replace(r, after=good[call.load]), truths[EVERYTHING]) for call, r in pairs]
 
 
-class OneDevice:
-    """What rows are compared with: one device's curves of each variant, by kind of run, and in 16 bits the bounds."""
-
-    def __init__(self, trials: Trials, variants: list[str]) -> None:
-        self.precision = {name: trials.variant(name)[1].precision for name in variants}
-        self.curves: dict[str, dict[str, Curve]] = {name: {} for name in variants}
-        kinds = {name: ("", *(drift.KINDS if bits != "fp32" else ())) for name, bits in self.precision.items()}
-        for call, result in trials.run([Call(SINGLE, name, kind) for name in variants for kind in kinds[name]]):
-            if result.refused and not call.kind.endswith("halved"):  # of a small batch there may be no more parts
-                raise LayoutError(result.refused)
-            if result.error:
-                raise RuntimeError(f"one device does not train this: {result.error}")
-            if result.curve:
-                self.curves[call.variant][call.kind] = result.curve
-        narrow = [name for name, bits in self.precision.items() if bits != "fp32"]
-        self.limits = {name: drift.limits(self.precision[name], self.curves[name]) for name in narrow}
-
-    def compared(self, call: Call, result: Result) -> Result:
-        if result.curve is None:
-            return result
-        kind = drift.truth_of(call.row, self.precision[call.variant])
-        truth, steps = self.curves[call.variant][kind], len(result.curve.losses)  # the last of them, after a checkpoint
-        found = difference(Curve(truth.losses[-steps:], truth.norms[-steps:], truth.weights), result.curve)
-        return replace(result, found=found, limit=self.limits.get(call.variant, {}).get(kind))
+def _compared(result: Result, truth: Result) -> Result:
+    curve, whole = result.curve, truth.curve
+    if curve is None or whole is None:
+        return result
+    steps = len(curve.losses)  # the last of them, after a checkpoint
+    found = difference(Curve(whole.losses[-steps:], whole.norms[-steps:], whole.weights), curve)
+    limit = None
+    if result.drift and truth.drift:
+        pairs = zip(astuple(bounds(ROUNDING)), astuple(result.drift), astuple(truth.drift), strict=True)
+        limit = Difference(*(max(least, own + one_device) for least, own, one_device in pairs))
+    return replace(result, found=found, limit=limit, curve=replace(curve, weights={}))
 
 
 # --- in processes -----------------------------------------------------------------------------------------------
@@ -209,12 +211,19 @@ def _worker(rank: int, trials: Trials, calls: list[Call], folder: str) -> None:
 
 
 def _trained(trials: Trials, call: Call, device: torch.device) -> Result:
-    began, curve, refused, error = time.monotonic(), None, "", ""
+    began, curve, drift, refused, error = time.monotonic(), None, None, "", ""
     trial, options = call.row.applied(*trials.variant(call.variant))
-    steps = range(trial.steps // 2 if call.load else 0, trial.steps // 2 if call.save else trial.steps)
+    half = trial.steps // 2
+    how = {"steps": range(half if call.load else 0, half if call.save else trial.steps)}
+
+    def run(trial: Trial) -> Curve:
+        return train(trial, call.row.layout, options, device, load=call.load, save=call.save, **how)
+
     try:
-        trial, options = drift.changed(call.kind, trial, options)
-        curve = train(trial, call.row.layout, options, device, steps=steps, load=call.load, save=call.save)
+        curve = run(trial)
+        if options.precision != "fp32" and not call.save:
+            drifts = [astuple(difference(curve, run(_reordered(trial, shift)))) for shift in (0, 1, 2)]
+            drift = Difference(*map(max, zip(*drifts, strict=True)))
     except LayoutError as refusal:
         refused = str(refusal)
     except Exception:
@@ -222,4 +231,10 @@ def _trained(trials: Trials, call: Call, device: torch.device) -> Result:
             raise
         error = traceback.format_exc(limit=-1).strip().splitlines()[-1]
     seconds = time.monotonic() - began
-    return Result(call.row, call.variant, None, seconds, refused=refused, error=error, curve=curve)
+    return Result(call.row, call.variant, None, seconds, None, refused, error, curve, drift)
+
+
+def _reordered(trial: Trial, shift: int) -> Trial:
+    """The rows of each batch shifted round, or (0) the other way round."""
+    batch = trial.batch
+    return replace(trial, batch=lambda step: tree_map(lambda t: t.roll(shift, 0) if shift else t.flip(0), batch(step)))

@@ -14,7 +14,7 @@ from experiments.report.runs import RunRecord, differences
 
 _LOSSES = ("train/loss", "eval/loss")
 _ON_LOG_SCALE = ("loss", "grad_norm")
-_NOT_DRAWN = ("system/", "plan/", "checkpoint/", "cost/")
+_NOT_DRAWN = ("system/", "plan/", "checkpoint/", "cost/", "pipeline/")
 
 
 def content(records: list[RunRecord]) -> dict[str, Any]:
@@ -26,8 +26,8 @@ def content(records: list[RunRecord]) -> dict[str, Any]:
         {"title": "Runs", "tables": [{"rows": _beside(records)}] if several else []},
         {"title": "Not known", "sentences": problems},
         {"title": "Curves", "plots": _plots(records)},
-        {"title": "Stages of the pipeline", "tables": _stages(records), "note": _STAGES},
-        {"title": "Plan and measurement", "tables": [{"rows": _planned(records)}]},
+        {"title": "Stages of the pipeline", "tables": [{"rows": _values(records, "pipeline/")}]},
+        {"title": "Plan and measurement", "tables": [{"rows": _values(records, "plan/")}]},
         {"title": "Where they differ", "tables": [{"rows": differences(records)}] if several else []},
         {"title": "Failures and restarts", "sentences": _failures(records)},
         {"title": "Cost", "tables": [{"rows": _cost(records)}]},
@@ -100,35 +100,12 @@ def _draw(series: dict[str, list[tuple[float, float]]], name: str) -> str:
     return figures.svg(figures.lines(series, x="step", y=name, log_y=log))
 
 
-def _planned(records: list[RunRecord]) -> list[dict[str, Any]]:
-    """Parameters and metrics that the planner left, as it predicted them, and what was measured."""
-    rows = []
-    for record in records:
-        found = {k: v for k, v in {**record.params, **record.tags}.items() if k.startswith("plan/") or ".plan" in k}
-        found |= {k: number(c[-1][1]) for k, c in record.curves.items() if k.startswith("plan/") and c}
-        rows += [{"run": record.name, "what": k.removeprefix("plan/"), "value": v} for k, v in sorted(found.items())]
-    return rows
-
-
-_STAGES = "Milliseconds of the last step that was profiled; activations travel while the stage computes on."
-_SPENT = {"compute": "compute", "wait": "wait", "handover": "send", "reduce": "reduce"}
-_BUBBLES = {"bubble": "measured", "bubble_by_formula": "formula", "bubble_by_simulation": "simulated"}
-
-
-def _stages(records: list[RunRecord]) -> list[dict[str, Any]]:
-    """What the stages of pipelines did; nothing where there are none."""
-    spent: list[dict[str, Any]] = []
-    idle: list[dict[str, Any]] = []
-    for r in records:
-        stages = 0
-        while f"pipeline/stage_{stages}/compute_seconds" in r.curves:
-            times = {name: r.last(f"pipeline/stage_{stages}/{key}_seconds") or 0.0 for key, name in _SPENT.items()}
-            spent.append({"run": r.name, "stage": stages} | {name: f"{1e3 * t:,.2f}" for name, t in times.items()})
-            stages += 1
-        if stages:
-            shares = {name: r.last(f"pipeline/{key}") for key, name in _BUBBLES.items()}
-            idle.append({"bubble of": r.name} | {k: "–" if v is None else f"{v:.1%}" for k, v in shares.items()})
-    return [{"rows": spent}, {"rows": idle}]
+def _values(records: list[RunRecord], prefix: str) -> list[dict[str, Any]]:
+    """What runs have under names with that prefix: the metrics' last values, parameters and tags."""
+    known = [r.params | r.tags | {name: number(points[-1][1]) for name, points in r.curves.items()} for r in records]
+    names = sorted({name for values in known for name in values if name.startswith(prefix)})
+    columns = [record.name for record in records]
+    return [{"": n} | {c: values.get(n, "–") for c, values in zip(columns, known, strict=True)} for n in names]
 
 
 def _failures(records: list[RunRecord]) -> list[str]:

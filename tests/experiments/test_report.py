@@ -120,15 +120,13 @@ def record(name: str, folder: Path, summary: dict[str, float] | None = None, **m
 
 def test_what_runs_cost_and_their_stages_are_tables(tmp_path: Path) -> None:
     dollars = {"total": 12.5, "start": 0.25, "restarts": 0.0, "idle": 1.0}
-    seconds = {"compute": 0.02, "wait": 0.003, "handover": 0.0001, "reduce": 0.0}
-    values = {f"pipeline/stage_{stage}/{what}_seconds": n for stage in (0, 1) for what, n in seconds.items()}
-    values |= {"pipeline/bubble": 0.12, "pipeline/bubble_by_formula": 1 / 9, "pipeline/bubble_by_simulation": 0.115}
+    values = {"pipeline/stage_0/compute_seconds": 0.02, "pipeline/bubble": 0.12, "plan/step_seconds": 0.5}
     staged = record("staged", tmp_path, curves={name: [(5.0, value)] for name, value in values.items()})
     paid = record("paid", tmp_path, {"seconds": 1800.0}, cost=dollars)
     text = page.render(run_page.content([paid, record("free", tmp_path, {"seconds": 1800.0}), staged]), tmp_path)
     found = re.sub(r"<[^>]+>", " ", text)
     assert re.search(r"paid\s+1\s+12\.5\s+0\.25\s+0\s+1\s+free\s+1\s+–", found)
-    assert re.search(r"staged\s+1\s+20\.00\s+3\.00\s+0\.10\s+0\.00", found)
-    assert re.search(r"measured\s+formula\s+simulated\s+staged\s+12\.0%\s+11\.1%\s+11\.5%", found)
+    assert re.search(r"paid\s+free\s+staged\s+pipeline/bubble\s+–\s+–\s+0\.12\s+pipeline/stage_0/compute_s", found)
+    assert re.search(r"plan/step_seconds\s+–\s+–\s+0\.5", found)
     plain = page.render(run_page.content([record("plain", tmp_path)]), tmp_path)
     assert "Cost" not in plain and "Stages" not in plain

@@ -1,1 +1,1 @@
-"""Kills anything, again and again, and proves that nothing was lost. See README.md."""
+"""Seeded kills of anything, at any moment, and what came of them; see README.md."""

@@ -1,10 +1,10 @@
-"""What the task wrote down, read again: was every sample used once, as the weights have it?"""
+"""What the task wrote down, read again: was every sample used once?"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from app.data.order import Order
@@ -12,88 +12,59 @@ from app.data.order import Order
 
 @dataclass
 class Start:
-    """One process's part in one start of the workers."""
+    """One process's part in one start of the workers. lines: (Unix time, positions in the stream, samples) of each
+    micro-batch, in order."""
 
-    began: float  # Unix time
+    began: float
     rank: int
     pid: int
-    lines: list[tuple[float, list[int], list[int]]] = field(default_factory=list)
-    """(Unix time, positions in the stream, samples) of each micro-batch, in order."""
+    lines: list[tuple[float, list[int], list[int]]]
 
-    @property
-    def first(self) -> int | None:
-        return self.lines[0][1][0] if self.lines else None
-
-    def last_step(self, batch: int) -> int:
-        """The last step it began, from 1; 0 if none."""
-        return self.lines[-1][1][0] // batch + 1 if self.lines else 0
-
-    def first_step(self, batch: int) -> int:
-        return self.lines[0][1][0] // batch + 1 if self.lines else 0
+    def step(self, line: int, batch: int) -> int:
+        """The step of its first (0) or last (-1) line, from 1."""
+        return self.lines[line][1][0] // batch + 1
 
 
-def read(folder: Path, newest: int | None = None) -> list[Start]:
-    """All starts, or the newest, the first one first."""
+def read(folder: Path, newest: int = 0) -> list[Start]:
+    """All starts, or the newest so many, the first one first."""
     found = []
     paths = sorted(folder.glob("seen/*.jsonl"), key=lambda path: int(path.stem.split("-")[0]))
-    for path in paths[-newest:] if newest else paths:
+    for path in paths[-newest:]:
         began, rank, pid = path.stem.split("-")
-        lines = []
-        for line in path.read_bytes().split(b"\n")[:-1]:
-            when, positions, samples = json.loads(line)
-            if positions != samples:  # preparations try the model out with the first samples as they lie
-                lines.append((when, positions, samples))
-        found.append(Start(int(began) / 1e9, int(rank), int(pid), lines))
+        lines = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+        # What is tried out before training has the first samples as they lie.
+        found.append(Start(int(began) / 1e9, int(rank), int(pid), [line for line in lines if line[1] != line[2]]))
     return found
 
 
-def lost_or_repeated(starts: Iterable[Start], steps: int, batch: int, samples: int, seed: int) -> list[str]:
-    """What is wrong with the samples that the final weights come from, a sentence each; [] if nothing is.
-
-    A start that begins at position p takes back all its rank did from p on: what is left of the starts before it and
-    what it does itself are the samples that the weights come from. They must be positions 0 … steps × batch, each
-    once, with the samples that the order of (seed, position) has there. And a start must go on inside, or just after,
-    what was done before it.
-    """
-    kept, problems = survivors(starts, batch)
-    return problems + _unlike_the_order(kept, steps, batch, samples, seed)
-
-
-def survivors(starts: Iterable[Start], batch: int) -> tuple[dict[int, dict[int, int]], list[str]]:
-    """Of each rank, position → sample, of what the final weights come from; and what is wrong with that by itself."""
-    kept: dict[int, dict[int, int]] = {}
-    problems: list[str] = []
-    for start in starts:
-        mine = kept.setdefault(start.rank, {})
-        if start.first is None:
-            continue
-        begin = start.first - start.first % batch
-        if begin > (reached := max((p for own in kept.values() for p in own), default=-1) + 1) and begin != 0:
-            problems.append(f"rank {start.rank} went on at position {begin:,}, though only {reached:,} had been seen")
-        for position in [p for p in mine if p >= begin]:
-            del mine[position]
-        for _, positions, picked in start.lines:
-            for position, sample in zip(positions, picked, strict=True):
-                if position in mine:
-                    problems.append(f"rank {start.rank} used position {position:,} twice in one start")
-                mine[position] = sample
-    return kept, problems
-
-
-def _unlike_the_order(kept: dict[int, dict[int, int]], steps: int, batch: int, samples: int, seed: int) -> list[str]:
-    whole: dict[int, int] = {}
+def seen(starts: Iterable[Start]) -> tuple[dict[int, tuple[float, int, int]], list[str]]:
+    """Position → (Unix time, rank, sample) of when it was computed last, which is what the final weights come from; and
+    what one start did twice, a sentence each."""
+    last: dict[int, tuple[float, int, int]] = {}
     problems = []
-    for rank, mine in sorted(kept.items()):
-        twice = sorted(whole.keys() & mine.keys())
-        if twice:
-            problems.append(f"{len(twice)} samples were used by rank {rank} and another, the first at {twice[0]:,}")
-        whole |= mine
-    total = steps * batch
-    missing = sorted(set(range(total)) - whole.keys())
-    beyond = sorted(p for p in whole if p >= total)
+    for start in starts:
+        own: set[int] = set()
+        for at, positions, samples in start.lines:
+            if twice := own.intersection(positions):
+                problems.append(f"rank {start.rank} used position {min(twice):,} twice in one start")
+            own.update(positions)
+            for position, sample in zip(positions, samples, strict=True):
+                last[position] = max(last.get(position, (0.0, 0, 0)), (at, start.rank, sample))
+    return last, problems
+
+
+def lost_or_repeated(starts: Iterable[Start], total: int, samples: int, seed: int = 0) -> list[str]:
+    """What is wrong with the `total` positions that were trained on, a sentence each; [] if nothing is.
+
+    Each must have been used, with the sample that the order of (seed, position) has there. That what was used came to
+    be in the weights is another question, which their bits answer.
+    """
+    last, problems = seen(starts)
     expected = Order(samples, seed).indices(0, total).tolist()
-    other = [p for p in range(total) if p in whole and whole[p] != expected[p]]
-    for what, where in (("lost", missing), ("too many", beyond), ("other than the order has", other)):
-        if where:
-            problems.append(f"{len(where)} samples {what}, the first at position {where[0]:,}")
-    return problems
+    kinds = {
+        "lost": [p for p in range(total) if p not in last and p != expected[p]],
+        "too many": sorted(p for p in last if p >= total),
+        "other than the order has": [p for p in range(total) if p in last and last[p][2] != expected[p]],
+    }
+    where = {what: found for what, found in kinds.items() if found}
+    return problems + [f"{len(at)} samples {what}, the first at position {at[0]:,}" for what, at in where.items()]

@@ -3,32 +3,85 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import random
 import signal
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 import torch
 
 from experiments.benchmarks.chaos import record
-from experiments.benchmarks.chaos.boundaries import operations
-from experiments.benchmarks.chaos.kills import BATCH, EVERY, LAYOUTS, STEPS, WORKERS, Kill
-from experiments.benchmarks.chaos.session import Session, end_tree, until, writer_of
+from experiments.benchmarks.chaos.cluster import Cluster
+from experiments.benchmarks.chaos.task import SAMPLES
+from experiments.benchmarks.start import end_tree
 
-HANG_SECONDS = 60.0
-SAMPLES = 250
-COMMON = ["task=experiments.benchmarks.chaos.task:Recorded", f"train.global_batch_size={BATCH}", f"train.steps={STEPS}"]
-COMMON += [f"checkpoint.every_steps={EVERY}", "train.log_every=1", "tracking.log_model=false", f"workers={WORKERS}"]
-COMMON += ["tracking.system_metrics_every=0", "fault.max_restarts=100", "fault.hang_seconds=2", "task_args.width=16"]
-COMMON += ["tracking.flush_timeout=60", "task_args.step_seconds=0.01"]
-OPERATION_SECONDS = 20.0
-NOTHING: dict[str, Any] = {"committed": 0, "recovered_seconds": None, "resumed_from": None}
-"""What is known of a kill before it is done."""
-REFUSED = 2  # the command line's exit code for what cannot be started
+BATCH, WORKERS, HANG_SECONDS = 16, 2, 60.0
+COMMON = ["task=experiments.benchmarks.chaos.task:Recorded", f"train.global_batch_size={BATCH}", "train.log_every=1"]
+COMMON += ["checkpoint.every_steps=10", f"workers={WORKERS}", "tracking.log_model=false", "tracking.flush_timeout=60"]
+COMMON += ["tracking.system_metrics_every=0", "fault.max_restarts=100", "fault.hang_seconds=2"]
+LAYOUTS: dict[str, list[str]] = {
+    "ddp actors": ["strategy=ddp", "launcher=actors"],
+    "pipeline actors": ["strategy=pipeline", "parallel.pp=2", "parallel.rebalance=false", "train.micro_batch_size=4"],
+    "fsdp actors": ["strategy=fsdp", "launcher=actors"],
+    "ddp ray": ["strategy=ddp", "launcher=ray"],
+    "fsdp ray": ["strategy=fsdp", "launcher=ray"],
+    "ddp torchrun": ["strategy=ddp", "launcher=torchrun"],
+}
+TORCHRUN = ["-m", "torch.distributed.run", f"--nproc-per-node={WORKERS}", "--standalone", "--max-restarts=100"]
+VICTIMS: dict[tuple[str, int], float] = {
+    ("worker", signal.SIGKILL): 60,
+    ("worker", signal.SIGTERM): 5,
+    ("worker", signal.SIGSTOP): 8,
+    ("driver", signal.SIGKILL): 8,
+    ("driver", signal.SIGTERM): 4,
+    ("raylet", signal.SIGKILL): 5,
+    ("writer", signal.SIGKILL): 5,
+}
+"""What is killed, and how often: a worker or stage, the command, the raylet of a worker's node, the process that writes
+to MLflow."""
+
+
+@dataclass
+class Kill:
+    """delay: seconds after training goes on, or at once after the last one was found to go on ("starting"). The rest is
+    what came of it: seconds to the next finished step, the newest commit, and the step that was resumed from."""
+
+    victim: str
+    signal: int
+    delay: float
+    rank: int
+    starting: bool
+    time: float = 0.0
+    seconds: float | None = None
+    committed: int = 0
+    resumed_from: int | None = None
+
+    @property
+    def ends_workers(self) -> bool:
+        """Whether the next step must be of workers that began afterwards. One that gets SIGTERM goes on, and saves."""
+        return self.victim != "writer" and (self.victim, self.signal) != ("worker", signal.SIGTERM)
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank}" if self.victim == "worker" else self.victim
+        when = " while starting" if self.starting else ""
+        return f"{signal.Signals(self.signal).name} of {who}{when} after {self.delay:.2f} s"
+
+
+def draw(seed: int, number: int, count: int, victims: list[str], pause: float) -> list[Kill]:
+    """The kills of one run: a function of the seed and the run's number. victims: only these; [] all."""
+    chance = random.Random(f"{seed}-{number}")
+    kinds = {kind: weight for kind, weight in VICTIMS.items() if not victims or kind[0] in victims}
+    kills = []
+    for _ in range(count):
+        victim, number_ = chance.choices(list(kinds), list(kinds.values()))[0]
+        delay, rank, early = chance.uniform(0.0, pause), chance.randrange(WORKERS), chance.random() < 0.2
+        starting = early and victim in ("driver", "worker") and number_ == signal.SIGKILL
+        kills.append(Kill(victim, number_, round(delay, 3), rank, starting))
+    return kills
 
 
 class Hung(Exception):
@@ -36,256 +89,124 @@ class Hung(Exception):
 
 
 @dataclass
-class Truth:
-    """What a run that nobody disturbs leaves."""
+class Left:
+    """What a finished run leaves. seconds: from the first sample to the last."""
 
     weights: dict[str, torch.Tensor]
     curve: list[tuple[int, float]]
+    seconds: float
+    problems: list[str] = field(default_factory=list)
 
 
 class Trial:
-    """name: of the run. layout: of `LAYOUTS`. tell: hears of each kill once training goes on."""
+    """One run of `steps` steps in a layout of `LAYOUTS`."""
 
-    def __init__(
-        self,
-        session: Session,
-        name: str,
-        layout: str,
-        *more: str,
-        tell: Callable[[dict[str, Any]], None] = lambda found: None,
-    ) -> None:
-        self.session, self.name, self.layout, self.tell = session, name, layout, tell
-        self.folder = session.folder / "trials" / name  # what the task writes
-        self.run = session.folder / "runs" / name  # what Trireme writes
+    def __init__(self, cluster: Cluster, name: str, layout: str, steps: int, step_seconds: float) -> None:
+        self.cluster, self.name, self.steps = cluster, name, steps
+        self.folder = cluster.folder / "trials" / name  # what the task writes
+        self.run = cluster.folder / "runs" / name  # what Trireme writes
         self.log = self.folder / "driver.log"
         self.folder.mkdir(parents=True)
-        own = [f"run.name={name}", f"run.storage={session.folder}/runs", f"task_args.folder={self.folder}"]
-        self.command = [*COMMON, *LAYOUTS[layout], *own, *more]
-        self.driver: Any = None
-        self.commands = 0
+        own = [f"run.name={name}", f"run.storage={cluster.folder}/runs", f"train.steps={steps}"]
+        own += [f"task_args={{folder: {self.folder}, step_seconds: {step_seconds}}}"]
+        program = [sys.executable, *(TORCHRUN if "torchrun" in layout else []), "-m", "app", "train"]
+        self.command = [*program, *COMMON, *LAYOUTS[layout], *own]
+        self.driver = cluster.start(self.command, self.log)
 
-    # --- undisturbed --------------------------------------------------------------------------------------------
+    def disturb(self, kills: list[Kill]) -> list[Kill]:
+        """Kills one after another and waits for training to go on; those that were done before it came to its end.
 
-    def calm(self) -> tuple[Truth, list[tuple[int, int, str]]]:
-        """Trains to the end; what it leaves, and the file operations of a save."""
-        (self.folder / "list").touch()
-        self.start()
-        try:
-            self._finish()
-        finally:
-            self.give_up()
-        if problems := self.judge(None):
-            raise RuntimeError(f"undisturbed, {self.layout} goes wrong: {problems}; see {self.log}")
-        _, points = self.session.curve(self.name)
-        return Truth(self._weights(), points), operations(self.folder)
-
-    # --- disturbed ----------------------------------------------------------------------------------------------
-
-    def disturb(self, kills: list[Kill], truth: Truth) -> list[dict[str, Any]]:
-        """A record for each kill that was done before the run came to its end; of one that the run did not survive,
-        too."""
-        (self.folder / "slow").touch()
-        done: list[dict[str, Any]] = []
-        problems: list[str] = []
-        self.start()
-        try:
-            for kill in kills:
-                if not self._once(kill, done):
-                    break
-            (self.folder / "slow").unlink()
-            self._finish()
-            problems = self.judge(truth)
-            problems += [
-                f"went on before step {row['forgot']:,}, which was committed" for row in done if "forgot" in row
-            ]
-        except Hung as error:
-            problems = [str(error)]
-            done = done or [kills[0].as_dict() | NOTHING]  # it did not even begin
-        finally:
-            self.give_up()
-            self.session.mend()
-        for found in done:
-            found |= {"run": self.name, "layout": self.layout, "problems": problems}
+        Raises:
+            Hung: it did not go on.
+        """
+        done = []
+        for kill in kills:
+            if not self._strike(kill):
+                break
+            done.append(kill)
+            resumed = self._gets_on(kill.time, anew=kill.ends_workers)
+            kill.seconds = round(resumed - kill.time, 2) if resumed else None
+            later = [s for s in record.read(self.folder) if s.began > kill.time and s.lines]
+            kill.resumed_from = later[0].step(0, BATCH) - 1 if later else None
+            self.cluster.mend()
         return done
 
-    def start(self) -> None:
-        self.commands += 1
-        self.driver = self.session.train(self.command, self.log)
-
-    def _once(self, kill: Kill, done: list[dict[str, Any]]) -> bool:
-        """One kill and what came of it, added to `done`; False if the run had ended before it could be done."""
-        struck = self._strike_once(kill)
-        if struck is None:
-            return False
-        found = kill.as_dict() | NOTHING | struck
-        before = found["committed"]
-        done.append(found)
-        resumed = self._gets_on(found["time"], again=kill.ends_workers)
-        found["recovered_seconds"] = round(resumed - found["time"], 2) if resumed else None
-        starts = [s for s in record.read(self.folder) if s.began > found["time"] and s.lines]
-        found["resumed_from"] = starts[0].first_step(BATCH) - 1 if starts else None
-        if found["resumed_from"] is not None and found["resumed_from"] < before:
-            found["forgot"] = before
-        self.tell(found)
-        self.session.mend()
-        return True
-
-    def _strike_once(self, kill: Kill) -> dict[str, Any] | None:
-        """Kills as soon as there is what is to be killed; None if the run had come to its end."""
-        deadline = time.time() + HANG_SECONDS
-        while time.time() < deadline:
-            if self.driver.exitcode == 0 or (not kill.starting and not self._gets_on(time.time())):
-                return None
-            time.sleep(kill.delay)
-            before = self._committed()
-            if struck := self._strike(kill):
-                return {"committed": before} | struck
-            time.sleep(0.05)
-        raise Hung(f"there was nothing for {kill.words()} within {HANG_SECONDS:.0f} s")
-
-    def _strike(self, kill: Kill) -> dict[str, Any] | None:
-        if kill.victim == "boundary":
-            return self._at_operation(kill)
-        if kill.victim == "server":
-            self.session.kill_server()
-            return {"time": time.time()}
-        pid = self._victim(kill)
-        if pid is None:
-            return None
-        at = time.time()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, kill.signal)
-            return {"time": at, "pid": pid}
-        return None
-
-    def _victim(self, kill: Kill) -> int | None:
-        """The process to be killed; None: the run has ended."""
-        if kill.victim == "driver":
-            return self.driver.pid if self.driver.exitcode is None else None
-        if kill.victim == "writer":
-            found = writer_of(self.run)
-            return found.pid if found else None
-        worker = self.worker(kill.rank)
-        if worker is None or kill.victim == "worker":
-            return worker
-        raylet = self.session.raylet_of(worker)
-        return raylet.pid if raylet else None
-
-    def worker(self, rank: int) -> int | None:
-        """The newest process that had this rank, if it lives."""
-        for path in sorted(self.folder.glob(f"seen/*-{rank}-*.jsonl"), reverse=True):
-            pid = int(path.stem.split("-")[2])
-            return pid if psutil.pid_exists(pid) else None
-        return None
-
-    def _at_operation(self, kill: Kill) -> dict[str, Any] | None:
-        struck = self.folder / "struck.json"
-        struck.unlink(missing_ok=True)
-        order = {"boundary": kill.boundary, "signal": int(kill.signal), "torn": kill.torn}
-        part = self.folder / "order.part"
-        part.write_text(json.dumps(order))
-        part.rename(self.folder / f"order-{kill.rank}.json")
-        try:
-            until(lambda: struck.exists() or self.driver.exitcode is not None, OPERATION_SECONDS)
-        except TimeoutError:
-            raise Hung(f"no save came to {kill.words()} within {OPERATION_SECONDS:.0f} s") from None
-        (self.folder / f"order-{kill.rank}.json").unlink(missing_ok=True)
-        return json.loads(struck.read_text()) if struck.exists() else None
-
-    def _gets_on(self, since: float, *, again: bool = False) -> float | None:
-        """When the loss of a step was computed after `since` (Unix time); starts the command again where it has ended
-        without finishing. again: by workers that have begun since then. None: the run has come to its end."""
-        deadline = time.time() + HANG_SECONDS
-        while time.time() < deadline:
-            if self.driver.exitcode is not None:
-                if self.driver.exitcode == 0:
-                    return None
-                self._again()
-            if found := self._step_after(since, again):
-                return found
-            time.sleep(0.03)
-        raise Hung(f"no step within {HANG_SECONDS:.0f} s; the driver said last: {self._last_words()}")
-
-    def _step_after(self, since: float, again: bool) -> float | None:
-        """The time of a fifth line that a process wrote after `since`: the step of the first one is finished then."""
-        newest = sorted(self.folder.glob("seen/*.jsonl"), reverse=True)[: 2 * WORKERS]
-        for path in newest:
-            if again and int(path.stem.split("-")[0]) / 1e9 < since:
-                continue
-            times = [json.loads(line)[0] for line in path.read_bytes().split(b"\n")[-60:-1]]
-            after = [when for when in times if when > since]
-            if len(after) > 4:  # a pipeline's step is four micro-batches
-                return float(after[4])
-        return None
-
-    def _again(self) -> None:
-        """The same command again, after it ended without finishing; where it was refused (a node is being started
-        anew), not at once."""
-        if self.driver.exitcode == REFUSED:
-            time.sleep(1.0)
-        with self.log.open("a") as log:
-            log.write(f"--- ended with {self.driver.exitcode}; the same command again\n")
-        self.start()
-
-    def _finish(self) -> None:
-        """Until the command has finished, started again where it ended otherwise."""
-        tries = 0
-        while True:
-            self.session.mend()
-            self.driver.join(2 * HANG_SECONDS)
-            if self.driver.exitcode is None:
-                raise Hung(f"did not finish within {2 * HANG_SECONDS:.0f} s; it said last: {self._last_words()}")
-            if self.driver.exitcode == 0:
-                return
-            tries += 1
-            if tries > 3:
-                raise Hung(f"ended four times with {self.driver.exitcode}: {self._last_words()}")
-            self._again()
+    def finish(self) -> Left:
+        """Waits for the end, and looks at what is left. Raises Hung."""
+        while self._gets_on(time.time()) is not None:
+            time.sleep(0.2)
+        starts = record.read(self.folder)
+        problems = record.lost_or_repeated(starts, self.steps * BATCH, SAMPLES)
+        statuses, points = self.cluster.curve(self.name)
+        if statuses != ["FINISHED"]:
+            problems.append(f"MLflow has {len(statuses)} runs of it: {', '.join(statuses)}")
+        if [step for step, _ in points] != list(range(1, self.steps + 1)):
+            problems.append("MLflow has not each step of the curve once")
+        if "is passed over" in self.log.read_text():
+            problems.append("a damaged checkpoint was met")
+        weights = torch.load(self.run / "model" / "weights.pt", weights_only=True)
+        times = [line[0] for start in starts for line in start.lines]
+        return Left(weights, points, max(times) - min(times), problems)
 
     def give_up(self) -> None:
         """Ends what is left of the run."""
-        if self.driver.exitcode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.driver.pid, signal.SIGCONT)
-            end_tree(self.driver.pid)
-            self.driver.join(10)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.driver.pid, signal.SIGCONT)
+        end_tree(self.driver.pid)
+        self.driver.wait()
         for start in record.read(self.folder):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(start.pid)
                 if process.create_time() <= start.began:
                     process.kill()
 
-    def _last_words(self) -> str:
-        lines = [line for line in self.log.read_text().splitlines() if line.strip("- ")] if self.log.exists() else []
-        return lines[-1] if lines else "nothing"
+    def _strike(self, kill: Kill) -> bool:
+        """Kills as soon as there is what is to be killed; False if the run had come to its end."""
+        deadline = time.time() + HANG_SECONDS
+        while time.time() < deadline:
+            if self.driver.poll() == 0 or (not kill.starting and self._gets_on(time.time()) is None):
+                return False
+            time.sleep(kill.delay)
+            kill.committed, pid, kill.time = self._committed(), self._victim(kill), time.time()
+            if pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, kill.signal)
+                    return True
+        raise Hung(f"there was nothing for {kill} within {HANG_SECONDS:.0f} s")
 
-    # --- the truth ----------------------------------------------------------------------------------------------
+    def _victim(self, kill: Kill) -> int | None:
+        """The process to be killed; None: there is none now."""
+        if kill.victim == "driver":
+            return self.driver.pid if self.driver.poll() is None else None
+        if kill.victim == "writer":
+            for process in psutil.process_iter(["cmdline"]):
+                line = " ".join(process.info["cmdline"] or [])
+                if "app.tracking" in line and str(self.run / "tracking") in line:
+                    return int(process.pid)
+            return None
+        newest = [start.pid for start in record.read(self.folder) if start.rank == kill.rank][-1:]
+        worker = next((pid for pid in newest if psutil.pid_exists(pid)), None)
+        return worker if worker is None or kill.victim == "worker" else self.cluster.raylet_of(worker)
 
-    def judge(self, truth: Truth | None) -> list[str]:
-        """What is wrong with the finished run, a sentence each."""
-        starts = record.read(self.folder)
-        problems = record.lost_or_repeated(starts, STEPS, BATCH, SAMPLES, 0)
-        statuses, points = self.session.curve(self.name)
-        if statuses != ["FINISHED"]:
-            problems.append(f"MLflow has {len(statuses)} runs of it: {', '.join(statuses)}")
-        if len({step for step, _ in points}) != len(points):
-            problems.append("a step of the curve is twice in MLflow")
-        if "is passed over" in self.log.read_text():
-            problems.append("a damaged checkpoint was met")
-        if truth is None:
-            return problems
-        if points != truth.curve:
-            problems.append(f"the curve differs from the undisturbed one ({_first_difference(points, truth.curve)})")
-        weights = self._weights()
-        if weights.keys() != truth.weights.keys() or not all(
-            torch.equal(weights[n], truth.weights[n]) for n in weights
-        ):
-            problems.append("the final weights are not those of the undisturbed run")
-        return problems
-
-    def _weights(self) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = torch.load(self.run / "model" / "weights.pt", weights_only=True)
-        return found
+    def _gets_on(self, since: float, *, anew: bool = False) -> float | None:
+        """When a step begun after `since` (Unix time) was finished; starts the command again where it has ended. anew:
+        by workers that have begun since then. None: the run has come to its end."""
+        deadline = time.time() + HANG_SECONDS
+        while time.time() < deadline:
+            if (code := self.driver.poll()) is not None:
+                if code == 0:
+                    return None
+                time.sleep(1.0 if code == 2 else 0.0)  # it was refused: a node is being started
+                with self.log.open("a") as log:
+                    log.write(f"--- ended with {code}; the same command again\n")
+                self.driver = self.cluster.start(self.command, self.log)
+            for start in record.read(self.folder, 2 * WORKERS):
+                after = [at for at, _, _ in start.lines if at > since and (not anew or start.began > since)]
+                if len(after) > 4:  # a pipeline's step is four micro-batches
+                    return after[4]
+            time.sleep(0.03)
+        said = [line for line in self.log.read_text().splitlines() if line.strip("- ")]
+        raise Hung(f"no step within {HANG_SECONDS:.0f} s; the driver said last: {said[-1] if said else 'nothing'}")
 
     def _committed(self) -> int:
         """The newest committed step."""
@@ -293,7 +214,30 @@ class Trial:
         return max((int(marker.parent.name.split("-")[1]) for marker in markers), default=0)
 
 
-def _first_difference(one: list[tuple[int, float]], other: list[tuple[int, float]]) -> str:
-    here, there = dict(one), dict(other)
-    step = min(step for step in here.keys() | there.keys() if here.get(step) != there.get(step))
-    return f"{len(one)} points instead of {len(other)}; step {step}: {here.get(step)} instead of {there.get(step)}"
+def unlike(left: Left, calm: Left, kills: list[Kill]) -> list[str]:
+    """What is wrong with a disturbed run beside the undisturbed one, a sentence each."""
+    problems = list(left.problems)
+    if left.curve != calm.curve:
+        problems.append("the curve is not that of the undisturbed run")
+    same = left.weights.keys() == calm.weights.keys()
+    if not same or not all(torch.equal(left.weights[name], calm.weights[name]) for name in calm.weights):
+        problems.append("the final weights are not those of the undisturbed run")
+    for kill in kills:
+        if kill.resumed_from is not None and kill.resumed_from < kill.committed:
+            problems.append(f"{kill}: went on before step {kill.committed}, which was committed")
+    return problems
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """A row per layout and victim: how many kills, in how many runs something was wrong, seconds to the next step."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["layout"], row["victim"]), []).append(row)
+    table = []
+    for (layout, victim), own in sorted(groups.items()):
+        times = sorted(row["seconds"] for row in own if row["seconds"] is not None)
+        wrong = len({row["run"] for row in own if row["problems"]})
+        table.append({"layout": layout, "victim": victim, "kills": str(len(own)), "runs wrong": str(wrong)})
+        table[-1] |= {"median s": f"{times[len(times) // 2]:.2f}" if times else "–"}
+        table[-1] |= {"worst s": f"{times[-1]:.2f}" if times else "–"}
+    return table

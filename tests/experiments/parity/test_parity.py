@@ -111,12 +111,6 @@ def test_a_row_trains_as_the_experiment_says(experiment: list[str]) -> None:
         parity.measure(config, steps=1, rows=[], checkpoints=True)
 
 
-def test_dropout_is_said_beforehand(experiment: list[str]) -> None:
-    assert parity.cautions(load_config([], experiment)) == []
-    (said,) = parity.cautions(load_config([], [experiment[0], experiment[1][:-1] + ", dropout: 0.1}", experiment[2]]))
-    assert "p=0.1" in said and "set it to 0 in task_args" in said
-
-
 # --- the certificate --------------------------------------------------------------------------------------------
 
 

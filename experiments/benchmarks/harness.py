@@ -1,0 +1,151 @@
+"""Measuring things beside each other in one run, so that whatever else the machine does falls on all of them.
+
+Sides take turns, block by block, in the order A B B A. The figure is the median over the blocks A B B A of B's time
+over A's, with a bootstrap interval: a machine that is slower for a minute is slower in both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import random
+import shlex
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+Times = dict[str, list[float]]
+"""Seconds per step of each block, by side."""
+ANSWER = "TRIREME_BENCHMARK_ANSWER"
+"""In the environment of the processes that `torchrun` starts: where rank 0 writes its answer."""
+
+
+def interleaved(
+    times: Times,
+    steps: Mapping[str, Callable[[], object] | None],
+    blocks: int,
+    each: int,
+    together: Callable[[], object] = lambda: None,
+) -> Iterator[None]:
+    """Adds `blocks` blocks of `each` steps per side to `times`; one more of each warms up and is left out.
+
+    steps: by side, what takes a step; for a side with None the iterator stops before its block, and is to be asked for
+    more after it. together: called before each block, and after it, in its time.
+    """
+    for number in range(-1, blocks):
+        for name in list(steps) if number % 2 else list(reversed(list(steps))):
+            step = steps[name]
+            together()
+            begun = time.perf_counter()
+            if step is None:
+                yield
+            else:
+                for _ in range(each):
+                    step()
+            together()
+            if number >= 0:
+                times.setdefault(name, []).append((time.perf_counter() - begun) / each)
+
+
+def measured(
+    steps: Mapping[str, Callable[[], object]], blocks: int, each: int, together: Callable[[], object] = lambda: None
+) -> Times:
+    """Seconds per step of each side's blocks."""
+    times: Times = {}
+    for _ in interleaved(times, steps, blocks, each, together):
+        pass
+    return times
+
+
+def beside(times: Times, base: str) -> dict[str, dict[str, Any]]:
+    """Median milliseconds of each side, and its ratio to the side `base` with a 95 % interval."""
+    found = {}
+    for name, own in times.items():
+        ratio, ms = statistics.median(ratios(times[base], own)), 1e3 * statistics.median(own)
+        found[name] = {"ms": ms, "ratio": ratio, "interval": interval(times[base], own)}
+    return found
+
+
+def ratios(a: list[float], b: list[float]) -> list[float]:
+    """b over a, of each two blocks that follow one another; of an odd number the last stands alone."""
+    return [sum(b[at : at + 2]) / sum(a[at : at + 2]) for at in range(0, len(a), 2)]
+
+
+def interval(a: list[float], b: list[float], draws: int = 2000) -> tuple[float, float]:
+    """95 % bootstrap interval of the ratios' median."""
+    draw, known = random.Random(0), ratios(a, b)
+    found = sorted(statistics.median(draw.choices(known, k=len(known))) for _ in range(draws))
+    return found[int(0.025 * draws)], found[int(0.975 * draws)]
+
+
+# --- in processes -----------------------------------------------------------------------------------------------
+
+
+def torchrun(module: str, *arguments: object, processes: int = 2, python: str = sys.executable) -> Any:
+    """Runs `python -m MODULE ARGUMENTS` in so many processes, one thread each; what rank 0 gave to `answer`.
+
+    Raises:
+        RuntimeError: it failed; with the end of what it printed.
+    """
+    program = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", module]
+    with tempfile.TemporaryDirectory() as folder:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.getcwd()}
+        env[ANSWER] = f"{folder}/answer.json"
+        done = subprocess.run([*program, *map(str, arguments)], env=env, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{module} ended with exit code {done.returncode}:\n{done.stderr[-4000:]}")
+        return json.loads(Path(env[ANSWER]).read_text())
+
+
+def answer(value: Any) -> NoReturn:
+    """Ends one of those processes, at once: gloo's threads sometimes abort an interpreter that shuts down."""
+    import torch.distributed as dist
+
+    if os.environ["RANK"] == "0":
+        Path(os.environ[ANSWER]).write_text(json.dumps(value))
+    dist.barrier()
+    os._exit(0)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+# --- what is printed --------------------------------------------------------------------------------------------
+
+
+def show(name: str, found: Any, rows: Sequence[dict[str, str]], as_json: bool) -> None:
+    """Prints a table in Markdown, or `found` with where it was measured: machine, load, versions, command."""
+    command = shlex.join(["python", "-m", "experiments.benchmarks", name, *sys.argv[2:]])
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, load {os.getloadavg()[1]:.1f}"
+    versions = {"Python": platform.python_version()}
+    for package in ("torch", "ray", "mlflow"):  # one GPU needs neither Ray nor MLflow
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    if as_json:
+        here = {"benchmark": name, "command": command, "machine": machine, "versions": versions}
+        click.echo(json.dumps({**here, "found": found}))
+        return
+    click.echo(f"`{command}`: {machine}; {', '.join(f'{key} {number}' for key, number in versions.items())}\n")
+    for line in [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)] if rows else []:
+        click.echo(f"| {' | '.join(line)} |")
+
+
+def ratio_row(name: str, found: dict[str, Any], base: str, side: str) -> dict[str, str]:
+    """Of what `beside` gives: a row for one side beside the other."""
+    low, high = found[side]["interval"]
+    figures = {"beside, ms": f"{found[base]['ms']:.2f}", "ms": f"{found[side]['ms']:.2f}"}
+    return {"": name, **figures, "ratio": f"{found[side]['ratio']:.3f}", "95 % interval": f"{low:.3f} to {high:.3f}"}

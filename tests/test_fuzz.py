@@ -1,0 +1,286 @@
+"""Mutated input of every kind: whatever a file holds, one sentence of ours or a good reading; no traceback, no hang,
+and no file is changed by being read. Longer: TRIREME_FUZZ=2000 examples of each target."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import re
+import signal
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from app import checkpoint
+from app.checkpoint import Checkpointer
+from app.config import Config, RunConfig
+from app.config_check import check_trainable
+from app.config_io import explain, load_config
+from app.data.loader import fetch
+from app.errors import UserError
+from app.run.manifest import Run
+from app.tasks import load_task
+from cluster.errors import ClusterError
+from cluster.shape import read_cluster
+from cluster.validate import validate_file
+from strategies.layout import LayoutError
+from tests.running import ROOT
+
+EXAMPLES = int(os.environ.get("TRIREME_FUZZ", "20"))
+SENTENCES = (UserError, ClusterError, LayoutError)
+AWKWARD = ["", "0", "-1", "null", "true", "1e999", ".nan", "[]", "{}", "[[1]]", "{a: {b: 1}}", "!!python/object:os.x"]
+AWKWARD += ["9" * 20, "é", "\x00", "*a", "&a [*a]", "${x}", "${oc.env:HOME}", "'", '"', "? x", "- -", "%", "\t", "NaN"]
+AWKWARD += ["2024-01-01", "0x7f", "..", "/", "a" * 300, "<<: *x", "\ufeff", "???"]
+SMALL = {"sequence_length": 8, "d_model": 8, "n_layers": 1, "n_heads": 2}
+Files = dict[str, bytes]
+
+
+def read_arguments(folder: Path, name: str) -> None:
+    lines = (folder / name).read_bytes().decode(errors="replace").split("\n")
+    check_trainable(load_config([], [line for line in lines if "=" in line]))
+
+
+def read_configuration(folder: Path, name: str) -> None:
+    config = load_config([folder / name])
+    check_trainable(config)
+    explain(config)
+
+
+def read_cluster_file(folder: Path, name: str) -> None:
+    validate_file(str(folder / name))
+    read_cluster(folder / name)
+
+
+def training(task: str, folder: bool = False, **arguments: Any) -> Callable[[Path, str], None]:
+    """What the first step does with the data, a file or a folder: a model, and a batch's loss."""
+
+    def read(place: Path, name: str) -> None:
+        made = load_task(task, {"data": str(place if folder else place / name), **arguments})
+        made.describe()
+        data = made.train_data()
+        batch = fetch(data, [(index % len(data), index) for index in range(4)])  # type: ignore[arg-type]
+        torch.manual_seed(0)
+        made.loss(made.build_model(), batch)
+
+    return read
+
+
+def read_checkpoints(folder: Path, name: str) -> None:
+    """Resumes from the newest good one: what it loads must be what that step saved."""
+    found, passed = checkpoint.latest_good(str(folder), verify="sha256")
+    assert found is not None, "of two good checkpoints one file is changed, and none is found"
+    assert all("\n" not in sentence for sentence in passed)
+    loaded, right = state(0), state(found.step)
+    checkpoint.load(found, loaded)
+    assert loaded["n"] == found.step and all(torch.equal(loaded["model"][k], right["model"][k]) for k in right["model"])
+    assert checkpoint.load_per_rank(found, 0) == found.step
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"model": {"w": torch.full((50,), float(step)), "b": torch.arange(7.0) * step}, "n": step}
+
+
+def read_run(folder: Path, name: str) -> None:
+    run = Run(Config(run=RunConfig(name=folder.name, storage=str(folder.parent))))
+    run.refuse_if_held(lambda text: None, seconds=0.0)
+    made = [run.finished, run.folder, run.manifest.starts + 1, run.manifest.steps + 1, *run.manifest.summary]
+    assert len(made) >= 4 and isinstance(run.manifest.status, str) and isinstance(run.manifest.uid, str)
+
+
+# --- good files -------------------------------------------------------------------------------------------------
+
+
+def all_of(pattern: str, leave: str = "") -> Files:
+    return {path.name: path.read_bytes() for path in sorted(ROOT.glob(pattern)) if path.name != leave}
+
+
+def saved(write: Callable[[io.BytesIO], object]) -> bytes:
+    into = io.BytesIO()
+    write(into)
+    return into.getvalue()
+
+
+def images() -> Files:
+    files = {}
+    for part, count in (("train", 20), ("t10k", 8)):
+        pixels = struct.pack(">BBBBIII", 0, 0, 8, 3, count, 4, 4) + bytes(i % 256 for i in range(16 * count))
+        labels = struct.pack(">BBBBI", 0, 0, 8, 1, count) + bytes(i % 3 for i in range(count))
+        files |= {f"{part}-images-idx3-ubyte": pixels, f"{part}-labels-idx1-ubyte.gz": gzip.compress(labels)}
+    return files
+
+
+def arrays() -> Files:
+    both: dict[str, Any] = {"images": np.arange(320, dtype=np.uint8).reshape(20, 4, 4), "labels": np.arange(20) % 3}
+    tensors = {name: torch.from_numpy(array) for name, array in both.items()}
+    return {"a.npz": saved(lambda f: np.savez(f, **both)), "c.pt": saved(lambda f: torch.save(tensors, f))}
+
+
+def table() -> Files:
+    rows = [f"{i % 7},{'xz'[i % 2]},{i * 0.5},2024-01-{i % 27 + 1:02}" for i in range(40)]
+    text = ("\n".join(["a,kind,y,day", *rows]) + "\n").encode()
+    return {"table.csv": text, "table.csv.gz": gzip.compress(text)}
+
+
+def tokens() -> Files:
+    numbers = (np.arange(400) % 50).astype(np.uint16)
+    return {"tokens.bin": numbers.tobytes(), "tokens.npy": saved(lambda f: np.save(f, numbers))}
+
+
+def checkpoints(folder: Path) -> Files:
+    saver = Checkpointer(str(folder), keep_last=2, attempt="first")
+    for step in (1, 2):
+        saver.save(state(step), meta={"step": step}, per_rank=step)
+    saver.close()
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def run_folder() -> Files:
+    identity = {"task": "", "task_args": {}, "train.seed": 0, "optimizer.name": "adamw"}
+    manifest = {"name": "run", "uid": "0" * 32, "created": 1.0, "identity": identity, "status": "failed", "starts": 2}
+    manifest |= {"steps": 10, "mlflow_run_id": None, "stages": [1, 2], "summary": {"step": 3}}
+    lease = {"attempt": "a", "host": "elsewhere", "pid": 1, "process_started": 1.0, "time": time.time() - 3600}
+    return {"run.json": json.dumps(manifest, indent=1).encode(), "lease.json": json.dumps(lease).encode()}
+
+
+ARGUMENTS = b"""task=image_classification\ntrain.steps=10\ntrain.global_batch_size=16\noptimizer.betas=[0.9,0.99]
+resources_per_worker.CPU=0.5\nparallel.stages=[1,2]\ncheckpoint.load=runs/other\ntracking.tags.team=a\nstrategy=fsdp"""
+MLP: dict[str, Any] = {"model": "mlp", "model_args": {"hidden": [4]}}
+TARGETS: dict[str, tuple[Callable[[Path], Files], Callable[[Path, str], None]]] = {
+    "arguments": (lambda _: {"arguments": ARGUMENTS}, read_arguments),
+    "configuration": (lambda _: all_of("experiments/*.yaml"), read_configuration),
+    "cluster files": (lambda _: all_of("cluster/*.yaml", leave="hardware.yaml"), read_cluster_file),
+    "IDX images": (lambda _: images(), training("image_classification", folder=True, **MLP)),
+    "arrays": (lambda _: arrays(), training("image_classification", **MLP)),
+    "tables": (lambda _: table(), training("tabular", target="y", model_args={"hidden": [4]})),
+    "tokens": (lambda _: tokens(), training("language_modelling", vocab_size=64, **SMALL)),
+    "checkpoints": (checkpoints, read_checkpoints),
+    "run folders": (lambda _: run_folder(), read_run),
+}
+
+
+# --- mutations --------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def mutated(draw: st.DrawFn, files: Files) -> tuple[str, bytes | None]:
+    """One file's name, and what it holds now: bytes replaced, put in, cut out, cut off or doubled, and in texts a value
+    replaced by an awkward one. None: it is gone."""
+    name = draw(st.sampled_from(sorted(files)))
+    content = files[name]
+    if draw(st.integers(0, 60)) == 0:
+        return name, None
+    for _ in range(draw(st.integers(1, 4))):
+        marks = [i + 1 for i, c in enumerate(content) if c in b":=,"] if b"\x00" not in content else []
+        if marks and draw(st.booleans()):
+            at = draw(st.sampled_from(marks))
+            content = content[:at] + draw(st.sampled_from(AWKWARD)).encode() + content[content.find(b"\n", at) :]
+            continue
+        at = draw(st.integers(0, min(len(content), 40) if draw(st.booleans()) else len(content)))  # headers come first
+        new, before, after, count = draw(st.binary(min_size=1)), content[:at], content[at:], draw(st.integers(1, 64))
+        ways = [before + new + after, before + new + after[len(new) :], before + after[count:], before]
+        content = draw(st.sampled_from([*ways, before + after[:count] + after]))
+    return name, content
+
+
+def put(folder: Path, files: Files) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_mutated_input_ends_in_a_sentence_or_a_good_reading(name: str, tmp_path: Path, own_cache: None) -> None:
+    make, read = TARGETS[name]
+    files, folder, refused = make(tmp_path / "good"), tmp_path / "read", []
+
+    def late(*_: object) -> None:
+        raise TimeoutError("reading takes more than ten seconds")
+
+    @seed(11)
+    @settings(max_examples=EXAMPLES, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(mutated(files))
+    def once(change: tuple[str, bytes | None]) -> None:
+        changed, content = change
+        put(folder, files | {changed: content or b""})
+        if content is None:
+            (folder / changed).unlink()
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        signal.setitimer(signal.ITIMER_REAL, 10.0)
+        try:
+            read(folder, changed)
+        except SENTENCES as error:
+            assert "\n" not in str(error).strip(), "a sentence of several lines"
+            refused.append(changed)
+        except FileNotFoundError:
+            assert content is None and name == "arguments"
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        assert all(path.read_bytes() == held for path, held in before.items() if path.exists()), "changed by reading"
+
+    previous = signal.signal(signal.SIGALRM, late)
+    try:
+        once()
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    assert refused or name in ("checkpoints", "tokens", "run folders"), "the mutations do break something"
+
+
+# --- what was found: each input here once ended in a traceback ----------------------------------------------------
+
+TENFOLD = [f"a{i}: &a{i} [" + ",".join([f"*a{i - 1}"] * 10) + "]" for i in range(1, 9)]
+LAUGHS = "\n".join(["a0: &a0 [x, x]", *TENFOLD]).encode()
+
+
+def mapped(cloud: str, key: str) -> bytes:
+    """The shipped file of a cloud, with a mapping where a machine's name belongs."""
+    text = (ROOT / "cluster" / f"{cloud}.yaml").read_text()
+    return re.sub(f"{key}: [^,}}\n]+", f"{key}: {{a: b}}", text, count=1).encode()
+
+
+FOUND: list[tuple[str, str, bytes, str]] = [
+    ("arguments", "arguments", b"task=a\ntrain.steps=${x}", "cannot be resolved"),
+    ("arguments", "arguments", b"task=a\nresources_per_worker.CPU={a: {b: 1}}", "must be"),
+    ("configuration", "gpt.yaml", b"task: " + b"[" * 2000 + b"]" * 2000, "nested too deeply"),
+    ("cluster files", "laptop.yaml", b"cluster_name: a\x0c", "YAML"),
+    ("cluster files", "laptop.yaml", b"cluster_name: &a\n  x: *a\n", "aml:2: "),
+    ("cluster files", "laptop.yaml", b"a: &a\n  <<: *a\n", "contains itself"),
+    ("cluster files", "laptop.yaml", b"a: " + b"[" * 3000 + b"]" * 3000, "nested too deeply"),
+    ("cluster files", "laptop.yaml", LAUGHS, "more than 50,000 values"),
+    *(
+        ("cluster files", f"{cloud}.yaml", mapped(cloud, key), "machine")
+        for cloud, key in (("azure", "vmSize"), ("aws", "InstanceType"), ("gcp", "machineType"))
+    ),
+    ("tables", "table.csv", b"a,\xc0,y\n1,2,3\n", "not UTF-8"),
+    (
+        "arrays",
+        "a.npz",
+        saved(lambda f: np.savez(f, images=np.zeros((2, 2, 2), np.uint8), labels=np.array([0, 10**16]))),
+        "label 1e\\+16",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "file", "content", "words"), FOUND)
+def test_what_was_found_is_refused(
+    name: str, file: str, content: bytes, words: str, tmp_path: Path, own_cache: None
+) -> None:
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(SENTENCES, match=words) as caught:
+        TARGETS[name][1](tmp_path, file)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("lease", [b"4", b"[]", b"{}", b'{"attempt": 1}', b"\xff", b'{"attempt": "a", "host": "h"}'])
+def test_a_damaged_lease_does_not_refuse_a_start(lease: bytes, tmp_path: Path) -> None:
+    put(tmp_path, run_folder() | {"lease.json": lease})
+    read_run(tmp_path, "lease.json")
