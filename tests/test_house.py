@@ -6,9 +6,11 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import setuptools
 
 from tests.running import ROOT
 
@@ -113,3 +115,19 @@ def test_a_strategys_name_stands_in_its_file_and_in_the_registry(package: str) -
         if names & STRATEGY_NAMES and not file.is_relative_to(ROOT / "experiments" / "benchmarks"):
             found.add(str(file.relative_to(ROOT / package)))
     assert found <= MAY_NAME_STRATEGIES[package]
+
+
+def test_the_wheel_ships_no_benchmarks() -> None:
+    find = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
+    packages = setuptools.find_namespace_packages(str(ROOT), **find)
+    assert {"app", "strategies", "cluster", "experiments.sweep", "experiments.parity"} <= set(packages)
+    assert not [name for name in packages if "benchmarks" in name or name.startswith("tests")]
+
+
+RESULTS = (".csv", ".html", ".json", ".jsonl", ".md", ".png", ".svg")
+
+
+def test_reports_and_results_stay_small() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    sizes = {name: (ROOT / name).stat().st_size for name in tracked if name.endswith(RESULTS)}
+    assert sum(sizes.values()) <= 300_000, sorted(sizes.items(), key=lambda item: -item[1])[:9]

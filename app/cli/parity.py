@@ -42,9 +42,9 @@ def command(
 
     Processes are started on this machine, on its GPUs where there are enough for all rows. The columns are the largest
     relative differences: of a step's loss, of its gradient norm, and of a weight tensor at the end. In bf16 the bound
-    is how far one device, and the row, are from themselves with the samples of a batch in another order. A row that
-    the model does not fit is REFUSED, with the reason. A model with dropout differs under every row: set it to 0.
-    Exit code 1 if a row differs or fails.
+    is how far one device is from itself with the samples of a batch in another order. A row that the model does not
+    fit is REFUSED, with the reason. A model with dropout differs under every row: set it to 0. Exit code 1 if a row
+    differs or fails.
     """
     console = Console(quiet=as_json)
     with sentences(console, as_json=as_json, traceback=traceback):

@@ -4,15 +4,16 @@ All rows run on GPUs or all on the CPU. Each row has processes of its own, forke
 row that its layout refuses answers with that sentence; one that raises anything else has failed, and the matrix goes
 on.
 
-In float32 the bound is `Row.tolerance`. In 16 bits the same training with the samples of its batches in another order
-rounds at other places, and the difference grows from step to step: this is one device's drift, and the row's own
-(sharded rows compute everything in 16 bits, and are noisier: strategies/precision.py). A row may be off by both
-together, or by the rounding of one number if that is more.
+In float32 the bound is `Row.tolerance`. In 16 bits a row may differ from one device by what one device differs from
+itself by with the samples of its batches in another order, which rounds at other places (or by the rounding of one
+number, if that is more). Sharded rows compute everything in 16 bits, which is noisier (strategies/precision.py): they
+are compared with one device that does the same.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import multiprocessing
 import os
 import tempfile
@@ -26,12 +27,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
+from torch import nn
+from torch.func import functional_call
 
-from experiments.parity.curves import Curve, Difference, Trial, bounds, difference, train
+from experiments.parity.curves import Batch, Curve, Difference, Trial, bounds, difference, train
 from experiments.parity.rows import ROWS, SINGLE, Row
 from strategies import devices, registry
+from strategies.blocks import find_blocks, separable
 from strategies.layout import LayoutError
 from strategies.parallelize import Options
+from strategies.precision import DTYPES
 from strategies.tree import tree_map
 
 MakeTrial = Callable[[], Trial]
@@ -44,18 +49,21 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """Name → changes to the trial, and to the options."""
 
-ROUNDING = 2.0**-9
-"""Of one number to bfloat16, relative."""
+ORDERS = range(7)
+"""The other orders of a batch's samples: rolled by so many, 0 the other way round."""
 
 PEER_TIMEOUT = datetime.timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One training of a row. load, save: the second or the first half only, from or to this checkpoint."""
+    """One training of a row. order: one of ORDERS. by_parameters: of one device, all of it in 16 bits, as sharded rows
+    compute. load, save: the second or the first half only, from or to this checkpoint."""
 
     row: Row
     variant: str
+    order: int | None = None
+    by_parameters: bool = False
     load: str = ""
     save: str = ""
 
@@ -65,8 +73,7 @@ class Result:
     """What a training came to, and how far it was from one device's.
 
     found: None where there is no curve: refused holds the sentence of a layout that cannot do this, error whatever else
-    was raised. after: the row whose checkpoint was continued. drift: in 16 bits, what it differs from itself by. limit:
-    what is allowed, if not the row's own tolerance.
+    was raised. after: the row whose checkpoint was continued. limit: what is allowed, if not the row's own tolerance.
     """
 
     row: Row
@@ -77,7 +84,6 @@ class Result:
     refused: str = ""
     error: str = ""
     curve: Curve | None = None
-    drift: Difference | None = None
     limit: Difference | None = None
 
     @property
@@ -115,36 +121,49 @@ def run(
     names = list(variants or (name for name in VARIANTS if name != "bf16" or options.precision == "fp32"))
     most = max((row.workers for row in rows), default=1)
     trials = Trials(make, options, "cuda" if torch.cuda.device_count() >= most else "cpu")
-    begin = [Call(SINGLE, name) for name in dict.fromkeys([*names, *([EVERYTHING] if checkpoints else [])])]
-    truths: dict[str, Result] = {}
-    for call, result in trials.run(begin):
-        if result.refused:
-            raise LayoutError(result.refused)
-        if result.error:
-            raise RuntimeError(f"one device does not train this: {result.error}")
-        truths[call.variant] = result
+    truth = OneDevice(trials, dict.fromkeys([*names, *([EVERYTHING] if checkpoints else [])]))
     calls = [Call(row, variant) for row in rows for variant in names]
     with tempfile.TemporaryDirectory(prefix="trireme-parity-") as folder:
         halves = [Call(row, EVERYTHING, save=f"{folder}/{i}") for i, row in enumerate([SINGLE, *rows])]
         ended = trials.run(calls + (halves if checkpoints else []))
         good = {call.save: call.row for call, result in ended if call.save and result.curve}
         pairs = trials.run([Call(row, EVERYTHING, load=place) for row in good.values() for place in good])
-    results = [_compared(result, truths[call.variant]) for call, result in ended if not call.save]
+    results = [truth.compared(call, result) for call, result in ended if not call.save]
     results += [replace(result, after=call.row) for call, result in ended if call.save and not result.curve]
-    return results + [_compared(replace(r, after=good[call.load]), truths[EVERYTHING]) for call, r in pairs]
+    return results + [replace(truth.compared(call, result), after=good[call.load]) for call, result in pairs]
 
 
-def _compared(result: Result, truth: Result) -> Result:
-    curve, whole = result.curve, truth.curve
-    if curve is None or whole is None:
-        return result
-    steps = len(curve.losses)  # the last of them, after a checkpoint
-    found = difference(Curve(whole.losses[-steps:], whole.norms[-steps:], whole.weights), curve)
-    limit = None
-    if result.drift and truth.drift:
-        pairs = zip(astuple(bounds(ROUNDING)), astuple(result.drift), astuple(truth.drift), strict=True)
-        limit = Difference(*(max(least, own + one_device) for least, own, one_device in pairs))
-    return replace(result, found=found, limit=limit, curve=replace(curve, weights={}))
+class OneDevice:
+    """The curves of one device that rows are compared with, and in 16 bits by how much they may differ."""
+
+    def __init__(self, trials: Trials, variants: Iterable[str]) -> None:
+        self.precision = {name: trials.variant(name)[1].precision for name in variants}
+        calls = [Call(SINGLE, name) for name in self.precision]
+        narrow = [name for name, bits in self.precision.items() if bits != "fp32"]
+        calls += [Call(SINGLE, name, by_parameters=True) for name in narrow]
+        orders = [replace(call, order=order) for call in calls if call.variant in narrow for order in ORDERS]
+        self.runs: list[tuple[Call, Curve]] = []
+        for call, result in trials.run(calls + orders):
+            if result.refused:
+                raise LayoutError(result.refused)
+            if result.curve is None:
+                raise RuntimeError(f"one device does not train this: {result.error}")
+            self.runs.append((call, result.curve))
+
+    def compared(self, call: Call, result: Result) -> Result:
+        if result.curve is None:
+            return result
+        dims, precision = call.row.layout.dims, self.precision[call.variant]
+        whole = precision != "fp32" and dims.dp_shard > 1 and dims.pp == 1
+        truth, *others = [c for own, c in self.runs if (own.variant, own.by_parameters) == (call.variant, whole)]
+        steps = len(result.curve.losses)  # the last of them, after a checkpoint
+        found = difference(Curve(truth.losses[-steps:], truth.norms[-steps:], truth.weights), result.curve)
+        return replace(result, found=found, limit=_limit(precision, truth, others) if others else None)
+
+
+def _limit(precision: str, truth: Curve, others: list[Curve]) -> Difference:
+    drifts = [bounds(torch.finfo(DTYPES[precision]).eps / 2), *(difference(truth, other) for other in others)]
+    return Difference(*map(max, zip(*map(astuple, drifts))))
 
 
 # --- in processes -----------------------------------------------------------------------------------------------
@@ -211,19 +230,16 @@ def _worker(rank: int, trials: Trials, calls: list[Call], folder: str) -> None:
 
 
 def _trained(trials: Trials, call: Call, device: torch.device) -> Result:
-    began, curve, drift, refused, error = time.monotonic(), None, None, "", ""
+    began, curve, refused, error = time.monotonic(), None, "", ""
     trial, options = call.row.applied(*trials.variant(call.variant))
-    half = trial.steps // 2
-    how = {"steps": range(half if call.load else 0, half if call.save else trial.steps)}
-
-    def run(trial: Trial) -> Curve:
-        return train(trial, call.row.layout, options, device, load=call.load, save=call.save, **how)
-
+    steps = range(trial.steps // 2 if call.load else 0, trial.steps // 2 if call.save else trial.steps)
+    if call.order is not None:
+        trial = _reordered(trial, call.order)
+    if call.by_parameters:
+        trial = computed_in(DTYPES[options.precision], trial, float_output=options.float_output)
+        options = replace(options, precision="fp32", activation_checkpointing="none")  # no number depends on the latter
     try:
-        curve = run(trial)
-        if options.precision != "fp32" and not call.save:
-            drifts = [astuple(difference(curve, run(_reordered(trial, shift)))) for shift in (0, 1, 2)]
-            drift = Difference(*map(max, zip(*drifts, strict=True)))
+        curve = train(trial, call.row.layout, options, device, steps=steps, load=call.load, save=call.save)
     except LayoutError as refusal:
         refused = str(refusal)
     except Exception:
@@ -231,10 +247,46 @@ def _trained(trials: Trials, call: Call, device: torch.device) -> Result:
             raise
         error = traceback.format_exc(limit=-1).strip().splitlines()[-1]
     seconds = time.monotonic() - began
-    return Result(call.row, call.variant, None, seconds, None, refused, error, curve, drift)
+    return Result(call.row, call.variant, None, seconds, None, refused, error, curve)
 
 
 def _reordered(trial: Trial, shift: int) -> Trial:
     """The rows of each batch shifted round, or (0) the other way round."""
     batch = trial.batch
     return replace(trial, batch=lambda step: tree_map(lambda t: t.roll(shift, 0) if shift else t.flip(0), batch(step)))
+
+
+def computed_in(dtype: torch.dtype, trial: Trial, *, float_output: bool) -> Trial:
+    """The trial on one device as sharded rows compute it: parameters as `dtype`, and so the floating-point tensors
+    that the model and the units of its sharding are called with."""
+
+    def cast(tree: Any, wanted: Callable[[torch.Tensor], bool], to: torch.dtype) -> Any:
+        return tree_map(lambda t: t.to(to) if isinstance(t, torch.Tensor) and wanted(t) else t, tree)
+
+    narrow = functools.partial(cast, wanted=torch.Tensor.is_floating_point, to=dtype)
+
+    def build() -> nn.Module:
+        module = trial.build()
+        blocks = find_blocks(module, trial.blocks(module) if callable(trial.blocks) else trial.blocks)
+        for unit in (module, *map(module.get_submodule, separable(module, blocks))):
+            unit.register_forward_pre_hook(lambda _, args, named: (narrow(args), narrow(named)), with_kwargs=True)
+        if float_output:
+            module.register_forward_hook(lambda _, args, out: cast(out, lambda t: t.dtype is dtype, torch.float32))
+        return module
+
+    def loss(module: nn.Module, batch: Batch) -> torch.Tensor:
+        weights = {f"model.{name}": narrow(parameter) for name, parameter in module.named_parameters()}
+        return functional_call(_Loss(module, trial.loss), weights, (batch,))
+
+    return replace(trial, build=build, loss=loss)
+
+
+class _Loss(nn.Module):
+    """A loss as a module that holds the model, so that whatever it calls of the model has the cast parameters."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Batch], torch.Tensor]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return self.loss(self.model, batch)

@@ -30,7 +30,7 @@ def test_the_matrix_measures_rows_and_checkpoints_and_goes_on_without_those_that
     assert [r.verdict for r in trained] == 2 * ["ok"] + 2 * ["REFUSED"], table(results)
     assert len({(str(r.row), str(r.after)) for r in resumed}) == 4 and all(r.passed for r in resumed)
     narrow = next(result for result in trained if result.variant == "bf16")
-    assert narrow.found and 1e-6 < narrow.found.loss <= narrow.bound.loss < 0.1, "within its own drift and one device's"
+    assert narrow.found and 1e-6 < narrow.found.loss <= narrow.bound.loss < 0.1, "within one device's own drift"
     text = table(results)
     assert "DIFFERS" not in text and text.count("REFUSED: strategy pipeline needs at least 2 stages") == 3
     assert text.count("after 2 others, worst: ") == 2
