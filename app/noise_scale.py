@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from app.data.loader import rows
+from app.data.batch import rows
 from strategies.parallelize import Parallel
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]

@@ -10,24 +10,25 @@ from typing import Any
 import click
 
 COMMANDS = {
-    "train": ("app.cli.train", "Train an experiment, or continue one that was stopped."),
-    "sweep": ("app.cli.sweep", "Search batch size, learning rate and anything else; run it again to go on."),
-    "scale": ("app.cli.scale", "Measure what more workers bring, and whether the next doubling pays."),
-    "report": ("app.cli.report", "Write one page about runs, a sweep or a scaling study."),
-    "config": ("app.cli.config", "Show every key of an experiment, its value and what it means."),
-    "parity": ("app.cli.parity", "Prove that every strategy trains the same model as one device."),
-    "export": ("app.cli.export", "Write trained weights as safetensors, a torch file or a Hugging Face folder."),
-    "sync": ("app.cli.sync", "Deliver to MLflow what a run could not deliver while the server was away."),
-    "submit": ("app.cli.submit", "Send an experiment to a cluster, follow it, stop it."),
-    "doctor": ("app.cli.doctor", "Look at every node and GPU, and say what is wrong and what to do."),
-    "plan": ("app.cli.plan", "What fits, how fast and how dear: every layout, before anything is started."),
-    "calibrate": ("app.cli.calibrate", "Measure what this machine's devices and links really reach, for plans."),
-    "cluster": ("app.cli.cluster", "Define, check, start and end clusters."),
+    "train": "Train an experiment, or continue one that was stopped.",
+    "sweep": "Search batch size, learning rate and other keys; run it again to continue.",
+    "scale": "Measure what more workers bring, and whether the next doubling pays.",
+    "report": "Write one page about runs, a sweep or a scaling study.",
+    "config": "Show every key of an experiment, its value and what it means.",
+    "parity": "Check that every strategy trains the same model as one device.",
+    "export": "Write trained weights as safetensors, a torch file or a Hugging Face folder.",
+    "sync": "Send MLflow what a run could not deliver while the tracking server was down.",
+    "submit": "Send an experiment to a cluster, follow it, stop it.",
+    "doctor": "Check every node and GPU; say what is wrong and what to do.",
+    "plan": "Predict which layouts fit, how fast they train and at what cost, before anything starts.",
+    "calibrate": "Measure what devices and links reach, for better plans.",
+    "cluster": "Define, check, start and stop clusters.",
 }
+"""Name: help. The module of each is app.cli.NAME."""
 
 
-class Lazy(click.Group):
-    """A group that knows its commands' names and one-line helps without importing them."""
+class LazyGroup(click.Group):
+    """Knows its commands' names and one-line helps without importing them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -35,26 +36,33 @@ class Lazy(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        return importlib.import_module(COMMANDS[cmd_name][0]).command
+        return importlib.import_module(f"app.cli.{cmd_name}").command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+            formatter.write_dl(list(COMMANDS.items()))
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             import difflib
 
             near = difflib.get_close_matches(args[0], COMMANDS, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
-            raise click.UsageError(f"there is no command {args[0]!r}: {hint}")
+            hint = f"did you mean {near[0]!r}?" if near else f"write one of {', '.join(COMMANDS)}"
+            raise click.UsageError(f"unknown command {args[0]!r}: {hint}")
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="trireme", message="trireme %(version)s")
 def group() -> None:
-    """Train any PyTorch model on any Ray cluster, by any strategy, with one loss curve.
+    """Train any PyTorch model on any Ray cluster, with any parallel strategy and the same loss curve.
+
+    \b
+    trireme doctor                                are the GPUs usable?
+    trireme plan experiments/gpt.yaml             which strategy fits, how fast, at what cost?
+    trireme train experiments/gpt.yaml workers=8  train; the same command again continues
+
+    `trireme COMMAND --help` shows the options of a command.
 
     Shell completion: eval "$(_TRIREME_COMPLETE=bash_source trireme)" (or zsh_source, fish_source).
     """

@@ -1,10 +1,12 @@
-"""What the commands share: arguments of an experiment, its completion, and how errors end."""
+"""What the commands share: their common options, an experiment's arguments with completion, and how errors end."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,77 @@ if TYPE_CHECKING:
     from app.config import Config
     from app.console import Console
 
-LAYOUT_ERRORS = ("LayoutError", "ClusterError", "HardwareError")  # strategies/ and cluster/ know nothing of app.errors
+USER_ERRORS = ("UserError", "LayoutError", "ClusterError", "HardwareError")  # by name, so that help imports no torch
+STATUS = {1: "failed", 2: "refused", 130: "stopped"}
+
+
+@dataclasses.dataclass
+class Invocation:
+    """One call of a command: where it prints, and what its common options say."""
+
+    console: Console
+    as_json: bool
+    verbose: bool = False
+
+    def answer(self, value: Any, text: str = "") -> None:
+        """Prints the result: `value` (a dataclass or plain values) as JSON with --json, else `text`."""
+        if self.as_json:
+            plain = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
+            self.console.result(json.dumps(plain, default=str))
+        elif text:
+            self.console.result(text)
+
+
+def verb(name: str, *, group: Any = click, verbose: bool = False) -> Callable[[Callable[..., None]], click.Command]:
+    """Makes a command of a function (Invocation, arguments and options); adds --json, --traceback and, if asked for,
+    --verbose. An error that is meant for a person ends it with one sentence and an exit code."""
+
+    def decorate(function: Callable[..., None]) -> click.Command:
+        @functools.wraps(function)
+        def call(*, as_json: bool, traceback: bool, verbose: bool = False, **given: Any) -> None:
+            from app.console import Console
+
+            cli = Invocation(Console(quiet=as_json), as_json, verbose)
+            with sentences(cli, traceback=traceback):
+                function(cli, **given)
+
+        command = group.command(name)(call)
+        command.params.append(_flag("--json", "as_json", "Print only the result, as JSON."))
+        if verbose:
+            command.params.append(_flag("--verbose", "verbose", "Leave the output of Ray and others on the terminal."))
+        command.params.append(_flag("--traceback", "traceback", "Show Python's traceback of an error."))
+        return command
+
+    return decorate
+
+
+def _flag(option: str, name: str, text: str) -> click.Option:
+    return click.Option([option, name], is_flag=True, help=text)
+
+
+@contextlib.contextmanager
+def sentences(cli: Invocation, *, traceback: bool = False) -> Iterator[None]:
+    """Turns the errors that are meant for a person into one sentence and an exit code."""
+    from app.errors import Interrupted, RunFailed
+
+    try:
+        yield
+    except (click.ClickException, click.exceptions.Exit, click.Abort):
+        raise
+    except Exception as error:
+        if traceback:
+            raise
+        known = any(kind.__name__ in USER_ERRORS for kind in type(error).__mro__)
+        code = 2 if known else 130 if isinstance(error, Interrupted) else 1
+        text = str(error) if known or isinstance(error, RunFailed | Interrupted) else _unforeseen(error)
+        cli.answer({"status": STATUS[code], "error": text})
+        cli.console.error(f"trireme: {text}")
+        raise click.exceptions.Exit(code) from None
+
+
+def _unforeseen(error: Exception) -> str:
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first} (--traceback shows where)"
 
 
 class ExperimentArguments(click.ParamType):
@@ -24,28 +96,20 @@ class ExperimentArguments(click.ParamType):
     name = "YAML file or key=value"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from app.config_check import CHOICES
         from app.config_io import documentation
 
         key, equals, value = incomplete.partition("=")
         if equals:
-            return [CompletionItem(f"{key}={choice}") for choice in _values(key) if choice.startswith(value)]
+            return [CompletionItem(f"{key}={choice}") for choice in CHOICES.get(key, ()) if choice.startswith(value)]
+        known = documentation()
         keys = [
             CompletionItem(f"{name}=", help=text.split(".")[0])
-            for name, text in documentation().items()
-            if name.startswith(incomplete) and f"{name}." not in {n[: len(name) + 1] for n in documentation()}
+            for name, text in known.items()
+            if name.startswith(incomplete) and not any(other.startswith(f"{name}.") for other in known)
         ]
-        files = [
-            CompletionItem(str(path) + ("/" if path.is_dir() else ""))
-            for path in sorted(Path().glob(f"{incomplete}*"))
-            if path.is_dir() or path.suffix in (".yaml", ".yml")
-        ]
-        return files + keys
-
-
-def _values(key: str) -> list[str]:
-    from app.config_check import CHOICES
-
-    return list(CHOICES.get(key, ()))
+        paths = [path for path in sorted(Path().glob(f"{incomplete}*")) if path.is_dir() or path.suffix == ".yaml"]
+        return [CompletionItem(f"{path}/" if path.is_dir() else str(path)) for path in paths] + keys
 
 
 def experiment_arguments(function: Any) -> Any:
@@ -56,42 +120,13 @@ def experiment_arguments(function: Any) -> Any:
 
 def split(arguments: tuple[str, ...]) -> tuple[list[str], list[str]]:
     """YAML files, and key=value overrides."""
-    files = [a for a in arguments if "=" not in a]
-    return files, [a for a in arguments if "=" in a]
+    return [a for a in arguments if "=" not in a], [a for a in arguments if "=" in a]
 
 
 def read(arguments: tuple[str, ...], *, needs_file: bool = True) -> Config:
     from app.config_io import load_config
     from app.errors import UserError
 
-    files, overrides = split(arguments)
     if needs_file and not arguments:
         raise UserError("no experiment is given: write for instance experiments/mnist.yaml")
-    return load_config(files, overrides)
-
-
-@contextlib.contextmanager
-def sentences(console: Console, *, as_json: bool = False, traceback: bool = False) -> Iterator[None]:
-    """Turns the errors that are meant for a person into one sentence and an exit code."""
-    from app.errors import Interrupted, RunFailed, UserError
-
-    try:
-        yield
-    except Exception as error:
-        if traceback:
-            raise
-        known = isinstance(error, UserError) or type(error).__name__ in LAYOUT_ERRORS
-        code = 2 if known else 130 if isinstance(error, Interrupted) else 1
-        text = str(error) if known or isinstance(error, RunFailed | Interrupted) else _unforeseen(error)
-        if as_json:
-            console.result(json.dumps({"status": _STATUS[code], "error": text}))
-        console.error(f"trireme: {text}")
-        raise click.exceptions.Exit(code) from None
-
-
-_STATUS = {1: "failed", 2: "refused", 130: "stopped"}
-
-
-def _unforeseen(error: Exception) -> str:
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first} (--traceback shows where)"
+    return load_config(*split(arguments))

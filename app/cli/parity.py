@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
 
-from app.cli.common import experiment_arguments, read, sentences
-from app.console import Console
+from app.cli.common import Invocation, experiment_arguments, read, verb
 
 
-@click.command("parity")
+@verb("parity")
 @experiment_arguments
 @click.option("--steps", default=20, show_default=True, help="Training steps of each row.")
 @click.option("--rows", "names", help="Only these strategies, comma-separated. Default: all.")
@@ -20,9 +18,8 @@ from app.console import Console
 @click.option("--checkpoints", is_flag=True, help="Also continue every row's checkpoint under every row.")
 @click.option("--certify", "run_folder", help="Store the matrix with this run: its folder and its MLflow artifacts.")
 @click.option("--out", help="Also write the table to this Markdown file.")
-@click.option("--json", "as_json", is_flag=True, help="Print the matrix as JSON.")
-@click.option("--traceback", is_flag=True, help="Show Python's traceback of an error.")
 def command(
+    cli: Invocation,
     arguments: tuple[str, ...],
     steps: int,
     names: str | None,
@@ -30,8 +27,6 @@ def command(
     checkpoints: bool,
     run_folder: str | None,
     out: str | None,
-    as_json: bool,
-    traceback: bool,
 ) -> None:
     """Train an experiment's model under every strategy, and compare each loss curve with one device's.
 
@@ -46,32 +41,22 @@ def command(
     fit is REFUSED, with the reason. A model with dropout differs under every row: set it to 0. Exit code 1 if a row
     differs or fails.
     """
-    console = Console(quiet=as_json)
-    with sentences(console, as_json=as_json, traceback=traceback):
-        from experiments.parity.experiment import (
-            as_dicts,
-            certifiable,
-            certify,
-            chosen,
-            document,
-            measure,
-            table,
-        )
+    from experiments.parity.experiment import as_dicts, certifiable, certify, chosen, document, measure, table
 
-        config = read(arguments)
-        rows = chosen(names, workers)
-        if run_folder:
-            certifiable(run_folder, config)
-        console.status(f"training {len(rows)} rows")
-        results = measure(config, steps=steps, rows=rows, checkpoints=checkpoints)
-        text = table(results)
-        console.result(json.dumps(as_dicts(results)) if as_json else text)
-        if out:
-            _write(Path(out), document(arguments, text))
-            console.say(f"written to {out}")
-        if run_folder:
-            console.say(f"stored as {certify(run_folder, config, results, text)}")
-        _judge(results)
+    config = read(arguments)
+    rows = chosen(names, workers)
+    if run_folder:
+        certifiable(run_folder, config)
+    cli.console.status(f"training {len(rows)} rows")
+    results = measure(config, steps=steps, rows=rows, checkpoints=checkpoints)
+    text = table(results)
+    cli.answer(as_dicts(results), text)
+    if out:
+        _write(Path(out), document(arguments, text))
+        cli.console.say(f"written to {out}")
+    if run_folder:
+        cli.console.say(f"stored as {certify(run_folder, config, results, text)}")
+    _judge(results)
 
 
 def _write(file: Path, text: str) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from app.cli.common import experiment_arguments, read, sentences, split
-from app.console import Console
+from app.cli.common import Invocation, experiment_arguments, read, split, verb
 
 if TYPE_CHECKING:
     from app.config import Config
@@ -17,7 +15,7 @@ LAYOUT = ("strategy", "parallel.dp_replicate", "parallel.dp_shard", "parallel.tp
 """Keys that --max-batch keeps as the file has them, beside precision, recomputation and a pipeline's schedule."""
 
 
-@click.command("plan")
+@verb("plan")
 @experiment_arguments
 @click.option("--cluster", help="A cluster's file (or the name of one of Trireme's own, such as aws).")
 @click.option("--gpus", type=int, help="Plan for this number of GPUs, which need not exist.")
@@ -26,13 +24,11 @@ LAYOUT = ("strategy", "parallel.dp_replicate", "parallel.dp_shard", "parallel.tp
 @click.option("--interconnect", help="Between nodes: 400Gb (bits per second and node), 50GB (bytes).")
 @click.option("--rank-by", "rank", default="time", show_default=True, help="time, cost or memory.")
 @click.option("--top", default=None, type=int, help="Layouts shown (8; as JSON 100; 0: all).")
-@click.option("--json", "as_json", is_flag=True, help="Print the layouts as JSON, best first.")
 @click.option("--write", help="Write the best layout as an experiment that `trireme train` takes.")
 @click.option("--picture", help="Draw time against memory of all layouts into this file (PNG, SVG or PDF).")
 @click.option("--max-batch", is_flag=True, help="Find the largest micro-batch that runs here, in new processes.")
 @click.option("--published", help="Compare the planner with a table of published runs.")
-@click.option("--traceback", is_flag=True, help="Show Python's traceback of an error.")
-def command(arguments: tuple[str, ...], **options: Any) -> None:
+def command(cli: Invocation, arguments: tuple[str, ...], **options: Any) -> None:
     """Predict which layouts of an experiment fit, how fast they train and at what cost, before anything starts.
 
     \b
@@ -43,24 +39,21 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
     and --gpus the plan is for the Ray cluster that `trireme train` would use, else for this machine. --max-batch fixes
     all that the file says of the layout but the micro-batch; with it, --write writes the largest that runs.
     """
-    as_json = options["as_json"]
-    console = Console(quiet=as_json)
-    with sentences(console, as_json=as_json, traceback=options["traceback"]):
-        if options["published"]:
-            from app.planner.published import report
+    if options["published"]:
+        from app.planner.published import report
 
-            return console.result(report(options["published"], as_json))
-        _plan(arguments, options, console)
+        return cli.console.result(report(options["published"], cli.as_json))
+    _plan(cli, arguments, options)
 
 
-def _plan(arguments: tuple[str, ...], options: dict[str, Any], console: Console) -> None:
+def _plan(cli: Invocation, arguments: tuple[str, ...], options: dict[str, Any]) -> None:
     from app.errors import UserError
     from app.planner import output
     from app.planner.machine import Asked, find, require_here
     from app.planner.plan import make_plan
     from app.tasks import load_task
 
-    config, as_json = read(arguments), options["as_json"]
+    config, console = read(arguments), cli.console
     given = frozenset(key.partition("=")[0].strip() for key in split(arguments)[1])
     machine = find(
         Asked(*(options[key] for key in ("cluster", "gpus", "gpu", "per_node", "interconnect"))), config.workers
@@ -71,18 +64,17 @@ def _plan(arguments: tuple[str, ...], options: dict[str, Any], console: Console)
     console.status("reading the model")
     plan = make_plan(config, load_task(config.task, config.task_args), machine, given=given, rank=options["rank"])
     row, found = plan.best, {}
-    if not as_json:
+    if not cli.as_json:
         console.result(output.text(plan, options["top"] or 8))
     if options["max_batch"]:
         from app.planner.trial import max_batch
 
         console.status("trying micro-batches in new processes")
         sentence, row, found["max_batch"] = max_batch(plan)
-        if not as_json:
+        if not cli.as_json:
             console.result(sentence)
-    if as_json:
-        top = 100 if options["top"] is None else options["top"] or len(plan.rows)
-        console.result(json.dumps(output.as_json(plan, top) | found))
+    top = 100 if options["top"] is None else options["top"] or len(plan.rows)
+    cli.answer(output.as_json(plan, top) | found)
     if options["write"]:
         if row is None and found:
             raise UserError(f"--write {options['write']}: no micro-batch that was tried runs, so nothing is written")

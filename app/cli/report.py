@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import click
 
-from app.cli.common import sentences
-from app.console import Console
+from app.cli.common import Invocation, verb
 
 
-@click.command("report")
+@verb("report")
 @click.argument("folders", nargs=-1, metavar="FOLDER…", required=True)
 @click.option("--out", metavar="FILE.html", help="Where to; default: report.html in the first folder.")
-@click.option("--json", "as_json", is_flag=True, help="Print only the outcome, as JSON.")
-@click.option("--traceback", is_flag=True, help="Show Python's traceback of an error.")
-def command(folders: tuple[str, ...], out: str | None, as_json: bool, traceback: bool) -> None:
+def command(cli: Invocation, folders: tuple[str, ...], out: str | None) -> None:
     """Write one self-contained page about runs, a sweep or a scaling study.
 
     \b
@@ -25,12 +20,10 @@ def command(folders: tuple[str, ...], out: str | None, as_json: bool, traceback:
 
     The page reads offline, on a phone and on paper, and is stored with the run in MLflow.
     """
-    console = Console(quiet=as_json)
-    with sentences(console, as_json=as_json, traceback=traceback):
-        from experiments.report import build
+    from experiments.report import build
 
-        console.status("reading what was logged")
-        page, note = build.report(list(folders), out)
-        if note:
-            console.say(f"note: {note}")
-    console.result(json.dumps({"status": "complete", "page": str(page)}) if as_json else str(page))
+    cli.console.status("reading what was logged")
+    page, note = build.report(list(folders), out)
+    if note:
+        cli.console.say(f"note: {note}")
+    cli.answer({"status": "complete", "page": str(page)}, str(page))

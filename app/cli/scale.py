@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-
 import click
 
-from app.cli.common import experiment_arguments, read, sentences
-from app.console import Console
+from app.cli.common import Invocation, experiment_arguments, read, verb
 
 
-@click.command("scale")
+@verb("scale", verbose=True)
 @experiment_arguments
 @click.option("--workers", required=True, metavar="1,2,4", help="Numbers of workers to measure.")
 @click.option("--strategy", metavar="ddp,fsdp", help="Strategies to measure. Default: the experiment's, or ddp.")
@@ -20,10 +16,8 @@ from app.console import Console
 @click.option("--steps", default=10, show_default=True, help="Steps in a block.")
 @click.option("--blocks", default=5, show_default=True, help="Blocks per point.")
 @click.option("--price", type=float, help="Price of one worker for an hour.")
-@click.option("--json", "as_json", is_flag=True, help="Print only the outcome, as JSON.")
-@click.option("--verbose", is_flag=True, help="Leave the output of Ray and others on the terminal.")
-@click.option("--traceback", is_flag=True, help="Show Python's traceback of an error.")
 def command(
+    cli: Invocation,
     arguments: tuple[str, ...],
     workers: str,
     strategy: str | None,
@@ -32,9 +26,6 @@ def command(
     steps: int,
     blocks: int,
     price: float | None,
-    as_json: bool,
-    verbose: bool,
-    traceback: bool,
 ) -> None:
     """Measure an experiment on several numbers of workers; say what more of them would bring, and whether it pays.
 
@@ -42,27 +33,19 @@ def command(
     trireme scale experiments/gpt.yaml --workers 1,2,4,8 --strategy ddp,fsdp
     trireme scale experiments/mnist.yaml --workers 1,2 --weak
 
-    Every point runs alone, in a placement group of its own. Nothing that is trained is kept. Run it again to go on.
+    Every point runs alone, in a placement group of its own. Nothing that is trained is kept. Run it again to continue.
     """
-    console = Console(quiet=as_json)
-    with sentences(console, as_json=as_json, traceback=traceback):
-        from app.errors import UserError
+    from app.errors import UserError
 
-        config = read(arguments)
-        try:
-            counts = tuple(int(n) for n in workers.split(","))
-        except ValueError:
-            raise UserError(f"--workers is {workers!r}: write numbers with commas, such as 1,2,4") from None
-        if min(repeats, steps, blocks) < 1:
-            raise UserError("--repeats, --steps and --blocks must be greater than 0")
-        names = (
-            tuple(name.strip() for name in strategy.split(","))
-            if strategy
-            else (config.strategy.replace("auto", "ddp"),)
-        )
-        from experiments.scale import run
+    config = read(arguments)
+    try:
+        counts = tuple(int(n) for n in workers.split(","))
+    except ValueError:
+        raise UserError(f"--workers is {workers!r}: write numbers with commas, such as 1,2,4") from None
+    if min(repeats, steps, blocks) < 1:
+        raise UserError("--repeats, --steps and --blocks must be greater than 0")
+    names = strategy.split(",") if strategy else [config.strategy.replace("auto", "ddp")]
+    from experiments.scale import run
 
-        plan = run.Plan(counts, names, not strong, repeats, blocks, steps, price)
-        outcome = run.scale(config, plan, console, verbose=verbose)
-    if as_json:
-        console.result(json.dumps(dataclasses.asdict(outcome), default=str))
+    plan = run.Plan(counts, tuple(name.strip() for name in names), not strong, repeats, blocks, steps, price)
+    cli.answer(run.scale(config, plan, cli.console, verbose=cli.verbose))

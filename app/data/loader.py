@@ -1,4 +1,4 @@
-"""Batches, already on the device when the loop asks: made ahead of time by a thread, or at once where that is cheap.
+"""Batches, already on the device when the loop asks.
 
 What the samples of a step are is decided by app/data/order.py; here they are cut into ranks' shares and
 micro-batches, fetched, and moved.
@@ -11,7 +11,7 @@ A data set is map-style: `__len__` and `__getitem__(i)`. It may have, each faste
   stream, so that random augmentation can be a function of the position: the same after a resume and on any
   number of workers.
 
-With `data_workers=0` samples are fetched in the training process, as a rule in a thread, so a data set must leave the
+With `data_workers=0` samples are fetched in the training process (on a GPU in a thread), so a data set must leave the
 global random generators alone. With data workers they are seeded before every sample from (seed, position),
 so an ordinary data set with random augmentation is reproducible there.
 """
@@ -27,12 +27,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from app.data.batch import Batch
 from app.data.order import Order, mix64, shares
 from app.data.prefetch import Prefetcher
 from app.errors import UserError
-
-Batch = Any
-"""A pytree of tensors, conventionally a tuple (inputs, targets)."""
 
 Picks = list[tuple[int, int]]
 """What to fetch for one micro-batch: (sample number, position in the run's stream) of every sample."""
@@ -85,7 +83,7 @@ def train_batches(
         for first in source:
             yield [first, *(next(source) for _ in cuts[1:])]
 
-    return Prefetcher(grouped, device, start_inline=device.type == "cpu" and data_workers < 1)
+    return Prefetcher(grouped, device)
 
 
 def micro_batch_slices(global_batch_size: int, dp_size: int, dp_rank: int, micro_batch_size: int | None) -> list[slice]:
@@ -187,11 +185,3 @@ def seed_globals(seed: int, position: int) -> None:
     torch.manual_seed(value)
     random.seed(value)
     np.random.seed(value % 2**32)
-
-
-def rows(batch: Batch) -> int:
-    """Rows of the first tensor in a batch."""
-    for leaf in torch.utils._pytree.tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor):
-            return leaf.shape[0] if leaf.dim() else 1
-    raise UserError("A batch holds no tensor; the task's data must give tensors, such as a tuple (inputs, targets).")

@@ -1,1 +1,1 @@
-"""`trireme doctor`: facts of every node, and what they mean."""
+"""`trireme doctor`: what every node and GPU is, whether it is usable, and what to do where it is not."""

@@ -1,189 +1,215 @@
-"""What facts mean: one small function per fault, facts in, findings out. A new check is a function and a row in TABLE.
-
-Thresholds stand beside the check that uses them, with the reason.
-"""
+"""What facts mean: facts in, findings out. Thresholds stand beside the check that uses them, with the reason."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from app.console import size
-from app.doctor import gpu_checks, network_checks
-from app.doctor.facts import ClusterFacts, Finding, NodeFacts
+from app.doctor.facts import ClusterFacts, GpuFacts, NodeFacts, RingFacts
 
-Check = Callable[[ClusterFacts], Iterator[Finding]]
+WARNINGS = ("few_files", "unused_gpus", "other_driver", "all_reduce", "slow_all_reduce")
+Problem = tuple[str, str, str]
+"""Code, the rest of a sentence that begins with the GPU or the node, and what to do."""
 
 
-def silent(facts: ClusterFacts) -> Iterator[Finding]:
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, in words, with what to do."""
+
+    code: str  # hidden_gpus, disk_full, …
+    sentence: str
+    remedy: str
+    nodes: tuple[str, ...] = ()  # ids of the nodes it concerns
+
+    @property
+    def critical(self) -> bool:
+        """Whether a run on such a node would fail or be much slower."""
+        return self.code not in WARNINGS
+
+
+def gpu_problems(gpu: GpuFacts) -> Iterator[Problem]:
+    if gpu.mig:
+        yield (
+            "mig",
+            "is split by MIG, and NCCL does not work between its slices",
+            "turn it off: `nvidia-smi -mig 0` there",
+        )
+    if gpu.ecc_errors:
+        remedy = "restart the machine; if they come again, have the GPU replaced"
+        yield "ecc", f"has {gpu.ecc_errors} memory errors that could not be corrected", remedy
+    if gpu.throttled:
+        said = f"is slowed down ({', '.join(gpu.throttled)}) at {gpu.temperature:.0f} °C"
+        yield "throttled", said, "look at its cooling and its power supply"
+    if gpu.processes:
+        remedy = "wait for it or end it; a run beside it gets less memory and time"
+        yield "busy_gpu", f"is in use by another process ({'; '.join(gpu.processes[:2])})", remedy
+    elif gpu.memory_used > max(1.5e9, 0.03 * gpu.memory_total):  # the driver alone takes some hundred MB
+        said = f"has {size(gpu.memory_used)} of {size(gpu.memory_total)} in use by a process that is not visible there"
+        remedy = "a process of another container, or one that died: `nvidia-smi --gpu-reset`, or restart the machine"
+        yield "memory_taken", said, remedy
+
+
+def node_problems(node: NodeFacts) -> Iterator[Problem]:
+    count = len(node.gpus)
+    sees_none = count > 0 and not node.torch_gpus and node.visible is None
+    if node.pci_gpus and not count:
+        said = f"has {node.pci_gpus} NVIDIA GPUs, but the driver shows none ({node.smi_error or 'no reason given'})"
+        remedy = "install or restart the driver; start a container with --gpus all (Kubernetes: nvidia.com/gpu)"
+        yield "no_driver", said, remedy
+    if node.visible is not None and (node.torch_gpus or 0) < count:  # leaked from a shell into `ray start`
+        said = f"has {count} GPUs, but CUDA_VISIBLE_DEVICES={node.visible!r} shows only {node.torch_gpus or 0}"
+        yield "hidden_gpus", said, "unset it before `ray start` on that node; Ray sets it for each worker itself"
+    if sees_none and not node.torch_cuda:
+        remedy = "install torch for CUDA: https://pytorch.org/get-started/locally"
+        yield "cpu_torch", f"has {count} GPUs, but its torch is built for CPUs only", remedy
+    elif sees_none:
+        said = f"has {count} GPUs, but torch sees none ({node.torch_error or 'no reason given'})"
+        remedy = f"its driver supports CUDA {node.driver_cuda}, its torch needs {node.torch_cuda}: update one of them"
+        yield "torch_blind", said, remedy
+    elif node.ray_gpus > (node.torch_gpus or 0):
+        said = f"has {node.torch_gpus or 0} usable GPUs, but Ray counts {node.ray_gpus:g}"
+        yield "ray_gpus", said, "leave --num-gpus out of its `ray start`, so that Ray counts them itself"
+    elif node.ray_gpus < (node.torch_gpus or 0) and not node.head:  # a head may keep its GPUs from Ray on purpose
+        said = f"has {node.torch_gpus} usable GPUs, but Ray counts {node.ray_gpus:g}"
+        yield "unused_gpus", said, "leave --num-gpus out of its `ray start`, so that Ray counts them itself"
+    if node.shm_bytes < 1e9:  # NCCL and data loaders keep their buffers there; Docker gives 64 MB
+        remedy = "start its container with --shm-size=16g or --ipc=host (Kubernetes: an emptyDir of medium Memory)"
+        yield "small_shm", f"has only {size(node.shm_bytes)} of shared memory (/dev/shm)", remedy
+    if node.open_files < 4096:  # Ray holds a socket per peer and worker
+        remedy = "run `ulimit -n 65536` before `ray start`, or set nofile in /etc/security/limits.conf"
+        yield "few_files", f"lets a process open only {node.open_files:,} files", remedy
+    if node.disk_free < 2e9:  # Ray refuses work from 95 % on
+        said = f"has {size(node.disk_free)} free in {node.disk_path}, where Ray works"
+        yield "disk_full", said, "make room there, or start Ray with --temp-dir on a larger disk"
+    if node.memory_available < 1e9:
+        remedy = "end what takes it (`ps aux --sort=-rss | head`), or give it less work"
+        yield "little_memory", f"has {size(node.memory_available)} of memory left", remedy
+    if node.storage_problem:
+        remedy = "mount it there at the same path, with the right to write"
+        yield "storage", f"cannot write to the storage: {node.storage_problem}", remedy
+
+
+def alone(facts: ClusterFacts) -> Iterator[Finding]:
+    """What is wrong with a node or a GPU by itself."""
     for node in facts.nodes:
         if node.problem:
-            yield Finding(
-                "no_answer",
-                f"{node.who} does not answer: {node.problem}",
-                "look at its raylet (/tmp/ray/session_latest/logs/raylet.err there), or start Ray on it again",
-                (node.node_id,),
-            )
+            remedy = "look at its raylet (/tmp/ray/session_latest/logs/raylet.err there), or start Ray on it again"
+            yield Finding("no_answer", f"{node} does not answer: {node.problem}", remedy, (node.node_id,))
+    for node in facts.answered:
+        for code, said, remedy in node_problems(node):
+            yield Finding(code, f"{node} {said}", remedy, (node.node_id,))
+        for gpu in node.gpus:
+            for code, said, remedy in gpu_problems(gpu):
+                yield Finding(code, f"GPU {gpu.index} ({gpu.name}) of {node} {said}", remedy, (node.node_id,))
+
+
+def slow_gpu(facts: ClusterFacts) -> Iterator[Finding]:
+    """Compared with its peers of the same name: all wait for the slowest. 15 % is beyond what binning gives."""
+    measured = [(node, gpu, gpu.flops) for node in facts.answered for gpu in node.gpus if gpu.flops]
+    for node, gpu, rate in measured:
+        peers = sorted(flops for _, other, flops in measured if other.name == gpu.name)
+        usual = peers[len(peers) // 2]
+        if rate < 0.85 * usual:
+            who = f"GPU {gpu.index} ({gpu.name}) of {node}"
+            said = f"{who} multiplies matrices at {rate / 1e12:.0f} TFLOP/s, its peers at {usual / 1e12:.0f}"
+            remedy = "look at its clocks and power limit (`nvidia-smi -q -d PERFORMANCE,POWER`), or leave the node out"
+            yield Finding("slow_gpu", said, remedy, (node.node_id,))
 
 
 def versions(facts: ClusterFacts) -> Iterator[Finding]:
-    """Ray refuses another Python or Ray; another torch or NCCL hangs or answers wrongly in the first collective."""
-    columns: list[tuple[str, Callable[[NodeFacts], str]]] = [
-        ("Python", lambda n: ".".join(n.python.split(".")[:2])),
-        *[(name, lambda n, name=name: n.packages.get(name, "")) for name in ("ray", "torch", "numpy", "mlflow")],
-        ("NCCL", lambda n: n.nccl),
-        ("the NVIDIA driver", lambda n: n.driver),
-    ]
-    for what, version in columns:
-        having = [node for node in facts.answered if version(node) or what not in ("NCCL", "the NVIDIA driver")]
-        counts = Counter(version(node) for node in having)
-        if len(counts) < 2:
-            continue
-        head = next((version(node) for node in having if node.head), "")
-        usual = head or counts.most_common(1)[0][0]
-        for node in having:
-            if version(node) != usual:
-                yield Finding(
-                    "other_version",
-                    f"{node.who} has {what} {version(node) or '(none)'}, and the head {usual or 'has none'}",
-                    "install the same constraints.txt on every node"
-                    if what != "the NVIDIA driver"
-                    else "install the same driver on every node",
-                    (node.node_id,),
-                    grave=what != "the NVIDIA driver",
-                )
+    """Ray refuses another Python or Ray; another torch or NCCL hangs or is wrong in the first collective."""
+    for name in dict.fromkeys(name for node in facts.answered for name in node.versions):
+        having = [(node, node.versions[name]) for node in facts.answered if name in node.versions]
+        of_the_head = next((found for node, found in having if node.head), "")
+        usual = of_the_head or Counter(found for _, found in having).most_common(1)[0][0]
+        for node, found in having:
+            if found != usual:
+                said = f"{node} has {name} {found or '(none)'}, other nodes have {usual}"
+                remedy = "install the same versions on every node: constraints.txt, and one driver"
+                yield Finding("other_driver" if "driver" in name else "other_version", said, remedy, (node.node_id,))
 
 
-def _per_node(
-    code: str, wrong: Callable[[NodeFacts], bool], says: Callable[[NodeFacts], str], mend: str, *, grave: bool = True
-) -> Check:
-    """A check that looks at each node by itself."""
-
-    def check(facts: ClusterFacts) -> Iterator[Finding]:
-        for node in facts.answered:
-            if wrong(node):
-                yield Finding(code, says(node), mend, (node.node_id,), grave=grave)
-
-    return check
-
-
-# NCCL and data loaders keep their buffers in /dev/shm; Docker gives 64 MB.
-shared_memory = _per_node(
-    "small_shm",
-    lambda node: node.shm_bytes < 1_000_000_000,
-    lambda node: f"{node.who} has only {size(node.shm_bytes)} of shared memory (/dev/shm)",
-    "start its container with --shm-size=16g or --ipc=host (Kubernetes: an emptyDir of medium Memory)",
-)
-
-# Ray holds a socket per peer and worker; with 1,024 it stops at some hundred actors.
-open_files = _per_node(
-    "few_files",
-    lambda node: node.open_files < 4096,
-    lambda node: f"a process on {node.who} may open only {node.open_files:,} files",
-    "run `ulimit -n 65536` before `ray start`, or set nofile in /etc/security/limits.conf",
-    grave=False,
-)
-
-# Ray spills and logs there, and refuses work from 95 % on.
-disk = _per_node(
-    "disk_full",
-    lambda node: node.disk_free < 2_000_000_000,
-    lambda node: f"{node.who} has {size(node.disk_free)} free in {node.disk_path}, where Ray works",
-    "make room there, or start Ray with --temp-dir on a larger disk",
-)
-
-memory = _per_node(
-    "little_memory",
-    lambda node: node.memory_available < 1_000_000_000,
-    lambda node: f"{node.who} has {size(node.memory_available)} of memory left",
-    "end what takes it (`ps aux --sort=-rss | head`), or give it less work",
-)
-
-# Leases, tokens and object stores compare clocks; 5 s is far beyond what NTP leaves.
-clock = _per_node(
-    "clock",
-    lambda node: abs(node.skew) > 5.0,
-    lambda node: f"the clock of {node.who} is {abs(node.skew):.0f} s {'ahead' if node.skew > 0 else 'behind'}",
-    "run chrony or systemd-timesyncd on it",
-)
+def unreachable(facts: ClusterFacts) -> Iterator[Finding]:
+    """One finding for a node that no other can connect to, else one for each pair."""
+    remedy = "look at its cable, its route and the firewall: all TCP ports must be open between the nodes"
+    cut = [(source, target, why) for source in facts.answered for target, why in source.unreachable.items()]
+    count = Counter(target for _, target, _ in cut)
+    isolated = {target for target in count if count[target] == len(facts.answered) - 1 > 1}
+    said: set[frozenset[str]] = set()
+    for source, target, why in cut:
+        ends = frozenset([target] if target in isolated else [source.node_id, target])
+        if ends not in said and (target in isolated or source.node_id not in isolated):
+            said.add(ends)
+            who = "no other node can" if target in isolated else f"{source} cannot"
+            yield Finding("cut_link", f"{who} connect to {facts.node(target)}: {why}", remedy, (target,))
 
 
-def slow_node(facts: ClusterFacts) -> Iterator[Finding]:
-    """A gang waits for its slowest. Half of the peers' median is not noise, since CPU time is what is counted."""
-    measured = [node for node in facts.answered if node.flops]
-    if len(measured) < 3:
-        return
-    usual = sorted(node.flops or 0.0 for node in measured)[len(measured) // 2]
-    for node in measured:
-        if (node.flops or 0.0) < 0.5 * usual:
-            yield Finding(
-                "slow_node",
-                f"{node.who} multiplies matrices at {(node.flops or 0) / 1e9:.1f} GFLOP/s, the others at "
-                f"{usual / 1e9:.1f}",
-                "look for thermal or power limits and for other work on it, or leave it out (--exclude-bad)",
-                (node.node_id,),
-            )
+def host_name(facts: ClusterFacts) -> Iterator[Finding]:
+    """gloo gives its peers the address that the host's own name resolves to, unless an interface is named."""
+    for node in facts.answered if len(facts.nodes) > 1 else ():
+        if node.resolves_to is None or (node.resolves_to.startswith("127.") and not node.gloo_interface):
+            said = f"{node} resolves its own name to {node.resolves_to or 'nothing'}, where its peers cannot connect"
+            remedy = f"write `{node.address} {node.host}` into its /etc/hosts, or set GLOO_SOCKET_IFNAME"
+            yield Finding("host_name", said, remedy, (node.node_id,))
 
 
-def storage(facts: ClusterFacts) -> Iterator[Finding]:
-    for node in facts.answered:
-        if node.storage_problem:
-            yield Finding(
-                "storage",
-                f"{node.who} cannot write to {facts.storage}: {node.storage_problem}",
-                "mount it there at the same path, with the right to write",
-                (node.node_id,),
-            )
+def storage_differs(facts: ClusterFacts) -> Iterator[Finding]:
     writing = {node.node_id for node in facts.answered if not node.storage_problem and node.storage_seen is not None}
     for node in facts.answered:
-        if node.node_id in writing and not node.storage_problem:
-            lost = writing - set(node.storage_seen or ())
-            if lost:
-                other = facts.node(sorted(lost)[0])
-                yield Finding(
-                    "storage_differs",
-                    f"{facts.storage} on {node.who} is not that of {other.who}: each sees only its own files",
-                    "mount one shared folder on both, or use s3:// or gs://",
-                    (node.node_id,),
-                )
+        missing = sorted(writing - set(node.storage_seen or ())) if node.node_id in writing else []
+        if missing:
+            said = f"{facts.storage} on {node} is not that of {facts.node(missing[0])}: each sees only its own files"
+            remedy = "mount one shared folder on both, or use s3:// or gs://"
+            yield Finding("storage_differs", said, remedy, (node.node_id,))
 
 
-def mlflow(facts: ClusterFacts) -> Iterator[Finding]:
-    bad = [node for node in facts.answered if node.mlflow_problem]
-    if bad:
-        where = "no node" if len(bad) == len(facts.answered) else ", ".join(node.who for node in bad)
-        said = f"reaches MLflow at {facts.mlflow}" if where == "no node" else f"cannot reach MLflow at {facts.mlflow}"
-        yield Finding(
-            "mlflow",
-            f"{where} {said}: {bad[0].mlflow_problem}",
-            "start the server or correct tracking.uri; until then metrics are kept on disk (`trireme sync` delivers)",
-            tuple(node.node_id for node in bad),
-            grave=False,
-        )
+def all_reduce(facts: ClusterFacts) -> Iterator[Finding]:
+    """What training waits for."""
+    everywhere = max((len(ring.nodes) for ring in facts.rings), default=0)
+    pairs = [ring for ring in facts.rings if 1 < len(ring.nodes) < everywhere]
+    blamed = list(_slow_pairs(facts, pairs))
+    for ring in (ring for ring in facts.rings if ring not in pairs):
+        one = len(ring.nodes) == 1
+        where = f"within {facts.node(ring.nodes[0])}" if one else f"over {ring.ranks} workers on {everywhere} nodes"
+        if ring.problem:
+            remedy = "run with NCCL_DEBUG=INFO: it says which connection fails"
+            yield Finding("all_reduce", f"all-reduce {where} does not work: {ring.problem}", remedy)
+        elif ring.is_slow and (one or not blamed):
+            said = f"all-reduce {where} moves {_rate(ring.rate)}, where the hardware gives {_rate(ring.expected)}"
+            remedy = "NCCL may use the wrong interface, or no EFA, InfiniBand or NVLink: NCCL_DEBUG=INFO says which"
+            yield Finding("slow_all_reduce", said, remedy, ring.nodes if one else ())
+    yield from blamed
 
 
-TABLE: tuple[Check, ...] = (
-    silent,
-    *gpu_checks.TABLE,
-    versions,
-    shared_memory,
-    open_files,
-    disk,
-    memory,
-    clock,
-    slow_node,
-    *network_checks.TABLE,
-    storage,
-    mlflow,
-)
+def _slow_pairs(facts: ClusterFacts, pairs: list[RingFacts]) -> Iterator[Finding]:
+    """Neighbours below half of the best pair; a node that is slow with both its neighbours is blamed."""
+    best = max((ring.rate or 0.0 for ring in pairs), default=0.0)
+    slow = [ring for ring in pairs if (ring.rate or 0.0) < 0.5 * best]
+    twice = [node for node, times in Counter(node for ring in slow for node in ring.nodes).items() if times > 1]
+    for node in [*twice, *(ring.nodes[1] for ring in slow if not set(ring.nodes) & set(twice))]:
+        own = [ring for ring in slow if node in ring.nodes]
+        others = " and ".join(str(facts.node(other)) for ring in own for other in ring.nodes if other != node)
+        moved = f"moves {_rate(max(ring.rate or 0.0 for ring in own))}, between others {_rate(best)}"
+        said = f"all-reduce between {facts.node(node)} and {others} {moved}"
+        remedy = "look at cables, ports and drivers (`ibstat`, `fi_info`), or leave the node out (--exclude-bad)"
+        yield Finding("slow_pair", said, remedy, (node,))
+
+
+def _rate(rate: float | None) -> str:
+    return f"{(rate or 0.0) / 1e9:.3g} GB/s"
+
+
+CHECKS = (alone, slow_gpu, versions, unreachable, host_name, storage_differs, all_reduce)
 
 
 def judge(facts: ClusterFacts) -> list[Finding]:
-    """Everything that is wrong, the grave first."""
-    found = [finding for check in TABLE for finding in check(facts)]
-    return sorted(found, key=lambda finding: not finding.grave)
+    """Everything that is wrong, the critical first."""
+    found = [finding for check in CHECKS for finding in check(facts)]
+    return sorted(found, key=lambda finding: not finding.critical)
 
 
 def bad_nodes(findings: list[Finding]) -> list[str]:
-    """Ids of nodes on which a run would fail or crawl, in the order they were found."""
-    return list(dict.fromkeys(node for finding in findings if finding.grave for node in finding.nodes))
+    """Ids of nodes on which a run would fail or be much slower, in the order they were found."""
+    return list(dict.fromkeys(node for found in findings if found.critical for node in found.nodes))

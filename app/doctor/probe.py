@@ -1,4 +1,4 @@
-"""What one probe finds out on its node. Standard library only, and sent by value: nodes need nothing of ours.
+"""What one probe finds out on its node. Sent by value, and standard library only: nodes need nothing of ours.
 
 Everything here answers with plain values or an empty one; a machine without GPUs, without nvidia-smi or without /proc
 is not an error but a fact.
@@ -6,166 +6,234 @@ is not an error but a fact.
 
 from __future__ import annotations
 
-import json
+import glob
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
-import sys
-import threading
+import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-
-from app.doctor.gpu_probe import gpu_links, gpus
+from xml.etree import ElementTree
 
 PACKAGES = ("ray", "torch", "numpy", "mlflow")
-CHUNK = 1 << 20
-LINK_BYTES = 64 << 20
-LINK_SECONDS = 0.5
 
 
 class Probe:
     """The actor. Its methods are called on all nodes at once."""
 
-    def __init__(self) -> None:
-        self.received = 0
-
-    def now(self) -> float:
-        return time.time()
-
-    def facts(self, ray_gpus: float, disk: str, mlflow: str, storage: str, mark: str) -> dict[str, Any]:
+    def facts(self, ray_gpus: float, disk: str, storage: str, mark: str) -> dict[str, Any]:
         """The node's facts, by the names of `NodeFacts`; writes its mark into the storage."""
-        found = {**machine(disk), **network(), "python": platform.python_version(), "packages": packages(PACKAGES)}
-        found |= gpus(ray_gpus)
-        found["flops"] = cpu_flops()
-        found["mlflow_problem"] = reach(mlflow)
-        found["storage_problem"] = write_mark(storage, mark)
-        return found
-
-    def marks(self, storage: str, prefix: str) -> list[str] | None:
-        return see_marks(storage, prefix)
-
-    def forget(self, storage: str, mark: str) -> None:
-        remove_mark(storage, mark)
+        found = machine(disk) | network() | gpus(ray_gpus)
+        found["versions"] = packages() | found["versions"]
+        return found | {"storage_problem": write_mark(storage, mark)}
 
     def listen(self) -> int:
-        """Opens a port that takes whatever comes until the probe ends."""
-        server = socket.socket()
-        server.bind(("0.0.0.0", 0))
-        server.listen(64)
-        threading.Thread(target=self._take, args=(server,), daemon=True).start()
-        return server.getsockname()[1]
+        """Opens a port to which others can connect until the probe ends; the kernel answers for it."""
+        self.server = socket.create_server(("", 0), backlog=256)
+        return self.server.getsockname()[1]
 
-    def _take(self, server: socket.socket) -> None:
-        while True:
-            connection, _ = server.accept()
-            threading.Thread(target=_drain, args=(connection,), daemon=True).start()
+    def unreachable(self, peers: dict[str, tuple[str, int]]) -> dict[str, str]:
+        """Of peers by node id, those to whose port no connection comes about, and why."""
+        with ThreadPoolExecutor(32) as pool:
+            problems = dict(zip(peers, pool.map(_connect, peers.values())))
+        return {node_id: problem for node_id, problem in problems.items() if problem}
 
-    def send(self, address: str, port: int) -> tuple[float | None, str]:
-        """Bytes per second that come through to a peer's port, or None and why nothing does."""
-        return send(address, port)
+    def marks(self, storage: str, prefix: str) -> list[str] | None:
+        """What follows the prefix in the names of the marks there; None where the storage cannot be read."""
+        try:
+            fs, path = _storage(storage)
+            names = [os.path.basename(name) for name in fs.ls(path, detail=False)]
+        except Exception:
+            return None
+        return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
-    def gpu_links(self) -> list[tuple[int, int, float]]:
-        return gpu_links()
+    def forget(self, storage: str, mark: str) -> None:
+        fs, path = _storage(storage)
+        fs.rm_file(f"{path}/{mark}")
+
+
+def _connect(peer: tuple[str, int]) -> str:
+    try:
+        socket.create_connection(peer, timeout=3).close()
+        return ""
+    except TimeoutError:
+        return "timed out"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
 
 
 def machine(disk: str) -> dict[str, Any]:
-    shm = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0
     while not os.path.isdir(disk):
         disk = os.path.dirname(disk) or "/"
-    available = 10**12
-    try:
-        with open("/proc/meminfo") as lines:
-            rows = dict(line.split(":") for line in lines)
-        available = int(rows["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        pass
-    return {
+    found = {
         "host": socket.gethostname(),
-        "shm_bytes": shm,
+        "shm_bytes": shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "disk_free": shutil.disk_usage(disk).free,
         "disk_path": disk,
-        "memory_available": available,
     }
+    if available := re.search(r"MemAvailable:\s+(\d+) kB", _read("/proc/meminfo")):
+        found["memory_available"] = int(available[1]) * 1024
+    return found
 
 
-def packages(names: tuple[str, ...]) -> dict[str, str]:
-    """Versions of those that this Python has."""
-    from importlib.metadata import PackageNotFoundError, version
+def packages() -> dict[str, str]:
+    """Versions of Python and of those packages that it has."""
+    from importlib import metadata
 
-    found = {}
-    for name in names:
+    found = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    for name in PACKAGES:
         try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = ""
     return found
 
 
 def network() -> dict[str, Any]:
-    """Interfaces that are up with their IPv4 addresses and speeds, and what the host's own name resolves to."""
+    """Interfaces that are up with their IPv4 addresses, and what the host's own name resolves to."""
     import fcntl
-    import struct
 
-    addresses, speeds = {}, {}
-    for _, name in socket.if_nameindex():
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+    addresses = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
             try:
-                answer = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name[:15].encode()))  # SIOCGIFADDR
-                addresses[name] = socket.inet_ntoa(answer[20:24])
+                answer = fcntl.ioctl(asked, 0x8915, name.encode().ljust(256, b"\0"))  # SIOCGIFADDR
             except OSError:
                 continue
-        # A virtual card's speed is made up, so only that of a card with a device behind it counts.
-        if os.path.exists(f"/sys/class/net/{name}/device"):
-            try:
-                with open(f"/sys/class/net/{name}/speed") as file:
-                    megabits = int(file.read())
-                if megabits > 0:
-                    speeds[name] = megabits * 1e6 / 8
-            except (OSError, ValueError):
-                pass
+            addresses[name] = socket.inet_ntoa(answer[20:24])
     try:
         resolved: str | None = socket.gethostbyname(socket.gethostname())
     except OSError:
         resolved = None
-    variables = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-    asked = {name: os.environ[name] for name in variables if os.environ.get(name)}
-    return {"interfaces": addresses, "speeds": speeds, "resolves_to": resolved, "asked_interfaces": asked}
+    gloo = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    return {"interfaces": addresses, "resolves_to": resolved, "gloo_interface": gloo}
 
 
-def cpu_flops() -> float | None:
-    """FLOP per second of CPU time of an fp32 matrix product: other work on the machine does not count against it."""
+def _read(path: str) -> str:
     try:
-        import numpy
-    except ImportError:
-        return None
-    a = numpy.ones((384, 384), dtype=numpy.float32)
-    best = float("inf")
-    for _ in range(8):
-        begun = time.process_time()
-        a @ a
-        best = min(best, time.process_time() - begun) or best
-    return 2 * 384**3 / best if best < float("inf") and best > 0 else None
-
-
-def reach(uri: str) -> str:
-    """Why an MLflow server does not answer; empty if it does, or is no server."""
-    import urllib.error
-    import urllib.request
-
-    if not uri.startswith("http"):
+        with open(path) as file:
+            return file.read()
+    except OSError:
         return ""
+
+
+def _number(text: str | None) -> float:
+    """The number at the beginning of "81559 MiB"; 0 for "N/A"."""
+    found = re.match(r"\s*-?\d+(\.\d+)?", text or "")
+    return float(found[0]) if found else 0.0
+
+
+# --- GPUs -----------------------------------------------------------------------------------------------------------
+
+
+def gpus(ray_gpus: float) -> dict[str, Any]:
+    devices = glob.glob("/sys/bus/pci/devices/*")
+    controllers = [d for d in devices if _read(f"{d}/vendor").strip() == "0x10de" and _read(f"{d}/class")[:4] == "0x03"]
+    found = {"pci_gpus": len(controllers), "visible": os.environ.get("CUDA_VISIBLE_DEVICES"), "versions": {}} | smi()
+    if found["gpus"] or ray_gpus:
+        ask_torch(found)
+    return found
+
+
+def smi() -> dict[str, Any]:
+    """The driver's own view, which CUDA_VISIBLE_DEVICES does not change."""
     try:
-        with urllib.request.urlopen(uri.rstrip("/") + "/health", timeout=5) as answer:
-            return "" if answer.status == 200 else f"it answers {answer.status}"
-    except urllib.error.HTTPError as error:
-        return f"it answers {error.code}" + (
-            " (its --allowed-hosts does not have this name)" if error.code == 403 else ""
-        )
-    except (OSError, ValueError) as error:
-        return str(getattr(error, "reason", error))
+        done = subprocess.run(["nvidia-smi", "-q", "-x"], capture_output=True, text=True, timeout=30)
+    except FileNotFoundError:
+        return {"gpus": [], "smi_error": "there is no nvidia-smi"}
+    except subprocess.TimeoutExpired:
+        return {"gpus": [], "smi_error": "nvidia-smi hangs"}
+    if done.returncode:
+        said = (done.stdout + done.stderr).strip().splitlines() or ["no reason given"]
+        return {"gpus": [], "smi_error": said[0][:200]}
+    return parse_smi(done.stdout)
+
+
+def parse_smi(xml: str) -> dict[str, Any]:
+    """The answer of `nvidia-smi -q -x`, by the names of `NodeFacts`."""
+    log = ElementTree.fromstring(xml)
+    rows = [_gpu(index, gpu) for index, gpu in enumerate(log.findall("gpu"))]
+    versions = {"the NVIDIA driver": log.findtext("driver_version", "")} if rows else {}
+    return {"gpus": rows, "driver_cuda": log.findtext("cuda_version", ""), "versions": versions}
+
+
+def _gpu(index: int, gpu: ElementTree.Element) -> dict[str, Any]:
+    """By the names of `GpuFacts`. Newer drivers call the throttle reasons event reasons; older ones count ECC errors
+    as double_bit."""
+    states = {state.tag.partition("_reason_")[2]: state.text for state in gpu.iter() if "_reason_" in state.tag}
+    active = {name for name, text in states.items() if (text or "").strip() == "Active"}
+    thermal = active & {"hw_thermal_slowdown", "sw_thermal_slowdown"}
+    reasons = {"thermal": thermal, "power brake": "hw_power_brake_slowdown" in active}
+    errors = [e for e in gpu.findall("ecc_errors/volatile/*") if "uncorrectable" in e.tag or e.tag == "double_bit"]
+    others = [p for p in gpu.findall("processes/process_info") if "C" in p.findtext("type", "")]
+    return {
+        "index": index,
+        "name": gpu.findtext("product_name", ""),
+        "memory_total": int(_number(gpu.findtext("fb_memory_usage/total")) * 2**20),
+        "memory_used": int(_number(gpu.findtext("fb_memory_usage/used")) * 2**20),
+        "processes": tuple(_process(process) for process in others if process.findtext("pid") != str(os.getpid())),
+        "ecc_errors": int(sum(_number(error.findtext("total") or error.text) for error in errors)),
+        "throttled": tuple(reason for reason, slowed in reasons.items() if slowed),
+        "temperature": _number(gpu.findtext("temperature/gpu_temp")),
+        "mig": gpu.findtext("mig_mode/current_mig") == "Enabled",
+    }
+
+
+def _process(process: ElementTree.Element) -> str:
+    program = os.path.basename(process.findtext("process_name", "").partition(" ")[0])
+    return f"{process.findtext('pid')} {program} {process.findtext('used_memory', '')}"
+
+
+def ask_torch(found: dict[str, Any]) -> None:
+    """Adds what torch sees, and how fast each idle GPU multiplies."""
+    try:
+        import torch
+
+        found |= {"torch_cuda": torch.version.cuda, "torch_gpus": torch.cuda.device_count()}
+        torch.cuda.init()
+        found["versions"]["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    except Exception as error:
+        found["torch_error"] = (str(error) or type(error).__name__).splitlines()[0][:200]
+        return
+    if found["visible"] is None:  # then torch's order is the driver's
+        for row, index in zip(found["gpus"], range(found["torch_gpus"])):
+            row["flops"] = None if row["processes"] else gpu_flops(torch, index)
+
+
+def gpu_flops(torch: Any, index: int) -> float | None:
+    """FLOP/s of a bf16 matrix product, the best of six, after warming up."""
+    size, best = 4096, float("inf")
+    try:
+        a = torch.randn(size, size, device=f"cuda:{index}", dtype=torch.bfloat16)
+        for _ in range(7):
+            torch.cuda.synchronize(index)
+            begun = time.perf_counter()
+            for _ in range(10):
+                a @ a
+            torch.cuda.synchronize(index)
+            best = min(best, time.perf_counter() - begun)
+        return 10 * 2 * size**3 / best
+    except Exception:
+        return None
+    finally:
+        torch.cuda.empty_cache()
+
+
+# --- storage --------------------------------------------------------------------------------------------------------
+
+
+def _storage(storage: str) -> tuple[Any, str]:
+    """The file system of a folder or URL, without what it remembers, and the path in it."""
+    import fsspec
+
+    fs, path = fsspec.core.url_to_fs(storage)
+    fs.invalidate_cache()
+    return fs, path
 
 
 def write_mark(storage: str, mark: str) -> str:
@@ -173,81 +241,10 @@ def write_mark(storage: str, mark: str) -> str:
     if not storage:
         return ""
     try:
-        if "://" in storage:
-            import fsspec
-
-            fs, path = fsspec.core.url_to_fs(storage)
-            fs.pipe(f"{path}/{mark}", b"doctor")
-        else:
-            os.makedirs(storage, exist_ok=True)
-            with open(os.path.join(storage, mark), "w") as file:
-                file.write("doctor")
+        fs, path = _storage(storage)
+        if "://" not in storage:
+            os.makedirs(path, exist_ok=True)
+        fs.pipe(f"{path}/{mark}", b"doctor")
         return ""
     except Exception as error:  # each object store has its own
         return (str(error) or type(error).__name__).splitlines()[0][:200]
-
-
-def see_marks(storage: str, prefix: str) -> list[str] | None:
-    if not storage:
-        return None
-    try:
-        if "://" in storage:
-            import fsspec
-
-            fs, path = fsspec.core.url_to_fs(storage)
-            fs.invalidate_cache()
-            names = [os.path.basename(name) for name in fs.ls(path, detail=False)]
-        else:
-            names = os.listdir(storage)
-    except Exception:
-        return None
-    return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-
-
-def remove_mark(storage: str, mark: str) -> None:
-    try:
-        if "://" in storage:
-            import fsspec
-
-            fs, path = fsspec.core.url_to_fs(storage)
-            fs.rm_file(f"{path}/{mark}")
-        elif storage:
-            os.remove(os.path.join(storage, mark))
-    except Exception:
-        pass
-
-
-def send(address: str, port: int) -> tuple[float | None, str]:
-    try:
-        with socket.create_connection((address, port), timeout=3) as peer:
-            peer.settimeout(5)
-            block, sent, begun = b"\0" * CHUNK, 0, time.perf_counter()
-            while sent < LINK_BYTES and time.perf_counter() - begun < LINK_SECONDS:
-                peer.sendall(block)
-                sent += CHUNK
-            peer.shutdown(socket.SHUT_WR)
-            peer.recv(1)  # the peer answers when it has everything
-            return sent / (time.perf_counter() - begun), ""
-    except ConnectionRefusedError:
-        return None, "refused"
-    except TimeoutError:
-        return None, "timed out"
-    except OSError as error:
-        return None, (error.strerror or str(error)).lower()
-
-
-def _drain(connection: socket.socket) -> None:
-    with connection:
-        while connection.recv(CHUNK):
-            pass
-        connection.sendall(b"!")
-
-
-def main() -> None:
-    """What this machine says of itself, without Ray: `python -m app.doctor.probe [FOLDER WHOSE DISK COUNTS]`."""
-    disk = sys.argv[1] if sys.argv[1:] else "/tmp"
-    print(json.dumps({**machine(disk), **network(), **gpus(0), "packages": packages(PACKAGES)}, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,133 +1,138 @@
-"""All-reduce bandwidth as training has it: within nodes, across all, and, where that is low, pair by pair.
+"""All-reduce bandwidth as training has it: within nodes, across all, and, where that is slow, between neighbours.
 
-Every usable GPU is a rank (where no node has one, every node's CPU is). Only nodes that reach one another take part.
+Every idle GPU is a rank; where no node has one, every node's CPU is. Only nodes that can connect to one another take
+part.
 """
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
-from app.doctor import ring_probe
 from app.doctor.facts import ClusterFacts, NodeFacts, RingFacts
 
-SHARE = {"nccl": 0.5, "gloo": 0.25}  # of what the hardware gives: below it something is wrong, and not only untuned
+BYTES = {"nccl": 256 << 20, "gloo": 16 << 20}
+TIMES = 5
+JOIN_SECONDS = 25
 GLOO_MOST = 1e9  # bytes/s: copying through the CPU gives no more on any link
-Seat = tuple[NodeFacts, int | None]
+Ask = Callable[[dict[Any, Any]], dict[Any, Any]]  # futures by name -> answers by name; a text is an error
+Rank = tuple[NodeFacts, int | None]  # its node, and the driver's index of its GPU; None: the CPU
 
 
-def measure(facts: ClusterFacts) -> tuple[RingFacts, ...]:
-    """What all-reduce gives on the cluster that this process is connected to; facts: of the look so far."""
-    from app.doctor.look import spawn
+class RingRank:
+    """The actor of one rank. gpu: as in `Rank`. interface: where gloo's peers find it. Sent by value, as the probe."""
 
-    seats = seats_of(facts)
-    if len(seats) < 2:
-        return ()
-    actors = [spawn(ring_probe.Ring, node.node_id, gpu, interface_of(node)) for node, gpu in seats]
-    try:
-        return _measure(facts, seats, actors)
-    finally:
-        import ray
+    def __init__(self, gpu: int | None, interface: str) -> None:
+        if interface:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        import torch
 
-        for actor in actors:
-            ray.kill(actor)
+        self.torch, self.backend = torch, "gloo" if gpu is None else "nccl"
+        self.device = torch.device("cpu" if gpu is None else f"cuda:{gpu}")
+        self.store: Any = None
+
+    def open(self, address: str) -> tuple[str, int]:
+        """The first rank's part: where all find one another."""
+        from torch.distributed import TCPStore
+
+        self.store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        return address, self.store.port
+
+    def join(self, rank: int, ranks: int, store: tuple[str, int]) -> str:
+        import torch.distributed as dist
+
+        if self.backend == "nccl":
+            self.torch.cuda.set_device(self.device)
+        wait = timedelta(seconds=JOIN_SECONDS)
+        found = self.store or dist.TCPStore(*store, is_master=False, timeout=wait)
+        dist.init_process_group(self.backend, store=found, rank=rank, world_size=ranks, timeout=wait)
+        self.data = self.torch.ones(BYTES[self.backend] // 4, device=self.device)
+        return self.backend
+
+    def rate(self, groups: list[list[int]]) -> float | None:
+        """Bytes/s that leave each rank while its group reduces, in a ring: 2 (n-1)/n of the data. Every rank calls this
+        with the same disjoint groups; None where it is in none of them."""
+        import torch.distributed as dist
+
+        made = [(group, dist.new_group(group)) for group in groups]
+        own = next(((ranks, group) for ranks, group in made if dist.get_rank() in ranks), None)
+        if own is None:
+            return None
+        ranks, group = own
+        best = float("inf")
+        for _ in range(TIMES + 1):  # the first one connects
+            self._finish()
+            begun = time.perf_counter()
+            dist.all_reduce(self.data, group=group)
+            self._finish()
+            best = min(best, time.perf_counter() - begun)
+            self.data.fill_(1.0)
+        return 2 * (len(ranks) - 1) / len(ranks) * BYTES[self.backend] / best
+
+    def _finish(self) -> None:
+        if self.backend == "nccl":
+            self.torch.cuda.synchronize(self.device)
 
 
-def _measure(facts: ClusterFacts, seats: list[Seat], actors: list[Any]) -> tuple[RingFacts, ...]:
-    from app.doctor.look import gather
-
-    def all_of(method: str, *arguments: Any) -> list[Any]:
-        answers = gather({str(rank): getattr(actor, method).remote(*arguments) for rank, actor in enumerate(actors)})
-        return [answers[str(rank)] for rank in range(len(actors))]
-
-    nodes = list(dict.fromkeys(node.node_id for node, _ in seats))
-    store = gather({"0": actors[0].open.remote(seats[0][0].address)})["0"]
-    joined: Any = {}
-    if isinstance(store, tuple):
-        joined = gather({str(r): actor.join.remote(r, len(actors), store) for r, actor in enumerate(actors)})
-    problem = next((str(answer) for answer in joined.values() if answer not in ("nccl", "gloo")), "")
-    if problem or not joined:
-        return (RingFacts(tuple(nodes), len(seats), "", problem=problem or str(store)),)
-    backend, found = joined["0"], list[RingFacts]()
-    per_node = [[rank for rank, (node, _) in enumerate(seats) if node.node_id == node_id] for node_id in nodes]
+def measure(facts: ClusterFacts, ranks: list[Rank], actors: list[Any], ask: Ask) -> tuple[RingFacts, ...]:
+    """What all-reduce gives between the ranks, each of which is an actor; facts: of the look so far."""
+    nodes = list(dict.fromkeys(node.node_id for node, _ in ranks))
+    store = ask({0: actors[0].open.remote(ranks[0][0].address)})[0]
+    if isinstance(store, str):
+        return (RingFacts(tuple(nodes), len(ranks), "", problem=store),)
+    joined = ask({rank: actor.join.remote(rank, len(actors), store) for rank, actor in enumerate(actors)})
+    problem = next((answer for answer in joined.values() if answer not in BYTES), "")
+    if problem:
+        return (RingFacts(tuple(nodes), len(ranks), "", problem=problem),)
 
     def ring(groups: list[list[int]]) -> list[RingFacts]:
-        rates = all_of("rate", groups)
-        return [ring_facts(facts, seats, group, backend, [rates[rank] for rank in group]) for group in groups]
+        rates = ask({rank: actor.rate.remote(groups) for rank, actor in enumerate(actors)}) if groups else {}
+        return [_ring(facts, [ranks[r][0] for r in group], joined[0], [rates[r] for r in group]) for group in groups]
 
-    if any(len(group) > 1 for group in per_node):
-        found += ring([group for group in per_node if len(group) > 1])
+    per_node = [[rank for rank, (node, _) in enumerate(ranks) if node.node_id == name] for name in nodes]
+    found = ring([group for group in per_node if len(group) > 1])
     if len(nodes) > 1:
-        found += ring([list(range(len(seats)))])
-        if found[-1].low and len(nodes) > 2:
-            for pairs in disjoint_pairs(len(nodes)):
-                found += ring([[per_node[a][0], per_node[b][0]] for a, b in pairs])
+        found += ring([list(range(len(ranks)))])
+    if len(nodes) > 2 and found[-1].is_slow:
+        pairs = [[per_node[i][0], per_node[(i + 1) % len(nodes)][0]] for i in range(len(nodes))]
+        for disjoint in (pairs[0:-1:2], pairs[1:-1:2], pairs[-1:]):
+            found += ring(disjoint)
     return tuple(found)
 
 
-def ring_facts(facts: ClusterFacts, seats: list[Seat], group: list[int], backend: str, rates: list[Any]) -> RingFacts:
+def _ring(facts: ClusterFacts, members: list[NodeFacts], backend: str, rates: list[Any]) -> RingFacts:
     """One ring's measurement beside what should come; the slowest rank's rate is the ring's."""
-    members = list(dict.fromkeys(seats[rank][0].node_id for rank in group))
-    bad = next((str(rate) for rate in rates if not isinstance(rate, float)), "")
-    expected = (within if len(members) == 1 else across)(facts, members, backend)
-    rate = None if bad else min(rates)
-    return RingFacts(tuple(members), len(group), backend, rate, expected, SHARE[backend], bad)
+    nodes = tuple(dict.fromkeys(node.node_id for node in members))
+    problem = next((str(rate) for rate in rates if not isinstance(rate, float)), "")
+    expected = expected_rate(facts, nodes, backend)
+    return RingFacts(nodes, len(members), backend, None if problem else min(rates), expected, problem)
 
 
-def across(facts: ClusterFacts, members: list[str], backend: str) -> float | None:
-    """Bytes/s that should leave each node: the file's figure, else the slowest card's; None where nobody knows."""
-    cards = [card for member in members if (card := card_of(facts.node(member)))]
-    promised = facts.link_expected or (min(cards) if len(cards) == len(members) else None)
-    return min(promised, GLOO_MOST) if promised and backend == "gloo" else promised
+def expected_rate(facts: ClusterFacts, nodes: tuple[str, ...], backend: str) -> float | None:
+    """Bytes/s that should leave each rank: within a node by the catalogue of GPUs, across nodes by the cluster's file.
+    None where that is not known."""
+    from cluster.hardware import HardwareError, gpu
+
+    members = [facts.node(node) for node in nodes]
+    if len(members) == 1:
+        try:
+            return min(gpu(each.name).link_within for each in members[0].gpus) if backend == "nccl" else None
+        except HardwareError:
+            return None
+    rate = facts.link_expected
+    return min(rate, GLOO_MOST) if rate and backend == "gloo" else rate
 
 
-def within(facts: ClusterFacts, members: list[str], backend: str) -> float | None:
-    """Bytes/s that should leave each GPU of a node, by the catalogue."""
-    from cluster.hardware import HardwareError
-    from cluster.hardware import gpu as known
-
-    if backend == "gloo":
-        return None
-    try:
-        return min(known(gpu.name).link_within for gpu in facts.node(members[0]).gpus)
-    except HardwareError:
-        return None
-
-
-def seats_of(facts: ClusterFacts) -> list[Seat]:
-    """The ranks: idle GPUs that torch sees in the driver's order; without any GPU in the cluster, a CPU per node."""
-    dead = {
-        name for link in facts.links if link.gpus is None and link.rate is None for name in (link.source, link.target)
+def ranks_of(facts: ClusterFacts) -> list[Rank]:
+    """Idle GPUs that torch sees in the driver's order; without any GPU in the cluster, a CPU per node."""
+    cut_off = {
+        name for node in facts.answered for name in (*node.unreachable, *([node.node_id] if node.unreachable else []))
     }
-    nodes = [node for node in facts.answered if node.node_id not in dead and node.packages.get("torch")]
-    gpus: list[Seat] = [
-        (node, gpu.index)
-        for node in nodes
-        if node.torch_gpus == len(node.gpus) and node.visible is None
-        for gpu in node.gpus
-        if not gpu.processes and not gpu.mig
-    ]
-    if gpus or any(node.gpus for node in nodes):
-        return gpus
-    return [(node, None) for node in nodes]
-
-
-def interface_of(node: NodeFacts) -> str:
-    """Name of the network interface that has the node's address."""
-    return next((name for name, address in node.interfaces.items() if address == node.address), "")
-
-
-def card_of(node: NodeFacts) -> float | None:
-    """Bytes/s that the card with the node's address says it does."""
-    return node.speeds.get(interface_of(node))
-
-
-def disjoint_pairs(count: int) -> list[list[tuple[int, int]]]:
-    """Rounds in which nobody is in two pairs, until every pair was in one; by turning a circle with one seat fixed."""
-    circle: list[int | None] = [*range(count), *([None] if count % 2 else [])]
-    rounds = []
-    for _ in range(len(circle) - 1):
-        half = len(circle) // 2
-        opposite = zip(circle[:half], reversed(circle[half:]), strict=True)
-        rounds.append([(a, b) for a, b in opposite if a is not None and b is not None])
-        circle = [circle[0], circle[-1], *circle[1:-1]]
-    return rounds
+    nodes = [node for node in facts.answered if node.node_id not in cut_off and node.versions.get("torch")]
+    if not any(node.gpus for node in nodes):
+        return [(node, None) for node in nodes]
+    usable = [node for node in nodes if node.torch_gpus == len(node.gpus) and node.visible is None]
+    return [(node, gpu.index) for node in usable for gpu in node.gpus if not gpu.processes and not gpu.mig]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.errors import UserError
-from app.models.linear_cross_entropy import linear_cross_entropy
+from app.models.cross_entropy import linear_cross_entropy
 
 NORMS: dict[str, type[nn.Module]] = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm}
 
@@ -139,11 +139,10 @@ class GPT(nn.Module):
 
     @property
     def has_own_head(self) -> bool:
-        """Whether the head is a whole linear layer that only multiplies: not one that somebody has split over workers,
-        moved to another device or taken over."""
-        head = self.head
-        touched = head._forward_pre_hooks or head._forward_hooks or "forward" in vars(head)
-        return type(head) is nn.Linear and not touched
+        """Whether the head is a whole linear layer here that only multiplies: not one that is split over workers, taken
+        over by a pipeline, or on another device."""
+        own = type(self.head) is nn.Linear and "forward" not in vars(self.head)
+        return own and len({parameter.device for parameter in self.parameters()}) == 1
 
     def tie_weights(self) -> None:
         """With tie_weights=True: let the head use the embedding's table (Press and Wolf 2017)."""

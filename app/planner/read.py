@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from app.data.loader import fetch, rows
+from app.data.batch import rows
+from app.data.loader import fetch
 from app.errors import UserError
 from app.planner.trace import AFTER, BEFORE, PartTrace, Trace, watch
 from app.tasks.base import Task

@@ -5,42 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from app.errors import UserError
 
 T = TypeVar("T")
 DEFAULT = "http://127.0.0.1:8265"
-
-
-@dataclass(frozen=True)
-class Target:
-    """Where jobs go: a job server's address, or a cluster file whose head is reached over SSH."""
-
-    address: str = ""
-    cluster: str = ""
-
-    @property
-    def words(self) -> str:
-        return self.cluster or self.address
-
-
-def target(address: str | None, cluster: str | None) -> Target:
-    """What was asked for, else RAY_API_SERVER_ADDRESS or an http RAY_ADDRESS, else this machine's own job server.
-
-    Raises:
-        UserError: both an address and a cluster file are given.
-    """
-    allow_token()
-    if address and cluster:
-        raise UserError("--address and --cluster both say where to: write one of them")
-    if cluster:
-        return Target(cluster=cluster)
-    known = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
-    found = address or (known if known.startswith("http") else "") or DEFAULT
-    return Target(address=found if "://" in found else f"http://{found}")
 
 
 def allow_token() -> None:
@@ -54,76 +25,77 @@ class TokenRefused(UserError):
 
 
 class Server:
-    """The job server. `connect` opens the way to it and `close` ends it; `reconnect` does both."""
+    """The job server, connected to inside `with`; `client` is Ray's JobSubmissionClient.
 
-    def __init__(self, target: Target) -> None:
-        self.target = target
-        self._stack = contextlib.ExitStack()
+    It is at `address`, or on the head of the cluster file `cluster`, reached over SSH; by default at
+    RAY_API_SERVER_ADDRESS or an http RAY_ADDRESS, else on this machine.
+    """
+
+    def __init__(self, address: str | None = None, cluster: str | None = None) -> None:
+        if address and cluster:
+            raise UserError("--address and --cluster both say where to: write one of them")
+        known = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
+        found = address or (known if known.startswith("http") else DEFAULT)
+        self.cluster = cluster or ""
+        self.address = "" if cluster else found if "://" in found else f"http://{found}"
         self.client: Any = None
+        self._tunnel = contextlib.ExitStack()
+
+    def __str__(self) -> str:
+        return self.cluster or self.address
 
     def __enter__(self) -> Server:
         self.connect()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._tunnel.close()
 
     def connect(self) -> None:
-        """Raises UserError or ClusterError: nobody answers, or the token is refused; one sentence."""
+        """Connects, or connects again.
+
+        Raises:
+            UserError, ClusterError: no server answers, or it refuses the token; one sentence.
+        """
+        self._tunnel.close()
         allow_token()
         from ray.job_submission import JobSubmissionClient
 
-        for name in ("ray", "ray.dashboard", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
+        for name in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
             logging.getLogger(name).setLevel(logging.ERROR)
-        address = self.target.address
-        if self.target.cluster:
-            from cluster.launch import load
-            from cluster.ray_file import is_this_machine
-            from cluster.remote import login_of, tunnel
-            from cluster.status import dashboard_port, head_host
-
-            data, file = load(self.target.cluster)
-            if is_this_machine(data):
-                address = f"http://127.0.0.1:{dashboard_port(data)}"
-            else:
-                way = tunnel(login_of(data), head_host(data, file), dashboard_port(data))
-                address = f"http://127.0.0.1:{self._stack.enter_context(way)}"
+        address = self._open_tunnel() if self.cluster else self.address
         try:
-            self.client = self.said(lambda: JobSubmissionClient(address))
+            self.client = self.ask(lambda: JobSubmissionClient(address))
         except (ConnectionError, RuntimeError, OSError, ValueError) as error:
-            self.close()
+            self._tunnel.close()
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(
-                f"no Ray job server answers at {self.target.words} ({first[:160]}): `trireme cluster up` starts a "
-                "cluster, --address or --cluster says where one is"
+                f"no Ray job server answers at {self} ({first[:160]}): `trireme cluster up` starts a cluster, "
+                "--address or --cluster says where one is"
             ) from error
 
-    def said(self, ask: Callable[[], T]) -> T:
-        """Asks the server; a refused token becomes a sentence."""
+    def _open_tunnel(self) -> str:
+        """The local address that leads to the cluster's head."""
+        from cluster.launch import load
+        from cluster.ray_file import is_this_machine
+        from cluster.remote import login_of, tunnel
+        from cluster.status import dashboard_port, head_host
+
+        data, file = load(self.cluster)
+        port = dashboard_port(data)
+        if not is_this_machine(data):
+            port = self._tunnel.enter_context(tunnel(login_of(data), head_host(data, file), port))
+        return f"http://127.0.0.1:{port}"
+
+    def ask(self, question: Callable[[], T]) -> T:
+        """The answer of a call to the server; a refused token becomes a sentence."""
         try:
-            return ask()
+            return question()
         except Exception as error:
             text = f"{type(error).__name__} {error}"
-            if "Authentication" in text or "401" in text or "403" in text or "Unauthorized" in text:
-                raise TokenRefused(
-                    f"the cluster at {self.target.words} refuses the token (missing, wrong or expired): put its token "
-                    "into ~/.ray/auth_token or RAY_AUTH_TOKEN, and set RAY_AUTH_MODE=token"
-                ) from error
-            raise
-
-    def close(self) -> None:
-        self._stack.close()
-        self._stack = contextlib.ExitStack()
-
-    def reconnect(self) -> None:
-        self.close()
-        self.connect()
-
-    def versions(self) -> dict[str, str]:
-        """Ray's and Python's version on the cluster; empty where the server does not say."""
-        try:
-            answer = self.client._do_request("GET", "/api/v0/cluster_metadata")
-            data: Mapping[str, Any] = answer.json().get("data") or {}
-        except Exception:  # an older server does not know the question
-            return {}
-        return {"ray": data.get("rayVersion", ""), "python": data.get("pythonVersion", "")}
+            if not any(word in text for word in ("Authentication", "401", "403", "Unauthorized")):
+                raise
+            raise TokenRefused(
+                f"the cluster at {self} refuses the token (missing, wrong or expired): put its token into "
+                "~/.ray/auth_token or RAY_AUTH_TOKEN, and set RAY_AUTH_MODE=token"
+            ) from error

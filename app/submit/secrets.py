@@ -6,10 +6,8 @@ into a file on the head that only its owner reads, and the job removes the file 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import re
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,9 +18,7 @@ from app.errors import UserError
 if TYPE_CHECKING:
     from app.config import Config
 
-SECRET = re.compile(r"(?i)token|secret|password|passwd|credential|api_?key|access_key|private")
-ALWAYS = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_TRACKING_USERNAME")
-ALWAYS_SECRET = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
+ALWAYS = ("URI", "USERNAME", "TOKEN", "PASSWORD")  # of MLFLOW_TRACKING_…
 
 
 def chosen(names: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:
@@ -31,31 +27,26 @@ def chosen(names: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:
     Raises:
         UserError: a variable is asked for by value, or is not set here.
     """
-    plain: dict[str, str] = {}
-    secret: dict[str, str] = {}
+    from app.tracking.masking import looks_secret, mask_uri
+
     for name in names:
         if "=" in name:
             raise UserError(f"--env takes a variable's name, not its value: set {name.partition('=')[0]} and name it")
         if name not in os.environ:
             raise UserError(f"the environment variable {name}, which --env names, is not set here")
-    for name in (*names, *ALWAYS, *ALWAYS_SECRET):
-        if name in os.environ:
-            value = os.environ[name]
-            hidden = SECRET.search(name) or re.search(r"://[^/@]+:[^/@]+@", value)
-            (secret if hidden else plain)[name] = value
-    return plain, secret
+    always = ("MLFLOW_EXPERIMENT_NAME", *(f"MLFLOW_TRACKING_{name}" for name in ALWAYS))
+    found = {name: os.environ[name] for name in (*names, *always) if name in os.environ}
+    secret = {name: value for name, value in found.items() if looks_secret(name) or mask_uri(value) != value}
+    return {name: value for name, value in found.items() if name not in secret}, secret
 
 
 def refuse_written(config: Config) -> None:
-    """Raises UserError if the configuration holds a secret: it would be shipped, and saved with the run; and what is
-    on the command line Ray shows to whoever may ask."""
+    """Raises UserError if the configuration holds a secret: it would be shipped, and shown by Ray."""
     from app.config_io import flatten, to_dict
     from app.tracking.masking import mask_uri, surely_secret
 
     for key, value in flatten(to_dict(config)).items():
-        if not isinstance(value, str) or not value:
-            continue
-        if mask_uri(value) != value or surely_secret(key):
+        if isinstance(value, str) and value and (mask_uri(value) != value or surely_secret(key)):
             raise UserError(
                 f"{key} holds a secret, which would be shipped with the job and shown by Ray: put it into an "
                 "environment variable (MLflow's goes along by itself, others with --env NAME)"
@@ -74,25 +65,23 @@ def leave(cluster: str, secret: Mapping[str, str]) -> str:
     from cluster.status import head_host
 
     data, file = load(cluster)
-    name = f".trireme/secrets/{uuid.uuid4().hex}"
+    name, text = f".trireme/secrets/{uuid.uuid4().hex}", json.dumps(dict(secret))
     if is_this_machine(data):
-        path = Path("~").expanduser() / name
+        path = Path.home() / name
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.touch(mode=0o600)
-        path.write_text(json.dumps(dict(secret)))
+        path.write_text(text)
         return str(path)
     command = f"umask 077; mkdir -p ~/.trireme/secrets; cat > ~/{name}; echo ~/{name}"
-    answer = ask(login_of(data), head_host(data, file), command, stdin=json.dumps(dict(secret)))
+    answer = ask(login_of(data), head_host(data, file), command, stdin=text)
     if answer.problem or answer.code:
-        raise UserError(f"the secrets could not be left on the head: {answer.problem or answer.err.strip()[-200:]}")
+        raise UserError(f"the secrets cannot be put on the head: {answer.problem or answer.err.strip()[-200:]}")
     return answer.out.strip().splitlines()[-1]
 
 
 def take(path: Path) -> None:
-    """Puts the secrets of a file into this process's environment and removes the file."""
-    if not path.is_file():
-        return
-    with contextlib.suppress(ValueError):
+    """Puts the secrets of a file into this process' environment and removes the file."""
+    if path.is_file():
         os.environ.update(json.loads(path.read_text()))
-    path.unlink(missing_ok=True)
-    os.environ.pop("TRIREME_SECRETS", None)
+        path.unlink()
+        os.environ.pop("TRIREME_SECRETS", None)

@@ -49,7 +49,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from app.data.loader import Batch, fetch, rows
+from app.data.batch import Batch, rows
+from app.data.loader import fetch
 
 
 class Task:

@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from app.data.text import BYTES, find_files, tokenise
 from app.data.tokens import SUFFIXES, TOKEN_DTYPES, TokenFile, TokenWindows, check_ends, open_tokens
 from app.errors import UserError
+from app.models.cross_entropy import LARGE_VOCABULARY, cross_entropy
 from app.models.gpt import GPT, NORMS, TENSOR_PLAN
 from app.tasks.arguments import checked_model, fraction, held_out, one_of, whole
 from app.tasks.base import Batch
-from app.tasks.cross_entropy import LARGE_VOCABULARY, cross_entropy
 from app.tasks.parts import InParts
 
 DEFAULT_EVAL_FRACTION = 0.1
@@ -35,7 +35,7 @@ class LanguageModelling(InParts):
     sequence_length, d_model, n_layers, n_heads, d_hidden, norm (`rmsnorm` or `layernorm`), tie_weights, dropout:
         the model; see app/models/gpt.py.
     linear_loss: compute the loss from the last layer's input, in chunks, so that all logits never exist at once
-        (app/models/linear_cross_entropy.py). null (the default): on a GPU with a vocabulary of 8,192 or more; true: on
+        (app/models/cross_entropy.py). null (the default): on a GPU with a vocabulary of 8,192 or more; true: on
         a CPU too. Without effect where the last layer is split over workers or another stage's (tensor, pipeline), is
         on another device (dp, model_parallel), or belongs to DeepSpeed.
     eval_samples or eval_fraction: sequences held out at the end of the text (default: a tenth, at most 256).

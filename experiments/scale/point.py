@@ -129,7 +129,7 @@ class Bench:
 
     def _training(self, name: str, rank: int) -> tuple[Any, Any]:
         """The loop and its batches, which are this worker's own, also where it stands in as `rank`."""
-        from app.data.loader import rows
+        from app.data.batch import rows
         from app.loop import Training
 
         job = replace(self.job, folder=f"{self.job.folder}/{name}")  # one phase does not go on where another ended

@@ -91,12 +91,12 @@ def test_doctor_finds_nothing_in_a_sound_cluster_and_what_is_planted(site: Site)
     sound = site.doctor("--storage", str(site.lab.shared))
     seconds = time.monotonic() - begun
     assert sound.returncode == 0 and "nothing is wrong" in sound.stdout, sound.stdout + sound.stderr
-    assert "3 nodes" in sound.stdout and "6 links" in sound.stdout and seconds < 15
+    assert "3 nodes checked" in sound.stdout and seconds < 15
     afar = site.lab.trireme(DESK, "doctor", "--cluster", str(site.file), "--storage", str(site.lab.shared))
     assert afar.returncode == 0 and "3 nodes" in afar.stdout, afar.stdout + afar.stderr
     with isolate(site.lab, FIRST, SECOND):  # each still reaches the head
-        # /tmp is a folder of each host's own, and nobody listens on that port
-        told = site.doctor("--json", "--storage", "/tmp/own", *POINTS, f"tracking.uri=http://{site.lab.address(0)}:9")
+        # /tmp is a folder of each host's own
+        told = site.doctor("--json", "--storage", "/tmp/own")
         left_out = site.doctor("--exclude-bad").stdout.strip()  # one end of the link is: either will do
         spared = {site.lab.address(host): host for host in range(3)}
         facts = json.loads(told.stdout)["facts"]
@@ -107,7 +107,7 @@ def test_doctor_finds_nothing_in_a_sound_cluster_and_what_is_planted(site: Site)
         stopped = site.lab.trireme(DESK, "submit", "stop", job, "--cluster", str(site.file))
         assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     found = {finding["code"]: finding for finding in json.loads(told.stdout)["findings"]}
-    assert set(found) == {"cut_link", "storage_differs", "mlflow"}, told.stdout
+    assert set(found) == {"cut_link", "storage_differs"}, told.stdout
     assert site.lab.address(SECOND) in found["cut_link"]["sentence"] and told.returncode == 1
     assert HEAD in spared.values() and left_out == f"cluster.exclude_nodes=[{found['cut_link']['nodes'][0]}]"
 

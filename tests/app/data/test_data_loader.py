@@ -1,4 +1,4 @@
-"""The loader: which samples reach which rank in which micro-batch, and the thread that brings them."""
+"""The loader: which samples reach which rank in which micro-batch, the thread that brings them, and evaluation."""
 
 from __future__ import annotations
 
@@ -6,31 +6,32 @@ import gc
 import multiprocessing
 import threading
 import time
-from collections.abc import Callable
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from app.data import prefetch
-from app.data.loader import micro_batch_slices, train_batches
+from app.data import loader
+from app.data.batch import map_tensors, rows, tensors
+from app.data.loader import eval_batches, micro_batch_slices, train_batches
 from app.data.prefetch import Prefetcher
 from app.errors import UserError
 
 CPU = torch.device("cpu")
-SLOW = 2e-3  # seconds a sample takes, so that a thread pays
 
 
 class Plain(Dataset[Any]):
-    """Sample i is (i as float, i); `broken` raises when asked for; each takes `seconds`."""
+    """Sample i is (i as float, i); `broken` raises when asked for."""
 
-    def __init__(self, n: int, broken: int | None = None, seconds: float = 0.0) -> None:
-        self.n, self.broken, self.seconds = n, broken, seconds
+    def __init__(self, n: int, broken: int | None = None) -> None:
+        self.n, self.broken = n, broken
 
     def __len__(self) -> int:
         return self.n
@@ -38,7 +39,6 @@ class Plain(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         if index == self.broken:
             raise UserError(f"sample {index} is broken")
-        time.sleep(self.seconds)
         return torch.tensor([float(index)]), index
 
 
@@ -159,67 +159,50 @@ def test_positions_run_on_over_epochs_and_ranks() -> None:
     assert positions == [[[0, 1], [2]], [[6, 7], [8]], [[3, 4], [5]], [[9, 10], [11]]]
 
 
-def test_micro_batches_give_the_exact_gradient_of_the_whole_batch() -> None:
-    """Weighing each micro-batch's mean by its items gives the mean over the batch: 5 by 2, and 11 over 2 ranks."""
-    weight = torch.randn(3, 1, dtype=torch.float64)
-    targets = torch.arange(50) % 3
-
-    def gradient(steps: list[list[Any]], total: int) -> Tensor:
-        parameter = weight.clone().requires_grad_()
-        for inputs, index in (micro for step in steps for micro in step):
-            loss = F.cross_entropy(inputs.double() / 50 @ parameter.T, targets[index])
-            (loss * len(index) / total).backward()
-        assert parameter.grad is not None
-        return parameter.grad
-
-    whole = gradient(load(Plain(50), batch=5, steps=1), 5)
-    assert torch.allclose(whole, gradient(load(Plain(50), batch=5, steps=1, micro_batch_size=2), 5), rtol=0, atol=1e-15)
-    whole = gradient(load(Plain(50), batch=11, steps=1), 11)
-    ranks = [load(Plain(50), batch=11, steps=1, micro_batch_size=2, dp_rank=r, dp_size=2)[0] for r in range(2)]
-    assert torch.allclose(whole, gradient(ranks, 11), rtol=0, atol=1e-15)
+def training(dataset: Dataset[Any], steps: int, data_workers: int, ahead: int) -> Prefetcher[Any]:
+    """As train_batches gives on a CPU, or, with `ahead`, on a GPU: from a thread."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "Prefetcher", partial(Prefetcher, ahead=ahead))
+        return train_batches(
+            dataset, seed=0, global_batch_size=2, micro_batch_size=1, dp_rank=0, dp_size=1,
+            samples_seen=0, steps=steps, device=CPU, data_workers=data_workers,
+        )  # fmt: skip
 
 
-@pytest.mark.parametrize(("data_workers", "seconds"), [(0, 0.0), (0, SLOW), (1, 0.0)])
-def test_an_exception_surfaces_in_next_and_ends_the_thread(data_workers: int, seconds: float) -> None:
-    batches = train_batches(
-        Plain(10, broken=3, seconds=seconds), seed=0, global_batch_size=2, micro_batch_size=None, dp_rank=0, dp_size=1,
-        samples_seen=0, steps=100, device=CPU, data_workers=data_workers,
-    )  # fmt: skip
+WAYS = pytest.mark.parametrize(("data_workers", "ahead"), [(0, 0), (0, 2), (1, 0), (1, 2)])
+
+
+@WAYS
+def test_an_exception_surfaces_in_next_and_ends_the_thread(data_workers: int, ahead: int) -> None:
+    batches = training(Plain(10, broken=3), 100, data_workers, ahead)
     with pytest.raises(UserError, match="sample 3 is broken"):
         for _ in range(30):
             next(batches)
     with pytest.raises(StopIteration):
         next(batches)
-    assert_nothing_left()
-
-
-@pytest.mark.parametrize(("data_workers", "seconds"), [(0, 0.0), (0, SLOW), (1, 0.0)])
-@pytest.mark.parametrize("how", ["close", "collected", "read to the end", "never read"])
-def test_no_thread_or_process_is_left(how: str, data_workers: int, seconds: float) -> None:
-    steps = 15 if how == "read to the end" else 10_000
-    batches: Prefetcher[Any] | None = train_batches(
-        Plain(10, seconds=seconds), seed=0, global_batch_size=2, micro_batch_size=1, dp_rank=0, dp_size=1,
-        samples_seen=0, steps=steps, device=CPU, data_workers=data_workers,
-    )  # fmt: skip
-    assert batches is not None
-    if how == "read to the end":
-        assert len(list(batches)) == 15
-    elif how == "close":
-        read_some(batches)
-        batches.close()
-        batches.close()
-        assert list(batches) == []
-    elif how == "collected":
-        read_some(batches)
-    batches = None
     gc.collect()
     assert_nothing_left()
 
 
-def read_some(batches: Prefetcher[Any]) -> None:
-    """Enough for the loader to see whether its data are slow."""
-    for _ in range(prefetch.WINDOW + 1):
+@WAYS
+@pytest.mark.parametrize("how", ["close", "collected", "read to the end", "never read"])
+def test_no_thread_or_process_is_left(how: str, data_workers: int, ahead: int) -> None:
+    batches: Prefetcher[Any] | None = training(
+        Plain(10), 15 if how == "read to the end" else 10_000, data_workers, ahead
+    )
+    assert batches is not None
+    if how == "read to the end":
+        assert len(list(batches)) == 15
+    elif how == "close":
         next(batches)
+        batches.close()
+        batches.close()
+        assert list(batches) == []
+    elif how == "collected":
+        next(batches)
+    batches = None
+    gc.collect()
+    assert_nothing_left()
 
 
 @pytest.fixture(autouse=True)
@@ -242,45 +225,24 @@ def assert_nothing_left() -> None:
     raise AssertionError(f"left: {threads}, {children}")
 
 
-class Counting(Plain):
-    """Notes what was asked for, and by which thread."""
+def test_a_thread_makes_items_a_few_ahead_and_a_cpu_none() -> None:
+    made: list[str] = []
 
-    def __init__(self, n: int, seconds: float) -> None:
-        super().__init__(n, seconds=seconds)
-        self.asked: list[str] = []
+    def make() -> Iterator[Tensor]:
+        while True:
+            made.append(threading.current_thread().name)
+            yield torch.zeros(1)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        self.asked.append(threading.current_thread().name)
-        return super().__getitem__(index)
-
-
-def counted(seconds: float) -> tuple[Counting, Prefetcher[Any]]:
-    data = Counting(100, seconds)
-    batches = train_batches(
-        data, seed=0, global_batch_size=1, micro_batch_size=None, dp_rank=0, dp_size=1,
-        samples_seen=0, steps=50, device=CPU,
-    )  # fmt: skip
-    return data, batches
-
-
-def test_slow_data_are_made_by_a_thread_a_few_ahead() -> None:
-    data, batches = counted(SLOW)
-    read_some(batches)  # the last is the thread's
-    deadline = time.monotonic() + 5
-    while len(data.asked) < prefetch.WINDOW + 4 and time.monotonic() < deadline:
-        time.sleep(0.005)
-    time.sleep(0.05)
-    assert len(data.asked) == prefetch.WINDOW + 4  # two wait in the queue, one in the thread's hand
-    assert set(data.asked[prefetch.WINDOW :]) == {"trireme-prefetch"}
-    batches.close()
-
-
-def test_cheap_data_are_made_when_asked_for_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "CHEAP", 60.0)  # whatever else the machine does
-    monkeypatch.setattr(prefetch, "PATIENCE", 60.0)
-    data, batches = counted(0.0)
-    assert len(list(batches)) == 50
-    assert set(data.asked) == {threading.current_thread().name}
+    for ahead, expected in ((2, 1 + 2 + 1), (None, 1)):  # read, waiting in the queue, in the thread's hand
+        made.clear()
+        batches = Prefetcher(make, CPU, ahead=ahead)
+        next(batches)
+        deadline = time.monotonic() + 5
+        while len(made) < expected and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(0.05)
+        assert len(made) == expected and (made[0] == "trireme-prefetch") == bool(ahead)
+        batches.close()
 
 
 @pytest.mark.parametrize("data_workers", [0, 2])
@@ -310,3 +272,52 @@ def test_data_workers_draw_random_numbers_by_position() -> None:
 def test_impossible_loading_is_one_sentence(dataset: Plain, batch: int, dp_size: int, says: str) -> None:
     with pytest.raises(UserError, match=says):
         load(dataset, batch=batch, steps=1, dp_size=dp_size)
+
+
+@settings(max_examples=40, deadline=None)
+@given(n=st.integers(0, 30), batch=st.integers(1, 9), dp_size=st.integers(1, 5))
+def test_evaluation_counts_every_sample_once(n: int, batch: int, dp_size: int) -> None:
+    ranks = [
+        list(eval_batches(ReadyBatches(n), batch_size=batch, dp_rank=rank, dp_size=dp_size, device=CPU))
+        for rank in range(dp_size)
+    ]
+    assert len({len(rank) for rank in ranks}) == 1
+    counted = [number for rank in ranks for (_, index), weight in rank if weight for number in index.tolist()]
+    assert counted == list(range(n))
+    total = sum(weight for rank in ranks for _, weight in rank)
+    assert total == n
+    if n:
+        mean = sum(weight * inputs.mean().item() for rank in ranks for (inputs, _), weight in rank) / total
+        assert mean == pytest.approx((n - 1) / 2)
+    assert all(len(index) > 0 for rank in ranks for (_, index), _ in rank)
+
+
+def test_evaluation_ranks_with_less_data_get_weightless_batches() -> None:
+    ranks = [list(eval_batches(Plain(5), batch_size=1, dp_rank=r, dp_size=2, device=CPU)) for r in range(2)]
+    assert [weight for _, weight in ranks[0]] == [1.0, 1.0, 1.0]
+    assert [weight for _, weight in ranks[1]] == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_batches_arrive_on_the_gpu_unharmed() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    steps = train_batches(
+        ReadyBatches(1000), seed=0, global_batch_size=64, micro_batch_size=16, dp_rank=0, dp_size=1,
+        samples_seen=0, steps=200, device=device,
+    )  # fmt: skip
+    wanted = load(ReadyBatches(1000), batch=64, steps=200, seed=0, micro_batch_size=16)
+    for step, expected in zip(steps, wanted, strict=True):
+        assert step[0][0].device == device
+        assert numbers(step) == numbers(expected)
+
+
+def test_a_batch_is_tensors_in_any_nesting() -> None:
+    Pair = namedtuple("Pair", "a b")
+    batch = {"x": [torch.ones(3), "kept"], "pair": Pair(torch.zeros(2), 4), "none": None}
+    doubled = map_tensors(lambda tensor: tensor * 2, batch)
+    assert doubled["x"][0].tolist() == [2, 2, 2] and doubled["x"][1] == "kept" and doubled["none"] is None
+    assert isinstance(doubled["pair"], Pair) and doubled["pair"].b == 4
+    assert [len(tensor) for tensor in tensors(batch)] == [3, 2] and rows(batch) == 3
+    with pytest.raises(UserError, match="holds no tensor"):
+        rows({"x": 3})

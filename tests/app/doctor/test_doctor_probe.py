@@ -1,4 +1,4 @@
-"""What doctor's probes find out on real and on played machines, and doctor on a cluster that runs."""
+"""What doctor's probes find out on a machine, between actors, and on a cluster that runs."""
 
 from __future__ import annotations
 
@@ -12,126 +12,127 @@ from pathlib import Path
 import pytest
 
 from app.doctor.checks import judge
-from tests.app.doctor.test_doctor import cluster, node
+from app.doctor.facts import GpuFacts
+from app.doctor.probe import Probe, smi, write_mark
+from tests.app.doctor.test_doctor_checks import cluster, node
 from tests.running import ROOT, trireme
 
-SMI = """#!/bin/sh
-case "$1" in
-  --query-gpu=index,pci*) echo '0, 00000000:07:00.0'; echo '1, 00000000:0A:00.0';;
-  --query-gpu=*OLDNAME*) echo 'Field "clocks_throttle_reasons" is not a valid field to query.'; exit 2;;
-  --query-gpu=*) cat HERE/gpus;;
-  --query-compute-apps=*) cat HERE/apps;;
-  *) echo '| NVIDIA-SMI 570.133.20   Driver Version: 570.133.20   CUDA Version: 12.8 |';;
-esac
-"""
-HEALTHY = "{}, NVIDIA H100 80GB HBM3, 81559, 500, 0, 41, Disabled, Not Active, Not Active, Not Active, GPU-{}"
-
-
-def smi_row(gpu: int, **cells: str) -> str:
-    names = ["index", "name", "total", "used", "ecc", "heat", "mig", "hardware", "software", "brake", "uuid"]
-    row = dict(zip(names, HEALTHY.format(gpu, gpu).split(", "), strict=True)) | cells
-    return ", ".join(row.values())
+GPU = """<gpu id="00000000:07:00.0">
+  <product_name>NVIDIA H100 80GB HBM3</product_name>
+  <mig_mode><current_mig>{mig}</current_mig></mig_mode>
+  <{reasons}><x_reason_hw_thermal_slowdown>Not Active</x_reason_hw_thermal_slowdown>
+    <x_reason_hw_power_brake_slowdown>{brake}</x_reason_hw_power_brake_slowdown>
+    <x_reason_sw_thermal_slowdown>{thermal}</x_reason_sw_thermal_slowdown></{reasons}>
+  <fb_memory_usage><total>81559 MiB</total><reserved>5 MiB</reserved><used>{used} MiB</used></fb_memory_usage>
+  <ecc_errors><volatile>{ecc}</volatile><aggregate><dram_uncorrectable>9</dram_uncorrectable></aggregate></ecc_errors>
+  <temperature><gpu_temp>91 C</gpu_temp></temperature>
+  <processes>{processes}</processes>
+</gpu>"""
+PROCESS = (
+    "<process_info><pid>4711</pid><type>{}</type><process_name>/usr/bin/python train.py</process_name>"
+    "<used_memory>29000 MiB</used_memory></process_info>"
+)
+SOUND = {"mig": "Disabled", "brake": "Not Active", "thermal": "N/A", "used": "500", "ecc": "", "processes": ""}
+NEW_ECC = "<sram_uncorrectable_parity>N/A</sram_uncorrectable_parity><dram_uncorrectable>7</dram_uncorrectable>"
+OLD_ECC = (
+    "<single_bit><total>3</total></single_bit><double_bit><device_memory>7</device_memory><total>7</total></double_bit>"
+)
 
 
 @pytest.mark.parametrize(
-    ("second", "apps", "kernel", "code", "said"),
+    ("change", "code", "said"),
     [
-        ({}, "", "", "", ""),
-        ({"mig": "Enabled"}, "", "", "mig", "GPU 1"),
-        ({"ecc": "7"}, "", "", "ecc", "7 memory errors"),
-        ({"software": "Active", "heat": "91"}, "", "", "throttled", "thermal) at 91 °C"),
-        ({"brake": "Active"}, "", "", "throttled", "power brake"),
-        ({"used": "30000"}, "", "", "memory_taken", "31.5 GB of 85.5 GB"),
-        ({"used": "30000"}, "GPU-1, 4711, /usr/bin/python, 29000", "", "busy_gpu", "4711 python 29000 MiB"),
-        ({}, "", "[1.0] NVRM: Xid (PCI:0000:0a:00): 79, pid=1, GPU has fallen off the bus.", "xid", "Xid 79"),
+        ({}, "", ""),
+        ({"mig": "Enabled"}, "mig", "GPU 1"),
+        ({"ecc": NEW_ECC}, "ecc", "7 memory errors"),
+        ({"ecc": OLD_ECC}, "ecc", "7 memory errors"),
+        ({"thermal": "Active"}, "throttled", "thermal) at 91 °C"),
+        ({"brake": "Active", "reasons": "clocks_throttle_reasons"}, "throttled", "power brake"),
+        ({"used": "30000"}, "memory_taken", "31.5 GB of 85.5 GB"),
+        ({"used": "30000", "processes": PROCESS.format("C")}, "busy_gpu", "4711 python 29000 MiB"),
+        ({"processes": PROCESS.format("G")}, "", ""),
     ],
 )
-@pytest.mark.parametrize("old_names", [True, False])
-def test_a_fault_is_seen_through_the_drivers_own_program(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    second: dict[str, str],
-    apps: str,
-    kernel: str,
-    code: str,
-    said: str,
-    old_names: bool,
+def test_a_fault_is_seen_through_nvidia_smi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, str], code: str, said: str
 ) -> None:
-    """nvidia-smi and dmesg of a machine with two GPUs, played by scripts: everything from there on is what runs."""
-    from app.doctor.gpu_probe import smi
-    from app.doctor.look import _gpu
-
-    (tmp_path / "gpus").write_text(f"{smi_row(0)}\n{smi_row(1, **second)}\n")
-    (tmp_path / "apps").write_text(apps)
-    refused = "NOBODY" if old_names else "throttle_reasons"
-    for name, text in (
-        ("nvidia-smi", SMI.replace("OLDNAME", refused).replace("HERE", str(tmp_path))),
-        ("dmesg", f"#!/bin/sh\necho '{kernel}'\n"),
-    ):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+    """nvidia-smi of a machine with two GPUs, played by a script: everything from there on is what runs."""
+    second = {"reasons": "clocks_event_reasons"} | SOUND
+    rows = [GPU.format(**row) for row in (second, second | change)]
+    head = "<driver_version>570.1</driver_version><cuda_version>12.8</cuda_version>"
+    (tmp_path / "answer").write_text(f"<nvidia_smi_log>{head}{''.join(rows)}</nvidia_smi_log>")
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ncat {tmp_path}/answer\n")
+    program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     found = smi()
-    assert found["driver"] == "570.133.20" and found["driver_cuda"] == "12.8"
-    findings = judge(cluster(node(1, gpus=tuple(_gpu(row) for row in found["gpus"]))))
+    assert found["versions"] == {"the NVIDIA driver": "570.1"} and found["driver_cuda"] == "12.8"
+    findings = judge(cluster(node(1, gpus=tuple(GpuFacts(**row) for row in found["gpus"]))))
     assert [finding.code for finding in findings] == ([code] if code else [])
     assert all(said in finding.sentence and finding.nodes == ("n1",) for finding in findings)
 
 
-def test_nodes_need_nothing_of_ours_for_the_probe() -> None:
+def test_an_nvidia_smi_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert smi() == {"gpus": [], "smi_error": "there is no nvidia-smi"}
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'No devices were found'; exit 6\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    assert smi() == {"gpus": [], "smi_error": "No devices were found"}
+
+
+SENT = """
+import sys, json
+sys.modules['app'] = None
+from ray import cloudpickle
+probe, ring = cloudpickle.loads(bytes.fromhex(sys.stdin.read()))
+print(json.dumps(probe().facts(0.0, {disk!r}, '', '')))
+"""
+
+
+def test_nodes_need_nothing_of_ours_and_one_with_little_of_everything_says_so(tmp_path: Path) -> None:
+    """Small shared memory, a full disk and few files, planted for real in a mount namespace of its own."""
     from ray import cloudpickle
 
+    from app.doctor import rings
     from app.doctor.look import BY_VALUE
-    from app.doctor.probe import Probe
 
     for module in BY_VALUE:
         cloudpickle.register_pickle_by_value(module)
     try:
-        sent = cloudpickle.dumps(Probe).hex()
+        sent = cloudpickle.dumps((Probe, rings.RingRank)).hex()
     finally:
         for module in BY_VALUE:
             cloudpickle.unregister_pickle_by_value(module)
-    code = (
-        "import sys, json; sys.modules['app'] = None; from ray import cloudpickle\n"
-        "probe = cloudpickle.loads(bytes.fromhex(sys.stdin.read()))()\n"
-        "print(json.dumps(probe.facts(0.0, '/tmp', '', '', 'mark')))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout.splitlines()[-1])
-    assert facts["packages"]["ray"] and facts["interfaces"]["lo"] == "127.0.0.1" and facts["flops"] > 1e8
-    assert facts["disk_free"] > 0 and facts["open_files"] > 0 and facts["storage_problem"] == ""
-
-
-POOR = "mount -t tmpfs -o size=64m x /dev/shm && mount -t tmpfs -o size=1m x {disk} && ulimit -n 1024 && exec "
-
-
-def test_a_machine_with_little_of_everything_says_so(tmp_path: Path) -> None:
-    """Small shared memory, a full disk and few files, planted for real in a mount namespace of its own."""
     space = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
-    poor = POOR.format(disk=tmp_path) + shlex.join([sys.executable, "-m", "app.doctor.probe", str(tmp_path)])
-    done = subprocess.run([*space, "sh", "-c", poor], cwd=ROOT, capture_output=True, text=True)
+    poor = f"mount -t tmpfs -o size=64m x /dev/shm && mount -t tmpfs -o size=1m x {tmp_path} && ulimit -n 1024 && exec "
+    program = shlex.join([sys.executable, "-c", SENT.format(disk=str(tmp_path / "session"))])
+    done = subprocess.run([*space, "sh", "-c", poor + program], input=sent, cwd=ROOT, capture_output=True, text=True)
     if done.returncode and ("unshare" in done.stderr or "mount" in done.stderr):
         pytest.skip(f"no mount namespaces here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["versions"]["ray"] and found["interfaces"]["lo"] == "127.0.0.1"
     said = {key: found[key] for key in ("shm_bytes", "open_files", "disk_free")}
     assert {finding.code for finding in judge(cluster(node(1, **said)))} == {"small_shm", "few_files", "disk_full"}
 
 
-def test_what_a_storage_and_a_server_say(tmp_path: Path) -> None:
-    from app.doctor.probe import reach, remove_mark, see_marks, write_mark
+def test_marks_in_a_storage(tmp_path: Path) -> None:
+    probe, folder = Probe(), str(tmp_path / "new")
+    assert write_mark(folder, "mark-a") == "" and probe.marks(folder, "mark-") == ["a"]
+    probe.forget(folder, "mark-a")
+    assert probe.marks(folder, "mark-") == []
+    assert "nowhere" in write_mark("/proc/nowhere", "mark-a") and probe.marks("/proc/nowhere", "mark-") is None
 
-    assert write_mark(str(tmp_path / "new"), "mark-a") == "" and see_marks(str(tmp_path / "new"), "mark-") == ["a"]
-    remove_mark(str(tmp_path / "new"), "mark-a")
-    assert see_marks(str(tmp_path / "new"), "mark-") == []
-    assert "nowhere" in write_mark("/proc/nowhere", "mark-a") and see_marks("/proc/nowhere", "mark-") is None
-    assert "refused" in reach("http://127.0.0.1:9") and reach("sqlite:///x.db") == "" and reach("") == ""
+
+def test_a_port_that_is_closed_is_unreachable() -> None:
+    probe = Probe()
+    peers = {"open": ("127.0.0.1", probe.listen()), "closed": ("127.0.0.1", 9)}
+    assert probe.unreachable(peers) == {"closed": "connection refused"}
 
 
 RINGS = """
 import json, ray
-from app.doctor import look, ring_probe, rings
+from app.doctor import look, rings
 from app.doctor.facts import ClusterFacts, NodeFacts
 ray.init(address="auto", log_to_driver=False)
 real = ray.nodes()[0]
@@ -139,12 +140,13 @@ for module in look.BY_VALUE:
     ray.cloudpickle.register_pickle_by_value(module)
 nodes = tuple(NodeFacts(name, real["NodeManagerAddress"], interfaces={"lo": "127.0.0.1"}) for name in "abc")
 facts = ClusterFacts(nodes, link_expected=1e12)
-rings.SHARE["gloo"] = 1e6  # whatever comes is too little, so every pair is looked at
-actors = [look.spawn(ring_probe.Ring, real["NodeID"], None, "lo") for _ in nodes]
-found = rings._measure(facts, [(node, None) for node in nodes], actors)
+rings.GLOO_MOST = 1e15  # whatever comes is too little, so neighbours are measured
+ranks = [(node, None) for node in nodes]
+actors = [look.spawn(rings.RingRank, real["NodeID"], None, "lo") for _ in nodes]
+found = rings.measure(facts, ranks, actors, look.gather)
 ray.kill(actors[2])
-alone = rings._measure(facts, [(node, None) for node in nodes], actors)
-print(json.dumps([[(ring.nodes, ring.rate, ring.low, ring.problem) for ring in some] for some in (found, alone)]))
+broken = rings.measure(facts, ranks, actors, look.gather)
+print(json.dumps([[(ring.nodes, ring.rate, ring.is_slow, ring.problem) for ring in some] for some in (found, broken)]))
 """
 
 
@@ -152,8 +154,8 @@ def test_all_reduce_between_actors(ray_environment: dict[str, str]) -> None:
     done = subprocess.run([sys.executable, "-c", RINGS], env=ray_environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found, broken = json.loads(done.stdout.splitlines()[-1])
-    assert [nodes for nodes, *_ in found] == [["a", "b", "c"], ["b", "c"], ["a", "c"], ["a", "b"]]
-    assert all(rate > 1e6 and low and not problem for _, rate, low, problem in found), found
+    assert [nodes for nodes, *_ in found] == [["a", "b", "c"], ["a", "b"], ["b", "c"], ["c", "a"]]
+    assert all(rate > 1e6 and slow and not problem for _, rate, slow, problem in found), found
     ((nodes, rate, _, problem),) = broken
     assert nodes == ["a", "b", "c"] and rate is None and problem
 
@@ -162,31 +164,29 @@ def test_doctor_on_a_running_cluster(tmp_path: Path, ray_environment: dict[str, 
     told = trireme("doctor", "--json", "--storage", str(tmp_path), env=ray_environment)
     found = json.loads(told.out)
     (seen_node,) = found["facts"]["nodes"]
-    assert seen_node["problem"] == "" and seen_node["head"] and seen_node["packages"]["ray"]
+    assert seen_node["problem"] == "" and seen_node["head"] and seen_node["versions"]["ray"]
     assert seen_node["storage_seen"] == [seen_node["node_id"]] and not list(tmp_path.iterdir()), "its mark is gone"
     small = {"small_shm", "few_files", "disk_full", "little_memory"}  # this machine may really have these
     assert {finding["code"] for finding in found["findings"]} <= small, told.out
     bad = trireme("doctor", "--storage", "/proc/nowhere", env=ray_environment)
-    assert bad.code == 1 and "cannot write to /proc/nowhere" in bad.out, bad.out + bad.err
+    assert bad.code == 1 and "cannot write to the storage" in bad.out and "1 node checked" in bad.out, bad.out + bad.err
     out = trireme("doctor", "--storage", "/proc/nowhere", "--exclude-bad", env=ray_environment)
     assert out.code == 1 and "every node is bad" in out.err
 
 
 def test_which_cluster_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    from app.doctor.elsewhere import result, where
+    from app.doctor.remote import result, server_of
 
     running: list[str] = []
     monkeypatch.setattr("cluster.connect.running_here", lambda: running[0] if running else None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
-    assert where(None) is None and where("laptop") is None
-    there = where("aws")
-    assert there and there.cluster == "aws", "its head is another machine"
+    assert server_of(None) is None and server_of("laptop") is None
+    assert str(server_of("aws")) == "aws", "its head is another machine"
     running.append("10.0.0.1:6379")
-    assert where("aws") is None, "this is one of a running cluster"
+    assert server_of("aws") is None, "this is one of a running cluster"
     monkeypatch.setenv("RAY_ADDRESS", "http://10.0.0.1:8265")
-    there = where(None)
-    assert there and there.address == "http://10.0.0.1:8265"
+    assert str(server_of(None)) == "http://10.0.0.1:8265"
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert where("aws") is None
+    assert server_of("aws") is None
     assert result('note: x\n{"a": 1}\n', only="{") == '{"a": 1}' and result("note: x\n1 node\nfine") == "1 node\nfine"

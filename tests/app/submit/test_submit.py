@@ -1,4 +1,4 @@
-"""`trireme submit`: what would be shipped, what is refused before it is, and jobs on a real job server."""
+"""`trireme submit`: what is refused before it is sent, what goes along, and jobs on a real job server."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.job_submission import JobStatus
 
-from app.config import Config, RunConfig, TrackingConfig
 from app.errors import UserError
-from app.run.manifest import Run
-from app.submit import secrets, submission, versions
+from app.submit import secrets, submission
 from app.submit.client import Server as JobServer
-from app.submit.client import Target, TokenRefused, target
-from app.submit.package import check_size, look
+from app.submit.client import TokenRefused
 from tests.running import (
     POINTS,
     ROOT,
@@ -34,60 +32,6 @@ from tests.running import (
 )
 
 pytestmark = pytest.mark.alone
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    for name, size in {
-        "a.py": 10,
-        "data/big.bin": 5000,
-        ".git/pack": 9000,
-        ".venv/lib.so": 9000,
-        "b/c.yaml": 20,
-    }.items():
-        file = tmp_path / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(b"x" * size)
-    (tmp_path / ".gitignore").write_text("/data/\n")
-    return tmp_path
-
-
-def test_what_is_shipped_is_known_before(folder: Path) -> None:
-    package = look(folder)
-    assert {name for name, _ in package.files} == {"a.py", "b/c.yaml", ".gitignore"}
-    assert package.bytes == 37
-    assert {name for name, _ in look(folder, ("*.yaml",)).files} == {"a.py", ".gitignore"}
-
-
-def test_it_is_what_ray_ships(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    import zipfile
-
-    from ray._private.runtime_env.packaging import create_package
-
-    package = look(folder)
-    target_file = tmp_path_factory.mktemp("zip") / "package.zip"
-    create_package(str(folder), target_file, True, excludes=list(package.excludes))
-    shipped = {name for name in zipfile.ZipFile(target_file).namelist() if not name.endswith("/")}
-    assert shipped == {name for name, _ in package.files}
-
-
-def test_too_much_is_refused_and_the_largest_named(folder: Path) -> None:
-    (folder / "weights.pt").write_bytes(b"x" * 4000)
-    with pytest.raises(UserError, match=r"weights\.pt \(4 kB\).*--exclude"):
-        check_size(look(folder), 1000)
-    check_size(look(folder), 10_000)
-
-
-def test_versions_are_held_against_the_clusters() -> None:
-    mine = {"python": "3.11.7", "ray": "2.60.0", "torch": "2.13.0+cpu", "numpy": "2.0"}
-    versions.check_before(mine, {"python": "3.11.2", "ray": "2.60.0"})
-    versions.check_before(mine, {})
-    with pytest.raises(UserError, match=r"runs Ray 2\.59\.0, and this is Ray 2\.60\.0"):
-        versions.check_before(mine, {"python": "3.11.2", "ray": "2.59.0"})
-    with pytest.raises(UserError, match=r"Python 3\.12\.1.*submit from Python 3\.12"):
-        versions.check_before(mine, {"python": "3.12.1", "ray": "2.60.0"})
-    there = {"python": "3.11.9", "ray": "2.60.0", "torch": "2.13.0+cu128", "numpy": "2.1"}
-    assert versions.differences(mine, there) == ["numpy is 2.1 on the cluster and 2.0 where the job came from"]
 
 
 def test_variables_go_by_name_and_secrets_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,17 +55,16 @@ def test_secrets_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert path.stat().st_mode & 0o777 == 0o600
     secrets.take(path)
     assert os.environ.pop("PLANTED_TOKEN") == "planted" and not path.exists()
-    secrets.take(path)
 
 
-def test_where_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_job_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
-    assert target(None, None) == Target("http://127.0.0.1:8265")
-    assert target("10.0.0.1:8265", None) == Target("http://10.0.0.1:8265")
-    assert target(None, "x.yaml") == Target(cluster="x.yaml")
+    assert JobServer().address == "http://127.0.0.1:8265"
+    assert JobServer("10.0.0.1:8265").address == "http://10.0.0.1:8265"
+    assert str(JobServer(cluster="x.yaml")) == "x.yaml"
     with pytest.raises(UserError, match="--address and --cluster"):
-        target("a", "b")
+        JobServer("a", "b")
 
 
 def test_a_refused_token_is_a_sentence() -> None:
@@ -129,17 +72,16 @@ def test_a_refused_token_is_a_sentence() -> None:
         raise RuntimeError("AuthenticationError: 403 invalid or expired token")
 
     with pytest.raises(UserError, match=r"refuses the token \(missing, wrong or expired\).*~/\.ray/auth_token"):
-        JobServer(Target("http://h:8265")).said(refuse)
+        JobServer("http://h:8265").ask(refuse)
 
 
 class Server:
     """A job server whose connection breaks after each piece of the log, and is then away for a while."""
 
-    def __init__(self, pieces: list[str]) -> None:
-        self.text, self.sent, self.tries = "".join(pieces), 0, 0
-        self.pieces = pieces
+    def __init__(self, pieces: list[str], status: str = "FAILED", exit_code: int | None = 3) -> None:
+        self.pieces, self.sent, self.tries = pieces, 0, 0
+        self.status, self.exit_code = status, exit_code
         self.client: Any = self
-        self.target = SimpleNamespace(words="the cluster")
 
     async def tail_job_logs(self, job_id: str) -> Any:
         self.sent += 1
@@ -147,50 +89,54 @@ class Server:
         if self.sent < len(self.pieces):
             raise RuntimeError("WebSocket connection closed unexpectedly")
 
-    def said(self, ask: Any) -> Any:
-        return ask()
+    def ask(self, question: Any) -> Any:
+        return question()
 
-    def reconnect(self) -> None:
+    def connect(self) -> None:
         self.tries += 1
         if self.tries % 2:
-            raise UserError("nobody answers")
+            raise UserError("no server answers")
 
     def get_job_status(self, job_id: str) -> Any:
-        return SimpleNamespace(is_terminal=lambda: self.sent >= len(self.pieces))
+        return JobStatus.RUNNING
 
     def get_job_info(self, job_id: str) -> Any:
-        return SimpleNamespace(status="FAILED", driver_exit_code=3, message="exit code 3")
+        return SimpleNamespace(status=JobStatus(self.status), driver_exit_code=self.exit_code, message="it ended")
+
+
+def followed(server: Any) -> tuple[int, str, list[str]]:
+    written, said = [], []
+    code = submission.follow(server, "job", written.append, said.append)
+    return code, "".join(written), said
 
 
 def test_the_log_survives_dropped_connections_without_a_gap_or_a_repetition() -> None:
-    server, written, said = Server(["one\n", "two\n", "three\n"]), [], []
-    code = submission.follow(server, "job", written.append, said.append)  # type: ignore[arg-type]
-    assert "".join(written) == "one\ntwo\nthree\n"
-    assert code == 3, "the job's own exit status"
-    assert any("the job goes on" in sentence for sentence in said)
+    code, text, said = followed(Server(["one\n", "two\n", "three\n"]))
+    assert text == "one\ntwo\nthree\n" and code == 3
+    assert len(said) == 1 and "the job goes on" in said[0]
 
 
-def test_a_job_that_there_is_not_is_said_and_not_followed() -> None:
+@pytest.mark.parametrize(
+    ("status", "exit_code", "wanted"),
+    [("SUCCEEDED", 0, 0), ("FAILED", 7, 7), ("FAILED", None, 1), ("STOPPED", None, 130)],
+)
+def test_it_ends_with_the_jobs_own_exit_code(status: str, exit_code: int | None, wanted: int) -> None:
+    assert followed(Server(["one"], status, exit_code))[0] == wanted
+
+
+def test_an_unknown_job_and_a_token_that_expires_end_it() -> None:
     class Without(Server):
         def get_job_status(self, job_id: str) -> Any:
             raise RuntimeError("Request failed with status code 404: Job job does not exist.")
 
-    with pytest.raises(UserError, match="there is no job job at the cluster"):
-        submission.follow(Without(["one"]), "job", [].append, [].append)  # type: ignore[arg-type]
-
-
-def test_a_token_that_expires_while_following_ends_it() -> None:
     class Expired(Server):
-        def reconnect(self) -> None:
+        def connect(self) -> None:
             raise TokenRefused("the cluster refuses the token")
 
+    with pytest.raises(UserError, match="there is no job job"):
+        followed(Without(["one"]))
     with pytest.raises(UserError, match="refuses the token"):
-        submission.follow(Expired(["one\n", "two\n"]), "job", [].append, [].append)  # type: ignore[arg-type]
-
-
-def test_exit_status() -> None:
-    for status, code, wanted in [("SUCCEEDED", 0, 0), ("FAILED", 7, 7), ("FAILED", None, 1), ("STOPPED", None, 130)]:
-        assert submission.exit_status(SimpleNamespace(status=status, driver_exit_code=code)) == wanted
+        followed(Expired(["one\n", "two\n"]))
 
 
 def test_refused_before_anything_is_sent(tmp_path: Path) -> None:
@@ -200,7 +146,7 @@ def test_refused_before_anything_is_sent(tmp_path: Path) -> None:
         (["submit"], "no experiment is given"),
         (["submit", str(outside)], f"{outside} is not in {ROOT}"),
         (["submit", *POINTS, "--env", "A=b"], "takes a variable's name"),
-        (["submit", *POINTS, "--max-size", "0.001"], "more than the limit of 1 kB"),
+        (["submit", *POINTS, "--working-dir", "/nowhere"], "there is no folder /nowhere"),
         (["submit", *POINTS, "--cluster", "aws", "workers=65", "resources_per_worker.GPU=1"], "room for 64"),
         (["submit", *POINTS, "--address", "http://127.0.0.1:9"], "no Ray job server answers"),
         (["submit", "stop", "raysubmit_x", "--address", "http://127.0.0.1:9"], "no Ray job server answers"),
@@ -214,28 +160,11 @@ def test_refused_before_anything_is_sent(tmp_path: Path) -> None:
         assert "planted" not in ended.out + ended.err
 
 
-def test_a_secret_of_the_configuration_stays_out_of_the_runs_folder(tmp_path: Path) -> None:
-    def start(token: str) -> Run:
-        args = {"hf_token": token, "pad_token": "<pad>", "nested": {"api_key": token}, "label_key": "y"}
-        tracking = TrackingConfig(uri=f"https://me:{token}@host/x")
-        run = RunConfig(name="kept", storage=str(tmp_path))
-        return Run(Config(task="language_modelling", task_args=args, tracking=tracking, run=run))
-
-    run = start("planted-1")
-    run.open(run.config, 5)
-    run.end("stopped")
-    written = {file.name: file.read_text() for file in (tmp_path / "kept").rglob("*") if file.is_file()}
-    assert set(written) == {"run.json", "config.yaml"}
-    assert not [name for name, text in written.items() if "planted" in text], written
-    assert "pad_token: <pad>" in written["config.yaml"] and "label_key: y" in written["config.yaml"]
-    assert start("planted-2").manifest.uid == run.manifest.uid, "the same run, also with a newer token"
-
-
 def test_a_dry_run_says_what_would_go() -> None:
     ended = trireme("submit", *POINTS, "run.name=x", "--dry-run", env=environment(MLFLOW_TRACKING_TOKEN="planted"))
     assert ended.code == 0 and "ships" in ended.out and "MLFLOW_TRACKING_TOKEN (secret)" in ended.out
     assert "planted" not in ended.out + ended.err
-    assert trireme("submit", *POINTS, "--dry-run", "--json").json["files"] > 100
+    assert "task=tests.tasks:Points" in trireme("submit", *POINTS, "--dry-run", "--json").json["runs"]
 
 
 # --- on a job server -----------------------------------------------------------------------------------------------

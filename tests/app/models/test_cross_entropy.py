@@ -1,0 +1,188 @@
+"""The losses that never hold float32 copies of all logits: equal to the plain one alone, in the task, and under every
+kind of layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from app.data.loader import fetch
+from app.models import cross_entropy as module
+from app.models.cross_entropy import CHUNKS, cross_entropy, linear_cross_entropy
+from app.models.gpt import GPT
+from app.tasks.language import LanguageModelling
+from experiments.parity import curves
+from experiments.parity.curves import Curve, Trial
+from strategies.layout import Layout
+from strategies.parallelize import Options, choose
+from tests.pool import run_distributed
+
+CPU = torch.device("cpu")
+WORDS = 9000
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight).flatten(0, -2).float(), targets.flatten())
+
+
+def of_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(F.linear(hidden, weight).flatten(0, -2), targets.flatten())
+
+
+def example(tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    made = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, tokens, 24, generator=made).to(dtype).requires_grad_()
+    weight = torch.randn(WORDS, 24, generator=made).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(0, WORDS, (1, tokens), generator=made)
+
+
+def all_of(loss: Loss, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    """(loss, gradient of hidden, gradient of weight), for a gradient of 3 that comes in."""
+    value = loss(hidden, weight, targets)
+    return (value.detach(), *torch.autograd.grad(value * 3.0, (hidden, weight)))
+
+
+OURS = pytest.mark.parametrize("loss", [of_logits, linear_cross_entropy])
+
+
+@OURS
+@pytest.mark.parametrize("tokens", [1, 5, 37, 64])
+def test_in_float32_loss_and_gradients_are_the_plain_ones(
+    monkeypatch: pytest.MonkeyPatch, loss: Loss, tokens: int
+) -> None:
+    monkeypatch.setattr(module, "CHUNK_NUMBERS", 10 * WORDS)
+    for found, expected in zip(all_of(loss, *example(tokens)), all_of(plain, *example(tokens))):
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6 * expected.abs().max().item())
+
+
+@OURS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits_it_is_as_near_to_the_truth_as_the_plain_one(loss: Loss, dtype: torch.dtype) -> None:
+    exact = all_of(plain, *(t.detach().double().requires_grad_() if t.is_floating_point() else t for t in example(64)))
+    found, usual = (all_of(each, *example(64, dtype)) for each in (loss, plain))
+    assert found[0].dtype == torch.float32 and found[1].dtype == found[2].dtype == dtype
+    for one, other, truth in zip(found, usual, exact):
+        error, least = ((each.double() - truth).abs().max() / truth.abs().max() for each in (one, other))
+        assert error <= 1.5 * least + 1e-3, (error, least)
+
+
+def test_under_autocast_float32_parameters_get_float32_gradients() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = (all_of(loss, *example(40)) for loss in (linear_cross_entropy, plain))
+    for one, other in zip(found, expected):
+        assert one.dtype == torch.float32
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+@OURS
+def test_a_second_backward_is_an_error_and_no_wrong_gradient(loss: Loss) -> None:
+    value = loss(*example(9))
+    (2 * value).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="inplace"):
+        value.backward()
+
+
+@OURS
+def test_without_gradients_nothing_is_written(loss: Loss) -> None:
+    with torch.no_grad():
+        assert loss(*example(9)).item() == pytest.approx(plain(*example(9)).item(), rel=1e-6)
+
+
+def test_a_small_vocabulary_is_left_to_torch() -> None:
+    logits = torch.randn(5, 256, requires_grad=True)
+    assert "NllLoss" in type(cross_entropy(logits, torch.zeros(5, dtype=torch.long)).grad_fn).__name__
+
+
+def test_no_chunk_is_larger_than_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    real = module._chunk
+    monkeypatch.setattr(module, "_chunk", lambda logits, column: seen.append(logits.numel()) or real(logits, column))
+    monkeypatch.setattr(module, "CHUNK_NUMBERS", 10 * WORDS)
+    linear_cross_entropy(*example(8 * 16))
+    assert seen == [8 * 16 * WORDS // CHUNKS] * CHUNKS
+    seen.clear()
+    of_logits(*example(40))
+    assert seen == [10 * WORDS] * 4
+
+
+@pytest.mark.parametrize("last", [lambda y: y, torch.tanh, lambda y: y.view(2, -1, WORDS).flatten(0, 1) * 2, torch.exp])
+def test_logits_are_written_over_only_where_no_backward_needs_them(last: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    x, targets = torch.randn(6, 8), torch.arange(6)
+    grads = []
+    for loss in (cross_entropy, F.cross_entropy):
+        weight = torch.linspace(-0.1, 0.1, WORDS).unsqueeze(1).repeat(1, 8).requires_grad_()
+        loss(last(F.linear(x, weight)), targets).backward()
+        grads.append(weight.grad)
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-8)
+
+
+# --- in the task ------------------------------------------------------------------------------------------------
+
+
+def _task(folder: str, linear: bool | None, tied: bool = True) -> LanguageModelling:
+    text = Path(folder) / "text.txt"
+    text.write_text("".join(chr(97 + (i * i + i // 7) % 26) for i in range(4000)))
+    return LanguageModelling(
+        data=str(text), sequence_length=16, d_model=32, n_layers=2, n_heads=2, tie_weights=tied, linear_loss=linear
+    )
+
+
+def _trial(folder: str, linear: bool, tied: bool, steps: int) -> Trial:
+    task = _task(folder, linear, tied)
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return task.build_model()
+
+    def batch(step: int) -> Any:
+        return fetch(task.train_data(), [(8 * step + i, 8 * step + i) for i in range(8)])
+
+    return Trial(build, task.loss, batch, steps, 2, 0.5, task.blocks, task.tensor_plan, 2)
+
+
+def _train(
+    _: int, name: str, workers: int, folder: str, linear: bool, tied: bool, options: dict[str, Any]
+) -> tuple[Curve, int]:
+    """The curve, and how many micro-batches' losses the model gave."""
+    layout = choose(name, workers) if workers > 1 else Layout("single")
+    with mock.patch("app.models.gpt.linear_cross_entropy", wraps=linear_cross_entropy) as called:
+        curve = curves.train(_trial(folder, linear, tied, 4), layout, Options(**options), CPU)
+    return curve, called.call_count
+
+
+ROWS = [("ddp", {}, 8), ("fsdp", {}, 8), ("tensor", {}, 0), ("pipeline", {"schedule": "zb_h1"}, 0)]
+
+
+@pytest.mark.parametrize(("name", "options", "losses"), ROWS, ids=[name for name, *_ in ROWS])
+def test_a_layout_trains_the_same_with_it_asked_for(
+    tmp_path: Path, name: str, options: dict[str, Any], losses: int
+) -> None:
+    for tied in (False, True):
+        truth, none = _train(0, "single", 1, str(tmp_path), False, tied, {})
+        found, given = run_distributed(_train, 2, name, 2, str(tmp_path), True, tied, options)[0]
+        assert (none, given) == (0, losses)
+        differs = curves.difference(truth, found)
+        assert differs.loss <= 5e-6 and differs.norm <= 5e-5 and differs.weights <= 1e-3, (name, differs)
+
+
+def test_it_serves_where_it_is_asked_for_and_only_a_head_of_its_own(tmp_path: Path) -> None:
+    batch = fetch(_task(str(tmp_path), None).train_data(), [(0, 0)])
+    asked, left = _task(str(tmp_path), True), _task(str(tmp_path), None)
+    model = asked.build_model()
+    assert isinstance(model, GPT)
+    with mock.patch("app.models.gpt.linear_cross_entropy", wraps=linear_cross_entropy) as called:
+        torch.testing.assert_close(asked.loss(model, batch), left.loss(model, batch), rtol=1e-6, atol=0)
+        assert called.call_count == 1
+        model.head.forward = model.head.forward  # as pipelines and tensor parallelism take it over
+        asked.loss(model, batch)
+        assert called.call_count == 1
