@@ -1,5 +1,8 @@
 """Errors that are meant for a person: one sentence each, no traceback unless asked for."""
 
+from collections.abc import Iterable
+from typing import Any
+
 
 class UserError(Exception):
     """Something the person wrote or provided is wrong.
@@ -19,3 +22,11 @@ class NonFiniteError(RunFailed):
 
 class Interrupted(Exception):
     """The person (or a scheduler) asked the run to stop; exit code 130. Its checkpoint is intact."""
+
+
+def nearest(word: str, known: Iterable[Any]) -> str:
+    """ " (did you mean 'x'?)" with the nearest known word, or "" if none is near."""
+    import difflib
+
+    close = difflib.get_close_matches(str(word), [str(each) for each in known], n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -19,9 +19,8 @@ import yaml
 
 from app.checkpoint import Commit, commits, latest_good, verify
 from app.checkpoint.export import export, shapes
-from app.errors import UserError
+from app.errors import UserError, nearest
 from app.storage import Storage
-from app.tasks.arguments import nearest
 
 if TYPE_CHECKING:
     from app.tasks.huggingface import HuggingFace

@@ -29,9 +29,11 @@ BUILT_IN = {
 IDX_TYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 """The third byte of an IDX file: its element type (big-endian)."""
 
+NAMES = (("images", "labels"), ("x_train", "y_train"), ("x", "y"), ("data", "targets"))
+"""What arrays of images and of labels are called in one file; x_train as in Keras's mnist.npz."""
 CHANNELS = (1, 3, 4)
 MOST_CLASSES = 1_000_000
-"""A larger label is no class's number: a file of another kind, or a damaged one."""
+"""A larger label is not a class's number: a file of another kind, or a damaged one."""
 
 
 @dataclass(frozen=True)
@@ -48,30 +50,48 @@ class ImageSet:
         return int(self.labels.max()) + 1
 
 
-def read_images(data: str, labels: str | None = None) -> tuple[ImageSet, ImageSet | None]:
+def read_images(data: str) -> tuple[ImageSet, ImageSet | None]:
     """(training images, held-out images or None where the data has no such part of its own).
 
-    `data` is a built-in name, a folder of IDX files, or a .npz, .npy, .pt or .pth file; `labels` is the file
-    of labels of a .npy or .pt file that holds images only.
+    `data` is a built-in name, a folder of IDX files, or a .npz, .pt or .pth file with images and labels.
     """
     if data in BUILT_IN:
         return _built_in(data), None
     path = existing(data, "task_args.data")
     if path.is_dir():
         return _idx_folder(path)
-    if path.suffix == ".npz":
-        return _from_named(_load_numpy(path), path)
-    if path.suffix == ".npy":
-        return _image_set(_load_numpy(path), _labels_beside(path, labels), path), None
-    if path.suffix in (".pt", ".pth"):
-        return _from_torch(path, labels)
+    if path.suffix not in (".npz", ".pt", ".pth"):
+        raise UserError(
+            f"task_args.data: {path} is not image data; give {', '.join(BUILT_IN)}, a folder of IDX files, or a .npz "
+            "or .pt file with images and labels."
+        )
+    arrays = _load(path)
+    for images, labels in NAMES:
+        if images in arrays and labels in arrays:
+            test = [name.replace("train", "test") for name in (images, labels)]
+            has_test = images == "x_train" and all(name in arrays for name in test)
+            held_out = _image_set(arrays[test[0]], arrays[test[1]], f"{path} (test part)") if has_test else None
+            return _image_set(arrays[images], arrays[labels], path), held_out
     raise UserError(
-        f"task_args.data: {path} is no image data that is known; give {', '.join(BUILT_IN)}, a folder of IDX files, "
-        "or a .npz, .npy or .pt file."
+        f"{path} holds {', '.join(arrays) or 'nothing'}; it must hold images and labels (or x_train and y_train)."
     )
 
 
-def _image_set(images: Array, labels: Array, source: Path | str) -> ImageSet:
+def _load(path: Path) -> Mapping[str, Any]:
+    """The named arrays of a file; a torch file may hold a tuple (images, labels) instead."""
+    try:
+        if path.suffix == ".npz":
+            loaded = np.load(path, allow_pickle=False)
+            return {name: loaded[name] for name in loaded.files}
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged files raise from numpy, pickle, zipfile and torch alike
+        raise UserError(f"{path} cannot be read as a {path.suffix} file of arrays; write it again.") from error
+    if isinstance(content, (tuple, list)):
+        content = dict(zip(NAMES[0], content))
+    return content if isinstance(content, Mapping) else {"one tensor": content}
+
+
+def _image_set(images: Any, labels: Any, source: Path | str) -> ImageSet:
     """The two arrays checked, with images as (n, channels, height, width)."""
     images, labels = np.asarray(images), np.asarray(labels)
     if images.ndim == 3:
@@ -96,10 +116,7 @@ def _image_set(images: Array, labels: Array, source: Path | str) -> ImageSet:
     if images.size == 0:
         raise UserError(f"{source} holds no images; give data with at least one.")
     if labels.max() >= MOST_CLASSES:
-        raise UserError(
-            f"{source} has the label {labels.max():g}; labels must be numbers of classes, 0, 1, 2 and so on, below "
-            f"{MOST_CLASSES:,}."
-        )
+        raise UserError(f"{source} has the label {labels.max():g}; labels must be below {MOST_CLASSES:,}, from 0 on.")
     if images.dtype.kind == "f" and not np.isfinite(images).all():
         raise UserError(f"{source} holds images with numbers that are not finite; clean them first.")
     return ImageSet(images, labels.astype(np.int64), str(source))
@@ -121,27 +138,18 @@ def _built_in(name: str) -> ImageSet:
 
 def _idx_folder(folder: Path) -> tuple[ImageSet, ImageSet | None]:
     train = _idx_part(folder, "train")
-    if train is None:
-        raise UserError(
-            f"task_args.data: folder {folder} has no train-images-idx3-ubyte and train-labels-idx1-ubyte "
-            "(each may end in .gz); name the files as MNIST does."
-        )
-    return train, _idx_part(folder, "t10k")
+    return train, _idx_part(folder, "t10k") if list(folder.glob("t10k-*")) else None
 
 
-def _idx_part(folder: Path, part: str) -> ImageSet | None:
-    images, labels = _idx_path(folder, f"{part}-images"), _idx_path(folder, f"{part}-labels")
-    if images is None and labels is None:
-        return None
-    if images is None or labels is None:
-        missing = f"{part}-images-idx3-ubyte" if images is None else f"{part}-labels-idx1-ubyte"
-        raise UserError(f"task_args.data: folder {folder} has no {missing} (it may end in .gz).")
-    return _image_set(read_idx(images), read_idx(labels), images)
-
-
-def _idx_path(folder: Path, start: str) -> Path | None:
-    # Both train-images-idx3-ubyte and train-images.idx3-ubyte are in use, each also with .gz.
-    return next(iter(sorted([*folder.glob(f"{start}-idx?-*"), *folder.glob(f"{start}.idx?-*")])), None)
+def _idx_part(folder: Path, part: str) -> ImageSet:
+    """Both train-images-idx3-ubyte and train-images.idx3-ubyte are in use, each also with .gz."""
+    files = []
+    for name in (f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"):
+        found = sorted(folder.glob(name.replace("-idx", "[-.]idx") + "*"))
+        if not found:
+            raise UserError(f"task_args.data: folder {folder} has no {name} (nor {name}.gz); name files as MNIST does.")
+        files.append(found[0])
+    return _image_set(read_idx(files[0]), read_idx(files[1]), files[0])
 
 
 def read_idx(path: Path) -> Array:
@@ -151,9 +159,8 @@ def read_idx(path: Path) -> Array:
     except (EOFError, OSError, zlib.error) as error:
         raise UserError(f"{path} cannot be read: {error}; fetch it again.") from error
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in IDX_TYPES or content[3] == 0:
-        raise UserError(
-            f"{path} is no IDX file: it starts with {content[:4].hex(' ') or 'nothing'}, a wrong magic number."
-        )
+        start = content[:4].hex(" ") or "nothing"
+        raise UserError(f"{path} is not an IDX file: it starts with {start}, a wrong magic number.")
     dimensions = content[3]
     header = 4 + 4 * dimensions
     if len(content) < header:
@@ -164,62 +171,3 @@ def read_idx(path: Path) -> Array:
     if len(content) != needed:
         raise UserError(f"{path} has {len(content)} bytes, but its header promises {needed}; fetch it again.")
     return np.frombuffer(content, dtype, offset=header).reshape(shape).astype(dtype.newbyteorder("="))
-
-
-def _load_numpy(path: Path) -> Any:
-    """An array, or the named arrays of a .npz."""
-    try:
-        loaded = np.load(path, allow_pickle=False)
-        return {name: loaded[name] for name in loaded.files} if path.suffix == ".npz" else loaded
-    except Exception as error:  # damaged files raise from numpy, zipfile and zlib alike
-        raise UserError(f"{path} cannot be read as a {path.suffix} file: {str(error).splitlines()[0]}.") from error
-
-
-def _load_torch(path: Path) -> Any:
-    try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged files raise from pickle, zipfile and torch alike
-        raise UserError(f"{path} cannot be read as a torch file of tensors; save it with torch.save.") from error
-    if isinstance(loaded, Mapping):
-        return {name: _as_array(value) for name, value in loaded.items()}
-    return tuple(map(_as_array, loaded)) if isinstance(loaded, (tuple, list)) else _as_array(loaded)
-
-
-def _as_array(value: Any) -> Any:
-    return value.numpy() if isinstance(value, torch.Tensor) else value
-
-
-def _from_torch(path: Path, labels: str | None) -> tuple[ImageSet, ImageSet | None]:
-    loaded = _load_torch(path)
-    if isinstance(loaded, dict):
-        return _from_named(loaded, path)
-    if isinstance(loaded, tuple):
-        if len(loaded) < 2:
-            raise UserError(f"{path} must hold a tuple (images, labels), not one of {len(loaded)}.")
-        return _image_set(loaded[0], loaded[1], path), None
-    return _image_set(loaded, _labels_beside(path, labels), path), None
-
-
-def _from_named(arrays: Mapping[str, Any], path: Path) -> tuple[ImageSet, ImageSet | None]:
-    """Arrays called images and labels, or x_train, y_train, x_test, y_test as in Keras's mnist.npz."""
-    for images, labels in (("images", "labels"), ("x_train", "y_train"), ("x", "y"), ("data", "targets")):
-        if images in arrays and labels in arrays:
-            test = [name.replace("train", "test") for name in (images, labels)]
-            has_test = images == "x_train" and all(name in arrays for name in test)
-            held_out = _image_set(arrays[test[0]], arrays[test[1]], f"{path} (test part)") if has_test else None
-            return _image_set(arrays[images], arrays[labels], path), held_out
-    names = ", ".join(arrays) or "nothing"
-    raise UserError(f"{path} holds {names}; it must hold images and labels (or x_train and y_train).")
-
-
-def _labels_beside(path: Path, labels: str | None) -> Array:
-    beside = path.with_name(f"{path.stem}_labels{path.suffix}")
-    if labels is None and not beside.exists():
-        raise UserError(
-            f"{path} holds images only; write task_args.labels, or put their labels in {beside.name} beside it."
-        )
-    chosen = beside if labels is None else existing(labels, "task_args.labels")
-    loaded = _load_torch(chosen) if chosen.suffix in (".pt", ".pth") else _load_numpy(chosen)
-    if not isinstance(loaded, np.ndarray):
-        raise UserError(f"{chosen} must hold one array of labels.")
-    return loaded

@@ -1,4 +1,4 @@
-"""Holding out: which samples are for evaluation, always the same ones."""
+"""Holding out: how many samples are for evaluation, and which, always the same ones."""
 
 from __future__ import annotations
 
@@ -6,9 +6,27 @@ import numpy as np
 import numpy.typing as npt
 
 from app.data.order import Indices, Order
+from app.errors import UserError
 
 HELD_OUT_SEED = 20_111
 """Fixed, and no setting: runs with different seeds must be judged on the same samples."""
+
+
+def held_out(total: int, eval_fraction: float | None, eval_samples: int | None, default_fraction: float) -> int:
+    """How many of `total` samples to hold out, at least one being left to train on.
+
+    `eval_samples` counts before `eval_fraction`; with neither, `default_fraction` is taken.
+    """
+    if eval_samples is None:
+        chosen = default_fraction if eval_fraction is None else eval_fraction
+        if isinstance(chosen, bool) or not isinstance(chosen, (int, float)) or not 0 <= chosen < 1:
+            raise UserError(f"task_args.eval_fraction is {chosen!r}; it must be a number from 0 to less than 1.")
+        return min(round(total * chosen), total - 1)
+    if isinstance(eval_samples, bool) or not isinstance(eval_samples, int) or not 0 <= eval_samples < total:
+        raise UserError(
+            f"task_args.eval_samples is {eval_samples!r}; write a whole number below {total}, the number of samples."
+        )
+    return eval_samples
 
 
 def hold_out(n: int, count: int, labels: npt.NDArray[np.int64] | None = None) -> tuple[Indices, Indices]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from app.data.files import existing, package_file
 from app.data.order import Indices
-from app.errors import UserError
+from app.errors import UserError, nearest
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -44,6 +45,24 @@ class Column:
             return np.isnan(self.values)
         return np.array([value is None for value in self.values], dtype=bool)
 
+    def as_text(self) -> Column:
+        """The column with its numbers as names."""
+        if not self.numeric:
+            return self
+        return Column(self.name, np.array([None if np.isnan(v) else f"{v:g}" for v in self.values], dtype=object))
+
+    def classes(self, rows: Indices, source: str) -> tuple[list[str], npt.NDArray[np.int64]]:
+        """(names of the classes in order, class of each of the rows, none of which is missing)."""
+        values = self.values[rows]
+        if self.numeric and (values != np.floor(values)).any():
+            raise UserError(f"{source}: column {self.name!r} holds fractions; name a column of classes.")
+        found, codes = np.unique(values if self.numeric else values.astype(str), return_inverse=True)
+        if len(found) < 2:
+            raise UserError(
+                f"{source}: column {self.name!r} has one value only, {found[0]}; give at least two classes."
+            )
+        return [f"{each:g}" if self.numeric else str(each) for each in found], codes.astype(np.int64)
+
 
 def read_table(data: str) -> tuple[dict[str, Column], Path]:
     """(columns by name, the file): a built-in set, a .csv (.gz too) or a .parquet file.
@@ -55,64 +74,47 @@ def read_table(data: str) -> tuple[dict[str, Column], Path]:
         path = package_file(package, file, data=data, install=install)
     else:
         path = existing(data, "task_args.data")
-    suffixes = path.suffixes[-2:]
-    if ".csv" in suffixes:
-        table = _read_csv(path)
-    elif path.suffix in (".parquet", ".pq"):
-        table = _read_parquet(path)
-    else:
+    kind = "CSV" if ".csv" in path.suffixes[-2:] else "Parquet" if path.suffix in (".parquet", ".pq") else ""
+    if not kind:
         raise UserError(
-            f"task_args.data: {path} is no table that is known; give {', '.join(BUILT_IN)}, a .csv or a .parquet file."
+            f"task_args.data: {path} is not a table; give {', '.join(BUILT_IN)}, a .csv or a .parquet file."
         )
+    table, names = _read(path, kind)
     if table.num_rows == 0:
         raise UserError(f"{path} has no rows; give a table with some.")
-    try:
-        names = table.column_names
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} has a column whose name is not UTF-8 ({error}); write the file as UTF-8.") from error
     double = next((name for name in names if names.count(name) > 1), None)
     if double is not None:
         raise UserError(f"{path} has more than one column {double!r}; rename one.")
     return {name: Column(name, _values(table.column(name))) for name in names}, path
 
 
-def _read_csv(path: Path) -> pa.Table:
-    pyarrow = _pyarrow()
-    from pyarrow import csv
+def column_of(columns: dict[str, Column], name: str, key: str, source: str) -> Column:
+    """The column called `name`; `key` is the configuration key that names it. Raises UserError."""
+    if name not in columns:
+        near, known = nearest(name, columns), ", ".join(columns)
+        raise UserError(f"{key}: {source} has no column {name!r}{near}; it has {known}.")
+    return columns[name]
 
-    options = csv.ConvertOptions(null_values=MISSING, strings_can_be_null=True)
+
+def _read(path: Path, kind: str) -> tuple[pa.Table, list[str]]:
+    import pyarrow
+    from pyarrow import csv, parquet
+
     try:
-        return csv.read_csv(path, convert_options=options)
+        options = csv.ConvertOptions(null_values=MISSING, strings_can_be_null=True)
+        table = parquet.read_table(path) if kind == "Parquet" else csv.read_csv(path, convert_options=options)
+        return table, table.column_names
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
-        raise UserError(f"{path} cannot be read as CSV: {str(error).splitlines()[0].rstrip('.')}.") from error
-
-
-def _read_parquet(path: Path) -> pa.Table:
-    pyarrow = _pyarrow()
-    from pyarrow import parquet
-
-    try:
-        return parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0].rstrip('.')}.") from error
-
-
-def _pyarrow() -> Any:
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise UserError("The tabular task needs the package pyarrow; run pip install pyarrow.") from error
-    return pyarrow
+        raise UserError(f"{path} cannot be read as {kind}: {str(error).splitlines()[0].rstrip('.')}.") from error
 
 
 def _values(column: pa.ChunkedArray) -> Array:
     import pyarrow as pa
     from pyarrow import types
 
+    if types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
     kind = column.type
-    if types.is_dictionary(kind):
-        column = column.cast(kind.value_type)
-        kind = column.type
     if types.is_date(kind) or types.is_timestamp(kind):
         column = column.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
         return np.asarray(column.to_numpy(), dtype=np.float64) / 1e6
@@ -123,80 +125,32 @@ def _values(column: pa.ChunkedArray) -> Array:
     return values
 
 
-class Encoder:
-    """Columns to one matrix of inputs, with statistics of the training rows only.
+def encoded(columns: Sequence[Column], train: Indices, max_categories: int) -> Floats:
+    """All rows of the columns as one matrix (n, width) of inputs, with statistics of the training rows only.
 
     A numeric column becomes one number of mean 0 and deviation 1, missing (and infinite) values 0, and, if any is
     missing in the training rows, a second number that is 1 where it is. A text column becomes one number per
     category of the training rows (1 where it is this one), of the most frequent `max_categories`; others, unknown
     and missing values share one more where there are any.
     """
-
-    def __init__(self, columns: Sequence[Column], train: Indices, max_categories: int) -> None:
-        self.columns = list(columns)
-        self._fitted = [
-            _fit_numeric(column.values[train]) if column.numeric else _fit_text(column.values[train], max_categories)
-            for column in columns
-        ]
-
-    @property
-    def width(self) -> int:
-        """Inputs per row."""
-        return sum(fitted.width for fitted in self._fitted)
-
-    def encode(self, rows: Indices) -> Floats:
-        """(len(rows), width)."""
-        encoded = np.zeros((len(rows), self.width), dtype=np.float32)
-        begin = 0
-        for column, fitted in zip(self.columns, self._fitted, strict=True):
-            fitted.write(column.values[rows], encoded[:, begin : begin + fitted.width])
-            begin += fitted.width
-        return encoded
+    parts = [_numbers(c.values, train) if c.numeric else _categories(c.values, train, max_categories) for c in columns]
+    return np.concatenate(parts, axis=1)
 
 
-@dataclass(frozen=True)
-class _Numeric:
-    mean: float
-    std: float
-    marks_missing: bool
-
-    @property
-    def width(self) -> int:
-        return 1 + self.marks_missing
-
-    def write(self, values: Array, out: Floats) -> None:
-        present = np.isfinite(values)
-        out[present, 0] = (values[present] - self.mean) / self.std
-        if self.marks_missing:
-            out[:, 1] = ~present
+def _numbers(values: Array, train: Indices) -> Floats:
+    finite = np.isfinite(values)
+    present = values[train][finite[train]]
+    mean, std = (present.mean(), present.std()) if len(present) else (0.0, 1.0)
+    scaled = np.where(finite, (np.where(finite, values, 0.0) - mean) / (std if std > 0 else 1.0), 0.0)
+    marked = [scaled, ~finite] if len(present) < len(train) else [scaled]
+    return np.stack(marked, axis=1).astype(np.float32)
 
 
-@dataclass(frozen=True)
-class _Text:
-    codes: dict[str, int]
-    has_others: bool
-
-    @property
-    def width(self) -> int:
-        return len(self.codes) + self.has_others
-
-    def write(self, values: Array, out: Floats) -> None:
-        others = len(self.codes)
-        codes = np.array([self.codes.get(value, others) for value in values], dtype=np.int64)
-        # Without a number for others, an unknown category is all zeros.
-        known = np.flatnonzero(codes < self.width)
-        out[known, codes[known]] = 1
-
-
-def _fit_numeric(values: Array) -> _Numeric:
-    present = values[np.isfinite(values)]
-    mean, std = (float(present.mean()), float(present.std())) if len(present) else (0.0, 1.0)
-    return _Numeric(mean, std if std > 0 else 1.0, len(present) < len(values))
-
-
-def _fit_text(values: Array, max_categories: int) -> _Text:
-    present = [value for value in values if value is not None]
-    names, counts = np.unique(np.array(present, dtype=str), return_counts=True)
-    most = names[np.argsort(-counts, kind="stable")][:max_categories]
-    codes = {str(name): code for code, name in enumerate(sorted(most))}
-    return _Text(codes, len(present) < len(values) or len(most) < len(names))
+def _categories(values: Array, train: Indices, most: int) -> Floats:
+    counts = Counter(value for value in values[train] if value is not None)
+    frequent = sorted(counts, key=lambda name: (-counts[name], name))[:most]
+    codes = {name: code for code, name in enumerate(sorted(frequent))}
+    one_hot = np.eye(len(codes) + 1, dtype=np.float32)[[codes.get(value, len(codes)) for value in values]]
+    share_one = sum(counts.values()) < len(train) or len(frequent) < len(counts)
+    # Without an input for others, an unknown category is all zeros.
+    return one_hot if share_one else one_hot[:, :-1]

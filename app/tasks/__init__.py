@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import os
 import sys
+import traceback
 from typing import Any
 
-from app.errors import UserError
-from app.tasks.arguments import nearest
+from app.errors import UserError, nearest
 from app.tasks.base import Task
 
 BUILT_IN = {
@@ -70,25 +69,17 @@ def _import(name: str, module_name: str) -> Any:
             f"Task {name!r} does not import: {module_name} needs {error.name!r}, which is not installed."
         ) from error
     except Exception as error:
-        place = _last_place(error)
-        raise UserError(
-            f"Task {name!r} does not import: {type(error).__name__}{place}: {_first_line(error)}."
-        ) from error
+        said = error.msg if isinstance(error, SyntaxError) else str(error)
+        first = (said.strip().splitlines() or ["no message"])[0].rstrip(".")
+        raise UserError(f"Task {name!r} does not import: {type(error).__name__}{_place(error)}: {first}.") from error
 
 
-def _last_place(error: BaseException) -> str:
+def _place(error: BaseException) -> str:
     """Where the error was raised, " (file.py, line 3)", for the innermost frame."""
     if isinstance(error, SyntaxError):
         return f" ({error.filename}, line {error.lineno})"
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return f" ({trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno})" if trace else ""
-
-
-def _first_line(error: BaseException) -> str:
-    text = error.msg if isinstance(error, SyntaxError) else str(error)
-    return (text.strip().splitlines() or ["no message"])[0].rstrip(".")
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
 
 def _check_arguments(name: str, task_class: type[Task], task_args: dict[str, Any]) -> None:

@@ -9,12 +9,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from app.data.split import held_out
 from app.data.text import BYTES, find_files, tokenise
 from app.data.tokens import SUFFIXES, TOKEN_DTYPES, TokenFile, TokenWindows, check_ends, open_tokens
 from app.errors import UserError
 from app.models.cross_entropy import LARGE_VOCABULARY, cross_entropy
 from app.models.gpt import GPT, NORMS, TENSOR_PLAN
-from app.tasks.arguments import checked_model, fraction, held_out, one_of, whole
+from app.tasks.arguments import checked_model, one_of, whole
 from app.tasks.base import Batch
 from app.tasks.parts import InParts
 
@@ -73,11 +74,11 @@ class LanguageModelling(InParts):
             "d_model": whole("d_model", d_model),
             "n_layers": whole("n_layers", n_layers),
             "n_heads": n_heads,
+            "d_hidden": None if d_hidden is None else whole("d_hidden", d_hidden),
+            "norm": norm,
+            "tie_weights": tie_weights,
+            "dropout": dropout,
         }
-        model_args |= {"norm": norm, "tie_weights": tie_weights, "dropout": fraction("dropout", dropout)}
-        if d_hidden is not None:
-            model_args["d_hidden"] = whole("d_hidden", d_hidden)
-
         self.linear_loss = linear_loss
         self.data = data
         files, least, self.bytes_per_token = _tokens(data, tokenizer, token_dtype, vocab_size)
@@ -138,11 +139,10 @@ class LanguageModelling(InParts):
 
     def describe(self) -> str:
         named = self.data if isinstance(self.data, str) else ", ".join(self.data)
-        held = 0 if self._eval is None else len(self._eval)
-        sequences = len(self._train) + held
+        train, held = self.sizes()
         return (
-            f"{named}: {sequences * self.sequence_length:,} tokens of a vocabulary of {self.vocab_size:,} in sequences "
-            f"of {self.sequence_length}, {len(self._train):,} sequences to train on and {held:,} held out"
+            f"{named}: {(train + held) * self.sequence_length:,} tokens of a vocabulary of {self.vocab_size:,} in "
+            f"sequences of {self.sequence_length}, {train:,} sequences to train on and {held:,} held out"
         )
 
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from app.data.order import Indices
-from app.data.split import hold_out
-from app.data.tables import Array, Column, Encoder, read_table
+from app.data.split import held_out, hold_out
+from app.data.tables import Array, Column, column_of, encoded, read_table
 from app.errors import UserError
 from app.models.mlp import MLP
-from app.tasks.arguments import checked_model, held_out, nearest, one_of, whole
+from app.tasks.arguments import checked_model, one_of, whole
 from app.tasks.base import Batch
 from app.tasks.parts import InParts
 
@@ -58,39 +58,41 @@ class Tabular(InParts):
     ) -> None:
         one_of("kind", kind, ("auto", "regression", "classification"))
         columns, path = read_table(data)
-        self.target = _target(target or DEFAULT_TARGETS.get(data), columns, data)
-        self.source = data
+        target = target or DEFAULT_TARGETS.get(data)
+        if target is None:
+            raise UserError(
+                f"task_args.target is needed: which column of {data} to predict; there are {', '.join(columns)}."
+            )
+        goal = column_of(columns, target, "task_args.target", data)
         for key, names in (("ignore", ignore or []), ("categorical", categorical or [])):
             for name in names:
-                _known(f"task_args.{key}", name, columns)
-        goal = columns[self.target]
+                column_of(columns, name, f"task_args.{key}", data)
         rows = np.flatnonzero(~goal.missing())
         if len(rows) < 2:
-            raise UserError(f"{path} has {len(rows)} rows with a value in {self.target!r}; at least two are needed.")
+            raise UserError(f"{path} has {len(rows)} rows with a value in {target!r}; at least two are needed.")
+        inputs = [
+            column.as_text() if name in (categorical or []) else column
+            for name, column in columns.items()
+            if name not in (target, *(ignore or []))
+        ]
+        if not inputs:
+            raise UserError(f"{path} has no column besides the target {target!r}; there is nothing to predict from.")
+        self.source, self.target = data, target
         self.classes, goals = _goals(goal, rows, kind, path.name)
         count = held_out(len(rows), eval_fraction, eval_samples, DEFAULT_EVAL_FRACTION)
         train_at, eval_at = hold_out(len(rows), count, goals if self.classes else None)
-
-        inputs = [
-            _as_names(column) if name in (categorical or []) else column
-            for name, column in columns.items()
-            if name != self.target and name not in (ignore or [])
-        ]
-        if not inputs:
-            raise UserError(
-                f"{path} has no column besides the target {self.target!r}; there is nothing to predict from."
-            )
-        encoder = Encoder(inputs, rows[train_at], whole("max_categories", max_categories))
-        self.mean, self.std, self.eval_variance = _target_statistics(goals, train_at, eval_at, bool(self.classes))
-        self._train = self._rows(encoder, rows, goals, train_at)
-        self._eval = self._rows(encoder, rows, goals, eval_at) if count else None
+        matrix = encoded(inputs, rows[train_at], whole("max_categories", max_categories))
+        self.mean, self.std, self.eval_variance = 0.0, 1.0, 0.0
+        if not self.classes:
+            self.mean, self.std = float(goals[train_at].mean()), float(goals[train_at].std()) or 1.0
+            self.eval_variance = float(goals[eval_at].var()) if count else 0.0
+            goals = (goals - self.mean) / self.std
+        targets = goals if self.classes else goals.astype(np.float32)
+        self._train = Rows(matrix[rows[train_at]], targets[train_at])
+        self._eval = Rows(matrix[rows[eval_at]], targets[eval_at]) if count else None
         outputs = len(self.classes) if self.classes else 1
-        self._build = checked_model(MLP, {"in_features": encoder.width, "out_features": outputs}, model_args)
+        self._build = checked_model(MLP, {"in_features": matrix.shape[1], "out_features": outputs}, model_args)
         self._columns = (sum(column.numeric for column in inputs), sum(not column.numeric for column in inputs))
-
-    def _rows(self, encoder: Encoder, rows: Indices, goals: Array, at: Indices) -> Rows:
-        targets = goals[at] if self.classes else ((goals[at] - self.mean) / self.std).astype(np.float32)
-        return Rows(encoder.encode(rows[at]), targets)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         inputs, targets = batch
@@ -115,12 +117,12 @@ class Tabular(InParts):
         return {"rmse": means["mse"] ** 0.5} if "mse" in means else {}
 
     def describe(self) -> str:
-        held = 0 if self._eval is None else len(self._eval)
+        train, held = self.sizes()
         goal = f"{self.target} in {len(self.classes)} classes" if self.classes else f"{self.target}, a number"
         numeric, text = self._columns
         return (
-            f"{self.source}: {len(self._train) + held:,} rows, {numeric} numeric and {text} text columns to predict "
-            f"{goal}; {len(self._train):,} rows to train on"
+            f"{self.source}: {train + held:,} rows, {numeric} numeric and {text} text columns to predict {goal}; "
+            f"{train:,} rows to train on"
         )
 
 
@@ -141,28 +143,6 @@ class Rows(Dataset[Any]):
         return self.inputs[chosen], self.targets[chosen]
 
 
-def _known(key: str, name: str, columns: dict[str, Column]) -> str:
-    if name not in columns:
-        raise UserError(f"{key}: there is no column {name!r}{nearest(name, columns)}; there are {', '.join(columns)}.")
-    return name
-
-
-def _target(target: str | None, columns: dict[str, Column], data: str) -> str:
-    if target is None:
-        raise UserError(
-            f"task_args.target is needed: which column of {data} to predict; there are {', '.join(columns)}."
-        )
-    return _known("task_args.target", target, columns)
-
-
-def _as_names(column: Column) -> Column:
-    """The column with its numbers as text, so that they are encoded as categories."""
-    if not column.numeric:
-        return column
-    names = np.array([None if np.isnan(value) else f"{value:g}" for value in column.values], dtype=object)
-    return Column(column.name, names)
-
-
 def _goals(goal: Column, rows: Indices, kind: str, file: str) -> tuple[list[str], Array]:
     """(names of the classes, int64 class of each row), or ([], float64 number of each row) for a regression."""
     values = goal.values[rows]
@@ -173,15 +153,4 @@ def _goals(goal: Column, rows: Indices, kind: str, file: str) -> tuple[list[str]
     few_whole = goal.numeric and (values == np.floor(values)).all() and len(np.unique(values)) <= FEW
     if kind == "regression" or (kind == "auto" and goal.numeric and not few_whole):
         return [], values
-    found, codes = np.unique(values if goal.numeric else values.astype(str), return_inverse=True)
-    if len(found) < 2:
-        raise UserError(f"{file}: column {goal.name!r} has one value only, {found[0]}; there is nothing to tell apart.")
-    return [f"{each:g}" if goal.numeric else str(each) for each in found], codes.astype(np.int64)
-
-
-def _target_statistics(goals: Array, train: Indices, held: Indices, classes: bool) -> tuple[float, float, float]:
-    """(mean and deviation of the training targets, variance of the held-out ones); (0, 1, 0) for classes."""
-    if classes:
-        return 0.0, 1.0, 0.0
-    std = float(goals[train].std())
-    return float(goals[train].mean()), std if std > 0 else 1.0, float(goals[held].var()) if len(held) else 0.0
+    return goal.classes(rows, file)

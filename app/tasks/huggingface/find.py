@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.errors import UserError
-from app.tasks.arguments import nearest
+from app.errors import UserError, nearest
 
 KINDS = {
     "causal_lm": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
@@ -26,10 +24,8 @@ KINDS = {
 """Kind: (the library's class that makes it, its table of model types that have the kind)."""
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-NOT_CAUSAL = ("cpmant", "xlnet")
-"""Models that the library calls causal, but that look ahead when they are called as one."""
 HUB_SECONDS = 5.0
-"""How long the hub may take to say that it is there."""
+"""How long the hub may take to answer."""
 HUB_FILES = ["*.json", "*.txt", "*.model"]
 
 
@@ -101,7 +97,7 @@ def find(named: Any, *, weights: bool) -> Found:
 def _in_folder(named: str, folder: Path, weights: bool) -> Found:
     if not (folder / "config.json").is_file():
         raise UserError(f"task_args.model: {folder} has no config.json; give the folder of a transformers model")
-    if weights and not any((folder / name).is_file() for name in WEIGHTS):
+    if weights and not _has_weights(folder):
         raise UserError(
             f"task_args.pretrained is true, but {folder} has no weights ({WEIGHTS[0]}); write pretrained: false to "
             "begin from none"
@@ -116,27 +112,28 @@ def _in_folder(named: str, folder: Path, weights: bool) -> Found:
 
 
 def _from_hub(named: str, weights: bool) -> Path:
-    """The folder in the hub's cache on this machine, fetched if it is not there."""
+    """The folder in the hub's cache on this machine, fetched where that is not complete."""
     library()
     import huggingface_hub as hub
 
     wanted = [*HUB_FILES, "*.safetensors"] if weights else HUB_FILES
-    with contextlib.suppress(Exception):  # not here, or not all of it
-        folder = Path(hub.snapshot_download(named, allow_patterns=wanted, local_files_only=True))
-        if (folder / "config.json").is_file() and (not weights or any((folder / name).is_file() for name in WEIGHTS)):
-            return folder
     try:
-        # The library would try for half a minute; one short question tells whether to begin.
-        hub.get_session().head(hub.constants.ENDPOINT, timeout=HUB_SECONDS)
+        with contextlib.suppress(hub.errors.LocalEntryNotFoundError):
+            folder = Path(hub.snapshot_download(named, allow_patterns=wanted, local_files_only=True))
+            if (folder / "config.json").is_file() and (not weights or _has_weights(folder)):
+                return folder
         return Path(hub.snapshot_download(named, allow_patterns=wanted, etag_timeout=HUB_SECONDS))
     except Exception as error:
-        if type(error).__name__ in ("RepositoryNotFoundError", "GatedRepoError"):
-            why = "there is no such model, or it needs a login (hf auth login)"
-        else:
-            why = f"it is not on this machine, and {hub.constants.ENDPOINT} cannot be reached"
+        away = f"it is not on this machine, and {hub.constants.ENDPOINT} does not answer"
+        unknown = type(error).__name__ in ("RepositoryNotFoundError", "GatedRepoError")
+        why = "there is no such model, or it needs a login (hf auth login)" if unknown else away
         raise UserError(
             f"task_args.model: {named!r} cannot be had from the hub ({why}); give the folder of a copy"
         ) from error
+
+
+def _has_weights(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in WEIGHTS)
 
 
 def _names(table: str, module: str) -> dict[str, Any]:
@@ -144,51 +141,25 @@ def _names(table: str, module: str) -> dict[str, Any]:
     return dict(getattr(importlib.import_module(f"transformers.models.auto.{module}"), table))
 
 
-def kinds_of(model_type: str) -> list[str]:
-    """The kinds that a model type has."""
-    return [kind for kind, (_, table) in KINDS.items() if model_type in _names(table, "modeling_auto")]
-
-
 def choose_kind(found: Found, wanted: str) -> str:
     """`wanted` if the model has it; for auto what its configuration says it was, else what it is mostly used for.
 
-    Raises UserError.
+    Raises UserError, also for a model of several that is not trained as one.
     """
-    has = kinds_of(found.model_type)
-    if wanted != "auto":
-        if wanted not in has:
-            raise UserError(
-                f"task_args.kind is {wanted}, which {found.model_type} is not made for"
-                + (f"; write {' or '.join(has)}" if has else ": none of the kinds is")
-            )
-        return wanted
-    built = (found.base.architectures or [""])[0]
-    for ending, kind in (
-        ("ForCausalLM", "causal_lm"),
-        ("LMHeadModel", "causal_lm"),
-        ("ForSequenceClassification", "sequence_classification"),
-        ("ForImageClassification", "image_classification"),
-    ):
-        if built.endswith(ending) and kind in has:
-            return kind
-    if is_encoder(found.model_type) and "sequence_classification" in has:
-        return "sequence_classification"
-    if not has:
-        raise UserError(f"task_args.model: {found.model_type} is made for none of {', '.join(KINDS)}; give another")
-    return has[0]
-
-
-def require_kind(found: Found, kind: str) -> None:
-    """Raises UserError for a model that is of the kind in name, but cannot be trained as it."""
+    has = [kind for kind, (_, table) in KINDS.items() if found.model_type in _names(table, "modeling_auto")]
+    if not has or wanted not in ("auto", *has):
+        made_for = " or ".join(has) or "none of the kinds"
+        raise UserError(f"task_args.kind is {wanted}, but {found.model_type} is made for {made_for}; write another")
+    built = (found.base.architectures or [""])[0].replace("LMHeadModel", "ForCausalLM")
+    named = [kind for kind in has if built.endswith(KINDS[kind][0].removeprefix("AutoModel"))]
+    usual = [kind for kind in has if kind == "sequence_classification" and is_encoder(found.model_type)]
+    kind = wanted if wanted != "auto" else (named + usual + has)[0]
     if kind != "image_classification" and not hasattr(found.base, "vocab_size"):
         parts = ", ".join(found.base.sub_configs) or "others"
         raise UserError(
             f"task_args.model: {found.model_type} is made of several models ({parts}); give the one of the text"
         )
-    if kind == "causal_lm" and found.model_type in NOT_CAUSAL:
-        raise UserError(
-            f"task_args.model: {found.model_type} sees the tokens that it is to predict; give another causal_lm"
-        )
+    return kind
 
 
 def is_encoder(model_type: str) -> bool:
@@ -200,11 +171,3 @@ def last_line(error: BaseException) -> str:
     """The last line of what an error says, where the library puts what matters, without its full stop."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[-1] if lines else type(error).__name__).rstrip(".")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A folder's small JSON file; {} where there is none or it is damaged."""
-    with contextlib.suppress(OSError, ValueError):
-        content = json.loads(path.read_text())
-        return content if isinstance(content, dict) else {}
-    return {}

@@ -15,14 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from app.errors import UserError
-from app.tasks.arguments import nearest
+from app.errors import UserError, nearest
 from app.tasks.huggingface.find import KINDS, Found, last_line, library
 
 UNDECLARED = {"head_dim"}
 """Keys that models read though their configuration may have no field for them."""
-ABOUT_SHAPES = ("must match the size", "cannot be multiplied", "is invalid for input", "Kernel size", "channels")
-"""What torch says of shapes that do not fit."""
 
 
 def settle(found: Found, derived: Mapping[str, Any], written: Mapping[str, Any]) -> Any:
@@ -110,24 +107,6 @@ def trial(recipe: Recipe) -> Any:
         raise
     except Exception as error:  # a configuration can be wrong in as many ways as there are models
         raise UserError(f"task_args.config does not make a {recipe.config.model_type}: {last_line(error)}") from error
-
-
-def forward_on_meta(model: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Raises UserError if shapes do not fit one another when the model is called.
-
-    Other errors are left for the first step to raise: without memory there are no values to look at, and some
-    operators know fewer types here than where they are run.
-    """
-    try:
-        with torch.device("meta"), torch.no_grad():
-            model.eval()(*(x.to("meta") for x in inputs))  # normalising a batch in training wants more than one
-    except Exception as error:
-        if not any(words in str(error) for words in ABOUT_SHAPES):
-            return
-        shapes = " and ".join(str(tuple(x.shape[1:])) for x in inputs)
-        raise UserError(
-            f"{type(model).__name__} of this task_args.config does not take samples of {shapes}: {last_line(error)}"
-        ) from error
 
 
 def position_tables(model: nn.Module) -> Iterator[int]:

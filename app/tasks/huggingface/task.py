@@ -9,17 +9,17 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from app.data.loader import fetch
 from app.errors import UserError
 from app.tasks.arguments import one_of, whole
-from app.tasks.base import Batch, Task
+from app.tasks.base import Batch
 from app.tasks.huggingface import plan
-from app.tasks.huggingface.data import Source, images, labelled_text, running_text
-from app.tasks.huggingface.find import KINDS, Found, choose_kind, find, require_kind
-from app.tasks.huggingface.model import Recipe, forward_on_meta, position_tables, settle, trial
-from app.tasks.huggingface.tokenizer import chosen_tokenizer, write_tokenizer
+from app.tasks.huggingface.data import images, labelled_text, running_text
+from app.tasks.huggingface.find import KINDS, choose_kind, find
+from app.tasks.huggingface.model import Recipe, position_tables, settle, trial
+from app.tasks.huggingface.text import chosen_tokenizer, tokenizer_of, write_tokenizer
+from app.tasks.parts import InParts
 
 DEFAULT_LENGTHS = {"causal_lm": 256, "sequence_classification": 512}
 ONLY_FOR = {
@@ -28,13 +28,12 @@ ONLY_FOR = {
     "sequence_length": ("causal_lm", "sequence_classification"),
     "text": ("sequence_classification",),
     "label": ("sequence_classification",),
-    "labels": ("image_classification",),
     "augment_shift": ("image_classification",),
 }
 """Arguments that only some kinds have a use for."""
 
 
-class HuggingFace(Task):
+class HuggingFace(InParts):
     """A model of `transformers` by its configuration, on the data of its kind.
 
     model: a model type (`llama`, `gpt2`, `qwen2`, `bert`, `vit`, …), a folder with a config.json, or an id on the hub
@@ -49,7 +48,7 @@ class HuggingFace(Task):
         tokenizers file (default: the folder's own tokenizer.json, else bytes).
     sequence_classification: data: a .csv or .parquet file with columns `text` and `label`; tokenizer as above;
         sequence_length: tokens of a text that are used (default: 512, or what the model can).
-    image_classification: data, labels and augment_shift as for image_classification. A model type gets the images'
+    image_classification: data and augment_shift as for image_classification. A model type gets the images'
         size and channels; with a folder or a hub id images are resized to what its configuration says.
 
     What the data decides (the vocabulary's size, the number of classes, the padding token) is set in the
@@ -70,7 +69,6 @@ class HuggingFace(Task):
         sequence_length: int | None = None,
         text: str = "text",
         label: str = "label",
-        labels: str | None = None,
         augment_shift: int = 0,
         eval_samples: int | None = None,
         eval_fraction: float | None = None,
@@ -81,65 +79,52 @@ class HuggingFace(Task):
         if config is not None and not isinstance(config, Mapping):
             raise UserError(f"task_args.config is {config!r}; it must be a mapping of key to value.")
         written = dict(config or {})
-        self.found = find(model, weights=pretrained)
-        self.kind = choose_kind(self.found, kind)
-        require_kind(self.found, self.kind)
-        given = {
-            "tokenizer": tokenizer,
-            "token_dtype": token_dtype,
-            "sequence_length": sequence_length,
-            "text": text,
-            "label": label,
-            "labels": labels,
-            "augment_shift": augment_shift,
-        }
-        _check_use(self.kind, given)
-        base = settle(self.found, {}, written)  # so that what is wrong there is known before the data is read
-        self.tokenizer = ""
-        if self.kind != "image_classification":
-            given["tokenizer"] = self.tokenizer = chosen_tokenizer(self.found, tokenizer, pretrained)
-            given["sequence_length"] = _length(self.kind, sequence_length, base)
-        held = {"eval_samples": eval_samples, "eval_fraction": eval_fraction}
-        self._source = _source(self.found, base, self.kind, data, written, given | held)
-        self._data = self._source.task
+        self.found = found = find(model, weights=pretrained)
+        self.kind = choose_kind(found, kind)
+        given = {"tokenizer": tokenizer, "token_dtype": token_dtype, "sequence_length": sequence_length}
+        own = _own_arguments(self.kind, given | {"text": text, "label": label, "augment_shift": augment_shift})
+        own |= {"data": data, "eval_samples": eval_samples, "eval_fraction": eval_fraction}
+        base = settle(found, {}, written)  # so that what is wrong there is known before the data is read
+        self.tokenizer: Any = None  # the library's, for the export
+        if self.kind == "image_classification":
+            self._data, derived = images(found, **own)
+        else:
+            chosen = chosen_tokenizer(found, tokenizer, pretrained)
+            self.tokenizer = tokenizer_of(found, chosen, padded=self.kind == "sequence_classification")
+            own["sequence_length"] = _length(self.kind, sequence_length, base)
+            own_size = int(base.vocab_size) if found.folder or "vocab_size" in written else None
+            own["tokenizer"] = chosen if self.kind == "causal_lm" else self.tokenizer
+            read = running_text if self.kind == "causal_lm" else labelled_text
+            self._data, derived = read(found, base, own_size, **own)
+        self._train, self._eval = self._data.train_data(), self._data.eval_data()
         self.unit, self.items_vary = self._data.unit, self._data.items_vary
         self.float_output = self._data.float_output
-        self.config = settle(self.found, self._source.derived, written)
-        self.recipe = Recipe(self.kind, self.config, self.found.folder if pretrained else None, attention)
+        self.config = settle(found, derived, written)
+        self.recipe = Recipe(self.kind, self.config, found.folder if pretrained else None, attention)
+        self._build = self.recipe.build
         structure = trial(self.recipe)
-        self._keywords = _keywords(structure)
+        # Keeping keys and values for the next token has no use in training.
+        cached = "use_cache" in inspect.signature(structure.forward).parameters
+        self._keywords: dict[str, Any] = {"use_cache": False} if cached else {}
         self._heads = plan.heads(self.config, self.tensor_plan(structure))
-        self._check(structure)
+        self._check(structure, own.get("sequence_length"))
 
-    def _check(self, structure: nn.Module) -> None:
+    def _check(self, structure: nn.Module, longest: int | None) -> None:
         """Raises UserError for sizes that would fail, or be cut without a word, in the first step."""
-        longest = self._source.sequence_length
-        if longest is None:
-            patch, sides = getattr(self.config, "patch_size", None), _sides(self.config)
-            if isinstance(patch, int) and sides and any(side % patch for side in sides):
-                raise UserError(
-                    f"task_args.config.patch_size is {patch}, which does not divide images of "
-                    f"{sides[0]}×{sides[1]}; write one that does"
-                )
-        else:
-            able = min(position_tables(structure), default=None)
-            if able is not None and longest > able:
-                raise UserError(
-                    f"task_args.sequence_length is {longest}, but the model has {able} positions; write at most "
-                    f"{able}, or a larger task_args.config.max_position_embeddings"
-                )
-        forward_on_meta(structure, self.example_input())
+        able = min(position_tables(structure), default=None)
+        if able is not None and longest is not None and longest > able:
+            raise UserError(
+                f"task_args.sequence_length is {longest}, but the model has {able} positions; write at most {able}, or "
+                "a larger task_args.config.max_position_embeddings"
+            )
+        patch, sides = getattr(self.config, "patch_size", None), _sides(self.config)
+        if isinstance(patch, int) and sides and any(side % patch for side in sides):
+            raise UserError(
+                f"task_args.config.patch_size is {patch}, which does not divide images of {sides[0]}×{sides[1]}; write "
+                "one that does"
+            )
 
     # --- the task ----------------------------------------------------------------------------------------------
-
-    def build_model(self) -> nn.Module:
-        return self.recipe.build()
-
-    def train_data(self) -> Dataset[Any]:
-        return self._data.train_data()
-
-    def eval_data(self) -> Dataset[Any] | None:
-        return self._data.eval_data()
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         called = Called(self, model)
@@ -202,9 +187,8 @@ class HuggingFace(Task):
         config = type(self.config).from_dict({**self.config.to_dict(), "dtype": "float32"})
         config.architectures = [type(trial(self.recipe)).__name__]
         config.save_pretrained(folder)
-        if self.tokenizer:
-            shifted = self.kind == "sequence_classification"
-            write_tokenizer(folder, self.found, self.tokenizer, shifted=shifted)
+        if self.tokenizer is not None:
+            write_tokenizer(folder, self.found, self.tokenizer)
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor of the model's state, by name."""
@@ -227,23 +211,15 @@ class Called:
         return self.output.logits
 
 
-def _check_use(kind: str, given: dict[str, Any]) -> None:
+def _own_arguments(kind: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Those arguments that the kind has a use for. Raises UserError if another one is given."""
     defaults = {name: p.default for name, p in inspect.signature(HuggingFace).parameters.items()}
     for name, value in given.items():
         if value != defaults[name] and kind not in ONLY_FOR[name]:
             raise UserError(
                 f"task_args.{name} is for {' and '.join(ONLY_FOR[name])}, but this model is for {kind}; leave it out"
             )
-
-
-def _source(found: Found, base: Any, kind: str, data: Any, written: dict[str, Any], given: dict[str, Any]) -> Source:
-    """The data of the kind, from those arguments that it has a use for."""
-    unused = {name for name, kinds in ONLY_FOR.items() if kind not in kinds}
-    own = {name: value for name, value in given.items() if name not in unused}
-    if kind == "image_classification":
-        return images(found, data=data, **own)
-    read = running_text if kind == "causal_lm" else labelled_text
-    return read(found, base, data=data, vocab_size_written="vocab_size" in written, **own)
+    return {name: value for name, value in given.items() if kind in ONLY_FOR[name]}
 
 
 def _length(kind: str, written: int | None, base: Any) -> int:
@@ -262,8 +238,3 @@ def _sides(config: Any) -> tuple[int, int] | None:
     if isinstance(size, int):
         return size, size
     return (int(size[0]), int(size[1])) if isinstance(size, (list, tuple)) and len(size) == 2 else None
-
-
-def _keywords(model: nn.Module) -> dict[str, Any]:
-    """Keeping keys and values for the next token, which training has no use for, is switched off where there is any."""
-    return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from app.data.tables import Column, Encoder, read_table
+from app.data.tables import Column, encoded, read_table
 from app.errors import UserError
 
 CSV = "size,colour,day,ok\n1,red,2024-01-01,true\n2.5,,2024-01-02,false\n,blue,,true\n"
@@ -63,9 +63,7 @@ def test_encoding_uses_the_training_rows_only() -> None:
     number = Column("n", np.array([1.0, 3.0, np.nan, 100.0, np.inf]))
     complete = Column("c", np.array([1.0, 1.0, 1.0, 2.0, np.nan]))
     names = Column("t", np.array(["a", "b", "a", "new", None], dtype=object))
-    encoder = Encoder([number, complete, names], np.array([0, 1, 2]), max_categories=9)
-    assert encoder.width == 2 + 1 + 2
-    assert encoder.encode(np.arange(5)).tolist() == [
+    assert encoded([number, complete, names], np.array([0, 1, 2]), max_categories=9).tolist() == [
         [-1, 0, 0, 1, 0],
         [1, 0, 0, 0, 1],
         [0, 1, 0, 1, 0],
@@ -76,14 +74,13 @@ def test_encoding_uses_the_training_rows_only() -> None:
 
 def test_rare_and_missing_categories_share_an_input() -> None:
     names = Column("t", np.array(["a", "a", "b", "b", "c", None, "never seen"], dtype=object))
-    encoder = Encoder([names], np.arange(6), max_categories=2)
-    assert encoder.encode(np.arange(7)).argmax(axis=1).tolist() == [0, 0, 1, 1, 2, 2, 2]
-    assert encoder.encode(np.arange(7)).sum(axis=1).tolist() == [1] * 7
+    found = encoded([names], np.arange(6), max_categories=2)
+    assert found.argmax(axis=1).tolist() == [0, 0, 1, 1, 2, 2, 2] and found.sum(axis=1).tolist() == [1] * 7
 
 
 def test_columns_without_any_value_do_no_harm() -> None:
     nothing = [Column("n", np.full(3, np.nan)), Column("t", np.array([None] * 3, dtype=object))]
-    assert np.isfinite(Encoder(nothing, np.arange(3), 5).encode(np.arange(3))).all()
+    assert np.isfinite(encoded(nothing, np.arange(3), 5)).all()
 
 
 def not_parquet(folder: Path) -> str:
@@ -94,7 +91,7 @@ def not_parquet(folder: Path) -> str:
     ("make", "says"),
     [
         (lambda at: str(at / "nowhere.csv"), "there is no '.*nowhere.csv'"),
-        (lambda at: write(at / "a.xlsx", "x"), "is no table that is known"),
+        (lambda at: write(at / "a.xlsx", "x"), "is not a table"),
         (lambda at: write(at / "a.csv", ""), "cannot be read as CSV"),
         (lambda at: write(at / "a.csv", "a,b\n"), "has no rows"),
         (lambda at: write(at / "a.csv", "a,b\n1,2\n3\n"), "cannot be read as CSV"),

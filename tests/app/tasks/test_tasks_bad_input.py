@@ -116,7 +116,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (IMAGES, {"data": "good.npz", "model_args": [1]}, "it must be a mapping"),
     (IMAGES, {"data": "good.npz", "model": "mlp", "model_args": {"activation": "rely"}}, "do not make a model"),
     (IMAGES, {"data": "tiny.npz"}, "halves an image of 2×2 to nothing"),
-    (IMAGES, {"data": "good.npz", "eval_samples": 8}, "there are only 8 samples; leave some to train"),
+    (IMAGES, {"data": "good.npz", "eval_samples": 8}, "write a whole number below 8, the number of samples"),
     (IMAGES, {"data": "good.npz", "eval_fraction": 1.5}, "task_args.eval_fraction is 1.5"),
     (IMAGES, {"data": "good.npz", "augment_shift": -1}, "task_args.augment_shift is -1"),
     # language
@@ -135,13 +135,13 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (TEXT, {"data": "text.txt", "norm": "rms"}, "task_args.norm is 'rms' (did you mean 'rmsnorm'?)"),
     (TEXT, {"data": "text.txt", "sequence_length": 0}, "task_args.sequence_length is 0"),
     (TEXT, {"data": "text.txt", "n_layers": "4"}, "task_args.n_layers is '4'; it must be a whole number"),
-    (TEXT, {"data": "text.txt", "dropout": 1.0}, "task_args.dropout is 1.0"),
-    (TEXT, {"data": "text.txt", "sequence_length": 16, "eval_samples": 63}, "only 62 samples"),
+    (TEXT, {"data": "text.txt", "dropout": 1.5}, "do not make a model: dropout probability has to be between 0 and 1"),
+    (TEXT, {"data": "text.txt", "sequence_length": 16, "eval_samples": 63}, "below 62, the number of samples"),
     # tables
     (TABLE, {"data": "nowhere.csv", "target": "y"}, "there is no 'nowhere.csv'"),
     (TABLE, {"data": "table.csv"}, "task_args.target is needed"),
     (TABLE, {"data": "table.csv", "target": "prize"}, "no column 'prize' (did you mean 'price'?)"),
-    (TABLE, PRICE | {"ignore": ["wait"]}, "task_args.ignore: there is no column 'wait'"),
+    (TABLE, PRICE | {"ignore": ["wait"]}, "task_args.ignore: table.csv has no column 'wait'"),
     (TABLE, PRICE | {"categorical": ["shops"]}, "no column 'shops' (did you mean 'shop'?)"),
     (TABLE, PRICE | {"kind": "regress"}, "task_args.kind is 'regress' (did you mean 'regression'?)"),
     (TABLE, PRICE | {"target": "shop", "kind": "regression"}, "holds text such as 'a'"),
@@ -150,7 +150,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (TABLE, PRICE | {"model_args": {"hidden": 64}}, "do not make a model"),
     (TABLE, {"data": "lonely.csv", "target": "price"}, "no column besides the target"),
     (TABLE, {"data": "bare.csv", "target": "price"}, "has 1 rows with a value in 'price'"),
-    (TABLE, {"data": "text.txt", "target": "y"}, "is no table that is known"),
+    (TABLE, {"data": "text.txt", "target": "y"}, "is not a table"),
 ]
 
 

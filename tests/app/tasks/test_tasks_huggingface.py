@@ -17,9 +17,8 @@ from app.errors import UserError
 from app.randomness import seed_everything
 from app.tasks import load_task
 from app.tasks.huggingface import HuggingFace
-from app.tasks.huggingface.labelled_text import Texts
 from app.tasks.huggingface.plan import tensor_plan
-from app.tasks.huggingface.tokenizer import byte_tokenizer
+from app.tasks.huggingface.text import Texts, byte_tokenizer
 from experiments.parity.curves import Curve, Trial, difference, train
 from strategies.layout import ParallelDims
 from strategies.parallelize import Options, choose
@@ -324,7 +323,7 @@ def test_pretrained_weights_from_a_folder(folder: Path, data: Path) -> None:
     args = {"model": str(folder), "data": str(data / "text.txt"), "sequence_length": 8}
     learnt = load_task("huggingface", {**args, "pretrained": True})
     assert isinstance(learnt, HuggingFace) and learnt.kind == "causal_lm"
-    assert learnt.tokenizer == str(folder / "tokenizer.json")
+    assert learnt.tokenizer.get_vocab()["penny"] == 2, "the folder's own"
     own = AutoModelForCausalLM.from_pretrained(folder)
     tokens = a_batch(learnt)[0]
     model = built(learnt)
@@ -388,12 +387,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": "./nowhere"}, "there is no folder"),
     ({"model": 3}, "task_args.model is 3"),
     ({"kind": "translation"}, "task_args.kind is 'translation'"),
-    ({"kind": "image_classification"}, "write causal_lm or sequence_classification"),
+    ({"kind": "image_classification"}, "llama is made for causal_lm or sequence_classification"),
     ({"model": "sam", "config": {}}, "sam is made for none of"),
     ({"model": "gemma3", "config": {}}, r"gemma3 is made of several models \(text_config, vision_config\)"),
     ({"model": "gemma4_assistant", "config": {}}, "gemma4_assistant has no configuration of its own"),
-    ({"model": "xlnet", "config": {}, "kind": "causal_lm"}, "xlnet sees the tokens that it is to predict"),
-    ({"model": "deepseek_v3", "config": {**GROUPED, "qk_rope_head_dim": 3}}, "does not"),
     ({"config": {"hidden_siz": 3}}, r"task_args.config.hidden_siz: .*did you mean 'hidden_size'\?"),
     ({"config": {"hidden_size": "wide"}}, "expected int, got str"),
     ({"config": {**GROUPED, "hidden_size": 18}}, "18"),
@@ -409,10 +406,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": "bert", "data": "reviews.csv", "config": SMALL, "label": "txt"}, "no column 'txt'"),
     ({"model": "vit", "data": "digits", "config": {**SMALL, "patch_size": 5}}, "patch_size is 5"),
     ({"model": "vit", "data": "digits", "sequence_length": 8}, "sequence_length is for causal_lm"),
-    (
-        {"model": "convnext", "data": "digits", "config": {"hidden_sizes": [4, 8, 8, 8], "depths": [1, 1, 1, 1]}},
-        r"does not take samples of \(1, 8, 8\)",
-    ),
 ]
 
 
@@ -445,22 +438,15 @@ def test_wrong_folders(folder: Path, data: Path, tmp_path: Path) -> None:
     assert "cannot be read" in refused(tmp_path, **given)
 
 
-def test_hub_that_is_away(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One short question, not the library's half minute of them."""
+def test_a_hub_that_does_not_answer(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    class Away:
-        asked = 0
+    def unreachable(*_: Any, **options: Any) -> None:
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no route")
 
-        def head(self, url: str, timeout: float) -> None:
-            Away.asked += 1
-            assert timeout <= 5
-            raise OSError("no route")
-
-    monkeypatch.setattr(huggingface_hub, "get_session", Away)
-    with pytest.raises(UserError, match=r"'somebody/else' cannot be had from the hub .* cannot be reached"):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(UserError, match=r"'somebody/else' cannot be had from the hub .* does not answer"):
         load_task("huggingface", {"model": "somebody/else", "data": str(data / "text.txt")})
-    assert Away.asked == 1
 
 
 def test_without_transformers(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
