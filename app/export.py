@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -26,21 +26,18 @@ if TYPE_CHECKING:
     from app.tasks.huggingface import HuggingFace
 
 FORMATS = ("safetensors", "huggingface", "torch")
-FILE_BYTES = 5_000_000_000
-"""Of one safetensors file, as on the hub."""
+FILE_BYTES = 5_000_000_000  # of one safetensors file, as on the hub
 
 
 @dataclass(frozen=True)
 class Exported:
     """What was written."""
 
-    run: str
     step: int
     format: str
     folder: Path
     files: list[str]
-    size: int
-    """Bytes of all files."""
+    size: int  # bytes of all files
 
 
 def export_run(
@@ -56,18 +53,17 @@ def export_run(
 
     out: must be empty or not exist; default: export/FORMAT-step-N in the run's folder, or, if that is in an object
         store, here. warn: told of each damaged checkpoint that was passed over.
-    Raises UserError for an unknown format, a folder without a run or checkpoint, and an `out` that holds something.
     """
     if to not in FORMATS:
         what = f"is {to!r}{nearest(to, FORMATS)}" if to else "is not given"
         raise UserError(f"--to {what}; it can be {', '.join(FORMATS)}")
     storage = Storage(run)
     if not storage.exists("run.json"):
-        beside = Storage(os.path.join("runs", run)) if "://" not in run else storage
-        hint = f"; did you mean runs/{run}?" if beside.exists("run.json") else ""
-        raise UserError(
-            f"{run} holds no run{hint or ': write the folder that `trireme train` named, such as runs/mnist'}"
+        known = "://" not in run and Storage(os.path.join("runs", run)).exists("run.json")
+        hint = (
+            f"did you mean runs/{run}?" if known else "write the folder that `trireme train` named, such as runs/mnist"
         )
+        raise UserError(f"{run} is not a run's folder: {hint}")
     commit = _commit(storage, step, warn)
     folder = _out(storage, to, commit.step, out)
     task = _hugging_face(storage) if to == "huggingface" else None
@@ -77,22 +73,20 @@ def export_run(
         else:
             export(commit, to="torch" if to == "torch" else "safetensors", out=made, max_file_bytes=file_bytes)
         sizes = {path.name: path.stat().st_size for path in sorted(made.iterdir())}
-    return Exported(run, commit.step, to, folder, list(sizes), sum(sizes.values()))
+    return Exported(commit.step, to, folder, list(sizes), sum(sizes.values()))
 
 
 def _commit(storage: Storage, step: int | None, warn: Callable[[str], None]) -> Commit:
     """The checkpoint to export, its files read once to see that they are as they were written."""
     folder = storage.join("checkpoints").url
     if step is None:
-        commit, passed = latest_good(folder, verify="sha256")
+        newest, passed = latest_good(folder, verify="sha256")
         for sentence in passed:
             warn(sentence)
-        if commit is None:
-            raise UserError(
-                f"there is no good checkpoint in {folder}"
-                + (f" ({passed[0]})" if passed else "; train the run until it saves one")
-            )
-        return commit
+        if newest is None:
+            why = passed[0] if passed else "train the run until it saves one"
+            raise UserError(f"there is no good checkpoint in {folder}: {why}")
+        return newest
     found = commits(folder)
     commit = next((each for each in found if each.step == step), None)
     if commit is None:
@@ -106,12 +100,10 @@ def _commit(storage: Storage, step: int | None, warn: Callable[[str], None]) -> 
 
 def _out(storage: Storage, to: str, step: int, written: str | None) -> Path:
     name = f"{to}-step-{step:08d}"
-    if written is not None:
-        folder = Path(written).expanduser()
-    elif storage.is_local:
-        folder = storage.local_path / "export" / name
-    else:
-        folder = Path(f"{storage.url.rsplit('/', 1)[-1]}-{name}")
+    usual = (
+        storage.local_path / "export" / name if storage.is_local else Path(f"{storage.url.rsplit('/', 1)[-1]}-{name}")
+    )
+    folder = usual if written is None else Path(written).expanduser()
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise UserError(f"{folder} holds something already; write an empty or a new folder as --out")
     return folder
@@ -120,28 +112,29 @@ def _out(storage: Storage, to: str, step: int, written: str | None) -> Path:
 def _hugging_face(storage: Storage) -> HuggingFace:
     """The run's task, if it is one whose model transformers can load."""
     from app.config_io import from_dict
-    from app.tasks import find_task, load_task
+    from app.tasks import load_task
     from app.tasks.huggingface import HuggingFace
 
     config = from_dict(yaml.safe_load(storage.read_bytes("config.yaml")), f"{storage.url}/config.yaml")
-    if not issubclass(find_task(config.task), HuggingFace):
+    task = load_task(config.task, config.task_args)
+    if not isinstance(task, HuggingFace):
         raise UserError(
             f"the run's task is {config.task}, whose model transformers does not have; write --to safetensors or torch"
         )
-    task: Any = load_task(config.task, config.task_args)
     return task
 
 
 def _write_model_folder(task: HuggingFace, commit: Commit, folder: Path, file_bytes: int) -> None:
-    held = shapes(commit)
-    for name, shape in task.state_shapes().items():
-        if held.get(name) != shape:
+    model, held = task.structure(), shapes(commit)
+    for name, tensor in model.state_dict().items():
+        if held.get(name) != tuple(tensor.shape):
             raise UserError(
                 f"the run's task_args no longer make the model that was trained ({name} is {held.get(name)} in the "
-                f"checkpoint and {shape} now), perhaps because the data has changed; give it the data of the training"
+                f"checkpoint and {tuple(tensor.shape)} now): give it the data of the training"
             )
     task.write_folder(folder)
-    export(commit, to="safetensors", out=folder, max_file_bytes=file_bytes, leave_out=task.tied_names())
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})  # names of parameters that are another's too
+    export(commit, to="safetensors", out=folder, max_file_bytes=file_bytes, leave_out=tied)
 
 
 @contextmanager

@@ -8,8 +8,9 @@ import hashlib
 import importlib.util
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from app.errors import UserError
 
@@ -50,7 +51,7 @@ def cache_folder() -> Path:
     return folder
 
 
-def cached(name: str, make: Callable[[Path], None]) -> Path:
+def cached(name: str, make: Callable[[Path], Any]) -> Path:
     """The file `name` of the cache, made by `make(path)` if it is not there yet.
 
     Of several processes that ask at once, one makes the file and the others wait for it. It appears whole or
@@ -59,25 +60,14 @@ def cached(name: str, make: Callable[[Path], None]) -> Path:
     path = cache_folder() / name
     if path.exists():
         return path
-    with _locked(path.with_name(f".{name}.lock")):
-        if not path.exists():
-            descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{name}.")
-            os.close(descriptor)
-            try:
-                make(Path(temporary))
-                os.replace(temporary, path)
-            finally:
-                Path(temporary).unlink(missing_ok=True)
-    return path
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with open(path, "w") as file:
+    with open(path.with_name(f".{name}.lock"), "w") as lock, tempfile.TemporaryDirectory(dir=path.parent) as folder:
         # Some network file systems have no locks. Then the work is done more than once, but never half.
         with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            make(Path(folder) / name)
+            os.replace(Path(folder) / name, path)
+    return path
 
 
 def digest(*paths: Path) -> str:

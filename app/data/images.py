@@ -26,14 +26,10 @@ BUILT_IN = {
 }
 """Name: (package, file in it, what to install, pixels a side). One row per image, its label last."""
 
-IDX_TYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
-"""The third byte of an IDX file: its element type (big-endian)."""
-
-NAMES = (("images", "labels"), ("x_train", "y_train"), ("x", "y"), ("data", "targets"))
-"""What arrays of images and of labels are called in one file; x_train as in Keras's mnist.npz."""
+IDX_TYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}  # third byte of a file: its element type
+NAMES = (("images", "labels"), ("x_train", "y_train"), ("x", "y"), ("data", "targets"))  # of arrays in one file
 CHANNELS = (1, 3, 4)
-MOST_CLASSES = 1_000_000
-"""A larger label is not a class's number: a file of another kind, or a damaged one."""
+MOST_CLASSES = 1_000_000  # a larger label is not a class's number: a file of another kind, or a damaged one
 
 
 @dataclass(frozen=True)
@@ -43,11 +39,6 @@ class ImageSet:
     images: Array
     labels: npt.NDArray[np.int64]
     source: str
-
-    @property
-    def classes(self) -> int:
-        """One more than the largest label."""
-        return int(self.labels.max()) + 1
 
 
 def read_images(data: str) -> tuple[ImageSet, ImageSet | None]:
@@ -110,9 +101,7 @@ def _image_set(images: Any, labels: Any, source: Path | str) -> ImageSet:
             f"The labels of {source} must be one whole number per image, not {labels.dtype} {labels.shape}."
         )
     if len(images) != len(labels):
-        raise UserError(
-            f"{source} has {len(images)} images but {len(labels)} labels; there must be one label per image."
-        )
+        raise UserError(f"{source} has {len(images)} images but {len(labels)} labels; there must be one per image.")
     if images.size == 0:
         raise UserError(f"{source} holds no images; give data with at least one.")
     if labels.max() >= MOST_CLASSES:

@@ -1,7 +1,7 @@
 """Batches, already on the device when the loop asks.
 
-What the samples of a step are is decided by app/data/order.py; here they are cut into ranks' shares and
-micro-batches, fetched, and moved.
+app/data/order.py decides what the samples of a step are; here they are cut into ranks' shares and micro-batches,
+fetched, and moved.
 
 A data set is map-style: `__len__` and `__getitem__(i)`. It may have, each faster or more able than the last:
 
@@ -25,15 +25,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, default_convert
 
 from app.data.batch import Batch
 from app.data.order import Order, mix64, shares
 from app.data.prefetch import Prefetcher
-from app.errors import UserError
 
-Picks = list[tuple[int, int]]
-"""What to fetch for one micro-batch: (sample number, position in the run's stream) of every sample."""
+Picks = list[tuple[int, int]]  # of a micro-batch: (sample number, position in the run's stream) of every sample
 
 
 def train_batches(
@@ -51,30 +49,17 @@ def train_batches(
 ) -> Prefetcher[list[Batch]]:
     """For each of `steps` steps the list of this rank's micro-batches, on the device.
 
-    The stream continues at position `samples_seen`. Every rank gets the same number of micro-batches. Where
-    the ranks' shares are equal, micro-batches are full and the last may be smaller (5 by 2: 2, 2, 1); where
-    they are not, each share is split evenly so that the numbers agree, and micro-batches exceed
-    `micro_batch_size` only if a rank would otherwise have an empty one.
-
-    `next()` raises whatever fetching raised; `close()` stops the thread. Raises UserError where there is no
-    data, or not a sample for every rank.
+    The stream continues at position `samples_seen`. `dp_size` divides the global batch; every rank gets the same number
+    of micro-batches, of which the last may be smaller (5 by 2: 2, 2, 1).
     """
-    size = len(dataset)  # type: ignore[arg-type]
-    if size < 1:
-        raise UserError("The training data is empty; give the task data with at least one sample.")
-    if global_batch_size < dp_size:
-        raise UserError(
-            f"train.global_batch_size is {global_batch_size}, but {dp_size} data-parallel workers need at least "
-            f"one sample each; write {dp_size} or more."
-        )
-    mine = shares(global_batch_size, dp_size)[dp_rank]
-    cuts = micro_batch_slices(global_batch_size, dp_size, dp_rank, micro_batch_size)
+    share = global_batch_size // dp_size
+    cuts = micro_batch_slices(share, micro_batch_size)
 
     def picks() -> Iterator[Picks]:
-        order = Order(size, seed)
+        order = Order(len(dataset), seed)  # type: ignore[arg-type]
         for step in range(steps):
-            start = samples_seen + step * global_batch_size + mine.start
-            indices = order.indices(start, mine.stop - mine.start).tolist()
+            start = samples_seen + step * global_batch_size + dp_rank * share
+            indices = order.indices(start, share).tolist()
             for cut in cuts:
                 yield list(zip(indices[cut], range(start + cut.start, start + cut.stop), strict=True))
 
@@ -86,14 +71,10 @@ def train_batches(
     return Prefetcher(grouped, device)
 
 
-def micro_batch_slices(global_batch_size: int, dp_size: int, dp_rank: int, micro_batch_size: int | None) -> list[slice]:
-    """Where a rank's share of a global batch is cut into micro-batches; as many cuts on every rank."""
-    sizes = [part.stop - part.start for part in shares(global_batch_size, dp_size)]
-    micro = min(micro_batch_size or sizes[0], sizes[0])
-    count = -(-sizes[0] // micro)
-    if sizes[0] == sizes[-1]:
-        return [slice(begin, min(begin + micro, sizes[0])) for begin in range(0, sizes[0], micro)]
-    return shares(sizes[dp_rank], min(count, sizes[-1]))
+def micro_batch_slices(share: int, micro_batch_size: int | None) -> list[slice]:
+    """Where a rank's share of a global batch is cut into micro-batches: full ones, the last may be smaller."""
+    micro = micro_batch_size or share
+    return [slice(begin, min(begin + micro, share)) for begin in range(0, share, micro)]
 
 
 def eval_batches(
@@ -101,12 +82,10 @@ def eval_batches(
 ) -> Prefetcher[tuple[Batch, float]]:
     """This rank's part of the data in order, as (batch, weight), with equally many batches on every rank.
 
-    The weight is the number of samples in the batch, 0.0 for a batch that is only there so that every rank
-    takes part in the collectives; so sum(weight * mean) / sum(weight) over all ranks is the mean over the
-    data. (Where a task's items vary between samples, weigh with its `items` where weight > 0.)
+    The weight is the number of samples in the batch, 0.0 for a batch that is only there so that every rank takes part
+    in the collectives; so sum(weight * mean) / sum(weight) over all ranks is the mean over the data.
     """
-    size = len(dataset)  # type: ignore[arg-type]
-    parts = shares(size, dp_size)
+    parts = shares(len(dataset), dp_size)  # type: ignore[arg-type]
     mine = parts[dp_rank]
     rounds = -(-(parts[0].stop - parts[0].start) // batch_size)
 
@@ -126,6 +105,8 @@ def fetch(dataset: Dataset[Any], picks: Picks, before_sample: Callable[[int], No
     seed_at = before_sample or (lambda position: None)
     if hasattr(dataset, "batch_at"):
         return dataset.batch_at(indices, positions)
+    if type(dataset) is TensorDataset:
+        return tuple(tensor[torch.as_tensor(indices)] for tensor in dataset.tensors)
     if hasattr(dataset, "__getitems__"):
         seed_at(positions[0])
         batch = dataset.__getitems__(indices)
@@ -144,9 +125,9 @@ def _fetched(
         return (fetch(dataset, pick) for pick in picks())
     loader = DataLoader(
         _Fetching(dataset, seed),
-        batch_sampler=_Replayed(picks),  # type: ignore[arg-type]
+        batch_sampler=picks(),  # type: ignore[arg-type]
         num_workers=data_workers,
-        collate_fn=_as_is,
+        collate_fn=default_convert,  # a batch is one already
         # A generator of its own: DataLoader would otherwise draw from the global one that dropout uses.
         generator=torch.Generator().manual_seed(seed % 2**63),
     )
@@ -157,25 +138,10 @@ class _Fetching(Dataset[Any]):
     """A data set as DataLoader's worker processes see it: asked for picks, it answers with a batch."""
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
-        self.dataset = dataset
-        self.seed = seed
+        self.dataset, self.seed = dataset, seed
 
     def __getitems__(self, picks: Picks) -> Batch:
         return fetch(self.dataset, picks, before_sample=partial(seed_globals, self.seed))
-
-
-class _Replayed:
-    """An iterable from a function that makes iterators."""
-
-    def __init__(self, make: Callable[[], Iterator[Picks]]) -> None:
-        self.make = make
-
-    def __iter__(self) -> Iterator[Picks]:
-        return self.make()
-
-
-def _as_is(batch: Batch) -> Batch:
-    return batch
 
 
 def seed_globals(seed: int, position: int) -> None:

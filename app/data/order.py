@@ -1,17 +1,14 @@
 """Which sample comes when: a pure function of (seed, position).
 
-A run reads one endless stream of sample numbers. Position p of the stream lies in epoch p // n, and each
-epoch is a pseudorandom permutation of range(n) keyed by (seed, epoch). Nothing depends on the number of
-workers, and any position can be asked for directly, so a resumed run continues at its own position on
-whatever layout it finds.
+A run reads one endless stream of sample numbers. Position p of the stream lies in epoch p // n, and each epoch is a
+pseudorandom permutation of range(n) keyed by (seed, epoch). Nothing depends on the number of workers, and any position
+can be asked for directly, so a resumed run continues at its own position on whatever layout it finds.
 
 Two ways of making the permutation, by size:
 
-- up to 65,536 samples: the sample numbers sorted by a 64-bit hash of (key, number). Any of the n! orders may
-  come up; one epoch's order is kept.
-- above: a Feistel network on the smallest power of four that holds n, with cycle walking (Black and Rogaway,
-  "Ciphers with arbitrary finite domains", 2002): it is a permutation by construction, so nothing is stored
-  but one block of results, however large n is.
+- up to 65,536 samples: the sample numbers sorted by a 64-bit hash of (key, number); any of the n! orders may come up.
+- above: a Feistel network on the smallest power of four that holds n, with cycle walking (Black and Rogaway, "Ciphers
+  with arbitrary finite domains", 2002), so that only one block of results is kept, however large n is.
 """
 
 from __future__ import annotations
@@ -33,16 +30,13 @@ class Order:
     def __init__(self, n: int, seed: int) -> None:
         if n < 1:
             raise ValueError(f"an order needs at least one sample, not {n}")
-        self.n = n
-        self.seed = seed
+        self.n, self.seed = n, seed
         self._block_size = n if n <= SORT_UP_TO else BLOCK
         self._block_key: tuple[int, int] | None = None
         self._block: Indices = np.empty(0, dtype=np.int64)
 
     def indices(self, start: int, count: int) -> Indices:
         """Sample numbers at positions start … start + count - 1; the range may span epochs."""
-        if start < 0 or count < 0:
-            raise ValueError(f"start and count must not be negative, but are {start} and {count}")
         parts = []
         while count > 0:
             epoch, offset = divmod(start, self.n)

@@ -15,17 +15,15 @@ from torch import Tensor
 from app.data.batch import map_tensors, tensors
 
 T = TypeVar("T")
-
-AHEAD = 2
-"""Items that wait ready: one hides the time of making it, the second hides its variation."""
+Items = queue.Queue[tuple[str, Any, Any]]
+AHEAD = 2  # items that wait ready: one hides the time of making it, the second hides its variation
 
 
 class Prefetcher(Generic[T]):
     """An iterator over what `make()` yields, moved to `device`, made in a thread up to `ahead` items ahead.
 
-    On CUDA an item is copied from pinned memory on a stream of its own, and the consumer's stream waits for
-    that copy only. An exception in the thread is raised by the `next()` that would have returned its item.
-    `close()`, garbage collection and the end of the interpreter each stop the thread.
+    On CUDA an item is copied from pinned memory on a stream of its own, and the consumer's stream waits for that copy
+    only. An exception in the thread is raised by `next()`. `close()` and garbage collection stop the thread.
 
     ahead: 0 for no thread: `next()` makes each item. This is the default on a CPU, where a thread would compute on the
     cores that train, and wake at every step (experiments/LOG.md).
@@ -35,7 +33,7 @@ class Prefetcher(Generic[T]):
         ahead = (0 if device.type == "cpu" else AHEAD) if ahead is None else ahead
         self._device, self._done = device, False
         self._source = None if ahead else make()
-        self._queue: queue.Queue[tuple[str, Any, Any]] = queue.Queue(maxsize=ahead)
+        self._queue: Items = queue.Queue(maxsize=ahead)
         self._stop: Callable[[], Any] = lambda: None
         if ahead:
             stop = threading.Event()
@@ -77,12 +75,7 @@ class Prefetcher(Generic[T]):
         self._stop()
 
 
-def _produce(
-    make: Callable[[], Iterator[T]],
-    device: torch.device,
-    out: queue.Queue[tuple[str, Any, Any]],
-    stop: threading.Event,
-) -> None:
+def _produce(make: Callable[[], Iterator[T]], device: torch.device, out: Items, stop: threading.Event) -> None:
     try:
         stream = None
         if device.type == "cuda":
@@ -92,10 +85,9 @@ def _produce(
             stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):  # without a stream this does nothing
             for item in make():
-                if stop.is_set():
-                    return
                 moved = map_tensors(lambda tensor: _moved(tensor, device), item)
-                out.put(("item", moved, None if stream is None else stream.record_event()))
+                if not stop.is_set():
+                    out.put(("item", moved, None if stream is None else stream.record_event()))
                 if stop.is_set():
                     return
         out.put(("end", None, None))
@@ -111,7 +103,7 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
-def _end(stop: threading.Event, waiting: queue.Queue[tuple[str, Any, Any]], thread: threading.Thread) -> None:
+def _end(stop: threading.Event, waiting: Items, thread: threading.Thread) -> None:
     stop.set()
     while thread.is_alive():
         # The thread may be waiting for room in the queue.

@@ -8,8 +8,7 @@ import numpy.typing as npt
 from app.data.order import Indices, Order
 from app.errors import UserError
 
-HELD_OUT_SEED = 20_111
-"""Fixed, and no setting: runs with different seeds must be judged on the same samples."""
+HELD_OUT_SEED = 20_111  # fixed: runs with different seeds must be judged on the same samples
 
 
 def held_out(total: int, eval_fraction: float | None, eval_samples: int | None, default_fraction: float) -> int:

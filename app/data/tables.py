@@ -21,11 +21,8 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
 
-BUILT_IN = {"diamonds": ("plotnine", "data/diamonds.csv", "plotnine")}
-"""Name: (package, file in it, what to install)."""
-
-MISSING = ["", "NA", "N/A", "NaN", "nan", "null", "NULL", "?"]
-"""What stands for a missing value in a CSV file."""
+BUILT_IN = {"diamonds": ("plotnine", "data/diamonds.csv", "plotnine")}  # name: (package, file in it, what to install)
+MISSING = ["", "NA", "N/A", "NaN", "nan", "null", "NULL", "?"]  # what stands for a missing value in a CSV file
 
 
 @dataclass(frozen=True)

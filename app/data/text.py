@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import json
 import os
 import sysconfig
@@ -19,18 +20,13 @@ from app.errors import UserError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-PYTHON = "python"
-"""The name of the built-in corpus: the source of Python's own library."""
-
-BYTES = "bytes"
-"""The name of the tokenizer that is none: every byte of the files is a token, of 256."""
-
-CHUNK = 1 << 20
-"""Bytes or characters that are read at once."""
+PYTHON = "python"  # the built-in corpus: the source of Python's own library
+BYTES = "bytes"  # instead of a tokenizer: every byte of the files is a token, of 256
+CHUNK = 1 << 20  # bytes or characters that are read at once
 
 
 def find_files(data: str | Sequence[str]) -> list[Path]:
-    """The files that `data` names: the built-in corpus, or paths, folders and globs in the order given."""
+    """The files that `data` names: the built-in corpus, or paths and globs in the order given."""
     if data == PYTHON:
         return _python_library()
     names = [data] if isinstance(data, str) else list(data)
@@ -39,16 +35,16 @@ def find_files(data: str | Sequence[str]) -> list[Path]:
     found: list[Path] = []
     for name in names:
         if glob.has_magic(name):
-            matches = sorted(glob.glob(os.path.expanduser(name), recursive=True))
-            files = [Path(match) for match in matches if os.path.isfile(match)]
+            matches = map(Path, sorted(glob.glob(os.path.expanduser(name), recursive=True)))
+            files = [path for path in matches if path.is_file()]
             if not files:
                 raise UserError(f"task_args.data: no file matches {name!r} (looked in {Path.cwd()}).")
-            found += files
-            continue
-        path = existing(name, "task_args.data")
-        if path.is_dir():
-            raise UserError(f"task_args.data: {name!r} is a folder; write a glob such as {name.rstrip('/')}/**/*.txt.")
-        found.append(path)
+        else:
+            files = [existing(name, "task_args.data")]
+            if files[0].is_dir():
+                pattern = f"{name.rstrip('/')}/**/*.txt"
+                raise UserError(f"task_args.data: {name!r} is a folder; write a glob such as {pattern}.")
+        found += files
     return found
 
 
@@ -93,18 +89,8 @@ def tokenise(files: Sequence[Path], tokenizer: str = BYTES) -> tuple[TokenFile, 
 def _content_key(files: Sequence[Path]) -> str:
     """The files' digest, remembered by their paths, sizes and times so that it is computed once."""
     stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    name = _short_hash(json.dumps(stats))
-    return cached(f"digest-{name}.txt", lambda path: _write(path, digest(*files))).read_text()
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text)
-
-
-def _short_hash(text: str) -> str:
-    import hashlib
-
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    name = hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]
+    return cached(f"digest-{name}.txt", lambda path: path.write_text(digest(*files))).read_text()
 
 
 def _byte_chunks(files: Sequence[Path]) -> Iterator[Any]:
@@ -137,10 +123,8 @@ def _pieces(source: Any) -> Iterator[str]:
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer in a Hugging Face tokenizers file. Raises UserError."""
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise UserError("task_args.tokenizer needs the package tokenizers; run pip install tokenizers.") from error
+    from tokenizers import Tokenizer
+
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception

@@ -1,9 +1,7 @@
 """Token files: one long row of token numbers on disk, read a few windows at a time.
 
-A corpus may be far larger than memory. The format is the one that is otherwise memory-mapped (np.memmap), but
-windows are read with pread: pages of a mapping pile up in the process's resident memory, which node monitors
-take for its own, and a mapped file that becomes unreadable (a network file system away, a file cut short) ends
-the process with SIGBUS instead of an error.
+A corpus may be far larger than memory. Windows are read with pread instead of a mapping (np.memmap), whose pages pile
+up in the process's resident memory, and which ends the process with SIGBUS where the file becomes unreadable.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ from app.errors import UserError
 
 SUFFIXES = (".bin", ".npy")
 TOKEN_DTYPES = ("uint8", "uint16", "uint32")
-CHECK_AT_ONCE = 1 << 20
-"""Tokens at either end of a file that are checked before training; the rest as they are read."""
+CHECK_AT_ONCE = 1 << 20  # tokens at either end of a file that are checked before training; the rest when read
 
 
 @dataclass(frozen=True)
@@ -36,10 +33,6 @@ class TokenFile:
     dtype: str
     length: int
     offset: int = 0
-
-    def read(self, begin: int, end: int) -> npt.NDArray[np.int64]:
-        """Tokens begin … end - 1."""
-        return self.windows([begin], end - begin)[0]
 
     def windows(self, starts: Sequence[int], length: int) -> npt.NDArray[np.int64]:
         """(len(starts), length): `length` tokens from each start on."""
@@ -84,14 +77,11 @@ def open_tokens(path: Path, dtype: str = "uint16") -> TokenFile:
 class TokenWindows(Dataset[Any]):
     """Samples (tokens 0 … T-1, tokens 1 … T) of T = `sequence_length`, one after another through the files.
 
-    A window never spans two files. `begin` and `end` choose a part of the windows. A token outside the
-    vocabulary raises UserError with its place.
+    A window never spans two files. A token outside the vocabulary raises UserError with its place.
     """
 
     def __init__(self, files: Sequence[TokenFile], sequence_length: int, vocab_size: int) -> None:
-        self.files = list(files)
-        self.sequence_length = sequence_length
-        self.vocab_size = vocab_size
+        self.files, self.sequence_length, self.vocab_size = list(files), sequence_length, vocab_size
         # The last token of a window is a target only, and the first input of the next window.
         per_file = [max(file.length - 1, 0) // sequence_length for file in files]
         self._ends = np.cumsum(per_file)
@@ -129,8 +119,7 @@ class TokenWindows(Dataset[Any]):
 def check_ends(file: TokenFile, vocab_size: int) -> None:
     """Raise UserError if a token at the beginning or end of the file is outside the vocabulary."""
     some = min(CHECK_AT_ONCE, file.length)
-    check_tokens(file.read(0, some), vocab_size, file.path)
-    check_tokens(file.read(file.length - some, file.length), vocab_size, file.path)
+    check_tokens(file.windows([0, file.length - some], some), vocab_size, file.path)
 
 
 def check_tokens(tokens: npt.NDArray[np.int64], vocab_size: int, path: Path) -> None:

@@ -4,15 +4,14 @@ With N rows, logits lᵢ of V words and targets tᵢ,
 
     loss = Σᵢ (log Σⱼ exp lᵢⱼ - lᵢ,tᵢ) / N        sᵢⱼ = softmax(lᵢ)ⱼ - [j = tᵢ]        ∂loss/∂lᵢⱼ = sᵢⱼ / N
 
-The plain loss makes float32 copies of all logits (the cast, its log-softmax, two gradients): 16 bytes per number beside
-the 2 of 16-bit logits, 13 GB for 16,384 tokens of 50,000 words. Here rows are taken a chunk at a time.
+The plain loss makes float32 copies of all logits: 13 GB for 16,384 tokens of 50,000 words. Here rows are taken a chunk
+at a time.
 
-- `cross_entropy` is given the logits, and keeps s in their own type and, where no other backward needs them, in their
-  own place. So do not read a large model's logits after the loss.
-- `linear_cross_entropy` is given what the last layer is given, l = W·h. As ∂loss/∂h = s·W / N and ∂loss/∂W = sᵀ·h / N
-  are separate for each row and a sum over rows, a chunk's logits are made, used for both gradients, and dropped:
-  N·V/8 logits and a gradient as large as W (float32) instead of N·V logits. After Hsu et al. 2024 (Liger Kernel,
-  https://arxiv.org/abs/2410.10989, §3.2).
+- `cross_entropy` is given the logits, and keeps s in their type and, where no other backward needs them, place: do not
+  read a large model's logits after the loss.
+- `linear_cross_entropy` is given what the last layer is given, l = W·h. As ∂loss/∂h = s·W / N is separate for each row
+  and ∂loss/∂W = sᵀ·h / N a sum over rows, a chunk's logits are made, used for both, and dropped. After Hsu et al. 2024
+  (Liger Kernel, https://arxiv.org/abs/2410.10989, §3.2).
 
 Both find their gradients in forward, and only multiply them by what comes in, in place: a second backward is torch's
 error, not a wrong gradient.
@@ -27,14 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-LARGE_VOCABULARY = 8192
-"""From this many words on, chunks are worth it. A question of the vocabulary alone, so that memory grows evenly with
-the batch, as the planner takes it to."""
-CHUNK_NUMBERS = 1 << 24
-"""Logits of a chunk that are given: 64 MiB in float32, large enough to fill a GPU."""
-MOST_CHUNKS = 64
-CHUNKS = 8
-"""Of logits that are made: a chunk's product should be large."""
+LARGE_VOCABULARY = (
+    8192  # from here on chunks are worth it; of the vocabulary alone, so that memory grows with the batch
+)
+CHUNK_NUMBERS = 1 << 24  # logits of a chunk that are given: 64 MiB in float32, large enough to fill a GPU
+CHUNKS = 8  # of logits that are made: a chunk's product should be large
 VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 PRODUCTS = ("MmBackward0", "AddmmBackward0", "LinearBackward0", "_DDPSinkBackward")  # DDP's own node hands on a copy
 
@@ -88,7 +84,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, free: bool, wanted: bool) -> Tensor:
         total = torch.zeros((), device=logits.device)
         slopes = logits.detach() if free or not wanted else torch.empty_like(logits)
-        parts = min(MOST_CHUNKS, -(-logits.numel() // CHUNK_NUMBERS))
+        parts = -(-logits.numel() // CHUNK_NUMBERS)
         for rows, column, out in zip(*(each.chunk(parts) for each in (logits, targets, slopes))):
             loss, slope = _chunk(rows, column)
             total += loss

@@ -3,9 +3,8 @@
 Pre-norm blocks (Radford et al. 2019), rotary position embeddings (Su et al. 2021), RMSNorm (Zhang and Sennrich
 2019) or LayerNorm, a SwiGLU feed-forward (Shazeer 2020), no biases in the linear layers: the shape of LLaMA.
 
-Shapes: B sequences in the batch, T tokens, D model width, H heads of size K, V vocabulary. Nothing outside a
-block remembers T or H: positions are computed from the input, and the number of heads is read off the
-projections' output, so a block works unchanged when it holds only some of the heads.
+Shapes: B sequences in the batch, T tokens, D model width, H heads of size K, V vocabulary. The number of heads is read
+off the projections' output, so a block works unchanged when it holds only some of the heads.
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ from app.errors import UserError
 from app.models.cross_entropy import linear_cross_entropy
 
 NORMS: dict[str, type[nn.Module]] = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm}
-
 ROTARY_BASE = 10_000.0
 NORM_EPS = 1e-5
-
 TENSOR_PLAN = {
     "embed": "embedding",
     "blocks.*.attn_norm": "sequence",
@@ -38,7 +35,7 @@ TENSOR_PLAN = {
     "norm": "sequence",
     "head": "head",
 }
-"""How tensor parallelism splits a GPT (see app/tasks/base.py)."""
+"""How tensor parallelism splits a GPT (strategies/tensor/plan.py)."""
 
 
 class Attention(nn.Module):
@@ -48,10 +45,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = d_model // n_heads
         self.dropout = dropout
-        self.q = nn.Linear(d_model, d_model, bias=False)
-        self.k = nn.Linear(d_model, d_model, bias=False)
-        self.v = nn.Linear(d_model, d_model, bias=False)
-        self.out = nn.Linear(d_model, d_model, bias=False)
+        self.q, self.k, self.v, self.out = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         q_BHTK, k_BHTK, v_BHTK = (
@@ -139,8 +133,7 @@ class GPT(nn.Module):
 
     @property
     def has_own_head(self) -> bool:
-        """Whether the head is a whole linear layer here that only multiplies: not one that is split over workers, taken
-        over by a pipeline, or on another device."""
+        """Whether the head is a whole linear layer here: not split over workers, a pipeline's, or on another device."""
         own = type(self.head) is nn.Linear and "forward" not in vars(self.head)
         return own and len({parameter.device for parameter in self.parameters()}) == 1
 
@@ -158,10 +151,8 @@ class GPT(nn.Module):
 
 
 def rotated(q_BHTK: Tensor, k_BHTK: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn each pair (i, i + K/2) of a head's numbers by an angle that grows with the position.
-
-    Angles are computed here and not kept: a buffer would be lost when a model built on meta is materialised.
-    """
+    """Turn each pair (i, i + K/2) of a head's numbers by an angle that grows with the position. Angles are not kept: a
+    buffer would be lost when a model built on meta is materialised."""
     tokens, half = q_BHTK.shape[-2], q_BHTK.shape[-1] // 2
     exponents = torch.arange(half, device=q_BHTK.device, dtype=torch.float32) / half
     positions = torch.arange(tokens, device=q_BHTK.device, dtype=torch.float32)

@@ -16,15 +16,9 @@ from app.errors import UserError
 
 Norm = Callable[[int], nn.Module]
 
-DEPTHS: dict[int, tuple[bool, tuple[int, ...]]] = {
-    18: (False, (2, 2, 2, 2)),
-    34: (False, (3, 4, 6, 3)),
-    50: (True, (3, 4, 6, 3)),
-}
+DEPTHS = {18: (False, (2, 2, 2, 2)), 34: (False, (3, 4, 6, 3)), 50: (True, (3, 4, 6, 3))}
 """Depth: (whether blocks are bottlenecks, blocks per stage)."""
-
-SMALL_IMAGE = 64
-"""Up to this many pixels a side the stem keeps the resolution, as is usual for CIFAR and MNIST."""
+SMALL_IMAGE = 64  # up to this many pixels a side the stem keeps the resolution, as is usual for CIFAR and MNIST
 
 
 class ResidualBlock(nn.Module):
@@ -36,14 +30,11 @@ class ResidualBlock(nn.Module):
     def __init__(self, in_channels: int, out_channels: int, stride: int, bottleneck: bool, norm: Norm) -> None:
         super().__init__()
         inner = out_channels // 4 if bottleneck else out_channels
-        layers: list[nn.Module] = []
+        size = 1 if bottleneck else 3
+        layers = [_conv(in_channels, inner, size, 1 if bottleneck else stride), norm(inner), nn.ReLU()]
         if bottleneck:
-            layers += [_conv(in_channels, inner, 1), norm(inner), nn.ReLU()]
             layers += [_conv(inner, inner, 3, stride), norm(inner), nn.ReLU()]
-            layers += [_conv(inner, out_channels, 1), norm(out_channels)]
-        else:
-            layers += [_conv(in_channels, inner, 3, stride), norm(inner), nn.ReLU()]
-            layers += [_conv(inner, out_channels, 3), norm(out_channels)]
+        layers += [_conv(inner, out_channels, size), norm(out_channels)]
         # The last norm starts at zero, so that every block starts as the identity (Goyal et al. 2017).
         nn.init.zeros_(layers[-1].weight)  # type: ignore[arg-type]
         self.branch = nn.Sequential(*layers)
@@ -59,20 +50,12 @@ class ResidualBlock(nn.Module):
 class ResNet(nn.Module):
     """(N, channels, height, width) to (N, classes).
 
-    `width` is the number of channels of the first stage (64 in the paper). `norm` is "batch" (BatchNorm, whose
-    statistics are those of one worker's micro-batch) or "group" (GroupNorm, Wu and He 2018: the same whatever
-    the number of workers).
+    `width`: channels of the first stage. `norm`: "batch" (BatchNorm, whose statistics are those of one worker's
+    micro-batch) or "group" (GroupNorm, Wu and He 2018: the same whatever the number of workers).
     """
 
     def __init__(
-        self,
-        channels: int,
-        image_size: int,
-        classes: int,
-        *,
-        depth: int = 18,
-        width: int = 64,
-        norm: str = "batch",
+        self, channels: int, image_size: int, classes: int, *, depth: int = 18, width: int = 64, norm: str = "batch"
     ) -> None:
         super().__init__()
         if depth not in DEPTHS:

@@ -135,7 +135,7 @@ def _check_batch(config: Config, dp: int) -> None:
 
 
 def _count_micro_batches(config: Config, dp: int) -> int:
-    return len(micro_batch_slices(config.train.global_batch_size, dp, 0, config.train.micro_batch_size))
+    return len(micro_batch_slices(config.train.global_batch_size // dp, config.train.micro_batch_size))
 
 
 def _micro_batches(config: Config, dims: ParallelDims) -> tuple[Config, tuple[str, ...]]:

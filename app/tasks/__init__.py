@@ -23,9 +23,8 @@ BUILT_IN = {
 def load_task(name: str, task_args: dict[str, Any]) -> Task:
     """The task called `name` (built-in, or "package.module:Class") made with `task_args`.
 
-    Raises UserError, in one sentence, for a name that is not known or does not import, something that is not
-    a task, and arguments that it does not take or that are missing. What the task's own code raises is left
-    as it is.
+    Raises UserError for a name that is not known or does not import, and for arguments that the task does not take or
+    that are missing. What the task's own code raises is left as it is.
     """
     task_class = find_task(name)
     _check_arguments(name, task_class, task_args)
@@ -60,14 +59,14 @@ def _import(name: str, module_name: str) -> Any:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise UserError(
-                f"Task {name!r} does not import: there is no module {error.name!r} on Python's path; start trireme "
-                "in the folder that holds it, or install it."
-            ) from error
-        raise UserError(
-            f"Task {name!r} does not import: {module_name} needs {error.name!r}, which is not installed."
-        ) from error
+        missing = error.name or ""
+        own = module_name == missing or module_name.startswith(f"{missing}.")
+        why = (
+            f"there is no module {missing!r} on Python's path; start trireme in the folder that holds it, or install it"
+            if own
+            else f"{module_name} needs {missing!r}, which is not installed"
+        )
+        raise UserError(f"Task {name!r} does not import: {why}.") from error
     except Exception as error:
         said = error.msg if isinstance(error, SyntaxError) else str(error)
         first = (said.strip().splitlines() or ["no message"])[0].rstrip(".")

@@ -29,10 +29,7 @@ def whole(name: str, value: Any, at_least: int = 1) -> int:
 
 
 def checked_model(build: Callable[..., nn.Module], sizes: dict[str, Any], model_args: Any) -> Callable[[], nn.Module]:
-    """A function that builds the model from its sizes and the user's `model_args`, tried once on meta.
-
-    Raises UserError for arguments that the model does not have, or that it cannot be built with.
-    """
+    """A function that builds the model from its sizes and the user's `model_args`, tried once on meta."""
     if model_args is not None and not isinstance(model_args, Mapping):
         raise UserError(f"task_args.model_args is {model_args!r}; it must be a mapping of argument to value.")
     given = dict(model_args or {})

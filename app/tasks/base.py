@@ -19,24 +19,9 @@ own by subclassing Task with explicit keyword arguments, and name it in an exper
             inputs, targets = batch
             return F.cross_entropy(model(inputs), targets)
 
-A batch is a pytree of tensors, conventionally a tuple (inputs, targets). What a data set may offer beyond
-`__len__` and `__getitem__` to be faster is told in app/data/loader.py.
-
-A **tensor plan** says how tensor parallelism may split a model's modules. Keys are module names, where `*`
-stands for one component of a dotted name; values are one of
-
-| value | module | split |
-|---|---|---|
-| `embedding` | `nn.Embedding` | rows of the table (the vocabulary); output whole, or split along the sequence |
-| `colwise` | `nn.Linear` | output features; input whole (gathered along the sequence), output stays split |
-| `rowwise` | `nn.Linear` | input features, as colwise left them; output summed, whole or split along the sequence |
-| `sequence` | norm or dropout | parameters whole; under sequence parallelism it works on its part of the sequence |
-| `head` | `nn.Linear` | output features (the vocabulary); logits stay split for a parallel loss, else are gathered |
-
-Colwise modules with the same parent are called with the same input, so one gathering can serve them all.
-Activations have shape (batch, sequence, features). Each value is one input/output layout of
-torch.distributed.tensor.parallel (ColwiseParallel, RowwiseParallel, SequenceParallel); after Megatron-LM
-(Shoeybi et al. 2019; sequence parallelism: Korthikanti et al. 2022).
+A batch is tensors in tuples, lists and dicts, conventionally (inputs, targets). What a data set may offer beyond
+`__len__` and `__getitem__` to be faster is told in app/data/loader.py; what a tensor plan is, in
+strategies/tensor/plan.py.
 
 A model in which two modules share a parameter has a method `tie_weights()` (Hugging Face's name for it),
 called without arguments to share again after parameters were replaced (from meta, or by distributed ones).
@@ -64,7 +49,7 @@ class Task:
 
     float_output: bool = True
     """Whether the model's output must be float32 where it computes in 16 bits. False: loss and metrics take it as it
-    comes and compute in float32 themselves, which spares a float32 copy of a large output."""
+    comes, which spares a float32 copy of a large output."""
 
     def build_model(self) -> nn.Module:
         """A new model. Draws only from torch's global generator, which the caller has seeded; works on meta."""
@@ -104,7 +89,7 @@ class Task:
         return [f"blocks.{name}" for name, _ in found.named_children()] if isinstance(found, nn.Module) else None
 
     def tensor_plan(self, model: nn.Module) -> dict[str, str] | None:
-        """How tensor parallelism may split the model, by module name; see above. None: it cannot."""
+        """How tensor parallelism may split the model, by module name (strategies/tensor/plan.py). None: it cannot."""
         return None
 
     def heads(self) -> int | None:

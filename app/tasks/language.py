@@ -19,26 +19,23 @@ from app.tasks.arguments import checked_model, one_of, whole
 from app.tasks.base import Batch
 from app.tasks.parts import InParts
 
-DEFAULT_EVAL_FRACTION = 0.1
-DEFAULT_EVAL_SEQUENCES = 256
+DEFAULT_EVAL_FRACTION, DEFAULT_EVAL_SEQUENCES = 0.1, 256
 
 
 class LanguageModelling(InParts):
     """A GPT that predicts each next token of a text.
 
-    data: text files as a path, a glob (`**` too) or a list of them; `python`, the source of Python's own library;
-        or one or more token files: .bin (bare numbers of `token_dtype`) or .npy, which may be far larger than
-        memory.
+    data: text files as a path, a glob (`**` too) or a list of them; `python`, the source of Python's own library; or
+        token files: .bin (bare numbers of `token_dtype`) or .npy, which may be far larger than memory.
     tokenizer: `bytes` (256 tokens) or the path of a Hugging Face tokenizers file; text is tokenised once and kept
         in the cache.
     token_dtype: `uint16`, `uint32` or `uint8`: the numbers in a .bin file.
     vocab_size: size of the vocabulary; needed with token files, else at least the tokenizer's (its default).
     sequence_length, d_model, n_layers, n_heads, d_hidden, norm (`rmsnorm` or `layernorm`), tie_weights, dropout:
         the model; see app/models/gpt.py.
-    linear_loss: compute the loss from the last layer's input, in chunks, so that all logits never exist at once
-        (app/models/cross_entropy.py). null (the default): on a GPU with a vocabulary of 8,192 or more; true: on
-        a CPU too. Without effect where the last layer is split over workers or another stage's (tensor, pipeline), is
-        on another device (dp, model_parallel), or belongs to DeepSpeed.
+    linear_loss: compute the loss from the last layer's input, so that all logits never exist at once
+        (app/models/cross_entropy.py), where this process has the last layer whole. null (the default): on a GPU with
+        a vocabulary of 8,192 or more; true: on a CPU too.
     eval_samples or eval_fraction: sequences held out at the end of the text (default: a tenth, at most 256).
 
     One sample is one sequence; `items` and the throughput count tokens.
@@ -88,9 +85,6 @@ class LanguageModelling(InParts):
                 f"task_args.vocab_size is {vocab_size}, but the tokenizer has {least} tokens; write {least} or more."
             )
         self._build = checked_model(GPT, {"vocab_size": self.vocab_size}, model_args)
-        self._split(files, eval_samples, eval_fraction)
-
-    def _split(self, files: list[TokenFile], eval_samples: int | None, eval_fraction: float | None) -> None:
         windows = TokenWindows(files, self.sequence_length, self.vocab_size)
         total = len(windows)
         if total < 1:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import TensorDataset
 
 from app.data.order import Indices
 from app.data.split import held_out, hold_out
@@ -18,16 +17,14 @@ from app.errors import UserError
 from app.models.mlp import MLP
 from app.tasks.arguments import checked_model, one_of, whole
 from app.tasks.base import Batch
-from app.tasks.parts import InParts
+from app.tasks.parts import Classification
 
 DEFAULT_EVAL_FRACTION = 0.2
-FEW = 10
-"""A target of at most this many different whole numbers is taken for classes."""
-
 DEFAULT_TARGETS = {"diamonds": "price"}
+FEW = 10  # a target of at most this many different whole numbers is taken for classes
 
 
-class Tabular(InParts):
+class Tabular(Classification):
     """Predict one column of a table from the others, with a multi-layer perceptron.
 
     data: a .csv (.gz too) or .parquet file, or `diamonds` (53,940 diamonds, from the plotnine wheel).
@@ -60,9 +57,7 @@ class Tabular(InParts):
         columns, path = read_table(data)
         target = target or DEFAULT_TARGETS.get(data)
         if target is None:
-            raise UserError(
-                f"task_args.target is needed: which column of {data} to predict; there are {', '.join(columns)}."
-            )
+            raise UserError(f"task_args.target is needed: a column of {data} to predict; it has {', '.join(columns)}.")
         goal = column_of(columns, target, "task_args.target", data)
         for key, names in (("ignore", ignore or []), ("categorical", categorical or [])):
             for name in names:
@@ -88,24 +83,24 @@ class Tabular(InParts):
             self.eval_variance = float(goals[eval_at].var()) if count else 0.0
             goals = (goals - self.mean) / self.std
         targets = goals if self.classes else goals.astype(np.float32)
-        self._train = Rows(matrix[rows[train_at]], targets[train_at])
-        self._eval = Rows(matrix[rows[eval_at]], targets[eval_at]) if count else None
+        parts = [
+            TensorDataset(torch.from_numpy(matrix[rows[at]]), torch.from_numpy(targets[at]))
+            for at in (train_at, eval_at)
+        ]
+        self._train, self._eval = parts[0], parts[1] if count else None
         outputs = len(self.classes) if self.classes else 1
         self._build = checked_model(MLP, {"in_features": matrix.shape[1], "out_features": outputs}, model_args)
         self._columns = (sum(column.numeric for column in inputs), sum(not column.numeric for column in inputs))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         inputs, targets = batch
-        outputs = model(inputs).float()
-        return F.cross_entropy(outputs, targets) if self.classes else F.mse_loss(outputs[:, 0], targets)
+        return super().loss(model, batch) if self.classes else F.mse_loss(model(inputs).float()[:, 0], targets)
 
     def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        inputs, targets = batch
-        outputs = model(inputs).float()
         if self.classes:
-            right = (outputs.argmax(dim=-1) == targets).float().mean()
-            return {"loss": F.cross_entropy(outputs, targets), "accuracy": right}
-        error = outputs[:, 0] - targets
+            return super().metrics(model, batch)
+        inputs, targets = batch
+        error = model(inputs).float()[:, 0] - targets
         loss = error.square().mean()
         mse = loss * self.std**2
         figures = {"loss": loss, "mae": error.abs().mean() * self.std, "mse": mse}
@@ -124,23 +119,6 @@ class Tabular(InParts):
             f"{self.source}: {train + held:,} rows, {numeric} numeric and {text} text columns to predict {goal}; "
             f"{train:,} rows to train on"
         )
-
-
-class Rows(Dataset[Any]):
-    """(inputs (width,) float32, target: int64 class or float32) of each row."""
-
-    def __init__(self, inputs: Array, targets: Array) -> None:
-        self.inputs, self.targets = torch.from_numpy(inputs), torch.from_numpy(targets)
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.inputs[index], self.targets[index]
-
-    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        chosen = torch.as_tensor(indices)
-        return self.inputs[chosen], self.targets[chosen]
 
 
 def _goals(goal: Column, rows: Indices, kind: str, file: str) -> tuple[list[str], Array]:

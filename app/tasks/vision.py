@@ -33,8 +33,7 @@ class ImageClassification(Classification):
     classes: number of classes (default: the largest label + 1).
     eval_samples or eval_fraction: how much is held out, class by class and always the same images (default: a
         fifth, or the data's own test part where it has one).
-    augment_shift: move training images at random by up to this many pixels. A function of the position in the
-        run, so a resumed run sees the same.
+    augment_shift: move training images at random by up to this many pixels, as their position in the run decides.
 
     Images are brought to mean 0 and deviation 1 per channel, as measured on the training part.
     """
@@ -53,7 +52,7 @@ class ImageClassification(Classification):
         one_of("model", model, ("cnn", "resnet", "mlp"))
         whole("augment_shift", augment_shift, at_least=0)
         first, test = read_images(data)
-        self.classes = first.classes if classes is None else whole("classes", classes)
+        self.classes = int(first.labels.max()) + 1 if classes is None else whole("classes", classes)
         for part in filter(None, (first, test)):
             _check_labels(part, self.classes)
         if test is None or eval_samples is not None or eval_fraction is not None:
@@ -96,7 +95,6 @@ class Images(Dataset[Any]):
         return images[0], labels[0]
 
     def batch_at(self, indices: Sequence[int], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The images with these numbers; each is moved as its position in the run decides."""
         chosen = torch.as_tensor(indices)
         images = self.images[chosen]
         if self.shift:
@@ -122,20 +120,16 @@ def shifted(images: Tensor, most: int, keys: np.ndarray) -> Tensor:
 
 
 def _check_labels(part: ImageSet, classes: int) -> None:
-    wrong = np.flatnonzero((part.labels < 0) | (part.labels >= classes))
-    if len(wrong):
-        raise UserError(
-            f"{part.source}: label {part.labels[wrong[0]]} of image {wrong[0]} is out of range; "
-            f"with {classes} classes labels are 0 to {classes - 1}."
-        )
+    for at in np.flatnonzero((part.labels < 0) | (part.labels >= classes))[:1]:
+        said = f"{part.source}: label {part.labels[at]} of image {at} is out of range"
+        raise UserError(f"{said}; with {classes} classes labels are 0 to {classes - 1}.")
     if classes < 2:
         raise UserError(f"{part.source} has one class only; classification needs at least two.")
 
 
 def _statistics(images: Array) -> tuple[Tensor, Tensor]:
     """Mean and deviation per channel, (channels, 1, 1) float32, in float64 a thousand images at a time."""
-    total = np.zeros(images.shape[1])
-    squares = np.zeros(images.shape[1])
+    total, squares = np.zeros(images.shape[1]), np.zeros(images.shape[1])
     for begin in range(0, len(images), 1000):
         part = images[begin : begin + 1000].astype(np.float64)
         total += part.sum(axis=(0, 2, 3))
@@ -144,8 +138,7 @@ def _statistics(images: Array) -> tuple[Tensor, Tensor]:
     mean = total / count
     std = np.sqrt(np.maximum(squares / count - mean**2, 0))
     std[std == 0] = 1  # a channel that never changes
-    as_channels = [torch.from_numpy(each).float()[:, None, None] for each in (mean, std)]
-    return as_channels[0], as_channels[1]
+    return torch.from_numpy(mean).float()[:, None, None], torch.from_numpy(std).float()[:, None, None]
 
 
 def _model(name: str, model_args: Any, shape: Sequence[int], classes: int) -> Callable[[], nn.Module]:

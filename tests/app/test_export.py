@@ -150,7 +150,7 @@ def test_refusals(tmp_path: Path) -> None:
     assert "did you mean 'huggingface'" in refused(run, "--to", "hugging_face")
     assert "it can be safetensors, huggingface, torch" in refused(run, "--to", "onnx")
     assert "--to is not given; it can be" in refused(run)
-    assert "holds no run" in refused(tmp_path / "nowhere", *to)
+    assert "is not a run's folder" in refused(tmp_path / "nowhere", *to)
     assert "whose model transformers does not have" in refused(run, "--to", "huggingface")
     assert "no checkpoint of step 7" in refused(run, *to, "--step", "7")
     (tmp_path / "full").mkdir()

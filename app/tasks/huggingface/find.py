@@ -14,18 +14,14 @@ from typing import Any
 from app.errors import UserError, nearest
 
 KINDS = {
-    "causal_lm": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
-    "sequence_classification": (
-        "AutoModelForSequenceClassification",
-        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
-    ),
-    "image_classification": ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
+    "causal_lm": "AutoModelForCausalLM",
+    "sequence_classification": "AutoModelForSequenceClassification",
+    "image_classification": "AutoModelForImageClassification",
 }
-"""Kind: (the library's class that makes it, its table of model types that have the kind)."""
+"""Kind: the library's class that makes it."""
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-HUB_SECONDS = 5.0
-"""How long the hub may take to answer."""
+HUB_SECONDS = 5.0  # how long the hub may take to answer
 HUB_FILES = ["*.json", "*.txt", "*.model"]
 
 
@@ -47,7 +43,6 @@ def library() -> Any:
 class Found:
     """What `task_args.model` names: a folder with a config.json, or a model type; `base` is its configuration."""
 
-    named: str
     folder: Path | None
     base: Any
 
@@ -69,10 +64,10 @@ def find(named: Any, *, weights: bool) -> Found:
     """
     if not isinstance(named, str) or not named:
         raise UserError(f"task_args.model is {named!r}; write a model type such as llama, a folder or an id on the hub")
-    types = _names("CONFIG_MAPPING_NAMES", "configuration_auto")
+    types = list(library().CONFIG_MAPPING)
     folder = Path(named).expanduser()
     if folder.is_dir():
-        return _in_folder(named, folder, weights)
+        return _in_folder(folder, weights)
     if named in types:
         if weights:
             raise UserError(
@@ -80,7 +75,7 @@ def find(named: Any, *, weights: bool) -> Found:
                 "id on the hub as task_args.model"
             )
         try:
-            return Found(named, None, library().AutoConfig.for_model(named))
+            return Found(None, library().AutoConfig.for_model(named))
         except Exception as error:  # a few have no configuration that is good for itself
             raise UserError(
                 f"task_args.model: {named} has no configuration of its own to begin with ({last_line(error)}); give a "
@@ -91,10 +86,10 @@ def find(named: Any, *, weights: bool) -> Found:
             f"task_args.model: there is no folder and no model type {named!r}{nearest(named, types)}; write a folder "
             "with a config.json, an id on the hub (owner/name) or a model type such as llama, gpt2, bert or vit"
         )
-    return _in_folder(named, _from_hub(named, weights), weights)
+    return _in_folder(_from_hub(named, weights), weights)
 
 
-def _in_folder(named: str, folder: Path, weights: bool) -> Found:
+def _in_folder(folder: Path, weights: bool) -> Found:
     if not (folder / "config.json").is_file():
         raise UserError(f"task_args.model: {folder} has no config.json; give the folder of a transformers model")
     if weights and not _has_weights(folder):
@@ -108,7 +103,7 @@ def _in_folder(named: str, folder: Path, weights: bool) -> Found:
         raise UserError(
             f"task_args.model: {folder}/config.json describes no model that transformers has ({last_line(error)})"
         ) from error
-    return Found(named, folder, base)
+    return Found(folder, base)
 
 
 def _from_hub(named: str, weights: bool) -> Path:
@@ -136,9 +131,9 @@ def _has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in WEIGHTS)
 
 
-def _names(table: str, module: str) -> dict[str, Any]:
-    library()
-    return dict(getattr(importlib.import_module(f"transformers.models.auto.{module}"), table))
+def _is_in(table: str, model_type: str) -> bool:
+    """Whether a table of the library's, by model type, has this one."""
+    return model_type in getattr(importlib.import_module("transformers.models.auto.modeling_auto"), table)
 
 
 def choose_kind(found: Found, wanted: str) -> str:
@@ -146,13 +141,14 @@ def choose_kind(found: Found, wanted: str) -> str:
 
     Raises UserError, also for a model of several that is not trained as one.
     """
-    has = [kind for kind, (_, table) in KINDS.items() if found.model_type in _names(table, "modeling_auto")]
+    has = [kind for kind in KINDS if _is_in(f"MODEL_FOR_{kind.upper()}_MAPPING_NAMES", found.model_type)]
     if not has or wanted not in ("auto", *has):
         made_for = " or ".join(has) or "none of the kinds"
         raise UserError(f"task_args.kind is {wanted}, but {found.model_type} is made for {made_for}; write another")
     built = (found.base.architectures or [""])[0].replace("LMHeadModel", "ForCausalLM")
-    named = [kind for kind in has if built.endswith(KINDS[kind][0].removeprefix("AutoModel"))]
-    usual = [kind for kind in has if kind == "sequence_classification" and is_encoder(found.model_type)]
+    named = [kind for kind in has if built.endswith(KINDS[kind].removeprefix("AutoModel"))]
+    encoder = _is_in("MODEL_FOR_MASKED_LM_MAPPING_NAMES", found.model_type)  # looks at a text from both sides
+    usual = [kind for kind in has if kind == "sequence_classification" and encoder]
     kind = wanted if wanted != "auto" else (named + usual + has)[0]
     if kind != "image_classification" and not hasattr(found.base, "vocab_size"):
         parts = ", ".join(found.base.sub_configs) or "others"
@@ -160,11 +156,6 @@ def choose_kind(found: Found, wanted: str) -> str:
             f"task_args.model: {found.model_type} is made of several models ({parts}); give the one of the text"
         )
     return kind
-
-
-def is_encoder(model_type: str) -> bool:
-    """Whether the model looks at a text from both sides, as BERT does."""
-    return model_type in _names("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "modeling_auto")
 
 
 def last_line(error: BaseException) -> str:

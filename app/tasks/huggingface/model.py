@@ -18,8 +18,7 @@ from torch import nn
 from app.errors import UserError, nearest
 from app.tasks.huggingface.find import KINDS, Found, last_line, library
 
-UNDECLARED = {"head_dim"}
-"""Keys that models read though their configuration may have no field for them."""
+UNDECLARED = {"head_dim"}  # keys that models read though their configuration may have no field for them
 
 
 def settle(found: Found, derived: Mapping[str, Any], written: Mapping[str, Any]) -> Any:
@@ -64,7 +63,7 @@ class Recipe:
 
         Raises UserError for weights of another model.
         """
-        auto = getattr(library(), KINDS[self.kind][0])
+        auto = getattr(library(), KINDS[self.kind])
         how: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
         if self.attention is not None:
             how["attn_implementation"] = self.attention
@@ -76,14 +75,8 @@ class Recipe:
 
     def _read(self, auto: Any, config: Any, how: dict[str, Any]) -> nn.Module:
         try:
-            model, report = auto.from_pretrained(
-                self.folder,
-                config=config,
-                local_files_only=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                **how,
-            )
+            how |= {"local_files_only": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+            model, report = auto.from_pretrained(self.folder, config=config, **how)
         except Exception as error:  # damaged files raise from safetensors, json and transformers alike
             raise UserError(f"the weights in {self.folder} cannot be read: {last_line(error)}") from error
         missing = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}

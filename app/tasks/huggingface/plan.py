@@ -1,9 +1,8 @@
 """How a `transformers` model may be split: its own tensor plan in our words, and its repeating blocks.
 
-The library ships plans for many models (https://huggingface.co/docs/transformers/perf_infer_gpu_multi), made for its
-own way of splitting. What has an equal here is translated. Where a part of a model is split in a way that has none
-(fused experts, multi-head latent attention), that part's linear layers are split one by one and gathered, which is
-always right: a colwise layer whose rowwise partner stayed whole would not be.
+The library ships plans for many models (https://huggingface.co/docs/transformers/perf_infer_gpu_multi). Where a part is
+split in a way that has no equal here (fused experts, multi-head latent attention), its linear layers are split one by
+one and gathered, which is always right: a colwise layer whose rowwise partner stayed whole would not be.
 """
 
 from __future__ import annotations
@@ -14,18 +13,11 @@ from typing import Any
 
 from torch import nn
 
+from strategies.tensor.plan import SYNONYMS
+
 GATHER = "colwise_gather"
-TRANSLATED = {
-    "embedding_rowwise": "embedding",
-    "colwise": "colwise",
-    "rowwise": "rowwise",
-    "colwise_rep": GATHER,
-    "colwise_gather_output": GATHER,
-    "rowwise_split_input": GATHER,  # its input is whole, so splitting its output serves as well
-    "sequence_parallel": "sequence",
-    "replicated_with_grad_allreduce": "partial",
-}
-"""The library's words that we have an equal for."""
+WORDS = SYNONYMS | {"colwise": "colwise", "rowwise": "rowwise", "rowwise_split_input": GATHER}
+"""The library's words that have an equal here. The last one's input is whole: splitting its output serves as well."""
 
 
 def tensor_plan(model: nn.Module, *, parallel_head: bool) -> dict[str, str] | None:
@@ -42,7 +34,7 @@ def tensor_plan(model: nn.Module, *, parallel_head: bool) -> dict[str, str] | No
     head = model.get_output_embeddings() if parallel_head else None  # type: ignore[operator]
     for key, word in written.items():
         for name in _matching(key, modules):
-            value = TRANSLATED.get(word)
+            value = WORDS.get(word)
             if value == GATHER and modules[name] is head:
                 value = "head"
             if value is not None and _fits(modules[name], value):

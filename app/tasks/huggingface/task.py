@@ -65,11 +65,11 @@ class HuggingFace(InParts):
         pretrained: bool = False,
         attention: str | None = None,
         tokenizer: str | None = None,
-        token_dtype: str = "uint16",
+        token_dtype: str | None = None,
         sequence_length: int | None = None,
-        text: str = "text",
-        label: str = "label",
-        augment_shift: int = 0,
+        text: str | None = None,
+        label: str | None = None,
+        augment_shift: int | None = None,
         eval_samples: int | None = None,
         eval_fraction: float | None = None,
     ) -> None:
@@ -82,7 +82,12 @@ class HuggingFace(InParts):
         self.found = found = find(model, weights=pretrained)
         self.kind = choose_kind(found, kind)
         given = {"tokenizer": tokenizer, "token_dtype": token_dtype, "sequence_length": sequence_length}
-        own = _own_arguments(self.kind, given | {"text": text, "label": label, "augment_shift": augment_shift})
+        given |= {"text": text, "label": label, "augment_shift": augment_shift}
+        own: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        for name in own:
+            if self.kind not in ONLY_FOR[name]:
+                kinds = " and ".join(ONLY_FOR[name])
+                raise UserError(f"task_args.{name} is for {kinds}, but this model is for {self.kind}; leave it out")
         own |= {"data": data, "eval_samples": eval_samples, "eval_fraction": eval_fraction}
         base = settle(found, {}, written)  # so that what is wrong there is known before the data is read
         self.tokenizer: Any = None  # the library's, for the export
@@ -127,8 +132,8 @@ class HuggingFace(InParts):
     # --- the task ----------------------------------------------------------------------------------------------
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        called = Called(self, model)
-        loss = self._data.loss(called, batch)  # type: ignore[arg-type]
+        called: Any = Called(self, model)
+        loss = self._data.loss(called, batch)
         balance = getattr(called.output, "aux_loss", None)
         if balance is not None:  # of a mixture of experts whose config has output_router_logits
             loss = loss + float(getattr(self.config, "router_aux_loss_coef", 0.0)) * balance
@@ -138,7 +143,8 @@ class HuggingFace(InParts):
         return self._data.items(batch)
 
     def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        return self._data.metrics(Called(self, model), batch)  # type: ignore[arg-type]
+        called: Any = Called(self, model)
+        return self._data.metrics(called, batch)
 
     def derived(self, means: dict[str, float]) -> dict[str, float]:
         return self._data.derived(means)
@@ -182,21 +188,17 @@ class HuggingFace(InParts):
 
     # --- for the export ----------------------------------------------------------------------------------------
 
+    def structure(self) -> nn.Module:
+        """The model on meta."""
+        return trial(self.recipe)
+
     def write_folder(self, folder: Path) -> None:
         """Everything of a transformers model's folder but the weights: config.json and the tokenizer's files."""
         config = type(self.config).from_dict({**self.config.to_dict(), "dtype": "float32"})
-        config.architectures = [type(trial(self.recipe)).__name__]
+        config.architectures = [type(self.structure()).__name__]
         config.save_pretrained(folder)
         if self.tokenizer is not None:
             write_tokenizer(folder, self.found, self.tokenizer)
-
-    def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor of the model's state, by name."""
-        return {name: tuple(tensor.shape) for name, tensor in trial(self.recipe).state_dict().items()}
-
-    def tied_names(self) -> set[str]:
-        """Names of parameters that are another under a second name, which a folder's weights leave out."""
-        return set(getattr(trial(self.recipe), "all_tied_weights_keys", None) or {})
 
 
 class Called:
@@ -209,17 +211,6 @@ class Called:
     def __call__(self, inputs: Any) -> Tensor:
         self.output = self.model(**self.task.arguments(inputs))
         return self.output.logits
-
-
-def _own_arguments(kind: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Those arguments that the kind has a use for. Raises UserError if another one is given."""
-    defaults = {name: p.default for name, p in inspect.signature(HuggingFace).parameters.items()}
-    for name, value in given.items():
-        if value != defaults[name] and kind not in ONLY_FOR[name]:
-            raise UserError(
-                f"task_args.{name} is for {' and '.join(ONLY_FOR[name])}, but this model is for {kind}; leave it out"
-            )
-    return {name: value for name, value in given.items() if kind in ONLY_FOR[name]}
 
 
 def _length(kind: str, written: int | None, base: Any) -> int:

@@ -23,11 +23,9 @@ from app.tasks.parts import Classification
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-PADDING = ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>", "<|end_of_text|>", "</s>")
-"""What tokenizers call the token that fills up, or can serve as one, the best first."""
+PADDING = ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>", "<|end_of_text|>", "</s>")  # or what can serve, best first
 DEFAULT_EVAL_FRACTION = 0.1
-ROUND_TO = 8
-"""Lengths are rounded up to a multiple of this: matrix units like it, and fewer shapes occur."""
+ROUND_TO = 8  # lengths are multiples of this: matrix units like it, and fewer shapes occur
 
 
 def chosen_tokenizer(found: Found, written: str | None, weights: bool) -> str:
@@ -104,7 +102,6 @@ class LabelledText(Classification):
 
     data: a .csv (.gz too) or .parquet file. text, label: its columns. Rows without a text or a label are left out.
     tokenizer: one of the library's, with padding. longest: tokens of a text that are used.
-    eval_samples or eval_fraction: texts held out, class by class and always the same (default: a tenth).
 
     A batch is ((tokens (B, T), mask (B, T): 1 where there is text), labels (B,)), as long as its longest text.
     """
@@ -113,8 +110,8 @@ class LabelledText(Classification):
         self,
         *,
         data: str,
-        text: str,
-        label: str,
+        text: str = "text",
+        label: str = "label",
         tokenizer: Any,
         longest: int,
         eval_samples: int | None,
@@ -133,11 +130,9 @@ class LabelledText(Classification):
             raise UserError(f"{data} has {len(at)} rows with a text and a label; at least two are needed.")
         self.classes, numbers = labels.classes(at, data)
         count = held_out(len(at), eval_fraction, eval_samples, DEFAULT_EVAL_FRACTION)
-        parts = [
-            Texts(list(texts.values[at][part]), numbers[part], tokenizer, longest)
-            for part in hold_out(len(at), count, numbers)
-        ]
-        self._train, self._eval = parts[0], parts[1] if count else None
+        train, held = hold_out(len(at), count, numbers)
+        self._train = Texts(list(texts.values[at][train]), numbers[train], tokenizer, longest)
+        self._eval = Texts(list(texts.values[at][held]), numbers[held], tokenizer, longest) if count else None
         self._source = data
 
     def describe(self) -> str:

@@ -45,7 +45,7 @@ def make_tokenizer(path: Path, corpus: str) -> str:
 def test_bytes_are_tokens_in_the_order_of_the_files(tmp_path: Path) -> None:
     second, first = write(tmp_path / "a.txt", "second"), write(tmp_path / "b.txt", b"first\xff\0")
     tokens, vocab_size, size = tokenise([first, second])
-    assert bytes(tokens.read(0, tokens.length).astype(np.uint8)) == b"first\xff\0second"
+    assert bytes(tokens.windows([0], tokens.length)[0].astype(np.uint8)) == b"first\xff\0second"
     assert (vocab_size, size, tokens.dtype) == (256, 13, "uint8")
 
 
@@ -80,7 +80,7 @@ def test_text_is_tokenised_once_and_again_when_it_changes(tmp_path: Path, monkey
     write(path, "two text")
     os.utime(path, ns=(1, 1))
     changed = tokenise([path])[0]
-    assert changed != first and bytes(changed.read(0, 3).astype(np.uint8)) == b"two"
+    assert changed != first and bytes(changed.windows([0], 3)[0].astype(np.uint8)) == b"two"
 
 
 def test_hugging_face_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_hugging_face_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     file = make_tokenizer(tmp_path / "tokenizer.json", corpus)
     tokens, vocab_size, size = tokenise([path], file)
     model = Tokenizer.from_file(file)
-    assert tokens.read(0, tokens.length).tolist() == model.encode(corpus).ids
+    assert tokens.windows([0], tokens.length)[0].tolist() == model.encode(corpus).ids
     assert vocab_size == model.get_vocab_size() and size == len(corpus)
     assert tokens.length < size / 3
 
