@@ -30,12 +30,6 @@ def fake_mode() -> Any | None:
     return None
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Whether it is torch's own kind of tensor, or a fake one of it, and no subclass with a mind of its own."""
-    kind = type(tensor)
-    return kind is Tensor or (kind.__name__ == "FakeTensor" and kind.__module__.startswith("torch."))
-
-
 def _operation_mode() -> type:
     """Base of a context manager whose `__torch_dispatch__(func, types, args, kwargs)` sees every operation under it.
 

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from app.errors import UserError
+from strategies.tree import tree_leaves, tree_map
 
 Batch = Any
 
 
 def map_tensors(function: Callable[[Tensor], Any], batch: Batch) -> Batch:
-    """The batch with each tensor replaced by `function` of it; mappings become dicts, everything else stays."""
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        return {key: map_tensors(function, value) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        parts = [map_tensors(function, value) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
+    """The batch with each tensor replaced by `function` of it."""
+    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
 
 
-def tensors(batch: Batch) -> Iterator[Tensor]:
+def tensors(batch: Batch) -> list[Tensor]:
     """The batch's tensors in order."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, (Mapping, tuple, list)):
-        for value in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from tensors(value)
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def rows(batch: Batch) -> int:

@@ -152,8 +152,8 @@ def _train(rank: int, device: Any, tree: dict[str, Any], limit: float) -> tuple[
         example=(task.loss, fetch(data, [(0, 0)])) if layout.dims.pp > 1 else None,
     )
     optimizer = parallel.prepare_optimizer(build_optimizer(config.optimizer, parallel.parameters()))
-    own, samples = layout.dims.data_rank(rank), len(data)  # type: ignore[arg-type]
-    slices = micro_batch_slices(train.global_batch_size, layout.dims.dp, own, train.micro_batch_size)
+    samples = len(data)  # type: ignore[arg-type]
+    slices = micro_batch_slices(train.global_batch_size // layout.dims.dp, train.micro_batch_size)
     batches = [fetch(data, [(i % samples, i) for i in range(part.start, part.stop)]) for part in slices]
     batches = [tree_map(lambda t: t.to(device) if isinstance(t, torch.Tensor) else t, batch) for batch in batches]
     weights = [(part.stop - part.start) / train.global_batch_size for part in slices]

@@ -6,7 +6,7 @@ import gc
 import multiprocessing
 import threading
 import time
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -290,10 +290,12 @@ def test_batches_arrive_on_the_gpu_unharmed() -> None:
 
 def test_a_batch_is_tensors_in_any_nesting() -> None:
     Pair = namedtuple("Pair", "a b")
-    batch = {"x": [torch.ones(3), "kept"], "pair": Pair(torch.zeros(2), 4), "none": None}
+    encoding = UserDict(ids=torch.ones(1))
+    batch = {"x": [torch.ones(3), "kept"], "pair": Pair(torch.zeros(2), 4), "none": None, "hf": encoding}
     doubled = map_tensors(lambda tensor: tensor * 2, batch)
     assert doubled["x"][0].tolist() == [2, 2, 2] and doubled["x"][1] == "kept" and doubled["none"] is None
     assert isinstance(doubled["pair"], Pair) and doubled["pair"].b == 4
-    assert [len(tensor) for tensor in tensors(batch)] == [3, 2] and rows(batch) == 3
+    assert isinstance(doubled["hf"], UserDict) and doubled["hf"]["ids"].item() == 2 and encoding["ids"].item() == 1
+    assert [len(tensor) for tensor in tensors(batch)] == [3, 2, 1] and rows(batch) == 3
     with pytest.raises(UserError, match="holds no tensor"):
         rows({"x": 3})
