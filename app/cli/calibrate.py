@@ -34,9 +34,9 @@ def _measure(workers: int | None) -> dict[str, Any]:
     import torch
 
     from app.planner.calibrate import calibrate, calibrate_cluster
-    from app.planner.machine import connected_shape, is_alone
+    from app.planner.machine import connected_shape
 
-    if connected_shape() is not None and not is_alone():
+    if connected_shape() is not None:
         return calibrate_cluster(workers)
     count = torch.cuda.device_count()
     return calibrate(min(workers or count, count) if count else workers or 4)

@@ -1,23 +1,21 @@
-"""What a run asks the planner: the layout that `strategy: auto` means, and predictions beside what was measured."""
+"""What a run asks the planner: the layout that `strategy: auto` means, and how it compares with what was measured."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
 from app.config import Config
 from app.config_io import with_values
 from app.errors import UserError
+from app.planner.advice import infeasible
 from app.planner.estimate import Estimate
 from app.planner.history import LEAST_SECONDS, remember_run
 from app.planner.layouts import Candidate
 from app.planner.machine import Machine, running
-from app.planner.plan import Plan, estimator_of, make_plan, model_name, ranked, reader_of
+from app.planner.plan import GIB, Plan, estimator_of, make_plan, model_name, ranked, reader_of
 from app.planner.read import Reader
-from app.tasks import load_task
 from app.tasks.base import Task
 from strategies import registry
 from strategies.dims import NAMES, Layout
@@ -26,8 +24,6 @@ from strategies.pipeline.schedules import chunks_of
 
 LEAST_BYTES = 2**28
 """Of memory, before a run corrects anything: below that what a process takes beside the model is most of it."""
-FIRST_USE = 50 * 2**20
-"""Bytes of torch's libraries that a process on a CPU loads with the first step that it trains."""
 
 
 def predict(
@@ -53,13 +49,48 @@ class FitsNowhere(UserError):
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """What a plan expects of a run, to be compared with what the run measures."""
+
+    seconds: float  # per step
+    bytes: float  # of the fullest worker
+    gpu: str
+    model: str  # as history.py knows it
+    corrections: tuple[float, float]  # of seconds and bytes, which are in the prediction
+
+    def compare(self, seconds: float, memory: float, trained: float) -> dict[str, float]:
+        """Predicted beside measured, as metrics to log.
+
+        seconds: measured per step. memory: bytes that the model brought on the fullest worker, 0 where that is not
+        known. trained: seconds the training took; a long one corrects the next prediction.
+        """
+        metrics = {
+            "plan/step_seconds": self.seconds,
+            "plan/step_seconds_measured": seconds,
+            "plan/step_error": self.seconds / seconds - 1,
+            "plan/memory_bytes": self.bytes,
+        }
+        ratios = {"seconds": self.corrections[0] * seconds / self.seconds}
+        if memory > 0:
+            metrics |= {"plan/memory_bytes_measured": memory, "plan/memory_error": self.bytes / memory - 1}
+        if memory > LEAST_BYTES:
+            ratios["bytes"] = self.corrections[1] * memory / self.bytes
+        if trained >= LEAST_SECONDS:
+            with contextlib.suppress(OSError):
+                remember_run(self.gpu, self.model, ratios)
+        return metrics
+
+
+@dataclass(frozen=True)
 class Choice:
-    """What auto decided: the layout, why, in a sentence, and what of the configuration it sets."""
+    """What auto decided."""
 
     layout: Layout
     sentence: str = ""
+    """Why, for a person."""
     values: dict[str, Any] = field(default_factory=dict)
-    """By key of the configuration."""
+    """What it sets of the configuration, by key."""
+    prediction: Prediction | None = None
 
     def in_config(self, config: Config) -> Config:
         """The configuration with what was chosen in it."""
@@ -88,25 +119,19 @@ def choose_layout(
     except Exception as error:  # whatever is wrong with a plan, the run itself may be right
         layout = choose("auto", workers, **degrees)
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return Choice(layout, f"strategy auto is {layout}, unplanned: {first}")
+        return Choice(layout, f"strategy auto is {layout}, without a plan: {first}")
 
 
 def _planned(config: Config, task: Task, machine: Machine, given: set[str]) -> Choice:
     train, cut = config.train, "parallel.pp" in given
-    for key, is_fixed in (
-        ("train.precision", True),
-        ("train.micro_batch_size", train.micro_batch_size is not None),
-        ("train.activation_checkpointing", train.activation_checkpointing != "none"),
-        ("parallel.offload", config.parallel.offload or machine.device.is_cpu),
-        ("parallel.schedule", cut),
-        ("parallel.chunks", cut),
-    ):
-        given = given | {key} if is_fixed else given
+    given |= {"train.precision"}
+    given |= {"train.micro_batch_size"} if train.micro_batch_size is not None else set()
+    given |= {"train.activation_checkpointing"} if train.activation_checkpointing != "none" else set()
+    given |= {"parallel.offload"} if config.parallel.offload or machine.device.is_cpu else set()
+    given |= {"parallel.schedule", "parallel.chunks"} if cut else set()
     plan = make_plan(config, task, machine, given=frozenset(given))
     row = _least_change(plan, cut)
     if row is None:
-        from app.planner.advice import infeasible
-
         raise FitsNowhere("strategy auto finds no layout that fits. " + " ".join(infeasible(plan)))
     candidate = row.candidate
     values: dict[str, Any] = {
@@ -122,9 +147,12 @@ def _planned(config: Config, task: Task, machine: Machine, given: set[str]) -> C
     sentence = (
         f"strategy auto is {candidate.layout}, micro-batches of {candidate.micro_batch}, activation checkpointing "
         f"{candidate.checkpointing}: predicted {row.step_seconds:.3g} s per step and "
-        f"{row.memory_bytes / 2**30:.2f} GiB per worker"
+        f"{row.memory_bytes / GIB:.2f} GiB per worker"
     )
-    return Choice(candidate.layout, sentence, values)
+    estimator, gpu = plan.estimator, machine.device.gpu.name
+    corrections = (estimator.correction, estimator.memory_correction)
+    prediction = Prediction(row.step_seconds, row.memory_bytes, gpu, model_name(config), corrections)
+    return Choice(candidate.layout, sentence, values, prediction)
 
 
 def _least_change(plan: Plan, cut: bool) -> Estimate | None:
@@ -142,44 +170,3 @@ def _least_change(plan: Plan, cut: bool) -> Estimate | None:
         if found:
             return ranked(found, "time")[0]
     return None
-
-
-def record(config: Config, layout: Layout, seconds: float, memory: float, trained: float) -> dict[str, float]:
-    """What a run took beside what was predicted: figures to log. Empty where the model cannot be planned.
-
-    seconds: measured per step. memory: bytes that the model brought on the fullest worker, 0 where that is not known.
-    trained: seconds the training took; a long one corrects the next prediction.
-    """
-    if seconds <= 0:
-        return {}
-    try:
-        machine, parallel = running(layout.dims.world_size), config.parallel
-        arguments = json.dumps(config.task_args, default=str)
-        reader = _reader(config.task, arguments, parallel.sequence_parallel, parallel.loss_parallel)
-        estimator = estimator_of(config, reader, machine)
-        found = estimator.estimate(candidate_of(config, layout))
-    except Exception:  # whatever is wrong with a prediction, the run itself was right
-        return {}
-    figures = {
-        "plan/step_seconds": found.step_seconds,
-        "plan/step_seconds_measured": seconds,
-        "plan/step_error": found.step_seconds / seconds - 1,
-        "plan/memory_bytes": found.memory_bytes,
-    }
-    ratios = {"seconds": estimator.correction * seconds / found.step_seconds}
-    memory -= FIRST_USE if machine.device.is_cpu else 0
-    if memory > 0:
-        figures |= {"plan/memory_bytes_measured": memory, "plan/memory_error": found.memory_bytes / memory - 1}
-    if memory > LEAST_BYTES:
-        ratios["bytes"] = estimator.memory_correction * memory / found.memory_bytes
-    if trained >= LEAST_SECONDS:
-        with contextlib.suppress(OSError):
-            remember_run(machine.device.gpu.name, model_name(config), ratios)
-    return figures
-
-
-@functools.lru_cache(maxsize=1)
-def _reader(task: str, arguments: str, sequence_parallel: bool, loss_parallel: bool) -> Reader:
-    """The model as plans read it, which takes as long as training a small one; kept for the next trial of a sweep."""
-    loaded = load_task(task, json.loads(arguments))
-    return Reader(loaded, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)

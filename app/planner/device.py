@@ -12,6 +12,7 @@ family's. `trireme calibrate` measures a device and its links; a measurement goe
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,16 +93,14 @@ def device(name: str, measured: dict[str, Any] | None = None) -> Device:
     values: dict[str, Any] = dict(constants["default"])
     for family in constants["families"].values():
         values |= family if found.name in family["gpus"] else {}
-    return with_constants(Device(found), values | constants["gpus"].get(found.name, {}) | (measured or {}))
+    values |= constants["gpus"].get(found.name, {}) | (measured or {})
+    about_gpu = ("memory_bytes", "memory_bandwidth", "link_within")
+    base = Device(replace(found, peak=found.peak | values.get("peak", {}), **_among(values, about_gpu)))
+    return replace(base, **_among(values, {entry.name for entry in fields(Device)} - {"gpu"}))
 
 
-def with_constants(base: Device, values: dict[str, Any]) -> Device:
-    """`base` with other constants; the GPU's peak, memory_bytes, memory_bandwidth and link_within may be among them."""
-    gpu = replace(base.gpu, peak=base.gpu.peak | values.get("peak", {}))
-    gpu = replace(gpu, **{k: values[k] for k in ("memory_bytes", "memory_bandwidth", "link_within") if k in values})
-    own = {entry.name for entry in fields(Device)} - {"gpu", "matmul"}
-    plain = {key: value for key, value in values.items() if key in own}
-    return replace(base, gpu=gpu, matmul=base.matmul | values.get("matmul", {}), **plain)
+def _among(values: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    return {key: values[key] for key in keys if key in values}
 
 
 def is_fitted(name: str) -> bool:

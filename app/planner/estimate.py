@@ -108,7 +108,7 @@ class Estimator:
         if may_reduce_each and sum(memory.values()) > self.machine.capacity:  # then it does, at some cost of time
             case = replace(case, step=replace(step, reduce_scatter_each_microbatch=True))
             memory = self._memory(case, stages)
-        seconds, communication, flops = timing(case, self.correction, self.reader.sample_bytes, self.clips)
+        seconds, communication, flops = timing(case, self.reader.sample_bytes, self.clips)
         each = bool(case.step.reduce_scatter_each_microbatch) if decides else None
         capacity = self.machine.capacity
         return Estimate(candidate, capacity, memory, seconds, communication, flops, each, stages.sizes)
@@ -116,7 +116,7 @@ class Estimator:
     # --- what layouts share -------------------------------------------------------------------------------------
 
     def _model(self, way: str) -> ModelCosts:
-        return self.reader.costs(way, not self.machine.device.is_cpu)
+        return self.reader.costs(way)
 
     def _counts(self, way: str) -> tuple[int, ...]:
         counts = self._model(way).counts
@@ -124,7 +124,9 @@ class Estimator:
 
     def _read_parts(self, work: Work) -> list[PartCost]:
         compiled = self.options.compile and self.options.compile_backend == "inductor"
-        return part_costs(self._model(work.way), work, self.machine.device, compiled)
+        parts = part_costs(self._model(work.way), work, self.machine.device, compiled)
+        slower = self.correction
+        return [replace(part, forward=part.forward * slower, backward=part.backward * slower) for part in parts]
 
     def _read_units(self, way: str, tp: int, dp_shard: int) -> list[UnitSize]:
         """Of one part of each kind."""

@@ -3,7 +3,7 @@
 Without a GPU, F.scaled_dot_product_attention would be watched as the products it is made of, with a score for every
 pair of positions; GPUs (and CPUs) have kernels that keep none of them. Dao et al. 2022, https://arxiv.org/abs/2205.14135.
 A softmax of 16-bit numbers that is asked for in float32 is one operation on GPUs, a cast and an operation elsewhere.
-RMSNorm is one kernel on GPUs and a dozen operations on CPUs.
+RMSNorm is one kernel on GPUs, too, and is counted as one everywhere.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class Fused(TorchFunctionMode):
-    """While it is active, attention is the above, and softmax(dtype=…) one operation. gpu: RMSNorm is the above too."""
+    """While it is active, attention and RMSNorm are the above, and softmax(dtype=…) is one operation."""
 
-    def __init__(self, count: Count, gpu: bool = False) -> None:
+    def __init__(self, count: Count) -> None:
         super().__init__()
-        self.count, self.gpu = count, gpu
+        self.count = count
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -68,7 +68,7 @@ class Fused(TorchFunctionMode):
         if func in (F.softmax, F.log_softmax) and _widens(args[0], kwargs):
             # any one operation that reads and writes as much
             return args[0] + args[0].new_zeros((*args[0].shape[:-1], 1), dtype=torch.float32)
-        if self.gpu and func is F.rms_norm:
+        if func is F.rms_norm:
             return _norm(func, *args, **kwargs)
         return func(*args, **kwargs)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -31,7 +30,6 @@ class Machine:
     price_per_hour: float | None = None  # of one device
     name: str = ""
     assumed: str = ""  # what was not known and is assumed, in words
-    slowdown: float = 1.0  # of each worker, because workers share processors (CPUs)
 
     @property
     def capacity(self) -> float:
@@ -81,8 +79,7 @@ def running(world: int, per_node: int | None = None) -> Machine:
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         return _of_cluster(connected(), Asked(), world)
-    gpu = _local_gpu()
-    return cpus(world, per_node) if gpu == "cpu" else _devices(gpu, world, Asked(per_node=per_node))
+    return _devices(_local_gpu(), world, Asked(per_node=per_node))
 
 
 def _devices(name: str, world: int | None, asked: Asked) -> Machine:
@@ -90,50 +87,54 @@ def _devices(name: str, world: int | None, asked: Asked) -> Machine:
     import torch
 
     if name == "cpu":
-        if asked.interconnect is not None or asked.per_node is not None:
-            option = "--interconnect" if asked.interconnect is not None else "--gpus-per-node"
-            raise UserError(f"{option} is for several nodes, but the plan is for this machine's CPUs: add --gpu")
-        return cpus(world or 2)
+        return cpus(world or 2, asked.per_node, link(asked.interconnect))
     count = torch.cuda.device_count()
     world = world or count
     per_node = asked.per_node or min(world, 8 if asked.gpus or asked.gpu else count)
     return of_shape(of_gpus(world, name, per_node, asked.interconnect), world)
 
 
-def cpus(workers: int, per_node: int | None = None) -> Machine:
-    """This machine's CPUs, one core each while there are enough; per_node: on several machines like it."""
+def cpus(workers: int, per_node: int | None = None, across: float | None = None) -> Machine:
+    """CPUs like this machine's, one worker a core; per_node: on several machines."""
     import psutil
 
     here = min(per_node or workers, workers)
-    node = NodeType("cpu", here, "cpu", 1.0, psutil.virtual_memory().total, None, None, None, False, 1, 1)
-    return replace(_of_node(node, workers, HERE), slowdown=max(1.0, here / (os.cpu_count() or 1)))
+    node = NodeType("cpu", here, "cpu", 1.0, psutil.virtual_memory().total, None, across, None, False, 1, 1)
+    return _of_node(node, workers, HERE)
 
 
-def of_shape(shape: ClusterShape, world: int | None) -> Machine:
+def of_shape(shape: ClusterShape, world: int | None, gpu: str | None = None, across: float | None = None) -> Machine:
     """The cluster's GPUs as one kind: the GPU, and number of it to a node, that it has most of, its head's included.
 
+    gpu: which, where the shape does not know or has several. across: bytes/s of a node, where it is not the shape's.
     Raises:
-        UserError: no GPUs; or fewer than `world`.
+        UserError: no GPUs, or not that one; or fewer than `world`.
     """
-    kinds: dict[tuple[str, int], list[NodeType]] = defaultdict(list)
-    for node in shape.types:
-        if node.gpus and node.max_nodes:
-            kinds[node.gpu, node.gpus].append(node)
-    if not kinds:
+    name, kinds = known_gpu(gpu).name if gpu else "", defaultdict[tuple[str, int], list[NodeType]](list)
+    has = [node for node in shape.types if node.gpus and node.max_nodes]
+    for node in has:
+        if not name or node.gpu in ("", name):
+            kinds[node.gpu or name, node.gpus].append(node)
+    if not has:
         raise UserError(
             f"the cluster {shape.name} has no GPUs: plan for GPUs that you could have with --gpus 8 --gpu a100-80gb, "
             "or for this machine's CPUs with --gpu cpu --gpus 2"
         )
-    most, alike = max(((_count(shape, nodes), nodes) for nodes in kinds.values()), key=lambda pair: pair[0])
-    node = alike[0]
-    if not node.gpu:
+    if not kinds:
         raise UserError(
-            f"the node type {node.name} of {shape.name} has {node.gpus} GPUs of an unknown kind: write it with --gpu"
+            f"--gpu is {name}, but the cluster {shape.name} has {', '.join(sorted({node.gpu for node in has}))}: leave "
+            "--gpu out, or write --gpus instead of --cluster to plan for GPUs that need not exist"
+        )
+    (name, _), alike = max(kinds.items(), key=lambda kind: _count(shape, kind[1]))
+    most, first = _count(shape, alike), alike[0]
+    if not name:
+        raise UserError(
+            f"the node type {first.name} of {shape.name} has {first.gpus} GPUs of an unknown kind: name it with --gpu"
         )
     if world is not None and world > most:
-        raise UserError(f"workers is {world}, but the cluster {shape.name} has at most {most} GPUs of type {node.gpu}")
-    across = min((n.link_across for n in alike if n.link_across is not None), default=None)
-    return _of_node(replace(node, link_across=across), world or most, shape.name)
+        raise UserError(f"workers is {world}, but the cluster {shape.name} has at most {most} GPUs of type {name}")
+    across = across or min((n.link_across for n in alike if n.link_across is not None), default=None)
+    return _of_node(replace(first, gpu=name, link_across=across), world or most, shape.name)
 
 
 def _count(shape: ClusterShape, alike: list[NodeType]) -> int:
@@ -146,29 +147,13 @@ def _count(shape: ClusterShape, alike: list[NodeType]) -> int:
 
 def _of_cluster(shape: ClusterShape, asked: Asked, world: int | None) -> Machine:
     """A file's or a connected cluster, with what the command line says of it beside."""
+    across = link(asked.interconnect)
     if asked.gpu == "cpu" or (not shape.max_gpus and not asked.cluster and asked.gpu is None):
         node = max(shape.types, key=lambda n: n.cpus * n.max_nodes)
-        found = cpus(world or 2, max(1, int(node.cpus)))  # two, as `train` does with workers=auto
+        found = cpus(world or 2, max(1, int(node.cpus)), across)  # two, as `train` does with workers=auto
         said = "" if asked.gpu else "this cluster has no GPUs: the plan is for CPUs like this machine's"
-        return replace(found, name=shape.name, assumed="; ".join(filter(None, [said, found.assumed])))
-    name, across = known_gpu(asked.gpu).name if asked.gpu else None, link(asked.interconnect)
-
-    def of(node: NodeType) -> NodeType:
-        """With what was asked; without its GPUs, if they are others."""
-        if name and node.gpu not in ("", name):
-            node = replace(node, gpus=0, gpu="")
-        elif name:
-            node = replace(node, gpu=name, link_within=node.link_within or known_gpu(name).link_within)
-        return node if across is None else replace(node, link_across=across)
-
-    chosen = replace(shape, head=of(shape.head), workers=tuple(of(node) for node in shape.workers))
-    if shape.max_gpus and not chosen.max_gpus:
-        has = ", ".join(sorted({node.gpu for node in shape.types if node.gpus}))
-        raise UserError(
-            f"--gpu is {name}, but the cluster {shape.name} has {has}: leave --gpu out, or write --gpus instead of "
-            "--cluster to plan for GPUs that need not exist"
-        )
-    return of_shape(chosen, world)
+        return replace(found, name=shape.name, assumed=said or found.assumed)
+    return of_shape(shape, world, asked.gpu, across)
 
 
 def _of_node(node: NodeType, world: int, name: str) -> Machine:
@@ -181,7 +166,7 @@ def _of_node(node: NodeType, world: int, name: str) -> Machine:
         values.setdefault("link_within", node.link_within)
     if node.gpu == "cpu":
         values["memory_bytes"] = int(node.memory_bytes / node.gpus)
-    unknown = "the network between nodes is not known and taken to be 100 Gbit/s (--interconnect says it)"
+    unknown = "the network between nodes is not known: the plan assumes 100 Gbit/s (set it with --interconnect)"
     return Machine(
         device(node.gpu, values),
         world,
@@ -208,22 +193,12 @@ def connected_shape() -> ClusterShape | None:
     return connected()
 
 
-def is_alone() -> bool:
-    """Whether the Ray cluster that this process is connected to is this machine and no other."""
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
-        return False
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    return len(alive) == 1 and alive[0]["NodeManagerAddress"] == ray.util.get_node_ip_address()
-
-
 def require_here(machine: Machine, option: str) -> None:
     """Raises UserError unless this machine has the devices that a plan is for."""
     import torch
 
     name, count = machine.device.gpu.name, torch.cuda.device_count()
-    has_gpus = machine.world <= count and known_gpu(_local_gpu()).name == name
-    if not (has_gpus or (machine.device.is_cpu and (machine.name == HERE or is_alone()))):
+    if not (machine.name == HERE or (machine.world <= count and known_gpu(_local_gpu()).name == name)):
         raise UserError(
             f"{option} runs layouts on this machine, which has {count} GPUs, but the plan is for {machine.world} × "
             f"{name} ({machine.name}): leave {option} out, or run it there"

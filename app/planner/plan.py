@@ -147,7 +147,7 @@ def make_plan(
         partition.require_sizes(config.parallel.stages, reader.blocks, len(config.parallel.stages))
     for precision in [fixed["train.precision"]] if "train.precision" in fixed else precisions:
         for is_sharded in (True, False):
-            reader.costs(way_of(is_sharded, 1, precision), not machine.device.is_cpu)
+            reader.costs(way_of(is_sharded, 1, precision))
     read = time.perf_counter() - begun
     space = Space(
         machine.world,

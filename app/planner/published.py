@@ -1,22 +1,18 @@
 """The planner beside published figures: training runs of MPT models, and whether their micro-batches are said to fit.
 
-    python -m app.planner.published TABLE.csv      fits the constants of constants.yaml, on the runs not held out
-
 The runs are GPT-2s in all but name (learned positions, LayerNorm, GELU, a head tied to the embedding), trained under
 FSDP with 16-bit arithmetic and a fused loss. Each row's model is read like any task's, with two blocks; the others are
-counted. The constants are few and physical: per GPU family the share of the peak that products and attention reach,
-that memory reaches, what overlapping costs, and what the trainer takes per step; each is held near what is expected.
+counted. The constants of constants.yaml are few and physical: per GPU family the share of the peak that products and
+attention reach, that memory reaches, what overlapping costs, and what the trainer takes per step. They were fitted by
+least squares on the logarithm of tokens/s of the rows that are not held out.
 """
 
 from __future__ import annotations
 
 import csv
-import dataclasses
 import functools
 import json
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from app.errors import UserError
-from app.planner.device import Device, device, with_constants
+from app.planner.device import device
 from app.planner.estimate import Estimate, Estimator
 from app.planner.layouts import Candidate
 from app.planner.machine import Machine
@@ -39,15 +35,6 @@ from strategies.options import Options
 BETWEEN_NODES = {"h100": 3200e9 / 8, "a100": 1600e9 / 8}
 """Bytes/s of a node, as the runs' pages say: 3.2 Tb/s of InfiniBand, 1.6 Tb/s of RoCE."""
 SHAPE = ("d_model", "n_layers", "n_heads", "vocab_size", "seq_len", "gpus")
-EXPECTED = {
-    "matmul": (0.75, 0.1),
-    "attention": (0.5, 0.3),
-    "stream": (0.65, 0.1),
-    "contention": (0.3, 0.25),
-    "trainer": (50e-3, 0.5),
-    "k_half": (150.0, 0.25),
-}
-"""What is fitted: where it is expected, and how far, in logarithms, it may go without being held back."""
 
 
 @dataclass(frozen=True)
@@ -163,11 +150,11 @@ def reader_of(d_model: int, n_heads: int, vocab_size: int, sequence: int) -> Rea
     return Reader(PublishedTask(d_model, n_heads, vocab_size, sequence), tensor=False)
 
 
-def planned(row: Published, on: Device) -> Estimate:
+def planned(row: Published) -> Estimate:
     """The one layout that the row is."""
     layout = choose(registry.by_degrees("dp_shard").name, row.gpus)
-    across = BETWEEN_NODES[row.gpu.partition("-")[0]]
-    machine = Machine(dataclasses.replace(on, step=on.trainer), row.gpus, 8, across)
+    on = device(row.gpu)
+    machine = Machine(replace(on, step=on.trainer), row.gpus, 8, BETWEEN_NODES[row.gpu.partition("-")[0]])
     reader = reader_of(row.d_model, row.n_heads, row.vocab_size, row.sequence).with_blocks(row.n_layers)
     # the runs' FSDP gathers for every micro-batch and reduces gradients of every micro-batch, in 16 bits
     options = Options(reduce_dtype="bf16", reshard_after_forward=row.reshards, accumulate_sharded=True)
@@ -193,9 +180,9 @@ class Compared:
         return self.tokens_per_second / self.row.tokens_per_second - 1
 
 
-def compare(rows: list[Published], devices: Mapping[str, Device] | None = None) -> list[Compared]:
-    """Each row beside its plan. devices: by GPU, where it is not the catalogue's."""
-    return [Compared(row, planned(row, (devices or {}).get(row.gpu) or device(row.gpu))) for row in rows]
+def compare(rows: list[Published]) -> list[Compared]:
+    """Each row beside its plan."""
+    return [Compared(row, planned(row)) for row in rows]
 
 
 def median_error(compared: list[Compared], held_out: bool) -> float:
@@ -209,7 +196,7 @@ def report(path: str, as_json: bool = False) -> str:
     refused = sum(not one.plan.fits for one in compared)
     if as_json:
         rows = [
-            dataclasses.asdict(one.row)
+            asdict(one.row)
             | {
                 "predicted_tokens_per_second": one.tokens_per_second,
                 "predicted_memory_bytes": int(one.plan.memory_bytes),
@@ -229,37 +216,3 @@ def report(path: str, as_json: bool = False) -> str:
         count = sum(one.row.is_held_out == out for one in compared)
         lines.append(f"{name}: {count} runs, median error {100 * medians[name]:.1f} %")
     return "\n".join([*lines, f"{refused} of {len(compared)} micro-batches are said not to fit"])
-
-
-def fit(rows: list[Published]) -> dict[str, float]:
-    """The constants of one family, from rows on its GPUs."""
-    from scipy.optimize import least_squares
-
-    def residuals(x: np.ndarray) -> np.ndarray:
-        errors = [np.log1p(one.error) / 0.05 for one in compare(rows, _with(constants(x), rows))]
-        return np.array([*errors, *(value / loose for value, (_, loose) in zip(x, EXPECTED.values()))])
-
-    def constants(x: np.ndarray) -> dict[str, float]:
-        return {name: near * float(np.exp(value)) for value, (name, (near, _)) in zip(x, EXPECTED.items())}
-
-    return constants(least_squares(residuals, np.zeros(len(EXPECTED)), loss="soft_l1", diff_step=1e-2).x)
-
-
-def _with(constants: dict[str, float], rows: list[Published]) -> dict[str, Device]:
-    values = constants | {"matmul": {"bf16": constants["matmul"]}}
-    return {name: with_constants(device(name), values) for name in {row.gpu for row in rows}}
-
-
-def main() -> None:
-    for family in BETWEEN_NODES:
-        rows = [row for row in rows_of(sys.argv[1]) if row.gpu.startswith(family)]
-        constants = fit([row for row in rows if not row.is_held_out])
-        print(f"{family}:", ", ".join(f"{name}: {value:.3g}" for name, value in constants.items()), flush=True)
-        compared = compare([row for row in rows if row.precision == "bf16"], _with(constants, rows))
-        print(
-            f"  median error: fitted {median_error(compared, False):.3f}, held out {median_error(compared, True):.3f}"
-        )
-
-
-if __name__ == "__main__":
-    main()

@@ -89,7 +89,7 @@ class Reader:
         self.task, self.note = task, ""
         self.parallel_options = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
         self._real = fake_mode() is None
-        self._costs: dict[tuple[str, bool], ModelCosts] = {}
+        self._costs: dict[str, ModelCosts] = {}
         data = task.train_data()
         self.samples = len(data)  # type: ignore[arg-type]
         self.batches = {b: fetch(data, [(i % self.samples, i) for i in range(b)]) for b in BATCHES}
@@ -112,16 +112,16 @@ class Reader:
         if not self.parameters:
             raise UserError("the task's model has no parameters, so there is nothing to plan")
 
-    def costs(self, way: str = PLAIN, gpu: bool = False) -> ModelCosts:
-        """way: PLAIN, CAST or AUTOCAST. gpu: with what a GPU's kernels fuse and a CPU's do not."""
-        if (way, gpu) not in self._costs:
-            traces = self._traces(way, gpu)
+    def costs(self, way: str = PLAIN) -> ModelCosts:
+        """way: PLAIN, CAST or AUTOCAST."""
+        if way not in self._costs:
+            traces = self._traces(way)
             first = traces[min(traces)]
             parts = {
                 name: _fitted({k: t.parts[name] for k, t in traces.items() if name in t.parts}) for name in first.parts
             }
-            self._costs[way, gpu] = ModelCosts(parts, first.order, self._by_part(first))
-        found = self._costs[way, gpu]
+            self._costs[way] = ModelCosts(parts, first.order, self._by_part(first))
+        found = self._costs[way]
         is_whole = self.blocks == len(self._names)
         return found if is_whole else ModelCosts(found.parts, found.order[:1] * self.blocks, found.parameters)
 
@@ -159,39 +159,35 @@ class Reader:
             self.note = f"the model cannot be built on the meta device ({_first_line(error)}): built and run for real"
             return self.task.build_model()
 
-    def _traces(self, way: str, gpu: bool) -> dict[tuple[int, int], Trace]:
+    def _traces(self, way: str) -> dict[tuple[int, int], Trace]:
         """By (batch, tp)."""
-        found = {(batch, 1): self._trace(batch, 1, way, gpu) for batch in BATCHES}
+        found = {(batch, 1): self._trace(batch, way) for batch in BATCHES}
         degrees = [t for t in (self.tp, 2 * self.tp) if t and not (self.heads or t) % t]
         try:
-            return found | {(batch, t): self._trace(batch, t, way, gpu) for t in degrees for batch in BATCHES}
+            return found | {(batch, t): self._traced(batch, t, way) for t in degrees for batch in BATCHES}
         except Exception as error:
             self.tp = 0
             self.note = self.note or f"tensor parallelism is left out: {_first_line(error)}"
             return found
 
-    def _trace(self, batch: int, tp: int, way: str, gpu: bool) -> Trace:
+    def _trace(self, batch: int, way: str) -> Trace:
         if not self._real:
             try:
-                return self._traced(batch, tp, way, gpu)
-            except LayoutError:
-                raise
+                return self._traced(batch, 1, way)
             except Exception as error:
-                if tp > 1:
-                    raise
                 self._real = True
                 self.note = f"the model's code looks at values ({_first_line(error)}): run for real, once, on the CPU"
         _require_room(self.parameters * (8 if way == CAST else 12))
-        return self._traced(batch, tp, way, gpu)
+        return self._traced(batch, 1, way)
 
-    def _traced(self, batch: int, tp: int, way: str, gpu: bool) -> Trace:
+    def _traced(self, batch: int, tp: int, way: str) -> Trace:
         fake = None if self._real else fake_mode()
         module, values = self._module(way, fake).train(), self.batches[batch]
         peers = one_part(module, self.task.tensor_plan(module), tp, **self.parallel_options)[0] if tp > 1 else None
         if way == CAST:
-            values = tree_map(_as_bfloat16, values)
+            values = _cast(values, torch.bfloat16)
             if self.task.float_output:
-                module.register_forward_hook(lambda _, __, output: tree_map(_as_float, output))
+                module.register_forward_hook(lambda _, __, output: _cast(output, torch.float32))
         if fake is not None:
             values = tree_map(lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, values)
 
@@ -200,7 +196,7 @@ class Reader:
                 return self.task.loss(model, values)
 
         with fake or contextlib.nullcontext():
-            return watch(module, self._names, loss, peers, gpu)
+            return watch(module, self._names, loss, peers)
 
     def _module(self, way: str, fake: Any) -> nn.Module:
         dtype = torch.bfloat16 if way == CAST else None
@@ -221,18 +217,14 @@ def _require_room(needed: float) -> None:
     free = psutil.virtual_memory().available
     if needed > ROOM * free:
         raise UserError(
-            "the model's code looks at values, so it must be run for real to be planned, and that takes "
-            f"{needed / 2**30:.1f} GiB and its activations where {free / 2**30:.1f} GiB are free: plan it on a "
-            "larger machine, or plan the same model with fewer layers"
+            "the model's code looks at values, so planning has to run the model for real, and that takes "
+            f"{needed / 2**30:.1f} GiB and its activations; {free / 2**30:.1f} GiB are free: plan it on a larger "
+            "machine, or plan the same model with fewer layers"
         )
 
 
-def _as_float(leaf: Any) -> Any:
-    return leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-
-def _as_bfloat16(leaf: Any) -> Any:
-    return leaf.to(torch.bfloat16) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    return tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, tree)
 
 
 def _first_line(error: BaseException) -> str:

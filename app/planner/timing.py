@@ -51,7 +51,7 @@ class Links:
 
     def __init__(self, machine: Machine) -> None:
         device = machine.device
-        self.within = device.gpu.link_within * device.within / machine.slowdown  # bytes/s per device
+        self.within = device.gpu.link_within * device.within  # bytes/s per device
         self.across = machine.across * device.across  # bytes/s per node
         self.per_node = min(machine.per_node, machine.world)  # devices of a node that are used
         self.hop_within, self.hop_across = device.latency_within, device.latency_across  # seconds
@@ -117,19 +117,17 @@ class Exposed:
             self.by_link[f"{name}.{where}"] += seconds / len(collectives)
 
 
-def timing(
-    case: Case, correction: float, sample_bytes: float, clips: bool
-) -> tuple[dict[str, float], dict[str, float], float]:
+def timing(case: Case, sample_bytes: float, clips: bool) -> tuple[dict[str, float], dict[str, float], float]:
     """Seconds by part; exposed communication by collective and link; FLOPs of the whole step, computed once.
 
     sample_bytes: of one sample, which goes to the device. clips: whether gradients are, which takes an all-reduce."""
     candidate, device, dims = case.candidate, case.machine.device, case.candidate.dims
-    many, slow = candidate.micro_batches, case.machine.slowdown * correction
+    many = candidate.micro_batches
     exposed = Exposed()
-    compute = slow * sum((part.forward + part.backward) * n for part, n in zip(case.parts, case.counts))
+    compute = sum((part.forward + part.backward) * n for part, n in zip(case.parts, case.counts))
     lost = device.stage + device.split * (candidate.schedule in SPLIT) if dims.pp > 1 else 0.0
     _tensor(case, exposed)
-    _data_parallel(case, slow, exposed)
+    _data_parallel(case, exposed)
     _sends(case, exposed)
     talk = exposed.seconds
     talk["pipeline_send"] += lost * compute * many
@@ -159,18 +157,16 @@ def _tensor(case: Case, exposed: Exposed) -> None:
     exposed.add("tensor", seconds * case.candidate.micro_batches, link.route(tp, 1).link, *names)
 
 
-def _data_parallel(case: Case, slow: float, exposed: Exposed) -> None:
-    if case.candidate.dims.dp == 1:
-        return
-    if case.candidate.strategy.is_sharded:
+def _data_parallel(case: Case, exposed: Exposed) -> None:
+    if case.candidate.dims.dp > 1 and case.candidate.strategy.is_sharded:
         for part, unit, count in zip(case.parts, case.units, case.counts):
             if count:
-                _unit(case, part, unit, count, slow, exposed)
-    else:
-        _average(case, slow, exposed)
+                _unit(case, part, unit, count, exposed)
+    elif case.candidate.dims.dp > 1:
+        _average(case, exposed)
 
 
-def _unit(case: Case, part: PartCost, unit: UnitSize, count: int, slow: float, exposed: Exposed) -> None:
+def _unit(case: Case, part: PartCost, unit: UnitSize, count: int, exposed: Exposed) -> None:
     """A sharded part: of each of its collectives what takes longer than the computing beside it."""
     device, many = case.machine.device, case.candidate.micro_batches
     host = device.unit_operations * device.operation
@@ -180,7 +176,7 @@ def _unit(case: Case, part: PartCost, unit: UnitSize, count: int, slow: float, e
         ("backward", part.backward, part.launch_backward),
     ):
         own = [(c, *_seconds(case, c)) for c in found if c.phase == phase and c.times]
-        room = computing * slow * device.hidden if part.is_block else 0.0
+        room = computing * device.hidden if part.is_block else 0.0
         if own and part.is_block:  # what the host does for it, where launching is what a block waits for
             waits = min(max(launch + host - computing, 0.0), host) * many
             exposed.add("shard", waits * count, own[0][2], own[0][0].name)
@@ -204,7 +200,7 @@ def _seconds(case: Case, collective: Collective) -> tuple[float, str]:
     return take(collective.bytes, ways, stride), link.route(ways, stride).link
 
 
-def _average(case: Case, slow: float, exposed: Exposed) -> None:
+def _average(case: Case, exposed: Exposed) -> None:
     """All parts' gradients in buckets, behind the last backward."""
     dims, link, device = case.candidate.dims, case.link, case.machine.device
     found = [
@@ -215,7 +211,7 @@ def _average(case: Case, slow: float, exposed: Exposed) -> None:
     ]
     size = sum(float(collective.bytes) * n for collective, n in found)
     bucket = min(size, case.options.bucket_mb * 2**20)
-    backward = slow * sum(part.backward * n for part, n in zip(case.parts, case.counts))
+    backward = sum(part.backward * n for part, n in zip(case.parts, case.counts))
     seconds, last = (link.reduce(each, dims.dp_replicate, dims.tp) for each in (size, bucket))
     left = min(seconds, max(seconds - device.hidden * backward, last))
     exposed.hidden += seconds - left
@@ -251,4 +247,4 @@ def _optimizer(case: Case, clips: bool) -> float:
     norm = case.link.reduce(4.0, machine.world, 1) if clips else 0.0
     if candidate.offload:  # over PCIe: the shards up for each gathering, the gradients down
         return moved / HOST_MEMORY + norm + (1 + 2 * candidate.micro_batches) * held / HOST_LINK
-    return moved / device.bandwidth * machine.slowdown + norm
+    return moved / device.bandwidth + norm

@@ -139,18 +139,15 @@ def watch(
     blocks: list[str],
     loss: Callable[[nn.Module], Tensor],
     peers: ShapePeers | None = None,
-    gpu: bool = False,
 ) -> Trace:
-    """Runs `loss(module)` and its backward once and tells the parts' costs; works on fake and on real tensors.
-
-    gpu: as a GPU's kernels would do it (fused.py)."""
+    """Runs `loss(module)` and its backward once and tells the parts' costs; works on fake and on real tensors."""
     watcher, order = Watcher(module), list[str]()
     for parameter in module.parameters():
         if parameter.requires_grad:  # gradients are counted by the strategies' cost functions
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     if peers is not None:
         peers.where = lambda: watcher.part
-    with _watched_blocks(module, blocks, watcher, order), watcher, Fused(watcher.attended, gpu):
+    with _watched_blocks(module, blocks, watcher, order), watcher, Fused(watcher.attended):
         with saved_tensors_hooks(watcher.pack, lambda t: t):
             value = loss(module)
         watcher.phase, watcher.part = "backward", AFTER if order else BEFORE

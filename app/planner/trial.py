@@ -1,22 +1,23 @@
 """`trireme plan --max-batch`: the largest micro-batch of a layout that really runs, each try in new processes.
 
-A try trains a few steps with the strategies alone, without the loop around them. Its memory on a GPU is the peak that
-torch allocated; on a CPU that of the process beyond what it took before, bounded by the memory that a plan counts with.
+A try takes a few steps of a run's own loop. Its memory on a GPU is the peak that torch allocated; on a CPU that of the
+process beyond what it took before, bounded by the memory that a plan counts with.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import resource
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from app.errors import RunFailed
-from app.planner.auto import FIRST_USE
 from app.planner.estimate import Estimate
 from app.planner.output import experiment
 from app.planner.plan import GIB, Plan
@@ -108,6 +109,7 @@ def _experiment(plan: Plan, row: Estimate, size: int) -> dict[str, Any]:
     dims, tree = row.candidate.dims, experiment(plan, _with_size(plan, row, size))
     if dims.pp == 1:
         tree["train"]["global_batch_size"] = min(plan.space.global_batch, 2 * size * dims.dp)
+    tree["train"]["data_workers"], tree["checkpoint"]["load"] = 0, None
     return tree
 
 
@@ -126,46 +128,26 @@ def _train(rank: int, device: Any, tree: dict[str, Any], limit: float) -> tuple[
     import torch.distributed as dist
 
     from app.config_io import from_dict
-    from app.data.loader import fetch, micro_batch_slices
-    from app.job import memory_bytes, strategy_options
-    from app.optimizer import build_optimizer
-    from app.tasks import load_task
+    from app.job import Job, Place, SilentChannel, memory_bytes
+    from app.loop import Training
     from strategies.layout import choose
-    from strategies.parallelize import parallelize
-    from strategies.tree import tree_map
 
-    config = from_dict(tree)
-    task, train = load_task(config.task, config.task_args), config.train
-    layout = choose(config.strategy, dist.get_world_size(), **{name: tree["parallel"][name] for name in NAMES})
-    data, before = task.train_data(), memory_bytes(device) + (FIRST_USE if device.type == "cpu" else 0)
     if device.type == "cpu":
         used = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
         most = 1024 * int(used[1]) + int(limit) if used else resource.RLIM_INFINITY
         resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-    parallel = parallelize(
-        task.build_model,
-        layout,
-        replace(strategy_options(config), float_output=task.float_output),
-        device=device,
-        blocks=task.blocks,
-        tensor_plan=task.tensor_plan,
-        example=(task.loss, fetch(data, [(0, 0)])) if layout.dims.pp > 1 else None,
-    )
-    optimizer = parallel.prepare_optimizer(build_optimizer(config.optimizer, parallel.parameters()))
-    samples = len(data)  # type: ignore[arg-type]
-    slices = micro_batch_slices(train.global_batch_size // layout.dims.dp, train.micro_batch_size)
-    batches = [fetch(data, [(i % samples, i) for i in range(part.start, part.stop)]) for part in slices]
-    batches = [tree_map(lambda t: t.to(device) if isinstance(t, torch.Tensor) else t, batch) for batch in batches]
-    weights = [(part.stop - part.start) / train.global_batch_size for part in slices]
-    for _ in range(STEPS):
-        begun = time.perf_counter()
-        parallel.forward_backward(batches, weights, task.loss)
-        parallel.grad_norm_(train.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    most_of_all = torch.tensor([time.perf_counter() - begun, memory_bytes(device) - before], dtype=torch.float64)
-    most_of_all = most_of_all.clamp(min=0).to(device)
+    config, world = from_dict(tree), dist.get_world_size()
+    layout = choose(config.strategy, world, **{name: tree["parallel"][name] for name in NAMES})
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(config, layout, folder, "trial", "", STEPS, os.getcwd())
+        training = Training(job, Place(rank, world, rank, device), SilentChannel())
+        for micro_batches in training.batches():
+            begun = time.perf_counter()
+            training.step(micro_batches)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        seconds, size = time.perf_counter() - begun, max(0, memory_bytes(device) - training.memory_before)
+        training.close()
+    most_of_all = torch.tensor([seconds, size], dtype=torch.float64, device=device)
     dist.all_reduce(most_of_all, op=dist.ReduceOp.MAX)
     return float(most_of_all[0]), float(most_of_all[1])

@@ -53,17 +53,13 @@ def _job(run: Run, prepared: Prepared) -> Job:
 
 
 def _compare_with_plan(driver: Driver, prepared: Prepared) -> None:
-    """Logs what the planner predicts beside what was measured."""
+    """Logs what the planner predicted of the layout that it chose beside what was measured."""
     seconds, summary = driver.seconds_per_step, driver.summary
-    if seconds is None or driver.resized:  # then no one layout was measured
+    if prepared.prediction is None or not seconds or driver.resized:  # resized: then no one layout was measured
         return
-    from app.planner.auto import record
-
     memory = summary.get("memory_bytes", 0.0) - summary.get("memory_bytes_before", 0.0)
-    found = record(prepared.config, prepared.layout, seconds, memory, summary.get("seconds", 0.0))
-    if found:
-        driver.tracker.metrics(summary["step"], found)
-        summary["plan"] = found
+    summary["plan"] = prepared.prediction.compare(seconds, memory, summary.get("seconds", 0.0))
+    driver.tracker.metrics(summary["step"], summary["plan"])
 
 
 @contextlib.contextmanager

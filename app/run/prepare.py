@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -21,6 +22,9 @@ from strategies import registry
 from strategies.parallelize import Layout, ParallelDims, check, choose
 from strategies.tensor.plan import SYNONYMS
 
+if TYPE_CHECKING:
+    from app.planner.auto import Prediction
+
 __all__ = ["Prepared", "check_devices", "prepare", "read_task"]
 
 
@@ -32,6 +36,7 @@ class Prepared:
     samples: int  # to train on
     description: str
     notes: tuple[str, ...] = ()  # what was decided and a person should hear, one sentence each
+    prediction: Prediction | None = None  # of the planner, where it chose the layout
 
 
 def read_task(config: Config) -> Task:
@@ -55,7 +60,7 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
     Raises:
         UserError, LayoutError: one sentence.
     """
-    config, layout, planned = _layout(config, task, workers, devices_per_node)
+    config, layout, planned, prediction = _layout(config, task, workers, devices_per_node)
     train = config.train
     registry.require_installed(layout)
     samples = len(task.train_data())  # type: ignore[arg-type]
@@ -76,9 +81,8 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
     )
     check_model(config, task, layout, module)
     steps = train.steps or max(1, math.ceil((train.epochs or 0) * samples / train.global_batch_size))
-    return Prepared(
-        config, layout, steps, samples, task.describe(), (*planned, *notes, *_without_effect(config, layout, steps))
-    )
+    said = (*planned, *notes, *_without_effect(config, layout, steps))
+    return Prepared(config, layout, steps, samples, task.describe(), said, prediction)
 
 
 def _split_length(task: Task, layout: Layout, module: nn.Module | None) -> int | None:
@@ -100,8 +104,8 @@ def _without_effect(config: Config, layout: Layout, steps: int) -> tuple[str, ..
 
 def _layout(
     config: Config, task: Task, workers: int, devices_per_node: int | None
-) -> tuple[Config, Layout, tuple[str, ...]]:
-    """The layout that the configuration means, and what a person should hear of it.
+) -> tuple[Config, Layout, tuple[str, ...], Prediction | None]:
+    """The layout that the configuration means, what a person should hear of it, and what the planner expects of it.
 
     auto asks the planner, which also sets what of the configuration is open. Under torchrun rank 0 alone is here.
     """
@@ -109,7 +113,7 @@ def _layout(
         from app.planner.auto import choose_layout
 
         found = choose_layout(config, task, workers, per_node=devices_per_node)
-        return found.in_config(config), found.layout, (found.sentence,) if found.sentence else ()
+        return found.in_config(config), found.layout, (found.sentence,) if found.sentence else (), found.prediction
     wanted = config.parallel
     layout = choose(
         config.strategy,
@@ -120,7 +124,7 @@ def _layout(
         pp=wanted.pp,
         devices_per_node=devices_per_node,
     )
-    return config, layout, ()
+    return config, layout, (), None
 
 
 def _check_batch(config: Config, dp: int) -> None:
