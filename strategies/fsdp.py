@@ -133,22 +133,32 @@ SCATTERED = (
 )
 
 
+def parameters_are_large(size: float, memory: float | None) -> bool:
+    """Whether gathered parameters are not kept: `size` bytes of a GPU's `memory`; None: on a CPU, where they are not."""
+    return memory is None or size >= ROOM * memory
+
+
+def gradients_are_large(size: float, memory: float | None) -> bool:
+    """Whether gradients do not wait for the last micro-batch; None: on a CPU, where they do."""
+    return memory is not None and size >= ROOM * memory
+
+
 def _parameters_are_large(module: nn.Module, options: Options, device: torch.device) -> bool:
     """Whether unsharded parameters take `ROOM` of the free memory; the same on every rank. Collective."""
     if device.type != "cuda":
-        return True
+        return parameters_are_large(0, None)
     whole = sum(map(_numel, module.parameters())) * (4 if options.precision == "fp32" else 2)
-    return not _on_every_rank(whole < ROOM * torch.cuda.mem_get_info(device)[0], device)
+    return not _on_every_rank(not parameters_are_large(whole, torch.cuda.mem_get_info(device)[0]), device)
 
 
 def _gradients_are_large(module: nn.Module, options: Options, device: torch.device) -> bool:
     """The same for gradients, of all memory instead of the free: a resumed run must add up in the same order."""
     if device.type != "cuda":
-        return False
+        return gradients_are_large(0, None)
     whole = sum(_numel(p) for p in module.parameters() if p.requires_grad) * (
         2 if options.reduce_dtype == "bf16" else 4
     )
-    return not _on_every_rank(whole < ROOM * torch.cuda.mem_get_info(device)[1], device)
+    return not _on_every_rank(not gradients_are_large(whole, torch.cuda.mem_get_info(device)[1]), device)
 
 
 def _numel(parameter: nn.Parameter) -> int:

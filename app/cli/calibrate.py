@@ -16,7 +16,7 @@ def command(cli: Invocation, workers: int | None) -> None:
 
     In a Ray cluster (the one that `trireme train` would use) on one of its nodes, and between two; else on this
     machine. A GPU that is not in cluster/hardware.yaml is put into ~/.config/trireme/hardware.yaml. Kept in
-    ~/.cache/trireme/planner, or beside the cluster's file where TRIREME_CLUSTER names one.
+    ~/.cache/trireme/planner.
     """
     from app.errors import UserError
     from app.planner.calibrate import keep

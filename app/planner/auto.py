@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,19 +10,15 @@ from app.config_io import with_values
 from app.errors import UserError
 from app.planner.advice import infeasible
 from app.planner.estimate import Estimate
-from app.planner.history import LEAST_SECONDS, remember_run
 from app.planner.layouts import Candidate
 from app.planner.machine import Machine, running
-from app.planner.plan import GIB, Plan, estimator_of, make_plan, model_name, ranked, reader_of
+from app.planner.plan import GIB, Plan, estimator_of, make_plan, ranked, reader_of
 from app.planner.read import Reader
 from app.tasks.base import Task
 from strategies import registry
 from strategies.dims import NAMES, Layout
 from strategies.layout import choose
 from strategies.pipeline.schedules import chunks_of
-
-LEAST_BYTES = 2**28
-"""Of memory, before a run corrects anything: below that what a process takes beside the model is most of it."""
 
 
 def predict(
@@ -50,34 +45,22 @@ class FitsNowhere(UserError):
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a plan expects of a run, to be compared with what the run measures."""
+    """What a plan expects of a run."""
 
     seconds: float  # per step
     bytes: float  # of the fullest worker
-    gpu: str
-    model: str  # as history.py knows it
-    corrections: tuple[float, float]  # of seconds and bytes, which are in the prediction
 
-    def compare(self, seconds: float, memory: float, trained: float) -> dict[str, float]:
-        """Predicted beside measured, as metrics to log.
-
-        seconds: measured per step. memory: bytes that the model brought on the fullest worker, 0 where that is not
-        known. trained: seconds the training took; a long one corrects the next prediction.
-        """
+    def compare(self, seconds: float, memory: float) -> dict[str, float]:
+        """Beside what was measured, as metrics to log. seconds: per step. memory: bytes that the model brought on the
+        fullest worker, 0 where that is not known."""
         metrics = {
             "plan/step_seconds": self.seconds,
             "plan/step_seconds_measured": seconds,
             "plan/step_error": self.seconds / seconds - 1,
             "plan/memory_bytes": self.bytes,
         }
-        ratios = {"seconds": self.corrections[0] * seconds / self.seconds}
         if memory > 0:
             metrics |= {"plan/memory_bytes_measured": memory, "plan/memory_error": self.bytes / memory - 1}
-        if memory > LEAST_BYTES:
-            ratios["bytes"] = self.corrections[1] * memory / self.bytes
-        if trained >= LEAST_SECONDS:
-            with contextlib.suppress(OSError):
-                remember_run(self.gpu, self.model, ratios)
         return metrics
 
 
@@ -149,10 +132,7 @@ def _planned(config: Config, task: Task, machine: Machine, given: set[str]) -> C
         f"{candidate.checkpointing}: predicted {row.step_seconds:.3g} s per step and "
         f"{row.memory_bytes / GIB:.2f} GiB per worker"
     )
-    estimator, gpu = plan.estimator, machine.device.gpu.name
-    corrections = (estimator.correction, estimator.memory_correction)
-    prediction = Prediction(row.step_seconds, row.memory_bytes, gpu, model_name(config), corrections)
-    return Choice(candidate.layout, sentence, values, prediction)
+    return Choice(candidate.layout, sentence, values, Prediction(row.step_seconds, row.memory_bytes))
 
 
 def _least_change(plan: Plan, cut: bool) -> Estimate | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from app.errors import RunFailed
-from app.planner.device import Device, device, is_fitted
-from app.planner.history import remember
+from app.planner.device import Device, device, is_fitted, remember
 from app.planner.processes import in_processes
 from cluster.hardware import HardwareError, add_gpu, gpu
+from cluster.remote import free_port
 
 TIMEOUT = 180.0
 PATIENCE = 240.0
@@ -57,42 +56,36 @@ def calibrate_cluster(workers: int | None = None) -> dict[str, Any]:
     alive = [node for node in ray.nodes() if node["Alive"]]
     unit, usual = ("GPU", 10**6) if any(node["Resources"].get("GPU", 0) >= 1 for node in alive) else ("CPU", 4)
     most = int(max(node["Resources"].get(unit, 0) for node in alive))
-    nodes = [node for node in alive if node["Resources"].get(unit, 0) == most]
+    nodes = [node for node in alive if node["Resources"].get(unit, 0) == most][:2]
     count = min(workers or usual, most)
-    found = dict(_result(_task(calibrate, nodes[0], count).remote(count)))
+    (found,) = _on_nodes(lambda _: calibrate(count), nodes[:1], unit, count)
     if len(nodes) > 1:
-        address = f"tcp://{nodes[0]['NodeManagerAddress']}:{_result(_task(_free_port, nodes[0], 1).remote())}"
-        pair = [_task(_link, node, 1).remote(rank, address) for rank, node in enumerate(nodes[:2])]
-        found |= [_result(reference) for reference in pair].pop()
+        (port,) = _on_nodes(lambda _: free_port(), nodes[:1], unit, 1)
+        address = f"tcp://{nodes[0]['NodeManagerAddress']}:{port}"
+        found |= _on_nodes(lambda rank: _link(rank, address), nodes, unit, 1)[0]
     return found
 
 
-def _task(function: Callable[..., Any], node: dict[str, Any], count: int) -> Any:
-    """A Ray task with `count` of a node's devices, there and nowhere else."""
+def _on_nodes(function: Callable[[int], Any], nodes: list[dict[str, Any]], unit: str, count: int) -> list[Any]:
+    """What `function(rank)` gives on each of the nodes, at the same time, with `count` of the devices of each."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-    demand = {"num_gpus": count, "num_cpus": 0} if node["Resources"].get("GPU", 0) >= 1 else {"num_cpus": count}
-    return ray.remote(function).options(**demand, scheduling_strategy=where, max_retries=0)
-
-
-def _result(reference: Any) -> Any:
-    import ray
-
+    demand = {"num_gpus": count, "num_cpus": 0} if unit == "GPU" else {"num_cpus": count}
+    strategies = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
+    tasks = [
+        ray.remote(function).options(**demand, scheduling_strategy=there, max_retries=0).remote(rank)
+        for rank, there in enumerate(strategies)
+    ]
     try:
-        return ray.get(reference, timeout=PATIENCE)
+        return list(ray.get(tasks, timeout=PATIENCE))
     except ray.exceptions.GetTimeoutError:
-        ray.cancel(reference, force=True)
-        raise RunFailed(f"a node's devices were not free, or hung, for {PATIENCE:.0f} s: try again later") from None
+        raise RunFailed(f"a node's devices were in use, or hung, for {PATIENCE:.0f} s: try again later") from None
     except ray.exceptions.RayError as error:
         raise RunFailed(f"calibration failed on a node: {str(getattr(error, 'cause', error)).strip()}") from None
-
-
-def _free_port() -> int:
-    with socket.socket() as opened:
-        opened.bind(("", 0))
-        return int(opened.getsockname()[1])
+    finally:
+        for task in tasks:
+            ray.cancel(task, force=True)
 
 
 def _link(rank: int, address: str) -> dict[str, float]:

@@ -12,6 +12,7 @@ family's. `trireme calibrate` measures a device and its links; a measurement goe
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
+from app.data.files import cache_folder
 from app.planner.read import AUTOCAST, CAST, PLAIN, ModelCosts, PartCosts
 from cluster.hardware import Gpu, gpu
 from strategies.activation_checkpointing import kept_bytes, recomputed_blocks
@@ -97,6 +99,28 @@ def device(name: str, measured: dict[str, Any] | None = None) -> Device:
     about_gpu = ("memory_bytes", "memory_bandwidth", "link_within")
     base = Device(replace(found, peak=found.peak | values.get("peak", {}), **_among(values, about_gpu)))
     return replace(base, **_among(values, {entry.name for entry in fields(Device)} - {"gpu"}))
+
+
+def remembered(gpu: str) -> dict[str, Any]:
+    """What `trireme calibrate` measured of a GPU of the catalogue; empty before that."""
+    try:
+        return dict(json.loads(_remembered_in(gpu).read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
+def remember(gpu: str, values: dict[str, Any]) -> Path:
+    """Keeps values, over what was known; the file."""
+    path = _remembered_in(gpu)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_suffix(".new")
+    written.write_text(json.dumps(remembered(gpu) | values, indent=1))
+    written.replace(path)
+    return path
+
+
+def _remembered_in(gpu: str) -> Path:
+    return cache_folder() / "planner" / f"rates-{gpu}.json"
 
 
 def _among(values: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from app.planner.read import ModelCosts, Reader
 from app.planner.timing import Case, Links, timing
 from app.planner.trace import AFTER, BEFORE
 from strategies.costs import RankSize, StepShape, UnitSize, rank_size, unit_size
-from strategies.fsdp import ROOM
+from strategies.fsdp import gradients_are_large, parameters_are_large
 from strategies.options import Options
 from strategies.pipeline import partition
 from strategies.pipeline.schedules import FOLDED, Schedule, place_of
@@ -69,9 +69,6 @@ class Estimator:
     """Of the configuration; what a candidate decides (precision, recomputation, schedule, …) is the candidate's."""
     optimizer: str = "adamw"
     clips: bool = False
-    correction: float = 1.0
-    memory_correction: float = 1.0
-    """What earlier runs of this model took of time (computing) and of memory, over what was predicted."""
 
     def __post_init__(self) -> None:
         self._links = Links(self.machine)
@@ -81,13 +78,13 @@ class Estimator:
         self._stages = functools.cache(self._cut)
 
     def estimate(self, candidate: Candidate) -> Estimate:
-        dims, strategy, options = candidate.dims, candidate.strategy, self.options
+        dims, strategy, options, machine = candidate.dims, candidate.strategy, self.options, self.machine
         way = way_of(strategy.is_sharded, dims.pp, candidate.precision)
         work = Work(candidate.micro_batch, dims.tp, candidate.precision, way, candidate.checkpointing)
         stages = self._stages(work, dims.pp, candidate.schedule, candidate.chunks)
         wire = 2 if "bf16" in (options.reduce_dtype, options.compression) else 4
         whole = self._rank(way, dims.tp, dims.dp_shard, self._counts(way))
-        numbers, on_cpu = (whole.root + whole.blocks) / self.machine.capacity, self.machine.device.is_cpu
+        numbers, memory_of_gpu = whole.root + whole.blocks, None if machine.device.is_cpu else machine.capacity
         step = StepShape(
             dims.dp_replicate,
             dims.dp_shard,
@@ -96,22 +93,23 @@ class Estimator:
             candidate.micro_batches,
             work.itemsize,
             wire,
-            bool(strategy.reshards(options.reshard_after_forward, on_cpu or numbers * work.itemsize >= ROOM)),
-            bool(strategy.reduces_each(options.accumulate_sharded, not on_cpu and numbers * wire >= ROOM)),
+            strategy.reshards(
+                options.reshard_after_forward, parameters_are_large(numbers * work.itemsize, memory_of_gpu)
+            ),
+            strategy.reduces_each(options.accumulate_sharded, gradients_are_large(numbers * wire, memory_of_gpu)),
             self.optimizer,
         )
         parts, units = self._parts(work), self._units(way, dims.tp, dims.dp_shard)
-        case = Case(candidate, self.machine, self._links, work, step, parts, units, stages.slowest, options)
+        case = Case(candidate, machine, self._links, work, step, parts, units, stages.slowest, options)
         memory = self._memory(case, stages)
         decides = strategy.is_sharded and candidate.micro_batches > 1 and dims.pp == 1
         may_reduce_each = decides and strategy.reduces_each(options.accumulate_sharded, None) is None
-        if may_reduce_each and sum(memory.values()) > self.machine.capacity:  # then it does, at some cost of time
+        if may_reduce_each and sum(memory.values()) > machine.capacity:  # then it does, at some cost of time
             case = replace(case, step=replace(step, reduce_scatter_each_microbatch=True))
             memory = self._memory(case, stages)
         seconds, communication, flops = timing(case, self.reader.sample_bytes, self.clips)
-        each = bool(case.step.reduce_scatter_each_microbatch) if decides else None
-        capacity = self.machine.capacity
-        return Estimate(candidate, capacity, memory, seconds, communication, flops, each, stages.sizes)
+        each = case.step.reduce_scatter_each_microbatch if decides else None
+        return Estimate(candidate, machine.capacity, memory, seconds, communication, flops, each, stages.sizes)
 
     # --- what layouts share -------------------------------------------------------------------------------------
 
@@ -124,9 +122,7 @@ class Estimator:
 
     def _read_parts(self, work: Work) -> list[PartCost]:
         compiled = self.options.compile and self.options.compile_backend == "inductor"
-        parts = part_costs(self._model(work.way), work, self.machine.device, compiled)
-        slower = self.correction
-        return [replace(part, forward=part.forward * slower, backward=part.backward * slower) for part in parts]
+        return part_costs(self._model(work.way), work, self.machine.device, compiled)
 
     def _read_units(self, way: str, tp: int, dp_shard: int) -> list[UnitSize]:
         """Of one part of each kind."""
@@ -171,9 +167,7 @@ class Estimator:
     def _memory(self, case: Case, stages: Stages) -> dict[str, float]:
         found = [self._on_stage(case, number, counts) for number, counts in stages.fullest]
         fullest = max(found, key=lambda parts: sum(parts.values()))
-        margin = (1 + self.machine.device.fragmentation) * self.memory_correction - 1
-        fullest["margin"] = sum(fullest.values()) * margin
-        return fullest
+        return fullest | {"margin": sum(fullest.values()) * self.machine.device.fragmentation}
 
     def _on_stage(self, case: Case, number: int, counts: tuple[int, ...]) -> dict[str, float]:
         candidate, dims = case.candidate, case.candidate.dims

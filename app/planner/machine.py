@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from app.errors import UserError
-from app.planner.device import Device, device
-from app.planner.history import remembered
+from app.planner.device import Device, device, remembered
 from cluster.hardware import all_instances, cheapest
 from cluster.hardware import gpu as known_gpu
 from cluster.shape import ClusterShape, NodeType, cluster_file, connected, link, of_gpus, read_cluster

@@ -12,7 +12,6 @@ from app.errors import UserError
 from app.job import strategy_options
 from app.planner.device import way_of
 from app.planner.estimate import Estimate, Estimator
-from app.planner.history import correction
 from app.planner.layouts import Fixed, Space, enumerate_layouts, fixed_by, refuse
 from app.planner.machine import Machine
 from app.planner.read import Reader
@@ -190,18 +189,10 @@ def reader_of(config: Config, task: Task) -> Reader:
 
 def estimator_of(config: Config, reader: Reader, machine: Machine, given: frozenset[str] | None = None) -> Estimator:
     """given: keys that are fixed; None: all of them."""
-    asked, model, gpu = strategy_options(config), model_name(config), machine.device.gpu.name
+    asked = strategy_options(config)
     if given is not None and "parallel.stages" not in given:
         asked = replace(asked, stages=None)
-    clips = config.train.clip_norm is not None
-    corrections = [correction(gpu, model, of) for of in ("seconds", "bytes")]
-    return Estimator(reader, machine, asked, config.optimizer.name, clips, *corrections)
-
-
-def model_name(config: Config) -> str:
-    """What the history knows a model by: its task and arguments."""
-    arguments = ", ".join(f"{key}={config.task_args[key]}" for key in sorted(config.task_args))
-    return f"{config.task}({arguments})"
+    return Estimator(reader, machine, asked, config.optimizer.name, config.train.clip_norm is not None)
 
 
 def ranked(rows: list[Estimate], rank: str) -> list[Estimate]:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import csv
 import functools
 import json
+import math
+import statistics
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
@@ -26,6 +27,7 @@ from app.planner.device import device
 from app.planner.estimate import Estimate, Estimator
 from app.planner.layouts import Candidate
 from app.planner.machine import Machine
+from app.planner.plan import GIB
 from app.planner.read import Reader
 from app.tasks.base import Task
 from strategies import registry
@@ -34,7 +36,6 @@ from strategies.options import Options
 
 BETWEEN_NODES = {"h100": 3200e9 / 8, "a100": 1600e9 / 8}
 """Bytes/s of a node, as the runs' pages say: 3.2 Tb/s of InfiniBand, 1.6 Tb/s of RoCE."""
-SHAPE = ("d_model", "n_layers", "n_heads", "vocab_size", "seq_len", "gpus")
 
 
 @dataclass(frozen=True)
@@ -85,22 +86,22 @@ def rows_of(path: str | Path) -> list[Published]:
 
 
 def _row(entry: dict[str, str]) -> Published:
-    d_model, layers, heads, words, length, gpus = (int(entry[key]) for key in SHAPE)
+    gpus = int(entry["gpus"])
     return Published(
-        entry["model"],
-        d_model,
-        layers,
-        heads,
-        words,
-        length,
-        gpus,
-        entry["gpu"].replace("_", "-"),
-        int(entry["micro_batch_size"]),
-        int(entry["grad_accum"]),
-        "fp8" if entry["precision"].endswith("fp8") else "bf16",
-        entry["sharding"] == "FULL_SHARD",
-        entry["activation_checkpointing"] == "True",
-        float(entry["tokens_per_s_per_gpu"]) * gpus,
+        model=entry["model"],
+        d_model=int(entry["d_model"]),
+        n_layers=int(entry["n_layers"]),
+        n_heads=int(entry["n_heads"]),
+        vocab_size=int(entry["vocab_size"]),
+        sequence=int(entry["seq_len"]),
+        gpus=gpus,
+        gpu=entry["gpu"].replace("_", "-"),
+        micro_batch=int(entry["micro_batch_size"]),
+        micro_batches=int(entry["grad_accum"]),
+        precision="fp8" if entry["precision"].endswith("fp8") else "bf16",
+        reshards=entry["sharding"] == "FULL_SHARD",
+        checkpointing=entry["activation_checkpointing"] == "True",
+        tokens_per_second=float(entry["tokens_per_s_per_gpu"]) * gpus,
     )
 
 
@@ -180,27 +181,19 @@ class Compared:
         return self.tokens_per_second / self.row.tokens_per_second - 1
 
 
-def compare(rows: list[Published]) -> list[Compared]:
-    """Each row beside its plan."""
-    return [Compared(row, planned(row)) for row in rows]
-
-
 def median_error(compared: list[Compared], held_out: bool) -> float:
-    return float(np.median([abs(one.error) for one in compared if one.row.is_held_out == held_out] or [np.nan]))
+    return statistics.median([abs(one.error) for one in compared if one.row.is_held_out == held_out] or [math.nan])
 
 
 def report(path: str, as_json: bool = False) -> str:
     """The comparison as text, or as JSON: errors of the rows that constants were fitted on, and of the others."""
-    compared = compare(rows_of(path))
+    compared = [Compared(row, planned(row)) for row in rows_of(path)]
     medians = {name: median_error(compared, out) for name, out in (("fitted", False), ("held out", True))}
     refused = sum(not one.plan.fits for one in compared)
     if as_json:
         rows = [
             asdict(one.row)
-            | {
-                "predicted_tokens_per_second": one.tokens_per_second,
-                "predicted_memory_bytes": int(one.plan.memory_bytes),
-            }
+            | {"predicted_tokens_per_second": one.tokens_per_second, "predicted_memory_bytes": one.plan.memory_bytes}
             | {"fits": one.plan.fits, "held_out": one.row.is_held_out}
             for one in compared
         ]
@@ -209,10 +202,7 @@ def report(path: str, as_json: bool = False) -> str:
     for one in compared:
         lines.append(
             f"{one.row!s:42s} {one.row.tokens_per_second:11,.0f} {one.tokens_per_second:11,.0f} "
-            f"{100 * one.error:+5.0f}% {one.plan.memory_bytes / 2**30:7.1f}"
-            + ("" if one.plan.fits else "  said not to fit")
+            f"{100 * one.error:+5.0f}% {one.plan.memory_bytes / GIB:7.1f}{'' if one.plan.fits else '  does not fit'}"
         )
-    for name, out in (("fitted", False), ("held out", True)):
-        count = sum(one.row.is_held_out == out for one in compared)
-        lines.append(f"{name}: {count} runs, median error {100 * medians[name]:.1f} %")
-    return "\n".join([*lines, f"{refused} of {len(compared)} micro-batches are said not to fit"])
+    lines += [f"{name}: median error {100 * error:.1f} % of tokens per second" for name, error in medians.items()]
+    return "\n".join([*lines, f"{refused} of {len(compared)} published micro-batches do not fit by prediction"])

@@ -58,7 +58,7 @@ def _compare_with_plan(driver: Driver, prepared: Prepared) -> None:
     if prepared.prediction is None or not seconds or driver.resized:  # resized: then no one layout was measured
         return
     memory = summary.get("memory_bytes", 0.0) - summary.get("memory_bytes_before", 0.0)
-    summary["plan"] = prepared.prediction.compare(seconds, memory, summary.get("seconds", 0.0))
+    summary["plan"] = prepared.prediction.compare(seconds, memory)
     driver.tracker.metrics(summary["step"], summary["plan"])
 
 

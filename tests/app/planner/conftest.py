@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from app.config_io import load_config
-from app.planner import history
 from app.planner.machine import Machine, of_shape
 from app.planner.plan import Plan, make_plan
 from app.planner.read import Reader
@@ -30,7 +29,7 @@ TINY = [
 
 @pytest.fixture(autouse=True)
 def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(history, "folder", lambda: tmp_path / "planner")
+    monkeypatch.setattr("app.planner.device.cache_folder", lambda: tmp_path)
     monkeypatch.setenv("TRIREME_HARDWARE", str(tmp_path / "hardware.yaml"))
     for name in ("RAY_ADDRESS", "TRIREME_CLUSTER"):
         monkeypatch.delenv(name, raising=False)
