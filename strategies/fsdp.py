@@ -134,7 +134,7 @@ SCATTERED = (
 
 
 def parameters_are_large(size: float, memory: float | None) -> bool:
-    """Whether gathered parameters are not kept: `size` bytes of a GPU's `memory`; None: on a CPU, where they are not."""
+    """Whether gathered parameters are not kept: `size` bytes of a GPU's `memory`; None: on a CPU, which keeps none."""
     return memory is None or size >= ROOM * memory
 
 

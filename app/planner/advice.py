@@ -10,16 +10,16 @@ from strategies import registry
 from strategies.dims import NAMES
 
 PARTS = {
-    "compute": "computing (smaller products, or recomputation)",
-    "tensor": "what tensor parallelism sends, which nothing hides",
-    "shard": "gathering parameters and scattering gradients that computing does not hide",
+    "compute": "computation (smaller matrix products, or recomputation)",
+    "tensor": "tensor parallelism's communication, which nothing hides",
+    "shard": "gathering parameters and scattering gradients, which computation does not hide",
     "replicate": "the all-reduce that backward does not hide",
     "pipeline_send": "activations sent between stages",
-    "contention": "computing slowed by communication beside it",
+    "contention": "computation slowed by communication beside it",
     "bubble": "stages waiting for the pipeline to fill and drain",
     "optimizer": "the optimizer, whose state is not sharded",
     "data": "copying samples to the GPU",
-    "rest": "what a step costs by itself",
+    "rest": "the fixed cost of a step",
 }
 """timing.py's parts of a step in words."""
 COMMUNICATION = ("tensor", "shard", "replicate", "pipeline_send", "contention")
@@ -59,10 +59,10 @@ def _verdict(plan: Plan, rows: list[Estimate]) -> str:
     row, best = rows[0], plan.best
     if not row.fits:
         needed, fitting = min(r.memory_bytes for r in rows), [r for r in plan.rows if r.fits]
-        sentence = f"needs {needed / GIB:.1f} GiB per GPU at least, of {row.capacity / GIB:.1f} available"
+        sentence = f"needs at least {needed / GIB:.1f} GiB per GPU, of {row.capacity / GIB:.1f} available"
         if fitting:
             least = min(fitting, key=lambda r: (-r.candidate.dims.dp_replicate, r.step_seconds))
-            sentence += f"; the least sharded that fits: {least.candidate.layout.name} with {settings_text(least)}"
+            sentence += f"; the least sharded layout that fits: {least.candidate.layout.name}, {settings_text(least)}"
         return sentence
     if best is None or row is best:
         return f"the best, {figures(row)}"
@@ -70,10 +70,10 @@ def _verdict(plan: Plan, rows: list[Estimate]) -> str:
     if plan.rank == "memory":
         return f"{what}: {row.memory_bytes / best.memory_bytes:.2f} × the best's memory"
     if ratio < 1.001:
-        within = f"within the {100 * (NEAR - 1):.0f} % that plans are sure of, and not simpler"
-        return f"{what}: {'as fast as the best' if ratio > 0.999 else within}"
+        near = f"within the {100 * (NEAR - 1):.0f} % by which predictions err, and not simpler"
+        return f"{what}: {'as fast as the best' if ratio > 0.999 else near}"
     more = {name: seconds - best.seconds[name] for name, seconds in row.seconds.items()}
-    return f"{what}: {ratio:.2f} × the best's time, most of it {PARTS[max(more, key=lambda name: more[name])]}"
+    return f"{what}: {ratio:.2f} × the best's time, mostly {PARTS[max(more, key=lambda name: more[name])]}"
 
 
 def _absent(plan: Plan, family: str) -> str:
@@ -106,7 +106,7 @@ def advice(plan: Plan) -> list[str]:
     if machine.world > machine.per_node:
         within, across = machine.device.gpu.link_within, machine.across / machine.per_node
         sentences.append(
-            f"A GPU has {within / 1e9:.0f} GB/s to the others of its machine and {across / 1e9:.1f} GB/s (its part of "
+            f"A GPU has {within / 1e9:.0f} GB/s to the others of its machine and {across / 1e9:.1f} GB/s (its share of "
             f"{machine.across / 1e9:.0f}) to other machines."
         )
     sentences.append(f"Use {best.candidate.layout.name}: {settings_text(best)}: {figures(best)}.")
@@ -131,26 +131,25 @@ def _from_one_gpu(plan: Plan, best: Estimate) -> list[str]:
         return []
     needed, gain = size_text(one.memory_bytes), one.step_seconds / best.step_seconds
     if not one.fits:
-        return [f"One GPU does not hold it ({needed} at least, of {there:.0f} GiB): it must be sharded or split."]
+        return [f"The model does not fit one GPU (at least {needed}, of {there:.0f} GiB): shard or split it."]
     if world == 1:
-        return [f"It fits one GPU ({needed} of {there:.0f} GiB): stay there until time matters."]
+        return [f"The model fits one GPU ({needed} of {there:.0f} GiB)."]
     return [
-        f"It fits one GPU ({figures(one)}); {world} make it {gain:.1f} × as fast ({100 * gain / world:.0f} % of "
-        f"{world}), so one GPU is the cheaper choice while time does not matter."
+        f"The model fits one GPU ({figures(one)}); {world} are {gain:.1f} × as fast, {100 * gain / world:.0f} % of "
+        f"ideal, so one GPU costs less while time does not matter."
     ]
 
 
 def _waiting(best: Estimate) -> list[str]:
     """What a step waits for, where that is more than a tenth of it."""
     found, parts = [], best.communication
-    talk, bubble = (sum(best.seconds[part] for part in own) for own in (COMMUNICATION, ("bubble",)))
+    talk, bubble = sum(best.seconds[part] for part in COMMUNICATION), best.seconds["bubble"]
     if talk > 0.1 * best.step_seconds and parts:
         name, _, link = max(parts, key=lambda key: parts[key]).partition(".")
         where = "between machines" if link == "across" else "within a machine"
         found.append(
-            f"Communication takes {100 * talk / best.step_seconds:.0f} % of the step, most of it "
-            f"{name.replace('_', '-')} {where}: faster links, a larger train.global_batch_size or "
-            "parallel.reduce_dtype=bf16 would shorten it."
+            f"Communication takes {100 * talk / best.step_seconds:.0f} % of the step, mostly {name.replace('_', '-')} "
+            f"{where}: faster links, a larger train.global_batch_size or parallel.reduce_dtype=bf16 would shorten it."
         )
     if bubble > 0.1 * best.step_seconds:
         found.append(
@@ -163,13 +162,12 @@ def _waiting(best: Estimate) -> list[str]:
 def _fewer(plan: Plan, best: Estimate) -> str:
     """What a step costs on a half, a quarter, … of the GPUs: on all of them cost is time."""
     price, world = plan.machine.price_per_hour, plan.machine.world
-    first = "On a given number of GPUs the cheapest layout is the fastest, as all of them are paid for"
+    first = "On a given number of GPUs the fastest layout is the cheapest, because all of them are paid for"
     if price is None:
-        return f"{first}; this machine's price is not known."
-    seconds = {world: best.step_seconds}
-    for fewer in (world // 2**power for power in range(1, 7) if world >= 2**power):
-        row = _best(plan.elsewhere(fewer, {}))
-        seconds |= {fewer: row.step_seconds} if row is not None and row.fits else {}
+        return f"{first}; the price of this machine is not known."
+    counts = [world // 2**power for power in range(7) if world >= 2**power]
+    rows = {n: best if n == world else _best(plan.elsewhere(n, {})) for n in counts}
+    seconds = {n: row.step_seconds for n, row in rows.items() if row is not None and row.fits}
     costs = {n: price * n * step / 3600 for n, step in seconds.items()}
     told = ", ".join(f"{n} GPUs ${cost:.3g} in {seconds[n]:.3g} s" for n, cost in costs.items())
     return f"{first}; a step on {told}: the cheapest is {min(costs, key=lambda n: costs[n])}."
@@ -179,11 +177,14 @@ def infeasible(plan: Plan) -> list[str]:
     """Why nothing fits, what would make it fit, and the smallest cluster that would do."""
     least = min(plan.rows, key=lambda row: row.memory_bytes)
     largest = max(least.memory, key=lambda name: least.memory[name])
-    needs = _needs(plan)
+    # GPUs → least bytes per GPU, with everything sharded, recomputed, and one sample at a time
+    fixed = {"train.activation_checkpointing": "full", "train.micro_batch_size": 1}
+    found = {world: plan.elsewhere(world, fixed, batch=world) for world in (2**power for power in range(13))}
+    needs = {world: min(row.memory_bytes for row in rows) for world, rows in found.items() if rows}
     return [
         f"No layout fits: the smallest, {least.candidate.layout.name} with {settings_text(least)}, needs "
-        f"{size_text(least.memory_bytes)} per GPU, of {size_text(least.capacity)} available, most of it {largest}.",
-        f"To make it fit here: {_here(plan, needs, largest)}.",
+        f"{size_text(least.memory_bytes)} per GPU, of {size_text(least.capacity)} available, mostly for {largest}.",
+        f"What would fit: {_here(plan, needs, largest)}.",
         _smallest_cluster(needs),
     ]
 
@@ -195,13 +196,13 @@ def _here(plan: Plan, needs: dict[int, float], largest: str) -> str:
         row = _best(plan.elsewhere(world, {"train.precision": precision, "parallel.offload": offload}))
         if row is not None and row.fits:
             key = "parallel.offload=true, " if offload else ""
-            return f"{key}{row.candidate.layout.name} with {settings_text(row)} takes {figures(row)}"
+            return f"{key}{row.candidate.layout.name} with {settings_text(row)} ({figures(row)})"
     more = next((n for n, needed in needs.items() if needed <= there and n > world), None)
     if more:
-        return f"{more} × {plan.machine.device.gpu.name} would hold it ({size_text(needs[more])} each)"
+        return f"{more} × {plan.machine.device.gpu.name} ({size_text(needs[more])} each)"
     if largest == "activations":
         return "a shorter sequence, or a model of fewer or narrower layers"
-    return f"a smaller model, or GPUs of more than {size_text(there)}; more of these do not help"
+    return f"a smaller model, or GPUs of more than {size_text(there)}; more of these GPUs do not help"
 
 
 def _smallest_cluster(needs: dict[int, float]) -> str:
@@ -214,16 +215,9 @@ def _smallest_cluster(needs: dict[int, float]) -> str:
             machines = -(-count // offer.gpus)
             offers.append((round(machines * offer.price_per_hour, 4), machines, count, offer.name, offer))
     if not offers:
-        return f"No cluster of the catalogue up to {max(needs, default=1):,} GPUs would hold it."
+        return f"No cluster of the catalogue with up to {max(needs, default=1):,} GPUs would hold it."
     price, machines, count, name, offer = min(offers, key=lambda o: o[:4])
     return (
         f"The smallest cluster of the catalogue that holds it: {count} × {offer.gpu}, {machines} × {name} "
         f"({offer.provider}, ${price:,.2f} per hour, {offer.date})."
     )
-
-
-def _needs(plan: Plan) -> dict[int, float]:
-    """GPUs → least bytes per GPU, with everything sharded, recomputed, and one sample at a time."""
-    fixed = {"train.activation_checkpointing": "full", "train.micro_batch_size": 1}
-    found = {world: plan.elsewhere(world, fixed, batch=world) for world in (2**power for power in range(13))}
-    return {world: min(row.memory_bytes for row in rows) for world, rows in found.items() if rows}

@@ -216,19 +216,18 @@ def _divisors(number: int) -> list[int]:
 def refuse(config: Config, fixed: Fixed, space: Space) -> None:
     """Raises the sentence that says why no layout is left."""
     degrees, batch = {name: fixed.get(f"parallel.{name}") for name in NAMES}, space.global_batch
-    tp, pp = degrees["tp"] or 1, degrees["pp"] or 1
-    if "strategy" in fixed or any(degrees.values()) or fixed.get("parallel.offload"):
-        layout = choose(fixed.get("strategy", "auto"), space.world, **degrees, devices_per_node=space.per_node)
-        check(layout, strategy_options(config), heads=space.heads, sequence_length=space.sequence)
-    if tp > 1 and not space.splits:
-        raise LayoutError(f"parallel.tp is {tp}, but the model has no layers that can be split")
-    if pp > max(1, space.blocks):
-        raise LayoutError(f"parallel.pp is {pp}, but the model has only {space.blocks} blocks")
-    if pp > 1 and "parallel.schedule" in fixed:
-        raise LayoutError(
-            f"parallel.schedule is {config.parallel.schedule}, which needs more micro-batches on {pp} stages than "
-            f"train.global_batch_size {batch} gives: write a larger batch, fewer stages, or another schedule"
-        )
+    layout = choose(fixed.get("strategy", "auto"), space.world, **degrees, devices_per_node=space.per_node)
+    check(
+        layout,
+        strategy_options(config),
+        global_batch_size=batch,
+        heads=space.heads,
+        blocks=space.blocks,
+        sequence_length=space.sequence,
+        micro_batches=max(1, batch // layout.dims.dp),
+    )
+    if layout.dims.tp > 1 and not space.splits:
+        raise LayoutError(f"parallel.tp is {layout.dims.tp}, but the model has no layers that can be split")
     raise LayoutError(
         f"train.global_batch_size is {batch}, which {space.world} workers cannot share as their degrees are fixed: the "
         f"number of data-parallel workers must divide it (the largest that do: {_divisors(batch)[-4:]})"

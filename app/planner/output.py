@@ -26,8 +26,7 @@ def text(plan: Plan, top: int = 8) -> str:
     lines = [
         f"{read.parameters / 1e9:.3g} billion parameters in {read.blocks} blocks, on {machine.world} × "
         f"{machine.device.gpu.name} ({machine.capacity / GIB:.0f} GiB each, {machine.per_node} to a node)",
-        f"{len(plan.rows):,} layouts; the model was read in {plan.seconds['model']:.1f} s, they were planned in "
-        f"{plan.seconds['layouts']:.2f} s",
+        f"{len(plan.rows):,} layouts, of which {sum(row.fits for row in plan.rows):,} fit",
         *([f"note: {read.note}"] if read.note else []),
         "",
         *aligned([COLUMNS, *(cells(plan.layout(row)) for row in distinct(plan, top))]),
@@ -103,7 +102,6 @@ def as_json(plan: Plan, top: int) -> dict[str, Any]:
             "calibrated": machine.device.measured,
             "assumed": machine.assumed or None,
         },
-        "seconds": plan.seconds,
     }
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from app.config import Config
@@ -16,7 +15,7 @@ from app.planner.layouts import Fixed, Space, enumerate_layouts, fixed_by, refus
 from app.planner.machine import Machine
 from app.planner.read import Reader
 from app.tasks.base import Task
-from strategies.dims import LayoutError
+from strategies.dims import NAMES, LayoutError
 from strategies.pipeline import partition
 
 RANKS = ("time", "cost", "memory")
@@ -38,8 +37,6 @@ class Plan:
     rows: list[Estimate]
     """Best first: those that fit, then those that do not, least memory first."""
     rank: str = "time"
-    seconds: dict[str, float] = field(default_factory=dict)
-    """What planning itself took: reading the model, and the layouts."""
 
     @property
     def best(self) -> Estimate | None:
@@ -79,10 +76,7 @@ class Plan:
         return {
             "strategy": candidate.layout.name,
             "parallel": {
-                "dp_replicate": dims.dp_replicate,
-                "dp_shard": dims.dp_shard,
-                "tp": dims.tp,
-                "pp": dims.pp,
+                **{name: getattr(dims, name) for name in NAMES},
                 "schedule": candidate.schedule if piped else None,
                 "chunks": candidate.chunks if piped else None,
                 "stages": list(row.stages) if row.stages else None,
@@ -106,20 +100,19 @@ class Plan:
             "cost_per_run": None if cost is None else cost * self.steps,
             "energy_kwh_per_run": machine.device.gpu.watts * machine.world * row.step_seconds * self.steps / 3.6e6,
             "fits": row.fits,
-            "why_not": None if row.fits else why_not(self, row),
+            "why_not": None if row.fits else why_not(row),
         }
 
 
-def why_not(plan: Plan, row: Estimate) -> str:
+def why_not(row: Estimate) -> str:
     """Why a layout does not fit, with the part that takes most."""
-    memory = row.memory
-    largest = max(memory, key=lambda name: memory[name])
+    largest = max(row.memory, key=lambda name: row.memory[name])
     sentence = (
-        f"needs {row.memory_bytes / GIB:.1f} GiB per GPU, of {plan.machine.capacity / GIB:.1f} available; the most "
-        f"for {largest} ({memory[largest] / GIB:.1f} GiB)"
+        f"needs {row.memory_bytes / GIB:.1f} GiB per GPU, of {row.capacity / GIB:.1f} available; the largest part: "
+        f"{largest} ({row.memory[largest] / GIB:.1f} GiB)"
     )
     if row.reduces_each is False and largest == "communication":
-        sentence += ": whole gradients wait for the last micro-batch, parallel.accumulate_sharded=true keeps shards"
+        sentence += ": whole gradients wait for the last micro-batch; parallel.accumulate_sharded=true keeps shards"
     return sentence
 
 
@@ -139,7 +132,6 @@ def make_plan(
     """
     if rank not in RANKS:
         raise UserError(f"--rank-by is {rank!r}: write {', '.join(RANKS)}")
-    begun = time.perf_counter()
     reader = reader or reader_of(config, task)
     fixed, precisions = fixed_by(config, given), _precisions(config, machine)
     if "parallel.stages" in given and config.parallel.stages:
@@ -147,7 +139,6 @@ def make_plan(
     for precision in [fixed["train.precision"]] if "train.precision" in fixed else precisions:
         for is_sharded in (True, False):
             reader.costs(way_of(is_sharded, 1, precision))
-    read = time.perf_counter() - begun
     space = Space(
         machine.world,
         machine.per_node,
@@ -165,7 +156,6 @@ def make_plan(
         refuse(config, fixed, space)
     plan = Plan(config, reader, machine, estimator_of(config, reader, machine, given), space, fixed, [], rank)
     plan.rows = ranked([plan.estimator.estimate(candidate) for candidate in candidates], rank)
-    plan.seconds = {"model": read, "layouts": time.perf_counter() - begun - read}
     return plan
 
 
