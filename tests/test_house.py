@@ -58,6 +58,20 @@ def test_importing_it_imports_neither_ray_nor_mlflow(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_a_run_that_names_its_strategy_needs_neither_planner_nor_doctor() -> None:
+    code = (
+        "import sys, app.train, app.run.lifecycle\n"
+        "from app.config_io import load_config\n"
+        "from app.run.prepare import prepare, read_task\n"
+        "words = ['task=image_classification', 'task_args={data: digits, model: mlp}', 'strategy=ddp']\n"
+        "config = load_config([], words)\n"
+        "print(prepare(config, read_task(config), 2, devices_per_node=None).layout)\n"
+        "print([m for m in sys.modules if m.startswith(('app.planner', 'app.doctor'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 def test_help_is_quick_and_needs_no_torch() -> None:
     code = "import sys, app.cli; print([m for m in ('torch', 'omegaconf', 'yaml') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -87,18 +101,8 @@ STRATEGY_NAMES = frozenset(
 MAY_NAME_STRATEGIES = {
     "strategies": {f"{name}.py" for name in ("registry", "ddp", "deepspeed", "fsdp", "hsdp", "model_parallel", "zero")},
     "app": {
-        "planner/held.py",
-        "planner/prediction.py",
-        "planner/published.py",
-        "planner/table.py",
-        "planner/verdicts.py",
-        "planner/why.py",
-        "planner/evaluate.py",
-        "planner/memory.py",
-        "planner/timing.py",
         "cli/scale.py",
         "tracking/provenance.py",
-        "train.py",
     },
     "cluster": set(),
     "experiments": {"parity/rows.py", "parity/experiment.py"},
