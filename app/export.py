@@ -52,7 +52,7 @@ def export_run(
     """Writes the newest good checkpoint of the run's folder (or that of `step`) into the folder `out`.
 
     out: must be empty or not exist; default: export/FORMAT-step-N in the run's folder, or, if that is in an object
-        store, here. warn: told of each damaged checkpoint that was passed over.
+        store, here. warn: told of each damaged checkpoint that was skipped.
     """
     if to not in FORMATS:
         what = f"is {to!r}{nearest(to, FORMATS)}" if to else "is not given"
@@ -80,7 +80,7 @@ def _commit(storage: Storage, step: int | None, warn: Callable[[str], None]) -> 
     """The checkpoint to export, its files read once to see that they are as they were written."""
     folder = storage.join("checkpoints").url
     if step is None:
-        newest, passed = latest_good(folder, verify="sha256")
+        newest, passed = latest_good(folder, by="sha256")
         for sentence in passed:
             warn(sentence)
         if newest is None:

@@ -1,4 +1,4 @@
-"""What a training process keeps so that nothing is lost: checkpoints, how to continue from them, the final weights."""
+"""What a training process saves: checkpoints, how to continue from them, and the trained weights."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from app import checkpoint
 from app.checkpoint import Checkpointer, CheckpointError
 from app.checkpoint_interval import checkpoint_interval
 from app.errors import NonFiniteError, UserError
 from app.job import Channel, Job, Place
+from app.lease import is_current, read_lease
 from app.loss_scale import LossScale
 from app.randomness import random_state, set_random_state
-from app.run.lease import is_current, read_lease
 from app.storage import Storage
 from strategies.parallelize import Parallel
 
 FIRST_SECONDS = 60.0  # until the first save, where the interval is measured
-AGAIN_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)  # before the last checkpoint of a start is tried once more
-AWAY_SECONDS = 600.0  # that a start waits for its storage
-AWAY_LOOK_SECONDS = 0.5
-REMEMBERED = 2000  # metric events kept with a checkpoint, so that a killed driver loses none
+RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)  # before the last checkpoint of a start is tried again
+STORAGE_SECONDS = 600.0  # that a start waits for its storage
+STORAGE_POLL_SECONDS = 0.5
+EVENTS = 2000  # metric events saved with a checkpoint, so that a killed driver loses none
 
 
 @dataclass
@@ -37,15 +38,15 @@ class Progress:
     step: int = 0  # optimizer steps taken
     samples_seen: int = 0  # position in the stream of samples
     latest: dict[str, float] = field(default_factory=dict)  # the newest value of every metric
-    remembered: list[str] = field(default_factory=list)  # rank 0: metric events as JSON, newest last
+    events: list[str] = field(default_factory=list)  # rank 0: metric events as JSON, newest last
 
     def remember(self, event: dict[str, Any], rank: int) -> None:
         self.latest |= event["values"]
         # As text: markers are written and read several times in a save, and objects take ten times as long there.
         if rank == 0:
-            self.remembered.append(json.dumps(event))
-            if len(self.remembered) > 2 * REMEMBERED:
-                del self.remembered[:-REMEMBERED]
+            self.events.append(json.dumps(event))
+            if len(self.events) > 2 * EVENTS:
+                del self.events[:-EVENTS]
 
 
 class Persistence:
@@ -72,8 +73,8 @@ class Persistence:
             fence=lambda: is_current(job.folder, job.attempt),
         )
         self.saved, self.saved_at = -1, time.monotonic()
-        self.borne = ""  # what was last said of a failed save
-        self.costliest: float | None = None  # seconds that a save of this start has held training up at most
+        self.last_warning = ""
+        self.longest_stall: float | None = None  # seconds that a save of this start has held training up at most
 
     def overdue(self) -> bool:
         """Whether a checkpoint is due by time."""
@@ -85,9 +86,9 @@ class Persistence:
         keep = self.job.config.checkpoint
         if not keep.auto:
             return keep.every_seconds
-        if self.costliest is None:
+        if self.longest_stall is None:
             return FIRST_SECONDS
-        return checkpoint_interval(self.costliest, self.checkpointer.last_total_seconds, self.job.mtbf_seconds)
+        return checkpoint_interval(self.longest_stall, self.checkpointer.last_total_seconds, self.job.mtbf_seconds)
 
     def save(self, progress: Progress) -> None:
         """Begins a checkpoint of the step just taken; training goes on while it is written.
@@ -105,7 +106,7 @@ class Persistence:
             "loss_scale": self.scale.state(),
             "layout": str(self.job.layout),
             "latest": progress.latest,
-            "remembered": progress.remembered[-REMEMBERED:],
+            "events": progress.events[-EVENTS:],
         }
         begin = partial(
             self.checkpointer.save,
@@ -119,16 +120,16 @@ class Persistence:
             try:
                 begin()
             except CheckpointError as error:  # the one before failed, on all ranks; nothing was begun
-                self._bear(error)
+                self._warn(error)
                 begin()
-        except checkpoint.Unsound:
+        except checkpoint.NotFinite:
             raise NonFiniteError(
                 f"a weight was not finite after step {progress.step}; the last good checkpoint is intact: try a lower "
                 "optimizer.lr, a longer schedule.warmup_steps or train.clip_norm=1.0"
             ) from None
         self.saved, self.saved_at = progress.step, time.monotonic()
         stall = self.checkpointer.last_stall_seconds
-        self.costliest = max(stall, self.costliest or 0.0)
+        self.longest_stall = max(stall, self.longest_stall or 0.0)
         event = {"type": "checkpoint", "step": progress.step, "stall": stall}
         self.channel.emit(event | ({"interval": self.interval()} if self.job.config.checkpoint.auto else {}))
 
@@ -138,29 +139,29 @@ class Persistence:
         try:
             self.checkpointer.check()
         except CheckpointError as error:
-            self._bear(error)
+            self._warn(error)
 
     def finish(self, progress: Progress) -> None:
         """Waits for the last checkpoint of this start. One that fails is tried again for half a minute, since no other
         comes after it; then CheckpointError."""
-        for pause in (*AGAIN_SECONDS, None):
+        for pause in (*RETRY_SECONDS, None):
             try:
                 return self.checkpointer.wait()
             except CheckpointError as error:
                 if pause is None:
                     raise
-                self._bear(error)
+                self._warn(error)
             time.sleep(pause)
             self.saved = -1
             self.save(progress)
 
-    def _bear(self, error: CheckpointError) -> None:
+    def _warn(self, error: CheckpointError) -> None:
         if error.superseded:
             raise error
         sentence = f"{error}; training goes on, and the next one is tried when it is due"
-        if self.place.rank == 0 and sentence != self.borne:
+        if self.place.rank == 0 and sentence != self.last_warning:
             self.channel.emit({"type": "warning", "text": sentence})
-        self.borne = sentence
+        self.last_warning = sentence
 
     def resume(self, progress: Progress) -> int | None:
         """Continues from the newest good checkpoint of this run, if there is one; the step it continues after.
@@ -193,26 +194,25 @@ class Persistence:
         own = checkpoint.load_per_rank(commit, self.place.rank)
         if isinstance(own, dict) and own["world_size"] == self.place.world_size:
             set_random_state(own["random"])
-        texts = [event if isinstance(event, str) else json.dumps(event) for event in meta["remembered"]]
-        for text in texts:  # the tracker drops those it has; a killed driver may not have sent them
+        for text in meta["events"]:  # the tracker drops those it has; a killed driver may not have sent them
             self.channel.emit(json.loads(text))
-        progress.remembered = texts if self.place.rank == 0 else []
+        progress.events = meta["events"] if self.place.rank == 0 else []
         return progress.step
 
     def _wait_for_storage(self) -> None:
-        """Else a run whose storage is away would find no checkpoint, and begin anew.
+        """Otherwise a run whose storage is away would find no checkpoint, and begin anew.
 
         Raises:
-            UserError: it has not come back for `AWAY_SECONDS`.
+            UserError: it has not come back for `STORAGE_SECONDS`.
         """
-        until, told = time.monotonic() + AWAY_SECONDS, False
+        until, warned = time.monotonic() + STORAGE_SECONDS, False
         while self.job.leased and read_lease(Storage(self.job.folder)) is None:
             if time.monotonic() > until:
                 raise UserError(f"the storage {self.job.folder} is away: run the same command again when it is back")
-            if not told:
+            if not warned:
                 self.channel.emit({"type": "warning", "text": f"the storage {self.job.folder} is away: waiting for it"})
-            told = True
-            time.sleep(AWAY_LOOK_SECONDS)
+            warned = True
+            time.sleep(STORAGE_POLL_SECONDS)
 
     def _load_weights(self, path: str | None) -> None:
         if not path:
@@ -240,7 +240,6 @@ class Persistence:
 
 def are_finite(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether every parameter is a finite number on this rank."""
-    local = [getattr(p, "_local_tensor", p).detach() for p in parameters]
-    local = [p for p in local if p.numel()]
-    norms = torch.stack(torch._foreach_norm(local)) if local else torch.zeros(1)
-    return bool(torch.isfinite(norms).all())
+    local = [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in parameters]
+    greatest = torch.nn.utils.get_total_norm((p for p in local if p.numel()), float("inf"))
+    return bool(torch.isfinite(greatest))

@@ -40,11 +40,15 @@ def seed_step(seed: int, step: int, data_rank: int, device: torch.device) -> Non
 
 def random_state() -> dict[str, Any]:
     """NumPy's and Python's generators, for code of the user's that draws from them; kept per rank."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
     version, numbers, gauss = random.getstate()
-    return {"numpy": np.random.get_state(), "python": (version, np.array(numbers, np.uint32), gauss)}
+    # As tensors, which torch.load takes with weights_only=True.
+    numpy = (kind, torch.tensor(np.asarray(keys).tolist()), *rest)
+    return {"numpy": numpy, "python": (version, torch.tensor(numbers), gauss)}
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    np.random.set_state(state["numpy"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(map(int, numbers)), gauss))
+    random.setstate((version, tuple(numbers.tolist()), gauss))

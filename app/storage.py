@@ -15,7 +15,6 @@ import contextlib
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 from urllib.parse import urlsplit
@@ -79,12 +78,6 @@ class Storage:
         self._fs.invalidate_cache()
         return bool(self._fs.exists(self._at(path)))
 
-    def is_dir(self, path: str = "") -> bool:
-        if self.is_local:
-            return os.path.isdir(self._at(path))
-        self._fs.invalidate_cache()
-        return bool(self._fs.isdir(self._at(path)))
-
     def size(self, path: str) -> int:
         """Size of a file in bytes. Raises FileNotFoundError."""
         if self.is_local:
@@ -143,7 +136,7 @@ class Storage:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
-        sync_folder(folder)
+        self.sync(os.path.dirname(path))
 
     def rename(self, old: str, new: str) -> None:
         """Rename a file over another. On an object store this copies."""
@@ -173,27 +166,27 @@ class Storage:
             self.remove(path)
 
     def sync(self, path: str = "") -> None:
-        """Make the names in a local folder durable; object stores are."""
-        if self.is_local:
-            sync_folder(self._at(path))
+        """fsync a local folder, so that names made in it survive a power cut; object stores need no such thing."""
+        if not self.is_local:
+            return
+        descriptor = os.open(self._at(path), os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError:
+            pass  # some network file systems refuse to fsync a folder; they order names themselves
+        finally:
+            os.close(descriptor)
 
     def check_writable(self) -> None:
         """Raises UserError, in one sentence, if nothing can be written here."""
         probe = f".writable-{uuid.uuid4().hex[:8]}"
-        with _as_user_error(self.url, "written"):
+        try:
             self.write_bytes(probe, b"trireme")
             self.remove(probe)
-
-
-def sync_folder(folder: str) -> None:
-    """fsync a local folder, so that names made in it survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        pass  # some network file systems refuse to fsync a folder; they order names themselves
-    finally:
-        os.close(descriptor)
+        except Exception as error:  # each object store library has its own exceptions
+            why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            hint = "give another folder, or the right to write there"
+            raise UserError(f"the storage {self.url} cannot be written ({why}): {hint}") from error
 
 
 def _file_system(protocol: str, url: str) -> tuple[Any, str]:
@@ -209,15 +202,3 @@ def _file_system(protocol: str, url: str) -> tuple[Any, str]:
     except ValueError as error:
         known = "a local path, s3://… or gs://…"
         raise UserError(f"the storage {url} is of an unknown kind ({protocol}://): use {known}") from error
-
-
-@contextlib.contextmanager
-def _as_user_error(url: str, verb: str) -> Iterator[None]:
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # each object store library has its own exceptions
-        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
-        hint = "give another folder, or the right to write there"
-        raise UserError(f"the storage {url} cannot be {verb} ({said}): {hint}") from error

@@ -102,7 +102,6 @@ MAY_NAME_STRATEGIES = {
     "strategies": {f"{name}.py" for name in ("registry", "ddp", "deepspeed", "fsdp", "hsdp", "model_parallel", "zero")},
     "app": {
         "cli/scale.py",
-        "tracking/provenance.py",
     },
     "cluster": set(),
     "experiments": {"parity/rows.py", "parity/experiment.py"},

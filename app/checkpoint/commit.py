@@ -1,13 +1,13 @@
-"""What makes a checkpoint exist: its commit marker.
+"""What makes a checkpoint exist, its commit marker; finding, verifying, keeping and removing checkpoints.
 
     <folder>/step-00000100-<attempt>/   .metadata  __0_0.distcp  __1_0.distcp  rank-0.pt  COMMIT.json
 
-COMMIT.json is written last and atomically. It names every file with its size and SHA-256, and carries a
-SHA-256 of itself, so that torn writes, flipped bits and missing shards are found. A folder without a valid
-marker is no checkpoint: it is ignored here and removed by `sweep`.
+COMMIT.json is written last and atomically. It names every file with its size and SHA-256, and carries a SHA-256 of
+itself, so that torn writes, flipped bits and missing shards are found. A folder without a valid marker is not a
+checkpoint: it is ignored here and removed by `sweep`.
 
-Commits are ordered by a sequence number that each takes from those before it, not by clock or by step:
-after a rewind behind a damaged checkpoint, the one written last is the newest, whatever its step.
+Commits are ordered by a sequence number that each takes from those before it, not by clock or by step: after a rewind
+behind a damaged checkpoint, the one written last is the newest, whatever its step.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ _FOLDER = re.compile(r"step-(\d+)(?:-.*)?$")
 _BLOCK = 4 << 20
 
 Verify = Literal["size", "sha256"]
+Mode = Literal["min", "max"]
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,6 @@ class Commit:
     def storage(self) -> Storage:
         return Storage(self.path)
 
-    @property
-    def size(self) -> int:
-        """Bytes of all its files."""
-        return sum(file.size for file in self.files.values())
-
 
 def folder_name(step: int, attempt: str, taken: list[str]) -> str:
     """Where a checkpoint of this step is written: beside what is there, never over it.
@@ -72,7 +69,7 @@ def folder_name(step: int, attempt: str, taken: list[str]) -> str:
     again = 1
     while name in taken:
         again += 1
-        name = f"{base}-{again}" if clean else f"{base}-again-{again}"
+        name = f"{base}-{again}"
     return name
 
 
@@ -133,9 +130,12 @@ def survey(folder: str | Storage) -> Listing:
         except (FileNotFoundError, NotADirectoryError):
             uncommitted.append(name)
         except (ValueError, KeyError, TypeError, AttributeError):
-            damaged[name] = f"{here.url} is passed over: its {MARKER} is damaged"
+            damaged[name] = f"{here.url} is skipped: its {MARKER} is damaged"
     found.sort(key=lambda commit: (commit.sequence, commit.step), reverse=True)
     return Listing(found, damaged, uncommitted)
+
+
+# --- finding
 
 
 def commits(folder: str) -> list[Commit]:
@@ -154,42 +154,54 @@ def find(where: str) -> Commit:
             raise UserError(
                 f"the checkpoint {storage} is damaged: its {MARKER} cannot be read; give another"
             ) from error
-    passed: list[str] = []
+    skipped: list[str] = []
     for place in (storage, storage.join("checkpoints")):
-        commit, bad = latest_good(place.url, verify="size")
+        commit, bad = latest_good(place.url)
         if commit:
             return commit
-        passed += bad
-    why = passed[0] if passed else "it does not exist" if not storage.exists() else f"there is no {MARKER} in it"
+        skipped += bad
+    why = skipped[0] if skipped else "it does not exist" if not storage.exists() else f"there is no {MARKER} in it"
     raise UserError(
         f"there is no committed checkpoint in {storage} ({why}): give the folder of a checkpoint or of a run"
     )
 
 
+def latest_good(
+    folder: str,
+    *,
+    by: Verify = "size",
+    rank: int = 0,
+    world_size: int = 1,
+    gather: Callable[[Any], list[Any]] = lambda mine: [mine],
+) -> tuple[Commit | None, list[str]]:
+    """The newest committed checkpoint whose files are as committed, and a sentence for each bad one skipped.
+
+    by: "size" looks at the files' sizes only; "sha256" reads them.
+    rank, world_size, gather: of a job whose ranks share the reading; `gather` gives all ranks' values to each.
+    """
+    listing = gather(survey(folder) if rank == 0 else None)[0]
+    skipped = list(listing.damaged.values())
+    for commit in listing.commits:
+        faults = [fault for part in gather(verify(commit, rank, world_size, by=by)) for fault in part]
+        if not faults:
+            return commit, skipped
+        more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
+        skipped.append(f"{commit.path} is skipped: {faults[0]}{more}")
+    return None, skipped
+
+
+# --- damage
+
+
 def verify(commit: Commit, rank: int = 0, world_size: int = 1, *, by: Verify = "sha256") -> list[str]:
     """The faults of this rank's part of a checkpoint's files, a sentence for each; [] if they are good.
 
-    The files are dealt out by size, so that the ranks of a job share the reading.
+    The ranks of a job share the reading: each takes every `world_size`th file, by size.
     """
     storage = commit.storage
-    faults = []
-    for name in _part(commit, rank, world_size):
-        fault = _fault(storage, name, commit.files[name], by)
-        if fault:
-            faults.append(f"{storage.join(name)} {fault}")
-    return faults
-
-
-def _part(commit: Commit, rank: int, world_size: int) -> list[str]:
-    """This rank's files: each, largest first, goes to the rank with the least to read so far."""
-    loads = [0] * world_size
-    mine = []
-    for name, file in sorted(commit.files.items(), key=lambda item: (-item[1].size, item[0])):
-        least = loads.index(min(loads))
-        loads[least] += file.size + 1
-        if least == rank:
-            mine.append(name)
-    return mine
+    names = sorted(commit.files, key=lambda name: (-commit.files[name].size, name))[rank::world_size]
+    faults = {name: _fault(storage, name, commit.files[name], by) for name in names}
+    return [f"{storage.join(name)} {fault}" for name, fault in faults.items() if fault]
 
 
 def _fault(storage: Storage, name: str, file: File, by: Verify) -> str | None:
@@ -214,25 +226,38 @@ def _sha256(storage: Storage, name: str) -> str:
     return digest.hexdigest()
 
 
-def latest_good(folder: str, *, verify: Verify = "size") -> tuple[Commit | None, list[str]]:
-    """The newest committed checkpoint whose files are as committed, and a sentence for each bad one passed over.
+# --- keeping
 
-    verify: "size" looks at the files' sizes only; "sha256" reads them.
+
+def superfluous(commits: list[Commit], *, keep_last: int, keep_best: bool, mode: Mode) -> list[Commit]:
+    """The commits to remove, oldest first. `commits` is newest first; the newest always stays. Of those with equally
+    good metrics the newest is the best."""
+    kept = {commit.path for commit in commits[: max(1, keep_last)]}
+    judged = [(commit.metric, commit.sequence, commit.path) for commit in commits if commit.metric is not None]
+    if keep_best and judged:
+        sign = 1.0 if mode == "max" else -1.0
+        kept.add(max(judged, key=lambda entry: (sign * entry[0], entry[1]))[2])
+    return [commit for commit in reversed(commits) if commit.path not in kept]
+
+
+def remove(storage: Storage) -> None:
+    """Remove a checkpoint's folder, its marker first: cut off at any point, what is left is not a checkpoint."""
+    storage.remove(MARKER)
+    storage.remove_tree()
+
+
+def sweep(folder: str) -> None:
+    """Remove what saves that were cut off have left behind. No process may be saving into the folder meanwhile.
+
+    A folder whose marker is damaged goes once a newer good commit exists; until then it may be worth a look.
     """
-    listing = survey(folder)
-    passed = list(listing.damaged.values())
-    for commit in listing.commits:
-        faults = _verify(commit, by=verify)
-        if not faults:
-            return commit, passed
-        passed.append(passed_over(commit, faults))
-    return None, passed
-
-
-_verify = verify  # latest_good's argument has the same name
-
-
-def passed_over(commit: Commit, faults: list[str]) -> str:
-    """The sentence about a damaged checkpoint."""
-    more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
-    return f"{commit.path} is passed over: {faults[0]}{more}"
+    storage = Storage(folder)
+    listing = survey(storage)
+    newest = max((commit.step for commit in listing.commits), default=-1)
+    outdated = [name for name in listing.damaged if int(name.split("-")[1]) < newest]
+    for name in [*listing.uncommitted, *outdated]:
+        remove(storage.join(name))
+    for commit in listing.commits:  # a marker's or .metadata's temporary file of a save that was repeated
+        for name in commit.storage.list():
+            if name.endswith(".tmp"):
+                commit.storage.remove(name)

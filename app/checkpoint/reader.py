@@ -13,11 +13,11 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from app.checkpoint.commit import Commit, Verify, latest_good, passed_over, survey, verify
-from app.checkpoint.errors import said
+from app.checkpoint.commit import Commit, Verify, latest_good, verify
 from app.checkpoint.files import Reader
+from app.checkpoint.ranks import describe
 from app.checkpoint.saver import own_name
-from app.checkpoint.staging import leaves
+from app.checkpoint.staging import flatten
 from app.errors import UserError
 
 _ADVICE = "use another run.name (or checkpoint.load)"
@@ -35,7 +35,7 @@ def load(commit: Commit, state: dict[str, Any], *, group: dist.ProcessGroup | No
     distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
     rank, size = (dist.get_rank(group), dist.get_world_size(group)) if distributed else (0, 1)
     problem, metadata = _look(commit, state, rank, size)
-    seen = _gather((problem, _names(state)), group, distributed)
+    seen = _gather((problem, set(flatten(state))), group, distributed)
     problem = next((p for p, _ in seen if p), None)
     if problem is None and metadata is not None:
         problem = _unexpected(commit, metadata, set().union(*(names for _, names in seen)))
@@ -53,7 +53,7 @@ def load(commit: Commit, state: dict[str, Any], *, group: dist.ProcessGroup | No
         mine = verify(commit, rank, size)
         faults = [fault for part in _gather(mine, group, distributed) for fault in part]
         failed, (cause, _) = min(error.failures.items())
-        unread = f"the checkpoint {commit.path} could not be read (rank {failed}: {said(cause)})"
+        unread = f"the checkpoint {commit.path} could not be read (rank {failed}: {describe(cause)})"
         raise UserError(_damaged(faults[0]) if faults else unread) from error
 
 
@@ -64,7 +64,7 @@ def _look(commit: Commit, state: dict[str, Any], rank: int, size: int) -> tuple[
     if faults:
         return _damaged(faults[0]), None
     metadata = Reader(commit.storage).read_metadata()
-    for name, value in leaves(state):
+    for name, value in flatten(state).items():
         there = metadata.state_dict_metadata.get(name)
         shape = _shape(there)
         if isinstance(value, torch.Tensor):
@@ -84,10 +84,6 @@ def _unexpected(commit: Commit, metadata: Metadata, names: set[str]) -> str | No
         if _shape(there) is not None and name.split(".")[0] in parts and name not in names:
             return _other(commit, name, f"is {_words(_shape(there))} there and does not exist here")
     return None
-
-
-def _names(state: dict[str, Any]) -> set[str]:
-    return {name for name, _ in leaves(state)}
 
 
 def _shape(there: object) -> tuple[int, ...] | None:
@@ -121,27 +117,14 @@ def load_per_rank(commit: Commit, rank: int) -> Any:
     name = own_name(rank)
     if name not in commit.files:
         return None
-    # It is our own file, and generators' states are tuples of ints that weights_only would take, but a caller's
-    # object may be anything.
-    return torch.load(io.BytesIO(commit.storage.read_bytes(name)), map_location="cpu", weights_only=False)
+    return torch.load(io.BytesIO(commit.storage.read_bytes(name)), map_location="cpu", weights_only=True)
 
 
 def latest_good_together(
-    folder: str, *, verify: Verify = "sha256", group: dist.ProcessGroup | None = None
+    folder: str, *, by: Verify = "sha256", group: dist.ProcessGroup | None = None
 ) -> tuple[Commit | None, list[str]]:
     """`latest_good`, called by all ranks: they share the reading of the files, and all get the same answer."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1):
-        return latest_good(folder, verify=verify)
+        return latest_good(folder, by=by)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    listing = _gather(survey(folder) if rank == 0 else None, group, True)[0]
-    passed = list(listing.damaged.values())
-    for commit in listing.commits:
-        mine = _verify(commit, rank, size, by=verify)
-        faults = [fault for part in _gather(mine, group, True) for fault in part]
-        if not faults:
-            return commit, passed
-        passed.append(passed_over(commit, faults))
-    return None, passed
-
-
-_verify = verify  # latest_good_together's argument has the same name
+    return latest_good(folder, by=by, rank=rank, world_size=size, gather=lambda mine: _gather(mine, group, True))

@@ -1,11 +1,11 @@
 """Saving: stage a copy, then write, hash and commit it in the background while training goes on.
 
-What the ranks do for one save, each in a thread and over a gloo group of its own, so that nothing of it
-interleaves with training's collectives:
+What the ranks do for one save, each in a thread and over a gloo group of its own, so that nothing of it interleaves
+with training's collectives:
 
 1. rank 0 chooses the folder and makes it
-2. each rank writes its shards (as DCP planned when the layout was last new) and its own state, hashing as it writes
-3. rank 0 learns how it went on each; if well, and `fence()` still lets us, it writes DCP's table and the marker: now
+2. each rank writes its part (as DCP planned when the layout was last new) and its own state, hashing as it writes
+3. rank 0 learns how it went on each; if well, and `fence()` still lets us, it writes DCP's metadata and the marker: now
    the checkpoint exists
 4. all learn that; then rank 0 removes what is no longer kept
 """
@@ -20,45 +20,28 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.storage import WriteResult
 
-from app.checkpoint.commit import MARKER, Commit, File, encode, folder_name, survey
-from app.checkpoint.errors import CheckpointError, Unexchangeable, Unsound, said
-from app.checkpoint.exchange import RankFailed, Ranks
-from app.checkpoint.files import Table, Writer
-from app.checkpoint.prune import Mode, prune
-from app.checkpoint.sharing import Plan, Share
-from app.checkpoint.staging import StagedPlanner, Stager
-from app.checkpoint.unchanged import Unchanged
+from app.checkpoint.commit import MARKER, Commit, File, Mode, encode, folder_name, remove, superfluous, survey
+from app.checkpoint.files import Writer
+from app.checkpoint.ranks import CheckpointError, NotFinite, RankFailed, Ranks, Superseded, describe
+from app.checkpoint.staging import Staged, Stager
 from app.storage import Storage
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Staged:
-    """One save's content: nothing in it is shared with training."""
-
-    commit: Commit
-    """As it will be, but for folder, files and sequence number."""
-    planner: StagedPlanner
-    own: bytes | None
-    """This rank's own state, pickled."""
-
-
 _Written = tuple[dict[str, File], list[WriteResult]]
-"""The files a rank has written, and what is where in them."""
+"""The files that a rank has written, and what is where in them."""
 
 
 class Checkpointer:
     """Saves checkpoints into a folder, one at a time, in the background.
 
-    With torch.distributed initialised, every rank makes one and calls save(), wait() and close() alike
-    (making one is a collective call); without it, it serves the one process.
+    With torch.distributed initialised, every rank makes one and calls save(), wait() and close() alike (making one is a
+    collective call); without it, it serves the one process.
 
     folder: local path or URL that all ranks see.
     keep_last, keep_best, mode: how many of the newest are kept, and whether the one with the best metric is.
@@ -81,16 +64,11 @@ class Checkpointer:
         """Time that the last save() held training up: waiting for the save before it, and copying."""
         self.last_total_seconds = 0.0
         """Time from the call of the last finished save until it was committed, or had failed."""
-        self.last_commit: Commit | None = None
-        """The last one that this object committed; every rank knows it."""
         self._storage = Storage(folder)
         self._keep_last, self._keep_best, self._mode = keep_last, keep_best, mode
         self._attempt, self._fence = attempt, fence
-        self._stager = Stager()
-        self._unchanged = Unchanged()
         self._ranks = Ranks()
-        self._share = Share(self._ranks)
-        self._table = Table()
+        self._stager = Stager(self._ranks)
         self._before: list[Commit] = []  # rank 0: those there were before the one just committed
         self._pending: Future[Commit] | None = None
 
@@ -105,38 +83,31 @@ class Checkpointer:
     ) -> None:
         """Copy `state` and start to save it; when this returns, training may change the tensors.
 
-        state: nested dict of tensors, DTensors and numbers. Tensors of one name are the same on all ranks
-            (or DTensors of one whole); a name may exist on some ranks only (pipeline stages).
+        state: nested dict of tensors, DTensors and numbers. Tensors of one name are the same on all ranks (or DTensors
+            of one whole); a name may exist on some ranks only (pipeline stages).
         meta: JSON, with "step".
-        per_rank: anything picklable that belongs to this rank alone (its generators' states).
+        per_rank: what belongs to this rank alone (its generators' states): tensors, numbers, texts, nested.
         metric: what the checkpoint is judged by; rank 0's counts, and only if it is finite.
-        finite: whether all numbers of this rank's state are; if not, on any rank, Unsound is raised on all, and
+        finite: whether all numbers of this rank's state are; if not, on any rank, NotFinite is raised on all, and
             nothing was started.
-        Raises CheckpointError if the save before this one failed; then nothing was started, on any rank, and the
-        call may be repeated.
+        Raises CheckpointError if the save before this one failed; then nothing was started, on any rank, and the call
+        may be repeated.
         """
         started = time.perf_counter()
         self.wait()
         judged = None if metric is None or not math.isfinite(metric) else float(metric)
         commit = Commit(int(meta["step"]), "", json.loads(json.dumps(meta)), {}, judged, self._attempt)
-        own = None if per_rank is None else _pickled(per_rank)
+        own = None if per_rank is None else _serialized(per_rank)
         try:
-            wanted = self._share.of(state, finite)
-        except Unsound:
+            staged = self._stager.stage(state, finite)
+        except NotFinite:
             raise
         except Exception as error:  # a rank that failed, or is gone
             raise self._failure(commit, error) from error
-        staged = _Staged(commit, self._stager.stage(state, wanted), own)
         self._pending = Future()
-        threading.Thread(
-            target=self._run, args=(staged, started, self._pending), name="checkpoint", daemon=True
-        ).start()
+        work = (commit, staged, own, started, self._pending)
+        threading.Thread(target=self._run, args=work, name="checkpoint", daemon=True).start()
         self.last_stall_seconds = time.perf_counter() - started
-
-    @property
-    def busy(self) -> bool:
-        """Whether a save is under way."""
-        return self._pending is not None and not self._pending.done()
 
     def check(self) -> None:
         """Raise CheckpointError if the last save has failed by now. Does not wait; and does not forget the failure,
@@ -160,26 +131,22 @@ class Checkpointer:
         finally:
             self._stager.close()
 
-    # -- in the background
+    # --- in the background
 
-    def _run(self, staged: _Staged, started: float, outcome: Future[Commit]) -> None:
-        failure: CheckpointError | None = None
+    def _run(self, commit: Commit, staged: Staged, own: bytes | None, started: float, outcome: Future[Commit]) -> None:
         try:
-            self.last_commit = self._save(staged)
-            self._unchanged.committed()
+            result: Any = self._save(commit, staged, own)
         except BaseException as error:  # a thread's exception would be lost
-            failure = self._failure(staged.commit, error)
-            self._unchanged.failed()
+            result = self._failure(commit, error)
         self.last_total_seconds = time.perf_counter() - started
-        if failure:
-            outcome.set_exception(failure)
+        if isinstance(result, CheckpointError):
+            outcome.set_exception(result)
         else:
-            assert self.last_commit is not None
-            outcome.set_result(self.last_commit)
+            outcome.set_result(result)
 
     def _failure(self, commit: Commit, error: BaseException) -> CheckpointError:
-        why = str(error) if isinstance(error, RankFailed) else said(error)
-        superseded = why.endswith(_SUPERSEDED)
+        why = str(error) if isinstance(error, RankFailed) else describe(error)
+        superseded = isinstance(error, RankFailed) and error.superseded
         verb = "was not committed" if superseded else "could not be saved"
         return CheckpointError(
             f"the checkpoint of step {commit.step} in {self._storage} {verb} ({why}); "
@@ -187,77 +154,71 @@ class Checkpointer:
             superseded=superseded,
         )
 
-    def _save(self, staged: _Staged) -> Commit:
-        name = self._ranks.first(lambda: self._make_folder(staged.commit.step))
-        here = self._storage.join(name)
+    def _save(self, commit: Commit, staged: Staged, own: bytes | None) -> Commit:
+        here = self._storage.join(self._ranks.first(lambda: self._make_folder(commit.step)))
         try:
-            plan = self._share.plan(staged.planner)
             commit = self._ranks.reduce(
-                lambda: self._write(here, plan, staged),
-                lambda parts: self._commit(here, plan, replace(staged.commit, path=here.url), parts),
+                lambda: self._write(here, staged, own),
+                lambda parts: self._commit(here, staged, replace(commit, path=here.url), parts),
             )
         except BaseException:
-            if not self._is_committed(here):
+            if self._ranks.rank == 0:
                 self._discard(here)
             raise
         if self._ranks.rank == 0:
             self._prune(commit)
         return commit
 
+    def _check_fence(self) -> None:
+        if not self._fence():
+            raise Superseded("superseded: another attempt of this run has taken over")
+
     def _make_folder(self, step: int) -> str:
-        if not self._fence():  # before anything is made: where a storage was mounted there may be an empty folder now
-            raise Unexchangeable(_SUPERSEDED)
+        self._check_fence()  # before anything is made: where a storage was mounted there may be an empty folder now
         name = folder_name(step, self._attempt, self._storage.list())
         self._storage.make(name)
         return name
 
-    def _write(self, here: Storage, plan: Plan, staged: _Staged) -> _Written:
+    def _write(self, here: Storage, staged: Staged, own: bytes | None) -> _Written:
         """Write this rank's part and say what it is."""
         here.make()
-        writer = Writer(here, self._unchanged, self._unchanged.look(staged.planner.data))
-        results = writer.write(self._ranks.rank, plan.items, staged.planner)
-        if staged.own is not None:
-            writer.add(own_name(self._ranks.rank), staged.own)
-        return writer.written, results
-
-    def _commit(self, here: Storage, plan: Plan, commit: Commit, parts: list[_Written]) -> Commit:
-        assert plan.metadata is not None
         writer = Writer(here)
-        writer.add(Table.NAME, self._table.content(plan.metadata, [results for _, results in parts]))
-        files = {
-            name: file for written in (*(each for each, _ in parts), writer.written) for name, file in written.items()
-        }
+        results = writer.write_data(staged.plan, staged).wait()
+        if own is not None:
+            writer.add(own_name(self._ranks.rank), own)
+        return writer.files.written, results
+
+    def _commit(self, here: Storage, staged: Staged, commit: Commit, parts: list[_Written]) -> Commit:
+        assert staged.table is not None
+        writer = Writer(here)
+        writer.finish(staged.table, [results for _, results in parts])
+        files: dict[str, File] = {}
+        for written in (*(written for written, _ in parts), writer.files.written):
+            files |= written
         self._before = survey(self._storage).commits
         commit = replace(commit, files=files, sequence=max((c.sequence for c in self._before), default=0) + 1)
         here.sync()
         self._storage.sync()
-        if not self._fence():
-            raise Unexchangeable(_SUPERSEDED)
+        self._check_fence()
         here.write_bytes(MARKER, encode(commit))
         return commit
 
-    def _is_committed(self, here: Storage) -> bool:
-        """Whether the marker is there: a peer may have died after it was written, before it heard of it."""
-        try:
-            return here.exists(MARKER)
-        except Exception:  # each object store library has its own exceptions; what is no checkpoint is swept later
-            return True
-
     def _discard(self, here: Storage) -> None:
-        """Make room again after a failure (the disk may be full). What cannot be removed is swept later."""
-        if self._ranks.rank == 0:
-            try:
+        """Make room again after a failure (the disk may be full), unless the marker is there: a rank may have died
+        after it was written, before it was told. What cannot be removed is swept later."""
+        try:
+            if not here.exists(MARKER):
                 here.remove_tree()
-            except Exception as error:  # each object store library has its own exceptions
-                _log.warning("the unfinished checkpoint %s could not be removed (%s)", here, said(error))
+        except Exception as error:  # each object store library has its own exceptions
+            _log.warning("the unfinished checkpoint %s could not be removed (%s)", here, describe(error))
 
     def _prune(self, newest: Commit) -> None:
-        warnings = prune([newest, *self._before], keep_last=self._keep_last, keep_best=self._keep_best, mode=self._mode)
-        for warning in warnings:
-            _log.warning("%s", warning)
-
-
-_SUPERSEDED = "superseded: another attempt of this run has taken over"
+        keep: dict[str, Any] = {"keep_last": self._keep_last, "keep_best": self._keep_best, "mode": self._mode}
+        for commit in superfluous([newest, *self._before], **keep):
+            try:
+                remove(commit.storage)
+            except Exception as error:  # each object store library has its own exceptions
+                _log.warning("the old checkpoint %s could not be removed (%s)", commit.path, describe(error))
 
 
 def own_name(rank: int) -> str:
@@ -265,7 +226,7 @@ def own_name(rank: int) -> str:
     return f"rank-{rank}.pt"
 
 
-def _pickled(value: object) -> bytes:
+def _serialized(value: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

@@ -22,6 +22,6 @@ def command(cli: Invocation, run_folder: str) -> None:
         raise UserError(f"{folder} is not a run's folder: write the one that `trireme train` named, such as runs/mnist")
     delivery = sync(spool)
     if not delivery.complete:
-        raise RunFailed(f"{delivery.left} entries still wait in {delivery.spool}: {delivery.problem}")
+        raise RunFailed(f"some metrics still wait in {spool}: {delivery.problem}")
     done = {"status": "complete", "run_id": delivery.run_id, "url": delivery.url}
     cli.answer(done, f"MLflow has everything of {run_folder}: {delivery.url}")

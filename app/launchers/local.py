@@ -12,7 +12,7 @@ from app import loop
 from app.heartbeat import Heartbeat
 from app.job import Job, Place
 from app.launchers.workers import Event, Failures, Poll, WorkerInfo
-from app.tracking.system import SystemSampler
+from app.tracking.environment import SystemSampler
 
 POLL_SECONDS = 0.1
 

@@ -9,7 +9,7 @@ for _name in (
     "app.launchers.ray_train",
     "app.loop",
     "app.run.lifecycle",
-    "app.tracking.system",
+    "app.tracking.environment",
     "app.train",
 ):
     importlib.import_module(_name)

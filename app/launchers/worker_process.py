@@ -79,7 +79,7 @@ class RayChannel:
 @contextlib.contextmanager
 def surroundings(job: Job, place: Place, channel: RayChannel, node_rank: int) -> Iterator[None]:
     """What every worker has around its training: output in a file, heartbeats, metrics of its node, news at the end."""
-    from app.tracking.system import SystemSampler
+    from app.tracking.environment import SystemSampler
 
     with worker_output(Storage(job.folder), place.rank), contextlib.ExitStack() as stack:
         beats = HeartbeatThread(channel.heartbeat, channel.send_beat, channel.on_reply)

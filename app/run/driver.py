@@ -14,10 +14,11 @@ from app.config import Config
 from app.config_io import flatten, to_dict, to_yaml
 from app.console import Console
 from app.errors import Interrupted
+from app.masking import mask_tree
 from app.run.cost import Meter
 from app.run.manifest import Run
 from app.run.remarks import UtilizationMonitor
-from app.tracking.provenance import environment_text, provenance_tags
+from app.tracking.environment import environment_text
 from app.tracking.settings import Settings
 from app.tracking.tracker import Tracker
 
@@ -43,15 +44,13 @@ class Driver:
         self.stopping = 0  # how often a stop was asked for: once is "save and stop", twice is "now"
         self.tracker = Tracker(
             run.local_folder / "tracking",
-            uri=settings.uri,
-            experiment=settings.experiment,
-            artifact_location=settings.artifact_location,
+            settings,
             run_name=run.manifest.name,
             run_uid=run.manifest.uid,
             enabled=config.tracking.enabled,
             tags=config.tracking.tags,
+            warn=self.note,
         )
-        self.tracker.say = self.note
 
     def note(self, text: str) -> None:
         self.console.say(f"note: {text}")
@@ -198,9 +197,8 @@ class Driver:
 
     def begin_tracking(self) -> None:
         self.tracker.start()
-        self.tracker.tags(provenance_tags())
         self.tracker.params(flatten(to_dict(self.config)))
-        self.tracker.text(to_yaml(self.config), "config.yaml")
+        self.tracker.text(to_yaml(mask_tree(to_dict(self.config))), "config.yaml")
         self.tracker.text(environment_text(), "packages.txt")
 
     def weights(self) -> Path | None:

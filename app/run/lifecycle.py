@@ -85,8 +85,8 @@ def _end(driver: Driver, status: str, mlflow_status: str, message: str = "") -> 
     driver.run.end(status, driver.summary or None)
     if not delivery.complete:
         driver.note(
-            f"some metrics have not reached MLflow yet ({delivery.problem}); {delivery.left} entries wait in "
-            f"{delivery.spool}: `trireme sync {driver.run.folder}` delivers them"
+            f"some metrics have not reached MLflow yet ({delivery.problem}); they wait in "
+            f"{driver.tracker.folder}: `trireme sync {driver.run.folder}` delivers them"
         )
     return delivery
 

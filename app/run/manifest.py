@@ -24,9 +24,9 @@ from typing import Any
 from app.config import Config
 from app.config_io import flatten, to_dict, to_yaml, with_values
 from app.errors import UserError
-from app.run.lease import FILE, HEARTBEAT_SECONDS, is_alive, is_current, is_here, patience, read_lease, write_lease
+from app.lease import FILE, HEARTBEAT_SECONDS, is_alive, is_current, is_here, patience, read_lease, write_lease
+from app.masking import mask_tree
 from app.storage import Storage
-from app.tracking.masking import mask_tree
 
 IDENTITY = ("task", "task_args", "train.seed", "optimizer.name")  # what a run cannot change and remain itself
 

@@ -27,7 +27,7 @@ def chosen(names: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:
     Raises:
         UserError: a variable is asked for by value, or is not set here.
     """
-    from app.tracking.masking import looks_secret, mask_uri
+    from app.masking import is_secret, mask_uri
 
     for name in names:
         if "=" in name:
@@ -36,17 +36,21 @@ def chosen(names: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:
             raise UserError(f"the environment variable {name}, which --env names, is not set here")
     always = ("MLFLOW_EXPERIMENT_NAME", *(f"MLFLOW_TRACKING_{name}" for name in ALWAYS))
     found = {name: os.environ[name] for name in (*names, *always) if name in os.environ}
-    secret = {name: value for name, value in found.items() if looks_secret(name) or mask_uri(value) != value}
+    secret = {
+        name: value
+        for name, value in found.items()
+        if is_secret(name) or "KEY" in name.upper().split("_") or mask_uri(value) != value
+    }
     return {name: value for name, value in found.items() if name not in secret}, secret
 
 
 def refuse_written(config: Config) -> None:
     """Raises UserError if the configuration holds a secret: it would be shipped, and shown by Ray."""
     from app.config_io import flatten, to_dict
-    from app.tracking.masking import mask_uri, surely_secret
+    from app.masking import is_secret, mask_uri
 
     for key, value in flatten(to_dict(config)).items():
-        if isinstance(value, str) and value and (mask_uri(value) != value or surely_secret(key)):
+        if isinstance(value, str) and value and (mask_uri(value) != value or is_secret(key)):
             raise UserError(
                 f"{key} holds a secret, which would be shipped with the job and shown by Ray: put it into an "
                 "environment variable (MLflow's goes along by itself, others with --env NAME)"

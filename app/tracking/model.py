@@ -1,133 +1,120 @@
-"""Logs a trained model so that `mlflow.pytorch.load_model` gives the module back in a process that has only mlflow and
-torch: pickled, with the Python sources its classes come from, a signature, an input example and pinned requirements.
+"""The trained model, so that `mlflow.pytorch.load_model` gives the module back in a process that has only mlflow and
+torch: pickled, with the Python sources that its classes come from, a signature, an input example and pinned versions.
 
-Through MlflowClient, step by step, rather than `mlflow.pytorch.log_model`: that reads the whole history of every metric
-of the run, and when an answer is lost, a second call makes a second model.
+Through MlflowClient, step by step, rather than `mlflow.pytorch.log_model`: of that, a second call after a lost answer
+makes a second model.
 """
 
 from __future__ import annotations
 
 import json
-import logging
+import shutil
+import sys
+import tempfile
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
+import mlflow.pytorch
+import numpy
+import torch
 from mlflow.entities import LoggedModelOutput, Metric
 from mlflow.models import Model, infer_signature
+from mlflow.tracking import MlflowClient
 
-from app.tracking.mlflow_run import MlflowRun, Refused
-from app.tracking.model_files import Rebuilt, origins, rebuild, requirements, sources
+from app.tasks import load_task
+from app.tracking.errors import PermanentError
 from app.tracking.spool import Event
 
 NAME = "model"
-_EVENT_TAG = "trireme.event"
-_METRICS = 1000
-_log = logging.getLogger("writer")
+EVENT_TAG = "trireme.event"
 
 
-class Upload:
-    """One model event on its way. `log` may be called again after a failure: it goes on where it was.
+def upload(client: MlflowClient, run_id: str, event: Event) -> None:
+    """Log the model of a "model" event; may be repeated after a failure.
 
-    Args:
-        event: of type model, with "recipe" ({"task", "task_args", "weights", "metrics"}) or "recipe_file".
-        scratch: an empty folder to build in.
+    Raises PermanentError: the model cannot be rebuilt or pickled.
     """
-
-    def __init__(self, event: Event, scratch: Path) -> None:
-        self._event, self._id, self._scratch = event, event["id"], scratch
-        self._recipe: dict[str, Any] = {}
-        self._rebuilt: Rebuilt | None = None
-        self._written = False
-
-    def log(self, run: MlflowRun) -> None:
-        """Raises:
-        Refused: the model cannot be rebuilt; Away: MLflow cannot take it now.
-        """
-        try:
-            # Before MLflow has an entry for it: one without files would be the run's latest model.
-            if self._rebuilt is None:
-                self._recipe = self._event.get("recipe") or json.loads(Path(self._event["recipe_file"]).read_text())
-                self._rebuilt = rebuild(self._recipe)
-        except Exception as error:
-            _log.exception("the model cannot be rebuilt")
-            raise Refused(f"{type(error).__name__}: {error}") from error
-        client = run.client()
-        run.refresh()  # the points that go on the model's page have just been delivered
-        with run.speaking():
-            model = (entries(run, self._id) or [self._new_entry(run)])[0]
-            if model.status == "READY":
-                return  # the answer to an earlier try was lost
-        folder = self._write(run, model, self._rebuilt)
-        with run.speaking():
-            outputs = client.get_run(run.run_id).outputs
-            if model.model_id not in {output.model_id for output in (outputs.model_outputs if outputs else [])}:
-                step = max((point.step for point in run.latest if point.key in self._wanted), default=0)
-                client.log_outputs(run.run_id, [LoggedModelOutput(model.model_id, step=step)])
-            client.log_model_artifacts(model.model_id, str(folder))
-            if metrics := self._metrics(run, model.model_id):
-                client.log_batch(run.run_id, metrics=metrics, synchronous=True)
-            client.finalize_logged_model(model.model_id, "READY")
-
-    @property
-    def _wanted(self) -> set[str]:
-        return set(self._recipe.get("metrics") or {})
-
-    def _new_entry(self, run: MlflowRun) -> Any:
-        tags = {_EVENT_TAG: self._id, "trireme.task": str(self._recipe["task"])}
-        return run.client().create_logged_model(
-            run.experiment_id, name=NAME, source_run_id=run.run_id, tags=tags, params=run.known_params
-        )
-
-    def _metrics(self, run: MlflowRun, model_id: str) -> list[Metric]:
-        """The recipe's metrics as the run has them (the same points, so that none is doubled), for the model's page."""
-        points = [point for point in run.latest if point.key in self._wanted][:_METRICS]
-        return [
-            Metric(point.key, point.value, point.timestamp, point.step, model_id=model_id, run_id=run.run_id)
-            for point in points
-        ]
-
-    def _write(self, run: MlflowRun, model: Any, rebuilt: Rebuilt) -> Path:
-        """The MLflow model as a folder, written once."""
-        import mlflow.pytorch
-
-        folder = self._scratch / NAME
-        if self._written:
-            return folder
-        copied, installed = origins(rebuilt.module, self._recipe["task"])
-        about = Model(
-            artifact_path=model.artifact_location,
-            model_uuid=model.model_id,
-            run_id=run.run_id,
-            model_id=model.model_id,
-        )
-        try:
-            mlflow.pytorch.save_model(
-                rebuilt.module,
-                str(folder),
-                serialization_format="pickle",
-                mlflow_model=about,
-                signature=infer_signature(rebuilt.inputs, rebuilt.outputs),
-                input_example=rebuilt.inputs,
-                pip_requirements=requirements(installed),
-                code_paths=sources(copied, self._scratch / "code"),
-            )
-        except Exception as error:
-            _log.exception("the model cannot be saved")
-            abandon(run, self._id)
-            raise Refused(f"{type(error).__name__}: {error}") from error
-        self._written = True
-        return folder
+    run = client.get_run(run_id)
+    experiment = run.info.experiment_id
+    found = client.search_logged_models([experiment], f"tags.`{EVENT_TAG}` = '{event['id']}'", max_results=1)
+    recipe = Path(event["recipe"])
+    if not found or found[0].status != "READY":
+        about = json.loads(recipe.read_text())
+        with tempfile.TemporaryDirectory() as scratch:
+            try:  # before MLflow has an entry for it: one without files would be the run's latest model
+                _save(about, run_id, Path(scratch))
+            except Exception as error:
+                raise PermanentError(f"{type(error).__name__}: {error}") from error
+            tags = {EVENT_TAG: event["id"], "trireme.task": str(about["task"])}
+            entry = found[0] if found else client.create_logged_model(experiment, NAME, run_id, tags, run.data.params)
+            # The same points as the run has, for the model's page, so that none is doubled.
+            latest = [m for m in run.data.to_proto().metrics if m.key in about["metrics"]]
+            points = [Metric(m.key, m.value, m.timestamp, m.step, entry.model_id, run_id=run_id) for m in latest]
+            client.log_outputs(run_id, [LoggedModelOutput(entry.model_id, max((m.step for m in latest), default=0))])
+            client.log_model_artifacts(entry.model_id, str(Path(scratch) / NAME))
+            client.log_batch(run_id, metrics=points, synchronous=True)
+            client.finalize_logged_model(entry.model_id, "READY")
+    recipe.unlink(missing_ok=True)
 
 
-def entries(run: MlflowRun, event: str) -> list[Any]:
-    """What MLflow's list of models has for this event."""
-    found = run.client().search_logged_models([run.experiment_id], f"tags.`{_EVENT_TAG}` = '{event}'", max_results=1)
-    return list(found)
+def _save(recipe: dict[str, Any], run_id: str, scratch: Path) -> None:
+    """Write the model in MLflow's format into `scratch`/model. Raises whatever the task's own code raises."""
+    task = load_task(recipe["task"], dict(recipe["task_args"]))
+    module = task.build_model()
+    module.load_state_dict(torch.load(recipe["weights"], map_location="cpu", weights_only=True))
+    module.eval()
+    example = task.example_input()
+    with torch.no_grad():
+        output = module(*example)
+    arrays = [_array(value) for value in example]
+    inputs = arrays[0] if len(arrays) == 1 else {f"input_{index}": array for index, array in enumerate(arrays)}
+    ours, pins = _origins(module, recipe["task"])
+    mlflow.pytorch.save_model(
+        module,
+        str(scratch / NAME),
+        serialization_format="pickle",
+        mlflow_model=Model(artifact_path=NAME, run_id=run_id),
+        signature=infer_signature(inputs, _outputs(output)),
+        input_example=inputs,
+        pip_requirements=pins,
+        code_paths=_copy_sources(ours, scratch / "code"),
+    )
 
 
-def abandon(run: MlflowRun, event: str) -> None:
-    """Remove the entry of a model that was begun and will not be finished."""
-    with run.speaking():
-        for model in entries(run, event):
-            if model.status != "READY":
-                run.client().delete_logged_model(model.model_id)
+def _array(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return numpy.asarray(value)
+    value = value.detach().cpu()
+    return (value.float() if value.dtype in (torch.bfloat16, torch.float16) else value).numpy()
+
+
+def _outputs(value: Any) -> Any:
+    """For the signature: the tensors of a dict, the first of several, or the one."""
+    if isinstance(value, dict):
+        return {key: _array(item) for key, item in value.items() if isinstance(item, torch.Tensor)}
+    return _array(value[0]) if isinstance(value, (tuple, list)) else _array(value)
+
+
+def _origins(module: torch.nn.Module, task: str) -> tuple[set[str], list[str]]:
+    """Where the model's classes and its task come from: (top-level modules to copy, pins of installed packages)."""
+    names = {kind.__module__ for part in module.modules() for kind in type(part).__mro__} | {task.partition(":")[0]}
+    names = {name.partition(".")[0] for name in names} - {"__main__", "app", *sys.stdlib_module_names}
+    installed = {name for name in names if "-packages" in str(getattr(sys.modules.get(name), "__file__", ""))}
+    providers = packages_distributions()
+    packages = {providers.get(name, [name])[0] for name in installed | {"torch"}}
+    # Without the local part of a version (`+cpu`), which no index has.
+    return (names - installed) | {"app"}, [f"{name}=={version(name).split('+')[0]}" for name in sorted(packages)]
+
+
+def _copy_sources(names: set[str], folder: Path) -> list[str]:
+    """Copy what rebuilding the model and calling it once has loaded of these; return what to give as `code_paths`."""
+    folder.mkdir()
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        if name.split(".")[0] in names and file.endswith(".py"):
+            place = folder.joinpath(*name.split("."))
+            copy = place / "__init__.py" if Path(file).name == "__init__.py" else place.with_suffix(".py")
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+    return [str(path) for path in sorted(folder.iterdir())]

@@ -1,199 +1,183 @@
-"""The spool: everything a run tells the world, as JSON lines in a folder on the driver's disk.
+"""The spool: what a run reports, as JSON lines in a folder on the driver's disk, and how much of it MLflow has.
 
-One process appends (the driver), one reads (the writer). A line is one event and one `write` system call on a file
-opened for appending, so it is in the kernel's hands when `append` returns and outlives a `kill -9` of either side.
-A line that a dying machine left half written is skipped. The spool is cut into segments, so that the delivered part of
-a very long run can be removed from the disk; every segment after the first begins with a copy of the last `start`
-event, so that each can be delivered without the ones before it.
+    events.jsonl      the events, in order; the driver appends
+    start.json        where and under which names the run is tracked
+    delivered.json    `State`: up to where the events are delivered; the writer replaces it
+    driver.lock       held by the driver until it appends no more; contains its attempt
+    writer.lock       held by the process that delivers; contains the attempt that it serves
 
-    FOLDER/events-000001.jsonl, events-000002.jsonl, …    what is to be delivered, in order
-    FOLDER/files/                                         small artifacts, copied when they were handed over
+An event is one line and one `write` on a file opened for appending: it is with the kernel when `append` returns and
+survives a `kill -9` of either side. A line that a dying machine left half written is skipped.
 """
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
+import io
 import json
 import os
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
 
-SEGMENT_BYTES = 64 * 2**20
 CHUNK_BYTES = 2**20
-KEEP_BYTES = 32 * 2**20
-"""What is kept in memory at most while the disk takes nothing: a day of most runs' metrics."""
-
-
-@dataclass(frozen=True, order=True)
-class Position:
-    """A place in the spool: the segment's number (from 1) and the byte in it that comes next."""
-
-    segment: int = 1
-    offset: int = 0
-
-
-def segment_path(folder: Path, number: int) -> Path:
-    return folder / f"events-{number:06d}.jsonl"
-
-
-def segments(folder: Path) -> list[int]:
-    """The numbers of the segments that are on disk, ascending."""
-    return sorted(int(path.stem.removeprefix("events-")) for path in folder.glob("events-*.jsonl"))
 
 
 class Spool:
     """The appending end. Thread-safe; one per driver.
 
-    Args:
-        folder: a local folder, made when missing.
-        segment_bytes: size after which a new segment is begun.
-        keep_bytes: what is kept in memory at most while the disk takes nothing.
-    Raises:
-        OSError: the folder cannot be made or written.
+    folder: local, made when missing. warn: told when the disk is full; what it does not take waits in memory, in order.
+    Raises OSError: the folder cannot be made or written.
     """
 
-    def __init__(self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES, keep_bytes: int = KEEP_BYTES) -> None:
+    def __init__(self, folder: Path, warn: Callable[[str], object] = lambda sentence: None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        self._segment_bytes = segment_bytes
-        self._lock = threading.Lock()
-        self._start: Event | None = None
-        self._keep_bytes = keep_bytes
-        self._kept = bytearray()  # what the disk has not taken yet
-        self.lost = 0
-        """Events for which there was no room on the disk, nor in memory."""
-        self._open((segments(folder) or [1])[-1])
-
-    def _open(self, number: int) -> None:
-        path = segment_path(self.folder, number)
-        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        self._number = number
-        self._size = os.fstat(self._fd).st_size
-        if self._size and os.pread(self._fd, 1, self._size - 1) != b"\n":
-            self._kept += b"\n"  # ends the line a dying driver left half written, so that ours is not glued to it
-
-    def _write_kept(self) -> None:
-        """Raises OSError when the disk is full; what it did not take stays kept."""
-        while self._kept:
-            written = os.write(self._fd, self._kept[:CHUNK_BYTES])
-            self._size += written
-            del self._kept[:written]
+        self._folder, self._warn, self._full = folder, warn, False
+        self._lock, self._file = threading.Lock(), (folder / "events.jsonl").open("ab", buffering=0)
+        self._waiting = bytearray(b"\n")  # ends the line that a dying driver may have left half written
 
     def append(self, event: Event) -> None:
-        """Add one event (JSON; floats may be nan or infinite). About 10 µs.
-
-        Raises OSError when the disk is full: the event is kept and written before the next one, unless it is `lost`.
-        """
-        line = (json.dumps(event, separators=(",", ":")) + "\n").encode()
+        """Add one event (floats may be nan or infinite); about 10 µs."""
         with self._lock:
-            if self._fd < 0:
-                return  # closed: a straggling thread's sample
-            if event["type"] == "start":
-                self._start = event
-            if self._size >= self._segment_bytes and not self._kept:
-                self._rotate()
-            if len(self._kept) + len(line) > self._keep_bytes:
-                self.lost += 1
-            else:
-                self._kept += line
-            self._write_kept()
+            if not self._file.closed:  # else it is a straggling thread's sample
+                self._waiting += json.dumps(event, separators=(",", ":")).encode() + b"\n"
+                self._write()
 
-    def flush(self) -> None:
-        """Write what is kept. Raises OSError when the disk is still full."""
-        with self._lock:
-            if self._fd >= 0:
-                self._write_kept()
+    def close(self, timeout: float = 0.0) -> None:
+        """Wait for room on the disk, if there is none, for that many seconds."""
+        until = time.monotonic() + timeout
+        with self._lock, self._file:
+            while not self._write() and time.monotonic() < until:
+                time.sleep(0.2)
 
-    def _rotate(self) -> None:
-        """Begins the next segment; where that cannot be made, this one goes on."""
-        before = self._fd
-        with contextlib.suppress(OSError):
-            self._open(self._number + 1)
-            os.close(before)
-            if self._start is not None:
-                again = {**self._start, "again": True}
-                self._kept += (json.dumps(again, separators=(",", ":")) + "\n").encode()
-
-    def close(self) -> None:
-        with self._lock:
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
-
-
-class Reader:
-    """The reading end: whole lines after `position`, never one that is still being written."""
-
-    def __init__(self, folder: Path, position: Position) -> None:
-        self.folder = folder
-        self.position = position
-        self.corrupt = 0
-
-    def waiting(self) -> bool:
-        """Whether there may be something to read; costs one `stat` when there is nothing."""
+    def _write(self) -> bool:
+        """Whether all is written."""
+        before, self._full = self._full, False
         try:
-            size = segment_path(self.folder, self.position.segment).stat().st_size
-        except FileNotFoundError:
-            return any(number > self.position.segment for number in segments(self.folder))
-        return size > self.position.offset or segment_path(self.folder, self.position.segment + 1).exists()
+            while self._waiting:
+                del self._waiting[: self._file.write(self._waiting)]
+        except OSError as error:
+            self._full = True
+            if not before:
+                self._warn(f"metrics wait in memory until there is room: {self._folder}: {error.strerror or error}")
+        return not self._full
 
-    def read(self) -> list[tuple[Event, Position]]:
-        """The next events, each with the position after it; about 1 MiB at most; empty at the end."""
-        while True:
-            data, last = self._chunk()
-            if data:
-                return list(self._events(data))
-            if last:
-                return []
-            later = [number for number in segments(self.folder) if number > self.position.segment]
-            self.position = Position(later[0], 0)
 
-    def _chunk(self) -> tuple[bytes, bool]:
-        """Whole lines from here on, and whether this is the last segment."""
-        # Looked at before reading: once a later segment exists, nobody appends to this one any more.
-        last = not any(number > self.position.segment for number in segments(self.folder))
-        size = CHUNK_BYTES
-        try:
-            with segment_path(self.folder, self.position.segment).open("rb") as file:
-                while True:
-                    file.seek(self.position.offset)
-                    data = file.read(size)
-                    end = data.rfind(b"\n") + 1
-                    if end or len(data) < size:
-                        return data[:end], last
-                    size *= 2  # one line longer than the chunk
-        except FileNotFoundError:
-            return b"", last
+def size(folder: Path) -> int:
+    """Bytes in the spool."""
+    events = folder / "events.jsonl"
+    return events.stat().st_size if events.exists() else 0
 
-    def _events(self, data: bytes) -> Iterator[tuple[Event, Position]]:
-        segment, offset = self.position.segment, self.position.offset
-        for line in data.splitlines(keepends=True):
+
+def read(folder: Path, offset: int) -> list[tuple[Event, int]]:
+    """The next events from `offset` on, each with the offset after it: about 1 MiB at most, [] at the end.
+
+    Never a line that is still being written; a damaged one is an event of type "damaged".
+    """
+    with (folder / "events.jsonl").open("rb") as file:
+        file.seek(offset)
+        data = file.read(CHUNK_BYTES)
+        if b"\n" not in data:  # one event longer than that
+            file.seek(offset)
+            data = file.readline()
+    found = []
+    for line in io.BytesIO(data):
+        if line.endswith(b"\n"):
             offset += len(line)
-            try:
-                event = json.loads(line)
-            except ValueError:
-                event = None
-            if not isinstance(event, dict) or "type" not in event:
-                self.corrupt += bool(line.strip())
-                event = {"type": "nothing"}
-            yield event, Position(segment, offset)
-        self.position = Position(segment, offset)
-
-    def discard_delivered(self) -> None:
-        """Remove the segments before the one that is being read."""
-        for number in segments(self.folder):
-            if number < self.position.segment:
-                segment_path(self.folder, number).unlink(missing_ok=True)
+            found.append((_event(line), offset))
+    return found
 
 
-def count_left(folder: Path, position: Position) -> int:
-    """How many events are in the spool after `position`."""
-    reader, left = Reader(folder, position), 0
-    while events := reader.read():
-        left += sum(event["type"] != "nothing" and not event.get("again") for event, _ in events)
-    return left
+def _event(line: bytes) -> Event:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        event = None
+    return event if isinstance(event, dict) and "type" in event else {"type": "damaged"}
+
+
+@dataclass
+class State:
+    """How far delivery has come. Lost, it is rebuilt: the spool is read again, and MLflow asked what it has."""
+
+    offset: int = 0
+    run_id: str | None = None
+    experiment_id: str | None = None
+    open: bool = False  # whether the events delivered so far include a start without its finish
+    last_time: float = 0.0  # Unix seconds of the newest event delivered: when a killed run ended
+    tries: int = 0  # how often the upload at `offset` was begun, for uploads that fail for ever or kill the writer
+    problem: str = ""  # one sentence: why nothing can be delivered just now
+    writer: int | None = None  # process id of the last writer
+
+    def has_all(self, folder: Path) -> bool:
+        """Whether all of the spool is delivered, and the run ended."""
+        return self.offset >= size(folder) and not self.open
+
+    @classmethod
+    def load(cls, folder: Path) -> State:
+        values = read_json(folder / "delivered.json")
+        return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
+
+    def save(self, folder: Path) -> None:
+        write_json(folder / "delivered.json", asdict(self))
+
+
+def last_start(folder: Path) -> dict[str, Any]:
+    """Where and under which names the run was tracked at its newest start (uri, experiment, artifact_location,
+    run_name, run_uid, tags, parent); {} in an empty spool."""
+    return read_json(folder / "start.json")
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Replace the file in one step: a reader sees the old one or the new one."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(json.dumps(value))
+    part.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The file's object; {} if it is missing or damaged."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def take_lock(folder: Path, name: str, seconds: float = 0.0, text: str = "") -> int | None:
+    """Take the exclusive lock `name`.lock and write `text` into it. Returns the descriptor that holds it until it is
+    closed or this process dies (whatever its children do); None where another process has it for all that time."""
+    fd, until = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o644), time.monotonic() + seconds
+    while not _try_lock(fd, fcntl.LOCK_EX):
+        if time.monotonic() >= until:
+            os.close(fd)
+            return None
+        time.sleep(0.05)
+    os.ftruncate(fd, 0)
+    os.write(fd, text.encode())
+    return fd
+
+
+def look_at_lock(folder: Path, name: str) -> tuple[bool, str]:
+    """Whether another process holds the lock, and the text of its last holder."""
+    try:
+        fd = os.open(folder / f"{name}.lock", os.O_RDONLY)
+    except FileNotFoundError:
+        return False, ""
+    try:
+        return not _try_lock(fd, fcntl.LOCK_SH), os.read(fd, 4096).decode()
+    finally:
+        os.close(fd)
+
+
+def _try_lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.lockf(fd, kind | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -1,271 +1,241 @@
-"""The driver's end of tracking: append to the spool, start the writer, and at the end wait for it a little.
+"""The driver's end of tracking: append to the spool, keep a writer running, and at the end wait for it a little.
 
-Nothing here talks to MLflow or imports it, and nothing waits for it except `finish`.
+Nothing here talks to MLflow or imports it, and nothing waits for it except `finish` and `sync`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-import shutil
+import os
+import subprocess
+import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from app.tracking.delivery import Delivery, sync, wait_for
-from app.tracking.masking import flatten, mask_text, mask_uri, mask_value
-from app.tracking.process import WriterProcess
-from app.tracking.provenance import user_tag
+from app.masking import mask_text, mask_tree, mask_uri
+from app.tracking.environment import provenance_tags
 from app.tracking.settings import Settings, run_url
-from app.tracking.spool import Event, Spool
-from app.tracking.state import FileLock, Status
+from app.tracking.spool import Event, Spool, State, last_start, look_at_lock, take_lock, write_json
 
-__all__ = ["Delivery", "Tracker", "sync"]
-
-COPY_BYTES = 4 * 2**20
-"""Artifacts up to this size are copied when they are handed over; larger ones must stay where they are."""
-_RESPAWNS = 5
-"""How often in a row a writer that dies young is replaced while the run goes on."""
-_SPAWN_AGAIN_SECONDS = 1.0
+PATIENCE_SECONDS = 600.0
+"""How long one step of delivery (MLflow's import, an upload) may take at the end while nothing is wrong."""
+MOST_WRITERS = 4
+"""How many writers may die at the end."""
+KEEP_SECONDS = 5.0
+"""How often a driver looks whether its writer lives."""
 _log = logging.getLogger(__name__)
 
 
-class Tracker:
-    """Everything a run tells the world goes through here. Thread-safe.
+@dataclass(frozen=True)
+class Delivery:
+    """What became of a run's events."""
 
-    Args:
-        folder: local folder of the spool, one per run; the same one when the run is resumed.
-        uri, experiment, artifact_location: as `resolve_tracking` found them.
-        run_name: the MLflow run's name.
-        run_uid: identifies the run for ever; there is never a second MLflow run with it.
-        enabled: if False every method does nothing.
-        tags: put on the MLflow run when it is made (for instance mlflow.parentRunId).
+    run_id: str | None  # of the MLflow run; None if the server was never reached
+    url: str  # the run's page ("" while unknown)
+    complete: bool  # whether MLflow has everything; else the next start of the run, or `sync`, delivers the rest
+    problem: str = ""  # one sentence: why something is left ("" otherwise)
+
+
+class Tracker:
+    """Everything a run reports goes through here. Thread-safe.
+
+    folder: local folder of the spool, one per run; the same one when the run is resumed.
+    run_name: given to the MLflow run when it is made. run_uid: there is never a second MLflow run with it.
+    tags: of the MLflow run, besides where it runs (environment.py).
+    enabled: if False every method does nothing. warn: told, in a sentence, what a person should know.
+    parent: the spool of the run that this is a child of. Its writer delivers this one too: none is started here, and
+        `finish` does not wait.
+    children: a glob from the folder that `folder` is in, such as "*/tracking": the children's spools.
     """
 
     def __init__(
         self,
         folder: Path,
+        settings: Settings,
         *,
-        uri: str,
-        experiment: str,
         run_name: str,
         run_uid: str,
-        artifact_location: str | None,
         enabled: bool = True,
         tags: Mapping[str, str] | None = None,
+        warn: Callable[[str], object] = _log.warning,
+        parent: Path | None = None,
+        children: str = "",
     ) -> None:
-        self.folder = Path(folder).absolute()
-        self.settings = Settings(uri, experiment, artifact_location, "")
-        self.enabled = enabled
-        self._about = {"run_name": run_name, "run_uid": run_uid, "tags": {**user_tag(), **_masked_tags(tags or {})}}
-        self._attempt = uuid.uuid4().hex
+        self.folder, self.settings, self.enabled = Path(folder).absolute(), settings, enabled
+        self._about = {"run_name": run_name, "run_uid": run_uid, "parent": str(parent or "")}
+        self._tags, self._warn, self._parent, self._attempt = tags or {}, warn, parent, uuid.uuid4().hex
+        self._writer = WriterProcess(self.folder, settings.uri, self._attempt, children)
         self._spool: Spool | None = None
-        self._driver = FileLock(self.folder / "driver.lock")
-        self._writer: WriterProcess | None = None
-        self._finishing = threading.Event()
-        self._disk_full = False
-        self._lost = 0
-        self.say: Callable[[str], None] = _log.warning
-        """Where what a person should know of the tracking goes."""
-        self._delivery = Delivery(None, "", True, 0, self.folder)
+        self._driver: int | None = None
 
     def start(self) -> None:
         """Begin (or resume) the run: spawn the writer, which makes or finds the MLflow run while we go on.
-
-        Raises:
-            OSError: the folder cannot be written.
-        """
+        Raises OSError: the folder cannot be written."""
         if not self.enabled:
             return
-        self._spool = Spool(self.folder)
-        self._driver.acquire()
-        self._append(
-            {
-                "type": "start",
-                "attempt": self._attempt,
-                "time": time.time(),
-                "uri": mask_uri(self.settings.uri),
-                "experiment": self.settings.experiment,
-                "artifact_location": self.settings.artifact_location,
-                **self._about,
-            }
-        )
-        self._writer = self._spawn()
-        threading.Thread(target=self._watch, name="tracking-watch", daemon=True).start()
-
-    def _spawn(self) -> WriterProcess:
-        return WriterProcess(self.folder, self.settings.uri, attempt=self._attempt)
-
-    def _watch(self) -> None:
-        """Start the writer again when it dies before it was asked to finish."""
-        deaths = 0
-        while (writer := self._writer) is not None and deaths < _RESPAWNS:
-            begun = time.monotonic()
-            writer.ended.wait()
-            if writer.clean or self._finishing.wait(0.2):
-                return
-            deaths = deaths + 1 if time.monotonic() - begun < 300 else 1
-            _log.warning("the tracking writer died; starting it again (%s)", self.folder / "writer.log")
-            while not self._finishing.is_set():
-                try:
-                    self._writer = self._spawn()
-                    break
-                except OSError:  # the disk is full, or away
-                    self._finishing.wait(_SPAWN_AGAIN_SECONDS)
+        self._spool = Spool(self.folder, self._warn)
+        self._driver = take_lock(self.folder, "driver", 2.0, self._attempt)
+        tags = {**provenance_tags(), **_texts(self._tags)}
+        own = {"time": time.time(), "tags": tags, "uri": mask_uri(self.settings.uri)}
+        write_json(self.folder / "start.json", {**asdict(self.settings), **self._about, **own})
+        self._append("start")
+        self.tags(tags)
+        if self._parent is None:
+            self._writer.keep()
 
     def emit(self, event: Event) -> None:
-        """Append an event made elsewhere, such as a `SystemSampler`'s. Never raises for a full disk."""
-        self._append(event)
+        """Append an event made elsewhere, such as a `SystemSampler`'s."""
+        if self._spool is not None:
+            self._spool.append(event)
+
+    def _append(self, kind: str, **values: object) -> None:
+        self.emit({"type": kind, "time": time.time(), **values})
 
     def metrics(self, step: int, values: Mapping[str, float], time: float | None = None) -> None:
         """Metrics of a step (`time` in Unix seconds). A step that is not above a metric's last one is a replay,
         and is not logged again."""
-        if self._writer is not None:
-            self._writer.trains()
-        self._append({"type": "metrics", "step": int(step), "time": time or _now(), "values": _floats(values)})
+        own = {"time": time} if time else {}
+        self._append("metrics", step=int(step), values={key: float(value) for key, value in values.items()}, **own)
 
     def params(self, values: Mapping[str, object]) -> None:
-        """Parameters; nested ones get dotted keys. One that changed since the run began is kept, and the new value
-        becomes the tag `trireme.param.KEY`."""
-        self._append({"type": "params", "time": _now(), "values": {k: str(v) for k, v in flatten(values).items()}})
+        """One that changed since the run began is kept, and the new value becomes the tag `trireme.param.KEY`."""
+        self._append("params", values=_texts(values))
 
     def tags(self, values: Mapping[str, str]) -> None:
-        self._append({"type": "tags", "time": _now(), "values": _masked_tags(values)})
+        self._append("tags", values=_texts(values))
 
     def artifact(self, path: Path, folder: str = "") -> None:
-        """Upload a file or a folder, into `folder` of the run's artifacts. What is larger than 4 MiB, and folders,
-        must stay in place until delivered."""
-        if self._spool is None:
-            return
-        path = Path(path).absolute()
-        event: Event = {"type": "artifact", "time": _now(), "path": str(path), "folder": folder}
-        if path.is_file() and path.stat().st_size <= COPY_BYTES:
-            try:
-                copy = self._own_folder() / path.name
-                shutil.copyfile(path, copy)
-                event |= {"path": str(copy), "copy": True}
-            except OSError as error:
-                _log.warning("%s is delivered from where it is: %s", path, error)
-        self._append(event)
+        """Upload a file or a folder, which must stay in place until delivered, into `folder` of the artifacts."""
+        self._append("artifact", path=str(Path(path).absolute()), folder=folder)
 
     def text(self, text: str, name: str) -> None:
         """Store a text as the artifact `name`; values that look like secrets are masked."""
-        self._append({"type": "text", "time": _now(), "text": mask_text(text), "name": name})
+        self._append("text", text=mask_text(text), name=name)
 
     def model(self, recipe: Mapping[str, Any]) -> None:
-        """Log the trained model: {"task", "task_args", "weights": path of a torch-saved state dict, "metrics"}.
-
-        The weights' file must stay in place until delivered.
-        """
+        """Log the trained model: {"task", "task_args", "weights": path of a torch-saved state dict, "metrics": values
+        for the model's page}. The weights' file must stay in place until delivered."""
         if self._spool is None:
             return
-        recipe = {**recipe, "weights": str(Path(recipe["weights"]).absolute())}
-        event: Event = {"type": "model", "time": _now(), "id": uuid.uuid4().hex}
-        arguments = dict(recipe.get("task_args") or {})
-        if flatten(arguments) == flatten(arguments, hide=False):
-            event["recipe"] = recipe
-        else:  # a task that is given a secret needs it to be rebuilt: not in the spool, and gone once delivered
-            path = self._own_folder() / "recipe.json"
-            path.touch(0o600)
-            path.write_text(json.dumps(recipe))
-            event["recipe_file"] = str(path)
-        self._append(event)
+        # In a file of its own, gone once delivered: to rebuild the model, a task may need a secret that it was given.
+        number = uuid.uuid4().hex
+        path = self.folder / f"model-{number}.json"
+        path.touch(0o600)
+        path.write_text(json.dumps({**recipe, "weights": str(Path(recipe["weights"]).absolute())}))
+        self._append("model", id=number, recipe=str(path))
 
     def finish(self, status: str, *, message: str = "", timeout: float = 15.0) -> Delivery:
         """End the MLflow run and wait until everything is delivered.
 
-        Args:
-            status: FINISHED, FAILED or KILLED.
-            message: one sentence about the end, kept as the tag `trireme.message`.
-            timeout: seconds to wait while nothing can be delivered; a tracking server that answers is waited for as
-                long as delivery goes on.
+        status: FINISHED, FAILED or KILLED. message: one sentence about the end, kept as the tag `trireme.message`.
+        timeout: seconds to wait while nothing can be delivered; a tracking server that answers is waited for as long as
+        delivery goes on.
         """
         if self._spool is None:
-            return self._delivery
-        if status not in ("FINISHED", "FAILED", "KILLED"):
-            raise ValueError(f"status {status!r} is not FINISHED, FAILED or KILLED")
-        self._append(
-            {
-                "type": "finish",
-                "attempt": self._attempt,
-                "time": _now(),
-                "status": status,
-                "message": mask_text(message),
-            }
-        )
-        self._finishing.set()
-        self._flush(timeout)
-        self._spool.close()
-        writer, self._spool = self._writer, None
-        if writer is not None and writer.ended.is_set():
-            writer = None
-        self._delivery = wait_for(self._spawn, self.folder, self.settings, timeout, writer)
-        self._driver.release()
-        return self._delivery
-
-    @property
-    def run_id(self) -> str | None:
-        """The MLflow run's id, once the writer has reached the server."""
-        return Status.load(self.folder).run_id if self.enabled else None
-
-    @property
-    def writer_pid(self) -> int | None:
-        """The process that talks to MLflow; None where there is none (yet)."""
-        return self._writer.pid if self._writer is not None else None
-
-    @property
-    def url(self) -> str:
-        """The run's page in the MLflow UI ("" while unknown)."""
-        status = Status.load(self.folder)
-        return run_url(self.settings, status.experiment_id, status.run_id) if self.enabled else ""
-
-    @property
-    def problem(self) -> str:
-        """One sentence: why nothing can be delivered just now ("" if all is well)."""
-        return Status.load(self.folder).problem if self.enabled else ""
-
-    def _own_folder(self) -> Path:
-        folder = self.folder / "files" / uuid.uuid4().hex
-        folder.mkdir(parents=True)
-        return folder
-
-    def _append(self, event: Event) -> None:
-        spool = self._spool
-        if spool is None:
-            return
-        try:
-            spool.append(event)
-            full = False
-        except OSError as error:
-            full = True
-            if not self._disk_full:
-                self.say(f"metrics wait in memory until there is room: {self.folder}: {error.strerror or error}")
-        if spool.lost and not self._lost:
-            self.say("metrics are being lost: there is no room on the disk, and no more is kept in memory")
-        self._disk_full, self._lost = full, spool.lost
-
-    def _flush(self, timeout: float) -> None:
-        """Waits for room for what is kept."""
-        until = time.monotonic() + timeout
-        while self._spool is not None:
-            try:
-                return self._spool.flush()
-            except OSError as error:
-                if time.monotonic() > until:
-                    return self.say(f"the last metrics are lost: {self.folder}: {error.strerror or error}")
-            time.sleep(0.2)
+            return _delivery(self.folder, self.settings, "")
+        self._append("finish", status=status, message=mask_text(message))
+        self._spool.close(timeout)
+        self._spool = None
+        if self._driver is not None:
+            os.close(self._driver)  # so that the writer sees that nothing more comes
+        if self._parent is not None:
+            return replace(_delivery(self.folder, self.settings, ""), complete=True)
+        return _delivery(self.folder, self.settings, self._writer.wait(timeout))
 
 
-def _now() -> float:
-    return time.time()
+class WriterProcess:
+    """The writer of a spool, as the driver of this attempt sees it."""
+
+    def __init__(self, folder: Path, uri: str, attempt: str, children: str = "") -> None:
+        self._folder, self._uri, self._attempt, self._children = folder, uri, attempt, children
+        self._over = threading.Event()
+        self._keeper: threading.Thread | None = None
+
+    def keep(self) -> None:
+        """Start it, and again whenever it dies, until `wait`."""
+        self._keeper = threading.Thread(target=self._keep, name="tracking-writer", daemon=True)
+        self._keeper.start()
+
+    def _keep(self) -> None:
+        while True:
+            if not self._lives():
+                with contextlib.suppress(OSError):  # the disk is full, or away
+                    self._spawn()
+            if self._over.wait(KEEP_SECONDS):
+                return
+
+    def _lives(self) -> bool:
+        return look_at_lock(self._folder, "writer") == (True, self._attempt)
+
+    def _spawn(self) -> str:
+        """Start a writer, which is an orphan at once; "" when it has claimed the spool, else why it has not."""
+        environment = {
+            **os.environ,
+            # By the environment, not by argument or file: the URI may hold a password.
+            "MLFLOW_TRACKING_URI": self._uri,
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)]),
+        }
+        command = [sys.executable, "-m", "app.tracking.writer", str(self._folder), self._attempt, self._children]
+        with (self._folder / "writer.log").open("ab") as log:
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": log}
+            # Until the writer closes its end of the pipe.
+            done = subprocess.run(command, **streams, env=environment, start_new_session=True, text=True, check=False)
+        return str(done.stdout).strip()
+
+    def wait(self, timeout: float) -> str:
+        """Wait until a writer has delivered all, or until it has got nowhere for `timeout` seconds and says why; it
+        then goes on for a while by itself. Returns why something is left, if it is."""
+        self._over.set()
+        if self._keeper is not None:
+            self._keeper.join()
+        seen, since, spawned = State.load(self._folder), time.monotonic(), 0
+        while not (state := State.load(self._folder)).has_all(self._folder):
+            if not self._lives():
+                if spawned == MOST_WRITERS:
+                    return f"the tracking writer died {spawned} times; see {self._folder}/writer.log"
+                if problem := self._spawn():
+                    return problem
+                spawned, since = spawned + 1, time.monotonic()
+            elif (state.offset, state.run_id) != (seen.offset, seen.run_id):
+                seen, since = state, time.monotonic()
+            elif time.monotonic() - since > (timeout if state.problem else PATIENCE_SECONDS):
+                return state.problem or "the tracking writer makes no progress"
+            time.sleep(0.05)
+        return ""
 
 
-def _floats(values: Mapping[str, float]) -> dict[str, float]:
-    return {key: float(value) for key, value in values.items()}
+def sync(folder: Path, *, uri: str | None = None, timeout: float = 30.0) -> Delivery:
+    """Deliver what an earlier run left in its spool.
+
+    uri: tracking URI, if it is another one now; by default the one of the run (with credentials from
+    MLFLOW_TRACKING_URI where the two differ in nothing else). timeout: seconds to wait while nothing can be delivered.
+    """
+    folder = Path(folder).absolute()
+    start = last_start(folder)
+    if not start:
+        return Delivery(None, "", True)
+    environment = os.environ.get("MLFLOW_TRACKING_URI", "")
+    uri = uri or (environment if mask_uri(environment) == start["uri"] else start["uri"])
+    settings, attempt = Settings(uri, start["experiment"]), uuid.uuid4().hex
+    driver = take_lock(folder, "driver", 1.0, attempt)  # an earlier start's writer that still tries makes way
+    if driver is None:
+        return _delivery(folder, settings, "the run is going on, and its own writer delivers it")
+    os.close(driver)
+    return _delivery(folder, settings, WriterProcess(folder, uri, attempt).wait(timeout))
 
 
-def _masked_tags(values: Mapping[str, str]) -> dict[str, str]:
-    return {key: str(mask_value(key, value)) for key, value in values.items()}
+def _delivery(folder: Path, settings: Settings, problem: str) -> Delivery:
+    state = State.load(folder)
+    url = run_url(settings, state.experiment_id, state.run_id)
+    return Delivery(state.run_id, url, not problem and state.has_all(folder), problem)
+
+
+def _texts(values: Mapping[str, object]) -> dict[str, str]:
+    return {key: str(value) for key, value in mask_tree(values).items()}

@@ -21,12 +21,12 @@ from app.data.loader import fetch
 from app.data.order import Order
 from app.errors import UserError
 from app.job import strategy_options
+from app.masking import mask_tree
 from app.optimizer import build_optimizer
 from app.randomness import seed_everything
 from app.run.manifest import local_folder
 from app.storage import Storage
 from app.tasks import load_task
-from app.tracking.masking import mask_tree
 from experiments.parity.curves import Trial
 from experiments.parity.matrix import Result, run
 from experiments.parity.rows import DEEPSPEED, ROWS, THREE, Row

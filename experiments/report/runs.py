@@ -13,9 +13,8 @@ import yaml
 
 from app.config_io import flatten, from_dict
 from app.errors import UserError
-from app.tracking.delivery import last_start
 from app.tracking.settings import resolve_tracking
-from app.tracking.state import Delivered
+from app.tracking.spool import State, last_start
 
 MOST_POINTS = 600
 """Of one curve on a page: no screen shows more."""
@@ -96,7 +95,7 @@ def store_artifacts(folder: Path, *files: Path) -> str:
     was tracked as; a note where that was not possible."""
     names = ", ".join(file.name for file in files)
     spool = folder / "tracking"
-    run_id = Delivered.load(spool).run_id if spool.is_dir() else None
+    run_id = State.load(spool).run_id if spool.is_dir() else None
     if not run_id:
         return f"{names} is not in MLflow, since this was not tracked"
     try:

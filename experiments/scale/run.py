@@ -18,6 +18,7 @@ from app.config import Config
 from app.config_io import flatten, to_dict, to_yaml, with_values
 from app.console import Console
 from app.errors import Interrupted, UserError
+from app.masking import mask_tree
 from app.run.manifest import run_folder
 from app.storage import Storage
 from app.tracking.settings import resolve_tracking, ui_command
@@ -128,9 +129,7 @@ class _Study:
     def _tracker(self) -> Tracker:
         tracker = Tracker(
             self.folder.local_path / "tracking",
-            uri=self.settings.uri,
-            experiment=self.settings.experiment,
-            artifact_location=self.settings.artifact_location,
+            self.settings,
             run_name=self.head["name"],
             run_uid=self.head["uid"],
             enabled=self.config.tracking.enabled,
@@ -138,7 +137,7 @@ class _Study:
         )
         tracker.start()
         tracker.params(flatten(to_dict(self.config)))
-        tracker.text(to_yaml(self.config), "config.yaml")
+        tracker.text(to_yaml(mask_tree(to_dict(self.config))), "config.yaml")
         return tracker
 
     def _measure(self, tracker: Tracker) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from app.config import Config
 from app.config_io import to_dict, to_yaml, with_values
 from app.console import duration
-from app.tracking.masking import mask_tree
+from app.masking import mask_tree
 from experiments.sweep import science
 from experiments.sweep.ledger import Ledger, Trial
 from experiments.sweep.science import BATCH, RATE, SEED, WORKERS

@@ -13,17 +13,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.config_io import to_yaml
+from app.config_io import flatten, to_yaml
 from app.console import Console, duration
 from app.errors import Interrupted, RunFailed, UserError
+from app.masking import mask_uri
 from app.run.manifest import run_folder
 from app.storage import Storage
-from app.tracking.masking import mask_uri
 from app.tracking.settings import Settings, resolve_tracking, ui_command
-from app.tracking.state import FileLock, Status
+from app.tracking.spool import State, take_lock
+from app.tracking.tracker import Tracker
 from experiments.sweep.ledger import Ledger, Trial
 from experiments.sweep.spec import Sweep
-from experiments.sweep.tracking import STOP_FILE, Deliverer, SpoolTracker, add
+from experiments.sweep.tracking import SPOOLS, STOP_FILE, report
 
 if TYPE_CHECKING:
     from experiments.sweep.ready import Ready
@@ -71,13 +72,13 @@ def sweep(found: Sweep, console: Console, *, verbose: bool = False) -> Outcome:
 @contextlib.contextmanager
 def _only_one(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / "sweep.lock")
-    if not lock.acquire():
+    lock = take_lock(folder, "sweep")
+    if lock is None:
         raise UserError(f"the sweep in {folder} is being run by another process: wait for it, or give this one a name")
     try:
         yield
     finally:
-        lock.release()
+        os.close(lock)
 
 
 class _Work:
@@ -99,7 +100,7 @@ class _Work:
 
         os.environ.update(ENVIRONMENT)
         setup = None if over else make_ready(self.sweep, self.ledger, self.console)
-        tracker, deliverer = self._begin_tracking()
+        tracker = self._begin_tracking()
         status, message = "FAILED", ""
         try:
             if setup is not None:
@@ -115,30 +116,30 @@ class _Work:
             message = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise
         finally:
-            self._end_tracking(tracker, deliverer, status, message)
+            self._end_tracking(tracker, status, message)
             from cluster.connect import disconnect
 
             disconnect()
 
     # --- tracking ---------------------------------------------------------------------------------------------------
 
-    def _begin_tracking(self) -> tuple[SpoolTracker, Deliverer | None]:
-        head, enabled = self.ledger.head, self.sweep.base.tracking.enabled
+    def _begin_tracking(self) -> Tracker:
+        head = self.ledger.head
         self.ledger.save_head()
-        tracker = SpoolTracker(
+        tracker = Tracker(
             self.folder.local_path / "tracking",
-            uri=self.settings.uri,
-            experiment=self.settings.experiment,
-            artifact_location=self.settings.artifact_location,
+            self.settings,
             run_name=self.sweep.name,
             run_uid=head["uid"],
-            enabled=enabled,
+            enabled=self.sweep.base.tracking.enabled,
             tags={"trireme.kind": "sweep", **self.sweep.base.tracking.tags},
+            children=SPOOLS,
         )
         tracker.start()
-        tracker.params({"sweep": {k: v for k, v in head["about"].items() if k != "experiment"}})
+        about = {key: value for key, value in head["about"].items() if key != "experiment"}
+        tracker.params(flatten({"sweep": about}))
         tracker.text(to_yaml(self.sweep.base), "experiment.yaml")
-        return tracker, Deliverer(self.folder.local_path, self.settings.uri) if enabled else None
+        return tracker
 
     # --- during ---------------------------------------------------------------------------------------------------
 
@@ -225,7 +226,7 @@ class _Work:
             if manifest["status"] != "failed":
                 run.write_bytes("run.json", json.dumps({**manifest, "status": "failed"}, indent=1).encode())
                 run.remove("lease.json")
-                add(run.local_path / "tracking", {"type": "finish", "status": "FAILED", "message": trial.message})
+                report(run.local_path / "tracking", {"type": "finish", "status": "FAILED", "message": trial.message})
 
     def _said(self, trial: Trial, what: str) -> None:
         """Something new of a trial: one line."""
@@ -245,7 +246,7 @@ class _Work:
 
     # --- after ----------------------------------------------------------------------------------------------------
 
-    def _answer(self, tracker: SpoolTracker | None) -> Outcome:
+    def _answer(self, tracker: Tracker | None) -> Outcome:
         from experiments.sweep import answer
 
         best = best_trial(self.sweep, self.ledger)
@@ -267,13 +268,13 @@ class _Work:
         self.console.say(f"  page      {page}")
         if self.sweep.base.tracking.enabled:
             self.console.say(f"  MLflow    {ui_command(self.settings)}")
-        run_id = Status.load(self.folder.local_path / "tracking").run_id
+        run_id = State.load(self.folder.local_path / "tracking").run_id
         shown = {"trial": best[0].name, "values": best[0].values, self.sweep.metric: best[1]}
         return Outcome(
             "finished", self.sweep.name, self.folder.url, shown, counts, found.recommended, str(page), run_id
         )
 
-    def _tell_mlflow(self, tracker: SpoolTracker, best: tuple[Trial, float], found: Any, page: Path) -> None:
+    def _tell_mlflow(self, tracker: Tracker, best: tuple[Trial, float], found: Any, page: Path) -> None:
         trial, value = best
         tracker.tags({"trireme.best_trial": trial.name})
         tracker.tags({f"best.{key}": str(v) for key, v in trial.values.items()})
@@ -282,7 +283,7 @@ class _Work:
             spool = self.folder.local_path / other.name / "tracking"
             mark = "true" if other is trial else "false"
             if spool.is_dir() and (other is trial or (spool / "was-best").exists()):
-                add(spool, {"type": "tags", "values": {"trireme.best": mark}})
+                report(spool, {"type": "tags", "values": {"trireme.best": mark}})
                 (spool / "was-best").touch()
         for plot in sorted((self.folder.local_path / "plots").glob("*")):
             tracker.artifact(plot, "plots")
@@ -292,14 +293,13 @@ class _Work:
         for name in ("answer.json", NEXT):
             tracker.artifact(self.folder.local_path / name)
 
-    def _end_tracking(self, tracker: SpoolTracker, deliverer: Deliverer | None, status: str, message: str) -> None:
-        tracker.finish(status, message=message)
-        if deliverer is None:
-            return
+    def _end_tracking(self, tracker: Tracker, status: str, message: str) -> None:
         self.console.status("handing the last metrics to MLflow")
-        if problem := deliverer.finish(self.sweep.base.tracking.flush_timeout):
+        delivery = tracker.finish(status, message=message, timeout=self.sweep.base.tracking.flush_timeout)
+        if not delivery.complete:
             self.console.say(
-                f"note: MLflow has not got everything ({problem}): run the same command again to deliver it"
+                f"note: some metrics have not reached MLflow yet ({delivery.problem}): run the same command again to "
+                "deliver them"
             )
 
 

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 from app import checkpoint
 from app.config import Config
 from app.errors import UserError
+from app.lease import read_lease
 from app.run.driver import Driver
-from app.run.lease import read_lease
 from app.run.manifest import Run, run_folder
 from app.run.prepare import Prepared
-from app.tracking.delivery import Delivery
-from app.tracking.state import Status
-from experiments.sweep.tracking import PARENT_TAG, STOP_FILE, LogConsole, SpoolTracker
+from app.tracking.tracker import Delivery, Tracker
+from experiments.sweep.tracking import STOP_FILE, LogConsole
 
 if TYPE_CHECKING:
     from experiments.sweep.trial import Session
@@ -40,18 +39,14 @@ class TrialDriver(Driver):
         self.loop_began = 0.0
         self.latest: dict[str, float] = {}
         tags = {"trireme.sweep": setting.sweep.name, "trireme.trial": str(session.index)}
-        parent = Status.load(Path(setting.folder) / "tracking").run_id
-        if parent:
-            tags[PARENT_TAG] = parent
         self.tracker = self.trial_tracker = TrialTracker(
             run.local_folder / "tracking",
-            uri=setting.settings.uri,
-            experiment=setting.settings.experiment,
-            artifact_location=setting.settings.artifact_location,
+            setting.settings,
             run_name=run.manifest.name,
             run_uid=run.manifest.uid,
             enabled=run.config.tracking.enabled,
             tags={**run.config.tracking.tags, **tags},
+            parent=Path(setting.folder) / "tracking",
         )
 
     def ask_to_stop(self, why: str) -> None:
@@ -89,7 +84,7 @@ class TrialDriver(Driver):
             )
 
 
-class TrialTracker(SpoolTracker):
+class TrialTracker(Tracker):
     """Ends a run whose target is reached as finished, and says who stopped the others."""
 
     why = ""

@@ -146,7 +146,7 @@ def copy_of(trained: Path, tmp_path: Path) -> Path:
     return tmp_path / "a"
 
 
-def test_a_truncated_checkpoint_is_passed_over(trained: Path, tmp_path: Path) -> None:
+def test_a_truncated_checkpoint_is_skipped(trained: Path, tmp_path: Path) -> None:
     run = copy_of(trained, tmp_path)
     part = next(run.glob("checkpoints/step-00000004*/*.distcp"))
     part.write_bytes(part.read_bytes()[:-10])

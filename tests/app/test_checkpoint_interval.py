@@ -33,10 +33,10 @@ def test_a_save_is_due_by_the_measured_cost(monkeypatch: pytest.MonkeyPatch) -> 
     config = load_config([], ["task=tests.tasks:Points", "checkpoint.auto=true"])
     kept.job = SimpleNamespace(config=config, mtbf_seconds=60.0)
     kept.checkpointer = SimpleNamespace(last_total_seconds=0.1)
-    kept.costliest, kept.saved_at = None, 100.0
+    kept.longest_stall, kept.saved_at = None, 100.0
     monkeypatch.setattr(persistence.time, "monotonic", lambda: 107.0)
     assert not kept.overdue(), "nothing is measured yet: a minute"
-    kept.costliest = 0.3
+    kept.longest_stall = 0.3
     assert (
         kept.interval() == pytest.approx(checkpoint_interval(0.3, 0.1, 60.0))
         and 5 < kept.interval() < 7

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from app.run import lease
+from app import lease
 from app.storage import Storage
 from tests.running import POINTS, committed, curve, environment, finish, mlflow_run, start, trireme, wait_until
 

@@ -170,7 +170,7 @@ def test_run_named_without_its_storage(tmp_path: Path, monkeypatch: pytest.Monke
     assert "did you mean runs/points?" in refused("points", "--to", "torch")
 
 
-def test_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_skipped(tmp_path: Path) -> None:
     first, _ = a_run(tmp_path / "points", *POINTS, steps=(1, 2))
     (file,) = (tmp_path / "points" / "checkpoints").glob("step-00000002*/__0_0.distcp")
     content = bytearray(file.read_bytes())
@@ -178,7 +178,7 @@ def test_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     file.write_bytes(bytes(content))
     assert "the checkpoint of step 2 is damaged" in refused(tmp_path / "points", "--to", "torch", "--step", "2")
     result = exported(tmp_path / "points", "--to", "torch", "--out", tmp_path / "out")
-    assert result.exit_code == 0 and "is passed over" in result.stdout and "step 1 of" in result.stdout
+    assert result.exit_code == 0 and "is skipped" in result.stdout and "step 1 of" in result.stdout
     got = torch.load(tmp_path / "out" / "model.pt", weights_only=True)
     assert all(torch.equal(got[name], tensor) for name, tensor in first.state_dict().items())
 

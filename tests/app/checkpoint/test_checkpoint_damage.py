@@ -57,14 +57,14 @@ def test_damage_is_found_and_the_one_before_is_used(
 ) -> None:
     bad = newest(folder)
     damage(Path(bad.path, name))
-    by_size, passed_by_size = checkpoint.latest_good(str(folder), verify="size")
+    by_size, skipped_by_size = checkpoint.latest_good(str(folder), by="size")
     assert by_size is not None and by_size.step == (1 if seen_by_size else 2)
-    assert len(passed_by_size) == (1 if seen_by_size else 0)
-    good, passed = checkpoint.latest_good(str(folder), verify="sha256")
+    assert len(skipped_by_size) == (1 if seen_by_size else 0)
+    good, skipped = checkpoint.latest_good(str(folder), by="sha256")
     assert good is not None and good.step == 1
-    assert len(passed) == 1 and "\n" not in passed[0]
-    assert passed[0].startswith(f"{bad.path} is passed over") and name in passed[0] and words in passed[0]
-    assert checkpoint.verify(bad) == [f"{bad.path}/{name} {passed[0].split(name + ' ')[1]}"]
+    assert len(skipped) == 1 and "\n" not in skipped[0]
+    assert skipped[0].startswith(f"{bad.path} is skipped") and name in skipped[0] and words in skipped[0]
+    assert checkpoint.verify(bad) == [f"{bad.path}/{name} {skipped[0].split(name + ' ')[1]}"]
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
@@ -98,7 +98,7 @@ def test_a_flipped_bit_that_stops_reading_is_named(folder: Path) -> None:
 
 
 def test_a_marker_is_believed_only_whole(folder: Path) -> None:
-    """Whatever single byte of it changes, or wherever it is cut, the checkpoint is passed over."""
+    """Whatever single byte of it changes, or wherever it is cut, the checkpoint is skipped."""
     marker = Path(newest(folder).path, "COMMIT.json")
     whole = marker.read_bytes()
     chance = random.Random(0)
@@ -111,9 +111,9 @@ def test_a_marker_is_believed_only_whole(folder: Path) -> None:
                 continue
             assert read == commit.decode(whole, ""), f"a change in byte {index} was believed"  # only white space
     marker.write_bytes(whole[:-20])
-    good, passed = checkpoint.latest_good(str(folder))
+    good, skipped = checkpoint.latest_good(str(folder))
     assert good is not None and good.step == 1
-    assert passed == [f"{marker.parent} is passed over: its COMMIT.json is damaged"]
+    assert skipped == [f"{marker.parent} is skipped: its COMMIT.json is damaged"]
     with pytest.raises(UserError, match=r"its COMMIT\.json cannot be read"):
         checkpoint.find(str(marker.parent))
 
@@ -132,7 +132,7 @@ def test_a_damaged_marker_is_swept_once_a_newer_checkpoint_is_there(folder: Path
 def test_all_bad_is_none(folder: Path) -> None:
     for found in checkpoint.commits(str(folder)):
         truncate(Path(found.path, "__0_0.distcp"))
-    good, passed = checkpoint.latest_good(str(folder))
-    assert good is None and len(passed) == 2
-    with pytest.raises(UserError, match=r"there is no committed checkpoint in .* is passed over"):
+    good, skipped = checkpoint.latest_good(str(folder))
+    assert good is None and len(skipped) == 2
+    with pytest.raises(UserError, match=r"there is no committed checkpoint in .* is skipped"):
         checkpoint.find(str(folder))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from app import checkpoint
 from app.checkpoint import Checkpointer, CheckpointError
-from app.checkpoint.files import HashingStream, Table
+from app.checkpoint.files import HashingStream, Writer
 from app.storage import Storage
 from tests.app.checkpoint.test_checkpoint_ranks import _save, state_of
 from tests.pool import DistributedFailure, run_distributed
@@ -45,15 +45,13 @@ def _break(kind: str) -> None:
     if kind == "write":
         once(HashingStream, "write", full_disk)
     elif kind == "close":
-        once(HashingStream, "close", full_disk)
-    elif kind == "hash":
-        once(HashingStream, "file", ValueError("no hash today"))
+        once(HashingStream, "finish", full_disk)
     elif kind == "unsendable":
         once(HashingStream, "write", Unsendable(1, ""))
     elif kind == "plan":
         once(Storage, "make", Unsendable(1, ""))
     elif kind == "finish":
-        once(Table, "content", Unsendable(1, ""))
+        once(Writer, "finish", Unsendable(1, ""))
     elif kind == "folder":
         once(Checkpointer, "_make_folder", PermissionError(13, "Permission denied"))
     elif kind == "commit":
@@ -84,7 +82,6 @@ def _fail(rank: int, folder: str, kind: str, bad: int) -> tuple[str, float]:
         ("write", 1, "rank 1: No space left on device"),
         ("write", 0, "rank 0: No space left on device"),
         ("close", 1, "rank 1: No space left on device"),
-        ("hash", 1, "rank 1: ValueError: no hash today"),
         ("unsendable", 1, "rank 1: Unsendable: the store said no"),
         ("plan", 1, "rank 1: Unsendable: the store said no"),
         ("finish", 0, "rank 0: Unsendable: the store said no"),
@@ -98,7 +95,7 @@ def test_one_rank_fails_and_all_say_so(tmp_path: Path, kind: str, bad: int, word
     assert f"({words})" in outcomes[0][0] and "step 2" in outcomes[0][0] and "\n" not in outcomes[0][0]
     assert max(seconds for _, seconds in outcomes) < 10
     assert [c.step for c in checkpoint.commits(str(tmp_path))] == [3, 1]
-    assert checkpoint.latest_good(str(tmp_path), verify="sha256")[1] == []
+    assert checkpoint.latest_good(str(tmp_path), by="sha256")[1] == []
     assert len(list(tmp_path.iterdir())) == 2, "what the failed save had written is gone"
 
 
@@ -129,5 +126,5 @@ def test_a_killed_rank_leaves_the_commit_before(tmp_path: Path) -> None:
     with pytest.raises(DistributedFailure, match="exit code -9") as caught:
         run_distributed(_die, 2, str(tmp_path), timeout=60)
     assert "CheckpointError" in str(caught.value), "the other rank is told, not left waiting"
-    good, passed = checkpoint.latest_good(str(tmp_path), verify="sha256")
+    good, passed = checkpoint.latest_good(str(tmp_path), by="sha256")
     assert good is not None and good.step == 1 and passed == []

@@ -170,7 +170,7 @@ def _look(folder: Path) -> tuple[str | None, int | None]:
 
     from app import checkpoint
 
-    good, passed = checkpoint.latest_good(str(folder), verify="sha256")
+    good, passed = checkpoint.latest_good(str(folder), by="sha256")
     if good is None or passed:
         return f"no good checkpoint, or damaged ones were committed: {passed}", None
     listed = [fault for commit in checkpoint.commits(str(folder)) for fault in checkpoint.verify(commit)]

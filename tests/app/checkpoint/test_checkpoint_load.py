@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from app import checkpoint
-from app.checkpoint import Commit, commit
 from app.errors import UserError
 from tests.app.checkpoint.test_checkpoint import save, state_of
 
@@ -78,11 +77,3 @@ def test_find(tmp_path: Path) -> None:
     Path(newest.path, "COMMIT.json").write_text("{")
     with pytest.raises(UserError, match=r"is damaged: its COMMIT\.json cannot be read"):
         checkpoint.find(newest.path)
-
-
-def test_parts_are_every_file_once_and_even(tmp_path: Path) -> None:
-    sizes = {f"f{i}": commit.File(size, "") for i, size in enumerate([50, 30, 30, 20, 10, 0, 0])}
-    whole = Commit(1, "/c", {}, sizes)
-    parts = [commit._part(whole, rank, 3) for rank in range(3)]
-    assert sorted(name for part in parts for name in part) == sorted(sizes)
-    assert max(sum(sizes[n].size for n in p) for p in parts) <= 50

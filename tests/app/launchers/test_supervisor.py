@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.checkpoint.errors import CheckpointError
+from app.checkpoint import CheckpointError
 from app.config_io import load_config
 from app.errors import Interrupted, RunFailed
 from app.job import Job

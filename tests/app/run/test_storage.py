@@ -26,7 +26,7 @@ def test_write_read_list_remove(storage: Storage) -> None:
     assert storage.read_bytes("one.json") == b"111" and storage.size("one.json") == 3
     assert storage.list() == ["deep", "one.json"] and storage.list("deep/er") == ["two.bin"]
     assert storage.join("deep", "er").read_bytes("two.bin") == b"22"
-    assert storage.exists("deep") and storage.is_dir("deep") and not storage.is_dir("one.json")
+    assert storage.exists("deep")
     with storage.open("deep/er/two.bin") as file:
         assert file.read(1) == b"2"
     storage.rename("one.json", "uno.json")

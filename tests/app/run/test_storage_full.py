@@ -59,7 +59,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return write(self, data)
 
     monkeypatch.setattr(HashingStream, "write", perhaps)
-    monkeypatch.setattr(persistence, "AGAIN_SECONDS", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(persistence, "RETRY_SECONDS", (0.01, 0.01, 0.01))
     return state
 
 
@@ -76,7 +76,7 @@ def test_training_goes_on_while_there_is_no_room_and_saves_again_when_there_is(
     )
     assert len(set(heard.warnings)) == 2, "of two checkpoints"
     assert "training goes on" in heard.warnings[0] and "\n" not in heard.warnings[0]
-    good, passed = checkpoint.latest_good(str(tmp_path / "run" / "checkpoints"), verify="sha256")
+    good, passed = checkpoint.latest_good(str(tmp_path / "run" / "checkpoints"), by="sha256")
     assert good is not None and good.step == 40 and passed == []
 
 

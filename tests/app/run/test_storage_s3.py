@@ -60,7 +60,7 @@ def test_checkpoints_on_s3(bucket: str) -> None:
     assert checkpoint.load_per_rank(found[0], 0) == {"step": 3}
     storage = Storage(found[0].path)
     storage.write_bytes("__0_0.distcp", storage.read_bytes("__0_0.distcp")[:-1])
-    good, passed = checkpoint.latest_good(folder, verify="sha256")
+    good, passed = checkpoint.latest_good(folder, by="sha256")
     assert good == found[1] and "__0_0.distcp has" in passed[0]
     storage.remove("COMMIT.json")
     checkpoint.sweep(folder)

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from app.tracking import Tracker
+from app.tracking.settings import Settings
+from app.tracking.tracker import Tracker
 from tests.running import ROOT
 
 
@@ -35,14 +36,8 @@ def new_database(template: Path, folder: Path) -> str:
 
 
 def tracker(folder: Path, uri: str, **changes: Any) -> Tracker:
-    arguments: dict[str, Any] = {
-        "uri": uri,
-        "experiment": "tests",
-        "run_name": "a-run",
-        "run_uid": "uid-1",
-        "artifact_location": None if uri.startswith("http") else (folder.parent / "mlartifacts").as_uri(),
-    }
-    return Tracker(folder, **(arguments | changes))
+    settings = Settings(uri, "tests", None if uri.startswith("http") else (folder.parent / "mlartifacts").as_uri())
+    return Tracker(folder, settings, **({"run_name": "a-run", "run_uid": "uid-1"} | changes))
 
 
 class Store:

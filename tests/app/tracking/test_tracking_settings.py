@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from app.errors import UserError
-from app.tracking import Settings, Tracker, resolve_tracking, run_url, ui_command
-from app.tracking.masking import flatten, looks_secret, mask_text, mask_uri, mask_value
+from app.masking import is_secret, mask_text, mask_tree, mask_uri, mask_value
+from app.tracking.settings import Settings, resolve_tracking, run_url, ui_command
+from app.tracking.tracker import Tracker
 
 # --- masks --------------------------------------------------------------------------------------------------------
 
@@ -19,12 +19,15 @@ from app.tracking.masking import flatten, looks_secret, mask_text, mask_uri, mas
     "name", ["password", "db.Password", "hf_token", "apiKey", "AWS_SECRET_ACCESS_KEY", "x.credentials.user"]
 )
 def test_names_of_secrets(name: str) -> None:
-    assert looks_secret(name) and mask_value(name, "abc") == "***"
+    assert is_secret(name) and mask_value(name, "abc") == "***"
 
 
-@pytest.mark.parametrize("name", ["tokenizer", "train/tokens_per_second", "monkey", "keyboard", "task_args.d_model"])
+@pytest.mark.parametrize(
+    "name",
+    ["tokenizer", "train/tokens_per_second", "monkey", "task_args.d_model", "pad_token", "label_key", "key", "token.x"],
+)
 def test_names_of_no_secrets(name: str) -> None:
-    assert not looks_secret(name) and mask_value(name, "abc") == "abc"
+    assert not is_secret(name) and mask_value(name, "abc") == "abc"
 
 
 @pytest.mark.parametrize(
@@ -46,30 +49,31 @@ def test_credentials_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     assert mask_uri("said hunter22 twice") == "said *** twice"
 
 
-def test_secrets_in_a_configuration_text() -> None:
-    text = "task_args:\n  hf_token: abc def\n  vocab: 3\n  key: null\nuri: http://u:p@h\ntokenizer: bpe\n"
-    assert mask_text(text) == (
-        "task_args:\n  hf_token: '***'\n  vocab: 3\n  key: null\nuri: http://***@h\ntokenizer: bpe\n"
-    )
-    assert mask_text("train x.yaml task_args.password=abc a=b") == "train x.yaml task_args.password=*** a=b"
-    assert mask_text("a:\n  key: |-\n    one\n    two\n  b: 1\n") == "a:\n  key: '***'\n  b: 1\n"
-    assert mask_text("key: 'one\n\n  two'\nb: 1\n") == "key: '***'\nb: 1\n"
-    assert json.loads(mask_text('{"password": "a b", "n": 1}')) == {"password": "***", "n": 1}
+def test_secrets_in_a_text() -> None:
+    text = "hf_token: abc\nvocab: 3\nuri: http://u:p@h\ntokenizer: bpe\n"
+    assert mask_text(text) == "hf_token: ***\nvocab: 3\nuri: http://***@h\ntokenizer: bpe\n"
+    assert mask_text("train x.yaml task_args.password='a b' a=b") == "train x.yaml task_args.password=*** a=b"
+    assert mask_text('{"password": "a b", "n": 1}') == '{"password": ***, "n": 1}'
 
 
-def test_nested_parameters_get_dotted_keys() -> None:
-    nested = {"a": {"b": 1, "secret": "x", "none": None, "empty": {}}, "list": [1, 2], "token": 5}
-    assert flatten(nested) == {"a.b": 1, "a.secret": "***", "a.none": None, "a.empty": {}, "list": [1, 2], "token": 5}
+def test_secrets_in_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "runs")
+    inner = {"b": 1, "secret": "x", "none": None, "empty": {}}
+    tree = {"a": inner, "list": ["http://u:p@h", 2], "token": 5, "c": "runs"}
+    masked = mask_tree({**tree, "run": {"storage": "./runs"}})
+    assert masked["run"] == {"storage": "./runs"}, "part of another word is not the password"
+    hidden = {"b": 1, "secret": "***", "none": None, "empty": {}}
+    assert masked | {"run": 0} == {"a": hidden, "list": ["http://***@h", 2], "token": 5, "c": "***", "run": 0}
 
 
 def test_no_secret_reaches_the_spool(tmp_path: Path) -> None:
     uri = "http://user:sesame@127.0.0.1:9"
-    tracker = Tracker(tmp_path, uri=uri, experiment="e", run_name="r", run_uid="u", artifact_location=None)
+    tracker = Tracker(tmp_path, Settings(uri, "e"), run_name="r", run_uid="u")
     tracker.start()
-    tracker.params({"a": {"password": "sesame"}, "uri": uri})
+    tracker.params({"a.password": "sesame", "uri": uri})
     tracker.tags({"token": "sesame", "from": uri})
     tracker.text(f"password: sesame\nuri: {uri}", "config.yaml")
-    delivery = tracker.finish("FAILED", message=f"cannot reach {uri}", timeout=2.5)
+    delivery = tracker.finish("FAILED", message=f"cannot reach {uri}", timeout=0.1)
     assert not delivery.complete and "127.0.0.1:9 does not answer" in delivery.problem
     for path in tmp_path.rglob("*"):
         assert path.is_dir() or b"sesame" not in path.read_bytes(), path
@@ -87,9 +91,9 @@ def test_configuration_before_environment_before_storage(tmp_path: Path) -> None
     assert resolve("http://config:2", str(tmp_path), environ).uri == "http://config:2"
     from_environment = resolve(None, str(tmp_path), environ)
     assert (from_environment.uri, from_environment.experiment) == ("http://env:1", "from-env")
-    assert from_environment.artifact_location is None and from_environment.source == "MLFLOW_TRACKING_URI"
+    assert from_environment.artifact_location is None
     embedded = resolve(None, f"file://{tmp_path}")
-    assert embedded.uri == f"sqlite:///{tmp_path}/mlflow.db" and embedded.embedded
+    assert embedded.uri == f"sqlite:///{tmp_path}/mlflow.db"
     assert embedded.artifact_location == (tmp_path / "mlartifacts").as_uri()
     assert embedded.experiment == "trireme"
 
@@ -152,7 +156,7 @@ def test_a_password_in_a_wrong_uri_is_not_shown() -> None:
 
 
 def test_where_to_look(tmp_path: Path) -> None:
-    server = Settings("https://me:pw@mlflow.example.org/base", "e", None, "tracking.uri")
+    server = Settings("https://me:pw@mlflow.example.org/base", "e")
     assert run_url(server, "3", "abc") == "https://mlflow.example.org/base/#/experiments/3/runs/abc"
     assert ui_command(server) == "https://***@mlflow.example.org/base"
     assert run_url(server, None, None) == ""

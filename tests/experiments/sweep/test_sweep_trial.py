@@ -13,8 +13,8 @@ import ray
 
 from app.run.cost import Rate
 from app.tracking.settings import Settings
+from app.tracking.spool import last_start
 from experiments.sweep.spec import read_sweep
-from experiments.sweep.tracking import END_FILE, last_start
 from experiments.sweep.trial import REPORT, Session, Setting, TrialProcess, Workers
 from experiments.sweep.trial_driver import REACHED, checkpoint_at
 from tests.running import committed
@@ -30,7 +30,7 @@ reports: 4
 def setting(tmp_path: Path, *overrides: str) -> Setting:
     (tmp_path / "s.yaml").write_text(TEXT)
     sweep = read_sweep(str(tmp_path / "s.yaml"), list(overrides))
-    settings = Settings(f"sqlite:///{tmp_path}/mlflow.db", "trireme", None, "")
+    settings = Settings(f"sqlite:///{tmp_path}/mlflow.db", "trireme")
     return Setting(sweep, str(tmp_path), settings, "uid", False, os.getcwd())
 
 
@@ -70,7 +70,8 @@ def test_what_a_trial_costs_is_in_its_run(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("app.run.cost.Prices.rate", lambda *_: Rate(3600.0, "a file"))
     said = hear(session(setting(tmp_path, "task_args.step_seconds=0.02"), 0))
     assert said[-1]["status"] == "finished"
-    spooled = [json.loads(line) for file in (tmp_path / "t000" / "tracking").glob("*.jsonl") for line in file.open()]
+    lines = (tmp_path / "t000" / "tracking" / "events.jsonl").read_text().splitlines()
+    spooled = [json.loads(line) for line in lines if line]
     costs = [event["values"] for event in spooled if "cost/dollars" in event.get("values", {})]
     spent = json.loads((tmp_path / "t000" / "cost.json").read_text())["total"]
     assert costs[-1]["cost/dollars"] == spent > 0.5, "the last figure is the whole of it"
@@ -82,7 +83,7 @@ def test_a_stopped_trial_says_why_and_continues(tmp_path: Path) -> None:
     trial = session(found, 0)
     hear(trial, until=20)
     trial.halt(REACHED)
-    finish = [json.loads(line) for line in next((tmp_path / "t000" / "tracking").glob("events-*")).open()][-1]
+    finish = json.loads((tmp_path / "t000" / "tracking" / "events.jsonl").read_text().splitlines()[-1])
     assert finish["type"] == "finish" and finish["status"] == "FINISHED" and finish["message"].startswith(REACHED)
     stopped = committed(tmp_path / "t000")[-1]
     assert 20 <= stopped < 100
@@ -119,4 +120,3 @@ def test_a_copied_trial_goes_on_from_the_others_weights(tmp_path: Path) -> None:
     assert donor.reports.empty(), "it waits at each report until Tune asks for the next"
     hear(donor)
     assert checkpoint_at(donor.config, 20)["folder"] == pointer["folder"]
-    assert not (tmp_path / END_FILE).exists()

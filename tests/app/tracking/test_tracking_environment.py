@@ -8,9 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.tracking import SystemSampler
-from app.tracking.provenance import environment_text, provenance_tags
-from app.tracking.system import Sample
+from app.tracking.environment import Sample, SystemSampler, environment_text, provenance_tags
 from tests.app.tracking.test_tracking_kit import wait_until
 
 pytestmark = pytest.mark.alone
@@ -32,14 +30,12 @@ def test_provenance_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     git(tmp_path, "commit", "-m", "one")
     git(tmp_path, "remote", "add", "origin", "https://me:sesame@example.org/x.git")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(
-        "RAY_JOB_CONFIG_JSON_ENV_VAR", '{"metadata": {"job_submission_id": "raysubmit_1", "job_name": "raysubmit_1"}}'
-    )
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
     tags = provenance_tags()
     assert len(tags["mlflow.source.git.commit"]) == 40 and tags["mlflow.source.git.branch"] == "trunk"
     assert tags["mlflow.source.git.dirty"] == "false"
     assert tags["mlflow.source.git.repoURL"] == "https://***@example.org/x.git"
-    assert tags["trireme.ray_job_id"] == "raysubmit_1"
+    assert tags["trireme.slurm_job_id"] == "17"
     assert tags["trireme.version.torch"].startswith("2.") and tags["mlflow.user"]
     (tmp_path / "a.py").write_text("2")
     assert provenance_tags()["mlflow.source.git.dirty"] == "true"
@@ -48,20 +44,9 @@ def test_provenance_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_provenance_never_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{not json")
     monkeypatch.setattr("getpass.getuser", lambda: 1 / 0)
     tags = provenance_tags()
     assert "mlflow.source.git.commit" not in tags and "mlflow.user" not in tags and tags["trireme.python"]
-
-
-def test_provenance_is_quick() -> None:
-    seconds = []
-    for _ in range(5):
-        begun = time.perf_counter()
-        provenance_tags()
-        environment_text()
-        seconds.append(time.perf_counter() - begun)
-    assert min(seconds) < 0.05
 
 
 def test_all_packages_are_listed() -> None:
@@ -132,13 +117,3 @@ def test_a_sampler_emits_and_stops() -> None:
     assert len(emitted) == count
     SystemSampler(emitted.append, "n", 0.0).close()
     assert len(emitted) == count
-
-
-def test_a_sample_costs_little() -> None:
-    """At the default of one in five seconds: at most 0.2 % of one core."""
-    sample = Sample()
-    sample.take()
-    begun = time.process_time()
-    for _ in range(50):
-        sample.take()
-    assert (time.process_time() - begun) / 50 / 5.0 < 0.002

@@ -1,0 +1,157 @@
+"""Where a run runs: code revision, versions and host as tags; CPU, memory, disk, network and GPUs over time."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import getpass
+import importlib
+import logging
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from app.masking import mask_text, mask_uri
+
+KEY_PACKAGES = ("torch", "ray", "mlflow", "numpy", "transformers", "trireme")
+"""Whose versions are tags; all others are in `environment_text`."""
+_log = logging.getLogger(__name__)
+
+
+def provenance_tags() -> dict[str, str]:
+    """Tags for the MLflow run, under MLflow's own names where it has one. Quick, and never an error."""
+    tags = {
+        "mlflow.source.name": sys.argv[0] if sys.argv[0] not in ("-", "-c", "-m", "") else sys.executable,
+        "mlflow.source.type": "LOCAL",
+        "trireme.command": mask_text(" ".join(sys.argv)),
+        "trireme.host": socket.gethostname(),
+        "trireme.python": platform.python_version(),
+        "trireme.slurm_job_id": os.environ.get("SLURM_JOB_ID", ""),
+        **{f"trireme.version.{name}": _installed().get(name, "") for name in KEY_PACKAGES},
+    }
+    with contextlib.suppress(Exception):  # a user without a name
+        tags["mlflow.user"] = getpass.getuser()
+    with contextlib.suppress(Exception):  # no git, it takes too long, or the folder is gone
+        tags |= {"trireme.directory": os.getcwd(), **_revision()}
+    return {key: value for key, value in tags.items() if value}
+
+
+def environment_text() -> str:
+    """The installed packages as `name==version` lines, in alphabetical order, below the interpreter's version."""
+    lines = [f"{name}=={version}" for name, version in sorted(_installed().items())]
+    return "\n".join([f"# Python {platform.python_version()} on {platform.platform()}", *lines, ""])
+
+
+def _revision() -> dict[str, str]:
+    """The git revision of the current folder (a user's own task), else of our own sources."""
+    for folder in (Path.cwd(), Path(__file__).parents[2]):
+        # One command tells commit, branch and changes; it must not take the index lock from another `git commit`.
+        status = _git(["status", "--porcelain=v2", "--branch", "--untracked-files=no"], folder)
+        found = dict(re.findall(r"^# branch\.(oid|head) (.+)$", status, re.M))
+        if re.fullmatch(r"[0-9a-f]{40,64}", found.get("oid", "")):
+            return {
+                "mlflow.source.git.commit": found["oid"],
+                "mlflow.source.git.branch": found.get("head", "").replace("(detached)", ""),
+                "mlflow.source.git.repoURL": mask_uri(_git(["config", "--get", "remote.origin.url"], folder).strip()),
+                "mlflow.source.git.dirty": str(any(not line.startswith("#") for line in status.splitlines())).lower(),
+            }
+    return {}
+
+
+def _git(arguments: list[str], folder: Path) -> str:
+    """What git prints; "" if it fails."""
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    command = ["git", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1).stdout
+
+
+@functools.cache
+def _installed() -> dict[str, str]:
+    """Versions by name, from the names of the `.dist-info` folders: opening 200 files would take ten times as long."""
+    folders = [path.stem for entry in sys.path for path in Path(entry).glob("*.dist-info")]
+    parts = [name.rpartition("-") for name in reversed(folders)]  # of two, the first on the path is imported
+    return {name.replace("_", "-").lower(): version for name, _, version in parts}
+
+
+class SystemSampler:
+    """A daemon thread, one per node, that takes a sample of the machine every so often.
+
+    emit: takes {"type": "metrics", "step": None, "time": Unix seconds, "values": {...}}; must be quick. The step that
+        MLflow gets is the whole seconds since the run began, so that the curves of a resumed run go on where they were.
+    node: names the machine in `system/NODE/...`. every: seconds between samples, at least 1; 0 samples nothing.
+    """
+
+    def __init__(self, emit: Callable[[dict[str, Any]], object], node: str, every: float) -> None:
+        self._emit, self._prefix, self._every = emit, f"system/{node}/", max(1.0, every)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="system-sampler", daemon=True)
+        if every > 0:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Stop; waits for the sample under way."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        try:
+            sample = Sample()
+            while not self._stop.wait(self._every):
+                values = {self._prefix + key: round(value, 1) for key, value in sample.take().items()}
+                self._emit({"type": "metrics", "step": None, "time": time.time(), "values": values})
+        except Exception:  # a broken sensor (or a closed channel) must not end training
+            _log.warning("system metrics end here", exc_info=True)
+
+
+class Sample:
+    """Takes one sample after another; rates and sums count from construction. Raises ImportError without psutil."""
+
+    def __init__(self) -> None:
+        self._psutil = importlib.import_module("psutil")
+        self._psutil.cpu_percent()  # the next call's answer is the share since this one
+        self._network = self._psutil.net_io_counters()  # None on a machine without a network
+        try:
+            self._nvml = importlib.import_module("pynvml")
+            self._nvml.nvmlInit()
+            self._gpus = [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(self._nvml.nvmlDeviceGetCount())]
+        except Exception:  # no pynvml, or no driver; NVMLError exists only where pynvml does
+            self._gpus = []
+
+    def take(self) -> dict[str, float]:
+        """Under the names of MLflow's own system metrics; percentages 0 to 100, megabytes of 10^6 bytes, watts."""
+        memory, disk = self._psutil.virtual_memory(), self._psutil.disk_usage(os.sep)
+        values = {
+            "cpu_utilization_percentage": self._psutil.cpu_percent(),
+            "system_memory_usage_megabytes": memory.used / 1e6,
+            "system_memory_usage_percentage": memory.used / memory.total * 100,
+            "disk_usage_percentage": disk.percent,
+            "disk_usage_megabytes": disk.used / 1e6,
+            "disk_available_megabytes": disk.free / 1e6,
+        }
+        if (now := self._psutil.net_io_counters()) and self._network:
+            values["network_receive_megabytes"] = (now.bytes_recv - self._network.bytes_recv) / 1e6
+            values["network_transmit_megabytes"] = (now.bytes_sent - self._network.bytes_sent) / 1e6
+        for index, gpu in enumerate(self._gpus):
+            values |= {f"gpu_{index}_{key}": value for key, value in self._gpu(gpu).items()}
+        return values
+
+    def _gpu(self, handle: Any) -> dict[str, float]:
+        """What this GPU can tell; some tell less (no power reading under virtualisation)."""
+        nvml, values = self._nvml, {}
+        with contextlib.suppress(nvml.NVMLError):
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+            values["memory_usage_percentage"] = memory.used / memory.total * 100
+            values["memory_usage_megabytes"] = memory.used / 1e6
+            values["utilization_percentage"] = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
+            watts, limit = nvml.nvmlDeviceGetPowerUsage(handle), nvml.nvmlDeviceGetEnforcedPowerLimit(handle)
+            values |= {"power_usage_watts": watts / 1000, "power_usage_percentage": watts / limit * 100}
+        return values

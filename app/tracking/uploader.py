@@ -1,0 +1,245 @@
+"""Delivers a spool into its MLflow run, in order, each event exactly once, however often either side dies.
+
+Every call may be repeated: MLflow's SQL stores key metrics by (key, step, time, value), and a metric's step that is not
+above the highest one that MLflow has is a replay (of a resumed run, or of a call whose answer was lost) and is not
+sent. MLflow is asked for these steps at every start and after every failure.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import os
+import re
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
+
+from app.masking import mask_uri
+from app.tracking.errors import PermanentError, TransientError, mlflow_errors
+from app.tracking.settings import sqlite_path
+from app.tracking.spool import Event, State, last_start, look_at_lock, read, size, take_lock
+
+UID_TAG, PARENT_TAG = "trireme.run_uid", "mlflow.parentRunId"
+EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
+"""Opens the experiment's page on its training runs, rather than on traces of language-model calls."""
+BATCH = {"metrics": 1000, "params": 100, "tags": 100}
+"""What MLflow takes in one call."""
+UPLOAD_TRIES = 3
+_TAG_CHARACTERS, _PARAM_CHARACTERS = 5000, 6000
+_log = logging.getLogger("writer")
+
+
+@functools.cache
+def connect(uri: str) -> MlflowClient:
+    """A client for all runs of this process."""
+    if not uri.startswith("sqlite:"):
+        return MlflowClient(uri)
+    database = sqlite_path(uri)  # MLflow makes its tables here, which two processes must not do at once
+    database.parent.mkdir(parents=True, exist_ok=True)
+    lock = take_lock(database.parent, f"{database.name}.create", 60.0)
+    try:
+        return MlflowClient(uri)
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+class Uploader:
+    """Delivers one spool, which this process has claimed. uri: tracking URI, credentials included."""
+
+    client: MlflowClient
+
+    def __init__(self, folder: Path, uri: str) -> None:
+        self.folder, self.uri = folder, uri
+        self.state = State.load(folder)
+        self._run: Run | None = None
+        self._steps: dict[str, int] = {}
+        self._params: dict[str, str] = {}
+
+    @property
+    def run_id(self) -> str:
+        return self.state.run_id or ""
+
+    def deliver(self) -> bool:
+        """Deliver what is in the spool by now, and the end of a run whose driver died. Returns whether more may come.
+
+        Raises TransientError or PermanentError; called again it goes on.
+        """
+        appending, _ = look_at_lock(self.folder, "driver")  # before its size: afterwards nothing is added
+        end = size(self.folder)
+        with mlflow_errors(self.uri):
+            while self.state.offset < end:
+                run = self._run or self._open()
+                events = read(self.folder, self.state.offset)
+                for is_metrics, some in itertools.groupby(events, lambda pair: pair[0]["type"] == "metrics"):
+                    group = list(some)
+                    if is_metrics:
+                        self._metrics(run, (event for event, _ in group))
+                        self._commit(*group[-1])
+                    else:
+                        for event, after in group:
+                            self._handle(event)
+                            self._commit(event, after)
+                if not events:
+                    break  # the last line is being written
+            if not appending and self.state.open:
+                self._run = self._run or self._open()
+                self._finish("KILLED", self.state.last_time or time.time())
+                self.state.save(self.folder)
+        return appending
+
+    def failed(self, problem: str) -> None:
+        """Note why nothing is delivered; MLflow is asked anew what it has before anything is sent again."""
+        if problem != self.state.problem:
+            _log.warning("%s; trying again", problem)
+        self._run, self.state.problem = None, problem
+        self.state.save(self.folder)
+
+    # --- the run
+
+    def _open(self) -> Run:
+        """Find the run (by its id, else by its tag) or make it."""
+        about = last_start(self.folder)
+        self.client = connect(self.uri)
+        run = self._known() or self._find_or_create(about)
+        if run.info.run_id != self.state.run_id:  # filled from the beginning of the spool, but for what it has already
+            self.state = State(run_id=run.info.run_id, experiment_id=run.info.experiment_id, writer=os.getpid())
+        self._run, self._params = run, dict(run.data.params)
+        self._steps = {metric.key: metric.step for metric in run.data.to_proto().metrics}
+        self.state.problem = ""
+        self.state.save(self.folder)
+        return run
+
+    def _known(self) -> Run | None:
+        """The run that was delivered to before, unless a person has deleted it or replaced the database."""
+        try:
+            run = self.client.get_run(self.run_id) if self.run_id else None
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return None
+        return run if run is not None and run.info.lifecycle_stage == "active" else None
+
+    def _find_or_create(self, about: dict[str, Any]) -> Run:
+        experiment = self.client.get_experiment_by_name(about["experiment"])
+        if experiment is None:
+            self.client.create_experiment(about["experiment"], about["artifact_location"], EXPERIMENT_TAGS)
+            return self._find_or_create(about)
+        if experiment.lifecycle_stage != "active":
+            raise TransientError(
+                f"the MLflow experiment {about['experiment']!r} was deleted: restore it with `mlflow experiments "
+                f"restore --experiment-id {experiment.experiment_id}`, or set tracking.experiment to another name."
+            )
+        where = [experiment.experiment_id], f"tags.`{UID_TAG}` = '{about['run_uid']}'"
+        if found := self.client.search_runs(*where, max_results=1):
+            return found[0]
+        tags = {**about["tags"], UID_TAG: about["run_uid"]}
+        if about["parent"]:
+            tags[PARENT_TAG] = State.load(Path(about["parent"])).run_id or ""
+        began = int(about["time"] * 1000)
+        return self.client.create_run(experiment.experiment_id, began, tags, run_name=about["run_name"])
+
+    def _finish(self, status: str, seconds: float) -> None:
+        self.client.set_terminated(self.run_id, status, end_time=int(seconds * 1000))
+        self.state.open = False
+
+    # --- events
+
+    def _commit(self, event: Event, offset: int) -> None:
+        state = self.state
+        state.offset, state.tries, state.problem = offset, 0, ""
+        state.last_time = max(state.last_time, event.get("time", 0.0))
+        state.save(self.folder)
+
+    def _metrics(self, run: Run, events: Iterable[Event]) -> None:
+        fresh, steps = [], dict(self._steps)
+        for event in events:
+            milliseconds, step = int(event["time"] * 1000), event["step"]
+            if step is None:  # a sample of a machine: seconds since the run began
+                step = max(0, (milliseconds - run.info.start_time) // 1000)
+            points = [Metric(valid_key(key), value, milliseconds, step) for key, value in event["values"].items()]
+            fresh += [point for point in points if step > steps.get(point.key, -1)]
+            steps |= {point.key: max(step, steps.get(point.key, -1)) for point in points}
+        self._log("metrics", fresh)
+        self._steps = steps
+
+    def _log(self, kind: str, items: list[Any]) -> None:
+        """Log metrics, params or tags in batches; of a batch that MLflow refuses, what it takes."""
+        for begin in range(0, len(items), BATCH[kind]):
+            batch = items[begin : begin + BATCH[kind]]
+            try:
+                with mlflow_errors(self.uri):
+                    self.client.log_batch(self.run_id, **{kind: batch}, synchronous=True)
+            except PermanentError as refusal:
+                if self._known() is None:
+                    raise TransientError(f"the MLflow run {self.run_id} was deleted") from refusal
+                if len(batch) == 1:
+                    _log.error("left out %s of %s: %s", batch[0].key, kind, refusal)
+                else:
+                    self._log(kind, batch[: len(batch) // 2])
+                    self._log(kind, batch[len(batch) // 2 :])
+
+    def _handle(self, event: Event) -> None:
+        kind = event["type"]
+        try:
+            with mlflow_errors(self.uri):
+                if kind == "start":
+                    self.state.open = True
+                    self.client.update_run(self.run_id, status="RUNNING")
+                elif kind == "params":
+                    self._log_params(event["values"])
+                elif kind == "tags":
+                    self._log_tags(event["values"])
+                elif kind in ("text", "artifact", "model"):
+                    self._upload(event)
+                elif kind == "finish":
+                    self._log_tags({"trireme.message": event["message"]} if event["message"] else {})
+                    self._finish(event["status"], event["time"])
+        except PermanentError as error:  # one event must not hold up all that follow it
+            _log.error("left out an event of type %s: %s", kind, error)
+
+    def _log_params(self, values: dict[str, str]) -> None:
+        """One that has another value already keeps it, and the new value becomes a tag."""
+        values = {valid_key(key): value[:_PARAM_CHARACTERS] for key, value in values.items()}
+        self._log("params", [Param(k, v) for k, v in values.items() if k not in self._params])
+        self._log_tags({f"trireme.param.{k}": v for k, v in values.items() if self._params.setdefault(k, v) != v})
+
+    def _log_tags(self, values: dict[str, str]) -> None:
+        self._log("tags", [RunTag(valid_key(key), value[:_TAG_CHARACTERS]) for key, value in values.items()])
+
+    def _upload(self, event: Event) -> None:
+        """A text, file, folder or model; left out once it has failed (or killed the writer) again and again."""
+        path = Path(event.get("path", ""))
+        try:
+            if self.state.tries >= UPLOAD_TRIES:
+                raise PermanentError(f"it failed, or ended the writer, {UPLOAD_TRIES} times")
+            self.state.tries += 1
+            self.state.save(self.folder)
+            if event["type"] == "model":
+                from app.tracking import model  # torch and more of mlflow: seconds, and not every run logs a model
+
+                model.upload(self.client, self.run_id, event)
+            elif event["type"] == "text":
+                self.client.log_text(self.run_id, event["text"], event["name"])
+            elif path.exists():  # a file or a folder
+                self.client.log_artifact(self.run_id, str(path), event["folder"] or None)
+            else:
+                raise PermanentError(f"{path} is no longer there")
+        except PermanentError as error:
+            if event["type"] == "model":
+                Path(event["recipe"]).unlink(missing_ok=True)
+                self._log_tags({"trireme.model_error": mask_uri(str(error))})
+            raise
+
+
+@functools.cache
+def valid_key(key: str) -> str:
+    """The key with what MLflow does not allow in a name replaced by `_`, at most 250 characters."""
+    return re.sub(r"[^\w.\-/: ]", "_", key)[:250]
