@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow test-deepspeed lint setup peers clean
+.PHONY: demo test test-slow test-deepspeed lint setup clean
 
 demo: setup
 	$(BIN)/trireme train experiments/mnist.yaml --again
@@ -36,10 +36,5 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[examples,dev]'
 	touch $@
 
-# Accelerate and Lightning, pinned, in an environment of their own, for the benchmark `peers`.
-peers:
-	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --requirement experiments/benchmarks/peers.txt
-
 clean:
-	rm -rf $(VENV) .venv-peers build *.egg-info
+	rm -rf $(VENV) build *.egg-info

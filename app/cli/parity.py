@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -16,8 +15,7 @@ from app.cli.common import Invocation, experiment_arguments, read, verb
 @click.option("--rows", "names", help="Only these strategies, comma-separated. Default: all.")
 @click.option("--workers", help="Only rows of these numbers of workers, comma-separated. Default: all.")
 @click.option("--checkpoints", is_flag=True, help="Also continue every row's checkpoint under every row.")
-@click.option("--certify", "run_folder", help="Store the matrix with this run: its folder and its MLflow artifacts.")
-@click.option("--out", help="Also write the table to this Markdown file.")
+@click.option("--certify", is_flag=True, help="Store it with the experiment's run: its folder, its MLflow artifacts.")
 def command(
     cli: Invocation,
     arguments: tuple[str, ...],
@@ -25,8 +23,7 @@ def command(
     names: str | None,
     workers: str | None,
     checkpoints: bool,
-    run_folder: str | None,
-    out: str | None,
+    certify: bool,
 ) -> None:
     """Train an experiment's model under every strategy, and compare each loss curve with one device's.
 
@@ -41,31 +38,18 @@ def command(
     fit is REFUSED, with the reason. A model with dropout differs under every row: set it to 0. Exit code 1 if a row
     differs or fails.
     """
-    from experiments.parity.experiment import as_dicts, certifiable, certify, chosen, document, measure, table
+    from experiments.parity import experiment
 
     config = read(arguments)
-    rows = chosen(names, workers)
-    if run_folder:
-        certifiable(run_folder, config)
+    rows = experiment.chosen(names, workers)
+    run = experiment.run_of(config) if certify else None
     cli.console.status(f"training {len(rows)} rows")
-    results = measure(config, steps=steps, rows=rows, checkpoints=checkpoints)
-    text = table(results)
-    cli.answer(as_dicts(results), text)
-    if out:
-        _write(Path(out), document(arguments, text))
-        cli.console.say(f"written to {out}")
-    if run_folder:
-        cli.console.say(f"stored as {certify(run_folder, config, results, text)}")
+    results = experiment.measure(config, steps=steps, rows=rows, checkpoints=checkpoints)
+    text = experiment.table(results)
+    cli.answer(experiment.as_dicts(results), text)
+    if run:
+        cli.console.say(f"stored as {experiment.certify(run, results, text)}")
     _judge(results)
-
-
-def _write(file: Path, text: str) -> None:
-    from app.errors import UserError
-
-    try:
-        file.write_text(text)
-    except OSError as error:
-        raise UserError(f"--out {file} cannot be written ({error.strerror}): write another file") from error
 
 
 def _judge(results: list[Any]) -> None:

@@ -8,7 +8,6 @@ import sys
 
 BENCHMARKS = {
     "step": ("step", "a step under each strategy, beside the same written by hand"),
-    "peers": ("peers", "a step of Accelerate, Lightning Fabric and Trainer, beside the same by hand"),
     "tracking": ("overhead", "what logging every step costs training"),
     "saving": ("overhead", "what a checkpoint every 50 steps costs training"),
     "checkpoint": ("checkpoint", "how long a save holds training up, beside torch's"),

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,40 +31,23 @@ ANSWER = "TRIREME_BENCHMARK_ANSWER"
 """In the environment of the processes that `torchrun` starts: where rank 0 writes its answer."""
 
 
-def interleaved(
-    times: Times,
-    steps: Mapping[str, Callable[[], object] | None],
-    blocks: int,
-    each: int,
-    together: Callable[[], object] = lambda: None,
-) -> Iterator[None]:
-    """Adds `blocks` blocks of `each` steps per side to `times`; one more of each warms up and is left out.
-
-    steps: by side, what takes a step; for a side with None the iterator stops before its block, and is to be asked for
-    more after it. together: called before each block, and after it, in its time.
-    """
-    for number in range(-1, blocks):
-        for name in list(steps) if number % 2 else list(reversed(list(steps))):
-            step = steps[name]
-            together()
-            begun = time.perf_counter()
-            if step is None:
-                yield
-            else:
-                for _ in range(each):
-                    step()
-            together()
-            if number >= 0:
-                times.setdefault(name, []).append((time.perf_counter() - begun) / each)
-
-
 def measured(
     steps: Mapping[str, Callable[[], object]], blocks: int, each: int, together: Callable[[], object] = lambda: None
 ) -> Times:
-    """Seconds per step of each side's blocks."""
-    times: Times = {}
-    for _ in interleaved(times, steps, blocks, each, together):
-        pass
+    """`blocks` blocks of `each` steps per side; one more of each warms up and is left out.
+
+    steps: by side, what takes a step. together: called before each block, and after it, in its time.
+    """
+    times: Times = {name: [] for name in steps}
+    for number in range(-1, blocks):
+        for name in list(steps) if number % 2 else list(reversed(list(steps))):
+            together()
+            begun = time.perf_counter()
+            for _ in range(each):
+                steps[name]()
+            together()
+            if number >= 0:
+                times[name].append((time.perf_counter() - begun) / each)
     return times
 
 
@@ -92,13 +75,21 @@ def interval(a: list[float], b: list[float], draws: int = 2000) -> tuple[float, 
 # --- in processes -----------------------------------------------------------------------------------------------
 
 
-def torchrun(module: str, *arguments: object, processes: int = 2, python: str = sys.executable) -> Any:
+def torchrun(module: str, *arguments: object, processes: int = 2) -> Any:
     """Runs `python -m MODULE ARGUMENTS` in so many processes, one thread each; what rank 0 gave to `answer`.
 
     Raises:
         RuntimeError: it failed; with the end of what it printed.
     """
-    program = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", module]
+    program = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={processes}",
+        "-m",
+        module,
+    ]
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.getcwd()}
         env[ANSWER] = f"{folder}/answer.json"

@@ -74,12 +74,9 @@ class Difference:
     norm: float
     weights: float
 
-    def within(self, tolerance: float) -> bool:
-        """Whether losses are, and norms and weights are within `AMPLIFIED` times that. False for nan."""
-        return self.inside(bounds(tolerance))
-
-    def inside(self, bound: Difference) -> bool:
-        """Whether no figure is larger than that of `bound`. False for nan."""
+    def within(self, limit: Difference | float) -> bool:
+        """Whether no figure is larger than that of `limit`, or than `bounds` allows. False for nan."""
+        bound = limit if isinstance(limit, Difference) else bounds(limit)
         return self.loss <= bound.loss and self.norm <= bound.norm and self.weights <= bound.weights
 
 

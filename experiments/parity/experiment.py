@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import tempfile
 import time
 from collections.abc import Iterable
@@ -24,8 +23,7 @@ from app.job import strategy_options
 from app.masking import mask_tree
 from app.optimizer import build_optimizer
 from app.randomness import seed_everything
-from app.run.manifest import local_folder
-from app.storage import Storage
+from app.run.manifest import Run
 from app.tasks import load_task
 from experiments.parity.curves import Trial
 from experiments.parity.matrix import Result, run
@@ -157,52 +155,27 @@ def as_dicts(results: list[Result]) -> list[dict[str, Any]]:
     ]
 
 
-def document(arguments: Iterable[str], text: str) -> str:
-    """The matrix as a Markdown file: the command, the machine, the table."""
-    when = time.strftime("%Y-%m-%d", time.gmtime())
-    gpus = f", {torch.cuda.device_count()} × {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    return (
-        f"# Parity\n\n`trireme parity {' '.join(arguments)}` on {when}, torch {torch.__version__}, {os.cpu_count()} "
-        f"cores{gpus}.\n\nLargest relative differences from one device: of a step's loss, of its gradient norm, of a "
-        f"weight tensor at the end (root mean squares).\n\n```\n{text}\n```\n"
-    )
-
-
-def certifiable(folder: str, config: Config) -> dict[str, Any]:
-    """The manifest of the run in `folder` (a path, or s3://…), which trains what `config` does.
+def run_of(config: Config) -> Run:
+    """The run that the configuration names.
 
     Raises:
-        UserError: there is no run, or it trains something else.
+        UserError: there is none, or it trains something else.
     """
-    try:
-        manifest: dict[str, Any] = json.loads(Storage(folder).read_bytes("run.json"))
-    except (FileNotFoundError, ValueError):
-        raise UserError(f"{folder} is not a run's folder: write one that `trireme train` named, as runs/gpt") from None
-    own = mask_tree({"task": config.task, "task_args": to_dict(config)["task_args"]})  # as a run writes them down
-    trained = mask_tree(manifest["identity"])
-    for key, value in json.loads(json.dumps(own, default=str)).items():
-        if trained.get(key) != value:
-            raise UserError(
-                f"the run in {folder} has {key} {trained.get(key)!r}, and this matrix {value!r}: certify a run of this "
-                "experiment"
-            )
-    return manifest
+    run = Run(config)
+    if not run.manifest.starts:
+        raise UserError(f"{run.folder} is not a run's folder: train this experiment first, or write its run.name")
+    return run
 
 
-def certify(folder: str, config: Config, results: list[Result], text: str) -> str:
+def certify(run: Run, results: list[Result], text: str) -> str:
     """Stores the matrix with a run, as parity.json and parity.txt in its folder and among its MLflow artifacts; where
-    it is now.
-
-    Raises:
-        UserError: see `certifiable`.
-    """
-    manifest, storage = certifiable(folder, config), Storage(folder)
-    here = local_folder(storage, manifest["name"], manifest["uid"])
-    content = {"time": time.time(), "torch": torch.__version__, "config": to_dict(config), "rows": as_dicts(results)}
+    it is now."""
+    config = mask_tree(to_dict(run.config))
+    content = {"time": time.time(), "torch": torch.__version__, "config": config, "rows": as_dicts(results)}
     made = {"parity.json": json.dumps(content, indent=1, default=str), "parity.txt": text + "\n"}
     with tempfile.TemporaryDirectory() as copies:
         for name, what in made.items():
-            storage.write_bytes(name, what.encode())
+            run.storage.write_bytes(name, what.encode())
             Path(copies, name).write_text(what)
-        note = store_artifacts(here, *(Path(copies, name) for name in made))
-    return f"{storage.url}/parity.json{f'; {note}' if note else ''}"
+        note = store_artifacts(run.local_folder, *(Path(copies, name) for name in made))
+    return f"{run.folder}/parity.json{f'; {note}' if note else ''}"

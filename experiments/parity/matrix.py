@@ -92,7 +92,7 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        return self.found is not None and self.found.inside(self.bound)
+        return self.found is not None and self.found.within(self.bound)
 
     @property
     def verdict(self) -> str:

@@ -1,8 +1,7 @@
-"""Which page belongs to a folder: that of a run or of several, or what a sweep or a study keeps as page.json."""
+"""Which page belongs to a folder: that of a run or of several, or the one that a sweep or a study wrote."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,11 @@ from app.errors import UserError
 from experiments.report import page, run_page
 from experiments.report.runs import read_run, store_artifacts
 
-CONTENT = "page.json"
-"""In the folder of a sweep or a study: what is on its page (page.py)."""
+PAGE = "report.html"
 
 
 def report(folders: list[str], out: str | None) -> tuple[Path, str]:
-    """Writes the page that belongs to these folders, and stores it in MLflow; the page, and what was not possible.
+    """The page of a sweep or a study; or writes that of runs and stores it in MLflow, and what was not possible.
 
     Raises:
         UserError: a folder holds nothing to report on.
@@ -27,8 +25,7 @@ def report(folders: list[str], out: str | None) -> tuple[Path, str]:
             raise UserError(f"there is no folder {path}: write one that `trireme train`, sweep or scale named")
         if len(paths) > 1 and _is_answer(path):
             raise UserError(f"{path} is a sweep or a study, which has a page of its own: report on it alone")
-    written = write_again(paths[0]) if _is_answer(paths[0]) else write_runs(paths)
-    note = store_artifacts(paths[0], written)
+    written, note = (_answer(paths[0]), "") if _is_answer(paths[0]) else _of_runs(paths)
     if out:
         target = Path(out).expanduser()
         try:
@@ -44,33 +41,23 @@ def _is_answer(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("sweep.json", "study.json"))
 
 
+def _answer(folder: Path) -> Path:
+    if not (folder / PAGE).exists():
+        raise UserError(f"{folder} has no answer yet: run `trireme sweep` or `trireme scale` to its end")
+    return folder / PAGE
+
+
 def write(folder: Path, content: dict[str, Any]) -> Path:
-    """Keeps what is on a sweep's or a study's page, and writes its report.html."""
-    (folder / CONTENT).write_text(json.dumps(content, indent=1, default=str))
-    return write_again(folder)
+    """The page of a sweep or a study. content: see page.py."""
+    (folder / PAGE).write_text(page.render(content, folder))
+    return folder / PAGE
 
 
-def write_again(folder: Path) -> Path:
-    """Writes report.html from page.json.
-
-    Raises:
-        UserError: the sweep or study has not come to its end, or the file is damaged.
-    """
-    out = folder / "report.html"
-    try:
-        out.write_text(page.render(json.loads((folder / CONTENT).read_text()), folder))
-    except FileNotFoundError as error:
-        raise UserError(f"{folder} has no answer yet: run `trireme sweep` or `trireme scale` to its end") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder / CONTENT} is damaged ({error}): run the same command again to write it") from error
-    return out
-
-
-def write_runs(folders: list[Path]) -> Path:
-    """Writes report.html into the run's folder, of several comparison.html into the first's."""
+def _of_runs(folders: list[Path]) -> tuple[Path, str]:
+    """The page in the run's folder, of several comparison.html in the first's."""
     records = [read_run(folder) for folder in folders]
     if len({record.name for record in records}) < len(records):
         records = [replace(record, name=str(record.folder)) for record in records]
-    out = folders[0] / ("report.html" if len(folders) == 1 else "comparison.html")
+    out = folders[0] / (PAGE if len(folders) == 1 else "comparison.html")
     out.write_text(page.render(run_page.content(records), folders[0]))
-    return out
+    return out, store_artifacts(folders[0], out)

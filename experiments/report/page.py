@@ -1,6 +1,6 @@
 """One HTML file with everything in it: no script, no font, no picture from elsewhere.
 
-What is on a page is plain data, so that a sweep or a study keeps it as JSON and the page can be written again:
+What is on a page is plain data:
 
     {"title", "about", "facts": [[what, value, remark]], "sections": [section]}
     section: {"title", "sentences": [text], "plots": [[SVG or the name of its file, caption]],

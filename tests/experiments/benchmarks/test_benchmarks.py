@@ -27,16 +27,6 @@ def test_sides_take_turns_both_ways_and_the_first_block_of_each_does_not_count()
     assert [len(times["A"]), len(times["B"])] == [2, 2]
 
 
-def test_a_side_that_cannot_be_called_is_waited_for() -> None:
-    """Lightning's Trainer, whose loop takes the others' turns between two of its own blocks."""
-    order: list[str] = []
-    times: harness.Times = {}
-    others = harness.interleaved(times, {"A": lambda: order.append("A"), "T": None}, 2, 1)
-    while next(others, others) is not others:
-        order.append("T")
-    assert "".join(order) == "ATTAAT" and [len(times["A"]), len(times["T"])] == [2, 2]
-
-
 def test_a_ratio_is_that_of_neighbouring_blocks_whatever_the_machine_does_meanwhile() -> None:
     speed = [1.0, 1.0, 3.0, 3.0, 9.0, 9.0, 2.0, 2.0]
     sides = harness.beside({"A": speed, "B": [1.1 * each for each in speed]}, "A")
@@ -86,7 +76,6 @@ SMALLEST = {
     "checkpoint": "--megabytes 2 --rounds 1",
     "pipeline": "--rounds 1 --micro-batches 4",
     "start": "--rounds 1",
-    "peers": "--model mnist --blocks 1",
 }
 SLOW = {"start", "pipeline", "tracking", "saving"}
 
@@ -94,8 +83,6 @@ SLOW = {"start", "pipeline", "tracking", "saving"}
 @pytest.mark.alone
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in SMALLEST])
 def test_a_benchmark_runs(name: str) -> None:
-    if name == "peers" and not (ROOT / ".venv-peers").exists():
-        pytest.skip("make peers has not been run")
     found = benchmark(name, *SMALLEST[name].split())
     assert found and "NaN" not in json.dumps(found)
 

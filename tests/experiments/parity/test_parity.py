@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ from app.cli.parity import command
 from app.config import Config
 from app.config_io import load_config
 from app.errors import UserError
-from app.run.manifest import Manifest
-from app.storage import Storage
+from app.run.manifest import Run
 from experiments.parity import experiment as parity
 from experiments.parity.curves import Difference
 from experiments.parity.matrix import Result
@@ -44,12 +42,14 @@ def config(experiment: list[str]) -> Config:
     return load_config([], experiment)
 
 
-def run_of(config: Config, storage: Storage, **changes: Any) -> str:
-    """A finished run's manifest where it is kept."""
-    identity = {"task": config.task, "task_args": dict(config.task_args)} | changes
-    manifest = Manifest("quick", "1234567890", 0.0, identity, status="finished")
-    storage.write_bytes("run.json", json.dumps(dataclasses.asdict(manifest)).encode())
-    return storage.url
+@pytest.fixture
+def trained(experiment: list[str], tmp_path: Path) -> list[str]:
+    """The experiment, whose run has been started once."""
+    arguments = [*experiment, "run.name=quick", f"run.storage={tmp_path}"]
+    run = Run(load_config([], arguments))
+    run.manifest.starts = 1
+    run.save()
+    return arguments
 
 
 def call(monkeypatch: pytest.MonkeyPatch, results: list[Result], *arguments: str) -> tuple[int, str]:
@@ -76,15 +76,6 @@ def test_exit_codes(
 ) -> None:
     found, output = call(monkeypatch, results, *experiment)
     assert found == code and words in output and "Traceback" not in output
-
-
-def test_the_table_goes_to_a_file(experiment: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "PARITY.md"
-    assert call(monkeypatch, [GOOD], *experiment, "--out", str(out))[0] == 0
-    text = out.read_text()
-    assert "ddp (dp_replicate 2)" in text and "trireme parity task=language_modelling" in text
-    code, output = call(monkeypatch, [GOOD], *experiment, "--out", str(tmp_path / "none" / "x.md"))
-    assert code == 2 and "cannot be written" in output
 
 
 def test_rows_are_chosen_by_name_and_workers() -> None:
@@ -114,35 +105,26 @@ def test_a_row_trains_as_the_experiment_says(experiment: list[str]) -> None:
 # --- the certificate --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["local", "memory"])
-def test_a_certificate_is_stored_with_the_run(where: str, config: Config, tmp_path: Path) -> None:
-    storage = Storage(str(tmp_path / "runs" / "quick") if where == "local" else "memory://parity/quick")
-    said = parity.certify(run_of(config, storage), config, [GOOD, REFUSED], "the table")
-    assert said.startswith(f"{storage.url}/parity.json; ") and storage.read_bytes("parity.txt") == b"the table\n"
-    stored = json.loads(storage.read_bytes("parity.json"))
-    assert stored["config"]["task"] == "language_modelling" and stored["torch"] == torch.__version__
-    assert [row["verdict"] for row in stored["rows"]] == ["ok", "REFUSED"] and "3 heads" in stored["rows"][1]["why"]
-
-
-def test_a_certificate_is_among_the_artifacts_of_a_tracked_run(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_certificate_is_stored_with_the_run_and_its_artifacts(
+    trained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "quick"
     heard: list[Any] = []
     monkeypatch.setattr(parity, "store_artifacts", lambda *given: heard.append(given) or "MLflow is away")
-    said = parity.certify(run_of(config, Storage(folder)), config, [GOOD], "the table")
+    folder = tmp_path / "quick"
+    code, output = call(monkeypatch, [GOOD, REFUSED], *trained, "--certify")
+    assert code == 0 and f"{folder}/parity.json; MLflow is away" in output
+    assert "1.0e-07" in (folder / "parity.txt").read_text()
+    stored = json.loads((folder / "parity.json").read_text())
+    assert stored["config"]["task"] == "language_modelling" and stored["torch"] == torch.__version__
+    assert [row["verdict"] for row in stored["rows"]] == ["ok", "REFUSED"] and "3 heads" in stored["rows"][1]["why"]
     ((tracked, *files),) = heard
     assert tracked == folder and [file.name for file in files] == ["parity.json", "parity.txt"]
-    assert said.endswith("; MLflow is away")
 
 
-@pytest.mark.parametrize("changes", [{"task": "tabular"}, {"task_args": {"data": "other"}}])
+@pytest.mark.parametrize("change", ["task=tabular", "task_args.data=other", "run.name=never_trained"])
 def test_a_run_of_something_else_is_not_certified(
-    changes: dict[str, Any], config: Config, experiment: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: str, trained: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = run_of(config, Storage(tmp_path / "quick"), **changes)
-    code, output = call(monkeypatch, [GOOD], *experiment, "--certify", folder)
-    assert code == 2 and next(iter(changes)) in output and "certify a run of this experiment" in output
+    code, output = call(monkeypatch, [GOOD], *trained, change, "--certify")
+    assert code == 2 and ("was started with task" in output or "is not a run's folder" in output)
     assert "1.0e-07" not in output, "said before anything is trained"
-    code, output = call(monkeypatch, [GOOD], *experiment, "--certify", str(tmp_path / "nothing"))
-    assert code == 2 and "is not a run's folder" in output
