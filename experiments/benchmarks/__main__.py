@@ -10,6 +10,7 @@ BENCHMARKS = {
     "step": ("step", "a step under each strategy, beside the same written by hand"),
     "tracking": ("overhead", "what logging every step costs training"),
     "saving": ("overhead", "what a checkpoint every 50 steps costs training"),
+    "accelerators": ("overhead", "what each file of strategies/cpu_collectives brings to a step"),
     "checkpoint": ("checkpoint", "how long a save holds training up, beside torch's"),
     "start": ("start", "from the command to the first finished step, under every launcher"),
     "pipeline": ("pipeline", "our schedules beside torch.distributed.pipelining's"),

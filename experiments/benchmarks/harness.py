@@ -12,13 +12,14 @@ import os
 import platform
 import random
 import shlex
+import shutil
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -107,6 +108,18 @@ def answer(value: Any) -> NoReturn:
         Path(os.environ[ANSWER]).write_text(json.dumps(value))
     dist.barrier()
     os._exit(0)
+
+
+@contextlib.contextmanager
+def tree_without(*paths: str) -> Iterator[str]:
+    """A folder with a copy of this checkout, in which these files or folders are not."""
+    with tempfile.TemporaryDirectory() as folder:
+        tracked = subprocess.run(["git", "ls-files", "-z"], check=True, capture_output=True, text=True).stdout
+        for name in filter(None, tracked.split("\0")):
+            if not name.startswith(paths) and Path(name).exists():
+                Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(name, Path(folder, name))
+        yield folder
 
 
 def free_port() -> int:

@@ -7,6 +7,7 @@ command starts, and the first and second time on a cluster that is there.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -22,26 +23,31 @@ from typing import Any
 import click
 import psutil
 
-from experiments.benchmarks.harness import free_port, show
+from experiments.benchmarks.harness import free_port, show, tree_without
 
 STEPS = 5
 LAUNCHERS = {"ray": "Ray Train", "actors": "actors"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
 
 
-def run(rounds: int, launchers: tuple[str, ...] = ("ray", "actors")) -> dict[str, list[float]]:
-    """Seconds of each round, by side; one more warms the file cache."""
+def run(rounds: int, launchers: tuple[str, ...] = ("ray", "actors"), without: str = "") -> dict[str, list[float]]:
+    """Seconds of each round, by side; one more warms the file cache. without: a path; every round a second time in a
+    copy of the checkout that has not got it."""
     seconds: dict[str, list[float]] = {}
-    for number in range(-1, rounds):
-        for name, value in _round(launchers, backwards=bool(number % 2)):
-            if number >= 0:
-                seconds.setdefault(name, []).append(value)
+    with tree_without(without) if without else contextlib.nullcontext() as copy:
+        trees = {"": os.getcwd()} | ({f", without {without}": copy} if copy else {})
+        for number, (words, tree) in itertools.product(range(-1, rounds), trees.items()):
+            for name, value in _round(launchers, tree, backwards=bool(number % 2)):
+                if number >= 0:
+                    seconds.setdefault(name + words, []).append(value)
     return seconds
 
 
-def _round(launchers: tuple[str, ...], *, backwards: bool) -> Iterator[tuple[str, float]]:
-    """Each side once; those on a cluster in their order, each launcher on a cluster of its own."""
-    env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | {"OMP_NUM_THREADS": "1"}
+def _round(launchers: tuple[str, ...], tree: str, *, backwards: bool) -> Iterator[tuple[str, float]]:
+    """Each side once, by the code in the folder `tree`; those on a cluster in their order, each launcher on a cluster
+    of its own."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": tree}
+    env.pop("RAY_ADDRESS", None)
     order = ["by hand", "torchrun", *launchers]
     for side in reversed(order) if backwards else order:
         if side == "by hand":
@@ -66,7 +72,7 @@ def _trireme(program: list[str], env: dict[str, str], *more: str) -> float:
 def _seconds(command: list[str], env: dict[str, str]) -> float:
     """From this moment until the command's first step was done."""
     begun = time.time()
-    done = subprocess.run(command, check=True, env=env, capture_output=True, text=True)
+    done = subprocess.run(command, check=True, cwd=env["PYTHONPATH"], env=env, capture_output=True, text=True)
     found = re.search(r'first step done at ([\d.]+)|"first_step_at": ([\d.]+)', done.stdout)
     if not found:
         raise RuntimeError(f"{' '.join(command)} did not say when its first step was done: {done.stdout}")
@@ -120,10 +126,11 @@ def end_tree(pid: int) -> None:
 
 @click.command()
 @click.option("--rounds", default=5, type=click.IntRange(1), show_default=True, help="Rounds of whole programs.")
+@click.option("--without", default="", metavar="PATH", help="Also without this folder, such as cluster/fast_start.")
 @click.option("--json", "as_json", is_flag=True)
-def main(rounds: int, as_json: bool) -> None:
+def main(rounds: int, without: str, as_json: bool) -> None:
     """Whole programs, from the command to the first finished step."""
-    found = run(rounds)
+    found = run(rounds, without=without)
     rows = [
         {"command to first step": name, "median, s": f"{statistics.median(s):.1f}"}
         | {"least to most": f"{min(s):.1f} to {max(s):.1f}"}

@@ -30,7 +30,7 @@ def content(records: list[RunRecord]) -> dict[str, Any]:
         {"title": "Plan and measurement", "tables": [{"rows": _values(records, "plan/")}]},
         {"title": "Where they differ", "tables": [{"rows": differences(records)}] if several else []},
         {"title": "Failures and restarts", "sentences": _failures(records)},
-        {"title": "Cost", "tables": [{"rows": _cost(records)}]},
+        {"title": "Cost", "tables": [{"rows": _values(records, "cost/")}]},
         {"title": "Configuration", "folded": {record.name: _yaml(record.config) for record in records}},
     ]
     return {
@@ -120,18 +120,3 @@ def _failures(records: list[RunRecord]) -> list[str]:
             message = record.tags.get("trireme.message", "no reason known")
             lines.append(f"{record.name} {record.manifest['status']}: {message}")
     return lines
-
-
-_DOLLARS = {"total": "dollars", "start": "before the first step", "restarts": "after failures"}
-
-
-def _cost(records: list[RunRecord]) -> list[dict[str, Any]]:
-    """Worker-hours of training; dollars, from the request for workers to their end, where prices are known."""
-    rows = []
-    for record in records:
-        seconds, workers = record.summary.get("seconds"), str(record.config["workers"])
-        hours = {"worker-hours": seconds * int(workers) / 3600} if seconds and workers.isdigit() else {}
-        dollars = {label: float(record.cost[key]) for key, label in _DOLLARS.items() if key in record.cost}
-        if hours or dollars:
-            rows.append({"run": record.name, **hours, **dollars})
-    return rows

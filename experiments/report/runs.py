@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from dataclasses import dataclass, field
@@ -22,8 +21,7 @@ MOST_POINTS = 600
 
 @dataclass
 class RunRecord:
-    """A run as a page shows it. problem: why there are no curves. cost: dollars, as app/run/cost.py counted them; {}
-    without prices."""
+    """A run as a page shows it. problem: why there are no curves."""
 
     name: str
     folder: Path
@@ -34,7 +32,6 @@ class RunRecord:
     params: dict[str, str] = field(default_factory=dict)
     status: str = ""
     problem: str = ""
-    cost: dict[str, float] = field(default_factory=dict)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -56,8 +53,6 @@ def read_run(folder: Path) -> RunRecord:
     except ValueError as error:
         raise UserError(f"{folder} is damaged: {error}") from error
     record = RunRecord(manifest["name"], folder, manifest, config, status=manifest["status"])
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        record.cost = json.loads((folder / "cost.json").read_text())
     try:
         _from_mlflow(record)
     except Exception as error:  # a page without curves is better than none

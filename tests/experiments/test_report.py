@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -109,20 +108,19 @@ def test_nothing_is_wider_than_the_window_in_a_browser(runs: Path, tmp_path: Pat
     assert int(found[1]) <= int(found[2])
 
 
-def record(name: str, folder: Path, summary: dict[str, float] | None = None, **more: Any) -> RunRecord:
-    manifest = {"created": 0.0, "steps": 9, "starts": 1, "status": "finished", "summary": summary}
-    return RunRecord(name, folder, manifest, {"task": "x", "workers": "2"}, **more)
+def record(name: str, folder: Path, values: dict[str, float]) -> RunRecord:
+    manifest = {"created": 0.0, "steps": 9, "starts": 1, "status": "finished", "summary": None}
+    curves = {metric: [(5.0, value)] for metric, value in values.items()}
+    return RunRecord(name, folder, manifest, {"task": "x", "workers": "2"}, curves=curves)
 
 
 def test_what_runs_cost_and_their_stages_are_tables(tmp_path: Path) -> None:
-    dollars = {"total": 12.5, "start": 0.25, "restarts": 0.0}
     values = {"pipeline/stage_0/compute_seconds": 0.02, "pipeline/bubble": 0.12, "plan/step_seconds": 0.5}
-    staged = record("staged", tmp_path, curves={name: [(5.0, value)] for name, value in values.items()})
-    paid = record("paid", tmp_path, {"seconds": 1800.0}, cost=dollars)
-    text = page.render(run_page.content([paid, record("free", tmp_path, {"seconds": 1800.0}), staged]), tmp_path)
+    staged, paid = record("staged", tmp_path, values), record("paid", tmp_path, {"cost/dollars": 12.5})
+    text = page.render(run_page.content([paid, staged]), tmp_path)
     found = re.sub(r"<[^>]+>", " ", text)
-    assert re.search(r"paid\s+1\s+12\.5\s+0\.25\s+0\s+free\s+1\s+–", found)
-    assert re.search(r"paid\s+free\s+staged\s+pipeline/bubble\s+–\s+–\s+0\.12\s+pipeline/stage_0/compute_s", found)
-    assert re.search(r"plan/step_seconds\s+–\s+–\s+0\.5", found)
-    plain = page.render(run_page.content([record("plain", tmp_path)]), tmp_path)
+    assert re.search(r"Cost\s+paid\s+staged\s+cost/dollars\s+12\.5\s+–", found)
+    assert re.search(r"paid\s+staged\s+pipeline/bubble\s+–\s+0\.12\s+pipeline/stage_0/compute_s", found)
+    assert re.search(r"plan/step_seconds\s+–\s+0\.5", found)
+    plain = page.render(run_page.content([record("plain", tmp_path, {})]), tmp_path)
     assert "Cost" not in plain and "Stages" not in plain

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import sqlite3
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -78,20 +77,19 @@ class Cluster:
 
     def curve(self, name: str, metric: str = "train/loss") -> tuple[list[str], list[tuple[int, float]]]:
         """The statuses of all MLflow runs of that name, and the points of their metric, by step."""
-        with contextlib.closing(sqlite3.connect(f"file:{self.database}?mode=ro", uri=True, timeout=20)) as database:
-            runs = database.execute("SELECT run_uuid, status FROM runs WHERE name = ?", (name,)).fetchall()
-            points = database.execute(
-                "SELECT step, value FROM metrics JOIN runs USING (run_uuid) WHERE key = ? AND name = ? ORDER BY step",
-                (metric, name),
-            ).fetchall()
-        return [status for _, status in runs], points
+        from mlflow.tracking import MlflowClient
+
+        client = MlflowClient(f"sqlite:///{self.database}")
+        experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+        runs = client.search_runs(experiments, f"attributes.run_name = '{name}'")
+        points = [(p.step, p.value) for run in runs for p in client.get_metric_history(run.info.run_id, metric)]
+        return [run.info.status for run in runs], sorted(points)
 
     # --- what is started ------------------------------------------------------------------------------------------
 
     def _ray(self, *flags: str) -> subprocess.Popen[bytes]:
-        folder = self.temporary / str(
-            len(self.processes)
-        )  # nodes of one folder that start together take the same sockets
+        # Nodes of one folder that start together take the same sockets.
+        folder = self.temporary / str(len(self.processes))
         folder.mkdir()
         self.processes.append(ray_start(folder, environment(**HEALTH), *flags))
         return self.processes[-1]

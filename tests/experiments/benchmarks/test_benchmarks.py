@@ -73,11 +73,12 @@ SMALLEST = {
     "step": "--model mnist --blocks 1",
     "tracking": "--runs 1 --steps 40",
     "saving": "--runs 1 --steps 60",
+    "accelerators": "--runs 1 --steps 40",
     "checkpoint": "--megabytes 2 --rounds 1",
     "pipeline": "--rounds 1 --micro-batches 4",
     "start": "--rounds 1",
 }
-SLOW = {"start", "pipeline", "tracking", "saving"}
+SLOW = {"start", "pipeline", "tracking", "saving", "accelerators"}
 
 
 @pytest.mark.alone
