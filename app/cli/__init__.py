@@ -9,22 +9,24 @@ from typing import Any
 
 import click
 
+from app.errors import nearest
+
 COMMANDS = {
-    "train": "Train an experiment, or continue one that was stopped.",
-    "sweep": "Search batch size, learning rate and other keys; run it again to continue.",
-    "scale": "Measure what more workers bring, and whether the next doubling pays.",
-    "report": "Write one page about runs, a sweep or a scaling study.",
-    "config": "Show every key of an experiment, its value and what it means.",
-    "parity": "Check that every strategy trains the same model as one device.",
-    "export": "Write trained weights as safetensors, a torch file or a Hugging Face folder.",
-    "sync": "Send MLflow what a run could not deliver while the tracking server was down.",
-    "submit": "Send an experiment to a cluster, follow it, stop it.",
-    "doctor": "Check every node and GPU; say what is wrong and what to do.",
-    "plan": "Predict which layouts fit, how fast they train and at what cost, before anything starts.",
-    "calibrate": "Measure what devices and links reach, for better plans.",
-    "cluster": "Define, check, start and stop clusters.",
+    "train": ("runs", "Train an experiment, or continue one that was stopped."),
+    "sweep": ("studies", "Search batch size, learning rate and other keys; run it again to continue."),
+    "scale": ("studies", "Measure what more workers bring, and whether the next doubling pays."),
+    "report": ("studies", "Write one page about runs, a sweep or a scaling study."),
+    "config": ("runs", "Show every key of an experiment, its value and what it means."),
+    "parity": ("studies", "Check that every strategy trains the same model as one device."),
+    "export": ("runs", "Write trained weights as safetensors, a torch file or a Hugging Face folder."),
+    "sync": ("runs", "Send MLflow what a run could not deliver while the tracking server was down."),
+    "submit": ("submit", "Send an experiment to a cluster, follow it, stop it."),
+    "doctor": ("doctor", "Check every node and GPU; say what is wrong and what to do."),
+    "plan": ("plan", "Predict which layouts fit, how fast they train and at what cost, before anything starts."),
+    "calibrate": ("plan", "Measure what devices and links reach, for better plans."),
+    "cluster": ("cluster", "Define, check, start and stop clusters."),
 }
-"""Name: help. The module of each is app.cli.NAME."""
+"""Name: (module of app.cli with a command of this name, help)."""
 
 
 class LazyGroup(click.Group):
@@ -36,19 +38,17 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        return importlib.import_module(f"app.cli.{cmd_name}").command
+        return getattr(importlib.import_module(f"app.cli.{COMMANDS[cmd_name][0]}"), cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            import difflib
-
-            near = difflib.get_close_matches(args[0], COMMANDS, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"write one of {', '.join(COMMANDS)}"
-            raise click.UsageError(f"unknown command {args[0]!r}: {hint}")
+            raise click.UsageError(
+                f"unknown command {args[0]!r}{nearest(args[0], COMMANDS)}: write one of {', '.join(COMMANDS)}"
+            )
         return super().resolve_command(ctx, args)
 
 

@@ -13,7 +13,7 @@ from app.cli.common import Invocation, verb
 
 
 @click.group("cluster")
-def command() -> None:
+def cluster() -> None:
     """Define, check, start and stop clusters: one laptop, machines over SSH, clouds, Kubernetes.
 
     \b
@@ -28,7 +28,7 @@ def command() -> None:
     """
 
 
-@verb("list", group=command)
+@verb("list", group=cluster)
 def list_(cli: Invocation) -> None:
     """List the cluster files that come with Trireme."""
     from cluster.shape import own_files, read_cluster
@@ -41,10 +41,10 @@ def list_(cli: Invocation) -> None:
     cli.answer({name: dataclasses.asdict(shape) for name, shape in shapes.items()}, "\n".join(rows))
 
 
-@verb("show", group=command)
+@verb("show", group=cluster)
 @click.argument("file", metavar="FILE")
 def show(cli: Invocation, file: str) -> None:
-    """Show what a cluster is made of: node types, GPUs, memory, links, prices, limits."""
+    """Show node types, GPUs, memory, links, prices and limits."""
     from cluster.picture import describe_shape
     from cluster.shape import read_cluster
 
@@ -52,10 +52,10 @@ def show(cli: Invocation, file: str) -> None:
     cli.answer(shape, describe_shape(shape))
 
 
-@verb("validate", group=command)
+@verb("validate", group=cluster)
 @click.argument("files", metavar="FILE…", nargs=-1, required=True)
 def validate(cli: Invocation, files: tuple[str, ...]) -> None:
-    """Find what is wrong in cluster files, without credentials or network. Exit code 2 if anything is."""
+    """Find mistakes in cluster files, without credentials or network. Exit code 2 if there are any."""
     from cluster.errors import ClusterError
     from cluster.provider_rules import botocore_is_installed
     from cluster.validate import validate_file
@@ -84,7 +84,7 @@ def _unreadable(file: str, said: str) -> Any:
     return Fault(file, int(place[1] or 1) if place else 1, said[place.end() :] if place else said)
 
 
-@verb("up", group=command)
+@verb("up", group=cluster)
 @click.argument("file", metavar="FILE")
 @click.option("--timeout", default=600.0, show_default=True, metavar="SECONDS", help="Give up after this long.")
 def up(cli: Invocation, file: str, timeout: float) -> None:
@@ -98,7 +98,7 @@ def up(cli: Invocation, file: str, timeout: float) -> None:
     cli.answer({"status": "up", "seconds": seconds, **dataclasses.asdict(status)}, text)
 
 
-@verb("down", group=command)
+@verb("down", group=cluster)
 @click.argument("file", metavar="FILE")
 def down(cli: Invocation, file: str) -> None:
     """Stop a cluster, and leave nothing of it running."""
@@ -111,10 +111,10 @@ def down(cli: Invocation, file: str) -> None:
     cli.answer({"status": "down"}, "the cluster is down")
 
 
-@verb("status", group=command)
+@verb("status", group=cluster)
 @click.argument("file", metavar="FILE")
 def status(cli: Invocation, file: str) -> None:
-    """Show what is up, what is starting, what failed and why, and what it costs per hour."""
+    """Show what runs, starts or has failed, and the cost per hour."""
     from cluster.launch import load
     from cluster.status import status_of
 

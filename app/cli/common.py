@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from app.console import Console
 
 USER_ERRORS = ("UserError", "LayoutError", "ClusterError", "HardwareError")  # by name, so that help imports no torch
+COMMON = {
+    "--json": ("as_json", "Print only the result, as JSON."),
+    "--verbose": ("verbose", "Show the output of Ray and other libraries too."),
+    "--traceback": ("traceback", "Show Python's traceback of an error."),
+}
 STATUS = {1: "failed", 2: "refused", 130: "stopped"}
 
 
@@ -52,17 +57,12 @@ def verb(name: str, *, group: Any = click, verbose: bool = False) -> Callable[[C
                 function(cli, **given)
 
         command = group.command(name)(call)
-        command.params.append(_flag("--json", "as_json", "Print only the result, as JSON."))
-        if verbose:
-            command.params.append(_flag("--verbose", "verbose", "Leave the output of Ray and others on the terminal."))
-        command.params.append(_flag("--traceback", "traceback", "Show Python's traceback of an error."))
+        for option, (field, text) in COMMON.items():
+            if verbose or field != "verbose":
+                command.params.append(click.Option([option, field], is_flag=True, help=text))
         return command
 
     return decorate
-
-
-def _flag(option: str, name: str, text: str) -> click.Option:
-    return click.Option([option, name], is_flag=True, help=text)
 
 
 @contextlib.contextmanager
@@ -79,15 +79,12 @@ def sentences(cli: Invocation, *, traceback: bool = False) -> Iterator[None]:
             raise
         known = any(kind.__name__ in USER_ERRORS for kind in type(error).__mro__)
         code = 2 if known else 130 if isinstance(error, Interrupted) else 1
-        text = str(error) if known or isinstance(error, RunFailed | Interrupted) else _unforeseen(error)
+        text = str(error)
+        if not (known or isinstance(error, RunFailed | Interrupted)):
+            text = f"{type(error).__name__}: {text.strip().partition(chr(10))[0]} (--traceback shows where)"
         cli.answer({"status": STATUS[code], "error": text})
         cli.console.error(f"trireme: {text}")
         raise click.exceptions.Exit(code) from None
-
-
-def _unforeseen(error: Exception) -> str:
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first} (--traceback shows where)"
 
 
 class ExperimentArguments(click.ParamType):
@@ -112,10 +109,9 @@ class ExperimentArguments(click.ParamType):
         return [CompletionItem(f"{path}/" if path.is_dir() else str(path)) for path in paths] + keys
 
 
-def experiment_arguments(function: Any) -> Any:
-    return click.argument("arguments", nargs=-1, metavar="EXPERIMENT.yaml [key=value]…", type=ExperimentArguments())(
-        function
-    )
+experiment_arguments = click.argument(
+    "arguments", nargs=-1, metavar="[EXPERIMENT.yaml] [key=value]…", type=ExperimentArguments()
+)
 
 
 def split(arguments: tuple[str, ...]) -> tuple[list[str], list[str]]:

@@ -16,15 +16,15 @@ from app.cli.common import Invocation, experiment_arguments, read, verb
 
 @verb("doctor")
 @experiment_arguments
-@click.option("--cluster", metavar="FILE", help="The file the cluster was made from: says what links should give.")
+@click.option("--cluster", metavar="FILE", help="The cluster's file: it says how fast the links should be.")
 @click.option("--storage", metavar="FOLDER", help="Check that every node can write there. Default: run.storage.")
 @click.option(
     "--all-reduce/--no-all-reduce",
     default=None,
-    help="Measure all-reduce within and across nodes too. Default: where there are GPUs.",
+    help="Also measure all-reduce within and across nodes. Default: where there are GPUs.",
 )
 @click.option("--exclude-bad", is_flag=True, help="Print only the key that keeps a run off the bad nodes.")
-def command(
+def doctor(
     cli: Invocation,
     arguments: tuple[str, ...],
     cluster: str | None,
@@ -32,7 +32,7 @@ def command(
     all_reduce: bool | None,
     exclude_bad: bool,
 ) -> None:
-    """Check every node and GPU at once; say what is wrong and what to do. Exit code 1 if a node is unusable.
+    """Check every node and GPU at once; say what is wrong and what to do. Exit code 1 if a node is not usable.
 
     \b
     trireme doctor
@@ -44,11 +44,9 @@ def command(
 
     cli.console.quiet = cli.as_json or exclude_bad
     if server := remote.server_of(cluster):
-        given = {"--storage": storage, "--exclude-bad": exclude_bad, "--json": cli.as_json}
-        options = [
-            word for name, value in given.items() if value for word in ([name] if value is True else [name, value])
-        ]
-        options += [] if all_reduce is None else ["--all-reduce" if all_reduce else "--no-all-reduce"]
+        flags: dict[str, bool | None] = {"--exclude-bad": exclude_bad, "--json": cli.as_json}
+        flags |= {"--all-reduce": all_reduce, "--no-all-reduce": all_reduce is False}
+        options = [*(["--storage", storage] if storage else []), *(flag for flag, given in flags.items() if given)]
         _remote(cli, server, arguments, options, exclude_bad)
     storage = storage or (read(arguments).run.storage if arguments else "")
     facts = _look(cli, cluster, storage, all_reduce)

@@ -1,4 +1,4 @@
-"""`trireme plan`."""
+"""`trireme plan` and `trireme calibrate`: what would run, how fast, and the measurements behind it."""
 
 from __future__ import annotations
 
@@ -17,42 +17,37 @@ LAYOUT = ("strategy", "parallel.dp_replicate", "parallel.dp_shard", "parallel.tp
 
 @verb("plan")
 @experiment_arguments
-@click.option("--cluster", help="A cluster's file (or the name of one of Trireme's own, such as aws).")
-@click.option("--gpus", type=int, help="Plan for this number of GPUs, which need not exist.")
-@click.option("--gpu", help="Which, as in cluster/hardware.yaml: h100-80gb, rtx-4090, cpu, …")
-@click.option("--gpus-per-node", "per_node", type=int, help="GPUs of one node. Default: 8.")
-@click.option("--interconnect", help="Between nodes: 400Gb (bits per second and node), 50GB (bytes).")
-@click.option("--rank-by", "rank", default="time", show_default=True, help="time, cost or memory.")
-@click.option("--top", default=None, type=int, help="Layouts shown (8; as JSON 100; 0: all).")
-@click.option("--write", help="Write the best layout as an experiment that `trireme train` takes.")
-@click.option("--picture", help="Draw time against memory of all layouts into this file (PNG, SVG or PDF).")
+@click.option("--cluster", metavar="FILE", help="A cluster's file, or the name of one of Trireme's own, such as aws.")
+@click.option("--gpus", type=int, metavar="N", help="Plan for N GPUs, which need not exist.")
+@click.option("--gpu", metavar="NAME", help="Their model in cluster/hardware.yaml, such as h100-80gb, rtx-4090 or cpu.")
+@click.option("--gpus-per-node", "per_node", type=int, metavar="N", help="GPUs of one node. Default: 8.")
+@click.option("--interconnect", metavar="RATE", help="Between nodes, per node: 400Gb (bits/s) or 50GB (bytes/s).")
+@click.option("--rank-by", "rank", default="time", show_default=True, metavar="WHAT", help="time, cost or memory.")
+@click.option("--top", default=None, type=int, metavar="N", help="Layouts to show, 0 for all. Default: 8, in JSON 100.")
+@click.option("--write", metavar="FILE", help="Write the best layout as an experiment for `trireme train`.")
+@click.option("--picture", metavar="FILE", help="Draw time against memory of all layouts: PNG, SVG or PDF.")
 @click.option("--max-batch", is_flag=True, help="Find the largest micro-batch that runs here, in new processes.")
-@click.option("--published", help="Compare the planner with a table of published runs.")
-def command(cli: Invocation, arguments: tuple[str, ...], **options: Any) -> None:
+@click.option("--published", metavar="FILE", help="Compare the planner with a table of published runs.")
+def plan(cli: Invocation, arguments: tuple[str, ...], **options: Any) -> None:
     """Predict which layouts of an experiment fit, how fast they train and at what cost, before anything starts.
 
     \b
     trireme plan experiments/gpt.yaml --gpus 64 --gpu h100-80gb --interconnect 3200Gb
     trireme plan experiments/gpt.yaml --cluster aws strategy=fsdp train.micro_batch_size=4
 
-    A key given as key=value is fixed; what the file says of strategy, degrees and micro-batch is not. Without --cluster
-    and --gpus the plan is for the Ray cluster that `trireme train` would use, else for this machine. --max-batch fixes
-    all that the file says of the layout but the micro-batch; with it, --write writes the largest that runs.
+    A key given as key=value stays as it is; strategy, degrees and micro-batch of the file do not. Without --cluster and
+    --gpus the plan is for the Ray cluster that `trireme train` would use, or for this machine. --max-batch keeps the
+    file's layout and tries micro-batches; with it, --write writes the largest that runs.
     """
-    if options["published"]:
-        from app.planner.published import report
-
-        return cli.console.result(report(options["published"], cli.as_json))
-    _plan(cli, arguments, options)
-
-
-def _plan(cli: Invocation, arguments: tuple[str, ...], options: dict[str, Any]) -> None:
     from app.errors import UserError
     from app.planner import output
     from app.planner.machine import Asked, find, require_here
     from app.planner.plan import make_plan
+    from app.planner.published import report
     from app.tasks import load_task
 
+    if options["published"]:
+        return cli.console.result(report(options["published"], cli.as_json))
     config, console = read(arguments), cli.console
     given = frozenset(key.partition("=")[0].strip() for key in split(arguments)[1])
     machine = find(
@@ -86,11 +81,38 @@ def _plan(cli: Invocation, arguments: tuple[str, ...], options: dict[str, Any]) 
 
 def _fixed_by_file(config: Config) -> set[str]:
     """The keys by which a configuration says which layout is meant."""
-    keys = {"train.activation_checkpointing", "train.precision"}
-    for key in LAYOUT:
-        section, _, name = key.rpartition(".")
-        value = getattr(getattr(config, section) if section else config, name)
-        keys |= {key} if value not in (None, "auto") else set()
-    if (config.parallel.pp or 1) > 1:
-        keys |= {"parallel.schedule", "parallel.chunks"}
-    return keys
+    from app.config_io import flatten, to_dict
+
+    values = flatten(to_dict(config))
+    keys = {key for key in LAYOUT if values[key] not in (None, "auto")}
+    keys |= {"parallel.schedule", "parallel.chunks"} if (config.parallel.pp or 1) > 1 else set()
+    return keys | {"train.activation_checkpointing", "train.precision"}
+
+
+@verb("calibrate")
+@click.option(
+    "--workers", type=click.IntRange(min=1), metavar="N", help="Processes per node. Default: one per GPU, else 4."
+)
+def calibrate(cli: Invocation, workers: int | None) -> None:
+    """Measure what devices and links reach, and keep it for plans. It takes half a minute.
+
+    Measures one node of the Ray cluster that `trireme train` would use, and the link between two; without a cluster,
+    this machine. A GPU that is not in cluster/hardware.yaml is added to ~/.config/trireme/hardware.yaml. The figures
+    are kept in ~/.cache/trireme/planner.
+    """
+    import torch
+
+    from app.planner.calibrate import calibrate as measure
+    from app.planner.calibrate import calibrate_cluster, keep
+    from app.planner.machine import connected_shape
+
+    cli.console.status("measuring")
+    if connected_shape() is not None:
+        found = calibrate_cluster(workers)
+    else:
+        count = torch.cuda.device_count()
+        found = measure(min(workers or count, count) if count else workers or 4)
+    name, path = keep(found)
+    figures = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in found.items()}
+    lines = [f"  {key}: {value}" for key, value in figures.items() if key != "gpu"]
+    cli.answer({**found, "gpu": name, "file": str(path)}, "\n".join([name, *lines, f"kept in {path}"]))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from app.cli.common import Invocation, experiment_arguments, read, verb
+
+if TYPE_CHECKING:
+    from app.submit.client import Server
 
 
 class Submit(click.Group):
@@ -20,7 +24,7 @@ class Submit(click.Group):
 
 
 @click.group("submit", cls=Submit)
-def command() -> None:
+def submit() -> None:
     """Send an experiment to a cluster, follow it, stop it.
 
     \b
@@ -29,51 +33,47 @@ def command() -> None:
     trireme submit logs raysubmit_…
     trireme submit stop raysubmit_…
 
-    `trireme submit run --help` lists the options of sending.
+    `trireme submit run --help` lists its options.
     """
 
 
-def to_a_server(function: Any) -> Any:
-    address = click.option("--address", metavar="URL", help="The job server, such as http://127.0.0.1:8265.")
-    cluster = click.option("--cluster", metavar="FILE", help="The cluster's file: its head is reached over SSH.")
-    return address(cluster(function))
+def to_a_server(function: Callable[..., None]) -> Callable[..., None]:
+    """Adds --address and --cluster, and gives the function the `server` that they mean."""
+
+    @click.option("--address", metavar="URL", help="The job server, such as http://127.0.0.1:8265.")
+    @click.option("--cluster", metavar="FILE", help="The cluster's file: its head is reached over SSH.")
+    @functools.wraps(function)
+    def call(*args: Any, address: str | None, cluster: str | None, **given: Any) -> None:
+        from app.submit.client import Server
+
+        function(*args, server=Server(address, cluster), **given)
+
+    return call
 
 
-@verb("run", group=command)
+@verb("run", group=submit)
 @experiment_arguments
-@click.option("--working-dir", default=".", show_default=True, metavar="FOLDER", help="What is shipped.")
-@click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave these out, as .gitignore writes it.")
+@click.option("--working-dir", "folder", default=".", show_default=True, metavar="FOLDER", help="The folder to ship.")
+@click.option("--exclude", "excludes", multiple=True, metavar="PATTERN", help="Do not ship these; as in .gitignore.")
 @click.option("--env", multiple=True, metavar="NAME", help="Send this environment variable along, by its name.")
-@click.option("--detach", is_flag=True, help="Do not follow the log: print the job's id and end.")
+@click.option("--detach", is_flag=True, help="Print the job's id and end, without following its log.")
 @click.option("--dry-run", is_flag=True, help="Show what would be sent, and send nothing.")
 @to_a_server
 def run(
-    cli: Invocation,
-    arguments: tuple[str, ...],
-    working_dir: str,
-    exclude: tuple[str, ...],
-    env: tuple[str, ...],
-    detach: bool,
-    dry_run: bool,
-    address: str | None,
-    cluster: str | None,
+    cli: Invocation, arguments: tuple[str, ...], server: Server, detach: bool, dry_run: bool, **shipped: Any
 ) -> None:
-    """Send an experiment to a cluster and follow it; `run` may be left out. Ends with the job's own exit code.
+    """Send an experiment to a cluster and follow it. The word `run` may be left out. The exit code is the job's own.
 
     What .gitignore names is not shipped. MLflow's variables go along where they are set; the values of secret ones
     (TOKEN, PASSWORD, …) go over SSH, not through Ray.
     """
     from app.submit import submission
-    from app.submit.client import Server
     from app.submit.secrets import refuse_written
 
-    server = Server(address, cluster)
     config = read(arguments)
     refuse_written(config)
-    options = submission.cluster_options(config, cluster) if cluster else []
-    job = submission.prepare(
-        "train", arguments, options, run=config.run.name, folder=Path(working_dir), excludes=exclude, env=env
-    )
+    options = submission.cluster_options(config, server.cluster) if server.cluster else []
+    job = submission.prepare("train", arguments, options, run=config.run.name, **shipped)
     if dry_run:
         return cli.answer({"status": "dry run", "runs": job.entrypoint}, "\n".join(job.lines()))
     with server:
@@ -84,7 +84,7 @@ def run(
         _follow(cli, server, job_id)
 
 
-def _follow(cli: Invocation, server: Any, job_id: str) -> None:
+def _follow(cli: Invocation, server: Server, job_id: str) -> None:
     """Shows the job's log, and ends with its exit code."""
     from app.submit.submission import follow
 
@@ -98,26 +98,23 @@ def _follow(cli: Invocation, server: Any, job_id: str) -> None:
     raise click.exceptions.Exit(code)
 
 
-@verb("logs", group=command)
+@verb("logs", group=submit)
 @click.argument("job_id", metavar="JOB")
 @to_a_server
-def logs(cli: Invocation, job_id: str, address: str | None, cluster: str | None) -> None:
-    """Follow a job's log from its beginning; ends with the job's own exit code."""
-    from app.submit.client import Server
-
-    with Server(address, cluster) as server:
+def logs(cli: Invocation, job_id: str, server: Server) -> None:
+    """Follow a job's log from its beginning. The exit code is the job's own."""
+    with server:
         _follow(cli, server, job_id)
 
 
-@verb("stop", group=command)
+@verb("stop", group=submit)
 @click.argument("job_id", metavar="JOB")
 @to_a_server
-def stop(cli: Invocation, job_id: str, address: str | None, cluster: str | None) -> None:
+def stop(cli: Invocation, job_id: str, server: Server) -> None:
     """Let a job save a checkpoint, then end it. The same submit continues it."""
-    from app.submit.client import Server
     from app.submit.submission import stop as end
 
-    with Server(address, cluster) as server:
+    with server:
         status = end(server, job_id, cli.console.say)
     words = {"succeeded": "finished"}.get(status, status)
     cli.answer({"status": status, "job": job_id}, f"{job_id} has {words}")

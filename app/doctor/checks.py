@@ -31,11 +31,8 @@ class Finding:
 
 def gpu_problems(gpu: GpuFacts) -> Iterator[Problem]:
     if gpu.mig:
-        yield (
-            "mig",
-            "is split by MIG, and NCCL does not work between its slices",
-            "turn it off: `nvidia-smi -mig 0` there",
-        )
+        said = "is split by MIG, and NCCL does not work between its slices"
+        yield "mig", said, "turn it off: `nvidia-smi -mig 0` there"
     if gpu.ecc_errors:
         remedy = "restart the machine; if they come again, have the GPU replaced"
         yield "ecc", f"has {gpu.ecc_errors} memory errors that could not be corrected", remedy
@@ -68,12 +65,11 @@ def node_problems(node: NodeFacts) -> Iterator[Problem]:
         said = f"has {count} GPUs, but torch sees none ({node.torch_error or 'no reason given'})"
         remedy = f"its driver supports CUDA {node.driver_cuda}, its torch needs {node.torch_cuda}: update one of them"
         yield "torch_blind", said, remedy
-    elif node.ray_gpus > (node.torch_gpus or 0):
+    elif node.ray_gpus > (node.torch_gpus or 0) or (node.ray_gpus < (node.torch_gpus or 0) and not node.head):
+        # A head may keep its GPUs from Ray on purpose.
         said = f"has {node.torch_gpus or 0} usable GPUs, but Ray counts {node.ray_gpus:g}"
-        yield "ray_gpus", said, "leave --num-gpus out of its `ray start`, so that Ray counts them itself"
-    elif node.ray_gpus < (node.torch_gpus or 0) and not node.head:  # a head may keep its GPUs from Ray on purpose
-        said = f"has {node.torch_gpus} usable GPUs, but Ray counts {node.ray_gpus:g}"
-        yield "unused_gpus", said, "leave --num-gpus out of its `ray start`, so that Ray counts them itself"
+        code = "ray_gpus" if node.ray_gpus > (node.torch_gpus or 0) else "unused_gpus"
+        yield code, said, "leave --num-gpus out of its `ray start`, so that Ray counts them itself"
     if node.shm_bytes < 1e9:  # NCCL and data loaders keep their buffers there; Docker gives 64 MB
         remedy = "start its container with --shm-size=16g or --ipc=host (Kubernetes: an emptyDir of medium Memory)"
         yield "small_shm", f"has only {size(node.shm_bytes)} of shared memory (/dev/shm)", remedy

@@ -60,8 +60,6 @@ def _connect(peer: tuple[str, int]) -> str:
     try:
         socket.create_connection(peer, timeout=3).close()
         return ""
-    except TimeoutError:
-        return "timed out"
     except OSError as error:
         return (error.strerror or str(error)).lower()
 

@@ -128,9 +128,7 @@ def expected_rate(facts: ClusterFacts, nodes: tuple[str, ...], backend: str) -> 
 
 def ranks_of(facts: ClusterFacts) -> list[Rank]:
     """Idle GPUs that torch sees in the driver's order; without any GPU in the cluster, a CPU per node."""
-    cut_off = {
-        name for node in facts.answered for name in (*node.unreachable, *([node.node_id] if node.unreachable else []))
-    }
+    cut_off = {name for node in facts.answered if node.unreachable for name in (*node.unreachable, node.node_id)}
     nodes = [node for node in facts.answered if node.node_id not in cut_off and node.versions.get("torch")]
     if not any(node.gpus for node in nodes):
         return [(node, None) for node in nodes]

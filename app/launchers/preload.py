@@ -3,7 +3,7 @@
 import importlib
 
 for _name in (
-    "app.cli.train",
+    "app.cli.runs",
     "app.launchers.actors",
     "app.launchers.ray_launch",
     "app.launchers.ray_train",

@@ -56,7 +56,7 @@ def prepare(
     options: list[str],
     *,
     run: str,
-    folder: Path,
+    folder: str | Path,
     excludes: tuple[str, ...] = (),
     env: tuple[str, ...] = (),
 ) -> Submission:
@@ -65,7 +65,7 @@ def prepare(
     Raises:
         UserError: a file is not in the folder that is shipped, or a variable is not set.
     """
-    folder = folder.expanduser().resolve()
+    folder = Path(folder).expanduser().resolve()
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder} to ship: write --working-dir FOLDER")
     words = [word if "=" in word else _inside(word, folder) for word in arguments]

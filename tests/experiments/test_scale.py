@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 
-from app.cli.scale import command
+from app.cli import group
 from app.config import Config, ParallelConfig
 from app.config_io import load_config
 from app.console import Console
@@ -138,14 +138,14 @@ def test_why_one_worker_does_the_work_of_others(workers: list[Told], said: str) 
         ("1,x", "write numbers with commas"),
         ("1,3", "cannot share evenly"),
         ("0,1", "greater than 0"),
-        ("1,2 --repeats 0", "greater than 0"),
+        ("1,2 --repeats 0", "not in the range x>=1"),
         ("1,2 --price -1", "must not be negative"),
         ("1,2 --strategy dpd", "'dpd' is not known"),
     ],
 )
 def test_bad_input(tmp_path: Path, workers: str, said: str) -> None:
     arguments = [*POINTS, "train.steps=10", "run.name=x", f"run.storage={tmp_path}", "--workers", *workers.split()]
-    ended = CliRunner().invoke(command, arguments)
+    ended = CliRunner().invoke(group, ["scale", *arguments])
     assert ended.exit_code == 2 and said in ended.output
 
 

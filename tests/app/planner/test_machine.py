@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from app.cli.plan import command
+from app.cli import group
 from app.config_io import load_config
 from app.errors import RunFailed, UserError
 from app.planner import calibrate, device, trial
@@ -207,6 +207,6 @@ def test_max_batch_writes_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         tree["train"]["micro_batch_size"] <= 7) else Trial(failure="MemoryError"))  # fmt: skip
     file = tmp_path / "best.yaml"
     arguments = [*TINY, "strategy=ddp", "--gpu", "cpu", "--gpus", "2", "--max-batch", "--write", str(file)]
-    result = CliRunner().invoke(command, arguments)
+    result = CliRunner().invoke(group, ["plan", *arguments])
     assert result.exit_code == 0 and "7 is the largest that runs" in result.output, result.output
     assert load_config([file]).train.micro_batch_size == 7 and load_config([file]).strategy == "ddp"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from app.cli.plan import command
+from app.cli import group
 from app.config_io import load_config
 from app.errors import UserError
 from app.planner import published
@@ -278,7 +278,7 @@ def test_a_picture_is_drawn(small: Reader, tmp_path: Path) -> None:
 
 
 def _run(*arguments: str) -> Any:
-    return CliRunner().invoke(command, [EXPERIMENT, *arguments])
+    return CliRunner().invoke(group, ["plan", EXPERIMENT, *arguments])
 
 
 def test_json_has_the_layouts_best_first(tmp_path: Path) -> None:

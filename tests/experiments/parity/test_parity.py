@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from app.cli.parity import command
+from app.cli import group
 from app.config import Config
 from app.config_io import load_config
 from app.errors import UserError
@@ -54,7 +54,7 @@ def trained(experiment: list[str], tmp_path: Path) -> list[str]:
 
 def call(monkeypatch: pytest.MonkeyPatch, results: list[Result], *arguments: str) -> tuple[int, str]:
     monkeypatch.setattr(parity, "measure", lambda config, **rest: results)
-    done = CliRunner().invoke(command, list(arguments))
+    done = CliRunner().invoke(group, ["parity", *arguments])
     return done.exit_code, done.output
 
 

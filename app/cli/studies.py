@@ -1,0 +1,136 @@
+"""`trireme sweep`, `scale`, `parity`, `report`: many runs, and what they say together (experiments/)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from app.cli.common import Invocation, experiment_arguments, read, split, verb
+
+COUNT = click.IntRange(min=1)
+
+
+@verb("sweep", verbose=True)
+@click.argument("arguments", nargs=-1, metavar="SWEEP.yaml [key=value]…")
+def sweep(cli: Invocation, arguments: tuple[str, ...]) -> None:
+    """Search batch size, learning rate and other keys of an experiment; every trial is a full run.
+
+    \b
+    trireme sweep experiments/sweep_mnist.yaml
+    trireme sweep experiments/sweep_gpt.yaml searcher=optuna trials=32 scheduler=asha
+
+    Run it again to continue after a crash or Ctrl-C: trials that have ended are kept, the others continue.
+    """
+    from app.errors import UserError
+
+    files, overrides = split(arguments)
+    if len(files) != 1:
+        raise UserError("give one sweep file: write for instance trireme sweep experiments/sweep_mnist.yaml")
+    from experiments.sweep import run, spec
+
+    cli.answer(run.sweep(spec.read_sweep(files[0], overrides), cli.console, verbose=cli.verbose))
+
+
+@verb("scale", verbose=True)
+@experiment_arguments
+@click.option("--workers", required=True, metavar="1,2,4", help="Numbers of workers to measure.")
+@click.option("--strategy", metavar="NAME,NAME", help="Strategies to measure. Default: the experiment's.")
+@click.option("--strong/--weak", default=True, help="Strong: the same batch on more workers. Weak: it grows with them.")
+@click.option(
+    "--repeats", type=COUNT, metavar="N", default=3, show_default=True, help="Measurements of every point, in turns."
+)
+@click.option("--steps", type=COUNT, metavar="N", default=10, show_default=True, help="Steps in a block.")
+@click.option("--blocks", type=COUNT, metavar="N", default=5, show_default=True, help="Blocks per point.")
+@click.option("--price", type=float, help="Price of one worker for an hour.")
+def scale(
+    cli: Invocation, arguments: tuple[str, ...], workers: str, strategy: str | None, strong: bool, **measured: Any
+) -> None:
+    """Measure an experiment on several numbers of workers; say what more of them would bring, and whether it pays.
+
+    \b
+    trireme scale experiments/gpt.yaml --workers 1,2,4,8 --strategy ddp,fsdp
+    trireme scale experiments/mnist.yaml --workers 1,2 --weak
+
+    Every point runs alone, in a placement group of its own. No weights are kept. Run it again to continue.
+    """
+    from app.errors import UserError
+
+    config = read(arguments)
+    try:
+        counts = tuple(int(n) for n in workers.split(","))
+    except ValueError:
+        raise UserError(f"--workers is {workers!r}: write numbers with commas, such as 1,2,4") from None
+    from experiments.scale import run
+    from strategies.dims import NAMES
+    from strategies.registry import automatic
+
+    names = (strategy or config.strategy).split(",")
+    if names == ["auto"]:  # the same strategy at every point, so without a planner
+        names = [automatic(max(counts), {name: getattr(config.parallel, name) for name in NAMES}).name]
+    plan = run.Plan(counts, tuple(name.strip() for name in names), not strong, **measured)
+    cli.answer(run.scale(config, plan, cli.console, verbose=cli.verbose))
+
+
+@verb("parity")
+@experiment_arguments
+@click.option("--steps", metavar="N", default=20, show_default=True, help="Training steps of each row.")
+@click.option("--rows", "names", metavar="NAME,NAME", help="Only these strategies. Default: all.")
+@click.option("--workers", metavar="2,4", help="Only rows with these numbers of workers. Default: all.")
+@click.option("--checkpoints", is_flag=True, help="Also continue every row's checkpoint under every row.")
+@click.option("--certify", is_flag=True, help="Store the table with the experiment's run, in its folder and MLflow.")
+def parity(
+    cli: Invocation, arguments: tuple[str, ...], names: str | None, workers: str | None, certify: bool, **measured: Any
+) -> None:
+    """Train an experiment's model under every strategy, and compare each loss curve with one device's.
+
+    \b
+    trireme parity experiments/gpt.yaml
+    trireme parity experiments/mnist.yaml --rows ddp,fsdp --workers 2
+    trireme parity experiments/gpt.yaml train.precision=bf16
+
+    Starts processes on this machine, on its GPUs where there are enough for all rows. The columns are the largest
+    relative differences: of a step's loss, of its gradient norm, and of a weight tensor at the end. In bf16 the bound
+    is how far one device is from itself with the samples of a batch in another order. A row that cannot train the model
+    is REFUSED, with the reason. A model with dropout differs under every row: set it to 0. Exit code 1 if a row differs
+    or fails.
+    """
+    from app.errors import RunFailed
+    from experiments.parity import experiment
+
+    config, rows = read(arguments), experiment.chosen(names, workers)
+    run = experiment.run_of(config) if certify else None
+    cli.console.status(f"training {len(rows)} rows")
+    results = experiment.measure(config, rows=rows, **measured)
+    text = experiment.table(results)
+    cli.answer(experiment.as_dicts(results), text)
+    if run:
+        cli.console.say(f"stored as {experiment.certify(run, results, text)}")
+    for verdict, what in (("FAILED", "failed"), ("DIFFERS", "differ from one device")):
+        found = [result for result in results if result.verdict == verdict]
+        if found:
+            raise RunFailed(f"{len(found)} of {len(results)} rows {what}, the first {found[0].row}")
+    if all(result.verdict == "REFUSED" for result in results):
+        raise RunFailed(f"every row was refused, the first because {results[0].refused}")
+
+
+@verb("report")
+@click.argument("folders", nargs=-1, metavar="FOLDER…", required=True)
+@click.option("--out", metavar="FILE.html", help="The page to write. Default: report.html in the first folder.")
+def report(cli: Invocation, folders: tuple[str, ...], out: str | None) -> None:
+    """Write one self-contained page about runs, a sweep or a scaling study.
+
+    \b
+    trireme report runs/mnist                 one run
+    trireme report runs/mnist runs/mnist-2    several, and where they differ
+    trireme report runs/sweep_mnist           a sweep, or a study
+
+    The page reads offline, on a phone and on paper, and is stored with the run in MLflow.
+    """
+    from experiments.report import build
+
+    cli.console.status("reading what was logged")
+    page, note = build.report(list(folders), out)
+    if note:
+        cli.console.say(f"note: {note}")
+    cli.answer({"status": "complete", "page": str(page)}, str(page))

@@ -1,0 +1,42 @@
+"""What the command line says of itself: every command and option is explained, in plain words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import click
+import pytest
+
+from app.cli import COMMANDS, group
+
+UNWANTED = r"\bnobody\b|\bis no [a-z]|\bso many\b|\bheld against\b|\bdear\b|\bhas not got\b|\belsewhere\b"
+
+
+def commands(command: click.Command, path: str = "trireme") -> Iterator[tuple[str, click.Command]]:
+    yield path, command
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            found = command.get_command(context, name)
+            assert found is not None
+            yield from commands(found, f"{path} {name}")
+
+
+ALL = dict(commands(group))
+
+
+@pytest.mark.parametrize("path", ALL)
+def test_help_explains_everything_in_plain_words(path: str) -> None:
+    command = ALL[path]
+    text = command.get_help(click.Context(command, info_name=path, terminal_width=100))
+    assert not re.search(UNWANTED, text, re.IGNORECASE), text
+    assert command.help
+    assert path.count(" ") < 2 or "..." not in command.get_short_help_str(68), "its first sentence fits the list"
+    options = [each for each in command.params if isinstance(each, click.Option)]
+    assert all(option.help and option.help.endswith(".") for option in options), "a sentence each"
+
+
+def test_the_list_of_commands_and_their_modules_agree() -> None:
+    assert list(COMMANDS) == [path.split()[1] for path in ALL if path.count(" ") == 1]
+    assert all(ALL[f"trireme {name}"].name == name for name in COMMANDS)
