@@ -112,21 +112,13 @@ def interleaved_1f1b(stages: int, micro_batches: int, chunks: int = 2) -> Schedu
 
 def zb_h1(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
     """1f1b in which stage s does the weights of a micro-batch s micro-batches later, when it would have waited."""
-    lists = []
-    for stage, plain in enumerate(one_f_one_b(stages, micro_batches).lists):
-        ops: list[Op] = []
-        for op in plain:
-            ops.append(op)
-            if op.kind == "B" and op.micro >= stage:
-                ops.append(Op("W", op.micro - stage))
-        lists.append((*ops, *(Op("W", i) for i in range(max(0, micro_batches - stage), micro_batches))))
-    return Schedule("zb_h1", stages, micro_batches, 1, tuple(lists), split=True)
+    return _zero_bubble("zb_h1", stages, micro_batches, 1)
 
 
 def zb_h2(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """Twice as many forwards in flight, so that no stage waits but for the first activation and the last gradient."""
-    flight = [2 * (stages - stage) - 1 for stage in range(stages)]
-    return _eager("zb_h2", stages, micro_batches, 2 * stages - 1, flight)
+    """zb_h1 with twice as many forwards before the first backward and twice the delay, so that no stage waits but for
+    the first activation and the last gradient."""
+    return _zero_bubble("zb_h2", stages, micro_batches, 2)
 
 
 def zbv(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
@@ -208,6 +200,22 @@ def _alternating(forward: Sequence[Op], backward: Sequence[Op], warmup: int) -> 
     return (*forward[:warmup], *steady, *backward[len(forward) - warmup :])
 
 
+def _zero_bubble(name: str, stages: int, micro_batches: int, times: int) -> Schedule:
+    """1f1b with `times` as many forwards before the first backward; stage s does W of a micro-batch after the B of the
+    one `times` · s later."""
+    forward = [Op("F", i) for i in range(micro_batches)]
+    backward = [Op("B", i) for i in range(micro_batches)]
+    lists = []
+    for stage in range(stages):
+        ops: list[Op] = []
+        for op in _alternating(forward, backward, times * (stages - stage - 1)):
+            ops.append(op)
+            if op.kind == "B" and op.micro >= times * stage:
+                ops.append(Op("W", op.micro - times * stage))
+        lists.append((*ops, *(Op("W", i) for i in range(max(0, micro_batches - times * stage), micro_batches))))
+    return Schedule(name, stages, micro_batches, 1, tuple(lists), split=True)
+
+
 def _of_a_v(stage: int, stages: int, micro_batches: int) -> list[Op]:
     ops: list[Op] = []
     done: Counter[str] = Counter()
@@ -229,44 +237,3 @@ def _of_a_v(stage: int, stages: int, micro_batches: int) -> list[Op]:
     do("W1", micro_batches - done["W1"])
     do("W0", micro_batches - done["W0"])
     return ops
-
-
-def _eager(name: str, stages: int, micro_batches: int, room: int, flight: Sequence[int]) -> Schedule:
-    """Every stage always does the most urgent thing it can: B, else F, else W. room: activations that a stage can hold;
-    flight: per stage, those of them whose B may not be done yet.
-
-    Found by playing the pipeline through in units of time in which F, B and W take one each.
-    """
-    done: dict[tuple[str, int, int], int] = {}  # (kind, micro-batch, stage) → when
-    lists: list[list[Op]] = [[] for _ in range(stages)]
-    clock = 0
-    while len(done) < 3 * micro_batches * stages:
-        chosen = []
-        for stage, ops in enumerate(lists):
-            key = _urgent(stage, stages, micro_batches, done, clock, room, flight[stage])
-            if key is not None:
-                chosen.append(key)
-                ops.append(Op(key[0], key[1]))
-        done.update(dict.fromkeys(chosen, clock + 1))
-        clock += 1
-    return Schedule(name, stages, micro_batches, 1, tuple(map(tuple, lists)), split=True)
-
-
-def _urgent(
-    stage: int,
-    stages: int,
-    micro_batches: int,
-    done: dict[tuple[str, int, int], int],
-    clock: int,
-    room: int,
-    flight: int,
-) -> tuple[str, int, int] | None:
-    def ready(key: tuple[str, int, int]) -> bool:
-        return done.get(key, clock + 1) <= clock
-
-    f, b, w = (next((i for i in range(micro_batches) if (kind, i, stage) not in done), micro_batches) for kind in "FBW")
-    if b < f and ready(("F", b, stage) if stage == stages - 1 else ("B", b, stage + 1)):
-        return "B", b, stage
-    if f < micro_batches and f - w < room and f - b < flight and (stage == 0 or ready(("F", f, stage - 1))):
-        return "F", f, stage
-    return ("W", w, stage) if w < b else None
