@@ -47,9 +47,8 @@ class ParallelConfig:
     """With ddp: compress gradients on the wire: none, bf16 or powersgd (lossy)."""
     bucket_mb: float = 25.0
     """With ddp: size of a gradient bucket, in MiB; smaller starts communicating earlier."""
-    static_graph: bool = True
-    """With ddp: every step uses the same parameters in the same order, which DDP exploits. false: a step may leave some
-    out; they are looked for in each, which takes time."""
+    find_unused_parameters: bool = False
+    """With ddp: a step may leave parameters out; they are looked for in each, which takes time."""
     shared_memory: bool = True
     """With ddp on the CPUs of one machine: average gradients in memory that the workers share, which is several times
     faster than gloo's sockets. false: always through gloo."""

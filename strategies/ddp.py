@@ -10,9 +10,8 @@ https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedData
 Choose it whenever the whole training state fits on a device: nothing is faster. It costs what `single` costs per rank
 (plus nothing for the buckets: gradients are views into them) and one all-reduce of the gradients per step.
 
-- *Static graph*: DDP is told that every step uses the same parameters in the same order. Its first backward may not
-  be without communication (it would assert), so the first step communicates for each micro-batch, which averages what
-  is averaged already and changes nothing. Without it a step may leave parameters out: DDP looks for them after every
+- *Unused parameters*: DDP waits for every parameter's gradient, so one that the loss does not depend on is an error,
+  found after the first step. `find_unused_parameters` lets a step leave some out: DDP looks for them after every
   forward, which takes time, and averages the others.
 - *Shared memory*: where all workers are processes on the CPUs of one machine, buckets are averaged in memory that they
   share, several times faster than gloo's sockets do (collectives.py); for two workers with the same bits.
@@ -26,21 +25,18 @@ Choose it whenever the whole training state fits on a device: nothing is faster.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from strategies import replicate
 from strategies.collectives import shared_memory_all_reduce
 from strategies.costs import Collective, Cost, RankSize, StepShape, UnitSize, replicated
-from strategies.dims import LayoutError
 from strategies.options import Options
 from strategies.strategy import Applied, MicroStep, Setup, Strategy
 
@@ -60,14 +56,6 @@ def wrap(
     module: nn.Module, group: dist.ProcessGroup, device: torch.device, options: Options, spread: bool = False
 ) -> Applied:
     """Wraps a module. spread: its parameters are on several devices."""
-    used = UsedParameters(module) if options.static_graph else None
-    wrapped = _distributed(module, group, device, options, spread)
-    return Applied(wrapped, micro_step(wrapped, used))
-
-
-def _distributed(
-    module: nn.Module, group: dist.ProcessGroup, device: torch.device, options: Options, spread: bool
-) -> DistributedDataParallel:
     several = spread or device.type != "cuda"
     wrapped = DistributedDataParallel(
         module,
@@ -75,103 +63,47 @@ def _distributed(
         process_group=group,
         bucket_cap_mb=options.bucket_mb,
         gradient_as_bucket_view=True,
-        static_graph=options.static_graph,
-        find_unused_parameters=not options.static_graph,
+        find_unused_parameters=options.find_unused_parameters,
     )
-    if options.shared_memory and options.compression == "none" and options.reduce_dtype == "fp32":
-        if (shared := shared_memory_all_reduce(group, device)) is not None:
-            wrapped.register_comm_hook(shared, average_in_memory)
-    else:
-        _compress(wrapped, group, options)
-    return wrapped
+    _register_hook(wrapped, group, device, options)
+    return Applied(wrapped, micro_step(wrapped, options.find_unused_parameters))
 
 
-def _compress(wrapped: DistributedDataParallel, group: dist.ProcessGroup, options: Options) -> None:
+def _register_hook(
+    wrapped: DistributedDataParallel, group: dist.ProcessGroup, device: torch.device, options: Options
+) -> None:
+    """What averages a bucket, where it is not DDP's own all-reduce. (Lambdas, because DDP refuses torch's bfloat16 hook
+    by its name anywhere but on NCCL.)"""
     if options.compression == "powersgd":
         state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2)
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    elif options.compression == "bf16" or options.reduce_dtype == "bf16":
-        wrapped.register_comm_hook(group, reduce_as_bfloat16)
+    elif "bf16" in (options.compression, options.reduce_dtype):
+        wrapped.register_comm_hook(group, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket))
+    elif options.shared_memory and (shared := shared_memory_all_reduce(group, device)) is not None:
+        wrapped.register_comm_hook(shared, lambda shared, bucket: _done(shared.average_(bucket.buffer())))
 
 
-def average_in_memory(shared: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Averages a bucket where the ranks are processes of one machine's CPUs."""
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(shared.average_(bucket.buffer()))
-    return done
+def _done(average: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(average)
+    return future
 
 
-def reduce_as_bfloat16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Averages a bucket in bfloat16. (torch has such a hook, but refuses it by name anywhere but on NCCL.)"""
-    whole = bucket.buffer()
-    half = whole.to(torch.bfloat16).div_(group.size())
-    future = dist.all_reduce(half, group=group, async_op=True).get_future()
-    return future.then(lambda done: whole.copy_(done.value()[0]))
-
-
-for _hook in (average_in_memory, reduce_as_bfloat16):
-    # DDP compares these with the types themselves, and postponed annotations are strings.
-    _hook.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]})
-
-
-def micro_step(wrapped: DistributedDataParallel, used: UsedParameters | None) -> MicroStep:
-    """What to put around forward and backward of a micro-batch: only the last one communicates.
-
-    used: of a static graph, whose first step is watched."""
-    plain = contextlib.nullcontext()
-    state = {"begun": used is None, "watching": used is not None}
-
-    def context(last: bool) -> AbstractContextManager[Any]:
-        if state["watching"]:
-            return first(last)
-        return plain if last else wrapped.no_sync()
+def micro_step(wrapped: DistributedDataParallel, may_leave_out: bool) -> MicroStep:
+    """What to put around forward and backward of a micro-batch: only the last one communicates. After the first step
+    every parameter must have a gradient, unless a step may leave some out."""
+    checked = may_leave_out
 
     @contextlib.contextmanager
-    def first(last: bool) -> Any:
-        sync = plain if last or not state["begun"] else wrapped.no_sync()
-        with sync:
+    def context(last: bool) -> Iterator[None]:
+        nonlocal checked
+        with contextlib.nullcontext() if last else wrapped.no_sync():
             yield
-        if used is not None and torch.is_grad_enabled() and used.any():
-            state["begun"] = True
-            if last:
-                state["watching"] = False
-                used.close()
+        if last and not checked and torch.is_grad_enabled():
+            checked = True
+            replicate.require_gradients(wrapped.module.named_parameters())
 
     return context
-
-
-class UsedParameters:
-    """Notes, during the first step, which parameters received a gradient."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.missing = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.count = len(self.missing)
-        self.hooks = [p.register_post_accumulate_grad_hook(self._note(name)) for name, p in self.missing.items()]
-
-    def _note(self, name: str) -> Callable[[torch.Tensor], None]:
-        def note(_: torch.Tensor) -> None:
-            self.missing.pop(name, None)
-
-        return note
-
-    def any(self) -> bool:
-        return len(self.missing) < self.count
-
-    def close(self) -> None:
-        """Ends the watch.
-
-        Raises:
-            LayoutError: parameters without a gradient, which ddp cannot average.
-        """
-        for hook in self.hooks:
-            hook.remove()
-        if self.missing:
-            names = list(self.missing)
-            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise LayoutError(
-                f"the loss does not depend on parameter {names[0]}{others}, which ddp cannot average: use it in "
-                "forward, set its requires_grad to False, or write parallel.static_graph=false or strategy=fsdp"
-            )
 
 
 def cost(size: RankSize, step: StepShape) -> Cost:

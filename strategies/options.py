@@ -49,9 +49,8 @@ class Options:
     """With ddp on the CPUs of one machine: gradients are averaged in memory that they share (cpu_collectives/)."""
     deepspeed: dict[str, Any] | None = None
     """With deepspeed: the contents of a DeepSpeed JSON. None: ZeRO stage 2."""
-    static_graph: bool = True
-    """With ddp: every step uses the same parameters in the same order, which DDP exploits. False: a step may leave some
-    out; they are looked for in each."""
+    find_unused_parameters: bool = False
+    """With ddp: a step may leave parameters out; they are looked for in each."""
     schedule: str = "1f1b"
     """With pp: in which order stages work: gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_h2 or zbv."""
     chunks: int = 1

@@ -13,7 +13,7 @@ longer know what they are slices of; `fully_shard` with one shard would hold eve
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,18 @@ def local(tensor: Any) -> Tensor:
 def wire_dtype(options: Options) -> torch.dtype | None:
     """What gradients are sent as; None: as they are."""
     return torch.bfloat16 if "bf16" in (options.compression, options.reduce_dtype) else None
+
+
+def require_gradients(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raises LayoutError unless every parameter that is trained has a gradient: others would wait for it to average."""
+    missing = [name for name, p in named if p.requires_grad and p.grad is None]
+    if missing:
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise LayoutError(
+            f"the loss does not depend on parameter {missing[0]}{others}, which data parallelism cannot average: use it "
+            "in forward, set its requires_grad to False, or write fsdp, or parallel.find_unused_parameters=true with ddp "
+            "alone"
+        )
 
 
 @torch.no_grad()
@@ -120,12 +132,7 @@ class GradientBuckets:
 
     @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
-        missing = [p for p in bucket.parameters if p.grad is None]
-        if missing:
-            raise LayoutError(
-                f"the loss does not depend on parameter {self.names[missing[0]]}, which ddp cannot average: use it in "
-                "forward, set its requires_grad to False, or write fsdp instead of ddp"
-            )
+        require_gradients((self.names[p], p) for p in bucket.parameters)
         flat = torch.cat([local(p.grad).reshape(-1) for p in bucket.parameters])
         bucket.flat = (flat.to(self.wire) if self.wire else flat).div_(self.group.size())
         bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)

@@ -63,7 +63,7 @@ def _messages(row: Row, make: Any, plan: dict[str, str] | None = None, options: 
 def test_unused_parameters_under_ddp_are_named() -> None:
     for message in _messages(Row("ddp", 2), PartlyUsed):
         assert "idle.weight and 3 more" in message and "fsdp" in message and "\n" not in message
-        assert "parallel.static_graph=false" in message
+        assert "parallel.find_unused_parameters=true" in message
 
 
 class Changing(nn.Module):
@@ -85,10 +85,10 @@ def _changing(_: int, row: Row) -> curves.Curve:
         return (x, torch.full((len(x),), step % 2)), y
 
     trial = curves.Trial(seeded(Changing), classifier_loss, batch, steps=6, micro_batches=2, clip=0.5)
-    return curves.train(trial, row.layout, Options(static_graph=False), CPU)
+    return curves.train(trial, row.layout, Options(find_unused_parameters=True), CPU)
 
 
-def test_a_step_may_leave_parameters_out_without_a_static_graph() -> None:
+def test_a_step_may_leave_parameters_out_where_they_are_looked_for() -> None:
     found = curves.difference(_changing(0, Row("single", 1)), run_distributed(_changing, 2, Row("ddp", 2))[0])
     assert found.within(1e-5), found
 

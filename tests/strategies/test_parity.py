@@ -117,7 +117,7 @@ _DDP, _DDP_TENSOR = Row("ddp", 2), Row("ddp+tensor", 4, {"tp": 2})
 @pytest.mark.parametrize(
     ("row", "options"),
     [
-        (_DDP, {"static_graph": False}),
+        (_DDP, {"find_unused_parameters": True}),
         (_DDP, {"shared_memory": False}),
         (_DDP, {"activation_checkpointing": "selective"}),
         (_DDP, {"bucket_mb": 0.01}),
