@@ -24,7 +24,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from strategies.costs import ModelSize
 from strategies.options import checkpoint_every
 from strategies.torch_internals import functional_collectives
 
@@ -100,21 +99,3 @@ def kept_bytes(mode: str, saved: float, kept: float, boundary: float) -> float:
     """What a block that is recomputed keeps of the `saved` bytes: its input, and under selective what `is_kept` says
     (`kept`)."""
     return boundary if checkpoint_every(mode) else min(kept + boundary, saved)
-
-
-def activation_bytes(size: ModelSize, mode: str, blocks: int) -> int:
-    """What is alive of one micro-batch when backward reaches the last block: what all have kept, and one block whole.
-
-    Of blocks that are recomputed their input stays, and of selective ones what `is_kept` says; what is saved outside
-    of blocks stays in any case.
-    """
-    if mode == "none" or not blocks:
-        return size.activation_bytes
-    inside = size.activation_bytes - size.outside_bytes
-    block = inside // blocks
-    if mode == "selective":
-        kept = inside // 2 if size.kept_bytes is None else size.kept_bytes + blocks * size.boundary_bytes
-        return size.outside_bytes + min(kept, inside) + block
-    every = checkpoint_every(mode) or 1
-    recomputed = -(-blocks // every)
-    return size.outside_bytes + (blocks - recomputed) * block + recomputed * size.boundary_bytes + block

@@ -27,12 +27,6 @@ def shared_memory_all_reduce(group: dist.ProcessGroup | None, device: torch.devi
     return found.shared_memory_all_reduce(group, device) if found else None
 
 
-def most_sharing_ranks() -> int:
-    """The largest group that `shared_memory_all_reduce` serves; 0 if there is none."""
-    found = _accelerator("shared_memory")
-    return found.MOST_RANKS if found else 0
-
-
 def reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
     """output (n/k,) = the rank's shard of the sum of all ranks' input (n,); what to wait for, None if it is done."""
     if input.device.type == "cpu" and (found := _accelerator("reduce_scatter")):

@@ -1,10 +1,7 @@
 """What a layout costs, in bytes: the sizes that every strategy's cost functions read, and what they answer.
 
-Parameters, gradients and optimizer state are exact to the byte, padding included. Activations are what the model's own
-forward saves, read off it by whoever makes the ModelSize (app/planner does). Communication is what one rank sends in
-one optimizer step by ring algorithms: an all-reduce of n bytes over k ranks sends 2·n·(k-1)/k, an all-gather or a
-reduce-scatter to or from n bytes n·(k-1)/k (Thakur et al. 2005, "Optimization of collective communication operations
-in MPICH").
+Parameters, gradients and optimizer state are exact to the byte, padding included. What backward keeps of forward, and
+the time that communication takes, are the planner's (app/planner).
 
 `Number` is an int or a float, or a numpy array of them: cost functions are plain arithmetic, so the planner calls them
 once with a column per quantity and a row per layout.
@@ -12,7 +9,8 @@ once with a column per quantity and a row per layout.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -21,8 +19,6 @@ Number = Any
 
 STATES = {"adamw": 2, "adam": 2, "sgd": 1}
 """Tensors of the parameter's size that an optimizer keeps (sgd: its momentum)."""
-RING = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-"""Times n·(k-1)/k bytes that a rank sends; of other collectives it sends all n."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +35,7 @@ class ParameterSize:
 
     @property
     def numel(self) -> int:
-        product = 1
-        for size in self.shape:
-            product *= size
-        return product
+        return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
@@ -60,26 +53,6 @@ class ModelSize:
 
     parameters: tuple[ParameterSize, ...]
     buffer_bytes: int = 0
-    activation_bytes: int = 0
-    """What backward needs of one micro-batch, bytes, when nothing is recomputed."""
-    boundary_bytes: int = 0
-    """What flows from one block to the next in one micro-batch, bytes."""
-    kept_bytes: int | None = None
-    """Of `activation_bytes`, what `selective` checkpointing keeps. None: not known, taken to be half."""
-    outside_bytes: int = 0
-    """Of `activation_bytes`, what is saved outside of blocks (the loss, an embedding), which is never recomputed."""
-
-    @property
-    def bytes(self) -> int:
-        return sum(p.bytes for p in self.parameters)
-
-    @property
-    def units(self) -> dict[str, tuple[ParameterSize, ...]]:
-        """By block; under "" what is outside of blocks."""
-        groups: dict[str, tuple[ParameterSize, ...]] = {}
-        for p in self.parameters:
-            groups[p.unit] = (*groups.get(p.unit, ()), p)
-        return groups
 
 
 @dataclass(frozen=True)
@@ -150,15 +123,10 @@ class Collective:
     times: Number
     phase: str
 
-    def sent(self, ways: Number) -> Number:
-        """Bytes that one of `ways` ranks sends in a step."""
-        whole = self.bytes * self.times
-        return RING[self.name] * whole * (ways - 1) // ways if self.name in RING else whole
-
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes on the rank that holds most, and bytes it sends per optimizer step, by collective."""
+    """Bytes on the rank that holds most."""
 
     parameters: Number
     gradients: Number
@@ -166,12 +134,6 @@ class Cost:
     buffers: Number = 0
     transient: Number = 0
     """Bytes held only for a while within a step: gathered parameters, gradients that wait to be reduced."""
-    activations: Number = 0
-    sent: dict[str, Number] = field(default_factory=dict)
-
-    @property
-    def memory(self) -> Number:
-        return self.parameters + self.gradients + self.optimizer + self.buffers + self.transient + self.activations
 
 
 def model_size(module: nn.Module, blocks: list[str] | None = None, split: dict[str, int] | None = None) -> ModelSize:

@@ -24,7 +24,6 @@ import torch
 from torch import nn
 
 from strategies import ddp, devices
-from strategies.costs import Collective, StepShape, UnitSize, replicated
 from strategies.pipeline import partition
 from strategies.strategy import Applied, Setup, Strategy
 from strategies.tree import tree_map
@@ -84,17 +83,10 @@ def _moved(values: Any, device: torch.device) -> Any:
     return tree_map(lambda v: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v, values)
 
 
-def collectives(unit: UnitSize, step: StepShape) -> tuple[Collective, ...]:
-    """Between devices of one process only activations move."""
-    return ()
-
-
 STRATEGY = Strategy(
     "model_parallel",
     "consecutive blocks on several devices of one process",
-    replicated,
-    collectives,
-    apply,
+    apply=apply,
     one_process=True,
     several_devices=True,
     plannable=False,

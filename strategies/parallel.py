@@ -14,19 +14,13 @@ from torch import nn
 from strategies import state
 from strategies.clip import GradNorm
 from strategies.dims import Layout
+from strategies.strategy import MicroStep, no_communication
 
 if TYPE_CHECKING:
     from strategies.pipeline.simulate import Span
 
 T = TypeVar("T")
 Loss = Callable[[nn.Module, Any], torch.Tensor]
-
-_NOTHING = contextlib.nullcontext()
-
-
-def no_communication(last: bool) -> AbstractContextManager[Any]:
-    """micro_step for layouts that do not communicate gradients."""
-    return _NOTHING
 
 
 class Parallel:
@@ -49,7 +43,7 @@ class Parallel:
         *,
         inner: nn.Module | None = None,
         group: dist.ProcessGroup | None = None,
-        micro_step: Callable[[bool], AbstractContextManager[Any]] = no_communication,
+        micro_step: MicroStep = no_communication,
         autocast: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         notes: tuple[str, ...] = (),
     ) -> None:
@@ -99,10 +93,6 @@ class Parallel:
         `has_loss`."""
         with torch.no_grad(), self.micro_step(last=True), self.autocast():
             return function(self.module, batch)
-
-    def with_loss(self, value: torch.Tensor) -> torch.Tensor:
-        """`value` as the ranks with the loss have it, on every rank; collective in a pipeline."""
-        return value
 
     def profile(self) -> list[Span]:
         """What this rank did in the last step that was profiled (`profiling` was set); seconds from the step's start.

@@ -44,9 +44,9 @@ def require_gradients(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     if missing:
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise LayoutError(
-            f"the loss does not depend on parameter {missing[0]}{others}, which data parallelism cannot average: use it "
-            "in forward, set its requires_grad to False, or write fsdp, or parallel.find_unused_parameters=true with ddp "
-            "alone"
+            f"the loss does not depend on parameter {missing[0]}{others}, whose gradient cannot be averaged: use it in "
+            "forward, set its requires_grad to False, or write strategy=fsdp, or, with ddp alone, "
+            "parallel.find_unused_parameters=true"
         )
 
 

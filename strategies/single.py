@@ -9,7 +9,6 @@ one micro-batch fit on one device and the time is bearable. It sends nothing.
 
 from __future__ import annotations
 
-from strategies.costs import Collective, StepShape, UnitSize, replicated
 from strategies.strategy import Applied, Setup, Strategy
 
 
@@ -19,8 +18,4 @@ def apply(setup: Setup) -> Applied:
     return Applied(setup.module)
 
 
-def collectives(unit: UnitSize, step: StepShape) -> tuple[Collective, ...]:
-    return ()
-
-
-STRATEGY = Strategy("single", "one device", replicated, collectives, apply, one_process=True)
+STRATEGY = Strategy("single", "one device", apply=apply, one_process=True)

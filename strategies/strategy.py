@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from strategies.costs import Collective, Cost, Number, RankSize, StepShape, UnitSize
+from strategies.costs import Collective, Cost, Number, RankSize, StepShape, UnitSize, replicated
 from strategies.dims import Layout
 from strategies.options import PRECISIONS, Options
 
@@ -82,10 +82,10 @@ class Strategy:
     name: str
     summary: str
     """What it does, in a few words."""
-    cost: Callable[[RankSize, StepShape], Cost]
-    """Bytes on the rank that holds most. Of a strategy that splits the model itself (tensor, pipeline): None."""
-    collectives: Callable[[UnitSize, StepShape], tuple[Collective, ...]]
-    """What a rank does with others for one unit in one step."""
+    cost: Callable[[RankSize, StepShape], Cost] = replicated
+    """Bytes on the rank that holds most."""
+    collectives: Callable[[UnitSize, StepShape], tuple[Collective, ...]] = lambda unit, step: ()
+    """What a rank does with others for one unit's parameters in one step."""
     apply: Callable[[Setup], Applied] | None = None
     """None: parallelize.py puts it on wherever its degree is more than 1."""
     degrees: tuple[str, ...] = ()

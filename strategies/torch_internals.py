@@ -7,7 +7,6 @@ program goes on, slower or with less information. tests/strategies/test_torch_in
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import json
 from collections.abc import Callable
@@ -101,15 +100,3 @@ def flight_recorder() -> str:
                 if (said := json.loads(getattr(module, name)())).get("entries"):
                     found |= said
     return json.dumps(found, indent=1) if found else ""
-
-
-def abort_process_groups() -> None:
-    """Makes every collective of this process that waits on NCCL fail now.
-
-    Why: `ProcessGroup.abort` aborts one group, and there is no public list of them; aborting communicators one after
-    the other can deadlock. Missing: the default group's alone.
-    """
-    abort: Any = functools.partial(getattr(dist.group.WORLD, "abort", lambda: None))
-    with contextlib.suppress(ImportError):
-        abort = getattr(importlib.import_module("torch.distributed.distributed_c10d"), "_abort_process_group", abort)
-    abort()

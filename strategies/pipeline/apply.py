@@ -18,7 +18,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from strategies import activation_checkpointing, fsdp, initialization, precision
 from strategies import compile as compile_blocks
-from strategies.costs import Collective, StepShape, UnitSize, replicated
 from strategies.dims import Layout, LayoutError, ParallelDims, submesh
 from strategies.options import Options
 from strategies.pipeline import partition, schedules, weight_grad
@@ -230,16 +229,9 @@ def _batch_norm(module: nn.Module, layout: Layout) -> tuple[str, ...]:
     )
 
 
-def collectives(unit: UnitSize, step: StepShape) -> tuple[Collective, ...]:
-    """Stages send each other activations, not parameters."""
-    return ()
-
-
 STRATEGY = Strategy(
     "pipeline",
     "blocks split into stages",
-    replicated,
-    collectives,
     degrees=("pp",),
     also=("dp_replicate", "dp_shard", "tp"),
     precisions=("fp32", "bf16", "fp16"),

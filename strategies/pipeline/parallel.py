@@ -59,7 +59,6 @@ class PipelineParallel(Parallel):
             also=[p for p in trained if id(p) not in chosen],
         )
         self.has_loss = runtime.parts - 1 in runtime.stage.own
-        self._loss_stage = schedules.place_of(runtime.parts - 1, layout.dims.pp, self._folded)[0]
         self._calls, self._measured = calls, Measured()
         self._schedules: dict[int, Schedule] = {}
         self._gathered = False
@@ -132,11 +131,6 @@ class PipelineParallel(Parallel):
         if isinstance(self._sync, ShardedGradients):
             self._sync.free()
         self._gathered = False
-
-    def with_loss(self, value: Tensor) -> Tensor:
-        value = value.clone()
-        dist.broadcast(value, dist.get_global_rank(self.stage_group, self._loss_stage), group=self.stage_group)
-        return value
 
     def profile(self) -> list[Span]:
         return list(self.runtime.profiled)

@@ -39,7 +39,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from strategies.costs import Collective, StepShape, UnitSize, replicated
 from strategies.dims import LayoutError
 from strategies.initialization import set_parameter
 from strategies.options import Options
@@ -287,16 +286,9 @@ def _local_gradients(parameters: Any) -> list[Tensor]:
     return [local(p.grad) for p in parameters if p.grad is not None]
 
 
-def collectives(unit: UnitSize, step: StepShape) -> tuple[Collective, ...]:
-    """They carry activations, not a unit's parameters: cost.py."""
-    return ()
-
-
 STRATEGY = Strategy(
     "tensor",
     "each layer split",
-    replicated,
-    collectives,
     degrees=("tp",),
     also=("dp_replicate", "dp_shard", "pp"),
     precisions=("fp32", "bf16", "fp16"),

@@ -1,46 +1,16 @@
-"""What tensor parallelism (apply.py) costs: its part of the parameters, its part of the computation, what it sends."""
+"""What one of several tensor-parallel workers (apply.py) computes and sends, found without the others."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from strategies.costs import Collective, ModelSize
 from strategies.tensor import apply as tensor_parallel
 from strategies.tensor import ops
 from strategies.tensor.plan import Plan, make_plan
-
-
-def sliced(size: ModelSize, ways: int, sequence_parallel: bool = True) -> ModelSize:
-    """The model that one of `ways` workers holds: parameters exact, that of the first rank, which is never short.
-
-    With sequence parallelism activations divide too; without it, about a third of a block's (norms, dropout, what
-    flows between blocks) is on every worker. The planner reads them off the model instead (`one_part`).
-    """
-    if ways == 1:
-        return size
-    parameters = tuple(p if p.split_dim is None else p.shard(ways, p.split_dim) for p in size.parameters)
-    share = 1 / ways if sequence_parallel else (1 + 2 / ways) / 3
-    return replace(
-        size,
-        parameters=parameters,
-        activation_bytes=int(size.activation_bytes * share),
-        boundary_bytes=size.boundary_bytes // ways if sequence_parallel else size.boundary_bytes,
-    )
-
-
-def sent(size: ModelSize, ways: int, pairs: int, micro_batches: int = 1) -> dict[str, int]:
-    """For each pair of split layers one all-reduce of the activations forward and one backward (or, along the sequence,
-    a reduce-scatter and an all-gather, which send the same); one forward for the embedding, one backward for the head.
-    """
-    if ways == 1:
-        return {}
-    times = (2 * pairs + 2) * micro_batches
-    return {"tp_all_reduce": Collective("all_reduce", "tp", size.boundary_bytes, times, "forward").sent(ways)}
 
 
 class ShapePeers(ops.Peers):

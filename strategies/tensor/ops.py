@@ -8,7 +8,6 @@ other way round:
     enter      (f)      the input as it is             all-reduce
     leave      (g)      all-reduce                     as it is
     gather_features     all-gather the last dim        keep one's own part
-    split_features      keep one's own part            all-gather the last dim
     gather_sequence     all-gather along the sequence  reduce-scatter
     scatter_sequence    reduce-scatter                 all-gather along the sequence
     split_sequence      keep one's own part            all-gather along the sequence
@@ -133,10 +132,6 @@ def leave(x: Tensor, peers: Peers) -> Tensor:
 
 def gather_features(x: Tensor, peers: Peers, length: int) -> Tensor:
     return _Gather.apply(x, peers, -1, length, False)
-
-
-def split_features(x: Tensor, peers: Peers) -> Tensor:
-    return _Split.apply(x, peers, -1, False)
 
 
 def gather_sequence(x: Tensor, peers: Peers) -> Tensor:

@@ -11,14 +11,12 @@ import torch
 from experiments.parity import curves
 from experiments.parity.rows import ROWS, Row
 from strategies import registry
-from strategies.activation_checkpointing import activation_bytes
 from strategies.blocks import find_blocks
-from strategies.costs import Cost, ModelSize, ParameterSize, StepShape, model_size, rank_size, unit_size
-from strategies.estimate import cost, step_shape
+from strategies.costs import Cost, ParameterSize, StepShape, model_size, rank_size, unit_size
 from strategies.layout import Layout, ParallelDims
 from strategies.parallelize import Options, choose, parallelize
-from strategies.pipeline import partition
 from strategies.tensor.plan import make_plan
+from tests.layout_cost import layout_cost, step_shape
 from tests.pool import run_distributed
 from tests.strategies.models import GPT_PLAN, PlainGPT, gpt_trial
 
@@ -44,17 +42,17 @@ def _measured(rank: int, row: Row, tied: bool) -> tuple[int, int, int]:
     return _stored(list(parallel.parameters())), _stored(kept), _stored(states)
 
 
-def _size(tied: bool, layout: Layout) -> ModelSize:
+def _sizes(tied: bool, layout: Layout) -> tuple[ParameterSize, ...]:
     with torch.device("meta"):
         module = PlainGPT(tied, layers=4)
     dims = make_plan(module, GPT_PLAN, True).dims if layout.dims.tp > 1 else {}
-    return model_size(module, find_blocks(module), dims)
+    return model_size(module, find_blocks(module), dims).parameters
 
 
 @pytest.mark.parametrize("row", [Row("single", 1), *(row for row in ROWS if row.layout.dims.pp == 1)], ids=str)
 def test_memory_is_exact_to_the_byte(row: Row) -> None:
     measured = _measured(0, row, True) if row.workers == 1 else run_distributed(_measured, row.workers, row, True)[0]
-    expected = cost(row.layout, _size(True, row.layout))
+    expected, _ = layout_cost(row.layout, _sizes(True, row.layout))
     assert measured == (expected.parameters, expected.gradients, expected.optimizer)
 
 
@@ -63,43 +61,40 @@ def test_padding_is_counted() -> None:
     assert ParameterSize("bias", (10,)).shard(4).bytes == 12
 
 
-SIZE = ModelSize(
-    parameters=(
-        ParameterSize("embed", (8, 4)),
-        ParameterSize("a.weight", (4, 4), unit="a", split_dim=0),
-        ParameterSize("b.weight", (4, 4), unit="b", split_dim=1),
-        ParameterSize("c.weight", (4, 4), unit="c"),
-    ),
-    boundary_bytes=1000,
-    activation_bytes=30_000,
+SIZES = (
+    ParameterSize("embed", (8, 4)),
+    ParameterSize("a.weight", (4, 4), unit="a", split_dim=0),
+    ParameterSize("b.weight", (4, 4), unit="b", split_dim=1),
+    ParameterSize("c.weight", (4, 4), unit="c"),
 )
 BYTES = 4 * (32 + 3 * 16)
 
 
-def _cost(name: str, workers: int, options: Options | None = None, **rest: Any) -> Cost:
-    degrees = {key: rest.pop(key) for key in ("dp_replicate", "dp_shard", "tp") if key in rest}
-    return cost(choose(name, workers, **degrees), SIZE, options, **rest)
+def _cost(name: str, workers: int, options: Options | None = None, micro: int = 1, **degrees: int) -> Cost:
+    return layout_cost(choose(name, workers, **degrees), SIZES, options, micro)[0]
+
+
+def _sent(name: str, workers: int, options: Options | None = None, micro: int = 1, **degrees: int) -> dict[str, int]:
+    return layout_cost(choose(name, workers, **degrees), SIZES, options, micro)[1]
 
 
 def test_what_is_sent_per_step() -> None:
-    assert _cost("single", 1).sent == {}
-    assert _cost("ddp", 4).sent == {"all_reduce": BYTES * 2 * 3 // 4}
-    assert _cost("ddp", 4, Options(compression="bf16")).sent == {"all_reduce": BYTES * 3 // 4}
+    assert _sent("single", 1) == {}
+    assert _sent("ddp", 4) == {"all_reduce": BYTES * 2 * 3 // 4}
+    assert _sent("ddp", 4, Options(compression="bf16")) == {"all_reduce": BYTES * 3 // 4}
     blocks, root = 3 * 64, 128
-    assert _cost("fsdp", 4).sent == {"all_gather": (root + 2 * blocks) * 3 // 4, "reduce_scatter": BYTES * 3 // 4}
-    assert _cost("zero1", 4).sent == {"all_gather": BYTES * 3 // 4, "reduce_scatter": BYTES * 3 // 4}
-    slices = _cost("hsdp", 4, dp_shard=2).sent["all_reduce"]
-    assert slices == BYTES // 2
-    assert _cost("tensor", 2, pairs=3).sent == {"tp_all_reduce": 1000 * 8}
+    assert _sent("fsdp", 4) == {"all_gather": (root + 2 * blocks) * 3 // 4, "reduce_scatter": BYTES * 3 // 4}
+    assert _sent("zero1", 4) == {"all_gather": BYTES * 3 // 4, "reduce_scatter": BYTES * 3 // 4}
+    assert _sent("hsdp", 4, dp_shard=2)["all_reduce"] == BYTES // 2
 
 
 def test_accumulation_communicates_once_unless_shards_are_accumulated() -> None:
-    once, four = _cost("ddp", 2), _cost("ddp", 2, micro_batches=4)
-    assert once.sent == four.sent
-    zero1, zero2 = _cost("zero1", 2, micro_batches=4), _cost("zero2", 2, micro_batches=4)
-    assert zero2.sent["reduce_scatter"] == 4 * zero1.sent["reduce_scatter"]
-    assert zero1.transient - zero2.transient == BYTES, "stage 1 keeps whole gradients between micro-batches"
-    assert zero1.sent["all_gather"] == zero2.sent["all_gather"] == BYTES // 2
+    assert _sent("ddp", 2) == _sent("ddp", 2, micro=4)
+    zero1, zero2 = (_sent(name, 2, micro=4) for name in ("zero1", "zero2"))
+    assert zero2["reduce_scatter"] == 4 * zero1["reduce_scatter"]
+    assert zero1["all_gather"] == zero2["all_gather"] == BYTES // 2
+    kept = _cost("zero1", 2, micro=4).transient - _cost("zero2", 2, micro=4).transient
+    assert kept == BYTES, "stage 1 keeps whole gradients between micro-batches"
 
 
 def test_freeing_after_forward_holds_two_blocks() -> None:
@@ -127,29 +122,17 @@ def test_costs_are_the_same_for_columns_of_layouts() -> None:
         ]
         columns = {f.name: [getattr(step, f.name) for step in steps] for f in fields(StepShape)}
         together = StepShape(**{key: np.array(v) for key, v in columns.items() if key != "optimizer"})
-        unit = unit_size(SIZE.parameters, 4)
+        unit = unit_size(SIZES, 4)
         alone = [strategy.cost(rank_size([unit]), step) for step in steps]
         found = strategy.cost(rank_size([unit]), together)
         for part in ("parameters", "gradients", "optimizer", "transient"):
             assert np.array_equal(np.broadcast_to(getattr(found, part), len(own)), [getattr(c, part) for c in alone])
-        sent = [[c.sent(4) for c in strategy.collectives(unit, step)] for step in steps]
-        columns = [np.broadcast_to(c.sent(4), len(own)) for c in strategy.collectives(unit, together)]
+        sent = [[c.bytes * c.times for c in strategy.collectives(unit, step)] for step in steps]
+        columns = [np.broadcast_to(c.bytes * c.times, len(own)) for c in strategy.collectives(unit, together)]
         assert np.array_equal(np.stack(columns).T, sent)
 
 
-def test_recomputing_needs_less() -> None:
-    kept = [activation_bytes(SIZE, mode, 3) for mode in ("none", "selective", "every_2", "full")]
-    assert kept == [30_000, 25_000, 22_000, 13_000]
-    assert _cost("tensor", 2).activations == 15_000
-
-
 def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
-    frozen = ModelSize((ParameterSize("a", (4,), trainable=False), ParameterSize("b", (4,))))
-    found = cost(choose("fsdp", 2), frozen)
+    frozen = (ParameterSize("a", (4,), trainable=False), ParameterSize("b", (4,)))
+    found, _ = layout_cost(choose("fsdp", 2), frozen)
     assert (found.parameters, found.gradients, found.optimizer) == (16, 8, 20)
-
-
-def test_partition_is_consecutive_and_even() -> None:
-    assert partition.balanced_partition([1, 1, 1, 1], 2) == (2, 2)
-    assert partition.balanced_partition([4, 1, 1, 1, 1], 2) == (1, 4)
-    assert partition.balanced_partition([1], 1) == (1,)

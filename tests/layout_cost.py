@@ -1,0 +1,45 @@
+"""A whole layout's cost from its strategy's own functions, as app/planner puts them together, for tests of either."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from strategies import registry
+from strategies.costs import Cost, ParameterSize, StepShape, rank_size, unit_size
+from strategies.layout import Layout
+from strategies.options import Options
+
+RING = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+"""Times n·(k-1)/k bytes that one of k ranks sends of a tensor of n."""
+
+
+def step_shape(layout: Layout, options: Options, micro_batches: int = 1) -> StepShape:
+    """A step on a CPU."""
+    strategy, dims = registry.data_strategy(layout), layout.dims
+    return StepShape(
+        dims.dp_replicate,
+        dims.dp_shard,
+        dims.tp,
+        dims.pp,
+        micro_batches,
+        compute_itemsize=4 if options.precision == "fp32" else 2,
+        reduce_itemsize=2 if "bf16" in (options.reduce_dtype, options.compression) else 4,
+        reshard_after_forward=strategy.reshards(options.reshard_after_forward, True),
+        reduce_scatter_each_microbatch=strategy.reduces_each(options.accumulate_sharded, False),
+    )
+
+
+def layout_cost(
+    layout: Layout, parameters: tuple[ParameterSize, ...], options: Options | None = None, micro_batches: int = 1
+) -> tuple[Cost, dict[str, int]]:
+    """Bytes on a rank, and bytes that it sends per step, by collective."""
+    strategy, step = registry.data_strategy(layout), step_shape(layout, options or Options(), micro_batches)
+    dims, groups = layout.dims, defaultdict(list)
+    for p in parameters:
+        groups[p.unit].append(p if p.split_dim is None else p.shard(dims.tp, p.split_dim))
+    units = [unit_size(tuple(own), dims.dp_shard, is_root=name == "") for name, own in groups.items()]
+    sent: dict[str, int] = defaultdict(int)
+    for each in (each for unit in units for each in strategy.collectives(unit, step)):
+        ways = getattr(dims, each.over)
+        sent[each.name] += RING[each.name] * each.bytes * each.times * (ways - 1) // ways
+    return strategy.cost(rank_size(units), step), {name: count for name, count in sent.items() if count}
