@@ -12,7 +12,6 @@ as plain attributes: on meta they would have stayed empty. A model that cannot b
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 
 import torch
@@ -21,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from strategies import collectives
+from strategies import compile as compile_blocks
 from strategies.dims import Layout, LayoutError
 from strategies.state import shard_of
 
@@ -58,14 +58,6 @@ def unsynchronised(module: nn.Module, layout: Layout) -> tuple[str, ...]:
     )
 
 
-def set_parameter(owner: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Replaces a parameter; a module that keeps further lists of its parameters (an RNN) hears of it."""
-    if type(owner).__setattr__ is nn.Module.__setattr__:
-        owner._parameters[name] = parameter
-    else:
-        setattr(owner, name, parameter)
-
-
 def materialise(module: nn.Module, device: torch.device, parameter_device: torch.device | None = None) -> None:
     """Gives meta tensors memory, uninitialised; a parameter shared by several modules stays shared."""
     made: dict[int, torch.Tensor] = {}
@@ -81,14 +73,12 @@ def materialise(module: nn.Module, device: torch.device, parameter_device: torch
 
     keep: list[torch.Tensor] = []  # so that ids stay taken
     for owner in module.modules():
-        for name, parameter in list(owner._parameters.items()):
-            if parameter is not None:
-                set_parameter(owner, name, real(parameter, parameter_device or device))  # type: ignore[arg-type]
-        for name, buffer in owner._buffers.items():
-            if buffer is not None:
-                owner._buffers[name] = real(buffer, device)
-        for name, value in tensor_attributes(owner):
-            owner.__dict__[name] = real(value, device)
+        for name, parameter in _parameters(owner):
+            made_real = real(parameter, parameter_device or device)
+            delattr(owner, name)  # or torch would read it first, which gathers what tensor parallelism has split
+            setattr(owner, name, made_real)
+        for name, value in [*_buffers(owner), *tensor_attributes(owner)]:
+            setattr(owner, name, real(value, device))
 
 
 @torch.no_grad()
@@ -134,8 +124,16 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Everything a module holds under the names its modules know it by; aliases too."""
     for prefix, owner in module.named_modules():
         dot = prefix + "." if prefix else ""
-        held = [*owner._parameters.items(), *owner._buffers.items(), *tensor_attributes(owner)]
-        yield from ((dot + name, tensor) for name, tensor in held if tensor is not None)
+        held = [*_parameters(owner), *_buffers(owner), *tensor_attributes(owner)]
+        yield from ((dot + name, tensor) for name, tensor in held)
+
+
+def _parameters(owner: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(owner.named_parameters(recurse=False, remove_duplicate=False))
+
+
+def _buffers(owner: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return list(owner.named_buffers(recurse=False, remove_duplicate=False))
 
 
 def tensor_attributes(owner: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -148,5 +146,4 @@ def forget_meshes() -> None:
     """To be called when a process that goes on has no use for its process groups any more: frees the memory shared with
     their ranks, and what was compiled with them."""
     collectives.release()
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
+    compile_blocks.forget()

@@ -40,13 +40,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from strategies.dims import LayoutError
-from strategies.initialization import set_parameter
 from strategies.options import Options
 from strategies.replicate import all_reduce_, local
 from strategies.strategy import Strategy
 from strategies.tensor import ops
 from strategies.tensor.loss import VocabularyLogits
 from strategies.tensor.plan import Plan, is_transposed_linear, make_plan, out_features
+from strategies.torch_internals import rnn_reading_its_parameters
 
 
 class SplitLayers:
@@ -81,7 +81,7 @@ class SplitLayers:
 
 def _own(module: nn.Module, name: str) -> Any:
     """This worker's part of a parameter, None for a bias that is not there."""
-    parameter = module._parameters[name]
+    parameter = nn.Module.__getattr__(module, name)  # past the property of that name
     if not isinstance(parameter, DTensor):
         return parameter
     slice = parameter.to_local()
@@ -148,7 +148,7 @@ _FORWARD: dict[str, Callable[..., Tensor]] = {
 
 def _read(name: str, self: Any) -> Any:
     """A parameter as the model's own code reads it: plain and whole. (Sharded by fsdp it is not for reading.)"""
-    parameter = self._parameters[name]
+    parameter = nn.Module.__getattr__(self, name)
     if not isinstance(parameter, DTensor) or parameter.device_mesh != self._split.mesh:
         return parameter
     return parameter.to_local() if parameter.placements[0].is_replicate() else parameter.full_tensor()
@@ -160,10 +160,8 @@ def _class(kind: type[nn.Module], style: str, names: tuple[str, ...]) -> type[nn
     members: dict[str, Any] = {name: property(functools.partial(_read, name)) for name in names}
     if style in _FORWARD:
         members["forward"] = _FORWARD[style]
-    if issubclass(kind, nn.RNNBase):  # it keeps a second list of its parameters
-        members["_flat_weights"] = property(
-            lambda self: [getattr(self, name) for name in self._flat_weights_names], lambda self, value: None
-        )
+    if issubclass(kind, nn.RNNBase):
+        members |= rnn_reading_its_parameters()
     return type(kind.__name__, (kind,), members)
 
 
@@ -205,7 +203,7 @@ def rewrite(module: nn.Module, split: SplitLayers, replace: Callable[[nn.Paramet
             keep.append(parameter)
             if id(parameter) not in made:
                 made[id(parameter)] = replace(parameter, split.plan.dims.get(f"{path}.{name}".lstrip(".")))
-            set_parameter(owner, name, made[id(parameter)])
+            setattr(owner, name, made[id(parameter)])
         if own:
             vars(owner).update(_split=split, _transposed=transposed)
             owner.__class__ = _class(type(owner), style, tuple(own))  # type: ignore[arg-type]
@@ -223,9 +221,9 @@ class GradientSums:
         for path, owner in module.named_modules():
             style = split.plan.styles.get(path, "replicate")
             sequence = split.plan.sequence and style in ("sequence", "rowwise")
-            for name, parameter in owner._parameters.items():
+            for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
                 full = f"{path}.{name}".lstrip(".")
-                if parameter is None or not parameter.requires_grad or full in split.plan.dims:
+                if not parameter.requires_grad or full in split.plan.dims:
                     continue
                 (self.partial if sequence or style == "partial" else self.whole)[full] = parameter
         self.checked = False

@@ -118,9 +118,10 @@ def _require_class(module: nn.Module, name: str, value: str) -> None:
 
 def is_transposed_linear(module: nn.Module) -> bool:
     """Whether it computes x·W + b with W (in, out): transformers' Conv1D, known by its looks, not imported."""
-    weight = module._parameters.get("weight")
-    looks = type(module).__name__ == "Conv1D" and hasattr(module, "nf") and weight is not None
-    return looks and weight.dim() == 2 and weight.shape[1] == module.nf  # type: ignore[union-attr]
+    if type(module).__name__ != "Conv1D" or not hasattr(module, "nf"):
+        return False
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    return weight is not None and weight.dim() == 2 and weight.shape[1] == module.nf
 
 
 def out_features(module: nn.Module) -> int:
@@ -141,9 +142,7 @@ def _found(module: nn.Module) -> dict[str, str]:
 def _tie_embeddings(module: nn.Module, styles: dict[str, str]) -> None:
     """An embedding outside the plan that shares its table with a split layer is split likewise."""
     modules = dict(module.named_modules())
-    split = {
-        id(modules[name]._parameters["weight"]) for name, style in styles.items() if VALUES[style][1] == 0 and modules
-    }
+    split = {id(modules[name].weight) for name, style in styles.items() if VALUES[style][1] == 0}
     for name, child in modules.items():
         if name not in styles and type(child) is nn.Embedding and id(child.weight) in split:
             styles[name] = "embedding"
@@ -155,28 +154,22 @@ def _dims(module: nn.Module, styles: dict[str, str]) -> dict[str, int]:
     Raises:
         LayoutError: one parameter, two ways.
     """
-    chosen: dict[int, tuple[str, int | None]] = {}
-    dims: dict[str, int] = {}
+    chosen: dict[int, tuple[str, int]] = {}  # parameter → the first name that splits it
+    names: dict[str, int] = {}
     for name, owner in module.named_modules():
-        style = styles.get(name, "replicate")
-        dim = VALUES[style][1]
-        for key, parameter in owner._parameters.items():
-            if parameter is None:
-                continue
-            path = f"{name}.{key}" if name else key
+        dim = VALUES[styles.get(name, "replicate")][1]
+        for key, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            path = f"{name}.{key}".lstrip(".")
+            names[path] = id(parameter)
             split = dim if key == "weight" or (key == "bias" and dim == 0) else None
             if key == "weight" and dim is not None and is_transposed_linear(owner):
                 split = 1 - dim
+            if split is None:
+                continue
             before = chosen.setdefault(id(parameter), (path, split))
-            if before[1] is not None and split is not None and before[1] != split:
+            if before[1] != split:
                 raise LayoutError(
                     f"{path} and {before[0]} are one tied weight, but the tensor plan splits it in two ways: give both "
                     "modules values that split the same dimension (embedding with head or colwise), or untie them"
                 )
-            if split is not None and before[1] is None:
-                chosen[id(parameter)] = (path, split)
-    for name, owner in module.named_modules():
-        for key, parameter in owner._parameters.items():
-            if parameter is not None and (found := chosen[id(parameter)][1]) is not None:
-                dims[f"{name}.{key}" if name else key] = found
-    return dims
+    return {path: chosen[each][1] for path, each in names.items() if each in chosen}

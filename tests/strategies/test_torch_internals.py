@@ -84,3 +84,13 @@ def test_the_flight_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         monkeypatch.delattr(module, name, raising=False)
     assert torch_internals.flight_recorder() == ""
+
+
+def test_rnns_that_read_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = torch.nn.LSTM(2, 3)
+    rnn = type("LSTM", (torch.nn.LSTM,), torch_internals.rnn_reading_its_parameters())(2, 3)
+    rnn.load_state_dict(plain.state_dict())
+    x = torch.randn(4, 2)
+    torch.testing.assert_close(rnn(x), plain(x))
+    monkeypatch.setattr(torch.nn, "RNN", lambda *_: object())
+    assert torch_internals.rnn_reading_its_parameters() == {}
