@@ -22,9 +22,7 @@ import contextlib
 import functools
 import importlib
 import os
-import time
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,8 +39,6 @@ PACKAGE = "deepspeed"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 OURS = (*_BATCH, "optimizer", "scheduler", "fp16", "bf16")
 """Keys of a DeepSpeed JSON that the experiment decides."""
-ABANDONED_SECONDS = 1800.0
-"""Older locks were left by a process that has ended: an operator takes a few minutes to compile."""
 
 
 def require() -> Any:
@@ -54,19 +50,6 @@ def require() -> Any:
             f"strategy deepspeed needs the deepspeed package, which does not import ({type(error).__name__}: {error}): "
             "pip install deepspeed, or write strategy=zero2 or fsdp, which need nothing more"
         ) from error
-
-
-def require_no_abandoned_build() -> None:
-    """The engine compiles operators at its first start, under a lock that a killed build leaves behind: whoever comes
-    next would wait for it for ever, in silence. Raises LayoutError if there is one too old to be in use."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "torch_extensions")
-    for lock in Path(os.environ.get("TORCH_EXTENSIONS_DIR", cache)).glob("**/lock"):
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - lock.stat().st_mtime > ABANDONED_SECONDS:
-                raise LayoutError(
-                    f"DeepSpeed would wait for ever for {lock}, which a build that was killed has left: delete the "
-                    f"folder {lock.parent}"
-                )
 
 
 def configuration(given: dict[str, Any] | None) -> dict[str, Any]:
@@ -146,7 +129,6 @@ class DeepSpeedParallel(Parallel):
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
         deepspeed = require()
-        require_no_abandoned_build()
         self.engine = deepspeed.initialize(
             model=self.inner, optimizer=optimizer, config=self.config, dist_init_required=False
         )[0]

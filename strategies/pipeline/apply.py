@@ -21,7 +21,7 @@ from strategies import compile as compile_blocks
 from strategies.dims import Layout, LayoutError, ParallelDims, submesh
 from strategies.options import Options
 from strategies.pipeline import partition, schedules, weight_grad
-from strategies.pipeline.grad_sync import GradSync, NoGradSync, ShardedGradients
+from strategies.pipeline.grad_sync import GradSync, ShardedGradients
 from strategies.pipeline.p2p import P2PComm
 from strategies.pipeline.parallel import PipelineParallel
 from strategies.pipeline.runtime import Runtime
@@ -79,8 +79,7 @@ def apply(
         comm,
         dims.pp,
         autocast=precision.autocast(options.precision, device.type),
-        last=sync.last_backward,
-        done=sync.chunk_done,
+        sync=sync,
         deferred=deferred,
         clear=split.forget if split is not None else lambda: None,
     )
@@ -90,7 +89,6 @@ def apply(
         layout,
         device,
         runtime,
-        sync,
         shared,
         options,
         stage_group=stage_group,
@@ -177,10 +175,10 @@ def _grad_sync(
     mesh: DeviceMesh,
     group: dist.ProcessGroup | None,
     options: Options,
-) -> GradSync:
+) -> GradSync | None:
     if units is not None:
         return ShardedGradients(module, units, by_chunk, dims.data_mesh(mesh), options)
-    return NoGradSync() if group is None else GradientBuckets(by_chunk, group, options)
+    return None if group is None else GradientBuckets(by_chunk, group, options)
 
 
 def _pipelines(dims: ParallelDims) -> list[list[int]]:

@@ -13,7 +13,7 @@ here, from the unsharded parameters; so whatever order a schedule computes in, W
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,30 +25,7 @@ from torch.distributed.tensor import DTensor
 from strategies.collectives import reduce_scatter
 from strategies.dims import submesh
 from strategies.options import Options
-from strategies.replicate import Named, all_reduce_, buckets, local, wire_dtype
-
-
-class GradSync(Protocol):
-    """What data-parallel workers do with gradients in a step."""
-
-    def last_backward(self, chunk: int) -> None:
-        """The chunk's last backward begins: from here on gradients get complete one after the other."""
-
-    def chunk_done(self, chunk: int) -> None:
-        """The chunk's gradients are complete; returns at once."""
-
-    def finish(self) -> None:
-        """All gradients are reduced when this returns."""
-
-
-class NoGradSync:
-    """No data parallelism."""
-
-    def last_backward(self, chunk: int) -> None: ...
-
-    def chunk_done(self, chunk: int) -> None: ...
-
-    def finish(self) -> None: ...
+from strategies.replicate import GradientBuckets, Named, all_reduce_, buckets, local, wire_dtype
 
 
 class ShardedGradients:
@@ -97,7 +74,8 @@ class ShardedGradients:
             unit.reshard()
         self.units[0].set_reshard_after_forward(False)
 
-    def last_backward(self, chunk: int) -> None: ...
+    def last_backward(self, chunk: int) -> None:
+        """Nothing goes before the chunk is done."""
 
     @torch.no_grad()
     def chunk_done(self, chunk: int) -> None:
@@ -153,3 +131,7 @@ def add_over_stages(shared: dict[dist.ProcessGroup, Named]) -> None:
             with torch.no_grad():
                 gradients.append(local(parameter.grad))
         all_reduce_(gradients, group)
+
+
+GradSync = GradientBuckets | ShardedGradients
+"""What data-parallel workers do with gradients in a step."""

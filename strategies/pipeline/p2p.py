@@ -84,7 +84,7 @@ class P2PComm:
         """By stage."""
         self.groups: dict[tuple[str, bool], dist.ProcessGroup] = {}
         self.sent: dict[Any, list[tuple[Any, Tensor]]] = {}
-        """What is kept until it has been received, by the key it was sent with."""
+        """What is kept until it has been sent, by the key it was sent with."""
         if device.type == "cuda":
             for key in ((kind, down) for kind in ("F", "B") for down in (True, False)):
                 self.groups[key] = own_group([list(ranks) for ranks in pipelines])  # type: ignore[assignment]
@@ -95,6 +95,8 @@ class P2PComm:
     def send(self, kind: str, stage: int, tensors: Iterable[Tensor], key: Any = None) -> None:
         """Returns at once. key: by which `received` knows these tensors."""
         group, tag = self._group(kind, self.stage, stage), "FB".index(kind)
+        for done in [key for key, pairs in self.sent.items() if all(work.is_completed() for work, _ in pairs)]:
+            del self.sent[done]
         for tensor in tensors:
             data = tensor.detach().contiguous()
             work = dist.isend(data, self.ranks[stage], group=group, tag=tag)
@@ -104,17 +106,16 @@ class P2PComm:
         group, tag = self._group(kind, stage, self.stage), "FB".index(kind)
         return [dist.irecv(tensor, self.ranks[stage], group=group, tag=tag) for tensor in tensors]
 
-    def received(self, keys: Iterable[Any]) -> None:
-        """Lets go of what was sent with these keys: it has arrived, as what came back since then shows.
-
-        (gloo says of a message that it has been sent only to who waits for it.)"""
-        for key in keys:
-            for work, _ in self.sent.pop(key, ()):
-                work.wait()
+    def received(self, key: Any) -> None:
+        """Lets go of what was sent with this key: an answer to it has come. (gloo says of a message that it has been
+        sent only to who waits for it.)"""
+        for work, _ in self.sent.pop(key, ()):
+            work.wait()
 
     def settle(self) -> None:
         """Waits until everything that was sent has been taken."""
-        self.received(list(self.sent))
+        for key in list(self.sent):
+            self.received(key)
 
 
 class Receiver:

@@ -15,7 +15,7 @@ from strategies.dims import Layout
 from strategies.options import Options
 from strategies.parallel import Loss, Parallel
 from strategies.pipeline import schedules
-from strategies.pipeline.grad_sync import GradSync, ShardedGradients, add_over_stages
+from strategies.pipeline.grad_sync import ShardedGradients, add_over_stages
 from strategies.pipeline.rebalance import BetterPartition, Measured, better_partition
 from strategies.pipeline.runtime import Runtime, Step
 from strategies.pipeline.schedules import Schedule
@@ -35,7 +35,6 @@ class PipelineParallel(Parallel):
         layout: Layout,
         device: torch.device,
         runtime: Runtime,
-        sync: GradSync,
         shared: dict[dist.ProcessGroup, Named],
         options: Options,
         *,
@@ -49,7 +48,7 @@ class PipelineParallel(Parallel):
     ) -> None:
         super().__init__(module, layout, device, group=group, notes=notes)
         self.runtime, self.options, self.stage_group = runtime, options, stage_group
-        self._sync, self._shared, self._all_names, self._after_step = sync, shared, names, after_step
+        self._shared, self._all_names, self._after_step = shared, names, after_step
         trained = [p for _, p in self._named if p.requires_grad]
         chosen = {id(p) for p in counted}
         self._grad_norm = GradNorm(
@@ -110,7 +109,8 @@ class PipelineParallel(Parallel):
         return total
 
     def _finish(self) -> None:
-        self._sync.finish()
+        if self.runtime.sync is not None:
+            self.runtime.sync.finish()
         self._gathered = False
         add_over_stages(self._shared)
         self._after_step()
@@ -123,13 +123,13 @@ class PipelineParallel(Parallel):
         return found if self.has_loss else None
 
     def _gather(self) -> None:
-        if isinstance(self._sync, ShardedGradients) and not self._gathered:
-            self._sync.gather()
+        if isinstance(self.runtime.sync, ShardedGradients) and not self._gathered:
+            self.runtime.sync.gather()
             self._gathered = True
 
     def _release(self) -> None:
-        if isinstance(self._sync, ShardedGradients):
-            self._sync.free()
+        if isinstance(self.runtime.sync, ShardedGradients):
+            self.runtime.sync.free()
         self._gathered = False
 
     def profile(self) -> list[Span]:

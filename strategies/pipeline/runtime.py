@@ -5,8 +5,8 @@
     W   the weights' gradients that B left (schedules that split backward)
 
 Waiting happens only where an instruction needs what has not arrived. Gradients add up in the parameters over
-micro-batches; `last` is called before a chunk's last backward and `done` after it, so that reducing them over
-data-parallel workers overlaps with what is still computed.
+micro-batches; `sync` hears of a chunk's last backward before and after it, so that reducing them over data-parallel
+workers overlaps with what is still computed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor
 from strategies.dims import LayoutError
 from strategies.parallel import plain_tensor
 from strategies.pipeline import weight_grad
+from strategies.pipeline.grad_sync import GradSync
 from strategies.pipeline.p2p import Message, P2PComm, Receiver, TensorMeta, TensorMetas, encode
 from strategies.pipeline.schedules import Op, Schedule, place_of
 from strategies.pipeline.simulate import Span
@@ -53,8 +54,8 @@ class Alive:
 class Runtime:
     """Runs schedules on one worker.
 
-    autocast: put around forward. last(chunk): a chunk's last backward begins, if it is in one piece. done(chunk): its
-    gradients are complete. deferred: what the modules' backward leaves for W. clear: to be called after a forward.
+    autocast: put around forward. sync: what reduces gradients; None: nothing does. deferred: what the modules' backward
+    leaves for W. clear: to be called after a forward.
     """
 
     def __init__(
@@ -64,13 +65,12 @@ class Runtime:
         stages: int,
         *,
         autocast: Callable[[], AbstractContextManager[Any]],
-        done: Callable[[int], None],
-        last: Callable[[int], None],
+        sync: GradSync | None,
         deferred: weight_grad.DeferredWeightGrad,
         clear: Callable[[], None] = lambda: None,
     ) -> None:
         self.stage, self.comm, self.stages = stage, comm, stages
-        self.autocast, self.last, self.done, self.clear = autocast, last, done, clear
+        self.autocast, self.sync, self.clear = autocast, sync, clear
         self.metas: dict[Any, TensorMetas] = {}
         self.deferred = deferred
         self.most_alive = 0
@@ -79,7 +79,7 @@ class Runtime:
         """Of the last step that was profiled."""
         self.spans: list[Span] | None = None
         self.began = 0.0
-        self._orders: dict[Any, tuple[Any, Any]] = {}
+        self._orders: dict[Any, dict[tuple[str, int], list[tuple[int, int]]]] = {}
 
     @property
     def parts(self) -> int:
@@ -108,15 +108,15 @@ class Runtime:
                 torch.manual_seed(_mixed(seed, part, op.micro))
                 self._forward(step, op, part, placeholders)
             elif op.kind == "B":
-                if final[op.chunk] == i:
-                    self.last(op.chunk)
+                if final[op.chunk] == i and self.sync is not None:
+                    self.sync.last_backward(op.chunk)
                 self._backward(schedule.split, op, part)
             else:
                 self._weights(op, part)
             sent = {key[1:] for key in self.comm.sent if key is not None and key[0] == "F"}
             self.most_alive = max(self.most_alive, len(self.alive.keys() | self.left.keys() | sent))
-            if final[op.chunk] == i:
-                self.done(op.chunk)
+            if final[op.chunk] == i and self.sync is not None:
+                self.sync.chunk_done(op.chunk)
         torch.manual_seed(_mixed(seed, self.parts, 0))
         self.comm.settle()
         return self.total
@@ -198,8 +198,7 @@ class Runtime:
         if key not in self._orders:
             self._orders[key] = _orders(schedule, self.comm.stage)
         self.receivers: dict[tuple[str, int], Receiver] = {}
-        orders, self.shows = self._orders[key]
-        for (kind, stage), order in orders.items():
+        for (kind, stage), order in self._orders[key].items():
             messages = [Message(part, micro, kinds[micro]) for part, micro in order]
             self.receivers[kind, stage] = Receiver(self.comm, kind, stage, messages, self.metas)
 
@@ -209,7 +208,8 @@ class Runtime:
         if source == self.comm.stage:
             return self.local.pop((kind, edge, op.micro))
         arrived = self._timed("RECV", op, lambda: self.receivers[kind, source].take(edge, op.micro))
-        self.comm.received([("F", edge, op.micro), *self.shows.get((kind, edge, op.micro), ())])
+        if kind == "B":
+            self.comm.received(("F", edge, op.micro))
         return arrived
 
     def _give(self, kind: str, edge: int, op: Op, tensors: list[Tensor], target: int) -> None:
@@ -243,7 +243,7 @@ class Runtime:
     def evaluate(self, function: Callable[..., Any], batch: Any, folded: bool) -> Any:
         """The function's answer where the last part is, else None. Of several in a row the next begins here while this
         one is still computed on later stages."""
-        self.folded, self.local, self.spans, self.shows = folded, {}, None, {}
+        self.folded, self.local, self.spans = folded, {}, None
         kind, answer = self.stage.signature(batch), None
         step = Step([batch], [1.0], [1.0], function, [kind])
         placeholders = self.stage.placeholders(kind, function, batch)
@@ -263,29 +263,16 @@ class Runtime:
         return self._take("F", part - 1, op)
 
 
-Key = tuple[str, int, int]
-"""A message: F or B, the edge it crosses (from that part to the next, or back to it), the micro-batch."""
-
-
-def _orders(schedule: Schedule, own: int) -> tuple[dict[tuple[str, int], list[tuple[int, int]]], dict[Key, list[Key]]]:
-    """Per direction and neighbour, (edge, micro-batch) in the order in which the neighbour sends it to stage `own`; and
-    for each of these messages what of `own`'s the neighbour has taken before it sends it."""
+def _orders(schedule: Schedule, own: int) -> dict[tuple[str, int], list[tuple[int, int]]]:
+    """Per direction and neighbour, (edge, micro-batch) in the order in which the neighbour sends it to stage `own`."""
     found: dict[tuple[str, int], list[tuple[int, int]]] = {}
-    shows: dict[Key, list[Key]] = {}
     for stage, ops in enumerate(schedule.lists):
-        taken: list[Key] = []
-        for op in ops:
+        for op in (op for op in ops if stage != own and op.kind != "W"):
             part = schedule.part(stage, op.chunk)
-            source, target = (part - 1, part + 1) if op.kind == "F" else (part + 1, part - 1)
-            if stage == own or op.kind == "W":
-                continue
-            if _is_on(own, source, schedule):
-                taken.append((op.kind, min(source, part), op.micro))
+            target = part + 1 if op.kind == "F" else part - 1
             if _is_on(own, target, schedule):
-                edge = min(target, part)
-                found.setdefault((op.kind, stage), []).append((edge, op.micro))
-                shows[op.kind, edge, op.micro], taken = taken, []
-    return found, shows
+                found.setdefault((op.kind, stage), []).append((min(target, part), op.micro))
+    return found
 
 
 def _is_on(stage: int, part: int, schedule: Schedule) -> bool:

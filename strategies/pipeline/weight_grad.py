@@ -1,10 +1,10 @@
 """Backward in two halves: the gradient of the input now, for which the stage before waits; those of the weights later.
 
 For y = x·Wᵀ + b, backward is two matrix products of the same size: dx = dy·W, and dW = dyᵀ·x. Only dx is needed to go
-on. While DeferredWeightGrad has a list to fill, linear layers and convolutions whose weight is a parameter compute dx
-in backward and note (x, dy); `finish` does the dW of one micro-batch, added into the gradients. What remains in B
-(norms, biases, whatever else has parameters) is small, and is right wherever it is: this works for any model, and pays
-for those made of matrix products. Qi et al. 2023, https://arxiv.org/abs/2401.10241.
+on. While DeferredWeightGrad has a list to fill, linear layers whose weight is a parameter compute dx in backward and
+note (x, dy); `finish` does the dW of one micro-batch, added into the gradients. What remains in B (norms, biases,
+convolutions, whatever else has parameters) is right wherever it is: this works for any model, and pays for those made
+of matrix products. Qi et al. 2023, https://arxiv.org/abs/2401.10241.
 
 torch.distributed.pipelining splits by walking the autograd graph, which keeps all of it until W and sets gradients
 past the hooks that data parallelism relies on. Here x and dy are all that waits.
@@ -23,8 +23,6 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from strategies.replicate import local
-
-_CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv3d}
 
 
 class DeferredWeightGrad(TorchFunctionMode):
@@ -63,8 +61,6 @@ class DeferredWeightGrad(TorchFunctionMode):
         found = None
         if torch.is_grad_enabled() and func is F.linear:
             found = self._linear(*args, **(kwargs or {}))
-        elif torch.is_grad_enabled() and func in _CONVOLUTIONS:
-            found = self._convolution(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {})) if found is None else found
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
@@ -72,24 +68,6 @@ class DeferredWeightGrad(TorchFunctionMode):
         if parameter is None:
             return None
         return _Linear.apply(*_cast(input, weight.detach(), bias), parameter, self)
-
-    def _convolution(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Tensor | None:
-        parameter = _parameter(input, weight)
-        if parameter is None or isinstance(padding, str):
-            return None
-        n = weight.dim() - 2
-        spatial = [list(v) if isinstance(v, (tuple, list)) else [v] * n for v in (stride, padding, dilation)]
-        rest = (*spatial, False, [0] * n, groups)
-        return _Convolution.apply(*_cast(input, weight.detach(), bias), parameter, self, rest)
 
     def put(self, work: Callable[[], None]) -> None:
         if self.waiting is None:
@@ -115,30 +93,6 @@ class _Linear(torch.autograd.Function):
         into = (lambda g: g.addmm_(flat_dy.T, flat_x)) if same else None
         ctx.deferred.put(lambda: _add(parameter, lambda: flat_dy.T @ flat_x, into))
         return dx, None, db, None, None
-
-
-class _Convolution(torch.autograd.Function):
-    """rest: the arguments of aten.convolution after the bias."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, parameter: Tensor, deferred: Any, rest: tuple[Any, ...]
-    ) -> Tensor:
-        ctx.save_for_backward(x, w)
-        ctx.bias, ctx.parameter, ctx.deferred, ctx.rest = b is not None, parameter, deferred, rest
-        return torch.ops.aten.convolution(x, w, b, *rest)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        x, w = ctx.saved_tensors
-        sizes, rest, parameter = [w.shape[0]] if ctx.bias else None, ctx.rest, ctx.parameter
-
-        def gradients(mask: list[bool]) -> Any:
-            return torch.ops.aten.convolution_backward(dy, x, w, sizes, *rest, mask)
-
-        dx, _, db = gradients([ctx.needs_input_grad[0], False, ctx.needs_input_grad[2]])
-        ctx.deferred.put(lambda: _add(parameter, lambda: gradients([False, True, False])[1]))
-        return dx, None, db, None, None, None
 
 
 @torch.no_grad()

@@ -107,16 +107,16 @@ def _reduced(rank: int, schedule: str, overlapped: bool) -> tuple[dict[str, Tens
         device=CPU,
         example=(language_loss, language_batch(0)),
     )
-    runtime, sync, early = parallel.runtime, parallel._sync, []
-    done = runtime.done
+    sync, early = parallel.runtime.sync, []
+    done = sync.chunk_done
 
     def watched(chunk: int) -> None:
         early.append(sum(bucket.flat is not None for bucket in sync.buckets[chunk]))
         done(chunk)
 
-    runtime.done = watched
+    sync.chunk_done = watched
     if not overlapped:
-        runtime.last = lambda chunk: None
+        sync.last_backward = lambda chunk: None
     tokens, targets = language_batch(rank % 2)
     for _ in range(2):
         early.clear()

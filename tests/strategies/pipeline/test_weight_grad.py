@@ -11,15 +11,10 @@ from torch import nn
 
 from strategies import activation_checkpointing
 from strategies.pipeline.weight_grad import DeferredWeightGrad, finish
-from tests.strategies.models import HEADS, WIDTH, Block, Residual, seeded
+from tests.strategies.models import HEADS, WIDTH, Block, seeded
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "transformer": (lambda: Block(WIDTH, HEADS), (2, 5, WIDTH)),
-    "residual": (lambda: Residual(4, 6), (2, 4, 6, 6)),
-    "convolutions": (
-        lambda: nn.Sequential(nn.Conv1d(4, 8, 3, stride=2, padding=1, groups=2), nn.Conv1d(8, 4, 3, padding="same")),
-        (2, 4, 9),
-    ),
     "without bias": (lambda: nn.Sequential(nn.Linear(3, 5, bias=False), nn.Tanh(), nn.Linear(5, 2)), (4, 3)),
 }
 
