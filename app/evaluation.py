@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from app.data.loader import eval_batches
-from strategies.parallel import plain_tensor
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -45,7 +44,7 @@ def evaluate(
         items += count
         for name, value in values.items():
             # A padding batch may give nan (mean over no items), and nan times 0 is nan.
-            part = torch.where(count > 0, plain_tensor(value).double() * count, 0.0)
+            part = torch.where(count > 0, value.double() * count, 0.0)
             sums[name] = sums.get(name, torch.zeros_like(items)) + part
     parallel.module.train()
     result: dict[str, float] | None = None

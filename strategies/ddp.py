@@ -127,5 +127,4 @@ STRATEGY = Strategy(
     degrees=("dp_replicate",),
     also=("tp", "pp"),
     averages=True,
-    compressions=("none", "bf16", "powersgd"),
 )

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -68,11 +69,14 @@ def apply(setup: Setup) -> Applied:
     reshard = setup.strategy.reshards(options.reshard_after_forward, None)
     each = setup.strategy.reduces_each(options.accumulate_sharded, None)
     notes: list[str] = []
+    free, memory = torch.cuda.mem_get_info(device) if device.type == "cuda" else (None, None)
     if reshard is None:
-        reshard = _parameters_are_large(module, options, device)
+        size = _numel(module.parameters()) * (4 if options.precision == "fp32" else 2)
+        reshard = _on_any_rank(parameters_are_large(size, free), device)
         notes += [] if reshard else [KEPT]
-    if each is None:
-        each = _gradients_are_large(module, options, device)
+    if each is None:  # of all memory instead of the free: a resumed run must add up in the same order
+        size = _numel(p for p in module.parameters() if p.requires_grad) * (2 if options.reduce_dtype == "bf16" else 4)
+        each = _on_any_rank(gradients_are_large(size, memory), device)
         notes += [SCATTERED] if each else []
     units = shard(module, setup.mesh, setup.blocks, options, reshard_after_forward=reshard)
     setup.load()
@@ -85,8 +89,7 @@ def shard(
 ) -> list[FSDPModule]:
     """Shards the module in place over `mesh` and returns its units, the root first."""
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if options.offload else OffloadPolicy()
-    policy = precision.shard_policy(options.precision, options.reduce_dtype)
-    root_policy = precision.root_policy(options.precision, options.reduce_dtype, options.float_output)
+    policy, root_policy = precision.shard_policies(options.precision, options.reduce_dtype, options.float_output)
     units: list[Any] = [module.get_submodule(name) for name in separable(module, blocks)]
     units = [block for block in units if any(True for _ in block.parameters())]
     for block in units:
@@ -143,33 +146,15 @@ def gradients_are_large(size: float, memory: float | None) -> bool:
     return memory is not None and size >= ROOM * memory
 
 
-def _parameters_are_large(module: nn.Module, options: Options, device: torch.device) -> bool:
-    """Whether unsharded parameters take `ROOM` of the free memory; the same on every rank. Collective."""
-    if device.type != "cuda":
-        return parameters_are_large(0, None)
-    whole = sum(map(_numel, module.parameters())) * (4 if options.precision == "fp32" else 2)
-    return not _on_every_rank(not parameters_are_large(whole, torch.cuda.mem_get_info(device)[0]), device)
+def _numel(parameters: Iterable[nn.Parameter]) -> int:
+    """Of what a rank computes with: its own slice, where tensor parallelism has split a parameter."""
+    return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
 
 
-def _gradients_are_large(module: nn.Module, options: Options, device: torch.device) -> bool:
-    """The same for gradients, of all memory instead of the free: a resumed run must add up in the same order."""
-    if device.type != "cuda":
-        return gradients_are_large(0, None)
-    whole = sum(_numel(p) for p in module.parameters() if p.requires_grad) * (
-        2 if options.reduce_dtype == "bf16" else 4
-    )
-    return not _on_every_rank(not gradients_are_large(whole, torch.cuda.mem_get_info(device)[1]), device)
-
-
-def _numel(parameter: nn.Parameter) -> int:
-    """Of what a rank computes with: its own slice, where tensor parallelism has split it."""
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
-
-
-def _on_every_rank(here: bool, device: torch.device) -> bool:
-    holds = torch.tensor(float(here), device=device)
-    dist.all_reduce(holds, op=dist.ReduceOp.MIN)
-    return holds.item() == 1
+def _on_any_rank(here: bool, device: torch.device) -> bool:
+    found = torch.tensor(float(here), device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.item() == 1
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------
@@ -230,5 +215,5 @@ STRATEGY = Strategy(
     apply,
     degrees=("dp_shard",),
     also=("dp_replicate", "tp", "pp"),
-    shards=frozenset({"optimizer", "gradients", "parameters"}),
+    is_sharded=True,
 )

@@ -47,7 +47,6 @@ def choose(
         model = registry.by_degrees(degree)
         if getattr(dims, degree) > 1 and model not in found:
             found = [record for record in found if record.degrees] + [model]
-    found.sort(key=lambda record: record.degrees if record.splits_model else ())
     found.sort(key=lambda record: ("tp", "pp").index(record.degrees[0]) if record.splits_model else -1)
     return Layout("+".join(record.name for record in found), dims)
 

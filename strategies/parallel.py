@@ -83,7 +83,7 @@ class Parallel:
                 factor = weight * ways  # data-parallel averaging divides by `ways`
                 part = value if isinstance(factor, float) and factor == 1.0 else value * factor
                 (part if plain else part * scale).backward()
-            found = plain_tensor(value.detach()) * weight
+            found = value.detach() * weight
             total = found if total is None else total + found
         assert total is not None, "a step has at least one micro-batch"
         return total
@@ -166,9 +166,3 @@ class Parallel:
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """The mean over the data-parallel workers."""
         return value if self.group is None else self.total(value) / dist.get_world_size(self.group)
-
-
-def plain_tensor(value: torch.Tensor) -> torch.Tensor:
-    """A plain tensor from one that tensor parallelism may have left distributed."""
-    full_tensor = getattr(value, "full_tensor", None)
-    return full_tensor() if full_tensor is not None else value

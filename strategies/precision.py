@@ -37,16 +37,12 @@ def autocast(precision: str, device_type: str) -> Callable[[], AbstractContextMa
     return lambda: torch.autocast(device_type, dtype=dtype)
 
 
-def shard_policy(precision: str, reduce_dtype: str) -> MixedPrecisionPolicy:
-    """What `fully_shard` casts, for sharded parameters."""
+def shard_policies(
+    precision: str, reduce_dtype: str, float_output: bool = True
+) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
+    """What `fully_shard` casts, for sharded parameters: of a block, and of the whole module, whose output is the loss
+    function's input: float32 again, unless not wanted."""
     compute = None if precision == "fp32" else DTYPES[precision]
     reduce = None if compute is None and reduce_dtype == "fp32" else DTYPES[reduce_dtype]
-    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, output_dtype=None)
-
-
-def root_policy(precision: str, reduce_dtype: str, float_output: bool = True) -> MixedPrecisionPolicy:
-    """The same for the whole module, whose output is the loss function's input: float32 again, unless not wanted."""
-    policy = shard_policy(precision, reduce_dtype)
-    if policy.param_dtype is None or not float_output:
-        return policy
-    return MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, torch.float32)
+    output = torch.float32 if compute is not None and float_output else None
+    return MixedPrecisionPolicy(compute, reduce), MixedPrecisionPolicy(compute, reduce, output)

@@ -92,8 +92,8 @@ class Strategy:
     """Those of ParallelDims that the name is free to choose."""
     also: tuple[str, ...] = ()
     """Those that may be written beside, or chosen by another name after a plus."""
-    shards: frozenset[str] = frozenset()
-    """Of "optimizer", "gradients" and "parameters", those of which a data-parallel worker needs a shard only."""
+    is_sharded: bool = False
+    """Whether a data-parallel worker keeps a shard only of what it trains."""
     one_process: bool = False
     several_devices: bool = False
     """Whether one worker uses several devices."""
@@ -104,8 +104,6 @@ class Strategy:
     requires: str = ""
     """A Python package that is not among ours."""
     precisions: tuple[str, ...] = PRECISIONS
-    compressions: tuple[str, ...] = ("none",)
-    """Values of parallel.compression."""
     check: Callable[[Options], Any] | None = None
     """Raises LayoutError for options that it alone refuses."""
     reduce_dtype: str = ""
@@ -120,10 +118,6 @@ class Strategy:
     def splits_model(self) -> bool:
         """Whether it divides the model itself among workers that see the same samples, and so goes with others."""
         return bool({"tp", "pp"} & set(self.degrees))
-
-    @property
-    def is_sharded(self) -> bool:
-        return bool(self.shards)
 
     def reshards(self, asked: bool | None, large: Number) -> Number:
         """Whether gathered parameters are freed after forward. asked: by the configuration. large: whether they take

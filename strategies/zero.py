@@ -29,7 +29,6 @@ ZERO1 = replace(
     fsdp.STRATEGY,
     name="zero1",
     summary="copies, optimizer state sharded",
-    shards=frozenset({"optimizer"}),
     also=("dp_replicate", "tp"),
     reshard_after_forward=False,
     reduce_scatter_each_microbatch=False,
@@ -38,6 +37,5 @@ ZERO2 = replace(
     ZERO1,
     name="zero2",
     summary="copies, optimizer state and gradients sharded",
-    shards=frozenset({"optimizer", "gradients"}),
     reduce_scatter_each_microbatch=True,
 )

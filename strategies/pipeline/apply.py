@@ -94,7 +94,6 @@ def apply(
         stage_group=stage_group,
         counted=counted,
         calls=[(call.name, call.is_block) for call in trace.calls],
-        names=tracer.names,
         after_step=tensor_parallel.GradientSums(module, split).finish if split is not None else lambda: None,
         group=group,
         notes=notes,

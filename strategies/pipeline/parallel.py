@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class PipelineParallel(Parallel):
-    """One stage of a pipeline. names: everything the whole model's state holds. calls: of the
+    """One stage of a pipeline. calls: of the
     model's blocks and what is around them, in order, and whether it is a block. group: data-parallel workers."""
 
     def __init__(
@@ -41,14 +41,13 @@ class PipelineParallel(Parallel):
         stage_group: dist.ProcessGroup,
         counted: list[nn.Parameter],
         calls: Sequence[tuple[str, bool]],
-        names: set[str],
         after_step: Callable[[], None],
         group: dist.ProcessGroup | None = None,
         notes: tuple[str, ...] = (),
     ) -> None:
         super().__init__(module, layout, device, group=group, notes=notes)
         self.runtime, self.options, self.stage_group = runtime, options, stage_group
-        self._shared, self._all_names, self._after_step = shared, names, after_step
+        self._shared, self._after_step = shared, after_step
         trained = [p for _, p in self._named if p.requires_grad]
         chosen = {id(p) for p in counted}
         self._grad_norm = GradNorm(
@@ -161,7 +160,7 @@ class PipelineParallel(Parallel):
 
     def load_model_state(self, values: dict[str, Any]) -> None:
         own = self.inner.state_dict().keys()
-        foreign = values.keys() - self._all_names
+        foreign = values.keys() - self.runtime.stage.tracer.names
         state.load_model_state(self.inner, {k: v for k, v in values.items() if k in own or k in foreign})
 
     def full_model_state(self) -> dict[str, Tensor]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 from strategies.pipeline.schedules import chunks_of, make
-from strategies.pipeline.simulate import Span, Times, bubble, bubble_by_formula, simulate
+from strategies.pipeline.simulate import Span, Times, bubble, bubble_by_formula, length, simulate
 
 COMPUTE = "FBW"
 
@@ -16,24 +15,16 @@ def figures(ranks: list[list[Span]], schedule_name: str, chunks_wanted: int) -> 
     is sent to them (it travels while the stage computes on), and of reducing (means over its ranks); the share of the
     step in which stages compute nothing, and what that share would be by the schedule's formula and by
     playing the schedule through with the measured times."""
-    totals: dict[tuple[int, str], float] = defaultdict(float)
-    peers: dict[int, int] = defaultdict(int)
-    for spans in ranks:
-        for stage in {span.stage for span in spans}:
-            peers[stage] += 1
-        for span in spans:
-            totals[span.stage, _heading(span.kind)] += span.end - span.start
     values: dict[str, float] = {}
-    for stage, count in sorted(peers.items()):
+    stages = 1 + max(span.stage for spans in ranks for span in spans)
+    for stage in range(stages):
+        own = [spans for spans in ranks if spans[0].stage == stage]
         for heading in ("compute", "wait", "handover", "reduce"):
-            values[f"pipeline/stage_{stage}/{heading}_seconds"] = totals[stage, heading] / count
+            seconds = sum(s.end - s.start for spans in own for s in spans if _heading(s.kind) == heading)
+            values[f"pipeline/stage_{stage}/{heading}_seconds"] = seconds / len(own)
     together = [span for spans in ranks for span in spans if span.kind in COMPUTE]
-    if not together:
-        return values
-    seconds = max(span.end for span in together) - min(span.start for span in together)
     busy = sum(span.end - span.start for span in together)
-    values |= {"pipeline/seconds": seconds, "pipeline/bubble": 1 - busy / (seconds * len(ranks))}
-    stages = len(peers)
+    values |= {"pipeline/seconds": length(together), "pipeline/bubble": 1 - busy / (length(together) * len(ranks))}
     chunks = chunks_of(schedule_name, chunks_wanted)
     micros = 1 + max(span.micro for span in together)
     f, b, w = (_mean(together, kind) for kind in COMPUTE)

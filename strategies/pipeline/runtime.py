@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strategies.dims import LayoutError
-from strategies.parallel import plain_tensor
 from strategies.pipeline import weight_grad
 from strategies.pipeline.grad_sync import GradSync
 from strategies.pipeline.p2p import Message, P2PComm, Receiver, TensorMeta, TensorMetas, encode
@@ -134,7 +133,7 @@ class Runtime:
         answer, outputs = self._timed("F", op, lambda: self._run(step, op.micro, part, placeholders, inputs))
         if part == self.parts - 1:
             value = answer * step.factors[op.micro]
-            self.total = self.total + plain_tensor(answer.detach()) * step.weights[op.micro]
+            self.total = self.total + answer.detach() * step.weights[op.micro]
             outputs = [value]
         else:
             self._send_on(outputs, op, part, step.kinds[op.micro])

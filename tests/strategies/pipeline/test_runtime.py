@@ -12,7 +12,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from strategies.layout import LayoutError
 from strategies.parallelize import Options, choose, parallelize
-from strategies.pipeline.schedules import chunks_of
 from strategies.pipeline.simulate import alive_by_formula
 from tests.pool import run_distributed
 from tests.strategies.models import WIDTH, PlainGPT, language_batch, language_loss, seeded
@@ -29,7 +28,7 @@ class Watch:
         self.tensors: dict[tuple[int, int], list[StorageWeakRef]] = {}
         self.now: tuple[int, int] | None = None
         self.paths = {id(module): path for path, module in parallel.inner.named_modules()}
-        self.most = self.most_sent = 0
+        self.most = 0
         for name, index in (("_forward", 1), ("_backward", 1), ("_weights", 0)):
             setattr(self.runtime, name, self._around(getattr(self.runtime, name), index, name == "_forward"))
         for path in dict(parallel.inner.named_modules()):
@@ -44,7 +43,7 @@ class Watch:
             if forward:
                 self._add(self.runtime.alive[part, op.micro].outputs)
             held = [key for key, found in self.tensors.items() if any(not ref.expired() for ref in found)]
-            self.most, self.most_sent = max(self.most, len(held)), max(self.most_sent, len(self.runtime.comm.sent))
+            self.most = max(self.most, len(held))
 
         return around
 
@@ -77,7 +76,7 @@ def _held(rank: int, stages: int, layers: int, micros: int, all_options: list[di
         watch = Watch(parallel)
         parallel.forward_backward(batches, [1 / micros] * micros, language_loss)
         formula = alive_by_formula(parallel.schedule(micros), rank)
-        found.append((watch.most, parallel.most_alive, formula, watch.most_sent))
+        found.append((watch.most, parallel.most_alive, formula))
     return found
 
 
@@ -90,12 +89,8 @@ def test_activations_in_memory_are_as_many_as_the_formula_says(stages: int) -> N
     options = [{"schedule": name, "chunks": 2 if name == "interleaved_1f1b" else 1} for name in names]
     layers, micros = 2 * stages, 2 * stages
     for rank, answer in enumerate(run_distributed(_held, stages, stages, layers, micros, options)):
-        for given, (held, counted, formula, sent) in zip(options, answer):
-            name = given["schedule"]
-            assert held == counted == formula, (name, rank)
-            if name != "gpipe":
-                most = 2 * stages * chunks_of(name, int(given["chunks"])) + 2
-                assert sent <= most, (name, rank, "what has arrived is let go of, also gradients")
+        for given, (held, counted, formula) in zip(options, answer):
+            assert held == counted == formula, (given["schedule"], rank)
 
 
 def _reduced(rank: int, schedule: str, overlapped: bool) -> tuple[dict[str, Tensor], int, int]:
