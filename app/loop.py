@@ -54,7 +54,7 @@ def train(job: Job, place: Place, channel: Channel) -> Summary:
         del training
         if stages is None:
             return summary
-        release_stages()
+        release_stages(job.config.train.compile)
         job = replace(job, stages=stages, may_rebalance=False)
 
 

@@ -66,13 +66,8 @@ class PipelineMonitor:
     def _profile(
         self, step: int, function: Callable[[], None], report: Callable[[int, dict[str, float]], None]
     ) -> None:
-        self.parallel.profiling = True
-        try:
-            function()
-        finally:
-            self.parallel.profiling = False
         everyone: list = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, [astuple(span) for span in self.parallel.profile()])
+        dist.all_gather_object(everyone, [astuple(span) for span in self.parallel.profile(function)])
         ranks = [[Span(*span) for span in spans] for spans in everyone]
         wanted = self.job.config.parallel
         report(step, figures(ranks, wanted.schedule, wanted.chunks))
@@ -103,9 +98,9 @@ def _join(sizes: tuple[int, ...]) -> str:
     return "+".join(map(str, sizes))
 
 
-def release_stages() -> None:
+def release_stages(compiled: bool) -> None:
     """Frees what the previous stages held, once nothing refers to them any more."""
-    forget_meshes()
+    forget_meshes(compiled)
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

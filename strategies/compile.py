@@ -13,9 +13,6 @@ from torch import nn
 
 from strategies.dims import LayoutError
 
-_compiled: set[str] = set()
-"""Backends that this process has used."""
-
 
 def apply(module: nn.Module, blocks: list[str], backend: str) -> None:
     """Replaces the forward of the blocks, in place.
@@ -26,14 +23,6 @@ def apply(module: nn.Module, blocks: list[str], backend: str) -> None:
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
         raise LayoutError(f"train.compile_backend is {backend!r}: write one of {', '.join(known)}")
-    _compiled.add(backend)
     for name in blocks or [""]:
         block = module.get_submodule(name)
         block.forward = torch.compile(block.forward, backend=backend)
-
-
-def forget() -> None:
-    """Frees what this process has compiled. (Without need it is not asked for: torch would load its compiler.)"""
-    if _compiled:
-        torch.compiler.reset()
-        _compiled.clear()

@@ -82,24 +82,13 @@ def configuration(given: dict[str, Any] | None) -> dict[str, Any]:
     return given | fixed
 
 
-def remark(config: dict[str, Any]) -> tuple[str, ...]:
-    """A sentence where the engine needs more at the start than afterwards. (`deepspeed.zero.Init` leaves parameters
-    without their shapes before the optimizer is made, which decays matrices and not vectors.)"""
-    if config["zero_optimization"]["stage"] < 3:
-        return ()
-    return (
-        "DeepSpeed's stage 3 begins with the whole model on every worker's device and shards it then: strategy=fsdp "
-        "never holds it whole",
-    )
-
-
 def apply(setup: Setup) -> Applied:
     """The module as it is: the engine takes it over once it has the optimizer (`prepare_optimizer`)."""
     require()
     config = configuration(setup.options.deepspeed)
     setup.load()
     parallel = functools.partial(DeepSpeedParallel, config=config)
-    return Applied(setup.module, notes=remark(config), parallel=parallel)
+    return Applied(setup.module, parallel=parallel)
 
 
 STRATEGY = Strategy(

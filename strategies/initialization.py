@@ -20,7 +20,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from strategies import collectives
-from strategies import compile as compile_blocks
 from strategies.dims import Layout, LayoutError
 from strategies.state import shard_of
 
@@ -142,8 +141,9 @@ def tensor_attributes(owner: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, value) for name, value in values if not getattr(value, "is_placeholder", False)]
 
 
-def forget_meshes() -> None:
+def forget_meshes(compiled: bool) -> None:
     """To be called when a process that goes on has no use for its process groups any more: frees the memory shared with
-    their ranks, and what was compiled with them."""
+    their ranks, and what was compiled with them, if anything was."""
     collectives.release()
-    compile_blocks.forget()
+    if compiled:
+        torch.compiler.reset()

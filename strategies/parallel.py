@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,6 @@ from strategies import state
 from strategies.clip import GradNorm
 from strategies.dims import Layout
 from strategies.strategy import MicroStep, no_communication
-
-if TYPE_CHECKING:
-    from strategies.pipeline.simulate import Span
 
 T = TypeVar("T")
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -32,8 +29,6 @@ class Parallel:
 
     has_loss: bool = True
     """Whether this rank computes the loss: in a pipeline only the ranks of the stage with the last block do."""
-    profiling: bool = False
-    """Set before a step to have `profile` tell of it; free when off."""
 
     def __init__(
         self,
@@ -93,11 +88,6 @@ class Parallel:
         `has_loss`."""
         with torch.no_grad(), self.micro_step(last=True), self.autocast():
             return function(self.module, batch)
-
-    def profile(self) -> list[Span]:
-        """What this rank did in the last step that was profiled (`profiling` was set); seconds from the step's start.
-        Only a pipeline has something to tell."""
-        return []
 
     def micro_step(self, last: bool) -> AbstractContextManager[Any]:
         """Put around forward and backward of one micro-batch; gradients are communicated in the last one."""
@@ -162,7 +152,3 @@ class Parallel:
         value = value.clone()
         dist.all_reduce(value, group=self.group)
         return value
-
-    def mean(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean over the data-parallel workers."""
-        return value if self.group is None else self.total(value) / dist.get_world_size(self.group)

@@ -80,8 +80,15 @@ def parallelize(
     split = None
     if mesh is not None and dims.tp > 1:
         split = tensor_parallel.apply(module, submesh(mesh, "tp"), _answer(tensor_plan, module), options)
-    narrowed = _float8(module, names, options, device)
-    recompute_and_compile(module, names, options, split=split is not None)
+    narrowed: tuple[str, ...] = ()
+    if options.precision == "fp8":
+        float8.require(device)
+        narrowed = float8.apply(module, names)
+    if options.compile and split is not None:  # torch 2.13 cannot trace recomputing a block that holds DTensors
+        compile_blocks.apply(module, names, options.compile_backend)
+    activation_checkpointing.apply(module, names, options.activation_checkpointing)
+    if options.compile and split is None:
+        compile_blocks.apply(module, names, options.compile_backend)
 
     def load() -> None:
         if on_meta:
@@ -113,21 +120,6 @@ def parallelize(
             *narrowed,
         ),
     )
-
-
-def _float8(module: nn.Module, blocks: list[str], options: Options, device: torch.device) -> tuple[str, ...]:
-    if options.precision != "fp8":
-        return ()
-    float8.require(device)
-    return float8.apply(module, blocks)
-
-
-def recompute_and_compile(module: nn.Module, blocks: list[str], options: Options, split: bool = False) -> None:
-    if options.compile and split:  # torch 2.13 cannot trace the recomputation of a block that holds DTensors
-        compile_blocks.apply(module, blocks, options.compile_backend)
-    activation_checkpointing.apply(module, blocks, options.activation_checkpointing)
-    if options.compile and not split:
-        compile_blocks.apply(module, blocks, options.compile_backend)
 
 
 def _answer(asked: Any, module: nn.Module) -> Any:

@@ -7,7 +7,7 @@ a leaf, as in torch's own pytree, which has no public name.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 
@@ -26,25 +26,7 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
 
 def tree_leaves(tree: Any) -> list[Any]:
     """All leaves, in order."""
-    return list(_leaves(tree))
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, (MutableMapping, tuple, list)):
-        for value in tree.values() if isinstance(tree, MutableMapping) else tree:
-            yield from _leaves(value)
-    else:
-        yield tree
-
-
-def same_structure(one: Any, other: Any) -> bool:
-    """Whether both have leaves in the same places of the same containers."""
-    if isinstance(one, MutableMapping):
-        return (
-            type(one) is type(other)
-            and one.keys() == other.keys()
-            and all(same_structure(one[key], other[key]) for key in one)
-        )
-    if isinstance(one, (tuple, list)):
-        return type(one) is type(other) and len(one) == len(other) and all(map(same_structure, one, other))
-    return not isinstance(other, (MutableMapping, tuple, list))
+    if isinstance(tree, (dict, tuple, list)):
+        values = tree.values() if isinstance(tree, dict) else tree
+        return [leaf for value in values for leaf in tree_leaves(value)]
+    return [tree]

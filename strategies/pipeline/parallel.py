@@ -59,7 +59,7 @@ class PipelineParallel(Parallel):
         self.has_loss = runtime.parts - 1 in runtime.stage.own
         self._calls, self._measured = calls, Measured()
         self._schedules: dict[int, Schedule] = {}
-        self._gathered = False
+        self._gathered = self._profiling = False
 
     @property
     def _folded(self) -> bool:
@@ -102,7 +102,7 @@ class PipelineParallel(Parallel):
         kinds = [self.runtime.stage.signature(batch) for batch in batches]
         self._gather()
         total = self.runtime.step(
-            schedule, Step(batches, weights, factors, loss, kinds), self.device, profiled=self.profiling
+            schedule, Step(batches, weights, factors, loss, kinds), self.device, profiled=self._profiling
         )
         self.runtime.reduced(self._finish)
         return total
@@ -131,19 +131,25 @@ class PipelineParallel(Parallel):
             self.runtime.sync.free()
         self._gathered = False
 
-    def profile(self) -> list[Span]:
-        return list(self.runtime.profiled)
+    def profile(self, step: Callable[[], None]) -> list[Span]:
+        """Takes a step; what this rank did in it, in seconds from its start. Collective."""
+        self._profiling = True
+        try:
+            step()
+        finally:
+            self._profiling = False
+        return self.runtime.spans or []
 
     def measure(self, step: Callable[[], None]) -> None:
         """Takes a step and notes what every part, and every call in it, took of it: for `better_partition`."""
         stage = self.runtime.stage
-        self.profiling, stage.clock, stage.seconds = True, self.runtime.now, {}
+        stage.clock, stage.seconds = self.runtime.now, {}
         try:
-            step()
+            spans = self.profile(step)
         finally:
-            self.profiling, stage.clock = False, None
-        parts = {chunk: self._part(chunk) for chunk in {span.chunk for span in self.profile()}}
-        self._measured.add(self.profile(), parts, stage.seconds)
+            stage.clock = None
+        parts = {chunk: self._part(chunk) for chunk in {span.chunk for span in spans}}
+        self._measured.add(spans, parts, stage.seconds)
 
     def better_partition(self) -> BetterPartition | None:
         """A partition whose slowest stage takes at least 5 % less, by the measured steps; None if there is none,

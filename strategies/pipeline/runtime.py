@@ -25,7 +25,7 @@ from strategies.dims import LayoutError
 from strategies.pipeline import weight_grad
 from strategies.pipeline.grad_sync import GradSync
 from strategies.pipeline.p2p import Message, P2PComm, Receiver, TensorMeta, TensorMetas, encode
-from strategies.pipeline.schedules import Op, Schedule, place_of
+from strategies.pipeline.schedules import Op, Schedule, place_of, stage_of
 from strategies.pipeline.simulate import Span
 from strategies.pipeline.stage import Stage
 from strategies.pipeline.trace import Loss
@@ -74,9 +74,8 @@ class Runtime:
         self.deferred = deferred
         self.most_alive = 0
         """Of the last step: the most micro-batches, once for each chunk, of which something was held at once."""
-        self.profiled: list[Span] = []
-        """Of the last step that was profiled."""
         self.spans: list[Span] | None = None
+        """Of the last step, if it was profiled."""
         self.began = 0.0
         self._orders: dict[Any, dict[tuple[str, int], list[tuple[int, int]]]] = {}
 
@@ -123,8 +122,6 @@ class Runtime:
     def reduced(self, work: Callable[[], None]) -> None:
         """Waits for the gradients' reduction, which is `work`."""
         self._timed("REDUCE", Op("REDUCE", 0), work)
-        if self.spans is not None:
-            self.profiled = self.spans
 
     def _forward(self, step: Step, op: Op, part: int, placeholders: dict[str, Any]) -> None:
         arrived = self._take("F", part - 1, op) if part else []
@@ -165,7 +162,7 @@ class Runtime:
                 for tensor in kept.inputs
                 if tensor.requires_grad
             ]
-            self._give("B", part - 1, op, back, place_of(part - 1, self.stages, self.folded)[0])
+            self._give("B", part - 1, op, back, stage_of(part - 1, self.stages, self.folded))
 
     def _weights(self, op: Op, part: int) -> None:
         waiting = self.left.pop((part, op.micro))
@@ -173,7 +170,7 @@ class Runtime:
 
     def _send_on(self, outputs: list[Tensor], op: Op, part: int, kind: Any) -> None:
         metas = tuple(TensorMeta.of(tensor) for tensor in outputs)
-        target = place_of(part + 1, self.stages, self.folded)[0]
+        target = stage_of(part + 1, self.stages, self.folded)
         known = self.metas.get((part, kind))
         if known is None:
             self.metas[part, kind] = metas
@@ -203,7 +200,7 @@ class Runtime:
 
     def _take(self, kind: str, edge: int, op: Op) -> list[Tensor]:
         """What crosses from part `edge` to the next (F), or back to it (B)."""
-        source = place_of(edge if kind == "F" else edge + 1, self.stages, self.folded)[0]
+        source = stage_of(edge if kind == "F" else edge + 1, self.stages, self.folded)
         if source == self.comm.stage:
             return self.local.pop((kind, edge, op.micro))
         arrived = self._timed("RECV", op, lambda: self.receivers[kind, source].take(edge, op.micro))
@@ -256,7 +253,7 @@ class Runtime:
         return answer
 
     def _receive_now(self, part: int, kind: Any, op: Op) -> list[Tensor]:
-        source = place_of(part - 1, self.stages, self.folded)[0]
+        source = stage_of(part - 1, self.stages, self.folded)
         if source != self.comm.stage:
             self.receivers = {("F", source): Receiver(self.comm, "F", source, [Message(part - 1, 0, kind)], self.metas)}
         return self._take("F", part - 1, op)
@@ -269,13 +266,9 @@ def _orders(schedule: Schedule, own: int) -> dict[tuple[str, int], list[tuple[in
         for op in (op for op in ops if stage != own and op.kind != "W"):
             part = schedule.part(stage, op.chunk)
             target = part + 1 if op.kind == "F" else part - 1
-            if _is_on(own, target, schedule):
+            if 0 <= target < schedule.parts and schedule.stage(target) == own:
                 found.setdefault((op.kind, stage), []).append((min(target, part), op.micro))
     return found
-
-
-def _is_on(stage: int, part: int, schedule: Schedule) -> bool:
-    return 0 <= part < schedule.parts and place_of(part, schedule.stages, schedule.folded)[0] == stage
 
 
 def _mixed(seed: int, part: int, micro: int) -> int:

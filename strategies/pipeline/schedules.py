@@ -67,6 +67,10 @@ class Schedule:
         """Which part of the model that chunk of the stage is."""
         return part_of(stage, chunk, self.stages, self.folded)
 
+    def stage(self, part: int) -> int:
+        """Which stage has that part."""
+        return stage_of(part, self.stages, self.folded)
+
     def __str__(self) -> str:
         return "\n".join(" ".join(str(op) for op in ops) for ops in self.lists)
 
@@ -74,6 +78,10 @@ class Schedule:
 def part_of(stage: int, chunk: int, stages: int, folded: bool) -> int:
     back = folded and chunk % 2 == 1
     return chunk * stages + (stages - 1 - stage if back else stage)
+
+
+def stage_of(part: int, stages: int, folded: bool) -> int:
+    return place_of(part, stages, folded)[0]
 
 
 def place_of(part: int, stages: int, folded: bool) -> tuple[int, int]:

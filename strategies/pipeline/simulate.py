@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from strategies.dims import LayoutError
-from strategies.pipeline.schedules import Op, Schedule, place_of
+from strategies.pipeline.schedules import Op, Schedule
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,9 @@ def _ready(
     before = part - 1 if op.kind == "F" else part + 1
     if op.kind != "W" and 0 <= before < schedule.parts:
         end = ends.get((op.kind, op.micro, before))
-        here = _stage(schedule, before) == _stage(schedule, part)  # a folded schedule turns on one stage
+        here = schedule.stage(before) == schedule.stage(part)  # a folded schedule turns on one stage
         needs.append(end if end is None or here else end + transfer)
     return None if None in needs else max((need for need in needs if need is not None), default=0.0)
-
-
-def _stage(schedule: Schedule, part: int) -> int:
-    return place_of(part, schedule.stages, schedule.folded)[0]
 
 
 def length(spans: Sequence[Span]) -> float:

@@ -36,13 +36,10 @@ class DeferredWeightGrad(TorchFunctionMode):
     def wrap(self, module: nn.Module) -> None:
         """In place, and inside of whatever recomputes the module's forward in backward.
 
-        The mode looks at every call under it, which costs each some microseconds: where torch's own layers hold the
-        matrices their calls are known, and only other modules that hold some are put under it.
+        The mode looks at every call under it, so it is put around the modules that hold matrices, and no others.
         """
         for each in module.modules():
-            if type(each) is nn.Linear and "forward" not in vars(each):
-                vars(each)["forward"] = functools.partial(self._linear_layer, each)
-            elif any(p.dim() > 1 for p in each.parameters(recurse=False)) and not isinstance(each, nn.Embedding):
+            if any(p.dim() > 1 for p in each.parameters(recurse=False)) and not isinstance(each, nn.Embedding):
                 vars(each)["forward"] = self._under(each.forward)
 
     def _under(self, forward: Callable) -> Callable:
@@ -52,10 +49,6 @@ class DeferredWeightGrad(TorchFunctionMode):
                 return forward(*args, **kwargs)
 
         return under
-
-    def _linear_layer(self, layer: nn.Linear, input: Tensor) -> Tensor:
-        found = self._linear(input, layer.weight, layer.bias) if torch.is_grad_enabled() else None
-        return F.linear(input, layer.weight, layer.bias) if found is None else found
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = None

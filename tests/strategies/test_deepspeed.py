@@ -70,13 +70,10 @@ def test_every_stage_trains_the_same_model_and_checkpoints_go_both_ways(tmp_path
     assert len(said) == 4 and all("it is another model's" in sentence for sentence in said)
 
 
-def test_offload_keeps_the_experiments_optimizer_and_stage_3_says_what_it_needs() -> None:
+def test_offload_keeps_the_experiments_optimizer() -> None:
     """DeepSpeed would refuse any optimizer but its own beside CPU offload."""
     given = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
-    found = deepspeed.configuration(given)
-    assert found["zero_force_ds_cpu_optimizer"] is False
-    (said,) = deepspeed.remark(found)
-    assert "whole model on every worker" in said and deepspeed.remark(deepspeed.configuration(None)) == ()
+    assert deepspeed.configuration(given)["zero_force_ds_cpu_optimizer"] is False
 
 
 @pytest.mark.skipif(HERE, reason="deepspeed is installed here")

@@ -137,13 +137,12 @@ def _one_step(rank: int, rows: list[int], options: dict[str, Any]) -> dict[str, 
         total = parallel.forward_backward(batches, weights, language_loss, scale=4.0)
         answers.append(float(total))
     kept = {name: p.grad.clone() for name, p in parallel.named_parameters() if p.grad is not None}
-    parallel.profiling = True
-    parallel.forward_backward(batches, weights, language_loss)
+    spans = parallel.profile(lambda: parallel.forward_backward(batches, weights, language_loss))
     evaluated = [parallel.forward(_logits, batch) for batch in batches]
     return {
         "losses": answers,
         "gradients": kept,
-        "spans": parallel.profile(),
+        "spans": spans,
         "evaluated": evaluated,
         "has_loss": parallel.has_loss,
         "own": sum(p.numel() for p in parallel.parameters()),
