@@ -33,7 +33,7 @@ def find_blocks(module: nn.Module, named: list[str] | None = None) -> list[str]:
         classes = Counter(type(child) for _, child in candidates)
         chain = [name for name, child in candidates if classes[type(child)] > 1]
         if chain:
-            return _outermost(chain)
+            return [name for name in chain if not any(name.startswith(other + ".") for other in chain)]
     return []
 
 
@@ -45,14 +45,6 @@ def _held(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
         if inside and not isinstance(child, CONTAINERS):
             yield path, child
         yield from _held(child, path)
-
-
-def _outermost(names: list[str]) -> list[str]:
-    chosen: list[str] = []
-    for name in names:
-        if not any(name.startswith(other + ".") for other in chosen):
-            chosen.append(name)
-    return chosen
 
 
 def _checked(module: nn.Module, named: list[str]) -> list[str]:

@@ -24,7 +24,6 @@ two layouts agree to float8's rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -59,7 +58,8 @@ def apply(module: nn.Module, blocks: list[str]) -> tuple[str, ...]:
     Raises:
         LayoutError: none of them can.
     """
-    layers = list(_linear_layers(module, blocks))
+    inside = (layer for name in blocks or [""] for layer in module.get_submodule(name).modules())
+    layers = dict.fromkeys(layer for layer in inside if type(layer) is nn.Linear)  # a subclass computes in its own way
     chosen = [layer for layer in layers if not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)]
     if not chosen:
         raise LayoutError(
@@ -75,16 +75,6 @@ def apply(module: nn.Module, blocks: list[str]) -> tuple[str, ...]:
         f"{left} of the blocks' {len(layers)} linear layers compute in bfloat16, because {MULTIPLE} does not divide "
         "their sizes; the others in float8",
     )
-
-
-def _linear_layers(module: nn.Module, blocks: list[str]) -> Iterator[nn.Linear]:
-    """Each once; a subclass computes in a way of its own and is left alone."""
-    seen: set[int] = set()
-    for name in blocks or [""]:
-        for layer in module.get_submodule(name).modules():
-            if type(layer) is nn.Linear and id(layer) not in seen:
-                seen.add(id(layer))
-                yield layer
 
 
 class Float8Linear(nn.Linear):

@@ -16,7 +16,6 @@ ddp_model_parallel does once per worker, and moved device by device; no GPU ever
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +42,7 @@ def place(module: nn.Module, devices: list[torch.device], blocks: list[str]) -> 
     """Moves the module's blocks, and what is around them, in place and makes activations follow; how many devices are
     used."""
     units = [(name, owner, name in blocks) for name, owner in module.named_modules() if not _is_inside(name, blocks)]
-    held = [list(_tensors(owner, recurse=is_block)) for _, owner, is_block in units]
+    held = [[*owner.parameters(is_block), *owner.buffers(is_block)] for _, owner, is_block in units]
     sizes = [sum(t.numel() * t.element_size() for t in tensors) for tensors in held]
     first, costs, last = partition.costs_around_blocks(zip(sizes, (is_block for *_, is_block in units)))
     counts = partition.balanced_partition(costs, min(len(devices), len(blocks)), first, last) if blocks else (1,)
@@ -65,11 +64,6 @@ def place(module: nn.Module, devices: list[torch.device], blocks: list[str]) -> 
 
 def _is_inside(name: str, blocks: list[str]) -> bool:
     return any(name.startswith(block + ".") for block in blocks)
-
-
-def _tensors(owner: nn.Module, recurse: bool) -> Iterator[torch.Tensor]:
-    yield from owner.parameters(recurse)
-    yield from owner.buffers(recurse)
 
 
 def _follow(device: torch.device) -> Any:

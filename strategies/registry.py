@@ -10,7 +10,7 @@ import importlib.util
 from dataclasses import replace
 
 from strategies import data_parallel, ddp, deepspeed, fsdp, hsdp, model_parallel, single, zero
-from strategies.dims import Layout, LayoutError, ParallelDims
+from strategies.dims import Layout, LayoutError
 from strategies.pipeline import apply as pipeline
 from strategies.strategy import Strategy
 from strategies.tensor import apply as tensor
@@ -114,7 +114,7 @@ def data_strategy(layout: Layout) -> Strategy:
     """What a layout does with its data-parallel workers: what its name says, if there is anything to shard."""
     first, dims = find(layout.parts[0]), layout.dims
     if first.splits_model or (first.is_sharded and dims.dp_shard == 1):
-        return by_degrees(*_longer(dims))
+        return by_degrees(*(name for name in ("dp_replicate", "dp_shard") if getattr(dims, name) > 1))
     return first
 
 
@@ -128,10 +128,6 @@ def automatic(world_size: int, given: dict[str, int | None]) -> Strategy:
     if size["dp_replicate"] > 1 or world_size > others:
         return by_degrees("dp_replicate")
     return by_degrees(*[name for name in ("tp", "pp") if size[name] > 1][:1])
-
-
-def _longer(dims: ParallelDims) -> list[str]:
-    return [name for name in ("dp_replicate", "dp_shard") if getattr(dims, name) > 1]
 
 
 def _combining() -> list[str]:

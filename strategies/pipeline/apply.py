@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from strategies import activation_checkpointing, fsdp, initialization, precision
 from strategies import compile as compile_blocks
-from strategies.dims import Layout, LayoutError, ParallelDims, submesh
+from strategies.dims import Layout, LayoutError, ParallelDims, own_group, submesh
 from strategies.options import Options
 from strategies.pipeline import partition, schedules, weight_grad
 from strategies.pipeline.grad_sync import GradSync, ShardedGradients
@@ -193,16 +193,15 @@ def _shared(
 
     Collective: every worker makes every group."""
     users = {
-        name: tuple(sorted({schedules.place_of(part, dims.pp, place.folded)[0] for part in parts}))
+        name: tuple(sorted({schedules.stage_of(part, dims.pp, place.folded) for part in parts}))
         for name, parts in assignment.owners.items()
     }
     found: dict[dist.ProcessGroup, Named] = {}
     own = dict(named)
     for stages in sorted({stages for stages in users.values() if len(stages) > 1}):
-        for ranks in _pipelines(dims):
-            group = dist.new_group([ranks[s] for s in stages])
-            if dist.get_rank() in [ranks[s] for s in stages]:
-                found[group] = [(name, own[name]) for name, several in users.items() if several == stages]
+        group = own_group([[ranks[s] for s in stages] for ranks in _pipelines(dims)])
+        if group is not None:
+            found[group] = [(name, own[name]) for name, several in users.items() if several == stages]
     return found, [p for name, p in named if users[name][0] == place.stage]
 
 

@@ -156,7 +156,7 @@ class PipelineParallel(Parallel):
         or no step was measured. Collective over all workers, who all get the same answer."""
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, self._measured)
-        stages = [schedules.place_of(p, self.layout.dims.pp, self._folded)[0] for p in range(self.runtime.parts)]
+        stages = [schedules.stage_of(p, self.layout.dims.pp, self._folded) for p in range(self.runtime.parts)]
         return better_partition(everyone, self.sizes, self._calls, self.runtime.stage.assignment.part_of, stages)
 
     def _part(self, chunk: int) -> int:

@@ -31,17 +31,9 @@ def figures(ranks: list[list[Span]], schedule_name: str, chunks_wanted: int) -> 
     whole = Times(f * chunks, b * chunks, w * chunks)
     values["pipeline/bubble_by_formula"] = bubble_by_formula(schedule_name, stages, micros, chunks, whole)
     schedule = make(schedule_name, stages, micros, chunks_wanted)
-    by_part = {
-        (span_kind, schedule.part(stage, chunk)): _mean(
-            [s for s in together if s.stage == stage and s.chunk == chunk], span_kind
-        )
-        for span_kind in COMPUTE
-        for stage in range(stages)
-        for chunk in range(schedule.chunks)
-    }
-    forward, backward, weight = ([by_part[kind, part] for part in range(schedule.parts)] for kind in COMPUTE)
-    measured = Times(forward, backward, weight)
-    values["pipeline/bubble_by_simulation"] = bubble(simulate(schedule, measured))
+    by_part = [[s for s in together if schedule.part(s.stage, s.chunk) == part] for part in range(schedule.parts)]
+    forward, backward, weight = ([_mean(spans, kind) for spans in by_part] for kind in COMPUTE)
+    values["pipeline/bubble_by_simulation"] = bubble(simulate(schedule, Times(forward, backward, weight)))
     return values
 
 

@@ -15,6 +15,7 @@ loss is plain PyTorch and gets a plain tensor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -87,10 +88,7 @@ def _own_arguments(name: str, logits: VocabularyLogits, args: tuple[Any, ...], k
             return None
         shape = tuple(args[0]) if isinstance(args[0], (tuple, list, torch.Size)) else args
         rows = logits.numel() // logits.vocabulary
-        known = 1
-        for size in shape[:-1]:
-            known *= size
-        last_whole = shape[-1] == logits.vocabulary or (shape[-1] == -1 and known == rows)
+        last_whole = shape[-1] == logits.vocabulary or (shape[-1] == -1 and math.prod(shape[:-1]) == rows)
         return (*shape[:-1], logits.local.size(-1)) if last_whole else None
     if name == "flatten":
         end = args[1] if len(args) > 1 else kwargs.get("end_dim", -1)
