@@ -28,9 +28,9 @@ def _options(stage: int) -> Options:
     return Options(deepspeed={"zero_optimization": {"stage": stage}})
 
 
-def _everything(_: int, folder: str) -> tuple[dict[int, Curve], dict[str, Curve], list[str]]:
-    """Each stage's curve, those continued from another's checkpoint, and what is said of another model's. In one call:
-    the engine keeps the process group that it met first."""
+def _everything(_: int, folder: str) -> tuple[dict[int, Curve], dict[str, Curve]]:
+    """Each stage's curve, and those continued from another's checkpoint. In one call: the engine keeps the process
+    group that it met first."""
     stages = {stage: curves.train(gpt_trial(**TRIAL), DEEPSPEED, _options(stage), CPU) for stage in (1, 2, 3)}
     ways: dict[str, Any] = {"deepspeed": (DEEPSPEED, _options(2)), "fsdp": (FSDP, Options())}
     continued = {}
@@ -39,35 +39,18 @@ def _everything(_: int, folder: str) -> tuple[dict[int, Curve], dict[str, Curve]
         curves.train(gpt_trial(**TRIAL), *ways[first], CPU, steps=range(5), save=place)
         rest = curves.train(gpt_trial(**TRIAL), *ways[second], CPU, steps=range(5, 10), load=place)
         continued[f"{first} → {second}"] = rest
-    return stages, continued, _another_models()
-
-
-def _another_models() -> list[str]:
-    said = []
-    for stage in (2, 3):
-        trial = gpt_trial(steps=1)
-        parallel = curves.begin(trial, DEEPSPEED, _options(stage), CPU)
-        optimizer = parallel.prepare_optimizer(trial.optimizer(parallel.parameters()))
-        curves.run_steps(trial, parallel, optimizer, range(1))
-        state = parallel.model_state()
-        for other in (state | {"extra": torch.zeros(1)}, state | {"norm.bias": torch.zeros(2)}):
-            try:
-                parallel.load_model_state(other)
-            except LayoutError as error:
-                said.append(str(error))
-    return said
+    return stages, continued
 
 
 @pytest.mark.skipif(not HERE, reason="the optional extra is not installed: make test-deepspeed")
 def test_every_stage_trains_the_same_model_and_checkpoints_go_both_ways(tmp_path: Path) -> None:
     truth = curves.train(gpt_trial(**TRIAL), choose("single", 1), Options(), CPU)
     rest = Curve(truth.losses[5:], truth.norms[5:], truth.weights)
-    found_curves, continued, said = run_distributed(_everything, 2, str(tmp_path), timeout=280)[0]
+    found_curves, continued = run_distributed(_everything, 2, str(tmp_path), timeout=280)[0]
     found = {f"stage {stage}": curves.difference(truth, curve) for stage, curve in found_curves.items()}
     found |= {name: curves.difference(rest, curve) for name, curve in continued.items()}
     assert len(found) == 5
     assert all(difference.within(2e-5) for difference in found.values()), found
-    assert len(said) == 4 and all("it is another model's" in sentence for sentence in said)
 
 
 def test_offload_keeps_the_experiments_optimizer() -> None:
@@ -80,15 +63,3 @@ def test_offload_keeps_the_experiments_optimizer() -> None:
 def test_a_missing_package_is_said_before_anything_starts() -> None:
     with pytest.raises(LayoutError, match=r"needs the deepspeed package.*pip install deepspeed, or write strategy="):
         registry.require_installed(choose("deepspeed", 2))
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"optimizer": {"type": "Adam"}}, "sets optimizer, which the experiment decides"),
-        ({"zero_optimization": {"stage": 0}}, "write 1, 2 or 3, or use ddp"),
-    ],
-)
-def test_a_configuration_that_cannot_be(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(LayoutError, match=says):
-        deepspeed.configuration(given)

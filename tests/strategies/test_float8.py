@@ -3,6 +3,7 @@ same product as its GPUs, slowly; what only a GPU can show is marked."""
 
 from __future__ import annotations
 
+import copy
 from unittest import mock
 
 import pytest
@@ -21,6 +22,7 @@ from strategies.parallelize import Layout, Options, check, choose, parallelize
 from tests.pool import run_distributed
 
 CPU = torch.device("cpu")
+DATA = ("ddp", "fsdp")
 
 
 def _random(*shape: int, scale: float = 1.0) -> Tensor:
@@ -29,7 +31,7 @@ def _random(*shape: int, scale: float = 1.0) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [FORWARD, GRADIENT])
-@pytest.mark.parametrize("scale", [1e-6, 1.0, 3e4])
+@pytest.mark.parametrize("scale", [1e-6, 3e4])
 def test_a_tensor_of_any_size_fills_the_type_and_comes_back_to_its_rounding(dtype: torch.dtype, scale: float) -> None:
     x = _random(64, 32, scale=scale)
     x8, inverse = quantise(x, dtype)
@@ -50,11 +52,10 @@ def test_zeros_stay_zeros_and_what_is_not_finite_shows() -> None:
         assert not multiply(x8, quantise(_random(16, 16), FORWARD)[0], inverse, torch.ones(())).isfinite().all()
 
 
-def _layer(bias: bool = False) -> tuple[Float8Linear, nn.Linear]:
+def _layer() -> tuple[Float8Linear, nn.Linear]:
     torch.manual_seed(0)
-    plain = nn.Linear(64, 48, bias=bias)
-    torch.manual_seed(0)
-    blocks = nn.ModuleList([nn.Linear(64, 48, bias=bias)])
+    plain = nn.Linear(64, 48)
+    blocks = nn.ModuleList([copy.deepcopy(plain)])
     assert float8.apply(blocks, ["0"]) == ()
     (layer,) = blocks
     assert isinstance(layer, Float8Linear)
@@ -65,16 +66,15 @@ def _relative(found: Tensor, expected: Tensor) -> float:
     return ((found.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_layer_and_its_gradients_are_the_plain_ones_to_float8_rounding(bias: bool) -> None:
-    layer, plain = _layer(bias)
+def test_a_layer_and_its_gradients_are_the_plain_ones_to_float8_rounding() -> None:
+    layer, plain = _layer()
     results = []
     for module in (layer, plain):
         x = _random(4, 8, 64).float().requires_grad_()
         y = module(x)
         (y.float() * _random(4, 8, 48, scale=1e-5).float()).sum().backward()
         assert x.grad is not None and module.weight.grad is not None
-        results.append([y, x.grad, module.weight.grad, *([module.bias.grad] if bias else [])])
+        results.append([y, x.grad, module.weight.grad, module.bias.grad])
     for found, expected, most in zip(*results, (0.05, 0.08, 0.08, 0.02)):
         assert found.shape == expected.shape
         assert 0 < _relative(found, expected) < most  # 0: it would not have been float8 at all
@@ -82,55 +82,28 @@ def test_a_layer_and_its_gradients_are_the_plain_ones_to_float8_rounding(bias: b
 
 
 def test_rows_that_16_does_not_divide_are_computed_in_bfloat16() -> None:
-    layer, plain = _layer(bias=True)
+    layer, plain = _layer()
     x = _random(3, 5, 64)
     assert torch.equal(layer(x), F.linear(x, plain.weight.bfloat16(), plain.bias.bfloat16()))
     assert layer(x[:0]).shape == (0, 5, 48)
 
 
-def test_it_is_compiled_in_one_piece() -> None:
-    """Since it pays only where the scaling is fused."""
-    layer, _ = _layer(bias=True)
-    found = []
-    for forward in (layer.forward, torch.compile(layer.forward, backend="aot_eager", fullgraph=True)):
-        x = _random(32, 64).requires_grad_()
-        forward(x).float().square().sum().backward()
-        found.append(x.grad)
-    assert torch.equal(*found)
-
-
-class _Uneven(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 20), nn.Linear(20, 32)) for _ in "ab"
-        )
-        self.head = nn.Linear(32, 64)
-
-
 def test_layers_of_blocks_whose_sizes_16_divides_are_chosen_and_no_others() -> None:
-    model = GPT(256, d_model=64, n_layers=2, n_heads=2)
+    chain = nn.Sequential(*(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 20), nn.Linear(20, 32)) for _ in "ab"))
+    model = nn.ModuleDict({"blocks": chain, "head": nn.Linear(32, 64)})
     names = list(model.state_dict())
-    assert float8.apply(model, ["blocks.0", "blocks.1"]) == ()
-    chosen = [name for name, module in model.named_modules() if isinstance(module, Float8Linear)]
-    inside = [f"attn.{x}" for x in ("q", "k", "v", "out")] + [f"mlp.{x}" for x in ("gate", "up", "down")]
-    assert chosen == [f"blocks.{i}.{name}" for i in range(2) for name in inside]
-    assert list(model.state_dict()) == names and model.has_own_head
-
-    uneven = _Uneven()
-    (note,) = float8.apply(uneven, ["blocks.0", "blocks.1"])
+    (note,) = float8.apply(model, ["blocks.0", "blocks.1"])
     assert note.startswith("4 of the blocks' 6 linear layers compute in bfloat16")
-    assert [name for name, m in uneven.named_modules() if isinstance(m, Float8Linear)] == ["blocks.0.0", "blocks.1.0"]
+    assert [name for name, m in model.named_modules() if isinstance(m, Float8Linear)] == ["blocks.0.0", "blocks.1.0"]
+    assert list(model.state_dict()) == names
     with pytest.raises(LayoutError, match="no linear layer whose sizes 16 divides"):
         float8.apply(nn.ModuleList([nn.Linear(20, 20)]), ["0"])
 
 
-@pytest.mark.parametrize("name", ["tensor", "pipeline", "fsdp+tensor", "dp", "deepspeed"])
+@pytest.mark.parametrize("name", ["tensor", "pipeline", "dp", "deepspeed"])
 def test_a_layout_whose_layers_compute_in_their_own_way_is_refused(name: str) -> None:
-    workers = {"dp": 1, "fsdp+tensor": 4}.get(name, 2)
-    degrees = {"tp": 2} if "+" in name else {}
-    with pytest.raises(LayoutError, match=rf"fp8 does not work with strategy {name.replace('+', '.')}"):
-        check(choose(name, workers, **degrees), Options(precision="fp8"))
+    with pytest.raises(LayoutError, match=f"fp8 does not work with strategy {name}"):
+        check(choose(name, 1 if name == "dp" else 2), Options(precision="fp8"))
     check(choose("fsdp", 2), Options(precision="fp8"))
 
 
@@ -139,16 +112,12 @@ def test_it_is_refused_without_a_gpu_and_on_one_too_old(monkeypatch: pytest.Monk
     with pytest.raises(LayoutError, match="needs GPUs, but the workers have none"):
         check_devices(config, 0)
     check_devices(config, 1)
-    build = lambda: nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))  # noqa: E731
-    with pytest.raises(LayoutError, match="needs GPUs"):
-        parallelize(build, Layout("single"), Options(precision="fp8"), device=CPU)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     with pytest.raises(LayoutError, match=r"8\.9 or newer .*, but NVIDIA A100 has 8\.0"):
         float8.require(torch.device("cuda"))
-    for capability in ((8, 9), (9, 0), (10, 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        float8.require(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    float8.require(torch.device("cuda"))
 
 
 def _losses(_: int, name: str, workers: int, kind: str) -> list[float]:
@@ -177,21 +146,13 @@ def _losses(_: int, name: str, workers: int, kind: str) -> list[float]:
     return found
 
 
-def _assert_near(found: list[float], expected: list[float]) -> None:
-    assert found != expected
-    assert found[0] == pytest.approx(expected[0], rel=1e-2)
-    assert found[-1] == pytest.approx(expected[-1], abs=0.15 * expected[0])
-
-
-def test_a_gpt_trains_in_it_as_in_bf16() -> None:
-    narrow, wide = (_losses(0, "single", 1, kind) for kind in ("fp8", "bf16"))
+def test_a_gpt_trains_in_it_as_in_bf16_and_over_workers_as_on_one() -> None:
+    wide, narrow = (_losses(0, "single", 1, kind) for kind in ("bf16", "fp8"))
     assert wide[-1] < 0.3 * wide[0]
-    _assert_near(narrow, wide)
-
-
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_over_workers_it_trains_as_on_one(name: str) -> None:
-    _assert_near(run_distributed(_losses, 2, name, 2, "fp8")[0], _losses(0, "single", 1, "fp8"))
+    for found, expected in ((narrow, wide), *((run_distributed(_losses, 2, n, 2, "fp8")[0], narrow) for n in DATA)):
+        assert found != expected
+        assert found[0] == pytest.approx(expected[0], rel=1e-2)
+        assert found[-1] == pytest.approx(expected[-1], abs=0.15 * expected[0])
 
 
 @pytest.mark.gpu
