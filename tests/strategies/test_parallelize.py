@@ -17,12 +17,10 @@ from strategies.parallelize import LayoutError, Options, Parallel, check, choose
 from strategies.tensor import plan as tensor_plan
 from tests.pool import run_distributed
 from tests.strategies.models import (
-    BATCH,
     GPT_PLAN,
     VOCABULARY,
     PlainGPT,
     classifier_loss,
-    gpt_trial,
     image_batch,
     mlp,
     seeded,
@@ -98,23 +96,17 @@ def test_unused_parameters_under_ddp_and_tensor_are_named() -> None:
         assert "idle" in message and "fsdp" in message
 
 
-@pytest.mark.parametrize("row", [Row("single", 1), Row("fsdp", 2), Row("tensor", 2)], ids=str)
+@pytest.mark.parametrize("row", [Row("fsdp", 2), Row("tensor", 2)], ids=str)
 def test_unused_parameters_are_fine_elsewhere(row: Row) -> None:
     assert set(_messages(row, PartlyUsed)) == {"no error"}
 
 
-@pytest.mark.parametrize("row", [Row("single", 1), Row("ddp", 2), Row("fsdp", 2), Row("tensor", 2)], ids=str)
-def test_a_model_without_parameters(row: Row) -> None:
-    for message in _messages(row, nn.Tanh):
-        assert "Tanh has no parameters" in message and "nothing to train" in message
-
-
-def frozen() -> nn.Module:
-    return nn.Linear(7, 3).requires_grad_(False)
-
-
-def test_a_model_with_frozen_parameters_only() -> None:
-    assert "requires_grad=False" in _messages(Row("single", 1), frozen)[0]
+def test_a_model_with_nothing_to_train() -> None:
+    for row in (Row("single", 1), Row("fsdp", 2)):
+        for message in _messages(row, nn.Tanh):
+            assert "Tanh has no parameters" in message and "nothing to train" in message
+    frozen = nn.Linear(7, 3).requires_grad_(False)
+    assert "requires_grad=False" in _messages(Row("single", 1), lambda: frozen)[0]
 
 
 @pytest.mark.parametrize(
@@ -124,6 +116,7 @@ def test_a_model_with_frozen_parameters_only() -> None:
         ({"block.*.q": "colwise"}, ["matches no module", "did you mean"]),
         ({"blocks.*.q": "colwize"}, ["colwize", "did you mean colwise"]),
         ({"norm": "colwise"}, ["norm", "nn.Linear".removeprefix("nn."), "LayerNorm"]),
+        ({"*.q": "colwise"}, ["matches no module"]),  # a star is one component
         ({"embed": "replicate"}, ["sequence modules", "split"]),
     ],
 )
@@ -138,11 +131,6 @@ def test_a_tied_weight_split_apart() -> None:
     plan = GPT_PLAN | {"head": "rowwise"}
     with pytest.raises(LayoutError, match=r"head\.weight and embed\.weight are one tied weight"):
         tensor_plan.make_plan(PlainGPT(tied=True), plan, True)
-
-
-def test_stars_do_not_run_over_dots() -> None:
-    with pytest.raises(LayoutError, match="matches no module"):
-        tensor_plan.make_plan(PlainGPT(), {"*.q": "colwise"}, True)
 
 
 def test_a_tied_embedding_outside_the_plan_is_split_with_its_head() -> None:
@@ -173,20 +161,6 @@ class CountsHeads(nn.Module):
 def test_heads_that_tp_does_not_divide_without_a_task_that_knows_them() -> None:
     for message in _messages(Row("tensor", 2), CountsHeads, {"q": "colwise", "out": "rowwise"}):
         assert "parallel.tp=2" in message and "divides the attention heads" in message and "\n" not in message
-
-
-def _odd_sequence(_: int) -> str:
-    parallel = parallelize(gpt_trial().build, choose("tensor", 2), device=CPU, tensor_plan=GPT_PLAN)
-    try:
-        parallel.module(torch.zeros(BATCH, 7, dtype=torch.long))
-    except LayoutError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_sequence_that_tp_does_not_divide() -> None:
-    for message in run_distributed(_odd_sequence, 2):
-        assert "sequence of 7" in message and "parallel.sequence_parallel=false" in message
 
 
 def test_blocks_are_checked() -> None:
@@ -256,15 +230,11 @@ def test_batch_norm_under_a_split_batch_is_said_aloud(row: Row) -> None:
     assert state["norm.num_batches_tracked"] == 3
 
 
-def test_batch_norm_alone_is_not_remarked_on() -> None:
-    assert parallelize(seeded(Normed), choose("single", 1), device=CPU).notes == ()
-
-
 @pytest.mark.parametrize("name", ["dp", "model_parallel"])
 def test_without_gpus_nothing_is_spread_and_that_is_said(name: str) -> None:
     parallel = parallelize(seeded(mlp), choose(name, 1), device=CPU)
     assert len(parallel.notes) == 1 and name in parallel.notes[0] and "CPU" in parallel.notes[0]
-    assert curves.difference is not None and set(parallel.model_state()) == set(mlp().state_dict())
+    assert set(parallel.model_state()) == set(mlp().state_dict())
 
 
 def test_deepspeed_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,9 +250,7 @@ def test_deepspeed_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     ("given", "precision", "words"),
     [
         ({"train_batch_size": 8, "zero_optimization": {"stage": 2}}, "fp32", "sets train_batch_size"),
-        ({"gradient_clipping": 1.0, "zero_optimization": {"stage": 2}}, "fp32", "sets gradient_clipping"),
         ({"zero_optimization": {"stage": 0}}, "fp32", "stage 0: write 1, 2 or 3"),
-        ({}, "fp32", "stage 0"),
         (None, "fp16", "train.precision=fp16"),
     ],
 )

@@ -14,7 +14,7 @@ from experiments.parity.curves import Curve, Difference
 from experiments.parity.rows import ROWS, THREE, Row
 from strategies.parallelize import Options
 from tests.pool import run_distributed
-from tests.strategies.models import GPT_PLAN, ZOO, gpt_trial
+from tests.strategies.models import ZOO, gpt_trial
 
 CPU = torch.device("cpu")
 SINGLE = Row("single", 1)
@@ -210,10 +210,6 @@ def test_any_model_without_hints(row: Row, name: str) -> None:
 def test_tensor_parallel_without_a_plan(row: Row) -> None:
     curve = _on_ranks(_train, row, Options(), {**EVERYTHING, "plan": False, "steps": 5})
     _assert_same(curves.difference(_truth(True, 5), curve), row)
-
-
-def test_the_plan_under_test_uses_every_kind_of_split() -> None:
-    assert {"embedding", "colwise", "rowwise", "sequence", "head"} == set(GPT_PLAN.values())
 
 
 SOME = [SINGLE, _DDP, Row("zero1", 2), _FSDP, _TENSOR, Row("hsdp", 4, {"dp_shard": 2}), _FSDP_TENSOR]
