@@ -40,6 +40,8 @@ def layout_cost(
     units = [unit_size(tuple(own), dims.dp_shard, is_root=name == "") for name, own in groups.items()]
     sent: dict[str, int] = defaultdict(int)
     for each in (each for unit in units for each in strategy.collectives(unit, step)):
-        ways = getattr(dims, each.over, 1)  # between devices of one process nothing is sent
+        if not hasattr(dims, each.over):  # between the devices of one process
+            continue
+        ways = getattr(dims, each.over)
         sent[each.name] += RING[each.name] * each.bytes * each.times * (ways - 1) // ways
     return strategy.cost(rank_size(units), step), {name: count for name, count in sent.items() if count}
