@@ -81,7 +81,13 @@ def main() -> None:
         code = 2
     except (click.Abort, KeyboardInterrupt):
         code = 130
-    _leave(code or 0)
+    if "torch" in sys.modules and "RANK" in os.environ:
+        # One of torchrun's. gloo's threads sometimes abort an interpreter that shuts down around them, and torchrun
+        # would take a finished training for a failed one.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code or 0)
+    sys.exit(code or 0)
 
 
 def _forked() -> int | None:
@@ -90,13 +96,3 @@ def _forked() -> int | None:
     from cluster.fast_start.warm import in_a_fork
 
     return in_a_fork(sys.argv[1:], ClusterConfig.keep_warm_seconds)
-
-
-def _leave(code: int) -> None:
-    """Ends the process. One of torchrun's ends at once, with everything written: gloo's threads sometimes abort an
-    interpreter that shuts down around them, and torchrun would take a finished training for a failed one."""
-    if "torch" in sys.modules and "RANK" in os.environ:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)

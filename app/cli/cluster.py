@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import time
-from typing import Any
 
 import click
 
 from app.cli.common import Invocation, verb
+from app.errors import RunFailed
 
 
 @click.group("cluster")
@@ -57,31 +56,19 @@ def show(cli: Invocation, file: str) -> None:
 def validate(cli: Invocation, files: tuple[str, ...]) -> None:
     """Find mistakes in cluster files, without credentials or network. Exit code 2 if there are any."""
     from cluster.errors import ClusterError
-    from cluster.provider_rules import botocore_is_installed
     from cluster.validate import validate_file
 
-    found: dict[str, list[Any]] = {}
+    found: dict[str, list[str]] = {}
     for file in files:
         try:
-            found[file] = validate_file(file)
+            found[file] = [str(fault) for fault in validate_file(file)]
         except ClusterError as error:
-            found[file] = [_unreadable(file, str(error))]
-    for fault in (fault for faults in found.values() for fault in faults):
-        cli.console.error(str(fault))
-    valid = "\n".join(f"{name} is valid" for name, faults in found.items() if not faults)
-    cli.answer({name: [dataclasses.asdict(fault) for fault in faults] for name, faults in found.items()}, valid)
-    if not botocore_is_installed():
-        cli.console.say("note: node_config of AWS was not checked against EC2's schema: pip install boto3")
+            found[file] = [str(error)]
+        for fault in found[file]:
+            cli.console.error(fault)
+    cli.answer(found, "\n".join(f"{name} is valid" for name, faults in found.items() if not faults))
     if any(found.values()):
         raise click.exceptions.Exit(2)
-
-
-def _unreadable(file: str, said: str) -> Any:
-    """What keeps a file from being read as one, as a fault of the line that it names."""
-    from cluster.errors import Fault
-
-    place = re.match(rf"{re.escape(file)}:(?:(\d+):)? ", said)
-    return Fault(file, int(place[1] or 1) if place else 1, said[place.end() :] if place else said)
 
 
 @verb("up", group=cluster)
@@ -102,7 +89,6 @@ def up(cli: Invocation, file: str, timeout: float) -> None:
 @click.argument("file", metavar="FILE")
 def down(cli: Invocation, file: str) -> None:
     """Stop a cluster, and leave nothing of it running."""
-    from app.errors import RunFailed
     from cluster.launch import down as end
 
     left = end(file, cli.console.say)

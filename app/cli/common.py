@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
 
+from app.console import Console
+from app.errors import Interrupted, RunFailed, UserError
+
 if TYPE_CHECKING:
     from app.config import Config
-    from app.console import Console
 
 USER_ERRORS = ("UserError", "LayoutError", "ClusterError", "HardwareError")  # by name, so that help imports no torch
 COMMON = {
@@ -50,11 +51,15 @@ def verb(name: str, *, group: Any = click, verbose: bool = False) -> Callable[[C
     def decorate(function: Callable[..., None]) -> click.Command:
         @functools.wraps(function)
         def call(*, as_json: bool, traceback: bool, verbose: bool = False, **given: Any) -> None:
-            from app.console import Console
-
             cli = Invocation(Console(quiet=as_json), as_json, verbose)
-            with sentences(cli, traceback=traceback):
+            try:
                 function(cli, **given)
+            except (click.ClickException, click.exceptions.Exit, click.Abort):
+                raise
+            except Exception as error:
+                if traceback:
+                    raise
+                raise click.exceptions.Exit(_explain(cli, error)) from None
 
         command = group.command(name)(call)
         for option, (field, text) in COMMON.items():
@@ -65,26 +70,16 @@ def verb(name: str, *, group: Any = click, verbose: bool = False) -> Callable[[C
     return decorate
 
 
-@contextlib.contextmanager
-def sentences(cli: Invocation, *, traceback: bool = False) -> Iterator[None]:
-    """Turns the errors that are meant for a person into one sentence and an exit code."""
-    from app.errors import Interrupted, RunFailed
-
-    try:
-        yield
-    except (click.ClickException, click.exceptions.Exit, click.Abort):
-        raise
-    except Exception as error:
-        if traceback:
-            raise
-        known = any(kind.__name__ in USER_ERRORS for kind in type(error).__mro__)
-        code = 2 if known else 130 if isinstance(error, Interrupted) else 1
-        text = str(error)
-        if not (known or isinstance(error, RunFailed | Interrupted)):
-            text = f"{type(error).__name__}: {text.strip().partition(chr(10))[0]} (--traceback shows where)"
-        cli.answer({"status": STATUS[code], "error": text})
-        cli.console.error(f"trireme: {text}")
-        raise click.exceptions.Exit(code) from None
+def _explain(cli: Invocation, error: Exception) -> int:
+    """Says an error in one sentence; the exit code that it stands for."""
+    known = any(kind.__name__ in USER_ERRORS for kind in type(error).__mro__)
+    code = 2 if known else 130 if isinstance(error, Interrupted) else 1
+    text = str(error)
+    if not (known or isinstance(error, RunFailed | Interrupted)):
+        text = f"{type(error).__name__}: {text.strip().partition(chr(10))[0]} (--traceback shows where)"
+    cli.answer({"status": STATUS[code], "error": text})
+    cli.console.error(f"trireme: {text}")
+    return code
 
 
 class ExperimentArguments(click.ParamType):
@@ -121,7 +116,6 @@ def split(arguments: tuple[str, ...]) -> tuple[list[str], list[str]]:
 
 def read(arguments: tuple[str, ...], *, needs_file: bool = True) -> Config:
     from app.config_io import load_config
-    from app.errors import UserError
 
     if needs_file and not arguments:
         raise UserError("no experiment is given: write for instance experiments/mnist.yaml")

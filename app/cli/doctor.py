@@ -12,25 +12,17 @@ from typing import Any
 import click
 
 from app.cli.common import Invocation, experiment_arguments, read, verb
+from app.errors import RunFailed
 
 
 @verb("doctor")
 @experiment_arguments
-@click.option("--cluster", metavar="FILE", help="The cluster's file: it says how fast the links should be.")
-@click.option("--storage", metavar="FOLDER", help="Check that every node can write there. Default: run.storage.")
-@click.option(
-    "--all-reduce/--no-all-reduce",
-    default=None,
-    help="Also measure all-reduce within and across nodes. Default: where there are GPUs.",
-)
-@click.option("--exclude-bad", is_flag=True, help="Print only the key that keeps a run off the bad nodes.")
+@click.option("--cluster", default="", metavar="FILE", help="The cluster's file: it says how fast the links should be.")
+@click.option("--storage", default="", metavar="FOLDER", help="Where every node must write. Default: run.storage.")
+@click.option("--all-reduce/--no-all-reduce", default=None, help="Also measure all-reduce. Default: where GPUs are.")
+@click.option("--exclude-bad", "exclude", is_flag=True, help="Print only the key that keeps a run off the bad nodes.")
 def doctor(
-    cli: Invocation,
-    arguments: tuple[str, ...],
-    cluster: str | None,
-    storage: str | None,
-    all_reduce: bool | None,
-    exclude_bad: bool,
+    cli: Invocation, arguments: tuple[str, ...], cluster: str, storage: str, all_reduce: bool | None, exclude: bool
 ) -> None:
     """Check every node and GPU at once; say what is wrong and what to do. Exit code 1 if a node is not usable.
 
@@ -42,16 +34,16 @@ def doctor(
     from app.doctor import remote
     from app.doctor.checks import judge
 
-    cli.console.quiet = cli.as_json or exclude_bad
+    cli.console.quiet = cli.as_json or exclude
     if server := remote.server_of(cluster):
-        flags: dict[str, bool | None] = {"--exclude-bad": exclude_bad, "--json": cli.as_json}
+        flags: dict[str, bool | None] = {"--exclude-bad": exclude, "--json": cli.as_json}
         flags |= {"--all-reduce": all_reduce, "--no-all-reduce": all_reduce is False}
         options = [*(["--storage", storage] if storage else []), *(flag for flag, given in flags.items() if given)]
-        _remote(cli, server, arguments, options, exclude_bad)
+        _remote(cli, server, arguments, options, exclude)
     storage = storage or (read(arguments).run.storage if arguments else "")
     facts = _look(cli, cluster, storage, all_reduce)
     findings = judge(facts)
-    if exclude_bad:
+    if exclude:
         return cli.console.result(_excluded(facts, findings))
     rows = [{**dataclasses.asdict(finding), "critical": finding.critical} for finding in findings]
     cli.answer({"findings": rows, "facts": dataclasses.asdict(facts)}, "\n".join(report(facts, findings)))
@@ -59,21 +51,20 @@ def doctor(
         raise click.exceptions.Exit(1)
 
 
-def _remote(cli: Invocation, server: Any, arguments: tuple[str, ...], options: list[str], exclude_bad: bool) -> None:
+def _remote(cli: Invocation, server: Any, arguments: tuple[str, ...], options: list[str], exclude: bool) -> None:
     """Shows what doctor says on a cluster that this machine is not part of, and ends with its exit code."""
     from app.doctor import remote
-    from app.errors import RunFailed
 
     cli.console.say(f"asking {server}")
     code, printed = remote.ask(server, arguments, options, cli.console.say)
-    if code and exclude_bad:
+    if code and exclude:
         raise RunFailed(remote.result(printed, only="trireme: ").removeprefix("trireme: "))
-    only = "cluster.exclude_nodes=" if exclude_bad else "{" if cli.as_json else ""
+    only = "cluster.exclude_nodes=" if exclude else "{" if cli.as_json else ""
     cli.console.result(remote.result(printed, only=only))
     raise click.exceptions.Exit(code)
 
 
-def _look(cli: Invocation, cluster: str | None, storage: str, all_reduce: bool | None) -> Any:
+def _look(cli: Invocation, cluster: str, storage: str, all_reduce: bool | None) -> Any:
     from app.doctor.look import look
     from cluster.connect import connect, disconnect
     from cluster.shape import cluster_file, read_cluster
@@ -93,7 +84,6 @@ def _look(cli: Invocation, cluster: str | None, storage: str, all_reduce: bool |
 
 def _excluded(facts: Any, findings: list[Any]) -> str:
     from app.doctor.checks import bad_nodes
-    from app.errors import RunFailed
 
     bad = bad_nodes(findings)
     if len(bad) == len(facts.nodes):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from app.cli.common import Invocation, experiment_arguments, read, split, verb
+from app.errors import UserError
 
 if TYPE_CHECKING:
     from app.config import Config
@@ -39,7 +40,6 @@ def plan(cli: Invocation, arguments: tuple[str, ...], **options: Any) -> None:
     --gpus the plan is for the Ray cluster that `trireme train` would use, or for this machine. --max-batch keeps the
     file's layout and tries micro-batches; with it, --write writes the largest that runs.
     """
-    from app.errors import UserError
     from app.planner import output
     from app.planner.machine import Asked, find, require_here
     from app.planner.plan import make_plan

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from app.cli.common import Invocation, experiment_arguments, read, verb
+from app.errors import RunFailed, UserError
 
 
 @verb("train", verbose=True)
@@ -76,7 +77,6 @@ def export(cli: Invocation, run_folder: str, to: str, out: str | None, step: int
 @click.argument("run_folder", metavar="RUN_FOLDER")
 def sync(cli: Invocation, run_folder: str) -> None:
     """Send MLflow what a run could not deliver while the tracking server was down."""
-    from app.errors import RunFailed, UserError
     from app.tracking.tracker import sync as deliver
 
     folder = Path(run_folder)

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from app.cli.common import Invocation, experiment_arguments, read, split, verb
+from app.errors import RunFailed, UserError
 
 COUNT = click.IntRange(min=1)
 
@@ -22,8 +23,6 @@ def sweep(cli: Invocation, arguments: tuple[str, ...]) -> None:
 
     Run it again to continue after a crash or Ctrl-C: trials that have ended are kept, the others continue.
     """
-    from app.errors import UserError
-
     files, overrides = split(arguments)
     if len(files) != 1:
         raise UserError("give one sweep file: write for instance trireme sweep experiments/sweep_mnist.yaml")
@@ -54,8 +53,6 @@ def scale(
 
     Every point runs alone, in a placement group of its own. No weights are kept. Run it again to continue.
     """
-    from app.errors import UserError
-
     config = read(arguments)
     try:
         counts = tuple(int(n) for n in workers.split(","))
@@ -95,7 +92,6 @@ def parity(
     is REFUSED, with the reason. A model with dropout differs under every row: set it to 0. Exit code 1 if a row differs
     or fails.
     """
-    from app.errors import RunFailed
     from experiments.parity import experiment
 
     config, rows = read(arguments), experiment.chosen(names, workers)
