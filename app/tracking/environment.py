@@ -21,8 +21,6 @@ from typing import Any
 
 from app.masking import mask_text, mask_uri
 
-KEY_PACKAGES = ("torch", "ray", "mlflow", "numpy", "transformers", "trireme")
-"""Whose versions are tags; all others are in `environment_text`."""
 _log = logging.getLogger(__name__)
 
 
@@ -35,7 +33,7 @@ def provenance_tags() -> dict[str, str]:
         "trireme.host": socket.gethostname(),
         "trireme.python": platform.python_version(),
         "trireme.slurm_job_id": os.environ.get("SLURM_JOB_ID", ""),
-        **{f"trireme.version.{name}": _installed().get(name, "") for name in KEY_PACKAGES},
+        **{f"trireme.version.{name}": _installed().get(name, "") for name in ("torch", "ray", "mlflow", "trireme")},
     }
     with contextlib.suppress(Exception):  # a user without a name
         tags["mlflow.user"] = getpass.getuser()
@@ -118,7 +116,7 @@ class Sample:
     def __init__(self) -> None:
         self._psutil = importlib.import_module("psutil")
         self._psutil.cpu_percent()  # the next call's answer is the share since this one
-        self._network = self._psutil.net_io_counters()  # None on a machine without a network
+        self._network = self._psutil.net_io_counters()
         try:
             self._nvml = importlib.import_module("pynvml")
             self._nvml.nvmlInit()
@@ -129,6 +127,7 @@ class Sample:
     def take(self) -> dict[str, float]:
         """Under the names of MLflow's own system metrics; percentages 0 to 100, megabytes of 10^6 bytes, watts."""
         memory, disk = self._psutil.virtual_memory(), self._psutil.disk_usage(os.sep)
+        network = self._psutil.net_io_counters()
         values = {
             "cpu_utilization_percentage": self._psutil.cpu_percent(),
             "system_memory_usage_megabytes": memory.used / 1e6,
@@ -136,10 +135,9 @@ class Sample:
             "disk_usage_percentage": disk.percent,
             "disk_usage_megabytes": disk.used / 1e6,
             "disk_available_megabytes": disk.free / 1e6,
+            "network_receive_megabytes": (network.bytes_recv - self._network.bytes_recv) / 1e6,
+            "network_transmit_megabytes": (network.bytes_sent - self._network.bytes_sent) / 1e6,
         }
-        if (now := self._psutil.net_io_counters()) and self._network:
-            values["network_receive_megabytes"] = (now.bytes_recv - self._network.bytes_recv) / 1e6
-            values["network_transmit_megabytes"] = (now.bytes_sent - self._network.bytes_sent) / 1e6
         for index, gpu in enumerate(self._gpus):
             values |= {f"gpu_{index}_{key}": value for key, value in self._gpu(gpu).items()}
         return values

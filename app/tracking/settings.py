@@ -12,15 +12,13 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit
 
 from app.errors import UserError
 from app.masking import mask_uri
 
-DEFAULT_EXPERIMENT = "trireme"
 _DATABASES = ("postgresql", "mysql", "mssql")
 _SERVERS = ("http", "https")
 _RIGHT = "write sqlite:///FOLDER/mlflow.db, http://HOST:PORT, a folder such as ./runs, or databricks"
@@ -51,9 +49,7 @@ def resolve_tracking(tracking: Any, storage: Any, environ: Mapping[str, str] = o
     }
     source, uri = next((source, str(uri).strip()) for source, uri in candidates.items() if uri)
     uri = _checked(uri, f"{source}={mask_uri(uri)!r}")
-    experiment = (tracking.experiment or environ.get("MLFLOW_EXPERIMENT_NAME") or DEFAULT_EXPERIMENT).strip()
-    if not 0 < len(experiment) <= 500:
-        raise UserError(f"tracking.experiment has {len(experiment)} characters; write a name of 1 to 500.")
+    experiment = tracking.experiment or environ.get("MLFLOW_EXPERIMENT_NAME") or "trireme"
     base, artifacts = re.split("[:+]", uri)[0], None
     if base == "sqlite":
         artifacts = ((folder or sqlite_path(uri).parent) / "mlartifacts").as_uri()
@@ -76,8 +72,6 @@ def _checked(uri: str, shown: str) -> str:
     if "://" not in uri:
         return _checked_folder(uri, shown)
     scheme = uri.partition(":")[0]
-    if scheme in {entry.name for entry in entry_points(group="mlflow.tracking_store")}:
-        return uri
     near = difflib.get_close_matches(scheme, (*_SERVERS, "sqlite", *_DATABASES, "file", "databricks"), n=1)
     hint = f"did you mean {near[0]}:…? Otherwise " if near else ""
     raise UserError(f"{shown} has the unknown scheme {scheme!r}: {hint}{_RIGHT}.")
@@ -123,15 +117,13 @@ def sqlite_path(uri: str) -> Path:
     return Path(uri.split("?", 1)[0].removeprefix("sqlite:///"))
 
 
-def run_url(settings: Settings, experiment_id: str | None, run_id: str | None) -> str:
+def run_url(settings: Settings, experiment_id: str, run_id: str) -> str:
     """The page of a run in the MLflow UI ("" while unknown). For SQLite: once `ui_command` is running."""
     if not run_id or not experiment_id:
         return ""
     page = f"#/experiments/{experiment_id}/runs/{run_id}"
     if settings.uri.startswith(_SERVERS):
-        parts = urlsplit(settings.uri)
-        host = parts.netloc.rpartition("@")[2]
-        return f"{urlunsplit((parts.scheme, host, parts.path.rstrip('/'), '', ''))}/{page}"
+        return f"{re.sub('//[^/]*@', '//', settings.uri)}/{page}"
     if settings.uri.startswith("databricks"):
         workspace = os.environ.get("DATABRICKS_HOST", "").rstrip("/")
         return f"{workspace}/ml/{page[2:]}" if workspace else ""

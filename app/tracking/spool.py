@@ -12,6 +12,7 @@ survives a `kill -9` of either side. A line that a dying machine left half writt
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import json
@@ -24,8 +25,6 @@ from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
-
-CHUNK_BYTES = 2**20
 
 
 class Spool:
@@ -81,24 +80,18 @@ def read(folder: Path, offset: int) -> list[tuple[Event, int]]:
     """
     with (folder / "events.jsonl").open("rb") as file:
         file.seek(offset)
-        data = file.read(CHUNK_BYTES)
+        data = file.read(2**20)
         if b"\n" not in data:  # one event longer than that
             file.seek(offset)
             data = file.readline()
     found = []
-    for line in io.BytesIO(data):
-        if line.endswith(b"\n"):
-            offset += len(line)
-            found.append((_event(line), offset))
+    for line in io.BytesIO(data[: data.rfind(b"\n") + 1]):
+        offset += len(line)
+        event: Any = None
+        with contextlib.suppress(ValueError):
+            event = json.loads(line)
+        found.append((event if isinstance(event, dict) and "type" in event else {"type": "damaged"}, offset))
     return found
-
-
-def _event(line: bytes) -> Event:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        event = None
-    return event if isinstance(event, dict) and "type" in event else {"type": "damaged"}
 
 
 @dataclass
@@ -106,8 +99,8 @@ class State:
     """How far delivery has come. Lost, it is rebuilt: the spool is read again, and MLflow asked what it has."""
 
     offset: int = 0
-    run_id: str | None = None
-    experiment_id: str | None = None
+    run_id: str = ""
+    experiment_id: str = ""
     open: bool = False  # whether the events delivered so far include a start without its finish
     last_time: float = 0.0  # Unix seconds of the newest event delivered: when a killed run ended
     tries: int = 0  # how often the upload at `offset` was begun, for uploads that fail for ever or kill the writer
@@ -165,14 +158,11 @@ def take_lock(folder: Path, name: str, seconds: float = 0.0, text: str = "") -> 
 
 def look_at_lock(folder: Path, name: str) -> tuple[bool, str]:
     """Whether another process holds the lock, and the text of its last holder."""
-    try:
-        fd = os.open(folder / f"{name}.lock", os.O_RDONLY)
-    except FileNotFoundError:
+    path = folder / f"{name}.lock"
+    if not path.exists():
         return False, ""
-    try:
-        return not _try_lock(fd, fcntl.LOCK_SH), os.read(fd, 4096).decode()
-    finally:
-        os.close(fd)
+    with path.open() as file:
+        return not _try_lock(file.fileno(), fcntl.LOCK_SH), file.read()
 
 
 def _try_lock(fd: int, kind: int) -> bool:

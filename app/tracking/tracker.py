@@ -24,12 +24,9 @@ from app.tracking.environment import provenance_tags
 from app.tracking.settings import Settings, run_url
 from app.tracking.spool import Event, Spool, State, last_start, look_at_lock, take_lock, write_json
 
-PATIENCE_SECONDS = 600.0
-"""How long one step of delivery (MLflow's import, an upload) may take at the end while nothing is wrong."""
-MOST_WRITERS = 4
-"""How many writers may die at the end."""
-KEEP_SECONDS = 5.0
-"""How often a driver looks whether its writer lives."""
+PATIENCE_SECONDS = 600.0  # that one step of delivery (an upload, say) may take at the end while nothing is wrong
+MOST_WRITERS = 4  # that may die at the end
+KEEP_SECONDS = 5.0  # from one look whether the writer lives to the next
 _log = logging.getLogger(__name__)
 
 
@@ -50,9 +47,8 @@ class Tracker:
     run_name: given to the MLflow run when it is made. run_uid: there is never a second MLflow run with it.
     tags: of the MLflow run, besides where it runs (environment.py).
     enabled: if False every method does nothing. warn: told, in a sentence, what a person should know.
-    parent: the spool of the run that this is a child of. Its writer delivers this one too: none is started here, and
-        `finish` does not wait.
-    children: a glob from the folder that `folder` is in, such as "*/tracking": the children's spools.
+    parent: the spool of the run that this is a child of, whose folder this run's folder is in. Its writer delivers this
+        one too: none is started here, and `finish` does not wait.
     """
 
     def __init__(
@@ -66,12 +62,11 @@ class Tracker:
         tags: Mapping[str, str] | None = None,
         warn: Callable[[str], object] = _log.warning,
         parent: Path | None = None,
-        children: str = "",
     ) -> None:
         self.folder, self.settings, self.enabled = Path(folder).absolute(), settings, enabled
         self._about = {"run_name": run_name, "run_uid": run_uid, "parent": str(parent or "")}
         self._tags, self._warn, self._parent, self._attempt = tags or {}, warn, parent, uuid.uuid4().hex
-        self._writer = WriterProcess(self.folder, settings.uri, self._attempt, children)
+        self._writer = WriterProcess(self.folder, settings.uri, self._attempt)
         self._spool: Spool | None = None
         self._driver: int | None = None
 
@@ -99,8 +94,7 @@ class Tracker:
         self.emit({"type": kind, "time": time.time(), **values})
 
     def metrics(self, step: int, values: Mapping[str, float], time: float | None = None) -> None:
-        """Metrics of a step (`time` in Unix seconds). A step that is not above a metric's last one is a replay,
-        and is not logged again."""
+        """Metrics of a step; time: Unix seconds. A step not above a metric's last one is a replay, not logged again."""
         own = {"time": time} if time else {}
         self._append("metrics", step=int(step), values={key: float(value) for key, value in values.items()}, **own)
 
@@ -135,8 +129,7 @@ class Tracker:
         """End the MLflow run and wait until everything is delivered.
 
         status: FINISHED, FAILED or KILLED. message: one sentence about the end, kept as the tag `trireme.message`.
-        timeout: seconds to wait while nothing can be delivered; a tracking server that answers is waited for as long as
-        delivery goes on.
+        timeout: seconds to wait while nothing can be delivered; as long as delivery goes on it is waited for.
         """
         if self._spool is None:
             return _delivery(self.folder, self.settings, "")
@@ -153,8 +146,8 @@ class Tracker:
 class WriterProcess:
     """The writer of a spool, as the driver of this attempt sees it."""
 
-    def __init__(self, folder: Path, uri: str, attempt: str, children: str = "") -> None:
-        self._folder, self._uri, self._attempt, self._children = folder, uri, attempt, children
+    def __init__(self, folder: Path, uri: str, attempt: str) -> None:
+        self._folder, self._uri, self._attempt = folder, uri, attempt
         self._over = threading.Event()
         self._keeper: threading.Thread | None = None
 
@@ -182,7 +175,7 @@ class WriterProcess:
             "MLFLOW_TRACKING_URI": self._uri,
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)]),
         }
-        command = [sys.executable, "-m", "app.tracking.writer", str(self._folder), self._attempt, self._children]
+        command = [sys.executable, "-m", "app.tracking.writer", str(self._folder), self._attempt]
         with (self._folder / "writer.log").open("ab") as log:
             streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": log}
             # Until the writer closes its end of the pipe.
@@ -234,7 +227,7 @@ def sync(folder: Path, *, uri: str | None = None, timeout: float = 30.0) -> Deli
 def _delivery(folder: Path, settings: Settings, problem: str) -> Delivery:
     state = State.load(folder)
     url = run_url(settings, state.experiment_id, state.run_id)
-    return Delivery(state.run_id, url, not problem and state.has_all(folder), problem)
+    return Delivery(state.run_id or None, url, not problem and state.has_all(folder), problem)
 
 
 def _texts(values: Mapping[str, object]) -> dict[str, str]:

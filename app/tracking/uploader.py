@@ -24,13 +24,10 @@ from mlflow.tracking import MlflowClient
 from app.masking import mask_uri
 from app.tracking.errors import PermanentError, TransientError, mlflow_errors
 from app.tracking.settings import sqlite_path
-from app.tracking.spool import Event, State, last_start, look_at_lock, read, size, take_lock
+from app.tracking.spool import Event, State, last_start, look_at_lock, read, size
 
 UID_TAG, PARENT_TAG = "trireme.run_uid", "mlflow.parentRunId"
-EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
-"""Opens the experiment's page on its training runs, rather than on traces of language-model calls."""
-BATCH = {"metrics": 1000, "params": 100, "tags": 100}
-"""What MLflow takes in one call."""
+BATCH = {"metrics": 1000, "params": 100, "tags": 100}  # what MLflow takes in one call
 UPLOAD_TRIES = 3
 _TAG_CHARACTERS, _PARAM_CHARACTERS = 5000, 6000
 _log = logging.getLogger("writer")
@@ -39,16 +36,9 @@ _log = logging.getLogger("writer")
 @functools.cache
 def connect(uri: str) -> MlflowClient:
     """A client for all runs of this process."""
-    if not uri.startswith("sqlite:"):
-        return MlflowClient(uri)
-    database = sqlite_path(uri)  # MLflow makes its tables here, which two processes must not do at once
-    database.parent.mkdir(parents=True, exist_ok=True)
-    lock = take_lock(database.parent, f"{database.name}.create", 60.0)
-    try:
-        return MlflowClient(uri)
-    finally:
-        if lock is not None:
-            os.close(lock)
+    if uri.startswith("sqlite:"):
+        sqlite_path(uri).parent.mkdir(parents=True, exist_ok=True)
+    return MlflowClient(uri)
 
 
 class Uploader:
@@ -62,10 +52,6 @@ class Uploader:
         self._run: Run | None = None
         self._steps: dict[str, int] = {}
         self._params: dict[str, str] = {}
-
-    @property
-    def run_id(self) -> str:
-        return self.state.run_id or ""
 
     def deliver(self) -> bool:
         """Deliver what is in the spool by now, and the end of a run whose driver died. Returns whether more may come.
@@ -120,7 +106,7 @@ class Uploader:
     def _known(self) -> Run | None:
         """The run that was delivered to before, unless a person has deleted it or replaced the database."""
         try:
-            run = self.client.get_run(self.run_id) if self.run_id else None
+            run = self.client.get_run(self.state.run_id) if self.state.run_id else None
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
@@ -130,7 +116,9 @@ class Uploader:
     def _find_or_create(self, about: dict[str, Any]) -> Run:
         experiment = self.client.get_experiment_by_name(about["experiment"])
         if experiment is None:
-            self.client.create_experiment(about["experiment"], about["artifact_location"], EXPERIMENT_TAGS)
+            # Opens the experiment's page on its training runs, rather than on traces of language-model calls.
+            kind = {"mlflow.experimentKind": "custom_model_development"}
+            self.client.create_experiment(about["experiment"], about["artifact_location"], kind)
             return self._find_or_create(about)
         if experiment.lifecycle_stage != "active":
             raise TransientError(
@@ -142,12 +130,12 @@ class Uploader:
             return found[0]
         tags = {**about["tags"], UID_TAG: about["run_uid"]}
         if about["parent"]:
-            tags[PARENT_TAG] = State.load(Path(about["parent"])).run_id or ""
+            tags[PARENT_TAG] = State.load(Path(about["parent"])).run_id
         began = int(about["time"] * 1000)
         return self.client.create_run(experiment.experiment_id, began, tags, run_name=about["run_name"])
 
     def _finish(self, status: str, seconds: float) -> None:
-        self.client.set_terminated(self.run_id, status, end_time=int(seconds * 1000))
+        self.client.set_terminated(self.state.run_id, status, end_time=int(seconds * 1000))
         self.state.open = False
 
     # --- events
@@ -176,10 +164,10 @@ class Uploader:
             batch = items[begin : begin + BATCH[kind]]
             try:
                 with mlflow_errors(self.uri):
-                    self.client.log_batch(self.run_id, **{kind: batch}, synchronous=True)
+                    self.client.log_batch(self.state.run_id, **{kind: batch}, synchronous=True)
             except PermanentError as refusal:
                 if self._known() is None:
-                    raise TransientError(f"the MLflow run {self.run_id} was deleted") from refusal
+                    raise TransientError(f"the MLflow run {self.state.run_id} was deleted") from refusal
                 if len(batch) == 1:
                     _log.error("left out %s of %s: %s", batch[0].key, kind, refusal)
                 else:
@@ -192,7 +180,7 @@ class Uploader:
             with mlflow_errors(self.uri):
                 if kind == "start":
                     self.state.open = True
-                    self.client.update_run(self.run_id, status="RUNNING")
+                    self.client.update_run(self.state.run_id, status="RUNNING")
                 elif kind == "params":
                     self._log_params(event["values"])
                 elif kind == "tags":
@@ -225,11 +213,11 @@ class Uploader:
             if event["type"] == "model":
                 from app.tracking import model  # torch and more of mlflow: seconds, and not every run logs a model
 
-                model.upload(self.client, self.run_id, event)
+                model.upload(self.client, self.state.run_id, event)
             elif event["type"] == "text":
-                self.client.log_text(self.run_id, event["text"], event["name"])
+                self.client.log_text(self.state.run_id, event["text"], event["name"])
             elif path.exists():  # a file or a folder
-                self.client.log_artifact(self.run_id, str(path), event["folder"] or None)
+                self.client.log_artifact(self.state.run_id, str(path), event["folder"] or None)
             else:
                 raise PermanentError(f"{path} is no longer there")
         except PermanentError as error:

@@ -1,12 +1,11 @@
-"""The one process that talks to MLflow for a run: `python -m app.tracking.writer FOLDER ATTEMPT [CHILDREN]`.
+"""The one process that talks to MLflow for a run: `python -m app.tracking.writer FOLDER ATTEMPT`.
 
 Every few seconds it reads what is new in the spool and delivers it. It ends when the driver appends no more
 (driver.lock is released when the run is over, and by the kernel when the driver dies) and all is delivered; a run that
 was not finished then ends as KILLED. It is not a child of the driver, and in a session of its own: `ray job stop` and
 Ctrl-C do not end it, so that it can still report how the run ended.
 
-CHILDREN is a glob, from the folder that the spool is in, of further spools that it delivers as they appear, such as
-"*/tracking" for those of a sweep's trials.
+The spools of runs within this run's folder, such as a sweep's trials, are delivered too, as they appear.
 """
 
 from __future__ import annotations
@@ -16,26 +15,19 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from app.masking import mask_text
 from app.tracking.spool import State, look_at_lock, take_lock
 
-if TYPE_CHECKING:
-    pass
-
 INTERVAL_SECONDS = 5.0
 POLL_SECONDS = 0.25
 BACKOFF_SECONDS = (0.25, 2.0)
-LINGER_SECONDS = 30.0
-"""How long a writer whose driver is gone waits for MLflow to come back."""
-LOCK_SECONDS = 8.0
-"""How long an earlier writer may take to end its call and make way."""
+LINGER_SECONDS = 30.0  # that a writer whose driver is gone waits for MLflow to come back
+LOCK_SECONDS = 8.0  # that an earlier writer may take to end its call and make way
+CHILDREN = "*/tracking"  # the spools of a sweep's trials, from the folder that the sweep's spool is in
 ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # by default one call to a server that is away blocks for four minutes
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
-    "MLFLOW_DATABRICKS_ENDPOINT_HTTP_RETRY_TIMEOUT": "10",
-    "MLFLOW_ENABLE_ASYNC_LOGGING": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
@@ -43,7 +35,7 @@ ENVIRONMENT = {
 _log = logging.getLogger("writer")
 
 
-def serve(folder: Path, uri: str, attempt: str, children: str) -> None:
+def serve(folder: Path, uri: str, attempt: str) -> None:
     """Deliver until nothing more can come, or until a newer driver has a writer of its own.
 
     uri: tracking URI, credentials included. attempt: what the driver that this writer serves has put into driver.lock.
@@ -55,7 +47,7 @@ def serve(folder: Path, uri: str, attempt: str, children: str) -> None:
     delay, alone_since = BACKOFF_SECONDS[0], 0.0
     while (driver := look_at_lock(folder, "driver"))[1] == attempt:
         appending, _ = driver  # asked before reading: afterwards nothing is added
-        for child in sorted(folder.parent.glob(children)) if children else ():
+        for child in sorted(folder.parent.glob(CHILDREN)):
             if child not in uploaders and claim(child, attempt):
                 uploaders[child] = Uploader(child, uri)
         try:
@@ -94,7 +86,7 @@ class MaskingFormatter(logging.Formatter):
         return mask_text(super().format(record))
 
 
-def main(folder: str, attempt: str, children: str = "") -> None:
+def main(folder: str, attempt: str) -> None:
     if os.fork():
         os._exit(0)  # an orphan from the start
     if not claim(Path(folder), attempt, LOCK_SECONDS):
@@ -106,7 +98,7 @@ def main(folder: str, attempt: str, children: str = "") -> None:
     os.environ.update(ENVIRONMENT)
     os.nice(10)  # training comes first
     try:
-        serve(Path(folder), os.environ["MLFLOW_TRACKING_URI"], attempt, children)
+        serve(Path(folder), os.environ["MLFLOW_TRACKING_URI"], attempt)
     except Exception:
         _log.exception("the writer ends here")
 

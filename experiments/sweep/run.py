@@ -24,7 +24,7 @@ from app.tracking.spool import State, take_lock
 from app.tracking.tracker import Tracker
 from experiments.sweep.ledger import Ledger, Trial
 from experiments.sweep.spec import Sweep
-from experiments.sweep.tracking import SPOOLS, STOP_FILE, report
+from experiments.sweep.tracking import STOP_FILE, report
 
 if TYPE_CHECKING:
     from experiments.sweep.ready import Ready
@@ -133,7 +133,6 @@ class _Work:
             run_uid=head["uid"],
             enabled=self.sweep.base.tracking.enabled,
             tags={"trireme.kind": "sweep", **self.sweep.base.tracking.tags},
-            children=SPOOLS,
         )
         tracker.start()
         about = {key: value for key, value in head["about"].items() if key != "experiment"}

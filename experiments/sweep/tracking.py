@@ -11,8 +11,6 @@ from app.tracking.spool import Event, Spool, last_start
 
 STOP_FILE = "tracking/stop"
 """In the sweep's folder: running trials are to save and stop."""
-SPOOLS = "*/tracking"
-"""From the sweep's folder: its trials' spools."""
 
 
 def report(spool: Path, event: Event) -> None:

@@ -130,7 +130,7 @@ def test_a_server_that_is_late_goes_away_and_comes_back(server: Server, tmp_path
 
     train(500)
     problem = wait_until(lambda: State.load(run.folder).problem)
-    assert "does not answer (refused)" in problem and State.load(run.folder).run_id is None
+    assert "does not answer (refused)" in problem and not State.load(run.folder).run_id
     server.start()
     train(500)
     wait_until(server.answers, 60)

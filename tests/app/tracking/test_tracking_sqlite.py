@@ -301,7 +301,7 @@ def test_what_was_not_delivered_at_the_end_is_synced(uri: str, tmp_path: Path) -
 
 def test_one_writer_delivers_a_run_and_its_children(uri: str, tmp_path: Path) -> None:
     """As of a sweep: children come and go, and only spool; one is killed."""
-    store, parent = Store(uri), tracker(tmp_path / "tracking", uri, children="*/tracking")
+    store, parent = Store(uri), tracker(tmp_path / "tracking", uri)
     parent.start()
     children: list[Tracker] = []
     for number in range(2):
