@@ -21,10 +21,6 @@ OTHERS = {
         "is of another model: head.w is not in it",
     ),
     "unexpected": (lambda s: s["model"].pop("b"), "is of another model: b is (3,) there and does not exist here"),
-    "scalar": (
-        lambda s: s["model"].update({"b": torch.tensor(1.0)}),
-        "is of another model: b is (3,) there and a single number here",
-    ),
     "optimizer": (
         lambda s: s["optimizer"]["state"]["b"].update({"exp_avg_sq": torch.zeros(3)}),
         "is of another optimizer: optimizer.state.b.exp_avg_sq is not in it",

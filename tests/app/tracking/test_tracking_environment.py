@@ -37,6 +37,7 @@ def test_provenance_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert tags["mlflow.source.git.repoURL"] == "https://***@example.org/x.git"
     assert tags["trireme.slurm_job_id"] == "17"
     assert tags["trireme.version.torch"].startswith("2.") and tags["mlflow.user"]
+    assert f"torch=={tags['trireme.version.torch']}" in environment_text().splitlines()
     (tmp_path / "a.py").write_text("2")
     assert provenance_tags()["mlflow.source.git.dirty"] == "true"
 
@@ -49,34 +50,7 @@ def test_provenance_never_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "mlflow.source.git.commit" not in tags and "mlflow.user" not in tags and tags["trireme.python"]
 
 
-def test_all_packages_are_listed() -> None:
-    from importlib.metadata import distributions
-
-    def canonical(name: str) -> str:
-        return name.lower().replace("_", "-").replace(".", "-")
-
-    listed = {canonical(line.split("==")[0]): line.split("==")[1] for line in environment_text().split("\n")[1:-1]}
-    for distribution in distributions():
-        if str(distribution._path).endswith(".dist-info"):  # type: ignore[attr-defined]
-            assert listed[canonical(distribution.metadata["Name"])] == distribution.version
-
-
 # --- system metrics -----------------------------------------------------------------------------------------------
-
-
-def test_samples_have_mlflows_names() -> None:
-    values = Sample().take()
-    assert {
-        "cpu_utilization_percentage",
-        "system_memory_usage_megabytes",
-        "system_memory_usage_percentage",
-        "disk_usage_percentage",
-        "disk_usage_megabytes",
-        "disk_available_megabytes",
-        "network_receive_megabytes",
-        "network_transmit_megabytes",
-    } <= set(values)
-    assert 0 < values["system_memory_usage_percentage"] < 100 and values["network_receive_megabytes"] >= 0
 
 
 def test_a_gpu_tells_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,10 +52,8 @@ class Store:
 
     def runs(self, uid: str = "uid-1") -> list[str]:
         """Ids of the runs with this uid that are not deleted."""
-        sql = (
-            "select r.run_uuid from runs r join tags t on t.run_uuid = r.run_uuid "
-            "where t.key = 'trireme.run_uid' and t.value = ? and r.lifecycle_stage = 'active' order by r.start_time"
-        )
+        sql = "select run_uuid from runs r join tags t using (run_uuid) where t.key = 'trireme.run_uid' and t.value = ?"
+        sql += " and lifecycle_stage = 'active' order by start_time"
         return [row[0] for row in self.query(sql, uid)]
 
     def run(self, uid: str = "uid-1") -> str:

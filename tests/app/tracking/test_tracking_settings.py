@@ -8,62 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from app.errors import UserError
-from app.masking import is_secret, mask_text, mask_tree, mask_uri, mask_value
 from app.tracking.settings import Settings, resolve_tracking, run_url, ui_command
 from app.tracking.tracker import Tracker
-
-# --- masks --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name", ["password", "db.Password", "hf_token", "apiKey", "AWS_SECRET_ACCESS_KEY", "x.credentials.user"]
-)
-def test_names_of_secrets(name: str) -> None:
-    assert is_secret(name) and mask_value(name, "abc") == "***"
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["tokenizer", "train/tokens_per_second", "monkey", "task_args.d_model", "pad_token", "label_key", "key", "token.x"],
-)
-def test_names_of_no_secrets(name: str) -> None:
-    assert not is_secret(name) and mask_value(name, "abc") == "abc"
-
-
-@pytest.mark.parametrize(
-    ("text", "masked"),
-    [
-        ("http://me:pa55@host:5000/x", "http://***@host:5000/x"),
-        ("postgresql+psycopg2://u:p@ss@db/x and more", "postgresql+psycopg2://***@db/x and more"),
-        ("https://h/a?x=1&api_token=abc&y=2", "https://h/a?x=1&api_token=***&y=2"),
-        ("s3://bucket/path", "s3://bucket/path"),
-        ("mail me@example.org", "mail me@example.org"),
-    ],
-)
-def test_credentials_in_uris(text: str, masked: str) -> None:
-    assert mask_uri(text) == masked
-
-
-def test_credentials_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "hunter22")
-    assert mask_uri("said hunter22 twice") == "said *** twice"
-
-
-def test_secrets_in_a_text() -> None:
-    text = "hf_token: abc\nvocab: 3\nuri: http://u:p@h\ntokenizer: bpe\n"
-    assert mask_text(text) == "hf_token: ***\nvocab: 3\nuri: http://***@h\ntokenizer: bpe\n"
-    assert mask_text("train x.yaml task_args.password='a b' a=b") == "train x.yaml task_args.password=*** a=b"
-    assert mask_text('{"password": "a b", "n": 1}') == '{"password": ***, "n": 1}'
-
-
-def test_secrets_in_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "runs")
-    inner = {"b": 1, "secret": "x", "none": None, "empty": {}}
-    tree = {"a": inner, "list": ["http://u:p@h", 2], "token": 5, "c": "runs"}
-    masked = mask_tree({**tree, "run": {"storage": "./runs"}})
-    assert masked["run"] == {"storage": "./runs"}, "part of another word is not the password"
-    hidden = {"b": 1, "secret": "***", "none": None, "empty": {}}
-    assert masked | {"run": 0} == {"a": hidden, "list": ["http://***@h", 2], "token": 5, "c": "***", "run": 0}
 
 
 def test_no_secret_reaches_the_spool(tmp_path: Path) -> None:
@@ -77,9 +23,6 @@ def test_no_secret_reaches_the_spool(tmp_path: Path) -> None:
     assert not delivery.complete and "127.0.0.1:9 does not answer" in delivery.problem
     for path in tmp_path.rglob("*"):
         assert path.is_dir() or b"sesame" not in path.read_bytes(), path
-
-
-# --- settings -----------------------------------------------------------------------------------------------------
 
 
 def resolve(uri: str | None, storage: str = "runs", environ: dict[str, str] | None = None) -> Settings:

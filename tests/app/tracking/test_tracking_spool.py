@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.tracking.settings import Settings
-from app.tracking.spool import Spool, State, look_at_lock, read, take_lock
+from app.tracking.spool import Spool, look_at_lock, read, take_lock
 from app.tracking.tracker import Tracker
 from tests.app.tracking.test_tracking_kit import kill, python
 
@@ -61,14 +61,6 @@ def test_any_damage_costs_only_the_lines_it_touches(
     append(folder, {"type": "metrics", "number": 99})
     numbers = [e["number"] for e in events(folder) if "number" in e]
     assert numbers[:whole] == list(range(whole)) and numbers[-1] == 99
-
-
-def test_a_damaged_state_is_as_none(tmp_path: Path) -> None:
-    state = State(offset=7, run_id="r", open=True)
-    state.save(tmp_path)
-    assert State.load(tmp_path) == state
-    (tmp_path / "delivered.json").write_text('{"offset": 7, "ru')
-    assert State.load(tmp_path) == State()
 
 
 def test_a_lock_is_free_when_its_holder_dies_though_its_children_live(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -288,15 +289,35 @@ def test_a_lingering_writer_makes_way_and_sync_delivers_what_the_dead_left(uri: 
     assert Store(uri).status() == "KILLED" and Store(uri).steps("loss") == list(range(20))
 
 
-def test_what_was_not_delivered_at_the_end_is_synced(uri: str, tmp_path: Path) -> None:
+def test_lost_answers_double_nothing(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow has taken the points, and that it has is never heard of."""
+    from mlflow import MlflowClient
+
+    from app.tracking.errors import TransientError
+    from app.tracking.uploader import Uploader
+
     run = tracker(tmp_path / "spool", "http://127.0.0.1:9")
     run.start()
-    run.metrics(1, {"loss": 1.0})
-    delivery = run.finish("FAILED", message="out of luck", timeout=0.1)
-    ended = time.time()
-    assert not delivery.complete and "does not answer (refused)" in delivery.problem
-    assert sync(run.folder, uri=uri).complete and abs(Store(uri).end_seconds() - ended) < 30
-    assert Store(uri).status() == "FAILED" and Store(uri).tags()["trireme.message"] == "out of luck"
+    for step in range(2500):
+        run.metrics(step, {"loss": float(step)})
+    run.finish("FINISHED", timeout=0.1)
+    log_batch, calls = MlflowClient.log_batch, []
+
+    def lose(self: MlflowClient, *args: Any, **values: Any) -> None:
+        log_batch(self, *args, **values)
+        calls.append(len(values.get("metrics", ())))
+        if "metrics" in values and sum(map(bool, calls)) <= 2:
+            raise ConnectionError("reset")
+
+    monkeypatch.setattr(MlflowClient, "log_batch", lose)
+    for _ in range(2):
+        uploader = Uploader(run.folder, uri)
+        with pytest.raises(TransientError, match="reset"):
+            uploader.deliver()
+        uploader.failed("reset")
+    assert not uploader.deliver() and Store(uri).status() == "FINISHED"
+    assert Store(uri).steps("loss") == list(range(2500))
+    assert sum(calls) == 2500, "points that MLflow already had were sent again"
 
 
 def test_one_writer_delivers_a_run_and_its_children(uri: str, tmp_path: Path) -> None:
