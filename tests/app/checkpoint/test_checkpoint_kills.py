@@ -1,4 +1,4 @@
-"""SIGKILL at every file operation of saving, pruning and sweeping: what is committed is always whole.
+"""SIGKILL at every file operation of saving and pruning: what is committed is always whole.
 
 One process imports torch and then forks a saver per kill, so that some hundred kills take seconds. A saver is
 killed just before its k-th operation on files (opening, making, renaming, removing, syncing, each piece of data,
@@ -28,26 +28,23 @@ pytestmark = pytest.mark.alone
 OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link")
 
 
-@pytest.mark.parametrize("work", ["save", "sweep"])
-def test_a_kill_at_any_file_operation(tmp_path: Path, work: str) -> None:
+def test_a_kill_at_any_file_operation(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-c",
-        f"from tests.app.checkpoint.test_checkpoint_kills import serve; serve({str(tmp_path)!r}, {work!r})",
+        f"from tests.app.checkpoint.test_checkpoint_kills import serve; serve({str(tmp_path)!r})",
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["wrong"] == [], report
-    assert report["kills"] >= (60 if work == "save" else 5), "the killer saw the operations"
-    if work == "save":
-        assert set(report["newest"]) == {"1", "2", "3"}, "there were kills before, between and after the commits"
+    assert report["kills"] >= 60, "the killer saw the operations"
+    assert set(report["newest"]) == {"1", "2", "3"}, "there were kills before, between and after the commits"
 
 
-def serve(folder: str, work: str) -> None:
+def serve(folder: str) -> None:
     """In the subprocess: every kill, and a line of JSON about what was found after them."""
-    works = {"save": _save_twice, "sweep": _sweep}
     wrong: list[str] = []
     newest: dict[str, int] = {}
     kills = 0
@@ -55,9 +52,7 @@ def serve(folder: str, work: str) -> None:
         here = Path(folder, "c")
         shutil.rmtree(here, ignore_errors=True)
         _save(here, 1)
-        if work == "sweep":
-            _leave_litter(here)
-        killed = _run_and_kill(works[work], here, at=kills + 1)
+        killed = _run_and_kill(_save_twice, here, at=kills + 1)
         problem, step = _look(here)
         newest[str(step)] = newest.get(str(step), 0) + 1
         if problem:
@@ -85,19 +80,6 @@ def _save(folder: Path, *steps: int) -> None:
 
 def _save_twice(folder: Path) -> None:
     _save(folder, 2, 3)
-
-
-def _leave_litter(folder: Path) -> None:
-    """What a saver that was killed may leave."""
-    for name in ("step-00000007/__0_0.distcp", "step-00000007/.metadata.tmp", "step-00000001/.COMMIT.json.x.tmp"):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(b"torn")
-
-
-def _sweep(folder: Path) -> None:
-    from app import checkpoint
-
-    checkpoint.sweep(str(folder))
 
 
 def _run_and_kill(do: Callable[[Path], None], folder: Path, at: int) -> bool:

@@ -11,7 +11,6 @@ from torch import nn
 
 from app import checkpoint
 from app.checkpoint import Checkpointer
-from app.checkpoint.files import Reader
 from experiments.parity.curves import Trial, run_steps
 from experiments.parity.rows import Row
 from strategies.parallelize import Options, Parallel, parallelize
@@ -86,15 +85,3 @@ def test_what_one_strategy_saves_another_continues(tmp_path: Path, row: Row) -> 
         assert set(got) == set(expected)
         for name, tensor in expected.items():
             torch.testing.assert_close(got[name], tensor, rtol=1e-4, atol=1e-6, msg=f"{name}: {row} → {reader}")
-
-
-def test_the_names_are_the_plain_models(tmp_path: Path) -> None:
-    tables = set()
-    for row in (Row("single", 1), *SAVED):
-        folder = str(tmp_path / str(row))
-        _on_ranks(_begin, row, folder)
-        metadata = Reader(checkpoint.commits(folder)[0].storage).read_metadata()
-        tensors = {name for name, entry in metadata.state_dict_metadata.items() if hasattr(entry, "size")}
-        assert {name for name in tensors if name.startswith("model.")} == {f"model.{n}" for n in _build().state_dict()}
-        tables.add(frozenset(tensors))
-    assert len(tables) == 1
