@@ -220,9 +220,6 @@ class ClusterConfig:
     """When the resources have not come: end, wait (on, saying why), or shrink (to the workers there is room for)."""
     min_workers: int = 1
     """With cluster.when_pending=shrink or fault.elastic_seconds: with fewer workers than this nothing is trained."""
-    keep_warm_seconds: float = 600.0
-    """Seconds that a node keeps, after its last worker, a process that has everything imported, from which workers are
-    forked: so they start in tenths of a second, after a death too, and with the next command. 0: none."""
     exclude_nodes: list[str] = field(default_factory=list)
     """Ids of nodes that get no worker, such as those that `trireme doctor --exclude-bad` prints."""
 

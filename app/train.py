@@ -14,6 +14,7 @@ from app.config_check import check_trainable
 from app.config_io import with_values
 from app.console import Console
 from app.errors import UserError
+from app.launchers import PRELOAD
 from app.run.manifest import Outcome, Run, free_name
 from app.tracking.settings import Settings, resolve_tracking
 
@@ -151,7 +152,7 @@ def _in_ray(run: Run, config: Config, console: Console, settings: Settings) -> O
 
     console.status("reading the data and starting Ray")
     reading = Background(lambda: _read(config))  # imports torch, while Ray starts its processes
-    cluster = connect(config.cluster.keep_warm_seconds)
+    cluster = connect(PRELOAD)
     try:
         return _on_cluster(cluster, reading, run, config, console, settings)
     finally:

@@ -6,23 +6,16 @@ from dataclasses import dataclass
 
 
 class ClusterError(ValueError):
-    """The cluster cannot be reached, cannot ever give what is asked, or its file is wrong; one sentence."""
+    """The cluster cannot be reached, can never give what is asked, or its file is wrong; one sentence."""
 
 
 @dataclass(frozen=True)
-class Fault:
+class Problem:
     """One thing that is wrong in a cluster file."""
 
     file: str
     line: int  # 1-based
-    sentence: str
+    message: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.sentence}"
-
-
-def refuse(faults: list[Fault]) -> None:
-    """Raises ClusterError naming the first fault, and how many more there are."""
-    if faults:
-        more = f" (and {len(faults) - 1} more: `trireme cluster validate` lists them)" if len(faults) > 1 else ""
-        raise ClusterError(f"{faults[0]}{more}")
+        return f"{self.file}:{self.line}: {self.message}"

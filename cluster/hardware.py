@@ -1,4 +1,4 @@
-"""The hardware catalogue: what GPUs can do and what clouds ask for them, read from hardware.yaml beside this file.
+"""The hardware catalogue: what GPUs can do and what they cost in clouds, read from hardware.yaml beside this file.
 
 The figures are datasheets': peaks that nothing reaches. Whoever plans with them multiplies by an efficiency that was
 fitted or measured (app/planner). Units here are plain: bytes, bytes/s, FLOP/s, USD per hour, watts.
@@ -57,7 +57,6 @@ class Instance:
 
     name: str
     provider: str
-    region: str
     gpu: str
     gpus: int
     cpus: int
@@ -80,10 +79,11 @@ def gpu(name: str) -> Gpu:
     Raises:
         HardwareError: not in the catalogue; names the nearest, and how to add one.
     """
-    found = _by_alias().get(_plain(name))
+    names = _catalogue()[2]
+    found = names.get(_plain(name))
     if found is None:
-        near = difflib.get_close_matches(_plain(name), _by_alias(), n=1, cutoff=0.5)
-        hint = f"did you mean {_by_alias()[near[0]].name}?" if near else f"it has {', '.join(all_gpus())}"
+        near = difflib.get_close_matches(_plain(name), names, n=1, cutoff=0.5)
+        hint = f"did you mean {names[near[0]].name}?" if near else f"it has {', '.join(all_gpus())}"
         raise HardwareError(
             f"the GPU {name!r} is not in the catalogue: {hint} (to add one, run `trireme calibrate` on it, or "
             f"write an entry in {CATALOGUE})"
@@ -94,20 +94,6 @@ def gpu(name: str) -> Gpu:
 def all_gpus() -> dict[str, Gpu]:
     """Every GPU by its name in the catalogue, "cpu" included."""
     return _catalogue()[0]
-
-
-def instance(name: str) -> Instance:
-    """The cloud machine of that name, such as p5.48xlarge.
-
-    Raises:
-        HardwareError: not in the catalogue.
-    """
-    found = all_instances().get(name)
-    if found is None:
-        near = difflib.get_close_matches(name, all_instances(), n=1)
-        hint = f"did you mean {near[0]}?" if near else f"add it under prices in {CATALOGUE}"
-        raise HardwareError(f"the instance type {name!r} is not in the catalogue: {hint}")
-    return found
 
 
 def all_instances() -> dict[str, Instance]:
@@ -130,42 +116,40 @@ def own_catalogue() -> Path:
 
 def add_gpu(name: str, entry: dict[str, Any]) -> Path:
     """Writes a GPU into the file of one's own, in hardware.yaml's words and units; the file."""
-    _read_gpu(name, entry, {}, own_catalogue())
     path = own_catalogue()
+    _read_gpu(name, entry, {}, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_suffix(".new")
     written.write_text(yaml.safe_dump({"gpus": _own_gpus() | {name: entry}}, sort_keys=False))
     written.replace(path)
     _catalogue.cache_clear()
-    _by_alias.cache_clear()
     return path
 
 
 def _own_gpus() -> dict[str, Any]:
+    path = own_catalogue()
     try:
-        tree = yaml.safe_load(own_catalogue().read_text()) or {}
-        found = tree["gpus"]
-        if isinstance(found, dict) and all(isinstance(entry, dict) for entry in found.values()):
-            return found
-    except FileNotFoundError:
-        return {}
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
-        pass
-    raise HardwareError(f"{own_catalogue()} is no catalogue of GPUs: write `gpus:` and under it entries as {CATALOGUE}")
+        found = yaml.safe_load(path.read_text())["gpus"] if path.exists() else {}
+        return {name: dict(entry) for name, entry in found.items()}
+    except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError, AttributeError) as error:
+        problem = f"{path} is not a catalogue of GPUs"
+        raise HardwareError(f"{problem}: write `gpus:` and under it entries as in {CATALOGUE}") from error
 
 
 @functools.cache
-def _catalogue() -> tuple[dict[str, Gpu], dict[str, Instance]]:
-    tree = yaml.safe_load(CATALOGUE.read_text())
+def _catalogue() -> tuple[dict[str, Gpu], dict[str, Instance], dict[str, Gpu]]:
+    """GPUs and instances by name, and GPUs by each of their names in plain letters."""
+    tree, own = yaml.safe_load(CATALOGUE.read_text()), _own_gpus()
     gpus = {name: _read_gpu(name, entry, tree["sources"], CATALOGUE) for name, entry in tree["gpus"].items()}
-    gpus |= {name: _read_gpu(name, entry, {}, own_catalogue()) for name, entry in _own_gpus().items()}
-    instances = {}
-    for provider, offers in tree["prices"].items():
-        for name, entry in offers["instances"].items():
-            if entry["gpu"] not in gpus:
-                raise HardwareError(f"{CATALOGUE}: {name} has the GPU {entry['gpu']!r}, which is not under gpus")
-            instances[name] = _read_instance(name, provider, entry, offers)
-    return gpus, instances
+    gpus |= {name: _read_gpu(name, entry, {}, own_catalogue()) for name, entry in own.items()}
+    instances = {
+        name: _read_instance(name, provider, entry, offers)
+        for provider, offers in tree["prices"].items()
+        for name, entry in offers["instances"].items()
+    }
+    entries = tree["gpus"] | own
+    names = {_plain(alias): gpus[name] for name in gpus for alias in (name, *entries[name].get("aka", ()))}
+    return gpus, instances, names
 
 
 def _read_gpu(name: str, entry: dict[str, Any], sources: dict[str, str], file: Path) -> Gpu:
@@ -190,7 +174,6 @@ def _read_instance(name: str, provider: str, entry: dict[str, Any], offers: dict
     return Instance(
         name=name,
         provider=provider,
-        region=offers["region"],
         gpu=entry["gpu"],
         gpus=int(entry["gpus"]),
         cpus=int(entry["cpus"]),
@@ -200,12 +183,6 @@ def _read_instance(name: str, provider: str, entry: dict[str, Any], offers: dict
         date=str(offers["date"]),
         source=offers["source"],
     )
-
-
-@functools.cache
-def _by_alias() -> dict[str, Gpu]:
-    tree = yaml.safe_load(CATALOGUE.read_text())["gpus"] | _own_gpus()
-    return {_plain(alias): found for name, found in all_gpus().items() for alias in (name, *tree[name].get("aka", ()))}
 
 
 def _plain(name: str) -> str:

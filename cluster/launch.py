@@ -1,4 +1,4 @@
-"""Starts and ends the cluster of a file: Ray's own launcher, with a look at the machines before and after."""
+"""Starts and ends the cluster of a file: Ray's own launcher, with a check of the machines before and after."""
 
 from __future__ import annotations
 
@@ -13,28 +13,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster import precheck, ray_file
-from cluster.errors import ClusterError, refuse
-from cluster.remote import answers, ask, ask_all, login_of
-from cluster.source import read_documents
-from cluster.status import Status, status_of
+from cluster import preflight, ray_file
+from cluster.errors import ClusterError
+from cluster.files import read_cluster, read_ray_file
+from cluster.remote import is_open, login_of, run, run_on_all
+from cluster.status import Status, ray_environment, status_of
 
 Say = Callable[[str], None]
-
-
-def load(path: str) -> tuple[dict[str, Any], str]:
-    """The data of a valid file for Ray's launcher, and the file's path.
-
-    Raises:
-        ClusterError: it is none, or something in it is wrong.
-    """
-    from cluster.shape import find
-    from cluster.validate import check_is_for_ray_up, faults_of
-
-    file = find(path)
-    documents = read_documents(file)
-    refuse(faults_of(documents, file))
-    return check_is_for_ray_up(documents, file).data, file
+_RAY = str(Path(sys.executable).with_name("ray"))
 
 
 def up(path: str, say: Say, *, timeout: float = 600.0) -> Status:
@@ -44,54 +30,44 @@ def up(path: str, say: Say, *, timeout: float = 600.0) -> Status:
         ClusterError: the file is wrong, a machine is not fit, it is up already, or Ray's launcher fails; nothing was
             started in the first three cases.
     """
-    data, file = load(path)
+    data, file = read_ray_file(path)
+    log, environment = _log(data, "up"), ray_environment()
+    commands: list[str | list[str]] = [[_RAY, "up", "--yes", "--no-config-cache", "--disable-usage-stats", file]]
     if any("auth_token" in str(mount) for mount in data.get("file_mounts") or {}):
         make_token()
     if ray_file.is_this_machine(data):
-        return _up_here(data, file)
-    if data["provider"]["type"] == "local":
-        _check_machines(data, file, say)
+        if is_open("127.0.0.1", ray_file.gcs_port(data)):
+            raise ClusterError(f"Ray is running on this machine already: `trireme cluster down {file}` ends it")
+        commands = data["head_start_ray_commands"]
+    elif data["provider"]["type"] == "local":
+        _check_machines(data, say)
+        # With autoscaler v2 the head counts against max_workers, and one worker never comes (Ray 2.60).
+        environment |= {"RAY_UP_enable_autoscaler_v2": "0"}
     else:
         _check_not_up(data, file, say)
     say(f"starting {data['cluster_name']}")
-    with _log(data, "up") as log:
-        arguments = ["up", "--yes", "--no-config-cache", "--disable-usage-stats", file]
-        if _ray(data, arguments, log, timeout):
-            said = last_lines(log)
-            raise ClusterError(f"Ray's launcher could not start {data['cluster_name']} ({log}): {said}")
+    for command in commands:
+        _run(command, environment, log, timeout)
     return _wait(data, file, say, timeout)
 
 
-def make_token() -> Path:
+def make_token() -> None:
     """The token that Ray's processes and users of one cluster share; made once, in ~/.ray/auth_token."""
-    from ray._private.authentication.authentication_token_setup import generate_and_save_token
-
     path = Path("~/.ray/auth_token").expanduser()
     if not path.exists():
-        with contextlib.redirect_stdout(None):
-            generate_and_save_token()
+        environment = os.environ | {"RAY_AUTH_MODE": "token"}
+        done = subprocess.run([_RAY, "get-auth-token", "--generate"], capture_output=True, text=True, env=environment)
+        if not path.exists():
+            raise ClusterError(f"Ray does not make a token in {path}: {done.stderr.strip()[-200:]}")
     path.chmod(0o600)
-    return path
 
 
-def _check_machines(data: Mapping[str, Any], file: str, say: Say) -> None:
-    machines = ray_file.hosts(data)
-    say(f"looking at {len(machines)} machine{'s' if len(machines) > 1 else ''}")
-    facts = precheck.look(data)
-    if facts[0].ray_running:
-        raise ClusterError(
-            f"Ray is running on {facts[0].host} already: `trireme cluster status {file}` shows it, and "
-            f"`trireme cluster down {file}` ends it"
-        )
-    found = precheck.judge(facts)
-    found += [
-        f"Ray is running on {host.host} already, for another cluster: end it there (`ray stop`)"
-        for host in facts[1:]
-        if host.ray_running
-    ]
+def _check_machines(data: Mapping[str, Any], say: Say) -> None:
+    say("checking the machines")
+    found = preflight.problems(preflight.probe(data))
+    for sentence in found[1:]:
+        say(f"also: {sentence}")
     if found:
-        for sentence in found[1:]:
-            say(f"also: {sentence}")
         raise ClusterError(found[0])
 
 
@@ -107,73 +83,43 @@ def _check_not_up(data: Mapping[str, Any], file: str, say: Say) -> None:
         )
 
 
-def _up_here(data: Mapping[str, Any], file: str) -> Status:
-    if answers("127.0.0.1", _gcs_port(data)):
-        raise ClusterError(f"Ray is running on this machine already: `trireme cluster down {file}` ends it")
-    for command in data["head_start_ray_commands"]:
-        # Into a file: Ray's daemons keep a pipe open, and reading it would never end.
-        with _log(data, "up") as log, log.open("a") as out:
-            code = subprocess.run(command, shell=True, env=_environment(), stdout=out, stderr=out, timeout=120)
-        if code.returncode:
-            raise ClusterError(f"Ray does not start on this machine ({log}): {last_lines(log)}")
-    deadline = time.monotonic() + 60
-    while True:  # its state API comes up some seconds after Ray
-        status = status_of(data)
-        if status.reachable:
-            return status
-        if time.monotonic() > deadline:
-            raise ClusterError(f"Ray runs, but not its dashboard ({log}): {status.problem}")
-        time.sleep(0.3)
+def _run(command: str | list[str], environment: dict[str, str], log: Path, timeout: float) -> None:
+    """Runs a command with its output in a log: Ray's daemons keep a pipe open, and reading it would never end.
 
-
-def _gcs_port(data: Mapping[str, Any]) -> int:
-    match = re.search(r"--port[= ](\d+)", " ".join(data.get("head_start_ray_commands") or []))
-    return int(match[1]) if match else 6379
-
-
-def _environment() -> dict[str, str]:
-    """This environment with the Python of ours first, so that `ray` is its Ray."""
-    return os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
-
-
-def _ray(data: Mapping[str, Any], arguments: list[str], log: Path, timeout: float) -> int:
-    environment = _environment()
-    if data["provider"]["type"] == "local":
-        # With autoscaler v2 the head counts against max_workers, and one worker never comes (Ray 2.60).
-        environment |= {"RAY_UP_enable_autoscaler_v2": "0"}
-    command = [str(Path(sys.executable).with_name("ray")), *arguments]
-    with log.open("a") as file:
-        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+    Raises:
+        ClusterError: it fails, or does not end in time.
+    """
+    name = command[:60] if isinstance(command, str) else f"ray {command[1]}"
+    with log.open("a") as out:
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
         try:
-            return process.wait(timeout)
+            done = subprocess.run(command, shell=isinstance(command, str), env=environment, timeout=timeout, **streams)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            raise ClusterError(f"`ray {arguments[0]}` did not end within {timeout:.0f} s ({log})") from None
+            raise ClusterError(f"`{name}` did not end within {timeout:.0f} s ({log})") from None
+    if done.returncode:
+        raise ClusterError(f"`{name}` failed ({log}): {last_lines(log)}")
 
 
-@contextlib.contextmanager
-def _log(data: Mapping[str, Any], what: str) -> Iterator[Path]:
+def _log(data: Mapping[str, Any], what: str) -> Path:
+    """An empty file for what Ray's launcher prints."""
     folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "trireme" / "clusters"
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"{data['cluster_name']}-{what}.log"
     log.write_text("")
-    yield log
+    return log
 
 
 def last_lines(log: Path, count: int = 3) -> str:
-    """The end of a log in one line, without colours: what Ray's launcher said last."""
+    """The end of a log in one line, without colours."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace"))
     lines = [line.strip() for line in plain.splitlines() if line.strip()]
-    return " / ".join(lines[-count:]) or "it said nothing"
+    return " / ".join(lines[-count:]) or "nothing was printed"
 
 
 def _wait(data: Mapping[str, Any], file: str, say: Say, timeout: float) -> Status:
-    from cluster.shape import read_cluster
-
-    wanted = 1 + sum(t.min_nodes for t in read_cluster(file).workers)
+    wanted = 1 + sum(kind.min_nodes for kind in read_cluster(file).workers)
     deadline, shown = time.monotonic() + timeout, 0
-    while True:
+    while True:  # asking takes seconds itself, and the head's state API comes up some seconds after Ray
         status = status_of(data, file)
         if len(status.alive) != shown:
             shown = len(status.alive)
@@ -185,10 +131,9 @@ def _wait(data: Mapping[str, Any], file: str, say: Say, timeout: float) -> Statu
         if time.monotonic() > deadline:
             raise ClusterError(
                 f"only {shown} of {wanted} nodes of {data['cluster_name']} came up within {timeout:.0f} s: "
-                f"`trireme cluster status {file}` says what is known, and the head's /tmp/ray/session_latest/logs/"
-                "monitor.out the rest"
+                f"`trireme cluster status {file}` says what is known, and the head's "
+                f"/tmp/ray/session_latest/logs/monitor.out the rest{status.problem and f' ({status.problem})'}"
             )
-        time.sleep(0.3)  # asking takes about a second itself
 
 
 def down(path: str, say: Say, *, timeout: float = 300.0) -> list[str]:
@@ -197,66 +142,47 @@ def down(path: str, say: Say, *, timeout: float = 300.0) -> list[str]:
     Raises:
         ClusterError: the file is wrong, or the cloud's machines could not be given back.
     """
-    data, file = load(path)
+    data, file = read_ray_file(path)
     if ray_file.is_this_machine(data):
         return _down_here(data)
     if data["provider"]["type"] != "local":
-        with _log(data, "down") as log:
-            if _ray(data, ["down", "--yes", file], log, timeout):
-                raise ClusterError(f"Ray's launcher could not end {data['cluster_name']} ({log}): {last_lines(log)}")
+        _run([_RAY, "down", "--yes", file], ray_environment(), _log(data, "down"), timeout)
         return []
     login, machines = login_of(data), ray_file.hosts(data)
     # The head first: its autoscaler would start the workers again. `ray down` stops Ray on the head only.
-    first = ask(login, machines[0], "ray stop --force", timeout=60)
-    rest = ask_all(login, machines[1:], "ray stop --force", timeout=60) if machines[1:] else []
-    ask(login, machines[0], "rm -f ~/ray_bootstrap_config.yaml ~/ray_bootstrap_key.pem", timeout=30)
-    _forget(data)
-    return [answer.problem for answer in (first, *rest) if answer.problem]
+    first = run(login, machines[0], "ray stop --force", timeout=60)
+    rest = run_on_all(login, machines[1:], "ray stop --force", timeout=60) if machines[1:] else []
+    run(login, machines[0], "rm -f ~/ray_bootstrap_config.yaml ~/ray_bootstrap_key.pem", timeout=30)
+    folder = Path(os.environ.get("RAY_TMPDIR") or "/tmp", "ray")
+    for suffix in ("state", "lock", "state.lock"):  # which `ray up` would believe the next time
+        (folder / f"cluster-{data['cluster_name']}.{suffix}").unlink(missing_ok=True)
+    return [result.problem for result in (first, *rest) if result.problem]
 
 
 def _down_here(data: Mapping[str, Any]) -> list[str]:
     """Ends the Ray of this file and no other one of this machine, as `ray stop` would."""
-    port = _gcs_port(data)
-    session = _session_at(port)
+    port = ray_file.gcs_port(data)
+    heads = [c for _, c in _commands() if "gcs_server" in c and f"--gcs_server_port={port}" in c]
+    session = re.search(r"session_[\d_-]+", heads[0]) if heads else None
     if session is None:
-        raise ClusterError(f"{data['cluster_name']} is not up: nobody listens on port {port} of this machine")
+        raise ClusterError(f"{data['cluster_name']} is not up: nothing listens on port {port} of this machine")
+
+    def left() -> list[int]:
+        return [pid for pid, command in _commands() if session[0] in command and pid != os.getpid()]
+
     for number in (signal.SIGTERM, signal.SIGKILL):
-        for pid in _processes_of(session):
+        for pid in left():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
         deadline = time.monotonic() + 10
-        while _processes_of(session) and time.monotonic() < deadline:
+        while left() and time.monotonic() < deadline:
             time.sleep(0.1)
-    left = _processes_of(session)
-    return [f"processes {', '.join(map(str, left))} do not end"] if left else []
-
-
-def _session_at(port: int) -> str | None:
-    """Name of the Ray session whose head has that port here, from its command line."""
-    for _, command in _commands():
-        if "gcs_server" in command and f"--gcs_server_port={port}" in command:
-            match = re.search(r"session_[\d_-]+", command)
-            return match[0] if match else None
-    return None
-
-
-def _processes_of(session: str) -> list[int]:
-    return [pid for pid, command in _commands() if session in command and pid != os.getpid()]
+    return [f"processes {', '.join(map(str, left()))} do not end"] if left() else []
 
 
 def _commands() -> Iterator[tuple[int, str]]:
+    """Processes of this machine that have not ended, and their command lines."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-            if state != "Z":
+            if (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
                 yield int(folder.name), (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-
-
-def _forget(data: Mapping[str, Any]) -> None:
-    """What `ray up` noted on this machine of a cluster that is gone, and would believe the next time."""
-    name = data["cluster_name"]
-    from ray._common.utils import get_default_ray_temp_dir
-
-    folder = Path(get_default_ray_temp_dir())
-    for suffix in ("state", "lock", "state.lock"):
-        (folder / f"cluster-{name}.{suffix}").unlink(missing_ok=True)

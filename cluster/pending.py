@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cluster.errors import ClusterError
 from cluster.shape import ClusterShape, NodeType
@@ -22,20 +23,20 @@ class NodeState:
 
 
 @dataclass(frozen=True)
-class Holder:
-    """Somebody who holds resources, or will as soon as there are some."""
+class JobUsage:
+    """What a job holds."""
 
-    who: str  # "job 02000000 (trireme train experiments/gpt.yaml)"
+    job: str  # "job 02000000 (trireme train experiments/gpt.yaml)"
     resources: Resources
 
 
 @dataclass(frozen=True)
-class Growth:
-    """What the autoscaler says. All empty where there is none."""
+class AutoscalerReport:
+    """What the autoscaler reports, each a line with the node type's name. All empty where there is none."""
 
     active: bool = False
-    starting: tuple[str, ...] = ()  # "a100 10.0.0.7: setting-up"
-    refusals: tuple[str, ...] = ()  # the cloud's: "a100: InsufficientInstanceCapacity: …"
+    starting: tuple[str, ...] = ()  # "10.0.0.7: a100, setting-up"
+    failed: tuple[str, ...] = ()  # "a100: InsufficientInstanceCapacity (latest_attempt: 14:02:11) - …"
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,14 @@ class Diagnosis:
     sentence: str
     placed: int  # bundles that could be placed now
     ever: bool  # whether waiting can help
-    kinds: tuple[str, ...] = field(default=())  # node types that could hold the bundle
 
 
 def diagnose(
     demand: Sequence[Resources],
     nodes: Sequence[NodeState],
-    holders: Sequence[Holder] = (),
+    usage: Sequence[JobUsage] = (),
     shape: ClusterShape | None = None,
-    growth: Growth = Growth(),
+    autoscaler: AutoscalerReport = AutoscalerReport(),
 ) -> Diagnosis | None:
     """What keeps `demand` (one mapping per bundle) from being placed on `nodes`; None if nothing does. Pure.
 
@@ -63,15 +63,16 @@ def diagnose(
     if missing is None:
         return None
     bundle = demand[missing]
-    kinds = tuple(kind.name for kind in shape.types if holds(kind, bundle)) if shape else ()
+    kinds = tuple(kind.name for kind in shape.types if _per_node(kind, bundle)) if shape else ()
     living = [node for node in nodes if _covers(node.total, bundle)]
-    what = f"bundle {missing + 1} of {len(demand)} ({words(bundle)}) cannot be placed"
-    unknown = shape is None and growth.active  # what may come, nobody here knows
+    what = f"bundle {missing + 1} of {len(demand)} ({format_resources(bundle)}) cannot be placed"
+    unknown = shape is None and autoscaler.active  # what may come is not known here
     if not kinds and not living and not unknown:
         return Diagnosis(f"{what}: {_never(bundle, nodes, shape)}", placed, False)
-    where = f"it could be on {_or(kinds or [node.name for node in living])}" if kinds or living else "no node has it"
-    reason, ever = _obstacle(bundle, nodes, living, kinds, holders, shape, growth)
-    return Diagnosis(f"{what}; {where}, but {reason}", placed, ever, kinds)
+    fitting = " or ".join(dict.fromkeys(kinds or [node.name for node in living]))
+    where = f"it could be on {fitting}" if fitting else "no node has it"
+    reason, ever = _obstacle(bundle, nodes, living, kinds, usage, shape, autoscaler)
+    return Diagnosis(f"{what}; {where}, but {reason}", placed, ever)
 
 
 def place(demand: Sequence[Resources], nodes: Sequence[NodeState]) -> tuple[int, int | None]:
@@ -94,27 +95,15 @@ def _covers(room: Resources, bundle: Resources) -> bool:
     return all(room.get(name, 0.0) + 1e-9 >= amount for name, amount in bundle.items())
 
 
-def holds(kind: NodeType, bundle: Resources) -> bool:
-    """Whether one node of this type could hold the bundle; resources the file does not know are taken for granted."""
-    known = {"GPU": float(kind.gpus), "CPU": kind.cpus}
-    return all(known[name] + 1e-9 >= amount for name, amount in bundle.items() if name in known)
-
-
-def words(bundle: Resources) -> str:
+def format_resources(bundle: Resources) -> str:
     return ", ".join(f"{name} {amount:g}" for name, amount in bundle.items() if amount) or "nothing"
-
-
-def _or(names: Iterable[str]) -> str:
-    found = list(dict.fromkeys(names))
-    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
 
 
 def _never(bundle: Resources, nodes: Sequence[NodeState], shape: ClusterShape | None) -> str:
     name = max(bundle, key=lambda key: key == "GPU")
-    if shape and shape.path:
-        known = [float(k.gpus) if name == "GPU" else k.cpus for k in shape.types]
-        if name in ("GPU", "CPU"):
-            return f"no node type of {shape.path} has it, the most is {name} {max(known):g}"
+    if shape and shape.path and name in ("GPU", "CPU"):
+        most = max(float(kind.gpus) if name == "GPU" else kind.cpus for kind in shape.types)
+        return f"no node type of {shape.path} has it, the most is {name} {most:g}"
     most = max((node.total.get(name, 0.0) for node in nodes), default=0.0)
     return f"no node has it, the most is {name} {most:g}"
 
@@ -124,33 +113,33 @@ def _obstacle(
     nodes: Sequence[NodeState],
     living: Sequence[NodeState],
     kinds: tuple[str, ...],
-    holders: Sequence[Holder],
+    usage: Sequence[JobUsage],
     shape: ClusterShape | None,
-    growth: Growth,
+    autoscaler: AutoscalerReport,
 ) -> tuple[str, bool]:
     """What stands in the way of one bundle, the most telling first, and whether it can go away by itself."""
-    starting = [text for text in growth.starting if not kinds or text.split(" ")[0] in kinds]
-    refused = [text for text in growth.refusals if not kinds or text.partition(":")[0] in kinds]
+    starting, failed = _of_kinds(autoscaler.starting, kinds), _of_kinds(autoscaler.failed, kinds)
     if starting:
         return f"the node is still starting: {starting[0]}", True
-    if refused:
-        return f"the cloud gives no such node ({refused[0]})", True
+    if failed:
+        return f"the cloud did not provide such a node ({failed[0]})", True
     limit = _limit(nodes, kinds, shape)
-    held = _held(bundle, living, holders)
+    held = _held(bundle, living, usage)
     if limit and held:
         return f"{limit}, and {held}", True
-    if held and not growth.active:
+    if held and not autoscaler.active:
         return held, True
     if limit:
         return limit, False
-    if growth.active:
+    if autoscaler.active:
         return "the autoscaler has not asked for one yet", True
-    free = "; ".join(f"{node.name} has {words(_left(node, bundle))} free" for node in living[:3])
+    left = [(node.name, {name: node.available.get(name, 0.0) for name in bundle}) for node in living[:3]]
+    free = "; ".join(f"{name} has {format_resources(room)} free" for name, room in left)
     return f"what is free lies on different nodes ({free})" if free else "no such node is up", bool(living)
 
 
-def _left(node: NodeState, bundle: Resources) -> dict[str, float]:
-    return {name: node.available.get(name, 0.0) for name in bundle}
+def _of_kinds(lines: Iterable[str], kinds: tuple[str, ...]) -> list[str]:
+    return [line for line in lines if not kinds or set(kinds) & set(re.split(r"[ :,]+", line))]
 
 
 def _limit(nodes: Sequence[NodeState], kinds: tuple[str, ...], shape: ClusterShape | None) -> str:
@@ -160,56 +149,52 @@ def _limit(nodes: Sequence[NodeState], kinds: tuple[str, ...], shape: ClusterSha
     alive = {kind: sum(node.kind == kind for node in nodes) for kind in kinds}
     types = [kind for kind in shape.workers if kind.name in kinds]
     if types and all(alive[kind.name] >= kind.max_nodes for kind in types):
-        said = " and ".join(f"{kind.name} is at its limit of {kind.max_nodes} nodes" for kind in types)
-        return f"{said} ({shape.path})"
+        limits = " and ".join(f"{kind.name} is at its limit of {kind.max_nodes} nodes" for kind in types)
+        return f"{limits} ({shape.path})"
     workers = sum(node.kind in {kind.name for kind in shape.workers} for node in nodes)
     if shape.max_workers is not None and workers >= shape.max_workers:
         return f"the cluster is at its limit of {shape.max_workers} workers (max_workers in {shape.path})"
     return ""
 
 
-def _held(bundle: Resources, living: Sequence[NodeState], holders: Sequence[Holder]) -> str:
-    """Who holds the scarce resource of nodes that could take the bundle; empty if nobody holds any."""
+def _held(bundle: Resources, living: Sequence[NodeState], usage: Sequence[JobUsage]) -> str:
+    """Which jobs hold the scarce resource of nodes that could take the bundle; empty if none of it is held."""
     for name in sorted(bundle, key=lambda key: key != "GPU"):
         total = sum(node.total.get(name, 0.0) for node in living)
         used = total - sum(node.available.get(name, 0.0) for node in living)
         if used > 1e-9:
-            who = [holder.who for holder in holders if holder.resources.get(name, 0.0) > 0] or [h.who for h in holders]
-            by = f" by {' and '.join(dict.fromkeys(who))}" if who else ""
+            jobs = [row.job for row in usage if row.resources.get(name, 0.0) > 0] or [row.job for row in usage]
+            by = f" by {' and '.join(dict.fromkeys(jobs))}" if jobs else ""
             return f"{used:g} of {total:g} {name} are held{by}"
     return ""
 
 
-def check_ever(shape: ClusterShape, workers: str, per_worker: Resources) -> None:
-    """Raises ClusterError if the cluster, grown as far as its file allows, could never hold the workers.
+def check_feasible(shape: ClusterShape, workers: str | int, per_worker: Resources) -> None:
+    """Raises ClusterError if the cluster, empty and grown as far as its file allows, could never hold the workers.
 
-    per_worker: as the experiment writes it; where it is empty, whatever the cluster has will do.
+    workers: a number, or "auto". per_worker: as the experiment writes it; where it is empty, whatever the cluster has
+    will do. Resources other than CPUs and GPUs are taken for granted: `diagnose` finds them missing.
     """
-    if workers == "auto" or not per_worker:
-        return
     known = [kind for kind in shape.types if kind.cpus or kind.gpus]
-    if not known:
+    if workers == "auto" or not per_worker or not known:
         return
-    rows = sorted(((_per_node(kind, per_worker), kind.max_nodes) for kind in shape.workers), reverse=True)
-    left = shape.max_workers if shape.max_workers is not None else sum(nodes for _, nodes in rows)
-    room = _per_node(shape.head, per_worker)
-    for count, nodes in rows:
-        room, left = room + count * min(nodes, left), left - min(nodes, left)
-    where = shape.path or shape.name
+    room = _per_node(shape.head, per_worker) + int(shape.max_on_workers(lambda kind: _per_node(kind, per_worker)))
+    where = shape.path or "this cluster"
     if not room:
         largest = max(known, key=lambda kind: (kind.gpus, kind.cpus))
         raise ClusterError(
-            f"no machine of {where} can ever hold a worker of {words(per_worker)}: the largest has "
+            f"no machine of {where} can ever hold a worker of {format_resources(per_worker)}: the largest has "
             f"{largest.gpus} GPUs and {largest.cpus:g} CPUs"
         )
     if room < int(workers):
         raise ClusterError(
-            f"{workers} workers of {words(per_worker)} each can never fit on {where}, which can "
-            f"grow to room for {room}: write workers={room}, or raise its limits"
+            f"{workers} workers of {format_resources(per_worker)} each do not fit on {where}, which has room for "
+            f"{room} at most: write workers={room}, a smaller resources_per_worker, or raise the cluster's limits"
         )
 
 
 def _per_node(kind: NodeType, bundle: Resources) -> int:
+    """How many bundles one node of this type holds; resources the file does not know are taken for granted."""
     known = {"GPU": float(kind.gpus), "CPU": kind.cpus}
     rooms = [int(known[name] / amount + 1e-9) for name, amount in bundle.items() if name in known and amount > 0]
     return min(rooms, default=10**6)

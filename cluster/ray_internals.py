@@ -6,6 +6,10 @@ goes on, slower or with less information. tests/cluster/test_ray_internals.py ta
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -48,16 +52,17 @@ def draining_nodes() -> dict[str, float]:
         return {}
 
 
-def start_lean_head(object_store_bytes: int, settings: dict[str, Any]) -> Any:
+def start_lean_head(object_store_bytes: int, setup_worker: str) -> Any:
     """Starts a Ray head on this machine of a GCS server and a raylet with its agents only: no API server, no monitor of
-    an autoscaler, no monitor of log files. Returns an object with `gcs_address` and `kill_all_processes()`; its
-    processes end with this one, however it ends.
+    an autoscaler, no monitor of log files, and agents that look seldom. Returns an object with `gcs_address` and
+    `kill_all_processes()`; the processes end with this one, however it ends. To be called in the main thread.
 
     Why: `ray.init` and `ray start` start all of them, and wait a second and a half for the API server first. Missing:
     raises ImportError or AttributeError, and `cluster/fast_start` leaves it to `ray.init`.
 
-    settings: Ray's system settings, by their names.
+    setup_worker: the Python file that the raylet starts for each worker, in place of Ray's own.
     """
+    from ray._private.authentication import authentication_token_setup as authentication
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
@@ -65,10 +70,49 @@ def start_lean_head(object_store_bytes: int, settings: dict[str, Any]) -> Any:
         def start_api_server(self, **options: Any) -> None:
             self._webui_url = ""
 
+    settings: dict[str, Any] = {
+        # By default a process per core is kept ready for ever, and looks for signals a hundred times a second.
+        "num_workers_soft_limit": 0,
+        "idle_worker_killing_time_threshold_ms": 10_000,
+        "event_stats": False,
+        "metrics_report_interval_ms": 60_000,
+    }
     parts: dict[str, Any] = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
     params = RayParams(
         object_store_memory=object_store_bytes,
-        **parts,
+        dashboard_agent_listen_port=0,  # any: the usual one may be another Ray's
+        env_vars={"REPORTER_UPDATE_INTERVAL_MS": "60000"},
+        setup_worker_path=setup_worker,
         _system_config=settings,
+        **parts,
     )
+    authentication.enable_token_auth_by_default()
+    authentication.ensure_token_if_auth_enabled(settings, create_token_if_missing=True)
     return LeanNode(params, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
+
+
+@contextlib.contextmanager
+def actor_ids_from_system() -> Iterator[None]:
+    """While it lasts Ray draws the id of each class that is declared an actor's from the operating system, not from its
+    own generator: once that was used, its state, and what is drawn next, is the same in all forks of the process.
+
+    Why: Ray has no way to seed its generator. Missing: nothing is done, and forks of a process that imported classes of
+    actors draw the same ids; `cluster/fast_start` forks with versions only that have the name.
+    """
+    try:
+        actor: Any = importlib.import_module("ray.actor")
+        kind = actor.ActorClassID
+    except (ImportError, AttributeError):
+        yield
+        return
+
+    class FromSystem:
+        @staticmethod
+        def from_random() -> Any:
+            return kind(os.urandom(kind.size()))
+
+    actor.ActorClassID = FromSystem
+    try:
+        yield
+    finally:
+        actor.ActorClassID = kind

@@ -16,10 +16,23 @@ from typing import Any
 from cluster.errors import ClusterError
 
 CONNECT_SECONDS = 5
+# What ssh writes, and what that means for {host}, {user} and {key}.
+SSH_ERRORS = {
+    "Permission denied": "{host} does not let {user} in: add the public half of {key} to ~/.ssh/authorized_keys there, "
+    "or correct auth.ssh_user",
+    "Connection refused": "{host} refuses SSH connections: start its SSH server, or correct the address",
+    "timed out": "{host} does not answer within {seconds} s: it is off, the address is wrong, or a firewall drops port "
+    "22",
+    "No route to host": "there is no way to {host} in the network: it is off, or the address is wrong",
+    "Could not resolve": "the name {host} is not known: correct it, or write its address",
+    "Host key verification failed": "{host} is not the machine it was before (its host key changed): if that is right, "
+    "`ssh-keygen -R {host}`",
+    "dentity file": "the key {key} is not there or cannot be used: correct auth.ssh_private_key",
+}
 
 
 @dataclass(frozen=True)
-class Login:
+class SshLogin:
     """How the machines of a cluster are reached."""
 
     user: str
@@ -33,14 +46,14 @@ class Login:
         return [*found, f"{self.user}@{host}"]
 
 
-def login_of(data: Mapping[str, Any]) -> Login:
+def login_of(data: Mapping[str, Any]) -> SshLogin:
     auth = data.get("auth") or {}
-    return Login(auth.get("ssh_user", "ubuntu"), auth.get("ssh_private_key", ""))
+    return SshLogin(auth.get("ssh_user", "ubuntu"), auth.get("ssh_private_key", ""))
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a command on a host said. `problem`: why it could not be asked at all, in words; else empty."""
+class Result:
+    """What a command on a host printed. `problem`: why it could not be run at all, in words; else empty."""
 
     host: str
     code: int
@@ -49,7 +62,7 @@ class Answer:
     problem: str = ""
 
 
-def ask(login: Login, host: str, command: str, *, stdin: str = "", timeout: float = 30.0) -> Answer:
+def run(login: SshLogin, host: str, command: str, *, stdin: str = "", timeout: float = 30.0) -> Result:
     """Runs a shell command on a host; never raises."""
     remote = f"bash --login -c -i {shlex.quote(f'{{ source ~/.bashrc; }} > /dev/null 2>&1; {command}')} "
     try:
@@ -57,44 +70,35 @@ def ask(login: Login, host: str, command: str, *, stdin: str = "", timeout: floa
             [*login.command(host), remote], input=stdin, capture_output=True, text=True, timeout=timeout
         )
     except FileNotFoundError:
-        return Answer(host, 255, "", "", "there is no ssh on this machine: install an OpenSSH client")
+        return Result(host, 255, "", "", "there is no ssh on this machine: install an OpenSSH client")
     except subprocess.TimeoutExpired:
-        return Answer(host, 255, "", "", f"{host} took longer than {timeout:.0f} s to answer")
-    problem = refusal(host, login, done.stderr) if done.returncode == 255 else ""
-    return Answer(host, done.returncode, done.stdout, done.stderr, problem)
+        return Result(host, 255, "", "", f"{host} took longer than {timeout:.0f} s to answer")
+    problem = explain(host, login, done.stderr) if done.returncode == 255 else ""
+    return Result(host, done.returncode, done.stdout, done.stderr, problem)
 
 
-def ask_all(login: Login, hosts: list[str], command: str, *, stdin: str = "", timeout: float = 30.0) -> list[Answer]:
+def run_on_all(login: SshLogin, hosts: list[str], command: str, **options: Any) -> list[Result]:
     """The same on every host at once."""
     with ThreadPoolExecutor(max_workers=min(64, max(1, len(hosts)))) as pool:
-        return list(pool.map(lambda host: ask(login, host, command, stdin=stdin, timeout=timeout), hosts))
+        return list(pool.map(lambda host: run(login, host, command, **options), hosts))
 
 
-def refusal(host: str, login: Login, err: str) -> str:
+def explain(host: str, login: SshLogin, err: str) -> str:
     """Why SSH did not get there, and what to do, from what ssh wrote."""
-    said = next((line.strip() for line in reversed(err.splitlines()) if line.strip()), "no reason given")
-    signs = {
-        "Permission denied": f"{host} does not let {login.user} in: add the public half of "
-        f"{login.key or 'your key'} to ~/.ssh/authorized_keys there, or correct auth.ssh_user",
-        "Connection refused": f"{host} refuses SSH connections: start its SSH server, or correct the address",
-        "timed out": f"{host} does not answer within {CONNECT_SECONDS} s: it is off, the address is wrong, or a "
-        "firewall drops port 22",
-        "No route to host": f"there is no way to {host} in the network: it is off, or the address is wrong",
-        "Could not resolve": f"nobody knows the name {host}: correct it, or write its address",
-        "Host key verification failed": f"{host} is not the machine it was before (its host key changed): if that is "
-        f"right, `ssh-keygen -R {host}`",
-        "not accessible": f"the key {login.key} is not there: correct auth.ssh_private_key",
-        "identity file": f"the key {login.key} cannot be used: correct auth.ssh_private_key",
-    }
-    return next((text for sign, text in signs.items() if sign in err), f"SSH to {host} fails: {said}")
+    text = next((text for sign, text in SSH_ERRORS.items() if sign in err), f"SSH to {{host}} fails: {last_line(err)}")
+    return text.format(host=host, user=login.user, key=login.key or "your key", seconds=CONNECT_SECONDS)
+
+
+def last_line(text: str) -> str:
+    return next((line.strip()[:200] for line in reversed(text.splitlines()) if line.strip()), "no reason given")
 
 
 @contextlib.contextmanager
-def tunnel(login: Login, host: str, port: int, *, timeout: float = 15.0) -> Iterator[int]:
+def tunnel(login: SshLogin, host: str, port: int, *, timeout: float = 15.0) -> Iterator[int]:
     """A local port that leads to `port` of the host's own loopback; kept open inside the `with`.
 
     Raises:
-        ClusterError: SSH does not get there, or nobody listens.
+        ClusterError: SSH does not get there, or nothing listens.
     """
     local = free_port()
     forward = ["-N", "-o", "ExitOnForwardFailure=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
@@ -102,9 +106,9 @@ def tunnel(login: Login, host: str, port: int, *, timeout: float = 15.0) -> Iter
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + timeout
-        while not answers("127.0.0.1", local):
+        while not is_open("127.0.0.1", local):
             if process.poll() is not None:
-                raise ClusterError(refusal(host, login, process.stderr.read() if process.stderr else ""))
+                raise ClusterError(explain(host, login, process.stderr.read() if process.stderr else ""))
             if time.monotonic() > deadline:
                 raise ClusterError(f"the SSH tunnel to {host} did not open within {timeout:.0f} s")
             time.sleep(0.05)
@@ -122,7 +126,8 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def answers(host: str, port: int) -> bool:
+def is_open(host: str, port: int) -> bool:
+    """Whether something listens there."""
     try:
         with socket.create_connection((host, port), timeout=1):
             return True

@@ -1,8 +1,12 @@
-"""What a cluster is doing: nodes that are up, that are starting, that failed and why, and what it costs by the hour."""
+"""What a cluster is doing: nodes that are up, that are starting, that failed and why, and what it costs by the hour.
+
+Asked of Ray by its documented commands: `ray list nodes`, and `ray status -v` for what the autoscaler does.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,22 +17,16 @@ from typing import Any
 
 from cluster import ray_file
 from cluster.errors import ClusterError
-from cluster.remote import ask, login_of
+from cluster.files import read_cluster
+from cluster.pending import AutoscalerReport
+from cluster.remote import Result, last_line, login_of, run
 from cluster.shape import ClusterShape
 
-# Runs on the head, whose dashboard listens on its loopback only.
-QUERY = r"""
-import json, os, urllib.request
-path = os.path.expanduser(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token")
-token = open(path).read().strip() if os.path.exists(path) else ""
-def get(where):
-    request = urllib.request.Request("http://127.0.0.1:PORT" + where)
-    if token: request.add_header("Authorization", "Bearer " + token)
-    try:
-        with urllib.request.urlopen(request, timeout=10) as answer: return json.load(answer)
-    except Exception as error: return {"error": f"{type(error).__name__}: {error}"}
-print("TRIREME" + json.dumps({"nodes": get("/api/v0/nodes?limit=10000"), "autoscaler": get("/api/cluster_status")}))
-"""
+ASK = (
+    "ray list nodes --format=json --limit=10000 --timeout=10 --address=http://127.0.0.1:{dashboard} && "
+    "ray status -v --address=127.0.0.1:{gcs}"
+)
+TOKEN_REFUSED = re.compile(r"\b40[13]\b|[Aa]uthentication|[Uu]nauthenticated|[Tt]oken")
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Status:
     starting: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     dollars_per_hour: float | None = None
-    unpriced: int = 0  # living nodes whose price nobody has said
+    unpriced: int = 0  # living nodes whose price is not known
 
     def lines(self) -> list[str]:
         if not self.reachable:
@@ -64,33 +62,24 @@ class Status:
         return found
 
 
-def status_of(data: Mapping[str, Any], file: str = "") -> Status:
+def status_of(data: Mapping[str, Any], file: str) -> Status:
     """Asks the head of a cluster; never raises for one that is down."""
     name = data["cluster_name"]
-    query = QUERY.replace("PORT", str(dashboard_port(data)))
+    command = ASK.format(dashboard=ray_file.dashboard_port(data), gcs=ray_file.gcs_port(data))
     if ray_file.is_this_machine(data):
-        done = subprocess.run([sys.executable, "-c", query], capture_output=True, text=True, timeout=60)
-        text, problem = done.stdout, ""
+        done = subprocess.run(command, shell=True, env=ray_environment(), capture_output=True, text=True, timeout=60)
+        result = Result("this machine", done.returncode, done.stdout, done.stderr)
     else:
         try:
-            host = head_host(data, file)
+            result = run(login_of(data), head_host(data, file), command)
         except ClusterError as error:
             return Status(name, False, str(error))
-        answer = ask(login_of(data), host, "python -", stdin=query)
-        text, problem = answer.out, answer.problem
-    match = re.search(r"^TRIREME(\{.*\})$", text, re.MULTILINE)
-    if problem or not match:
-        return Status(name, False, problem or "its head does not run Python")
-    from cluster.shape import shape_of
-    from cluster.source import read_documents
-
-    shape = shape_of(read_documents(file), file) if file else None
-    return read_status(name, json.loads(match[1]), shape)
+    return read_status(name, result, read_cluster(file))
 
 
-def dashboard_port(data: Mapping[str, Any]) -> int:
-    match = re.search(r"--dashboard-port[= ](\d+)", " ".join(data.get("head_start_ray_commands") or []))
-    return int(match[1]) if match else 8265
+def ray_environment() -> dict[str, str]:
+    """This environment with the Python of ours first, so that `ray` is its Ray."""
+    return os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
 
 
 def head_host(data: Mapping[str, Any], file: str) -> str:
@@ -105,20 +94,20 @@ def head_host(data: Mapping[str, Any], file: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     found = [line.strip() for line in done.stdout.splitlines() if re.fullmatch(r"[\d.]+|[0-9a-f:]{3,}", line.strip())]
     if done.returncode or not found:
-        said = next((line for line in reversed((done.stderr or done.stdout).splitlines()) if line.strip()), "no answer")
-        raise ClusterError(f"the head of {data['cluster_name']} cannot be found: {said.strip()[:200]}")
+        raise ClusterError(
+            f"the head of {data['cluster_name']} cannot be found: {last_line(done.stderr or done.stdout)}"
+        )
     return found[-1]
 
 
-def read_status(name: str, answer: Mapping[str, Any], shape: ClusterShape | None) -> Status:
-    """What the head's state API and its autoscaler said, put together. Pure."""
-    nodes = answer["nodes"]
-    if "error" in nodes and re.search(r"\b40[13]\b", nodes["error"]):
-        problem = "its Ray refuses the token in ~/.ray/auth_token there, which is not the one that it was started with"
-        return Status(name, False, problem)
-    if "error" in nodes:
-        return Status(name, False, f"Ray does not answer on its head ({nodes['error']})")
-    rows = (((nodes.get("data") or {}).get("result") or {}).get("result")) or []
+def read_status(name: str, result: Result, shape: ClusterShape | None) -> Status:
+    """What the head's two commands printed, put together. Pure."""
+    match = re.search(r"^\[\{.*\}\]$", result.out, re.MULTILINE)
+    if result.problem or not match:
+        if TOKEN_REFUSED.search(result.err):
+            problem = "its Ray refuses the token in ~/.ray/auth_token there, which is not the one that it started with"
+            return Status(name, False, problem)
+        return Status(name, False, result.problem or f"Ray does not answer on its head ({last_line(result.err)})")
     alive = [
         {
             "ip": row["node_ip"],
@@ -126,52 +115,44 @@ def read_status(name: str, answer: Mapping[str, Any], shape: ClusterShape | None
             "resources": row.get("resources_total") or {},
             "type": (row.get("labels") or {}).get("ray.io/node-group", ""),
         }
-        for row in rows
+        for row in json.loads(match[0])
         if row.get("state") == "ALIVE"
     ]
-    report = _autoscaler(answer.get("autoscaler") or {})
-    starting = [f"{kind} {ip}: {state}" for ip, kind, state in _triples(report.get("pending_nodes"))]
-    starting += [f"{count} × {kind}: asked for" for kind, count in (report.get("pending_launches") or {}).items()]
-    failed = [f"{kind} {ip}: {_failure(ip, report)}" for ip, kind, *_ in report.get("failed_nodes") or []]
-    failed += list(unavailable(report))
+    pending, failed = autoscaler_report(result.out[match.end() :])
     dollars, unpriced = hourly(shape, alive) if shape else (None, 0)
-    return Status(name, True, "", alive, starting, failed, dollars, unpriced)
+    return Status(name, True, "", alive, pending, failed, dollars, unpriced)
 
 
-def _autoscaler(answer: Mapping[str, Any]) -> dict[str, Any]:
-    status = (answer.get("data") or {}).get("clusterStatus") or {}
-    return status.get("autoscalerReport") or {}
+def autoscaler_now() -> AutoscalerReport:
+    """What the autoscaler of the connected cluster reports, as far as it answers. Takes a second or two."""
+    import ray
+
+    command = ["ray", "status", "-v", f"--address={ray.get_runtime_context().gcs_address}"]
+    try:
+        done = subprocess.run(command, env=ray_environment(), capture_output=True, text=True, timeout=30)
+    except subprocess.TimeoutExpired:
+        return AutoscalerReport(True)
+    return AutoscalerReport(True, *map(tuple, autoscaler_report(done.stdout)))
 
 
-def _triples(rows: Any) -> list[tuple[str, str, str]]:
-    return [(str(row[0]), str(row[1]), str(row[2]) if len(row) > 2 else "starting") for row in rows or []]
-
-
-def _failure(ip: str, report: Mapping[str, Any]) -> str:
-    return str((report.get("failed_nodes_reason") or {}).get(ip, "its set-up or start command failed (monitor.out)"))
-
-
-def unavailable(report: Mapping[str, Any]) -> list[str]:
-    """The cloud's last refusals: quota, no capacity, wrong credentials; by node type."""
-    found = []
-    summary = (report.get("node_availability_summary") or {}).get("node_availabilities") or {}
-    for kind, entry in summary.items():
-        info = entry.get("unavailable_node_information") if isinstance(entry, dict) else None
-        if info:
-            found.append(f"{kind}: {info.get('category', 'unavailable')}: {str(info.get('description', ''))[:300]}")
-    return found
+def autoscaler_report(text: str) -> tuple[list[str], list[str]]:
+    """Nodes that are starting, and those that failed or that the cloud refused, from what `ray status -v` prints of an
+    autoscaler of either version. Pure."""
+    found: dict[str, list[str]] = {"Pending:": [], "Recent failures:": []}
+    section = ""
+    for line in text.splitlines():
+        if not line.startswith(" "):
+            section = line.strip()
+        elif section in found and not line.strip().startswith("(no "):
+            found[section].append(line.strip())
+    return found["Pending:"], found["Recent failures:"]
 
 
 def hourly(shape: ClusterShape, alive: list[dict[str, Any]]) -> tuple[float | None, int]:
     """Dollars an hour of the living nodes, and how many have no price. None if none has one."""
-    total, unpriced = 0.0, 0
-    for node in alive:
-        price = price_of(shape, node["type"], head=node["head"])
-        if price is None:
-            unpriced += 1
-        else:
-            total += price
-    return (None, unpriced) if unpriced == len(alive) else (total, unpriced)
+    prices = [price_of(shape, node["type"], head=node["head"]) for node in alive]
+    known = [price for price in prices if price is not None]
+    return sum(known) if known else None, len(prices) - len(known)
 
 
 def price_of(shape: ClusterShape, kind: str, *, head: bool) -> float | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
 import json
 import os
 import shutil
@@ -25,8 +23,8 @@ import psutil
 import pytest
 import torch
 
+from app.launchers import PRELOAD
 from cluster.fast_start import client
-from cluster.fast_start.warm import PRELOAD
 
 ROOT = Path(__file__).parents[1]
 POINTS = ["task=tests.tasks:Points", "train.global_batch_size=16", "tracking.log_model=false"]
@@ -74,11 +72,12 @@ def trireme(*arguments: str, env: dict[str, str] | None = None, timeout: float =
     whole = env or environment()
     if client.key(PRELOAD, whole) != client.key(PRELOAD, environment()):
         return finish(start(list(arguments), env=whole), timeout)
+    server = client.ensure(PRELOAD, os.getpid(), environment())  # it ends with this process
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull) as nothing:
-        request = {"argv": ["-m", "app", *arguments], "cwd": str(ROOT), "env": whole, "wait": True}
-        with client.ask(_warm(), request, (nothing.fileno(), out.fileno(), err.fileno())) as connection:
-            connection.settimeout(timeout)
-            begun, ended = client.answer(connection), client.answer(connection)
+        more = client.inherited() | {"cwd": str(ROOT), "env": whole, "wait": True}
+        streams = (nothing.fileno(), out.fileno(), err.fileno())
+        with client.ask(server, {"argv": ["-m", "app", *arguments], **more}, streams) as connection:
+            begun, ended = client.answer(connection, timeout), client.answer(connection, timeout)
             if ended is None and begun is not None:
                 end_tree(begun["pid"])
         said = [_all_of(file) for file in (out, err)]
@@ -90,15 +89,6 @@ def trireme(*arguments: str, env: dict[str, str] | None = None, timeout: float =
 def _all_of(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode()
-
-
-@functools.cache
-def _warm() -> str:
-    """The socket of a fork server of this process' own; it ends with it."""
-    path = os.path.join(tempfile.mkdtemp(prefix="trireme-tests-", dir="/tmp"), "socket")
-    client.start(path, PRELOAD, os.getpid(), 1e9, environment())
-    atexit.register(shutil.rmtree, os.path.dirname(path), ignore_errors=True)
-    return path
 
 
 def torchrun(*arguments: str, workers: int = 2, timeout: float = 120.0) -> Ended:

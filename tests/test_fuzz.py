@@ -31,8 +31,7 @@ from app.errors import UserError
 from app.run.manifest import Run
 from app.tasks import load_task
 from cluster.errors import ClusterError
-from cluster.shape import read_cluster
-from cluster.validate import validate_file
+from cluster.files import read_cluster, validate_file
 from strategies.layout import LayoutError
 from tests.running import ROOT
 
@@ -253,11 +252,11 @@ FOUND: list[tuple[str, str, bytes, str]] = [
     ("configuration", "gpt.yaml", b"task: " + b"[" * 2000 + b"]" * 2000, "nested too deeply"),
     ("cluster files", "laptop.yaml", b"cluster_name: a\x0c", "YAML"),
     ("cluster files", "laptop.yaml", b"cluster_name: &a\n  x: *a\n", "aml:2: "),
-    ("cluster files", "laptop.yaml", b"a: &a\n  <<: *a\n", "contains itself"),
+    ("cluster files", "laptop.yaml", b"a: &a\n  <<: *a\n", "contain itself"),
     ("cluster files", "laptop.yaml", b"a: " + b"[" * 3000 + b"]" * 3000, "nested too deeply"),
     ("cluster files", "laptop.yaml", LAUGHS, "more than 50,000 values"),
     *(
-        ("cluster files", f"{cloud}.yaml", mapped(cloud, key), "machine")
+        ("cluster files", f"{cloud}.yaml", mapped(cloud, key), "must be of type string")
         for cloud, key in (("azure", "vmSize"), ("aws", "InstanceType"), ("gcp", "machineType"))
     ),
     ("tables", "table.csv", b"a,\xc0,y\n1,2,3\n", "not UTF-8"),

@@ -92,7 +92,11 @@ def main() -> None:
 
 def _forked() -> int | None:
     """The exit code of a training that ran in a process forked from one that is warm; None where there is none."""
-    from app.config import ClusterConfig
-    from cluster.fast_start.warm import in_a_fork
+    from app.launchers import PRELOAD
+    from cluster.connect import run_forked
 
-    return in_a_fork(sys.argv[1:], ClusterConfig.keep_warm_seconds)
+    words = sys.argv[1:]
+    files = [word for word in words[1:] if "=" not in word and not word.startswith("-")]
+    elsewhere = "RANK" in os.environ or {"launcher=local", "launcher=torchrun"} & set(words)
+    # What is wrong with a file's name is said sooner without.
+    return run_forked(words, PRELOAD) if files and all(map(os.path.isfile, files)) and not elsewhere else None

@@ -30,7 +30,7 @@ def cluster() -> None:
 @verb("list", group=cluster)
 def list_(cli: Invocation) -> None:
     """List the cluster files that come with Trireme."""
-    from cluster.shape import own_files, read_cluster
+    from cluster.files import own_files, read_cluster
 
     shapes = {name: read_cluster(path) for name, path in own_files().items()}
     rows = []
@@ -44,11 +44,11 @@ def list_(cli: Invocation) -> None:
 @click.argument("file", metavar="FILE")
 def show(cli: Invocation, file: str) -> None:
     """Show node types, GPUs, memory, links, prices and limits."""
-    from cluster.picture import describe_shape
-    from cluster.shape import read_cluster
+    from cluster.files import read_cluster
+    from cluster.shape import table
 
     shape = read_cluster(file)
-    cli.answer(shape, describe_shape(shape))
+    cli.answer(shape, table(shape))
 
 
 @verb("validate", group=cluster)
@@ -56,7 +56,7 @@ def show(cli: Invocation, file: str) -> None:
 def validate(cli: Invocation, files: tuple[str, ...]) -> None:
     """Find mistakes in cluster files, without credentials or network. Exit code 2 if there are any."""
     from cluster.errors import ClusterError
-    from cluster.validate import validate_file
+    from cluster.files import validate_file
 
     found: dict[str, list[str]] = {}
     for file in files:
@@ -101,10 +101,10 @@ def down(cli: Invocation, file: str) -> None:
 @click.argument("file", metavar="FILE")
 def status(cli: Invocation, file: str) -> None:
     """Show what runs, starts or has failed, and the cost per hour."""
-    from cluster.launch import load
+    from cluster.files import read_ray_file
     from cluster.status import status_of
 
-    found = status_of(*load(file))
+    found = status_of(*read_ray_file(file))
     cli.answer(found, "\n".join(found.lines()))
     if not found.reachable:
         raise click.exceptions.Exit(1)

@@ -67,7 +67,7 @@ def _remote(cli: Invocation, server: Any, arguments: tuple[str, ...], options: l
 def _look(cli: Invocation, cluster: str, storage: str, all_reduce: bool | None) -> Any:
     from app.doctor.look import look
     from cluster.connect import connect, disconnect
-    from cluster.shape import cluster_file, read_cluster
+    from cluster.files import cluster_file, read_cluster
 
     file = cluster_file(cluster)
     rates = [kind.link_across for kind in read_cluster(file).types if kind.link_across] if file else []

@@ -18,14 +18,14 @@ def server_of(cluster: str | None) -> Server | None:
     cluster, or RAY_ADDRESS says which one is meant.
     """
     from cluster.connect import running_here
-    from cluster.launch import load
+    from cluster.files import read_ray_file
     from cluster.ray_file import is_this_machine
 
     allow_token()  # before anything imports Ray
     address = os.environ.get("RAY_ADDRESS", "")
     if address.startswith(("http://", "https://")):
         return Server(address)
-    if not cluster or address or running_here() or is_this_machine(load(cluster)[0]):
+    if not cluster or address or running_here() or is_this_machine(read_ray_file(cluster)[0]):
         return None
     return Server(cluster=cluster)
 

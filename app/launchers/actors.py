@@ -103,7 +103,7 @@ class ActorWorkers(RayWorkers):
         dims, excluded = job.layout.dims, job.config.cluster.exclude_nodes
         nodes = nodes_now(excluded)
         per_stage = resources_of_stages(job.config, dims, self.per_worker)
-        chosen = placement(dims, per_stage, nodes, self.cluster.limits)
+        chosen = placement(dims, per_stage, nodes, self.cluster.max_resources)
         self.begin_attempt(dims.world_size)
         self.dead = {}
         only = node_selector(excluded)

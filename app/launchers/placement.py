@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from app.config import Config
 from app.errors import UserError
-from cluster.pending import NodeState, place, words
+from cluster.pending import NodeState, format_resources, place
 from strategies.layout import ParallelDims
 
 Resources = dict[str, float]
@@ -55,8 +55,8 @@ def placement(
     number = dims.coordinates(rank)["pp"]
     raise UserError(
         f"the {dims.world_size} workers do not fit on the nodes of this cluster: worker {rank} (stage {number} of "
-        f"{dims.pp}) asks for {words(per_stage[number])}, for which no node has room beside the others: ask for less "
-        "in parallel.stage_resources or resources_per_worker, or use fewer workers"
+        f"{dims.pp}) asks for {format_resources(per_stage[number])}, for which no node has room beside the others: "
+        "ask for less in parallel.stage_resources or resources_per_worker, or use fewer workers"
     )
 
 

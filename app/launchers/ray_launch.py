@@ -15,7 +15,7 @@ from app.run.cost import Prices, meter_for
 from app.run.driver import Driver
 from app.run.prepare import Prepared, prepare
 from app.tasks.base import Task
-from cluster.connect import Cluster, check_fits
+from cluster.connect import Cluster
 from strategies import registry
 
 
@@ -43,7 +43,6 @@ class RayLaunch:
     def wait_for_room(self) -> int:
         """How many workers there will be; waits until there is room for them. Raises ClusterError: there is none."""
         if not self.config.parallel.stage_resources:
-            check_fits(self.cluster, self.workers, self.per_worker)
             self.reserved = wait_for_room(self.config, self.cluster, self.workers, self.per_worker, self.console)
         return self.reserved.workers
 
@@ -62,7 +61,7 @@ class RayLaunch:
                 self.per_worker,
                 prepare=lambda config, workers: self.prepare(task, workers, config),
                 free=free_by_node,
-                autoscaling=bool(self.cluster.limits),
+                autoscaling=bool(self.cluster.max_resources),
             )
         driver.meter = meter_for(self.config, driver.run.storage, self.reserved.workers, self.per_worker)
         workers: Any = self._workers_for(prepared)

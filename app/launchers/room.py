@@ -21,11 +21,15 @@ from app.config import Config
 from app.console import Console
 from cluster.connect import Cluster
 from cluster.errors import ClusterError
-from cluster.pending import Diagnosis, Growth, Holder, NodeState, check_ever, diagnose, place
+from cluster.files import connected
+from cluster.pending import AutoscalerReport, Diagnosis, JobUsage, NodeState, check_feasible, diagnose, place
 from cluster.ray_internals import available_resources_per_node
-from cluster.shape import ClusterShape, cluster_file, read_cluster
+from cluster.shape import ClusterShape
+from cluster.status import autoscaler_now
 
 LOOK_SECONDS = 1.0
+ASK_AUTOSCALER_SECONDS = 10.0
+"""Asking it is a process of a second or two."""
 REPEAT_SECONDS = 60.0
 FREE_SECONDS = 5.0
 """Until Ray's tables show resources that were given back."""
@@ -67,14 +71,13 @@ def wait_for_room(config: Config, cluster: Cluster, workers: int, per_worker: Re
     Raises:
         ClusterError: they can never come, or did not come in time; one sentence that says which and why.
     """
-    file = cluster_file(config.cluster.file)
-    shape = read_cluster(file) if file else None
-    if shape:
-        check_ever(shape, str(workers), per_worker)
+    known = connected(config.cluster.file, private=cluster.started_here)
+    check_feasible(known, workers, per_worker)
+    shape = known if known.path else None
     demand = [dict(per_worker)] * workers
-    if not cluster.limits and why_pending(demand, shape, config.cluster.exclude_nodes) is None:
+    if not cluster.max_resources and why_pending(demand, shape, config.cluster.exclude_nodes) is None:
         return Reserved(workers)
-    return _Wait(config, demand, shape, bool(cluster.limits), console).until_placed()
+    return _Wait(config, demand, shape, bool(cluster.max_resources), console).until_placed()
 
 
 class _Wait:
@@ -95,6 +98,7 @@ class _Wait:
         )
         self.began = time.monotonic()
         self.said, self.said_at = "", 0.0
+        self.report, self.asked_at = AutoscalerReport(), -ASK_AUTOSCALER_SECONDS
 
     def until_placed(self) -> Reserved:
         demand, only = self.demand, node_selector(self.config.cluster.exclude_nodes)
@@ -121,11 +125,12 @@ class _Wait:
         waited = time.monotonic() - self.began
         if waited < GRACE_SECONDS:
             return None
-        scaling = Growth(self.autoscaling)
-        found = why_pending(self.demand, self.shape, self.config.cluster.exclude_nodes, scaling)
+        now = time.monotonic()
+        if self.autoscaling and now - self.asked_at > ASK_AUTOSCALER_SECONDS:
+            self.report, self.asked_at = autoscaler_now(), now
+        found = why_pending(self.demand, self.shape, self.config.cluster.exclude_nodes, self.report)
         if found is None:
             return None
-        now = time.monotonic()
         if found.sentence != self.said or now - self.said_at > REPEAT_SECONDS:
             self.said, self.said_at = found.sentence, now
             self.console.say(f"waiting for resources: {found.sentence}")
@@ -158,13 +163,16 @@ def when_over(config: Config, found: Diagnosis, workers: int) -> int:
 
 
 def why_pending(
-    demand: Sequence[Resources], shape: ClusterShape | None, excluded: Sequence[str], scaling: Growth | None = None
+    demand: Sequence[Resources],
+    shape: ClusterShape | None,
+    excluded: Sequence[str],
+    autoscaler: AutoscalerReport | None = None,
 ) -> Diagnosis | None:
     """Why the group cannot be placed just now; None if it can."""
     nodes = nodes_now(excluded)
     if place(demand, nodes)[1] is None:
         return None
-    return diagnose(demand, nodes, _holders(), shape, scaling or Growth())
+    return diagnose(demand, nodes, _holders(), shape, autoscaler or AutoscalerReport())
 
 
 def nodes_now(excluded: Sequence[str]) -> list[NodeState]:
@@ -182,7 +190,7 @@ def nodes_now(excluded: Sequence[str]) -> list[NodeState]:
     ]
 
 
-def _holders() -> list[Holder]:
+def _holders() -> list[JobUsage]:
     """Other jobs that hold resources, by their placement groups, whose ids end with the job's."""
     own = ray.get_runtime_context().get_job_id()
     held: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -193,7 +201,7 @@ def _holders() -> list[Holder]:
                 for name, amount in bundle.items():
                     held[job][name] += amount
     names = _job_names() if held else {}
-    return [Holder(f"job {job}{names.get(job, '')}", dict(amounts)) for job, amounts in held.items()]
+    return [JobUsage(f"job {job}{names.get(job, '')}", dict(amounts)) for job, amounts in held.items()]
 
 
 def _job_names() -> dict[str, str]:

@@ -134,7 +134,7 @@ def _set_threads() -> None:
 
 def _watch_preemption(job: Job, channel: RayChannel) -> Any:
     """Has a checkpoint saved when this node is about to be taken away, and tells the driver."""
-    from cluster.notice import Watch
+    from cluster.preemption import PreemptionWatcher
 
     def on_notice(why: str) -> None:
         channel.heartbeat.save_requested = True
@@ -142,4 +142,4 @@ def _watch_preemption(job: Job, channel: RayChannel) -> Any:
         node = ray.get_runtime_context().get_node_id()
         channel.emit({"type": "preemption", "node": node, "why": why, "text": text})
 
-    return Watch(job.spot_provider, on_notice)
+    return PreemptionWatcher(job.spot_provider, on_notice)

@@ -9,9 +9,10 @@ from typing import Any
 
 from app.errors import UserError
 from app.planner.device import Device, device, remembered
+from cluster.files import cluster_file, connected, read_cluster
 from cluster.hardware import all_instances, cheapest
 from cluster.hardware import gpu as known_gpu
-from cluster.shape import ClusterShape, NodeType, cluster_file, connected, link, of_gpus, read_cluster
+from cluster.shape import ClusterShape, NodeType, link, of_gpus
 
 UNKNOWN_NETWORK = 100e9 / 8
 """Bytes/s between nodes where it is not known: 100 Gbit/s, common for GPU machines of clouds."""

@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from app.errors import UserError
-from cluster.shape import ClusterShape, cluster_file, read_cluster
+from cluster.files import cluster_file, read_cluster
+from cluster.shape import ClusterShape
 
 if TYPE_CHECKING:
     from app.config import Config

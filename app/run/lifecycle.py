@@ -17,8 +17,8 @@ from app.run.manifest import Outcome, Run
 from app.run.prepare import Prepared
 from app.tracking.settings import ui_command
 from app.tracking.tracker import Delivery
-from cluster.notice import provider_of
-from cluster.shape import cluster_file
+from cluster.files import cluster_file
+from cluster.preemption import provider_of
 
 
 def train_run(driver: Driver, prepared: Prepared, where: str, train: Callable[[Job], None]) -> Outcome:

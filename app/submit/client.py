@@ -76,12 +76,12 @@ class Server:
 
     def _open_tunnel(self) -> str:
         """The local address that leads to the cluster's head."""
-        from cluster.launch import load
-        from cluster.ray_file import is_this_machine
+        from cluster.files import read_ray_file
+        from cluster.ray_file import dashboard_port, is_this_machine
         from cluster.remote import login_of, tunnel
-        from cluster.status import dashboard_port, head_host
+        from cluster.status import head_host
 
-        data, file = load(self.cluster)
+        data, file = read_ray_file(self.cluster)
         port = dashboard_port(data)
         if not is_this_machine(data):
             port = self._tunnel.enter_context(tunnel(login_of(data), head_host(data, file), port))

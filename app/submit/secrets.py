@@ -63,12 +63,12 @@ def leave(cluster: str, secret: Mapping[str, str]) -> str:
     Raises:
         UserError: it could not be written.
     """
-    from cluster.launch import load
+    from cluster.files import read_ray_file
     from cluster.ray_file import is_this_machine
-    from cluster.remote import ask, login_of
+    from cluster.remote import login_of, run
     from cluster.status import head_host
 
-    data, file = load(cluster)
+    data, file = read_ray_file(cluster)
     name, text = f".trireme/secrets/{uuid.uuid4().hex}", json.dumps(dict(secret))
     if is_this_machine(data):
         path = Path.home() / name
@@ -77,7 +77,7 @@ def leave(cluster: str, secret: Mapping[str, str]) -> str:
         path.write_text(text)
         return str(path)
     command = f"umask 077; mkdir -p ~/.trireme/secrets; cat > ~/{name}; echo ~/{name}"
-    answer = ask(login_of(data), head_host(data, file), command, stdin=text)
+    answer = run(login_of(data), head_host(data, file), command, stdin=text)
     if answer.problem or answer.code:
         raise UserError(f"the secrets cannot be put on the head: {answer.problem or answer.err.strip()[-200:]}")
     return answer.out.strip().splitlines()[-1]

@@ -84,13 +84,12 @@ def _inside(file: str, folder: Path) -> str:
 def cluster_options(config: Config, cluster: str) -> list[str]:
     """Keys that a training gets from its cluster's file: the storage that every machine can write to, unless the
     experiment names one. Raises ClusterError if the run could never fit on the cluster."""
-    from cluster.launch import load
-    from cluster.pending import check_ever
+    from cluster.files import read_cluster, read_ray_file
+    from cluster.pending import check_feasible
     from cluster.ray_file import own_metadata
-    from cluster.shape import read_cluster
 
-    check_ever(read_cluster(cluster), config.workers, dict(config.resources_per_worker))
-    storage = own_metadata(load(cluster)[0]).get("storage")
+    check_feasible(read_cluster(cluster), config.workers, dict(config.resources_per_worker))
+    storage = own_metadata(read_ray_file(cluster)[0]).get("storage")
     return [f"run.storage={str(storage).rstrip('/')}/runs"] if storage and config.run.storage == "runs" else []
 
 

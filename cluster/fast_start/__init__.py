@@ -1,1 +1,1 @@
-"""Warm processes and a lean private Ray. The folder can be deleted: everything works without it, slower."""
+"""An accelerator: worker processes forked from a warm one, and a lean private Ray. The folder can be deleted."""

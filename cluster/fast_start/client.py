@@ -1,58 +1,99 @@
-"""A stand-in for a worker process that Ray starts: has it forked from a process that has everything imported.
+"""What Ray starts in place of a worker: it has the worker forked by a server that has everything imported, and ends.
 
-Ray starts this instead of its own worker (`warm.py` tells it to). It asks the node's fork server for the worker,
-which takes tenths of a second where importing torch and Ray takes seconds, and ends. Where there is no fork server, it
-starts one; where that is not possible, it becomes the worker itself, as Ray would have had it.
-
-Only the standard library is imported here, and of that little: it runs before every worker.
+It asks the server that TRIREME_FORK_SERVER names (that of one command's own Ray), else its node's, which it starts; in
+vain, it becomes the worker itself, as Ray would have started it. It runs before every worker, so it imports little.
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
 import fcntl
 import hashlib
 import json
 import os
+import resource
 import signal
 import socket
 import stat
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-LOADED_WITH = (
-    "OMP_",
-    "GOMP_",
-    "MKL_",
-    "KMP_",
-    "OPENBLAS_",
-    "MALLOC_",
-    "LD_",
-    "PYTHON",
-    "TORCH_",
-    "PYTORCH_",
-    "RAY_TRAIN_",
-)
-"""Beginnings of variables that count when a library is loaded: a process with others is no one to be forked from."""
-SET_LATER = ("PYTHONBREAKPOINT", "OMP_NUM_THREADS")
-SPACES = ("mnt", "pid", "net", "ipc", "user")
-"""Namespaces: /tmp may be one for several containers."""
 SOCKET = "TRIREME_FORK_SERVER"
-"""Variable with the path of the one fork server that all workers of a Ray are forked from."""
-NO_JOB = "ffffffff"
-ANSWER_SECONDS = 60.0
-"""A server may still be importing when it is asked; one that is silent for longer is stuck."""
+READ_AT_IMPORT = ("OMP_", "GOMP_", "MKL_", "KMP_", "MALLOC_", "LD_", "PYTHON", "PYTORCH_", "RAY_AUTH_", "RAY_TRAIN_")
+"""Beginnings of variables that libraries read when they are loaded: a process with others cannot be forked from."""
+SET_IN_FORK = ("PYTHONBREAKPOINT", "OMP_NUM_THREADS")
 WORKER = "default_worker.py"
+ANSWER_SECONDS = 60.0  # a server may still be importing when it is asked
+
+
+def main() -> None:
+    """`client.py MODULE default_worker.py …`: as a job's py_executable; the module is what a server is to import.
+    `client.py default_worker.py …`: in place of the setup_worker.py of a lean head's Ray."""
+    preload, worker = ("", sys.argv[1:]) if sys.argv[1].endswith(WORKER) else (sys.argv[1], sys.argv[2:])
+    variables: dict[str, str] | None = {}
+    if not preload:
+        variables, worker = set_up(worker)
+    request = {"argv": worker, "env": os.environ | (variables or {}), **inherited()}
+    with contextlib.suppress(OSError, KeyError):
+        if variables is not None and SOCKET in os.environ and has_forked(os.environ[SOCKET], request):
+            return
+        if preload and has_forked(ensure(preload, int(os.environ["RAY_RAYLET_PID"]), os.environ), request):
+            return
+    words = worker if preload else [os.path.join(os.path.dirname(worker[0]), "setup_worker.py"), *sys.argv[1:]]
+    os.execv(sys.executable, [sys.executable, *words])
+
+
+def set_up(words: list[str]) -> tuple[dict[str, str] | None, list[str]]:
+    """What Ray's setup_worker.py does with a worker's words: its environment variables, None where there is more to set
+    up than those, and the words that the worker itself gets."""
+    flags = ("--serialized-runtime-env-context=", "--language=")
+    context = json.loads(next((word.split("=", 1)[1] for word in words if word.startswith(flags[0])), "") or "{}")
+    variables = {name: os.path.expandvars(value) for name, value in (context.pop("env_vars", None) or {}).items()}
+    simple = context.pop("py_executable", sys.executable) == sys.executable and not any(context.values())
+    return variables if simple else None, [word for word in words if not word.startswith(flags)]
+
+
+def has_forked(path: str, request: Mapping[str, Any]) -> bool:
+    """Whether the server at `path` has forked what is asked for; it ends if its code is not what is on disk any more.
+
+    Raises OSError where there is no server."""
+    with ask(path, request) as connection:
+        return answer(connection, ANSWER_SECONDS) is not None
+
+
+def ask(path: str, request: Mapping[str, Any], streams: Sequence[int] = (0, 1, 2)) -> socket.socket:
+    """A connection to the server at `path`, over which the request and three streams have gone. Raises OSError."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(path)
+    socket.send_fds(connection, [b"3"], list(streams))
+    connection.sendall(json.dumps(request).encode() + b"\n")
+    return connection
+
+
+def answer(connection: socket.socket, seconds: float | None = None) -> dict[str, Any] | None:
+    """The next line from the server or its fork; None where there is none within that time."""
+    connection.settimeout(seconds)
+    with contextlib.suppress(OSError, ValueError), connection.makefile("rb", buffering=0) as lines:
+        return json.loads(lines.readline())
+    return None
+
+
+def inherited() -> dict[str, Any]:
+    """What a process has from whoever started it, and a fork is to have from whoever asked for it."""
+    limits = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+    with open("/proc/self/oom_score_adj") as score:
+        return {
+            "cwd": os.getcwd(),
+            "limits": {name: resource.getrlimit(getattr(resource, name)) for name in limits},
+            "cores": sorted(os.sched_getaffinity(0)),
+            "oom": score.read(),
+        }
 
 
 def folder() -> str:
-    """Where this user's fork servers listen; nobody else may look into it.
-
-    Raises OSError where the folder is another's.
-    """
+    """Where this user's fork servers listen, closed to others. Raises OSError where the folder is another user's."""
     path = f"/tmp/trireme-{os.getuid()}"
     os.makedirs(path, mode=0o700, exist_ok=True)
     found = os.lstat(path)
@@ -63,150 +104,27 @@ def folder() -> str:
 
 def key(preload: str, environment: Mapping[str, str]) -> str:
     """Names what a process must have in common with another to be one that it can be forked from."""
-    same = sorted((name, value) for name, value in environment.items() if _counts(name))
-    spaces = [os.readlink(f"/proc/self/ns/{name}") for name in SPACES]
-    parts = json.dumps([os.path.realpath(sys.executable), sys.prefix, ROOT, preload, same, spaces])
+    same = sorted((k, v) for k, v in environment.items() if k.startswith(READ_AT_IMPORT) and k not in SET_IN_FORK)
+    container = os.readlink("/proc/self/ns/pid")  # /tmp may be shared by several
+    parts = json.dumps([os.path.realpath(sys.executable), sys.prefix, ROOT, preload, same, container])
     return hashlib.sha256(parts.encode()).hexdigest()[:24]
 
 
-def _counts(name: str) -> bool:
-    return name.startswith(LOADED_WITH) and name not in SET_LATER
-
-
-def found(preload: str, environment: Mapping[str, str]) -> str | None:
-    """The socket of a server on this machine that such processes can be forked from."""
-    start = key(preload, environment)
-    for name in os.listdir(folder()):
-        path = os.path.join(folder(), name)
-        if name.startswith(start) and _listens(path):
-            return path
-    return None
-
-
-def ensure(preload: str, owner: int, seconds: float, environment: Mapping[str, str]) -> str:
-    """The same, of one that ends with the process `owner`, as its forks do; it is started where there is none.
+def ensure(preload: str, owner: int, environment: Mapping[str, str]) -> str:
+    """The socket of the server for such processes that ends with the process `owner`; started where there is none.
 
     Raises OSError where that is not possible."""
-    with locked():
-        path = os.path.join(folder(), f"{key(preload, environment)}-{owner}.socket")
-        if not _listens(path):
-            _tidy()
-            start(path, preload, owner, seconds, environment)
+    path = os.path.join(folder(), f"{key(preload, environment)}-{owner}.socket")
+    with open(os.path.join(folder(), "lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not is_listening(path):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # of a server that was killed
+            start(path, preload, owner, environment)
     return path
 
 
-@contextlib.contextmanager
-def locked() -> Iterator[None]:
-    """Only one process at a time starts a server, or looks which are gone."""
-    with open(os.path.join(folder(), "lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _tidy() -> None:
-    """Removes the sockets of servers that were killed."""
-    for name in os.listdir(folder()):
-        path = os.path.join(folder(), name)
-        if name.endswith(".socket") and not _listens(path):
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-
-
-def start(path: str, preload: str, owner: int, seconds: float, environment: Mapping[str, str]) -> int:
-    """Starts a fork server that listens at `path` (at once: whoever comes before it has imported waits); its pid.
-
-    owner: a process; the server ends with it. seconds: without a request and without a child after which it ends.
-    """
-    listener = socket.socket(socket.AF_UNIX)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-    listener.bind(path)
-    listener.listen(64)
-    os.set_inheritable(listener.fileno(), True)
-    code = f"import sys; sys.path[0] = {ROOT!r}; from cluster.fast_start.server import main; main()"
-    words = [sys.executable, "-c", code, path, str(listener.fileno()), preload, str(owner), str(seconds)]
-    # One thread for OpenMP, since more could not be forked: each child sets its own number (app/launchers/inbox.py).
-    # Ray reads the job when it is imported, and whom to end with: workers of no job serve any.
-    with open(os.devnull, "r+b") as nothing:
-        pid = os.posix_spawn(
-            sys.executable,
-            words,
-            {**environment, "OMP_NUM_THREADS": "1", "RAY_JOB_ID": NO_JOB, "RAY_RAYLET_PID": str(owner)},
-            file_actions=[(os.POSIX_SPAWN_DUP2, nothing.fileno(), fd) for fd in (0, 1, 2)],
-            setsid=True,
-            setsigmask=(),
-            setsigdef=[number for number in signal.valid_signals() if number not in (signal.SIGKILL, signal.SIGSTOP)],
-        )
-    listener.close()
-    return pid
-
-
-def ask(path: str, request: Mapping[str, Any], streams: Sequence[int] = (0, 1, 2)) -> socket.socket:
-    """A connection to the server at `path`, the request and the three streams sent, this process' own if not said.
-
-    Raises OSError where nobody listens."""
-    connection = socket.socket(socket.AF_UNIX)
-    try:
-        connection.connect(path)
-        connection.sendmsg([b"3"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", streams))])
-        connection.sendall(json.dumps(request).encode() + b"\n")
-    except OSError:
-        connection.close()
-        raise
-    return connection
-
-
-def bearings() -> dict[str, Any]:
-    """What a process has from whoever started it, and a fork is to have from whoever asked for it."""
-    import resource
-
-    names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
-    mask = os.umask(0o022)
-    os.umask(mask)
-    with open("/proc/self/oom_score_adj") as score:
-        return {
-            "cwd": os.getcwd(),
-            "umask": mask,
-            "limits": {name: resource.getrlimit(getattr(resource, name)) for name in names},
-            "cores": sorted(os.sched_getaffinity(0)),
-            "oom": int(score.read()),
-            "ignored": [int(n) for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN],
-        }
-
-
-def answer(connection: socket.socket) -> dict[str, Any] | None:
-    """The next line that the server says; None where it has ended, or says nothing within the connection's time."""
-    line = b""
-    with contextlib.suppress(OSError):
-        while not line.endswith(b"\n"):
-            part = connection.recv(1)
-            if not part:
-                return None
-            line += part
-    return json.loads(line) if line.endswith(b"\n") else None
-
-
-def forked(path: str, request: Mapping[str, Any]) -> bool:
-    """Whether the server at `path` has forked what is asked for."""
-    try:
-        connection = ask(path, request)
-    except OSError:
-        return False
-    with connection:
-        connection.settimeout(ANSWER_SECONDS)
-        return bool((answer(connection) or {}).get("pid"))
-
-
-def from_this_node(preload: str, seconds: float, request: Mapping[str, Any]) -> bool:
-    """Has it forked by the node's server for such processes, which is started where there is none."""
-    raylet = int(os.environ.get("RAY_RAYLET_PID", "0"))
-    if not raylet:
-        return False
-    # A server whose code is not what is on disk any more says so by ending.
-    return any(forked(ensure(preload, raylet, seconds, os.environ), request) for _ in range(3))
-
-
-def _listens(path: str) -> bool:
+def is_listening(path: str) -> bool:
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)  # of a server whose queue is full
         probe.connect(path)
@@ -214,37 +132,27 @@ def _listens(path: str) -> bool:
     return False
 
 
-def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Our own flags, which stand before Ray's script, and the words from there on."""
-    at = next(i for i, word in enumerate(words) if word.endswith(WORKER))
-    return dict(word[2:].split("=", 1) for word in words[:at] if "=" in word), list(words[at:])
+def start(path: str, preload: str, owner: int, environment: Mapping[str, str]) -> int:
+    """Starts a fork server that listens at `path` (at once: who comes before it has imported waits); its pid.
 
-
-def runtime_environment(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """What Ray's setup_worker.py takes from a worker's words, and the words without it."""
-    mine = ("--serialized-runtime-env-context=", "--language=")
-    context = next((word.split("=", 1)[1] for word in words if word.startswith(mine[0])), "")
-    return json.loads(context or "{}"), [word for word in words if not word.startswith(mine)]
-
-
-def main() -> None:
-    flags, words = split(sys.argv[1:])
-    with contextlib.suppress(OSError, ValueError):
-        request = {"argv": words, **bearings()}
-        if flags:  # as a job's py_executable: Ray has set the environment
-            if from_this_node(flags["preload"], float(flags["seconds"]), request | {"env": dict(os.environ)}):
-                return
-        else:  # in place of Ray's setup_worker.py
-            context, plain = runtime_environment(words)
-            wanted = {name: value for name, value in context.items() if name not in ("py_executable",)}
-            simple = not any(value for name, value in wanted.items() if name != "env_vars")
-            env = os.environ | {k: os.path.expandvars(v) for k, v in (context.get("env_vars") or {}).items()}
-            own = context.get("py_executable") in (None, sys.executable)
-            if simple and own and forked(os.environ.get(SOCKET, ""), request | {"argv": plain, "env": dict(env)}):
-                return
-    if not flags:
-        words.insert(0, os.path.join(os.path.dirname(words[0]), "setup_worker.py"))
-    os.execv(sys.executable, [sys.executable, *words])
+    preload: the module that it imports. owner: a process; the server ends with it."""
+    code = f"import sys; sys.path[0] = {ROOT!r}; from cluster.fast_start.server import main; main()"
+    # One thread for OpenMP, since more could not be forked: each fork sets its own number. Ray reads the job, and whom
+    # to end with, when it is imported: workers of no job serve any.
+    fixed = {"OMP_NUM_THREADS": "1", "RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": str(owner)}
+    with socket.socket(socket.AF_UNIX) as listener, open(os.devnull, "r+b") as null:
+        listener.bind(path)
+        listener.listen(64)
+        os.set_inheritable(listener.fileno(), True)
+        return os.posix_spawn(
+            sys.executable,
+            [sys.executable, "-c", code, path, str(listener.fileno()), preload, str(owner)],
+            {**environment, **fixed},
+            file_actions=[(os.POSIX_SPAWN_DUP2, null.fileno(), fd) for fd in (0, 1, 2)],
+            setsid=True,
+            setsigmask=(),
+            setsigdef=[number for number in signal.valid_signals() if number not in (signal.SIGKILL, signal.SIGSTOP)],
+        )
 
 
 if __name__ == "__main__":

@@ -141,14 +141,17 @@ class _Study:
         return tracker
 
     def _measure(self, tracker: Tracker) -> None:
-        from cluster.connect import check_fits, connect, disconnect
+        from app.launchers import PRELOAD
+        from cluster.connect import connect, disconnect
+        from cluster.files import connected
+        from cluster.pending import check_feasible
 
         self._save()
-        cluster = connect(self.config.cluster.keep_warm_seconds)
+        cluster = connect(PRELOAD)
         try:
             gpu = cluster.gpus >= max(self.plan.workers)
             per_worker = dict(self.config.resources_per_worker) or ({"GPU": 1.0} if gpu else {"CPU": 1.0})
-            check_fits(cluster, max(self.plan.workers), per_worker)
+            check_feasible(connected(private=cluster.started_here), max(self.plan.workers), per_worker)
             jobs = {key: self._prepared(*key) for key in self.plan.keys}
             self.head["price"] = self._price(per_worker)
             for number in range(self.plan.repeats):

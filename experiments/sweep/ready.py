@@ -36,6 +36,7 @@ def make_ready(sweep: Sweep, ledger: Ledger, console: Console) -> Ready:
     Raises:
         UserError, LayoutError, ClusterError: one sentence.
     """
+    from app.launchers import PRELOAD
     from app.run.cost import Prices, check_budget
     from cluster.connect import connect
     from experiments.sweep import oversee, search, slots
@@ -46,7 +47,7 @@ def make_ready(sweep: Sweep, ledger: Ledger, console: Console) -> Ready:
     every = max(1, longest // sweep.reports) if sweep.reports else sweep.base.train.eval_every or longest
     scheduler = oversee.scheduler_of(sweep, longest, every)
     searcher = search.searcher_of(sweep)
-    cluster = connect(sweep.base.cluster.keep_warm_seconds)
+    cluster = connect(PRELOAD)
     if removed := slots.remove_leftovers():
         console.say(f"note: removed {removed} placement groups that a sweep before this one left")
     gpus = cluster.gpus > 0
@@ -56,12 +57,12 @@ def make_ready(sweep: Sweep, ledger: Ledger, console: Console) -> Ready:
 
     nodes = slots.nodes_now()
     every_need = list(dict.fromkeys(needs(values) for values in sweep.points or [{}]))
-    slots.refuse_what_never_fits(nodes, dict(cluster.limits), every_need)
+    slots.refuse_what_never_fits(nodes, dict(cluster.max_resources), every_need)
     if sweep.base.budget is not None:
         check_budget(sweep.base.budget, Prices(sweep.base).rate(every_need[0].workers, dict(every_need[0].per_worker)))
     at_once = min(slots.at_once(nodes, one, most=64) for one in every_need) or 1
     at_once = min(at_once, sweep.concurrent or at_once, sweep.count)
-    asks = search.Next(sweep, ledger, searcher, needs, slots.nodes_now, dict(cluster.limits))
+    asks = search.Next(sweep, ledger, searcher, needs, slots.nodes_now, dict(cluster.max_resources))
     return Ready(scheduler, asks, gpus, at_once)
 
 

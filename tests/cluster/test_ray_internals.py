@@ -16,6 +16,7 @@ ENTRIES = {
     "available_resources_per_node": ("ray._private.state", "available_resources_per_node"),
     "draining_nodes": ("ray._private.state", "state"),
     "start_lean_head": ("ray._private.node", "Node"),
+    "actor_ids_from_system": ("ray.actor", "ActorClassID"),
 }
 NODES = [
     {"NodeID": "a", "Alive": True, "Resources": {"GPU": 4.0, "CPU": 8.0}},
@@ -78,4 +79,17 @@ def test_draining_without_the_name(without: None) -> None:
 @pytest.mark.parametrize("without", ["start_lean_head"], indirect=True)
 def test_a_lean_head_without_the_name_is_refused(without: None) -> None:
     with pytest.raises((ImportError, AttributeError)):
-        ray_internals.start_lean_head(100_000_000, {})
+        ray_internals.start_lean_head(100_000_000, "")
+
+
+@pytest.mark.parametrize("without", ["actor_ids_from_system"], indirect=True)
+def test_without_the_name_ids_are_drawn_as_ray_draws_them(without: None) -> None:
+    with ray_internals.actor_ids_from_system():
+        assert not hasattr(ray.actor, "ActorClassID")
+
+
+def test_ids_of_actors_are_drawn_from_the_system_for_a_while() -> None:
+    own = ray.actor.ActorClassID
+    with ray_internals.actor_ids_from_system():
+        one, other = ray.actor.ActorClassID.from_random(), ray.actor.ActorClassID.from_random()
+    assert isinstance(one, own) and one != other and ray.actor.ActorClassID is own

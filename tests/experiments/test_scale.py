@@ -190,9 +190,10 @@ def test_what_a_study_says_of_its_points(tmp_path: Path, monkeypatch: pytest.Mon
         busy = {"steps": [step], "data": [0.0], "stalls": [0.1], "saves": [0.2], "memory": 2**20}
         return [Told("a", alone=[0.5] if workers > 1 else [], busy=[1.0], **busy) for _ in range(workers)]
 
-    cluster = SimpleNamespace(gpus=0)
+    cluster = SimpleNamespace(gpus=0, started_here=True)
     monkeypatch.setattr("cluster.connect.connect", lambda _: cluster)
-    monkeypatch.setattr("cluster.connect.check_fits", lambda *_: None)
+    monkeypatch.setattr("cluster.files.connected", lambda **_: None)
+    monkeypatch.setattr("cluster.pending.check_feasible", lambda *_: None)
     monkeypatch.setattr("experiments.scale.point.run", points)
     more = ["train.steps=100", "run.name=p", f"run.storage={tmp_path}", "tracking.enabled=false"]
     plan = Plan((1, 2), ("ddp",), False, 2, 1, 1, price=3.6)

@@ -40,7 +40,6 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def _forget() -> None:
     hardware._catalogue.cache_clear()
-    hardware._by_alias.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,8 @@ from app.planner.processes import in_processes
 from app.planner.read import Reader
 from app.planner.trial import Trial, max_batch, search
 from cluster import hardware
-from cluster.shape import of_gpus, of_nodes, read_cluster
+from cluster.files import read_cluster
+from cluster.shape import of_gpus, of_nodes
 from tests.app.planner.conftest import TINY, gpus, loaded
 
 # --- what a plan is for ------------------------------------------------------------------------------------------

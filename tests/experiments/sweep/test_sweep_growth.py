@@ -10,7 +10,7 @@ import time
 import pytest
 import yaml
 
-from tests.cluster.test_cluster_autoscaling import ALIVE, ENVIRONMENT, start_growing
+from tests.cluster.test_autoscaling import ALIVE, ENVIRONMENT, start_growing
 from tests.lab import Lab, unavailable
 
 WHY_NOT = unavailable()

@@ -10,47 +10,48 @@ from typing import Any
 
 import yaml
 
-from cluster.errors import ClusterError, Fault
+from cluster.errors import ClusterError, Problem
 
-MOST_VALUES = 50_000
-Path_ = tuple[Any, ...]  # keys and indices from a document's root to a value
+MAX_VALUES = 50_000
+Keys = tuple[Any, ...]  # keys and indices from a document's root to a value
 
 
 @dataclass
 class Document:
-    """One YAML document: its values, and the line of each by the path of keys and indices to it."""
+    """One YAML document: its values, and the line of each by the keys and indices that lead to it."""
 
     file: str
     data: Any
-    lines: dict[Path_, int]
-    duplicates: list[Fault]
+    lines: dict[Keys, int]
+    duplicates: list[Problem]
 
-    def line(self, path: Sequence[Any] = ()) -> int:
-        """Line of the value at `path`, or of the nearest value around it."""
+    def problem(self, path: Sequence[Any], message: str) -> Problem:
+        """A problem on the line of the value at `path`, or of the nearest value around it."""
         whole = tuple(path)
         while whole and whole not in self.lines:
             whole = whole[:-1]
-        return self.lines.get(whole, 1)
+        return Problem(self.file, self.lines.get(whole, 1), message)
 
-    def fault(self, path: Sequence[Any], sentence: str) -> Fault:
-        return Fault(self.file, self.line(path), sentence)
+    def each(self, pattern: str) -> Iterator[tuple[Keys, Any]]:
+        """Paths and values that `pattern` leads to: keys with dots between them, * for every key or index; "" is the
+        whole document. Nothing where there is no such value."""
+        found: list[tuple[Keys, Any]] = [((), self.data)]
+        for key in pattern.split(".") if pattern else ():
+            found = [((*path, name), inner) for path, value in found for name, inner in _inside(value, key)]
+        yield from found
 
-    def unknown_keys(self, path: Sequence[Any], allowed: Collection[str], what: str) -> list[Fault]:
-        """A fault for each key of the mapping at `path` that is not allowed, naming the nearest that is."""
-        value = self.at(path)
-        if not isinstance(value, dict):
-            return [self.fault(path, f"{what} must be a mapping, not {describe(value)}")]
-        return [
-            self.fault([*path, key], f"{what} has no key {key!r}{nearest(key, allowed)}")
-            for key in value
-            if key not in allowed
-        ]
+    def texts(self) -> Iterator[tuple[Keys, str]]:
+        """Every text in it and the path to it."""
+        found: list[tuple[Keys, Any]] = [((), self.data)]
+        for path, value in found:  # which grows
+            found += [((*path, name), inner) for name, inner in _inside(value, "*")]
+            if isinstance(value, str):
+                yield path, value
 
-    def at(self, path: Sequence[Any]) -> Any:
-        value = self.data
-        for key in path:
-            value = value[key]
-        return value
+
+def _inside(value: Any, key: str) -> list[tuple[Any, Any]]:
+    rows = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [(name, inner) for name, inner in rows if key in ("*", name)]
 
 
 def read_documents(path: str | Path) -> list[Document]:
@@ -74,38 +75,31 @@ def read_documents(path: str | Path) -> list[Document]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         at = f":{mark.line + 1}" if mark else ""
-        raise ClusterError(f"{file}{at}: this is not YAML: {_problem(error)}") from error
+        # Characters that YAML does not allow are reported otherwise than the rest.
+        reason = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise ClusterError(f"{file}{at}: this is not YAML: {reason}") from error
     return [document for document in documents if document.data is not None]
 
 
-def _problem(error: yaml.YAMLError) -> str:
-    """What YAML says is wrong, in one line: characters that it does not allow are named otherwise than the rest."""
-    return getattr(error, "problem", None) or " ".join(str(error).split())
-
-
 def _document(file: str, root: yaml.Node) -> Document:
-    lines: dict[Path_, int] = {}
-    duplicates: list[Fault] = []
-    for path, line, duplicate in _walk(root, (), root.start_mark.line + 1, ()):
-        if len(lines) > MOST_VALUES:
-            raise ClusterError(f"{file}: this has more than {MOST_VALUES:,} values, too many for a cluster file")
-        if duplicate is None:
-            raise ClusterError(f"{file}:{line}: what stands here contains itself: write it out, without the alias (*)")
+    lines: dict[Keys, int] = {}
+    duplicates: list[Problem] = []
+    for path, line, duplicate in _walk(root, (), root.start_mark.line + 1):
+        if len(lines) > MAX_VALUES:
+            raise ClusterError(f"{file}: this has more than {MAX_VALUES:,} values, too many for a cluster file")
         if duplicate:
-            duplicates.append(Fault(file, line, f"the key {path[-1]!r} is written twice: only the last would count"))
+            message = f"the key {path[-1]!r} is written twice: only the last would count"
+            duplicates.append(Problem(file, line, message))
         lines[path] = line
-    loader = yaml.CSafeLoader("")
-    return Document(file, loader.construct_document(root), lines, duplicates)
+    return Document(file, yaml.CSafeLoader("").construct_document(root), lines, duplicates)
 
 
-def _walk(
-    node: yaml.Node, path: Path_, line: int, around: tuple[yaml.Node, ...]
-) -> Iterator[tuple[Path_, int, bool | None]]:
-    """Path, line (that of its key, for a mapping's value) and whether the key came before, of every value; None instead
-    for a value that contains itself. around: what it stands in."""
-    if any(node is outer for outer in around):
-        yield path, line, None
-        return
+def _walk(node: yaml.Node, path: Keys, line: int, around: Keys = ()) -> Iterator[tuple[Keys, int, bool]]:
+    """Path, line (that of its key, for a mapping's value) and whether the key came before, of every value. around: the
+    nodes that it is in."""
+    if node in around:
+        here = yaml.Mark(None, 0, line - 1, 0, None, 0)
+        raise yaml.MarkedYAMLError(problem="an alias makes a value contain itself", problem_mark=here)
     yield path, line, False
     around = (*around, node)
     if isinstance(node, yaml.MappingNode):
@@ -131,6 +125,7 @@ def nearest(word: object, known: Collection[str]) -> str:
 
 
 def describe(value: object) -> str:
+    """A value as a sentence calls it."""
     if value is None:
         return "nothing"
     kinds = {dict: "a mapping", list: "a list", str: "the text", bool: "the truth value", int: "the number"}

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cluster.notice import Watch, aws, azure, gcp, provider_of
+from cluster.preemption import PreemptionWatcher, aws, azure, gcp, provider_of
 from tests.running import POINTS, ROOT, committed, environment, finish, ray_head, start, wait_until
 
 
@@ -87,13 +87,13 @@ def test_a_token_that_has_run_out_is_renewed(cloud: Cloud) -> None:
     assert ask() is None and ask(), "refused once, then asked with a new one"
 
 
-def test_where_nobody_answers_nothing_happens() -> None:
-    told: list[str] = []
-    watch = Watch("aws", told.append, every=0.01)
-    watch.asks = [aws("http://127.0.0.1:9"), lambda: None]
+def test_without_an_answer_nothing_happens() -> None:
+    heard: list[str] = []
+    watch = PreemptionWatcher("aws", heard.append, every=0.01)
+    watch.polls = [aws("http://127.0.0.1:9"), lambda: None]
     time.sleep(0.1)
     watch.close()
-    assert not told
+    assert not heard
 
 
 def test_only_a_cluster_with_spot_machines_is_asked(tmp_path: Path) -> None:

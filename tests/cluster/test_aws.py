@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.shape import FOLDER
+from cluster.files import FOLDER
 
 
 @pytest.fixture

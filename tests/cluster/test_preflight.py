@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from cluster.precheck import HostFacts, judge, read
-from cluster.remote import Answer, Login, refusal
-from cluster.shape import read_cluster
-from cluster.status import read_status
+from cluster.files import read_cluster
+from cluster.preflight import HostFacts, problems, read
+from cluster.remote import Result, SshLogin, explain
+from cluster.status import autoscaler_report, read_status
 
 GOOD = {"ray": "2.60.0", "torch": "2.13.0", "mlflow": "3.17.2", "numpy": "2.3", "trireme": "0.1.0"}
 
@@ -25,9 +26,9 @@ def hosts(**second: Any) -> list[HostFacts]:
 
 
 def test_nothing_is_said_of_good_machines() -> None:
-    assert judge(hosts()) == []
+    assert problems(hosts()) == []
     alone = replace(hosts()[0], resolves_to="127.0.1.1")
-    assert judge([alone]) == [], "a machine without peers needs no name"
+    assert problems([alone]) == [], "a machine without peers needs no name"
 
 
 @pytest.mark.parametrize(
@@ -46,14 +47,14 @@ def test_nothing_is_said_of_good_machines() -> None:
     ],
 )
 def test_what_is_wrong_with_a_machine_is_named(second: dict[str, Any], said: str) -> None:
-    (sentence,) = judge(hosts(**second))
+    (sentence,) = problems(hosts(**second))
     assert said in sentence
 
 
 def test_a_taken_port_counts_on_the_head_only() -> None:
     head = replace(hosts()[0], busy_ports=(6379,))
-    assert judge(hosts(busy_ports=(6379,))) == []
-    (sentence,) = judge([head, *hosts()[1:]])
+    assert problems(hosts(busy_ports=(6379,))) == []
+    (sentence,) = problems([head, *hosts()[1:]])
     assert "port 6379 of 10.0.0.0 is taken" in sentence and "Ray's head" in sentence
 
 
@@ -62,11 +63,11 @@ def test_an_answer_is_read_and_noise_around_it_is_not() -> None:
         'Welcome!\nTRIREME{"time": 100.0, "python": "3.11.7", "packages": {}, "resolves_to": null, '
         '"busy_ports": [8265], "disk_free": 5, "rsync": true, "ray_running": true, "storage_problem": null}\nbye\n'
     )
-    facts = read(Answer("h", 0, text, ""), 90.0, 95.0)
+    facts = read(Result("h", 0, text, ""), 90.0, 95.0)
     assert facts.skew == 5.0 and facts.busy_ports == (8265,) and facts.ray_running
-    assert read(Answer("h", 0, text, ""), 99.0, 101.0).skew == 0.0, "within the time the answer took"
-    assert "no usable `python`" in read(Answer("h", 127, "", "bash: python: command not found"), 0, 1).problem
-    assert read(Answer("h", 255, "", "", "it is off"), 0, 1).problem == "it is off"
+    assert read(Result("h", 0, text, ""), 99.0, 101.0).skew == 0.0, "within the time the answer took"
+    assert "no usable `python`" in read(Result("h", 127, "", "bash: python: command not found"), 0, 1).problem
+    assert read(Result("h", 255, "", "", "it is off"), 0, 1).problem == "it is off"
 
 
 @pytest.mark.parametrize(
@@ -76,14 +77,33 @@ def test_an_answer_is_read_and_noise_around_it_is_not() -> None:
         ("ssh: connect to host h port 22: Connection refused", "refuses SSH connections"),
         ("ssh: connect to host h port 22: Connection timed out", "does not answer"),
         ("ssh: connect to host h port 22: No route to host", "no way to h"),
-        ("ssh: Could not resolve hostname h: Name or service not known", "nobody knows the name h"),
+        ("ssh: Could not resolve hostname h: Name or service not known", "the name h is not known"),
         ("Host key verification failed.", "ssh-keygen -R h"),
         ("Warning: Identity file /k not accessible: No such file or directory.", "the key /k is not there"),
         ("something new", "SSH to h fails: something new"),
     ],
 )
 def test_why_ssh_did_not_get_there(err: str, said: str) -> None:
-    assert said in refusal("h", Login("ubuntu", "/k"), err)
+    assert said in explain("h", SshLogin("ubuntu", "/k"), err)
+
+
+STATUS = """======== Autoscaler status: 2026-11-23 02:32:57.759385 ========
+Node status
+---------------------------------------------------------------
+Active:
+ 1 head
+Pending:
+ a100, 2 launching
+ 10.0.0.4: a100, waiting-for-ssh
+Recent failures:
+ a100: NodeTerminated (ip: 10.0.0.5)
+ a100-spot: InsufficientInstanceCapacity (latest_attempt: 14:02:11) - no p4d.24xlarge in us-east-1a
+
+Resources
+---------------------------------------------------------------
+Total Usage:
+ 0.0/1.0 CPU
+"""
 
 
 def test_the_state_of_a_cluster_in_words() -> None:
@@ -92,28 +112,28 @@ def test_the_state_of_a_cluster_in_words() -> None:
         {
             "node_ip": "10.0.0.2",
             "state": "ALIVE",
-            "resources_total": {"CPU": 96.0, "GPU": 8.0},
+            "resources_total": {"CPU": 96.0, "GPU": 8.0, "memory": "20.670 GiB"},
             "labels": {"ray.io/node-group": "a100"},
         },
         {"node_ip": "10.0.0.3", "state": "DEAD", "resources_total": {"GPU": 8.0}},
     ]
-    refusal_ = {"category": "InsufficientInstanceCapacity", "description": "no p4d.24xlarge in us-east-1a"}
-    report = {
-        "pending_nodes": [["10.0.0.4", "a100", "waiting-for-ssh"]],
-        "pending_launches": {"a100": 2},
-        "failed_nodes": [["10.0.0.5", "a100"]],
-        "node_availability_summary": {"node_availabilities": {"a100-spot": {"unavailable_node_information": refusal_}}},
-    }
-    answer = {
-        "nodes": {"data": {"result": {"result": rows}}},
-        "autoscaler": {"data": {"clusterStatus": {"autoscalerReport": report}}},
-    }
-    status = read_status("c", answer, read_cluster("aws"))
+    status = read_status("c", Result("h", 0, f"Welcome!\n{json.dumps(rows)}\n{STATUS}", ""), read_cluster("aws"))
     assert [node["ip"] for node in status.alive] == ["10.0.0.1", "10.0.0.2"]
-    assert status.starting == ["a100 10.0.0.4: waiting-for-ssh", "2 × a100: asked for"]
-    assert any("10.0.0.5" in text for text in status.failed)
-    assert any("InsufficientInstanceCapacity: no p4d" in text for text in status.failed)
+    assert status.starting == ["a100, 2 launching", "10.0.0.4: a100, waiting-for-ssh"]
+    assert [text.split(":")[0] for text in status.failed] == ["a100", "a100-spot"]
     assert status.dollars_per_hour == pytest.approx(0.2016 + 21.957642) and status.unpriced == 0
     assert any("$22.16 an hour" in line for line in status.lines())
-    down = read_status("c", {"nodes": {"error": "URLError: refused"}}, None)
-    assert not down.reachable and "is not up" in down.lines()[0]
+    quiet = STATUS.replace(" a100, 2 launching\n 10.0.0.4: a100, waiting-for-ssh", " (no pending nodes)")
+    assert autoscaler_report(quiet)[0] == []
+
+
+@pytest.mark.parametrize(
+    ("err", "said"),
+    [
+        ("Error: Failed to make request to http://127.0.0.1:8265", "Ray does not answer on its head (Error: Failed"),
+        ("AuthenticationError: HTTP Error 401: Unauthorized", "refuses the token"),
+    ],
+)
+def test_a_cluster_that_does_not_answer(err: str, said: str) -> None:
+    status = read_status("c", Result("h", 1, "", err), None)
+    assert not status.reachable and said in status.problem and "is not up" in status.lines()[0]

@@ -1,0 +1,155 @@
+"""Cluster files of every kind: found, checked and read into a ClusterShape."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster import kuberay, kubernetes_rules, ray_file, ray_rules
+from cluster.document import Document, describe, read_documents
+from cluster.errors import ClusterError, Problem
+from cluster.rules import dotted
+from cluster.shape import ClusterShape, of_nodes
+
+FOLDER = Path(__file__).parent
+
+
+def find(path: str | Path) -> str:
+    """The file itself, or the one of that name in cluster/."""
+    written = Path(path).expanduser()
+    if not written.exists() and written.parent == Path("."):
+        own = FOLDER / f"{written.name.removesuffix('.yaml')}.yaml"
+        if own.name in own_files():
+            return str(own)
+    return str(written)
+
+
+def own_files() -> dict[str, Path]:
+    """The cluster files that come with Trireme."""
+    return {p.name: p for p in sorted(FOLDER.glob("*.yaml")) if p.name != "hardware.yaml"}
+
+
+def cluster_file(chosen: str | None = None) -> str | None:
+    """The file of the cluster in use: what was chosen, else TRIREME_CLUSTER, else none."""
+    return chosen or os.environ.get("TRIREME_CLUSTER") or None
+
+
+def connected(chosen: str | None = None, *, private: bool = False) -> ClusterShape:
+    """The Ray cluster that this process is connected to: with limits and prices where its file is known (`chosen`,
+    TRIREME_CLUSTER, or what `ray up` leaves on the head, where jobs run); else what is alive now, and stays so.
+
+    private: Ray was started by this process, and is of no file but a chosen one.
+    """
+    import ray
+
+    file = chosen or (None if private else cluster_file())
+    shape = read_cluster(file) if file else None if private else _bootstrap_config()
+    return shape or of_nodes([node for node in ray.nodes() if node["Alive"]])
+
+
+def read_cluster(path: str | Path) -> ClusterShape:
+    """A cluster file: one for Ray's launcher, or a KubeRay manifest.
+
+    path: a file, or the name of one of Trireme's own (`aws`, `kuberay-job`, …).
+    Raises:
+        ClusterError: it is not a cluster's, or something in it is wrong; one sentence with file and line.
+    """
+    return _shape(*_valid(path))
+
+
+def read_ray_file(path: str) -> tuple[dict[str, Any], str]:
+    """The data of a valid file for Ray's launcher, and the file's path.
+
+    Raises:
+        ClusterError: it is not one, or something in it is wrong.
+    """
+    documents, file = _valid(path)
+    if any(kuberay.is_kubernetes(document) for document in documents):
+        starts = f"`kubectl apply -f {file}` starts it, kubectl delete ends it"
+        raise ClusterError(f"{file} is a Kubernetes manifest: {starts}")
+    return documents[0].data, file
+
+
+def _valid(path: str | Path) -> tuple[list[Document], str]:
+    file = find(path)
+    documents = read_documents(file)
+    if found := _problems(documents, file):
+        more = f" (and {len(found) - 1} more: `trireme cluster validate` lists them)" if len(found) > 1 else ""
+        raise ClusterError(f"{found[0]}{more}")
+    return documents, file
+
+
+def _bootstrap_config() -> ClusterShape | None:
+    """The shape that `ray up` has given the head it started on this machine; None where there is none."""
+    file = Path("~/ray_bootstrap_config.yaml").expanduser()
+    try:
+        return ray_file.shape(yaml.safe_load(file.read_text()), str(file))
+    except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError):  # not there, or not of Ray's launcher
+        return None
+
+
+def validate_file(path: str) -> list[Problem]:
+    """Everything that is wrong in a cluster file; empty for a good one.
+
+    Raises:
+        ClusterError: the file cannot be read, or is not YAML.
+    """
+    file = find(path)
+    return _problems(read_documents(file), file)
+
+
+def _shape(documents: list[Document], file: str) -> ClusterShape:
+    ray_objects = [document for document in documents if kuberay.is_ray(document)]
+    return kuberay.shape(ray_objects[0].data, file) if ray_objects else ray_file.shape(documents[0].data, file)
+
+
+def _problems(documents: list[Document], file: str) -> list[Problem]:
+    """Everything that is wrong, in the order of its lines."""
+    if not documents:
+        return [Problem(file, 1, "this file is empty: a cluster file has a cluster_name and a provider, or a kind")]
+    found = [problem for document in documents for problem in (*document.duplicates, *_secrets(document))]
+    if any(kuberay.is_kubernetes(document) for document in documents):
+        found += kubernetes_rules.problems(documents)
+    else:
+        found += _ray_problems(documents)
+    if not found:
+        try:  # what only shows when everything is put together
+            _shape(documents, file)
+        except ValueError as error:
+            found = [documents[0].problem((), str(error))]
+    return sorted(set(found), key=lambda problem: (problem.line, problem.message))
+
+
+def _ray_problems(documents: list[Document]) -> list[Problem]:
+    first = documents[0]
+    if not isinstance(first.data, dict):
+        return [first.problem((), f"not a cluster file: it holds {describe(first.data)}, not a mapping")]
+    if not {"cluster_name", "provider"} & set(first.data):
+        known = ", ".join(map(str, list(first.data)[:3]))
+        missing = "neither cluster_name and provider nor a Kubernetes kind"
+        return [first.problem((), f"not a cluster file: it has {known}, but {missing}")]
+    if len(documents) > 1:
+        return [documents[1].problem((), "a cluster file for Ray is one YAML document, and here a second one begins")]
+    return ray_rules.problems(first)
+
+
+_SECRET_KEY = re.compile(r"(?i)(^|[_-])(password|passwd|secret|secret_access_key|api_?key|auth_?token|token)$")
+_SECRET_TEXT = re.compile(
+    r"AKIA[0-9A-Z]{16}|-----BEGIN [A-Z ]*PRIVATE KEY-----|\bhf_[A-Za-z0-9]{30,}|\bgh[pousr]_[A-Za-z0-9]{30,}"
+    r"|(?i:(?:secret_access_key|password|_token|api_key))=[^\s$'\"{<][^\s'\"]{7,}"
+)
+
+
+def _secrets(document: Document) -> Iterator[Problem]:
+    """Secrets do not belong into a file that is shown, copied and kept with the code."""
+    manifest = isinstance(document.data, dict) and document.data.get("kind") == "Secret"
+    for path, value in document.texts():
+        named = _SECRET_KEY.search(str(path[-1])) if path and not manifest else None
+        if (named and not value.startswith(("$", "<", "~", "/", "."))) or _SECRET_TEXT.search(value):
+            message = f"{dotted(path)} holds a secret: keep it in the environment or in the cloud's secret store"
+            yield document.problem(path, message)

@@ -1,0 +1,96 @@
+"""What a run does while its resources do not come: it waits, says who holds them, shrinks or ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from app.config import ClusterConfig, Config, TrainConfig
+from app.console import Console
+from app.launchers.room import when_over
+from cluster.errors import ClusterError
+from cluster.pending import Diagnosis, NodeState
+from cluster.shape import of_gpus
+from tests.running import POINTS, trireme
+
+
+def config(**more: Any) -> Config:
+    return Config(train=TrainConfig(global_batch_size=12), cluster=ClusterConfig(**more))
+
+
+def test_at_the_deadline_it_waits_shrinks_or_ends() -> None:
+    held = Diagnosis("bundle 6 of 8 is held", 5, True)
+    with pytest.raises(ClusterError, match=r"there is no room for 8 workers after 600 s: bundle 6 of 8"):
+        when_over(config(), held, 8)
+    assert when_over(config(when_pending="wait"), held, 8) == 0
+    assert when_over(config(when_pending="shrink"), held, 8) == 4, "the most that the batch divides by"
+    with pytest.raises(ClusterError, match="min_workers=5"):
+        when_over(config(when_pending="shrink", min_workers=5), held, 8)
+    never = Diagnosis("at its limit", 0, False)
+    with pytest.raises(ClusterError, match="waiting would not help"):
+        when_over(config(when_pending="wait"), never, 8)
+
+
+@pytest.mark.slow
+def test_a_run_says_who_holds_what_it_waits_for(tmp_path: Path, ray_environment: dict[str, str]) -> None:
+
+    hold = (
+        "import ray, time; ray.init(address='auto', log_to_driver=False, namespace='x')\n"
+        "group = ray.util.placement_group([{'CPU': 3}]); ray.get(group.ready())\n"
+        "print('held', flush=True); time.sleep(120)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", hold], env=ray_environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout and holder.stdout.readline().strip() == "held"
+        run = ["train", *POINTS, "train.steps=4", f"run.storage={tmp_path}", "workers=2", "cluster.wait_seconds=4"]
+        ended = trireme(*run, "run.name=ends", env=ray_environment)
+        assert ended.code == 2, ended.out + ended.err
+        assert "there is no room for 2 workers after 4 s: bundle 2 of 2 (CPU 1) cannot be placed" in ended.err
+        assert "3 of 4 CPU are held by job " in ended.err
+        smaller = trireme(*run, "run.name=shrinks", "cluster.when_pending=shrink", env=ray_environment)
+        assert smaller.code == 0, smaller.out + smaller.err
+        assert "going on with 1 of 2 workers" in smaller.out
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_a_run_gets_no_worker_on_an_excluded_node(tmp_path: Path, ray_environment: dict[str, str]) -> None:
+
+    code = "import ray; ray.init(address='auto', log_to_driver=False); print(ray.nodes()[0]['NodeID'])"
+    asked = subprocess.run(
+        [sys.executable, "-c", code], env=ray_environment, capture_output=True, text=True, check=True
+    )
+    (only,) = asked.stdout.split()
+    run = ["train", *POINTS, "train.steps=4", "run.name=out", f"run.storage={tmp_path}", "workers=2"]
+    ended = trireme(*run, f"cluster.exclude_nodes=[{only}]", env=ray_environment)
+    assert ended.code == 2 and "no node has it, the most is CPU 0" in ended.err, ended.out + ended.err
+
+
+def test_places_are_kept_where_an_autoscaler_would_take_idle_nodes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    from app.launchers import room as room_module
+    from cluster.connect import Cluster
+
+    group, removed = SimpleNamespace(wait=lambda seconds: True), list[Any]()
+    monkeypatch.setattr(room_module, "placement_group", lambda *_, **__: group)
+    monkeypatch.setattr(room_module, "remove_placement_group", removed.append)
+    monkeypatch.setattr(room_module, "why_pending", lambda *_, **__: None)
+    monkeypatch.setattr(room_module, "nodes_now", lambda excluded: [NodeState("a", "", {"CPU": 4.0}, {"CPU": 0.0})])
+    monkeypatch.setattr(room_module, "check_feasible", lambda *_: None)
+    monkeypatch.setattr(room_module, "connected", lambda *_, **__: of_gpus(8, "H100", 8))
+
+    def room(**limits: float) -> room_module.Reserved:
+        there = Cluster("", 1, {"CPU": 4.0}, {"CPU": 4.0}, limits, False)
+        return room_module.wait_for_room(Config(), there, 2, {"CPU": 1.0}, Console(quiet=True))
+
+    assert room().group is None and not removed, "there is room, and it stays"
+    kept = room(CPU=8.0)
+    assert kept.workers == 2 and kept.group is group and not removed
+    kept.give_back()
+    kept.give_back()
+    assert removed == [group], "when the workers ask for their own"

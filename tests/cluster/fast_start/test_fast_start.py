@@ -1,0 +1,313 @@
+"""Workers and commands that are forks of a process which has everything imported: processes like any other."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from app.launchers import PRELOAD
+from cluster import connect
+from cluster.fast_start import client, server, warm
+from tests.running import POINTS, ROOT, environment, finish, start, trireme, wait_until
+
+SAYS = """
+import json, os, signal, sys
+print(json.dumps({"argv": sys.argv, "pid": os.getpid(), "parent": os.getppid(), "cwd": os.getcwd(),
+                  "own": os.environ.get("OWN"), "name": __name__, "group": os.getpgid(0)}), flush=True)
+print("to stderr", file=sys.stderr)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def forker(tmp_path: Path) -> Iterator[tuple[str, int]]:
+    """A fork server of ours that has imported next to nothing: its socket and process."""
+    path = str(tmp_path / "socket")
+    pid = client.start(path, "json", os.getpid(), environment())
+    yield path, pid
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
+
+
+def ask(path: str, script: Path, *words: str, **more: object) -> subprocess.Popen[str]:
+    """A process that asks for a fork with its own streams, and waits for its end."""
+    env = {"PATH": os.environ["PATH"], "OWN": "yes"}
+    request = {**client.inherited(), "argv": [str(script), *words], "cwd": str(script.parent), "env": env, "wait": True}
+    code = "import sys, json, cluster.fast_start.client as f; c = f.ask(sys.argv[1], json.loads(sys.argv[2]));"
+    code += "print(f.answer(c), flush=True); print(f.answer(c))"
+    words = (sys.executable, "-c", code, path, json.dumps(request | more))
+    return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def drawn(path: str, script: Path) -> list[str]:
+    """What each of two forks has printed."""
+    return [next(w for w in ask(path, script).communicate(timeout=60)[0].split() if "drawn:" in w) for _ in range(2)]
+
+
+def test_a_fork_is_the_process_that_was_asked_for(forker: tuple[str, int], tmp_path: Path) -> None:
+    script = tmp_path / "says.py"
+    script.write_text(SAYS)
+    out, err = ask(forker[0], script, "7").communicate(timeout=60)
+    said = json.loads(next(line for line in out.splitlines() if line.startswith('{"argv"')))
+    assert said["argv"] == [str(script), "7"] and said["cwd"] == str(tmp_path) and said["own"] == "yes"
+    assert said["name"] == "__main__" and said["parent"] == forker[1]
+    assert said["group"] == said["pid"], "a raylet ends the process group of a worker: it must not be the server's"
+    assert f"{{'pid': {said['pid']}}}" in out and "{'exit': 7}" in out and "to stderr" in err
+
+
+def test_limits_signals_and_open_files_are_those_of_a_new_process(forker: tuple[str, int], tmp_path: Path) -> None:
+    script = tmp_path / "says.py"
+    lines = ["import os, resource, signal", "print('drawn:%s,%s,%s' % (resource.getrlimit(resource.RLIMIT_CORE),"]
+    lines += ["signal.getsignal(signal.SIGINT) is signal.default_int_handler, len(os.listdir('/proc/self/fd'))))"]
+    script.write_text("\n".join(lines).replace(", ", ","))
+    out = ask(forker[0], script, limits={"RLIMIT_CORE": [0, 0]}).communicate(timeout=60)[0]
+    assert "drawn:(0," in out.replace(" ", ""), out
+    # Three streams, the folder that is being listed, and the connection over which the exit code goes.
+    assert "0),True,5" in out.replace(" ", ""), out
+
+
+def test_forks_do_not_draw_the_same_random_numbers(forker: tuple[str, int], tmp_path: Path) -> None:
+    script = tmp_path / "draws.py"
+    script.write_text("import random; print('drawn:%s' % random.random())")
+    first, second = drawn(forker[0], script)
+    assert first != second
+
+
+def test_forks_do_not_draw_the_same_ids_of_ray(tmp_path: Path) -> None:
+    """Two workers with the same id for their first object kill one another. The real imports, since each class that is
+    declared an actor's draws from Ray's own generator."""
+    script = tmp_path / "draws.py"
+    script.write_text("from ray._raylet import ObjectID; print('drawn:' + ObjectID.from_random().hex())")
+    first, second = drawn(client.ensure(PRELOAD, os.getpid(), environment()), script)
+    assert first != second
+
+
+def test_when_a_command_is_killed_its_fork_is(forker: tuple[str, int], tmp_path: Path) -> None:
+    script = tmp_path / "sleeps.py"
+    script.write_text(f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)")
+    process = ask(forker[0], script)
+    pid = int(wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
+    assert psutil.pid_exists(pid)
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not psutil.pid_exists(pid), 20)
+
+
+def test_a_server_ends_with_its_owner(tmp_path: Path) -> None:
+    owner = subprocess.Popen(["sleep", "600"])
+    pid = client.start(str(tmp_path / "held"), "json", owner.pid, environment())
+    wait_until(lambda: client.is_listening(str(tmp_path / "held")))
+    assert os.waitpid(pid, os.WNOHANG)[0] == 0
+    owner.kill()
+    owner.wait()
+    assert os.waitpid(pid, 0)[0] == pid and not (tmp_path / "held").exists()
+
+
+def test_a_server_ends_when_it_has_long_been_idle_or_lost_its_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def serve(then: Any = lambda: None) -> Path:
+        path = tmp_path / "socket"
+        with server.socket.socket(server.socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+            listener.listen()
+            served = server.Server(str(path), listener, os.getpid())
+            then()
+            assert served.serve() is None
+            os.close(served.owner)
+        return path
+
+    serve(lambda: (tmp_path / "socket").unlink())
+    monkeypatch.setattr(server, "IDLE_SECONDS", 0.0)
+    assert not serve().exists()
+
+
+def test_a_server_that_was_killed_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "folder", lambda: str(tmp_path))
+    first = client.ensure("json", os.getpid(), environment())
+    assert client.ensure("json", os.getpid(), environment()) == first
+    (killed,) = (p for p in psutil.Process().children() if first in p.cmdline())
+    killed.kill()
+    killed.wait()
+    assert Path(first).exists()
+    assert client.ensure("json", os.getpid(), environment()) == first and client.is_listening(first)
+    os.unlink(first)
+
+
+def test_a_server_whose_code_has_changed_is_replaced(tmp_path: Path) -> None:
+    """In a copy of this package, where a file is newer than the server: the stub runs the worker, or has it forked."""
+    shutil.copytree(ROOT / "cluster", tmp_path / "cluster", ignore=shutil.ignore_patterns("__pycache__"))
+    script = tmp_path / "default_worker.py"
+    script.write_text("import os\nprint('parent', os.getppid(), flush=True)")
+    owner = subprocess.Popen(["sleep", "600"])
+    words = [sys.executable, str(tmp_path / "cluster" / "fast_start" / "client.py"), "json", str(script)]
+    env = environment(RAY_RAYLET_PID=str(owner.pid))
+
+    def parent() -> int:
+        with (tmp_path / "out").open("w") as out:
+            subprocess.run(words, env=env, stdout=out, check=True, timeout=60)
+        return int(wait_until(lambda: (tmp_path / "out").read_text()).split()[1])
+
+    try:
+        first = parent()
+        assert parent() == first != os.getpid()
+        later = time.time() + 5
+        os.utime(tmp_path / "cluster" / "errors.py", (later, later))
+        assert parent() == os.getpid(), "itself, as Ray would have started it"
+        assert parent() not in (first, os.getpid())
+    finally:
+        owner.kill()
+        owner.wait()
+
+
+def test_without_a_server_the_worker_is_what_ray_would_have_started(tmp_path: Path) -> None:
+    script = tmp_path / "default_worker.py"
+    script.write_text("import os, sys\nprint('plain', os.getpid(), sys.argv[1:])")
+    env = {name: value for name, value in os.environ.items() if name != "RAY_RAYLET_PID"}
+    words = [sys.executable, warm.STUB, "json", str(script), "--node-id=1"]
+    process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True)
+    assert process.communicate(timeout=60)[0].split() == ["plain", str(process.pid), "['--node-id=1']"]
+
+
+def test_what_counts_when_a_library_is_loaded_is_in_the_key() -> None:
+    base = {"PYTHONPATH": "/a", "HOME": "/b", "PYTHONBREAKPOINT": "x"}
+    key = client.key("app", base)
+    assert key == client.key("app", base | {"HOME": "/c", "PYTHONBREAKPOINT": "y", "RAY_JOB_ID": "01"})
+    assert key != client.key("app", base | {"PYTHONPATH": "/c"})
+    assert key != client.key("app", base | {"LD_LIBRARY_PATH": "/c"})
+    assert key != client.key("app", base | {"RAY_AUTH_MODE": "token"})
+    assert key == client.key("app", base | {"OMP_NUM_THREADS": "3"}), "each fork sets its own"
+    assert key != client.key("other", base)
+
+
+def test_a_folder_that_others_may_look_into_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client.os, "getuid", lambda: 12345)
+    monkeypatch.setattr(client.os, "makedirs", lambda path, **named: None)
+    own = os.lstat
+    monkeypatch.setattr(client.os, "lstat", lambda path: own(tmp_path))
+    with pytest.raises(PermissionError, match="not this user's alone"):
+        client.folder()
+
+
+def test_the_node_server_has_its_raylets_authentication(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ray start --node-ip-address=127.0.0.1` gives its raylet another address of the machine than it tells users."""
+    words = ["/opt/ray/raylet", "-c", "import time; time.sleep(600)", "--gcs-address=10.0.0.7:63790"]
+    raylet = subprocess.Popen(words, executable=sys.executable, env={"RAY_AUTH_MODE": "token"})
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    asked = []
+    monkeypatch.setattr(client, "ensure", lambda *words: asked.append(words) or "/socket")
+    try:
+        wait_until(lambda: "raylet" in Path(f"/proc/{raylet.pid}/cmdline").read_text())
+        assert warm.warm_up_node("localhost:63790", "json") == "/socket"
+        assert warm.warm_up_node("localhost:63791", "json") == warm.warm_up_node("ray://x", "json") == ""
+        ((preload, owner, env),) = asked
+        assert (preload, owner, env["RAY_AUTH_MODE"], env["PATH"]) == ("json", raylet.pid, "token", os.environ["PATH"])
+    finally:
+        raylet.kill()
+        raylet.wait()
+
+
+def test_a_job_with_a_python_of_its_own_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+    assert "client.py app.x" in warm.runtime_env("app.x")["py_executable"]
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"working_dir": "gcs://x.zip"}}))
+    assert "client.py" in warm.runtime_env("app.x")["py_executable"]
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"pip": ["a"]}}))
+    assert warm.runtime_env("app.x") == {}
+
+
+def test_it_is_off_where_it_was_not_tested(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delenv("TRIREME_FAST_START", raising=False)
+    monkeypatch.setattr(warm, "TESTED", "linux, Python 3.11, Ray 1.0")
+    with caplog.at_level("INFO"):
+        assert connect._fast_start() is None
+    assert "it was tested with linux, Python 3.11, Ray 1.0, and this is linux, Python " in caplog.text
+    monkeypatch.setenv("TRIREME_FAST_START", "0")
+    assert warm.why_not() == "TRIREME_FAST_START is 0"
+
+
+# --- in Ray -----------------------------------------------------------------------------------------------------
+
+
+def workers_of(run: Path) -> list[psutil.Process]:
+    """The processes of a run's two workers, once both train."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        with contextlib.suppress(psutil.Error):
+            names = [file.path for file in process.open_files()] if "ray::" in " ".join(process.cmdline()) else []
+            if any(name.startswith(f"{run}/") for name in names):
+                found.append(process)
+    return found if len(found) == 2 else []
+
+
+def is_forked(process: psutil.Process) -> bool:
+    parent = process.parent()
+    return parent is not None and "cluster.fast_start.server" in " ".join(parent.cmdline())
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("launcher", ["ray", pytest.param("actors", marks=pytest.mark.slow)])
+def test_workers_and_the_second_command_are_forks(
+    launcher: str, tmp_path: Path, ray_environment: dict[str, str]
+) -> None:
+    words = ["train", *POINTS, "task_args.step_seconds=0.05", "workers=2", f"launcher={launcher}", "train.steps=60"]
+    words.append(f"run.storage={tmp_path}")
+    first = trireme(*words, "run.name=first", "train.steps=2", env=ray_environment)
+    assert first.code == 0, first.err
+    experiment = tmp_path / "points.yaml"
+    experiment.write_text("task: tests.tasks:Points\n")
+    process = start([words[0], str(experiment), *words[1:], "run.name=second"], env=ray_environment)
+    forked = [is_forked(worker) for worker in wait_until(lambda: workers_of(tmp_path / "second"))]
+    lease = json.loads((tmp_path / "second" / "lease.json").read_text())
+    ended = finish(process)
+    assert ended.code == 0 and "60/60" in ended.out, ended.err
+    assert forked == [True, True]
+    assert lease["pid"] != process.pid, "the command has run in a fork"
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("how", ["ends", "killed"])
+def test_a_ray_of_its_own_is_forked_and_leaves_nothing(how: str, tmp_path: Path) -> None:
+    words = ["train", *POINTS, "task_args.step_seconds=0.05", "workers=2", "launcher=actors", "train.steps=40"]
+    process = start([*words, f"run.storage={tmp_path}", "run.name=own"], env=environment())
+    workers = wait_until(lambda: workers_of(tmp_path / "own"))
+    forked = [is_forked(worker) for worker in workers]
+    tree = [*workers, *psutil.Process(process.pid).children(recursive=True)]
+    if how == "killed":
+        process.kill()
+    ended = finish(process)
+    assert forked == [True, True] and ended.code == (0 if how == "ends" else -signal.SIGKILL), ended.err
+    _, alive = psutil.wait_procs(tree, timeout=30)
+    assert not alive
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("how", ["deleted", "off"])
+def test_without_it_everything_works(how: str, tmp_path: Path) -> None:
+    """In a copy of the code without the folder, or with it turned off: plain Ray by ordinary means."""
+    for part in ("app", "cluster", "strategies", "experiments", "tests"):
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+    if how == "deleted":
+        shutil.rmtree(tmp_path / "cluster" / "fast_start")
+    env = environment(PYTHONPATH=str(tmp_path), **({"TRIREME_FAST_START": "0"} if how == "off" else {}))
+    words = [sys.executable, "-m", "app", "train", *POINTS, "task_args.step_seconds=0.05", "train.steps=40"]
+    words += ["workers=2", "launcher=actors", f"run.storage={tmp_path / 'runs'}", "run.name=cold"]
+    process = subprocess.Popen(words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    forked = [is_forked(worker) for worker in wait_until(lambda: workers_of(tmp_path / "runs" / "cold"), 120)]
+    ended = finish(process)
+    assert ended.code == 0 and "40/40" in ended.out, ended.err
+    assert forked == [False, False]
