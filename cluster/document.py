@@ -98,7 +98,7 @@ def _walk(node: yaml.Node, path: Keys, line: int, around: Keys = ()) -> Iterator
     """Path, line (that of its key, for a mapping's value) and whether the key came before, of every value. around: the
     nodes that it is in."""
     if node in around:
-        here = yaml.Mark(None, 0, line - 1, 0, None, 0)
+        here = yaml.Mark("", 0, line - 1, 0, None, 0)
         raise yaml.MarkedYAMLError(problem="an alias makes a value contain itself", problem_mark=here)
     yield path, line, False
     around = (*around, node)
