@@ -185,7 +185,10 @@ def _read_override(override: str) -> DictConfig:
     try:
         return OmegaConf.from_dotlist([override])
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"the value of {key} on the command line is not valid YAML: {override!r}") from error
+        raise UserError(
+            f"the value of {key} on the command line is not valid YAML: put it in double quotes within single ones, "
+            f"""as '{key}="…"'"""
+        ) from error
 
 
 def _merge(tree: DictConfig, values: DictConfig, source: str) -> DictConfig:

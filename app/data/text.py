@@ -31,19 +31,21 @@ def find_files(data: str | Sequence[str]) -> list[Path]:
         return _python_library()
     names = [data] if isinstance(data, str) else list(data)
     if not names or not all(isinstance(name, str) and name for name in names):
-        raise UserError(f"task_args.data is {data!r}; write a path or glob, a list of them, or {PYTHON}.")
+        raise UserError(f"task_args.data is {data!r}; write a path or glob, a list of them, or {PYTHON}")
     found: list[Path] = []
     for name in names:
         if glob.has_magic(name):
             matches = map(Path, sorted(glob.glob(os.path.expanduser(name), recursive=True)))
             files = [path for path in matches if path.is_file()]
             if not files:
-                raise UserError(f"task_args.data: no file matches {name!r} (looked in {Path.cwd()}).")
+                raise UserError(
+                    f"task_args.data: no file matches {name!r} (looked in {Path.cwd()}); write another path or glob"
+                )
         else:
             files = [existing(name, "task_args.data")]
             if files[0].is_dir():
                 pattern = f"{name.rstrip('/')}/**/*.txt"
-                raise UserError(f"task_args.data: {name!r} is a folder; write a glob such as {pattern}.")
+                raise UserError(f"task_args.data: {name!r} is a folder; write a glob such as {pattern}")
         found += files
     return found
 
@@ -80,9 +82,8 @@ def tokenise(files: Sequence[Path], tokenizer: str = BYTES) -> tuple[TokenFile, 
     made = cached(f"tokens-{key}.{dtype}.bin", make)
     length = made.stat().st_size // np.dtype(dtype).itemsize
     if length == 0:
-        raise UserError(
-            f"task_args.data: the text is empty ({len(files)} files, first {files[0]}); give some with text."
-        )
+        others = f" and {len(files) - 1} other files" if len(files) > 1 else ""
+        raise UserError(f"task_args.data: there is no text in {files[0]}{others}; give files with text")
     return TokenFile(made, dtype, length), vocab_size, sum(file.stat().st_size for file in files)
 
 
@@ -130,5 +131,5 @@ def load_tokenizer(path: Path) -> Tokenizer:
     except Exception as error:  # the library raises bare Exception
         raise UserError(
             f"task_args.tokenizer: {path} is not a Hugging Face tokenizers file ({str(error).splitlines()[0]}); "
-            f"write {BYTES} or the path of a tokenizer.json."
+            f"write {BYTES} or the path of a tokenizer.json"
         ) from error

@@ -43,7 +43,7 @@ class TokenFile:
             for row, start in zip(rows, starts, strict=True):
                 content = os.pread(descriptor, length * width, self.offset + int(start) * width)
                 if len(content) < length * width:
-                    raise UserError(f"{self.path} became shorter while it was read; keep it as it is during a run.")
+                    raise UserError(f"{self.path} became shorter while it was read; keep it as it is during a run")
                 row[:] = np.frombuffer(content, self.dtype)
         finally:
             os.close(descriptor)
@@ -57,20 +57,20 @@ def open_tokens(path: Path, dtype: str = "uint16") -> TokenFile:
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         except Exception as error:  # damaged headers raise many kinds
-            raise UserError(f"{path} cannot be read as a .npy file: {str(error).splitlines()[0]}.") from error
+            raise UserError(f"{path} cannot be read as a .npy file: {str(error).splitlines()[0]}") from error
         if not isinstance(array, np.memmap) or array.ndim != 1 or array.dtype.kind not in "ui":
-            raise UserError(f"{path} must hold one row of whole numbers, not {array.dtype} of shape {array.shape}.")
+            raise UserError(f"{path} must hold one row of whole numbers, not {array.dtype} of shape {array.shape}")
         file = TokenFile(path, array.dtype.str, len(array), array.offset)
     else:
         width = np.dtype(dtype).itemsize
         if size % width:
             raise UserError(
-                f"{path} has {size} bytes, which is no whole number of {dtype} tokens; write task_args.token_dtype "
-                f"({', '.join(TOKEN_DTYPES)}), or make the file anew."
+                f"{path} has {size} bytes, not a multiple of {width} as {dtype} has; write task_args.token_dtype "
+                f"({', '.join(TOKEN_DTYPES)}), or make the file anew"
             )
         file = TokenFile(path, dtype, size // width)
     if file.length == 0:
-        raise UserError(f"{path} holds no tokens; give a file with some.")
+        raise UserError(f"{path} holds no tokens; give a file with some")
     return file
 
 
@@ -128,5 +128,5 @@ def check_tokens(tokens: npt.NDArray[np.int64], vocab_size: int, path: Path) -> 
         wrong = tokens.max() if tokens.max() >= vocab_size else tokens.min()
         raise UserError(
             f"{path} holds token {wrong}, but vocab_size is {vocab_size}; write the tokenizer's vocab_size, or the "
-            "file's own number type as task_args.token_dtype."
+            "file's own number type as task_args.token_dtype"
         )

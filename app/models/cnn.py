@@ -41,8 +41,8 @@ class CNN(nn.Module):
         height_left, width_left = height >> len(widths), width >> len(widths)
         if height_left < 1 or width_left < 1:
             raise UserError(
-                f"A cnn of {len(widths)} convolutions halves an image of {height}×{width} to nothing; "
-                "write fewer model_args.widths."
+                f"a CNN of {len(widths)} convolutions halves an image of {height}×{width} to nothing; "
+                "write fewer model_args.widths"
             )
         ins = [channels, *widths[:-1]]
         self.blocks = nn.ModuleDict(

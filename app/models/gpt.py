@@ -109,10 +109,10 @@ class GPT(nn.Module):
         if d_model % n_heads or (d_model // n_heads) % 2:
             raise UserError(
                 f"d_model {d_model} cannot be split into {n_heads} heads of an even size (rotary embeddings turn "
-                f"pairs of numbers); write a multiple of {2 * n_heads}."
+                f"pairs of numbers); write a multiple of {2 * n_heads}"
             )
         if norm not in NORMS:
-            raise UserError(f"There is no norm {norm!r} for a GPT; write {' or '.join(NORMS)}.")
+            raise UserError(f"there is no norm {norm!r} for a GPT; write {' or '.join(NORMS)}")
         # Two thirds of the usual 4·D, since SwiGLU has three matrices; rounded up so that tp divides it.
         d_hidden = d_hidden or 64 * math.ceil(8 * d_model / 3 / 64)
         self.tied = tie_weights

@@ -59,7 +59,7 @@ class ResNet(nn.Module):
     ) -> None:
         super().__init__()
         if depth not in DEPTHS:
-            raise UserError(f"There is no ResNet of depth {depth}; write {', '.join(map(str, DEPTHS))}.")
+            raise UserError(f"there is no ResNet of depth {depth}; write {', '.join(map(str, DEPTHS))}")
         bottleneck, counts = DEPTHS[depth]
         make_norm = _norm(norm, width)
         small = image_size <= SMALL_IMAGE
@@ -98,6 +98,6 @@ def _norm(name: str, width: int) -> Norm:
     if name == "batch":
         return nn.BatchNorm2d
     if name != "group":
-        raise UserError(f"There is no norm {name!r} for a ResNet; write batch or group.")
+        raise UserError(f"there is no norm {name!r} for a ResNet; write batch or group")
     groups = next(groups for groups in (32, 16, 8, 4, 2, 1) if width % (4 * groups) == 0 or groups == 1)
     return lambda channels: nn.GroupNorm(groups, channels)

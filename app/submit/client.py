@@ -68,7 +68,7 @@ class Server:
             self.client = self.ask(lambda: JobSubmissionClient(address))
         except (ConnectionError, RuntimeError, OSError, ValueError) as error:
             self._tunnel.close()
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             raise UserError(
                 f"no Ray job server answers at {self} ({first[:160]}): `trireme cluster up` starts a cluster, "
                 "--address or --cluster says where one is"

@@ -15,17 +15,7 @@ from app.errors import UserError
 from app.submit import secrets
 from app.submit.client import Server, TokenRefused
 
-EXCLUDES = (
-    ".git",
-    ".venv",
-    "venv",
-    "__pycache__",
-    "*.pyc",
-    ".mypy_cache",
-    ".pytest_cache",
-    ".ruff_cache",
-    ".hypothesis",
-)
+EXCLUDES = (".git", ".venv", "venv", "__pycache__", "*.pyc", ".*_cache", ".hypothesis")
 """Never wanted on a cluster, as .gitignore would write it."""
 STOP_SECONDS = 300  # from SIGTERM to SIGKILL: time to save a checkpoint
 RECONNECT_SECONDS = 600.0  # how long a lost connection is tried again

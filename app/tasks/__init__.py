@@ -34,20 +34,20 @@ def load_task(name: str, task_args: dict[str, Any]) -> Task:
 def find_task(name: str) -> type[Task]:
     """The class of the task called `name`; raises UserError as load_task does."""
     if not name:
-        raise UserError(f"No task is given; write task: {', '.join(BUILT_IN)} or the import path of your own class.")
+        raise UserError(f"no task is given; write task: {', '.join(BUILT_IN)} or the import path of your own class")
     module_name, colon, class_name = BUILT_IN.get(name, name).partition(":")
     if not colon or not module_name or not class_name:
         raise UserError(
-            f"There is no task {name!r}{nearest(name, list(BUILT_IN))}; write one of {', '.join(BUILT_IN)}, or the "
-            "import path of your own class as package.module:Class."
+            f"there is no task {name!r}{nearest(name, list(BUILT_IN))}; write one of {', '.join(BUILT_IN)}, or the "
+            "import path of your own class as package.module:Class"
         )
     module = _import(name, module_name)
     found = getattr(module, class_name, None)
     if found is None:
         classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
-        raise UserError(f"Task {name!r}: module {module_name} has no {class_name}{nearest(class_name, classes)}.")
+        raise UserError(f"task {name!r}: module {module_name} has no {class_name}{nearest(class_name, classes)}")
     if not (inspect.isclass(found) and issubclass(found, Task)):
-        raise UserError(f"Task {name!r} is not a task: {class_name} must be a subclass of app.tasks.base.Task.")
+        raise UserError(f"task {name!r} is not a task: {class_name} must be a subclass of app.tasks.base.Task")
     return found
 
 
@@ -66,11 +66,11 @@ def _import(name: str, module_name: str) -> Any:
             if own
             else f"{module_name} needs {missing!r}, which is not installed"
         )
-        raise UserError(f"Task {name!r} does not import: {why}.") from error
+        raise UserError(f"task {name!r} does not import: {why}") from error
     except Exception as error:
         said = error.msg if isinstance(error, SyntaxError) else str(error)
         first = (said.strip().splitlines() or ["no message"])[0].rstrip(".")
-        raise UserError(f"Task {name!r} does not import: {type(error).__name__}{_place(error)}: {first}.") from error
+        raise UserError(f"task {name!r} does not import: {type(error).__name__}{_place(error)}: {first}") from error
 
 
 def _place(error: BaseException) -> str:
@@ -90,10 +90,10 @@ def _check_arguments(name: str, task_class: type[Task], task_args: dict[str, Any
     for key in task_args:
         if key not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes no arguments"
-            raise UserError(f"task_args.{key}: task {name!r} has no such argument{nearest(str(key), known)}; {takes}.")
+            raise UserError(f"task_args.{key}: task {name!r} has no such argument{nearest(str(key), known)}; {takes}")
     missing = [p.name for p in named if p.default is p.empty and p.name not in task_args]
     if missing:
-        raise UserError(f"Task {name!r} needs task_args.{missing[0]}, which is not given; add it to the experiment.")
+        raise UserError(f"task {name!r} needs task_args.{missing[0]}, which is not given; add it to the experiment")
 
 
 __all__ = ["BUILT_IN", "Task", "find_task", "load_task"]

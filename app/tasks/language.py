@@ -82,7 +82,7 @@ class LanguageModelling(InParts):
         self.vocab_size = least if vocab_size is None else whole("vocab_size", vocab_size)
         if self.vocab_size < least:
             raise UserError(
-                f"task_args.vocab_size is {vocab_size}, but the tokenizer has {least} tokens; write {least} or more."
+                f"task_args.vocab_size is {vocab_size}, but the tokenizer has {least} tokens; write {least} or more"
             )
         self._build = checked_model(GPT, {"vocab_size": self.vocab_size}, model_args)
         windows = TokenWindows(files, self.sequence_length, self.vocab_size)
@@ -90,7 +90,7 @@ class LanguageModelling(InParts):
         if total < 1:
             raise UserError(
                 f"task_args.data: {sum(file.length for file in files)} tokens do not fill one sequence of "
-                f"{self.sequence_length} and its next token; give more text, or a smaller sequence_length."
+                f"{self.sequence_length} and its next token; give more text, or a smaller sequence_length"
             )
         count = held_out(total, eval_fraction, eval_samples, DEFAULT_EVAL_FRACTION)
         if eval_samples is None and eval_fraction is None:
@@ -151,9 +151,9 @@ def _tokens(
         return [file], size, text_bytes / file.length
     if len(made_of_tokens) < len(paths):
         text = next(path for path in paths if path not in made_of_tokens)
-        raise UserError(f"task_args.data mixes token files ({made_of_tokens[0]}) with text ({text}); give one kind.")
+        raise UserError(f"task_args.data mixes token files ({made_of_tokens[0]}) with text ({text}); give one kind")
     if vocab_size is None:
-        raise UserError(f"task_args.vocab_size is needed with a token file such as {made_of_tokens[0]}; write it.")
+        raise UserError(f"task_args.vocab_size is needed with a token file such as {made_of_tokens[0]}; write it")
     files = [open_tokens(path, token_dtype) for path in made_of_tokens]
     for file in files:
         check_ends(file, whole("vocab_size", vocab_size))

@@ -57,21 +57,21 @@ class Tabular(Classification):
         columns, path = read_table(data)
         target = target or DEFAULT_TARGETS.get(data)
         if target is None:
-            raise UserError(f"task_args.target is needed: a column of {data} to predict; it has {', '.join(columns)}.")
+            raise UserError(f"task_args.target is needed: a column of {data} to predict; it has {', '.join(columns)}")
         goal = column_of(columns, target, "task_args.target", data)
         for key, names in (("ignore", ignore or []), ("categorical", categorical or [])):
             for name in names:
                 column_of(columns, name, f"task_args.{key}", data)
         rows = np.flatnonzero(~goal.missing())
         if len(rows) < 2:
-            raise UserError(f"{path} has {len(rows)} rows with a value in {target!r}; at least two are needed.")
+            raise UserError(f"{path} has {len(rows)} rows with a value in {target!r}; at least two are needed")
         inputs = [
             column.as_text() if name in (categorical or []) else column
             for name, column in columns.items()
             if name not in (target, *(ignore or []))
         ]
         if not inputs:
-            raise UserError(f"{path} has no column besides the target {target!r}; there is nothing to predict from.")
+            raise UserError(f"{path} has no column besides the target {target!r}; there is nothing to predict from")
         self.source, self.target = data, target
         self.classes, goals = _goals(goal, rows, kind, path.name)
         count = held_out(len(rows), eval_fraction, eval_samples, DEFAULT_EVAL_FRACTION)
@@ -125,9 +125,11 @@ def _goals(goal: Column, rows: Indices, kind: str, file: str) -> tuple[list[str]
     """(names of the classes, int64 class of each row), or ([], float64 number of each row) for a regression."""
     values = goal.values[rows]
     if goal.numeric and not np.isfinite(values).all():
-        raise UserError(f"{file}: column {goal.name!r} holds infinite numbers; remove those rows.")
+        raise UserError(f"{file}: column {goal.name!r} holds infinite numbers; remove those rows")
     if kind == "regression" and not goal.numeric:
-        raise UserError(f"{file}: column {goal.name!r} holds text such as {values[0]!r}; write kind: classification.")
+        raise UserError(
+            f"{file}: column {goal.name!r} holds text such as {values[0]!r}; write task_args.kind=classification"
+        )
     few_whole = goal.numeric and (values == np.floor(values)).all() and len(np.unique(values)) <= FEW
     if kind == "regression" or (kind == "auto" and goal.numeric and not few_whole):
         return [], values

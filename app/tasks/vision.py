@@ -63,8 +63,8 @@ class ImageClassification(Classification):
             train, held = first, test
         if train.images.shape[1:] != held.images.shape[1:]:
             raise UserError(
-                f"The images of {held.source} have shape {held.images.shape[1:]}, those of {train.source} "
-                f"{train.images.shape[1:]}; they must agree."
+                f"the images of {held.source} have shape {held.images.shape[1:]}, those of {train.source} "
+                f"{train.images.shape[1:]}; they must agree"
             )
         mean, std = _statistics(train.images)
         self._train = Images(train, mean, std, augment_shift)
@@ -122,9 +122,9 @@ def shifted(images: Tensor, most: int, keys: np.ndarray) -> Tensor:
 def _check_labels(part: ImageSet, classes: int) -> None:
     for at in np.flatnonzero((part.labels < 0) | (part.labels >= classes))[:1]:
         said = f"{part.source}: label {part.labels[at]} of image {at} is out of range"
-        raise UserError(f"{said}; with {classes} classes labels are 0 to {classes - 1}.")
+        raise UserError(f"{said}; with {classes} classes labels are 0 to {classes - 1}")
     if classes < 2:
-        raise UserError(f"{part.source} has one class only; classification needs at least two.")
+        raise UserError(f"{part.source} has one class only; classification needs at least two")
 
 
 def _statistics(images: Array) -> tuple[Tensor, Tensor]:

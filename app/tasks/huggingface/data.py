@@ -28,7 +28,7 @@ def running_text(
     """For a causal language model. base: its configuration so far; own_size: its vocabulary's, if that is settled."""
     of_tokens = any(path.suffix in SUFFIXES for path in find_files(data))
     if of_tokens and own_size is None:
-        raise UserError("task_args.config.vocab_size is needed with token files; write the tokenizer's.")
+        raise UserError("task_args.config.vocab_size is needed with token files; write the tokenizer's")
     size = own_size if of_tokens else None
     task = LanguageModelling(data=data, tokenizer=tokenizer, vocab_size=size, d_model=2, n_layers=1, n_heads=1, **more)
     derived: Derived = {} if own_size is not None else {"vocab_size": task.vocab_size}

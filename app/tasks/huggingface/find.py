@@ -123,7 +123,7 @@ def _from_hub(named: str, weights: bool) -> Path:
         unknown = type(error).__name__ in ("RepositoryNotFoundError", "GatedRepoError")
         why = "there is no such model, or it needs a login (hf auth login)" if unknown else away
         raise UserError(
-            f"task_args.model: {named!r} cannot be had from the hub ({why}); give the folder of a copy"
+            f"task_args.model: {named!r} cannot be fetched from the hub ({why}); give the folder of a copy"
         ) from error
 
 

@@ -75,9 +75,9 @@ class HuggingFace(InParts):
     ) -> None:
         one_of("kind", kind, ("auto", *KINDS))
         if not isinstance(pretrained, bool):
-            raise UserError(f"task_args.pretrained is {pretrained!r}; it must be true or false.")
+            raise UserError(f"task_args.pretrained is {pretrained!r}; it must be true or false")
         if config is not None and not isinstance(config, Mapping):
-            raise UserError(f"task_args.config is {config!r}; it must be a mapping of key to value.")
+            raise UserError(f"task_args.config is {config!r}; it must be a mapping of key to value")
         written = dict(config or {})
         self.found = found = find(model, weights=pretrained)
         self.kind = choose_kind(found, kind)

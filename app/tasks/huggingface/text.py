@@ -118,16 +118,16 @@ class LabelledText(Classification):
         eval_fraction: float | None,
     ) -> None:
         if not isinstance(data, str):
-            raise UserError(f"task_args.data is {data!r}; write the path of a .csv or .parquet file.")
+            raise UserError(f"task_args.data is {data!r}; write the path of a .csv or .parquet file")
         columns, _ = read_table(data)
         texts = column_of(columns, text, "task_args.text", data)
         labels = column_of(columns, label, "task_args.label", data)
         if texts.numeric:
-            raise UserError(f"task_args.text: column {text!r} of {data} holds numbers; name the column of the texts.")
+            raise UserError(f"task_args.text: column {text!r} of {data} holds numbers; name the column of the texts")
         filled = np.array([bool(value and value.strip()) for value in texts.values], dtype=bool)
         at = np.flatnonzero(filled & ~labels.missing())
         if len(at) < 2:
-            raise UserError(f"{data} has {len(at)} rows with a text and a label; at least two are needed.")
+            raise UserError(f"{data} has {len(at)} rows with a text and a label; at least two are needed")
         self.classes, numbers = labels.classes(at, data)
         count = held_out(len(at), eval_fraction, eval_samples, DEFAULT_EVAL_FRACTION)
         train, held = hold_out(len(at), count, numbers)

@@ -72,11 +72,11 @@ PRICE = {"data": "table.csv", "target": "price"}
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
     # the task's name
-    ("", {}, "No task is given; write task: image_classification, language_modelling"),
+    ("", {}, "no task is given; write task: image_classification, language_modelling"),
     ("image_clasification", {}, "no task 'image_clasification' (did you mean 'image_classification'?)"),
     ("own_tasks.Mine", {}, "import path of your own class as package.module:Class"),
-    ("own_tasks:", {}, "There is no task 'own_tasks:'"),
-    (":Mine", {}, "There is no task ':Mine'"),
+    ("own_tasks:", {}, "there is no task 'own_tasks:'"),
+    (":Mine", {}, "there is no task ':Mine'"),
     ("own_task:Mine", {}, "there is no module 'own_task' on Python's path"),
     ("nowhere.tasks:Mine", {}, "there is no module 'nowhere' on Python's path"),
     ("own_tasks.deeper:Mine", {}, "there is no module 'own_tasks.deeper'"),
@@ -122,7 +122,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     # language
     (TEXT, {"data": "nowhere.txt"}, "there is no 'nowhere.txt'"),
     (TEXT, {"data": "*.log"}, "no file matches '*.log'"),
-    (TEXT, {"data": "empty.txt"}, "the text is empty"),
+    (TEXT, {"data": "empty.txt"}, "there is no text in empty.txt"),
     (TEXT, {"data": "short.txt"}, "5 tokens do not fill one sequence of 256"),
     (TEXT, {"data": "text.txt", "vocab_size": 100}, "vocab_size is 100, but the tokenizer has 256"),
     (TEXT, {"data": "text.txt", "tokenizer": "gpt2"}, "task_args.tokenizer: there is no 'gpt2'"),
@@ -160,7 +160,7 @@ def test_bad_input_is_one_sentence(name: str, task_args: dict[str, Any], says: s
         load_task(name, task_args)
     sentence = str(raised.value)
     assert says in sentence
-    assert "\n" not in sentence and len(sentence) < 400 and sentence.endswith(".")
+    assert "\n" not in sentence and len(sentence) < 400 and not sentence.endswith(".")
 
 
 def test_a_task_of_ones_own_is_found_where_trireme_was_started() -> None:

@@ -445,7 +445,7 @@ def test_a_hub_that_does_not_answer(data: Path, monkeypatch: pytest.MonkeyPatch)
         raise huggingface_hub.errors.LocalEntryNotFoundError("no route")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    with pytest.raises(UserError, match=r"'somebody/else' cannot be had from the hub .* does not answer"):
+    with pytest.raises(UserError, match=r"'somebody/else' cannot be fetched from the hub .* does not answer"):
         load_task("huggingface", {"model": "somebody/else", "data": str(data / "text.txt")})
 
 
