@@ -23,7 +23,6 @@ LAYOUT = ("strategy", "parallel.dp_replicate", "parallel.dp_shard", "parallel.tp
 @click.option("--gpu", metavar="NAME", help="Their model in cluster/hardware.yaml, such as h100-80gb, rtx-4090 or cpu.")
 @click.option("--gpus-per-node", "per_node", type=int, metavar="N", help="GPUs of one node. Default: 8.")
 @click.option("--interconnect", metavar="RATE", help="Between nodes, per node: 400Gb (bits/s) or 50GB (bytes/s).")
-@click.option("--rank-by", "rank", default="time", show_default=True, metavar="WHAT", help="time, cost or memory.")
 @click.option("--top", default=None, type=int, metavar="N", help="Layouts to show, 0 for all. Default: 8, in JSON 100.")
 @click.option("--write", metavar="FILE", help="Write the best layout as an experiment for `trireme train`.")
 @click.option("--picture", metavar="FILE", help="Draw time against memory of all layouts: PNG, SVG or PDF.")
@@ -47,7 +46,7 @@ def plan(cli: Invocation, arguments: tuple[str, ...], **options: Any) -> None:
     from app.tasks import load_task
 
     if options["published"]:
-        return cli.console.result(report(options["published"], cli.as_json))
+        return cli.answer(*report(options["published"]))
     config, console = read(arguments), cli.console
     given = frozenset(key.partition("=")[0].strip() for key in split(arguments)[1])
     machine = find(
@@ -57,10 +56,12 @@ def plan(cli: Invocation, arguments: tuple[str, ...], **options: Any) -> None:
         require_here(machine, "--max-batch")
         given = (given | _fixed_by_file(config)) - {"train.micro_batch_size"}
     console.status("reading the model")
-    plan = make_plan(config, load_task(config.task, config.task_args), machine, given=given, rank=options["rank"])
-    row, found = plan.best, {}
+    plan = make_plan(config, load_task(config.task, config.task_args), machine, given=given)
+    row, found, top = plan.best, {}, options["top"]
+    if top is None:
+        top = 100 if cli.as_json else 8
     if not cli.as_json:
-        console.result(output.text(plan, options["top"] or 8))
+        console.result(output.text(plan, top or len(plan.rows)))
     if options["max_batch"]:
         from app.planner.trial import max_batch
 
@@ -68,14 +69,13 @@ def plan(cli: Invocation, arguments: tuple[str, ...], **options: Any) -> None:
         sentence, row, found["max_batch"] = max_batch(plan)
         if not cli.as_json:
             console.result(sentence)
-    top = 100 if options["top"] is None else options["top"] or len(plan.rows)
-    cli.answer(output.as_json(plan, top) | found)
+    cli.answer(output.as_json(plan, top or len(plan.rows)) | found)
     if options["write"]:
         if row is None and found:
             raise UserError(f"--write {options['write']}: no micro-batch that was tried runs, so nothing is written")
         console.say(output.write(plan, options["write"], row))
     if options["picture"]:
-        output.picture({f"{machine.world} × {machine.device.gpu.name}": plan}, options["picture"])
+        output.picture(plan, options["picture"])
         console.say(f"drawn: {options['picture']}")
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from app.planner.device import device
 from app.planner.estimate import Estimate
 from app.planner.layouts import Fixed, enumerate_layouts
 from app.planner.plan import GIB, NEAR, Plan
-from cluster.hardware import all_gpus, all_instances
+from cluster.hardware import all_instances
 from strategies import registry
 from strategies.dims import NAMES
 
@@ -23,8 +24,6 @@ PARTS = {
 }
 """timing.py's parts of a step in words."""
 COMMUNICATION = ("tensor", "shard", "replicate", "pipeline_send", "contention")
-CONTEXT = 1.5e9
-"""Bytes of a GPU that its process takes, where it is not known."""
 
 
 def families(plan: Plan) -> dict[str, str]:
@@ -67,8 +66,6 @@ def _verdict(plan: Plan, rows: list[Estimate]) -> str:
     if best is None or row is best:
         return f"the best, {figures(row)}"
     what, ratio = f"{figures(row)} ({settings_text(row)})", row.step_seconds / best.step_seconds
-    if plan.rank == "memory":
-        return f"{what}: {row.memory_bytes / best.memory_bytes:.2f} × the best's memory"
     if ratio < 1.001:
         near = f"within the {100 * (NEAR - 1):.0f} % by which predictions err, and not simpler"
         return f"{what}: {'as fast as the best' if ratio > 0.999 else near}"
@@ -94,7 +91,9 @@ def _absent(plan: Plan, family: str) -> str:
         return f"no number of GPUs within a node of {space.per_node} divides the {space.world} workers and {heads}"
     if "pp" in degrees and space.blocks < 2:
         return "the model has no chain of blocks to cut into stages"
-    return f"{space.world} workers cannot share train.global_batch_size {space.global_batch} so"
+    return (
+        f"{space.world} workers have no {' × '.join(degrees)} that divides train.global_batch_size {space.global_batch}"
+    )
 
 
 def advice(plan: Plan) -> list[str]:
@@ -115,8 +114,11 @@ def advice(plan: Plan) -> list[str]:
     if best.candidate.strategy.is_sharded and least > best.capacity:
         sentences.append(f"With {least / GIB:.0f} GiB per GPU {copies} would fit, which sends a third less.")
     sentences += _waiting(best)
-    sentences += [_fewer(plan, best)] if plan.rank == "cost" else []
-    return sentences + ([machine.assumed[0].upper() + machine.assumed[1:] + "."] if machine.assumed else [])
+    return (
+        sentences
+        + _fewer(plan, best)
+        + ([machine.assumed[0].upper() + machine.assumed[1:] + "."] if machine.assumed else [])
+    )
 
 
 def _best(rows: list[Estimate]) -> Estimate | None:
@@ -159,18 +161,17 @@ def _waiting(best: Estimate) -> list[str]:
     return found
 
 
-def _fewer(plan: Plan, best: Estimate) -> str:
-    """What a step costs on a half, a quarter, … of the GPUs: on all of them cost is time."""
+def _fewer(plan: Plan, best: Estimate) -> list[str]:
+    """What a step costs on a half, a quarter, … of the GPUs; on a given number of them cost is time."""
     price, world = plan.machine.price_per_hour, plan.machine.world
-    first = "On a given number of GPUs the fastest layout is the cheapest, because all of them are paid for"
-    if price is None:
-        return f"{first}; the price of this machine is not known."
+    if price is None or world == 1:
+        return []
     counts = [world // 2**power for power in range(7) if world >= 2**power]
     rows = {n: best if n == world else _best(plan.elsewhere(n, {})) for n in counts}
     seconds = {n: row.step_seconds for n, row in rows.items() if row is not None and row.fits}
     costs = {n: price * n * step / 3600 for n, step in seconds.items()}
     told = ", ".join(f"{n} GPUs ${cost:.3g} in {seconds[n]:.3g} s" for n, cost in costs.items())
-    return f"{first}; a step on {told}: the cheapest is {min(costs, key=lambda n: costs[n])}."
+    return [f"Cost of a step: {told}."]
 
 
 def infeasible(plan: Plan) -> list[str]:
@@ -209,8 +210,7 @@ def _smallest_cluster(needs: dict[int, float]) -> str:
     """The cheapest cluster of the catalogue by list price that holds the model; of equal ones the fewest machines."""
     offers = []
     for offer in all_instances().values():
-        memory = all_gpus()[offer.gpu].memory_bytes - CONTEXT
-        count = next((n for n, needed in needs.items() if needed <= memory), None)
+        count = next((n for n, needed in needs.items() if needed <= device(offer.gpu).capacity), None)
         if count is not None:
             machines = -(-count // offer.gpus)
             offers.append((round(machines * offer.price_per_hour, 4), machines, count, offer.name, offer))

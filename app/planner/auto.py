@@ -138,15 +138,11 @@ def _planned(config: Config, task: Task, machine: Machine, given: set[str]) -> C
 def _least_change(plan: Plan, cut: bool) -> Estimate | None:
     """The best of those that fit without recomputing, pipelines and state in host memory; each in turn if none does."""
     asked, moved = plan.config.train.activation_checkpointing, plan.config.parallel.offload
-    rows = [row for row in plan.rows if row.fits]
-    for changes in range(4):
-        found = [
-            row
-            for row in rows
-            if (changes > 0 or row.candidate.checkpointing == asked)
-            and (changes > 1 or cut or row.candidate.dims.pp == 1)
-            and (changes > 2 or row.candidate.offload == moved)
-        ]
-        if found:
-            return ranked(found, "time")[0]
-    return None
+
+    def change(row: Estimate) -> int:
+        one = row.candidate
+        return max(one.checkpointing != asked, 2 * (one.dims.pp > 1 and not cut), 3 * (one.offload != moved))
+
+    fitting = [row for row in plan.rows if row.fits]
+    least = min(map(change, fitting), default=0)
+    return next(iter(ranked([row for row in fitting if change(row) == least])), None)

@@ -8,13 +8,12 @@ datasheet and what is fitted.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from app.errors import RunFailed
 from app.planner.device import Device, device, is_fitted, remember
@@ -25,12 +24,12 @@ from cluster.remote import free_port
 TIMEOUT = 180.0
 PATIENCE = 240.0
 """Seconds for a node of a cluster, waiting for devices that others use included."""
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SECONDS = 0.2
 """For each thing that is measured."""
 ADD = 0.9
 """Share of the datasheet's bandwidth that an addition reaches on the GPUs whose `stream` was fitted to whole trainings,
 which reach less: another GPU's is scaled by what its own addition reaches."""
-Timer = Callable[[Callable[[], Any]], float]
 
 
 def calibrate(workers: int) -> dict[str, Any]:
@@ -133,13 +132,14 @@ def _alone(own: Any) -> dict[str, Any]:
     known: Device | None = None
     with contextlib.suppress(HardwareError):
         known = device(gpu(written).name)
-    base, seconds = known or Device(gpu("cpu")), timer(own, best=True)
+    base = known or Device(gpu("cpu"))
     name = known.gpu.name if known else re.sub(r"[^a-z0-9]+", "-", written.lower()).strip("-")
-    reached = {precision: _matmul_rate(own, precision, base, seconds) for precision in _precisions(own, known)}
+    able = ("fp32", "bf16") if own.type == "cpu" else ("fp32", "bf16", "fp16") if known is None else known.gpu.peak
+    reached = {precision: _matmul_rate(own, precision, base) for precision in DTYPES if precision in able}
     x = torch.ones(2**26 if own.type == "cuda" else 2**23, device=own)  # more than fits in caches
     y, little = torch.empty_like(x), torch.ones(8, device=own, requires_grad=True)
-    bandwidth = 2 * x.nbytes / seconds(lambda: torch.add(x, 1.0, out=y))
-    found: dict[str, Any] = {"gpu": name, "operation": timer(own, wait=False, best=True)(lambda: little + 1.0)}
+    bandwidth = 2 * x.nbytes / seconds_of(lambda: torch.add(x, 1.0, out=y), own)
+    found: dict[str, Any] = {"gpu": name, "operation": seconds_of(lambda: little + 1.0, own, wait=False)}
     if own.type == "cpu":  # a core has no datasheet: what is measured is the peak
         found |= {"peak": reached, "matmul": dict.fromkeys(reached, 1.0), "memory_bandwidth": bandwidth, "stream": 1.0}
     elif known is not None:
@@ -159,22 +159,13 @@ def _alone(own: Any) -> dict[str, Any]:
     return found
 
 
-def _precisions(own: Any, known: Device | None) -> list[str]:
-    import torch
-
-    has_bf16 = own.type == "cpu" or torch.cuda.is_bf16_supported()
-    usual = ["fp32", *(["bf16"] if has_bf16 else []), *(["fp16"] if own.type == "cuda" else [])]
-    return [precision for precision in usual if known is None or precision in known.gpu.peak]
-
-
-def _matmul_rate(own: Any, precision: str, base: Device, seconds: Timer) -> float:
+def _matmul_rate(own: Any, precision: str, base: Device) -> float:
     """FLOP/s that an endlessly large product would reach, from a large one and device.py's factor for its size."""
     import torch
 
     size = 4096 if own.type == "cuda" else 512
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    a = torch.ones(size, size, device=own, dtype=dtype)
-    return float(2 * size**3 / base.product_share(size, size, size) / seconds(lambda: a @ a))
+    a = torch.ones(size, size, device=own, dtype=getattr(torch, DTYPES[precision]))
+    return float(2 * size**3 / base.product_share(size, size, size) / seconds_of(lambda: a @ a, own))
 
 
 def _links(own: Any, where: str) -> dict[str, float]:
@@ -182,21 +173,23 @@ def _links(own: Any, where: str) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    ways, seconds = dist.get_world_size(), timer(own, together=True)
+    ways = dist.get_world_size()
     large, small = torch.ones(2**26 if own.type == "cuda" else 2**21, device=own), torch.ones(8, device=own)
-    slow, quick = seconds(lambda: dist.all_reduce(large)), seconds(lambda: dist.all_reduce(small))
-    moved, hops = 2 * large.nbytes * (ways - 1) / ways, 2 * float(np.log2(ways))
+    slow = seconds_of(lambda: dist.all_reduce(large), own, together=True)
+    quick = seconds_of(lambda: dist.all_reduce(small), own, together=True)
+    moved, hops = 2 * large.nbytes * (ways - 1) / ways, 2 * math.log2(ways)
     return {f"link_{where}": moved / max(1e-9, slow - quick), f"latency_{where}": quick / hops, where: 1.0}
 
 
-def timer(own: Any, *, together: bool = False, wait: bool = True, best: bool = False) -> Timer:
-    """Measures seconds of one call: the median (best: the least, whatever else the machine does) of five blocks.
+def seconds_of(function: Callable[[], Any], own: Any, *, wait: bool = True, together: bool = False) -> float:
+    """Seconds of one call, from five blocks of calls: the least, whatever else the machine does.
 
-    together: all ranks make the same number of calls. wait: until the device has done them."""
+    wait: until the device has done them. together: all ranks make the same number of calls; the median, as networks
+    are shared."""
     import torch
     import torch.distributed as dist
 
-    def block(function: Callable[[], Any], count: int) -> float:
+    def block(count: int) -> float:
         begun = time.perf_counter()
         for _ in range(count):
             function()
@@ -204,12 +197,9 @@ def timer(own: Any, *, together: bool = False, wait: bool = True, best: bool = F
             torch.cuda.synchronize(own)
         return (time.perf_counter() - begun) / count
 
-    def seconds(function: Callable[[], Any]) -> float:
-        block(function, 2)
-        count = torch.tensor([max(1, min(1000, int(SECONDS / 5 / max(block(function, 1), 1e-7))))], device=own)
-        if together:
-            dist.all_reduce(count, op=dist.ReduceOp.MIN)
-        blocks = [block(function, int(count)) for _ in range(5)]
-        return min(blocks) if best else float(np.median(blocks))
-
-    return seconds
+    block(2)
+    count = torch.tensor([max(1, min(1000, int(SECONDS / 5 / max(block(1), 1e-7))))], device=own)
+    if together:
+        dist.all_reduce(count, op=dist.ReduceOp.MIN)
+    blocks = sorted(block(int(count)) for _ in range(5))
+    return blocks[2] if together else blocks[0]

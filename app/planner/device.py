@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,6 +64,11 @@ class Device:
         return self.gpu.name == "cpu"
 
     @property
+    def capacity(self) -> float:
+        """Bytes that tensors may take."""
+        return self.gpu.memory_bytes - self.context
+
+    @property
     def bandwidth(self) -> float:
         return self.gpu.memory_bandwidth * self.stream
 
@@ -96,9 +100,10 @@ def device(name: str, measured: dict[str, Any] | None = None) -> Device:
     for family in constants["families"].values():
         values |= family if found.name in family["gpus"] else {}
     values |= constants["gpus"].get(found.name, {}) | (measured or {})
-    about_gpu = ("memory_bytes", "memory_bandwidth", "link_within")
-    base = Device(replace(found, peak=found.peak | values.get("peak", {}), **_among(values, about_gpu)))
-    return replace(base, **_among(values, {entry.name for entry in fields(Device)} - {"gpu"}))
+    about_gpu = {key: values[key] for key in ("memory_bytes", "memory_bandwidth", "link_within") if key in values}
+    base = Device(replace(found, peak=found.peak | values.get("peak", {}), **about_gpu))
+    own = {entry.name for entry in fields(Device)} - {"gpu"}
+    return replace(base, **{key: value for key, value in values.items() if key in own})
 
 
 def remembered(gpu: str) -> dict[str, Any]:
@@ -121,10 +126,6 @@ def remember(gpu: str, values: dict[str, Any]) -> Path:
 
 def _remembered_in(gpu: str) -> Path:
     return cache_folder() / "planner" / f"rates-{gpu}.json"
-
-
-def _among(values: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    return {key: values[key] for key in keys if key in values}
 
 
 def is_fitted(name: str) -> bool:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from app.planner.device import PartCost, Work, part_costs, way_of
 from app.planner.layouts import Candidate
 from app.planner.machine import Machine
-from app.planner.read import ModelCosts, Reader
+from app.planner.read import Reader
 from app.planner.timing import Case, Links, timing
 from app.planner.trace import AFTER, BEFORE
 from strategies.costs import RankSize, StepShape, UnitSize, rank_size, unit_size
@@ -83,7 +83,7 @@ class Estimator:
         work = Work(candidate.micro_batch, dims.tp, candidate.precision, way, candidate.checkpointing)
         stages = self._stages(work, dims.pp, candidate.schedule, candidate.chunks)
         wire = 2 if "bf16" in (options.reduce_dtype, options.compression) else 4
-        whole = self._rank(way, dims.tp, dims.dp_shard, self._counts(way))
+        whole = self._rank(way, dims.tp, dims.dp_shard, tuple(self.reader.costs(way).counts.values()))
         numbers, memory_of_gpu = whole.root + whole.blocks, None if machine.device.is_cpu else machine.capacity
         step = StepShape(
             dims.dp_replicate,
@@ -113,20 +113,13 @@ class Estimator:
 
     # --- what layouts share -------------------------------------------------------------------------------------
 
-    def _model(self, way: str) -> ModelCosts:
-        return self.reader.costs(way)
-
-    def _counts(self, way: str) -> tuple[int, ...]:
-        counts = self._model(way).counts
-        return tuple(counts[name] for name in self._model(way).parts)
-
     def _read_parts(self, work: Work) -> list[PartCost]:
         compiled = self.options.compile and self.options.compile_backend == "inductor"
-        return part_costs(self._model(work.way), work, self.machine.device, compiled)
+        return part_costs(self.reader.costs(work.way), work, self.machine.device, compiled)
 
     def _read_units(self, way: str, tp: int, dp_shard: int) -> list[UnitSize]:
         """Of one part of each kind."""
-        model = self._model(way)
+        model = self.reader.costs(way)
         return [
             unit_size(
                 tuple(p if p.split_dim is None else p.shard(tp, p.split_dim) for p in model.parameters[name]),
@@ -143,10 +136,10 @@ class Estimator:
 
     def _cut(self, work: Work, pp: int, schedule: str, chunks: int) -> Stages:
         """Stages so that the slowest is as fast as can be, or as the person has cut them."""
-        whole = self._counts(work.way)
+        whole = tuple(self.reader.costs(work.way).counts.values())
         if pp == 1:
             return Stages(None, whole, [(0, whole)])
-        model, seconds = self._model(work.way), {p.name: p.forward + p.backward for p in self._parts(work)}
+        model, seconds = self.reader.costs(work.way), {p.name: p.forward + p.backward for p in self._parts(work)}
         ends, sizes = (seconds.get(name, 0.0) for name in (BEFORE, AFTER)), self.options.stages
         if sizes is None or len(sizes) != pp * chunks:
             sizes = partition.balanced_partition([seconds[name] for name in model.order], pp * chunks, *ends)

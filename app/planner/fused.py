@@ -65,8 +65,8 @@ class Fused(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
-        if func in (F.softmax, F.log_softmax) and _widens(args[0], kwargs):
-            # any one operation that reads and writes as much
+        widens = func in (F.softmax, F.log_softmax) and kwargs.get("dtype") is torch.float32 and args[0].itemsize == 2
+        if widens and not torch.is_grad_enabled():  # any one operation that reads and writes as much
             return args[0] + args[0].new_zeros((*args[0].shape[:-1], 1), dtype=torch.float32)
         if func is F.rms_norm:
             return _norm(func, *args, **kwargs)
@@ -91,9 +91,3 @@ def _norm(func: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: f
     """One kernel where the last dimension is normalised and types agree; else what torch does."""
     alike = weight is None or (weight.dtype == x.dtype and weight.dim() == 1)
     return _RmsNorm.apply(x, weight) if alike and x.dim() > 1 and len(shape) == 1 else func(x, shape, weight, eps)
-
-
-def _widens(x: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Whether a softmax goes from 16 bits to float32 by itself, with no gradient to be had of it."""
-    wide = kwargs.get("dtype") is torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
-    return wide and not torch.is_grad_enabled()

@@ -97,13 +97,8 @@ def fixed_by(config: Config, given: frozenset[str]) -> Fixed:
     parallel, stages = config.parallel, config.parallel.stages
     if "parallel.stages" in given and stages:  # says how many stages there are, too
         chunks = schedules.chunks_of(parallel.schedule, parallel.chunks)
-        if len(stages) % chunks or (parallel.pp or 0) * chunks not in (0, len(stages)):
-            raise LayoutError(
-                f"parallel.stages names {len(stages)} parts, but the pipeline has {(parallel.pp or 1) * chunks}: write "
-                "as many numbers as parts"
-            )
         fixed |= {"parallel.schedule": parallel.schedule, "parallel.chunks": chunks}
-        fixed["parallel.pp"] = len(stages) // chunks
+        fixed["parallel.pp"] = parallel.pp or max(1, len(stages) // chunks)
     return fixed
 
 
@@ -127,7 +122,7 @@ def enumerate_layouts(space: Space, fixed: Fixed) -> list[Candidate]:
             found += [
                 Candidate(layout, strategy, size, count, mode, precision, schedule, chunks, offload)
                 for size, count in ((size, -(-share // size)) for size in sizes)
-                for schedule, chunks in _schedules(dims.pp, count, space.blocks, fixed)
+                for schedule, chunks in schedules_of(dims.pp, count, space.blocks, fixed)
                 for offload in _offloads(strategy, dims, space, fixed)
                 for mode in modes
                 for precision in able
@@ -180,7 +175,8 @@ def _name(strategy: Strategy, dims: ParallelDims) -> str:
     return "+".join([strategy.name, *split] if strategy.degrees or not split else split)
 
 
-def _schedules(pp: int, micro_batches: int, blocks: int, fixed: Fixed) -> list[tuple[str, int]]:
+def schedules_of(pp: int, micro_batches: int, blocks: int, fixed: Fixed) -> list[tuple[str, int]]:
+    """Schedules, and chunks per stage, that micro-batches of this number can feed."""
     if pp == 1:
         return [("", 1)]
     found = []

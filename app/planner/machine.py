@@ -33,8 +33,7 @@ class Machine:
 
     @property
     def capacity(self) -> float:
-        """Bytes that tensors may take."""
-        return self.device.gpu.memory_bytes - self.device.context
+        return self.device.capacity
 
 
 @dataclass(frozen=True)
@@ -139,10 +138,8 @@ def of_shape(shape: ClusterShape, world: int | None, gpu: str | None = None, acr
 
 def _count(shape: ClusterShape, alike: list[NodeType]) -> int:
     """GPUs of alike node types, within the cluster's limit of nodes beside the head."""
-    workers = sum(node.max_nodes for node in alike if node is not shape.head)
-    if shape.max_workers is not None:
-        workers = min(workers, shape.max_workers)
-    return alike[0].gpus * (workers + sum(node.max_nodes for node in alike if node is shape.head))
+    head, *workers = (node if node in alike else replace(node, gpus=0) for node in shape.types)
+    return replace(shape, head=head, workers=tuple(workers)).max_gpus
 
 
 def _of_cluster(shape: ClusterShape, asked: Asked, world: int | None) -> Machine:

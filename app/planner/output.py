@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from app.config_io import to_dict
+from app.console import quantity
 from app.errors import UserError
 from app.planner.advice import advice, families
 from app.planner.estimate import Estimate
@@ -24,7 +25,7 @@ def text(plan: Plan, top: int = 8) -> str:
     """The best layouts, the strategies' reasons, and the advice."""
     machine, read = plan.machine, plan.reader
     lines = [
-        f"{read.parameters / 1e9:.3g} billion parameters in {read.blocks} blocks, on {machine.world} × "
+        f"{quantity(read.parameters / 1e6)} million parameters in {read.blocks} blocks, on {machine.world} × "
         f"{machine.device.gpu.name} ({machine.capacity / GIB:.0f} GiB each, {machine.per_node} to a node)",
         f"{len(plan.rows):,} layouts, of which {sum(row.fits for row in plan.rows):,} fit",
         *([f"note: {read.note}"] if read.note else []),
@@ -68,7 +69,7 @@ def cells(layout: dict[str, Any]) -> tuple[str, ...]:
         layout["precision"],
         f"{size:{'.1f' if size > 1 else '.3f'}}" + ("" if layout["fits"] else " !"),
         f"{layout['step_seconds']:.4g}",
-        f"{layout['tokens_per_second'] or layout['samples_per_second']:,.0f}",
+        f"{layout.get('tokens_per_second', layout['samples_per_second']):,.0f}",
         f"{100 * layout['mfu']:.0f} %",
         "-" if cost is None else f"{cost:.3g}",
     )
@@ -133,8 +134,8 @@ def write(plan: Plan, path: str, row: Estimate | None = None) -> str:
     return f"written: {path} (trireme train {path})"
 
 
-def picture(plans: dict[str, Plan], path: str | Path) -> None:
-    """Time against memory of every layout of each plan, with the frontier and the GPU's memory marked.
+def picture(plan: Plan, path: str | Path) -> None:
+    """Time against memory of every layout, with the frontier and the GPU's memory marked.
 
     Raises:
         UserError: matplotlib is not installed.
@@ -146,23 +147,11 @@ def picture(plans: dict[str, Plan], path: str | Path) -> None:
         import matplotlib.pyplot as plt
     except ImportError as error:
         raise UserError("a picture needs matplotlib: pip install matplotlib") from error
-    columns = min(5, len(plans))
-    lines = -(-len(plans) // columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(4 * columns, 3.2 * lines), squeeze=False)
-    for axis in axes.flat[len(plans) :]:
-        axis.axis("off")
-    for axis, (title, plan) in zip(axes.flat, plans.items()):
-        _draw(axis, title, plan)
-    axes.flat[min(1, len(plans) - 1)].legend(fontsize=6, loc="upper right", markerscale=1.5)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
 
-
-def _draw(axis: Any, title: str, plan: Plan) -> None:
     def points(rows: list[Estimate]) -> tuple[list[float], list[float]]:
         return [row.memory_bytes / GIB for row in rows], [row.step_seconds for row in rows]
 
+    figure, axis = plt.subplots(figsize=(6, 4.5))
     for i, family in enumerate(dict.fromkeys(sorted(row.candidate.family for row in plan.rows))):
         rows = [row for row in plan.rows if row.candidate.family == family]
         axis.scatter(*points(rows[:: max(1, len(rows) // DRAWN)]), s=4, alpha=0.4, label=family, color=f"C{i}")
@@ -171,5 +160,10 @@ def _draw(axis: Any, title: str, plan: Plan) -> None:
         edge += [row] if not edge or row.step_seconds < edge[-1].step_seconds else []
     axis.plot(*points(edge), "k-", lw=0.8, label="frontier")
     axis.axvline(plan.machine.capacity / GIB, color="r", ls="--", lw=0.8, label="a GPU's memory")
-    axis.plot(*points([plan.best] if plan.best else []), "k*", ms=9, label="chosen")
+    axis.plot(*points([plan.best] if plan.best else []), "k*", ms=9, label="best")
+    title = f"{plan.machine.world} × {plan.machine.device.gpu.name}"
     axis.set(xscale="log", yscale="log", title=title, xlabel="GiB per GPU", ylabel="s per step")
+    axis.legend(fontsize=6, markerscale=1.5)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from app.config import Config
-from app.errors import UserError
 from app.job import strategy_options
 from app.planner.device import way_of
 from app.planner.estimate import Estimate, Estimator
@@ -18,7 +17,6 @@ from app.tasks.base import Task
 from strategies.dims import NAMES, LayoutError
 from strategies.pipeline import partition
 
-RANKS = ("time", "cost", "memory")
 NEAR = 1.03
 """Layouts within this of the fastest's time are as good: what another gains is less than what is known."""
 GIB = 2**30
@@ -36,7 +34,6 @@ class Plan:
     fixed: Fixed
     rows: list[Estimate]
     """Best first: those that fit, then those that do not, least memory first."""
-    rank: str = "time"
 
     @property
     def best(self) -> Estimate | None:
@@ -69,7 +66,6 @@ class Plan:
         candidate, machine, unit = row.candidate, self.machine, self.reader.task.unit
         dims, piped = candidate.dims, candidate.dims.pp > 1
         samples = self.config.train.global_batch_size / row.step_seconds
-        items = samples * self.reader.items_per_sample
         price = machine.price_per_hour
         cost = None if price is None else price * machine.world * row.step_seconds / 3600
         peak = machine.device.gpu.rate(candidate.precision) * machine.world
@@ -93,8 +89,7 @@ class Plan:
             "seconds": row.seconds,
             "communication": row.communication,
             "samples_per_second": samples,
-            f"{unit}_per_second": items,
-            "tokens_per_second": items if unit == "tokens" else None,
+            f"{unit}_per_second": samples * self.reader.items_per_sample,
             "mfu": row.flops / (row.step_seconds * peak),
             "cost_per_step": cost,
             "cost_per_run": None if cost is None else cost * self.steps,
@@ -122,7 +117,6 @@ def make_plan(
     machine: Machine,
     *,
     given: frozenset[str] = frozenset(),
-    rank: str = "time",
     reader: Reader | None = None,
 ) -> Plan:
     """Plans an experiment. given: keys that are fixed, such as train.micro_batch_size.
@@ -130,15 +124,13 @@ def make_plan(
     Raises:
         UserError, LayoutError: nothing could run so; one sentence.
     """
-    if rank not in RANKS:
-        raise UserError(f"--rank-by is {rank!r}: write {', '.join(RANKS)}")
     reader = reader or reader_of(config, task)
-    fixed, precisions = fixed_by(config, given), _precisions(config, machine)
+    fixed, precisions = fixed_by(config, given), _precisions(config, machine, "train.precision" in given)
     if "parallel.stages" in given and config.parallel.stages:
-        partition.require_sizes(config.parallel.stages, reader.blocks, len(config.parallel.stages))
-    for precision in [fixed["train.precision"]] if "train.precision" in fixed else precisions:
-        for is_sharded in (True, False):
-            reader.costs(way_of(is_sharded, 1, precision))
+        parts = fixed["parallel.pp"] * fixed["parallel.chunks"]
+        partition.require_sizes(config.parallel.stages, reader.blocks, parts)
+    for is_sharded in (True, False):  # whether it can be split is known once it is read
+        reader.costs(way_of(is_sharded, 1, precisions[-1]))
     space = Space(
         machine.world,
         machine.per_node,
@@ -149,18 +141,17 @@ def make_plan(
         bool(reader.tp),
         precisions,
         offload=not machine.device.is_cpu,
-        pipelines=reader.blocks > 1,
     )
     candidates = enumerate_layouts(space, fixed)
     if not candidates:
         refuse(config, fixed, space)
-    plan = Plan(config, reader, machine, estimator_of(config, reader, machine, given), space, fixed, [], rank)
-    plan.rows = ranked([plan.estimator.estimate(candidate) for candidate in candidates], rank)
+    plan = Plan(config, reader, machine, estimator_of(config, reader, machine, given), space, fixed, [])
+    plan.rows = ranked([plan.estimator.estimate(candidate) for candidate in candidates])
     return plan
 
 
-def _precisions(config: Config, machine: Machine) -> tuple[str, ...]:
-    """The one that is configured, and on a GPU the 16-bit one that it has.
+def _precisions(config: Config, machine: Machine, is_fixed: bool) -> tuple[str, ...]:
+    """The one that is configured, and on a GPU the 16-bit one that it has, unless it is fixed.
 
     Raises:
         LayoutError: the machine cannot compute in the precision that is configured.
@@ -169,7 +160,7 @@ def _precisions(config: Config, machine: Machine) -> tuple[str, ...]:
     if wanted == "fp8" and wanted not in gpu.peak:
         raise LayoutError(f"train.precision=fp8, but {gpu.name} has no float8 products: write train.precision=bf16")
     halves = [precision for precision in ("bf16", "fp16") if precision in gpu.peak and not machine.device.is_cpu]
-    return tuple(dict.fromkeys([wanted, *halves[:1]]))
+    return tuple(dict.fromkeys([wanted, *([] if is_fixed else halves[:1])]))
 
 
 def reader_of(config: Config, task: Task) -> Reader:
@@ -185,26 +176,18 @@ def estimator_of(config: Config, reader: Reader, machine: Machine, given: frozen
     return Estimator(reader, machine, asked, config.optimizer.name, config.train.clip_norm is not None)
 
 
-def ranked(rows: list[Estimate], rank: str) -> list[Estimate]:
-    """Rows best first. Equally good ones (within 0.1 %) by less memory, then by the simpler layout.
-
-    Of layouts within `NEAR` of the fastest the simplest comes first. Cost is time where the machine is given: all of
-    its devices are paid for.
+def ranked(rows: list[Estimate]) -> list[Estimate]:
+    """Fastest first, and first of all the simplest of those within `NEAR` of the fastest; what does not fit last, least
+    memory first. Equally good ones (within 0.1 %) by less memory, then by the simpler layout.
     """
 
     def key(row: Estimate) -> tuple[float, ...]:
         rounded = round(1000 * math.log(row.step_seconds))
-        first = round(100 * math.log(row.memory_bytes)) if rank == "memory" else rounded
-        measure = first if row.fits else 1000 * math.log(row.memory_bytes)
+        measure = rounded if row.fits else 1000 * math.log(row.memory_bytes)
         return (not row.fits, measure, rounded, row.memory_bytes, row.candidate.complexity)
 
     order = sorted(rows, key=key)
-    fitting = [row for row in order if row.fits]
-    if rank == "memory" or not fitting:
-        return order
-    fastest = min(row.step_seconds for row in fitting)
-    simplest = min(
-        (row for row in fitting if row.step_seconds <= NEAR * fastest),
-        key=lambda row: row.candidate.complexity,
-    )
-    return [simplest, *(row for row in order if row is not simplest)]
+    fastest = min((row.step_seconds for row in rows if row.fits), default=0.0)
+    near = (row for row in order if row.fits and row.step_seconds <= NEAR * fastest)
+    simplest = sorted(near, key=lambda row: row.candidate.complexity)[:1] or order[:1]
+    return simplest + [row for row in order if row is not simplest[0]]

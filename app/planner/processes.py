@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import tempfile
 import time
@@ -57,5 +56,4 @@ def _run(rank: int, workers: int, folder: str, function: Callable[..., Any], arg
     if rank == 0:
         Path(folder, "found").write_text(json.dumps(found))
     dist.barrier()
-    with contextlib.suppress(RuntimeError):
-        dist.destroy_process_group()
+    dist.destroy_process_group()

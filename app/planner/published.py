@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import csv
 import functools
-import json
 import math
 import statistics
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,73 +34,7 @@ from strategies.options import Options
 
 BETWEEN_NODES = {"h100": 3200e9 / 8, "a100": 1600e9 / 8}
 """Bytes/s of a node, as the runs' pages say: 3.2 Tb/s of InfiniBand, 1.6 Tb/s of RoCE."""
-
-
-@dataclass(frozen=True)
-class Published:
-    """One row: what was run, and what it reached."""
-
-    model: str
-    d_model: int
-    n_layers: int
-    n_heads: int
-    vocab_size: int
-    sequence: int
-    gpus: int
-    gpu: str
-    micro_batch: int
-    micro_batches: int
-    precision: str
-    reshards: bool
-    """FULL_SHARD, and not SHARD_GRAD_OP."""
-    checkpointing: bool
-    tokens_per_second: float
-    """Of all GPUs together."""
-
-    @property
-    def is_held_out(self) -> bool:
-        """Kept for checking, by a rule that looks at no result: about half of them, and all in fp8."""
-        chosen = (self.d_model // 256 + self.sequence // 512 + self.gpus // 8 + self.micro_batch) % 2 == 0
-        return chosen or self.precision != "bf16"
-
-    def __str__(self) -> str:
-        said = f"{self.model} {self.sequence} × {self.micro_batch} on {self.gpus} {self.gpu} {self.precision}"
-        return said + (" recomputed" if self.checkpointing else "")
-
-
-def rows_of(path: str | Path) -> list[Published]:
-    """Reads a table such as llm_foundry.csv.
-
-    Raises:
-        UserError: no such file, or not such a table.
-    """
-    try:
-        with open(path, newline="") as file:
-            return [_row(entry) for entry in csv.DictReader(file)]
-    except OSError as error:
-        raise UserError(f"the published figures {path} cannot be read: {error.strerror}") from error
-    except (KeyError, ValueError) as error:
-        raise UserError(f"{path} is not a table of published runs: {error} is missing or not a number") from error
-
-
-def _row(entry: dict[str, str]) -> Published:
-    gpus = int(entry["gpus"])
-    return Published(
-        model=entry["model"],
-        d_model=int(entry["d_model"]),
-        n_layers=int(entry["n_layers"]),
-        n_heads=int(entry["n_heads"]),
-        vocab_size=int(entry["vocab_size"]),
-        sequence=int(entry["seq_len"]),
-        gpus=gpus,
-        gpu=entry["gpu"].replace("_", "-"),
-        micro_batch=int(entry["micro_batch_size"]),
-        micro_batches=int(entry["grad_accum"]),
-        precision="fp8" if entry["precision"].endswith("fp8") else "bf16",
-        reshards=entry["sharding"] == "FULL_SHARD",
-        checkpointing=entry["activation_checkpointing"] == "True",
-        tokens_per_second=float(entry["tokens_per_s_per_gpu"]) * gpus,
-    )
+COLUMNS = ("d_model", "n_layers", "n_heads", "vocab_size", "seq_len", "gpus", "micro_batch_size", "grad_accum")
 
 
 class _InPlaceCrossEntropy(torch.autograd.Function):
@@ -151,58 +83,72 @@ def reader_of(d_model: int, n_heads: int, vocab_size: int, sequence: int) -> Rea
     return Reader(PublishedTask(d_model, n_heads, vocab_size, sequence), tensor=False)
 
 
-def planned(row: Published) -> Estimate:
-    """The one layout that the row is."""
-    layout = choose(registry.by_degrees("dp_shard").name, row.gpus)
-    on = device(row.gpu)
-    machine = Machine(replace(on, step=on.trainer), row.gpus, 8, BETWEEN_NODES[row.gpu.partition("-")[0]])
-    reader = reader_of(row.d_model, row.n_heads, row.vocab_size, row.sequence).with_blocks(row.n_layers)
-    # the runs' FSDP gathers for every micro-batch and reduces gradients of every micro-batch, in 16 bits
-    options = Options(reduce_dtype="bf16", reshard_after_forward=row.reshards, accumulate_sharded=True)
-    mode = "full" if row.checkpointing else "none"
-    candidate = Candidate(
-        layout, registry.data_strategy(layout), row.micro_batch, row.micro_batches, mode, row.precision
-    )
-    return Estimator(reader, machine, options).estimate(candidate)
-
-
 @dataclass(frozen=True)
 class Compared:
-    row: Published
+    """One row of the table, beside what the planner predicts of it."""
+
+    name: str
+    is_held_out: bool
+    """Kept for checking, by a rule that looks at no result: about half of them, and all in fp8."""
+    tokens_per_second: float
+    predicted: float
     plan: Estimate
 
     @property
-    def tokens_per_second(self) -> float:
-        row = self.row
-        return row.micro_batch * row.micro_batches * row.gpus * row.sequence / self.plan.step_seconds
-
-    @property
     def error(self) -> float:
-        return self.tokens_per_second / self.row.tokens_per_second - 1
+        return self.predicted / self.tokens_per_second - 1
 
 
-def median_error(compared: list[Compared], held_out: bool) -> float:
-    return statistics.median([abs(one.error) for one in compared if one.row.is_held_out == held_out] or [math.nan])
+def compare(entry: dict[str, str]) -> Compared:
+    """The one layout that the row is, planned.
+
+    Raises:
+        KeyError, ValueError: a column is missing, or not a number.
+    """
+    width, layers, heads, words, length, gpus, size, count = (int(entry[key]) for key in COLUMNS)
+    gpu, precision = entry["gpu"].replace("_", "-"), "fp8" if entry["precision"].endswith("fp8") else "bf16"
+    mode, reached = ("full" if entry["activation_checkpointing"] == "True" else "none"), entry["tokens_per_s_per_gpu"]
+    # the runs' FSDP gathers for every micro-batch and reduces gradients of every micro-batch, in 16 bits
+    reshards = entry["sharding"] == "FULL_SHARD"
+    options = Options(reduce_dtype="bf16", reshard_after_forward=reshards, accumulate_sharded=True)
+    layout, on = choose(registry.by_degrees("dp_shard").name, gpus), device(gpu)
+    machine = Machine(replace(on, step=on.trainer), gpus, 8, BETWEEN_NODES[gpu.partition("-")[0]])
+    candidate = Candidate(layout, registry.data_strategy(layout), size, count, mode, precision)
+    reader = reader_of(width, heads, words, length).with_blocks(layers)
+    plan = Estimator(reader, machine, options).estimate(candidate)
+    chosen = (width // 256 + length // 512 + gpus // 8 + size) % 2 == 0
+    return Compared(
+        f"{entry['model']} {length} × {size} on {gpus} {gpu} {precision}{' recomputed' if mode == 'full' else ''}",
+        chosen or precision != "bf16",
+        float(reached) * gpus,
+        size * count * gpus * length / plan.step_seconds,
+        plan,
+    )
 
 
-def report(path: str, as_json: bool = False) -> str:
-    """The comparison as text, or as JSON: errors of the rows that constants were fitted on, and of the others."""
-    compared = [Compared(row, planned(row)) for row in rows_of(path)]
-    medians = {name: median_error(compared, out) for name, out in (("fitted", False), ("held out", True))}
-    refused = sum(not one.plan.fits for one in compared)
-    if as_json:
-        rows = [
-            asdict(one.row)
-            | {"predicted_tokens_per_second": one.tokens_per_second, "predicted_memory_bytes": one.plan.memory_bytes}
-            | {"fits": one.plan.fits, "held_out": one.row.is_held_out}
-            for one in compared
-        ]
-        return json.dumps({"rows": rows, "median_error": medians, "not_fitting": refused})
+def report(path: str) -> tuple[dict[str, Any], str]:
+    """The comparison as figures and as text: errors of the rows that constants were fitted on, and of the others.
+
+    Raises:
+        UserError: no such file, or not such a table.
+    """
+    try:
+        with open(path, newline="") as file:
+            compared = [compare(entry) for entry in csv.DictReader(file)]
+    except OSError as error:
+        raise UserError(f"the published figures {path} cannot be read: {error.strerror}") from error
+    except (KeyError, ValueError) as error:
+        raise UserError(f"{path} is not a table of published runs: {error} is missing or not a number") from error
+    figures: dict[str, Any] = {"rows": len(compared), "not_fitting": sum(not one.plan.fits for one in compared)}
     lines = [f"{'run':42s} {'tokens/s':>11s} {'predicted':>11s}  error     GiB"]
     for one in compared:
         lines.append(
-            f"{one.row!s:42s} {one.row.tokens_per_second:11,.0f} {one.tokens_per_second:11,.0f} "
-            f"{100 * one.error:+5.0f}% {one.plan.memory_bytes / GIB:7.1f}{'' if one.plan.fits else '  does not fit'}"
+            f"{one.name:42s} {one.tokens_per_second:11,.0f} {one.predicted:11,.0f} {100 * one.error:+5.0f}% "
+            f"{one.plan.memory_bytes / GIB:7.1f}{'' if one.plan.fits else '  does not fit'}"
         )
-    lines += [f"{name}: median error {100 * error:.1f} % of tokens per second" for name, error in medians.items()]
-    return "\n".join([*lines, f"{refused} of {len(compared)} published micro-batches do not fit by prediction"])
+    for name, held_out in (("fitted", False), ("held out", True)):
+        errors = [abs(one.error) for one in compared if one.is_held_out == held_out]
+        figures[name] = statistics.median(errors or [math.nan])
+        lines.append(f"{name}: median error {100 * figures[name]:.1f} % of tokens per second")
+    lines.append(f"{figures['not_fitting']} of {len(compared)} published micro-batches do not fit by prediction")
+    return figures, "\n".join(lines)

@@ -77,7 +77,8 @@ class ModelCosts:
     @property
     def counts(self) -> dict[str, int]:
         """How many of each part the whole model has."""
-        return {BEFORE: 1, AFTER: 1} | Counter(self.order)
+        found = {BEFORE: 1, AFTER: 1} | Counter(self.order)
+        return {name: found[name] for name in self.parts}
 
 
 class Reader:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,14 +139,19 @@ def watch(
     loss: Callable[[nn.Module], Tensor],
     peers: ShapePeers | None = None,
 ) -> Trace:
-    """Runs `loss(module)` and its backward once and tells the parts' costs; works on fake and on real tensors."""
+    """Runs `loss(module)` and its backward once and tells the parts' costs; works on fake and on real tensors.
+
+    The module is changed: it is of no use afterwards."""
     watcher, order = Watcher(module), list[str]()
     for parameter in module.parameters():
         if parameter.requires_grad:  # gradients are counted by the strategies' cost functions
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     if peers is not None:
         peers.where = lambda: watcher.part
-    with _watched_blocks(module, blocks, watcher, order), watcher, Fused(watcher.attended):
+    templates: dict[Any, Any] = {}
+    for block in map(module.get_submodule, blocks):
+        block.forward = _watched(block, block.forward, watcher, order, templates)
+    with watcher, Fused(watcher.attended):
         with saved_tensors_hooks(watcher.pack, lambda t: t):
             value = loss(module)
         watcher.phase, watcher.part = "backward", AFTER if order else BEFORE
@@ -189,22 +193,6 @@ class _Skip(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return torch.empty(ctx.shape, **ctx.kind), None
-
-
-@contextmanager
-def _watched_blocks(module: nn.Module, blocks: list[str], watcher: Watcher, order: list[str]) -> Iterator[None]:
-    templates: dict[Any, tuple[str, Any]] = {}
-    changed = [module.get_submodule(name) for name in blocks]
-    before = [block.__dict__.get("forward") for block in changed]
-    for block in changed:
-        block.forward = _watched(block, block.forward, watcher, order, templates)
-    try:
-        yield
-    finally:
-        for block, forward in zip(changed, before):
-            del block.forward
-            if forward is not None:
-                block.forward = forward
 
 
 def _watched(

@@ -6,7 +6,6 @@ process beyond what it took before, bounded by the memory that a plan counts wit
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import resource
@@ -19,11 +18,11 @@ from typing import Any
 
 from app.errors import RunFailed
 from app.planner.estimate import Estimate
+from app.planner.layouts import schedules_of
 from app.planner.output import experiment
 from app.planner.plan import GIB, Plan
 from app.planner.processes import in_processes
-from strategies.dims import NAMES, LayoutError
-from strategies.pipeline.schedules import require
+from strategies.dims import NAMES
 
 TIMEOUT = 240.0
 STEPS = 3
@@ -39,13 +38,11 @@ class Trial:
     failure: str = ""
 
 
-def max_batch(
-    plan: Plan, attempt: Callable[[dict[str, Any]], Trial] | None = None
-) -> tuple[str, Estimate | None, dict[str, Any]]:
+def max_batch(plan: Plan) -> tuple[str, Estimate | None, dict[str, Any]]:
     """The largest micro-batch of the best layout that runs: a sentence, that layout if one runs, and figures.
 
     The predicted one goes first; then twice as much while that runs, up to the worker's share of the batch, and halves
-    of what is left between. attempt: how an experiment is tried.
+    of what is left between.
     """
     row = plan.best or plan.rows[0]
     sizes, tries = _sizes(plan, row), dict[int, Trial]()
@@ -53,7 +50,7 @@ def max_batch(
 
     def runs(place: int) -> bool:
         tree = _experiment(plan, row, sizes[place])
-        tries[sizes[place]] = trial = attempt(tree) if attempt else run(tree, plan.machine.world, plan.machine.capacity)
+        tries[sizes[place]] = trial = run(tree, plan.machine.world, plan.machine.capacity)
         return trial.seconds is not None
 
     place = search(max(len(fitting) - 1, 0), sizes, runs)
@@ -89,14 +86,12 @@ def search(first: int, sizes: Sequence[int], runs: Callable[[int], bool]) -> int
 def _sizes(plan: Plan, row: Estimate) -> list[int]:
     """Micro-batches that the layout can have; a pipeline's are equal, and as many as its schedule can use."""
     candidate, share = row.candidate, plan.space.global_batch // row.candidate.dims.dp
-    if candidate.dims.pp == 1:
-        return list(range(1, share + 1))
-    found = []
-    for size in (size for size in range(1, share + 1) if share % size == 0):
-        with contextlib.suppress(LayoutError):
-            require(candidate.schedule, candidate.dims.pp, share // size, candidate.chunks)
-            found.append(size)
-    return found
+    pp, as_it_is = candidate.dims.pp, {"parallel.schedule": candidate.schedule, "parallel.chunks": candidate.chunks}
+    return [
+        size
+        for size in range(1, share + 1)
+        if pp == 1 or (share % size == 0 and schedules_of(pp, share // size, plan.space.blocks, as_it_is))
+    ]
 
 
 def _with_size(plan: Plan, row: Estimate, size: int) -> Estimate:

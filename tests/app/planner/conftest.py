@@ -64,9 +64,9 @@ def gpus(count: int = 8, gpu: str = "h100-80gb", across: str = "3200Gb") -> Mach
     return of_shape(of_gpus(count, gpu, min(count, 8), across), count)
 
 
-def plan_of(reader: Reader, machine: Machine, *overrides: str, given: tuple[str, ...] = (), rank: str = "time") -> Plan:
+def plan_of(reader: Reader, machine: Machine, *overrides: str, given: tuple[str, ...] = ()) -> Plan:
     config = load_config([EXPERIMENT], overrides)
-    return make_plan(config, reader.task, machine, given=frozenset(given), rank=rank, reader=reader)
+    return make_plan(config, reader.task, machine, given=frozenset(given), reader=reader)
 
 
 def words(file: str) -> list[str]:

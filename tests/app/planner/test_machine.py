@@ -116,23 +116,25 @@ def _plan(reader: Reader, workers: int, size: int, *overrides: str, base: list[s
     return make_plan(config, reader.task, _with_memory(cpus(workers), most), given=given, reader=reader)
 
 
-def test_the_largest_micro_batch_is_sought_upwards_too(tiny: Reader) -> None:
+def test_the_largest_micro_batch_is_sought_upwards_too(tiny: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = _plan(tiny, 2, 5, "strategy=ddp")
     tried: list[dict[str, Any]] = []
 
-    def attempt(tree: dict[str, Any]) -> Trial:
+    def attempt(tree: dict[str, Any], *_: float) -> Trial:
         tried.append(tree)
         size = tree["train"]["micro_batch_size"]
         return Trial(0.1, 1e9) if size <= 21 else Trial(failure="OutOfMemoryError: too much")
 
-    said, row, found = max_batch(plan, attempt)
+    monkeypatch.setattr(trial, "run", attempt)
+    said, row, found = max_batch(plan)
     assert (found["predicted"], found["largest"], found["share"]) == (5, 21, 32)
     assert row is not None and experiment(plan, row)["train"]["micro_batch_size"] == 21
     assert "predicted 5, tried: 21 is the largest" in said and "22 does not (OutOfMem" in said
     assert [one["micro_batch_size"] for one in found["tries"]][:2] == [5, 10]
     assert all(tree["strategy"] == "ddp" for tree in tried)
     assert tried[0]["train"]["global_batch_size"] == 2 * 2 * 5, "two micro-batches tell the memory of many"
-    assert max_batch(plan, lambda _: Trial(failure="no"))[1] is None
+    monkeypatch.setattr(trial, "run", lambda *_: Trial(failure="no"))
+    assert max_batch(plan)[1] is None
 
 
 @pytest.mark.alone
