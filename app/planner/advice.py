@@ -113,12 +113,7 @@ def advice(plan: Plan) -> list[str]:
     least = min((row.memory_bytes for row in plan.rows if row.candidate.family == copies), default=0.0)
     if best.candidate.strategy.is_sharded and least > best.capacity:
         sentences.append(f"With {least / GIB:.0f} GiB per GPU {copies} would fit, which sends a third less.")
-    sentences += _waiting(best)
-    return (
-        sentences
-        + _fewer(plan, best)
-        + ([machine.assumed[0].upper() + machine.assumed[1:] + "."] if machine.assumed else [])
-    )
+    return [*sentences, *_waiting(best), *_fewer(plan, best), *([machine.assumed] if machine.assumed else [])]
 
 
 def _best(rows: list[Estimate]) -> Estimate | None:
@@ -127,8 +122,8 @@ def _best(rows: list[Estimate]) -> Estimate | None:
 
 
 def _from_one_gpu(plan: Plan, best: Estimate) -> list[str]:
-    world, there = plan.machine.world, plan.machine.capacity / GIB
-    one = best if world == 1 else _best(plan.elsewhere(1, {}))
+    world, there = plan.machine.world, plan.machine.device.capacity / GIB
+    one = best if world == 1 else _best(plan.on_gpus(1, {}))
     if one is None:
         return []
     needed, gain = size_text(one.memory_bytes), one.step_seconds / best.step_seconds
@@ -167,7 +162,7 @@ def _fewer(plan: Plan, best: Estimate) -> list[str]:
     if price is None or world == 1:
         return []
     counts = [world // 2**power for power in range(7) if world >= 2**power]
-    rows = {n: best if n == world else _best(plan.elsewhere(n, {})) for n in counts}
+    rows = {n: best if n == world else _best(plan.on_gpus(n, {})) for n in counts}
     seconds = {n: row.step_seconds for n, row in rows.items() if row is not None and row.fits}
     costs = {n: price * n * step / 3600 for n, step in seconds.items()}
     told = ", ".join(f"{n} GPUs ${cost:.3g} in {seconds[n]:.3g} s" for n, cost in costs.items())
@@ -180,7 +175,7 @@ def infeasible(plan: Plan) -> list[str]:
     largest = max(least.memory, key=lambda name: least.memory[name])
     # GPUs → least bytes per GPU, with everything sharded, recomputed, and one sample at a time
     fixed = {"train.activation_checkpointing": "full", "train.micro_batch_size": 1}
-    found = {world: plan.elsewhere(world, fixed, batch=world) for world in (2**power for power in range(13))}
+    found = {world: plan.on_gpus(world, fixed, batch=world) for world in (2**power for power in range(13))}
     needs = {world: min(row.memory_bytes for row in rows) for world, rows in found.items() if rows}
     return [
         f"No layout fits: the smallest, {least.candidate.layout.name} with {settings_text(least)}, needs "
@@ -192,9 +187,9 @@ def infeasible(plan: Plan) -> list[str]:
 
 def _here(plan: Plan, needs: dict[int, float], largest: str) -> str:
     """Something else fixed, state in host memory, more GPUs, or a smaller model."""
-    world, there, precision = plan.machine.world, plan.machine.capacity, plan.rows[0].candidate.precision
+    world, there, precision = plan.machine.world, plan.machine.device.capacity, plan.rows[0].candidate.precision
     for offload in () if plan.machine.device.is_cpu else (False, True):
-        row = _best(plan.elsewhere(world, {"train.precision": precision, "parallel.offload": offload}))
+        row = _best(plan.on_gpus(world, {"train.precision": precision, "parallel.offload": offload}))
         if row is not None and row.fits:
             key = "parallel.offload=true, " if offload else ""
             return f"{key}{row.candidate.layout.name} with {settings_text(row)} ({figures(row)})"

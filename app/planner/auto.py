@@ -6,16 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.config import Config
-from app.config_io import with_values
 from app.errors import UserError
 from app.planner.advice import infeasible
 from app.planner.estimate import Estimate
 from app.planner.layouts import Candidate
 from app.planner.machine import Machine, running
 from app.planner.plan import GIB, Plan, estimator_of, make_plan, ranked, reader_of
-from app.planner.read import Reader
+from app.planner.read import Reader, first_line
 from app.tasks.base import Task
-from strategies import registry
 from strategies.dims import NAMES, Layout
 from strategies.layout import choose
 from strategies.pipeline.schedules import chunks_of
@@ -35,33 +33,12 @@ def candidate_of(config: Config, layout: Layout) -> Candidate:
     share = max(1, train.global_batch_size // dims.dp)
     size = min(train.micro_batch_size or share, share)
     pipeline = (parallel.schedule, chunks_of(parallel.schedule, parallel.chunks)) if dims.pp > 1 else ("", 1)
-    strategy, mode = registry.data_strategy(layout), train.activation_checkpointing
-    return Candidate(layout, strategy, size, -(-share // size), mode, train.precision, *pipeline, parallel.offload)
+    mode, precision = train.activation_checkpointing, train.precision
+    return Candidate(layout, size, -(-share // size), mode, precision, *pipeline, parallel.offload)
 
 
-class FitsNowhere(UserError):
+class NoLayoutFits(UserError):
     """No layout of the model fits the machine's memory."""
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What a plan expects of a run."""
-
-    seconds: float  # per step
-    bytes: float  # of the fullest worker
-
-    def compare(self, seconds: float, memory: float) -> dict[str, float]:
-        """Beside what was measured, as metrics to log. seconds: per step. memory: bytes that the model brought on the
-        fullest worker, 0 where that is not known."""
-        metrics = {
-            "plan/step_seconds": self.seconds,
-            "plan/step_seconds_measured": seconds,
-            "plan/step_error": self.seconds / seconds - 1,
-            "plan/memory_bytes": self.bytes,
-        }
-        if memory > 0:
-            metrics |= {"plan/memory_bytes_measured": memory, "plan/memory_error": self.bytes / memory - 1}
-        return metrics
 
 
 @dataclass(frozen=True)
@@ -73,11 +50,7 @@ class Choice:
     """Why, for a person."""
     values: dict[str, Any] = field(default_factory=dict)
     """What it sets of the configuration, by key."""
-    prediction: Prediction | None = None
-
-    def in_config(self, config: Config) -> Config:
-        """The configuration with what was chosen in it."""
-        return with_values(config, self.values)
+    prediction: Estimate | None = None
 
 
 def choose_layout(
@@ -89,7 +62,7 @@ def choose_layout(
     kept in host memory, only if nothing fits otherwise. Where planning is impossible the layout is what the degrees
     say, and the sentence says so. per_node: workers of one node, where that is known.
     Raises:
-        FitsNowhere: what is needed, what is there, and what would do.
+        NoLayoutFits: what is needed, what is there, and what would do.
     """
     degrees = {name: getattr(config.parallel, name) for name in NAMES}
     written = {f"parallel.{name}" for name, value in degrees.items() if value is not None}
@@ -97,12 +70,11 @@ def choose_layout(
         return Choice(choose("auto", workers, **degrees))
     try:
         return _planned(config, task, machine or running(workers, per_node), written)
-    except FitsNowhere:
+    except NoLayoutFits:
         raise
     except Exception as error:  # whatever is wrong with a plan, the run itself may be right
         layout = choose("auto", workers, **degrees)
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return Choice(layout, f"strategy auto is {layout}, without a plan: {first}")
+        return Choice(layout, f"strategy auto is {layout}, without a plan: {first_line(error)}")
 
 
 def _planned(config: Config, task: Task, machine: Machine, given: set[str]) -> Choice:
@@ -115,7 +87,7 @@ def _planned(config: Config, task: Task, machine: Machine, given: set[str]) -> C
     plan = make_plan(config, task, machine, given=frozenset(given))
     row = _least_change(plan, cut)
     if row is None:
-        raise FitsNowhere("strategy auto finds no layout that fits. " + " ".join(infeasible(plan)))
+        raise NoLayoutFits("strategy auto finds no layout that fits. " + " ".join(infeasible(plan)))
     candidate = row.candidate
     values: dict[str, Any] = {
         "train.micro_batch_size": candidate.micro_batch,
@@ -132,7 +104,7 @@ def _planned(config: Config, task: Task, machine: Machine, given: set[str]) -> C
         f"{candidate.checkpointing}: predicted {row.step_seconds:.3g} s per step and "
         f"{row.memory_bytes / GIB:.2f} GiB per worker"
     )
-    return Choice(candidate.layout, sentence, values, Prediction(row.step_seconds, row.memory_bytes))
+    return Choice(candidate.layout, sentence, values, row)
 
 
 def _least_change(plan: Plan, cut: bool) -> Estimate | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import RunFailed
-from app.planner.device import Device, device, is_fitted, remember
+from app.planner.device import Device, device, remember
 from app.planner.processes import in_processes
 from cluster.hardware import HardwareError, add_gpu, gpu
 from cluster.remote import free_port
@@ -144,7 +144,7 @@ def _alone(own: Any) -> dict[str, Any]:
         found |= {"peak": reached, "matmul": dict.fromkeys(reached, 1.0), "memory_bandwidth": bandwidth, "stream": 1.0}
     elif known is not None:
         found["matmul"] = {precision: rate / known.gpu.rate(precision) for precision, rate in reached.items()}
-        if not is_fitted(name):
+        if not known.fitted:
             found["stream"] = min(1.0, known.stream * bandwidth / known.gpu.memory_bandwidth / ADD)
     else:
         usual = device("a100-80gb").matmul

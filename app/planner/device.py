@@ -57,6 +57,7 @@ class Device:
     split: float = 0.03  # share that schedules which compute the gradients of weights apart lose
     context: float = 1.2e9  # bytes of a device that the process and the libraries take
     fragmentation: float = 0.03  # share of what is allocated that cannot be used
+    fitted: bool = False  # to published trainings, which tell more than a product or an addition alone
     measured: bool = False
 
     @property
@@ -98,7 +99,7 @@ def device(name: str, measured: dict[str, Any] | None = None) -> Device:
     found, constants = gpu(name), _constants()
     values: dict[str, Any] = dict(constants["default"])
     for family in constants["families"].values():
-        values |= family if found.name in family["gpus"] else {}
+        values |= family | {"fitted": True} if found.name in family["gpus"] else {}
     values |= constants["gpus"].get(found.name, {}) | (measured or {})
     about_gpu = {key: values[key] for key in ("memory_bytes", "memory_bandwidth", "link_within") if key in values}
     base = Device(replace(found, peak=found.peak | values.get("peak", {}), **about_gpu))
@@ -126,11 +127,6 @@ def remember(gpu: str, values: dict[str, Any]) -> Path:
 
 def _remembered_in(gpu: str) -> Path:
     return cache_folder() / "planner" / f"rates-{gpu}.json"
-
-
-def is_fitted(name: str) -> bool:
-    """Whether published trainings on this GPU gave constants that a product alone or an addition cannot give."""
-    return any(name in family["gpus"] for family in _constants()["families"].values())
 
 
 @functools.cache

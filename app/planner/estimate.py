@@ -19,7 +19,7 @@ from app.planner.device import PartCost, Work, part_costs, way_of
 from app.planner.layouts import Candidate
 from app.planner.machine import Machine
 from app.planner.read import Reader
-from app.planner.timing import Case, Links, timing
+from app.planner.timing import Case, timing
 from app.planner.trace import AFTER, BEFORE
 from strategies.costs import RankSize, StepShape, UnitSize, rank_size, unit_size
 from strategies.fsdp import gradients_are_large, parameters_are_large
@@ -50,6 +50,19 @@ class Estimate:
         self.memory_bytes, self.step_seconds = sum(self.memory.values()), sum(self.seconds.values())
         self.fits = self.memory_bytes <= self.capacity
 
+    def compare(self, seconds: float, memory: float) -> dict[str, float]:
+        """Beside what a run measured, as metrics to log. seconds: per step. memory: bytes that the model brought on the
+        fullest worker, 0 where that is not known."""
+        metrics = {
+            "plan/step_seconds": self.step_seconds,
+            "plan/step_seconds_measured": seconds,
+            "plan/step_error": self.step_seconds / seconds - 1,
+            "plan/memory_bytes": self.memory_bytes,
+        }
+        if memory > 0:
+            metrics |= {"plan/memory_bytes_measured": memory, "plan/memory_error": self.memory_bytes / memory - 1}
+        return metrics
+
 
 class Stages(NamedTuple):
     """How a pipeline is cut. Counts are how many of each part a stage holds, in the parts' order."""
@@ -71,7 +84,6 @@ class Estimator:
     clips: bool = False
 
     def __post_init__(self) -> None:
-        self._links = Links(self.machine)
         self._parts = functools.cache(self._read_parts)
         self._units = functools.cache(self._read_units)
         self._rank = functools.cache(self._add_up)
@@ -84,7 +96,7 @@ class Estimator:
         stages = self._stages(work, dims.pp, candidate.schedule, candidate.chunks)
         wire = 2 if "bf16" in (options.reduce_dtype, options.compression) else 4
         whole = self._rank(way, dims.tp, dims.dp_shard, tuple(self.reader.costs(way).counts.values()))
-        numbers, memory_of_gpu = whole.root + whole.blocks, None if machine.device.is_cpu else machine.capacity
+        numbers, memory_of_gpu = whole.root + whole.blocks, None if machine.device.is_cpu else machine.device.capacity
         step = StepShape(
             dims.dp_replicate,
             dims.dp_shard,
@@ -100,16 +112,16 @@ class Estimator:
             self.optimizer,
         )
         parts, units = self._parts(work), self._units(way, dims.tp, dims.dp_shard)
-        case = Case(candidate, machine, self._links, work, step, parts, units, stages.slowest, options)
+        case = Case(candidate, machine, work, step, parts, units, stages.slowest, options)
         memory = self._memory(case, stages)
         decides = strategy.is_sharded and candidate.micro_batches > 1 and dims.pp == 1
         may_reduce_each = decides and strategy.reduces_each(options.accumulate_sharded, None) is None
-        if may_reduce_each and sum(memory.values()) > machine.capacity:  # then it does, at some cost of time
+        if may_reduce_each and sum(memory.values()) > machine.device.capacity:  # then it does, at some cost of time
             case = replace(case, step=replace(step, reduce_scatter_each_microbatch=True))
             memory = self._memory(case, stages)
         seconds, communication, flops = timing(case, self.reader.sample_bytes, self.clips)
         each = case.step.reduce_scatter_each_microbatch if decides else None
-        return Estimate(candidate, machine.capacity, memory, seconds, communication, flops, each, stages.sizes)
+        return Estimate(candidate, machine.device.capacity, memory, seconds, communication, flops, each, stages.sizes)
 
     # --- what layouts share -------------------------------------------------------------------------------------
 

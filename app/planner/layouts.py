@@ -27,7 +27,6 @@ class Candidate(NamedTuple):
     """One layout with all that a plan decides."""
 
     layout: Layout
-    strategy: Strategy  # what its data-parallel workers do
     micro_batch: int
     micro_batches: int
     checkpointing: str
@@ -39,6 +38,11 @@ class Candidate(NamedTuple):
     @property
     def dims(self) -> ParallelDims:
         return self.layout.dims
+
+    @property
+    def strategy(self) -> Strategy:
+        """What its data-parallel workers do."""
+        return registry.data_strategy(self.layout)
 
     @property
     def family(self) -> str:
@@ -120,7 +124,7 @@ def enumerate_layouts(space: Space, fixed: Fixed) -> list[Candidate]:
                 continue
             able = [p for p in precisions if all(p in record.precisions for record in registry.records(layout.name))]
             found += [
-                Candidate(layout, strategy, size, count, mode, precision, schedule, chunks, offload)
+                Candidate(layout, size, count, mode, precision, schedule, chunks, offload)
                 for size, count in ((size, -(-share // size)) for size in sizes)
                 for schedule, chunks in schedules_of(dims.pp, count, space.blocks, fixed)
                 for offload in _offloads(strategy, dims, space, fixed)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from app.errors import UserError
 from app.planner.device import Device, device, remembered
@@ -29,11 +31,61 @@ class Machine:
     across: float  # bytes/s of a node to others
     price_per_hour: float | None = None  # of one device
     name: str = ""
-    assumed: str = ""  # what was not known and is assumed, in words
+    assumed: str = ""  # what was not known and is assumed, a sentence
 
-    @property
-    def capacity(self) -> float:
-        return self.device.capacity
+    @functools.cached_property
+    def links(self) -> Links:
+        return Links(self)
+
+
+class Route(NamedTuple):
+    """What a group of ranks waits for."""
+
+    per_byte: float  # seconds
+    hops: float  # seconds of all hops of a ring
+    tree: float  # seconds of all hops of a tree
+    link: str  # "within" a node or "across" nodes: the slower one
+
+
+class Links:
+    """What connects a machine's devices."""
+
+    def __init__(self, machine: Machine) -> None:
+        device = machine.device
+        self.within = device.gpu.link_within * device.within  # bytes/s per device
+        self.across = machine.across * device.across  # bytes/s per node
+        self.per_node = min(machine.per_node, machine.world)  # devices of a node that are used
+        self.hop_within, self.hop_across = device.latency_within, device.latency_across  # seconds
+        self.route = functools.cache(self._route)
+
+    def gather(self, size: float, ways: int, stride: int) -> float:
+        """An all-gather to, or reduce-scatter from, `size` bytes over `ways` ranks that are `stride` apart."""
+        route = self.route(ways, stride)
+        return size * route.per_byte + route.hops
+
+    def reduce(self, size: float, ways: int, stride: int) -> float:
+        """An all-reduce of `size` bytes: a reduce-scatter and an all-gather; hops in a tree."""
+        route = self.route(ways, stride)
+        return 2 * (size * route.per_byte + route.tree)
+
+    def send(self, size: float, stride: int) -> float:
+        """From one stage to the next, `stride` ranks away; all of a node's devices send at once."""
+        if stride >= self.per_node:
+            return size * self.per_node / self.across + self.hop_across
+        return size / self.within + self.hop_within
+
+    def _route(self, ways: int, stride: int) -> Route:
+        members = min(max(self.per_node // stride, 1), ways)  # per node
+        members = members if ways % members == 0 else 1
+        nodes = ways // members
+        inside = (ways - 1) / ways / self.within
+        outside = (nodes - 1) / nodes * max(1.0, self.per_node / members) / self.across
+        return Route(
+            max(inside, outside),
+            (members - 1) * self.hop_within + (nodes - 1) * self.hop_across,
+            math.log2(members) * self.hop_within + math.log2(nodes) * self.hop_across,
+            "across" if nodes > 1 and outside >= inside else "within",
+        )
 
 
 @dataclass(frozen=True)
@@ -148,7 +200,7 @@ def _of_cluster(shape: ClusterShape, asked: Asked, world: int | None) -> Machine
     if asked.gpu == "cpu" or (not shape.max_gpus and not asked.cluster and asked.gpu is None):
         node = max(shape.types, key=lambda n: n.cpus * n.max_nodes)
         found = cpus(world or 2, max(1, int(node.cpus)), across)  # two, as `train` does with workers=auto
-        said = "" if asked.gpu else "this cluster has no GPUs: the plan is for CPUs like this machine's"
+        said = "" if asked.gpu else "This cluster has no GPUs: the plan is for CPUs like those of this machine."
         return replace(found, name=shape.name, assumed=said or found.assumed)
     return of_shape(shape, world, asked.gpu, across)
 
@@ -163,7 +215,7 @@ def _of_node(node: NodeType, world: int, name: str) -> Machine:
         values.setdefault("link_within", node.link_within)
     if node.gpu == "cpu":
         values["memory_bytes"] = int(node.memory_bytes / node.gpus)
-    unknown = "the network between nodes is not known: the plan assumes 100 Gbit/s (set it with --interconnect)"
+    unknown = "The network between nodes is not known: the plan assumes 100 Gbit/s (set it with --interconnect)."
     return Machine(
         device(node.gpu, values),
         world,

@@ -17,8 +17,6 @@ from app.planner.plan import GIB, Plan
 from strategies.dims import NAMES
 
 COLUMNS = ("strategy", "degrees", "micro", "recompute", "precision", "GiB", "s/step", "per second", "MFU", "$/step")
-DRAWN = 600
-"""Layouts of a strategy that a picture shows."""
 
 
 def text(plan: Plan, top: int = 8) -> str:
@@ -26,7 +24,7 @@ def text(plan: Plan, top: int = 8) -> str:
     machine, read = plan.machine, plan.reader
     lines = [
         f"{quantity(read.parameters / 1e6)} million parameters in {read.blocks} blocks, on {machine.world} × "
-        f"{machine.device.gpu.name} ({machine.capacity / GIB:.0f} GiB each, {machine.per_node} to a node)",
+        f"{machine.device.gpu.name} ({machine.device.capacity / GIB:.0f} GiB each, {machine.per_node} to a node)",
         f"{len(plan.rows):,} layouts, of which {sum(row.fits for row in plan.rows):,} fit",
         *([f"note: {read.note}"] if read.note else []),
         "",
@@ -96,7 +94,7 @@ def as_json(plan: Plan, top: int) -> dict[str, Any]:
             "gpus": machine.world,
             "gpus_per_node": machine.per_node,
             "memory_bytes": int(gpu.memory_bytes),
-            "usable_bytes": int(machine.capacity),
+            "usable_bytes": int(machine.device.capacity),
             "link_within": gpu.link_within,
             "link_across": machine.across,
             "price_per_gpu_hour": machine.price_per_hour,
@@ -154,12 +152,12 @@ def picture(plan: Plan, path: str | Path) -> None:
     figure, axis = plt.subplots(figsize=(6, 4.5))
     for i, family in enumerate(dict.fromkeys(sorted(row.candidate.family for row in plan.rows))):
         rows = [row for row in plan.rows if row.candidate.family == family]
-        axis.scatter(*points(rows[:: max(1, len(rows) // DRAWN)]), s=4, alpha=0.4, label=family, color=f"C{i}")
+        axis.scatter(*points(rows[:: max(1, len(rows) // 600)]), s=4, alpha=0.4, label=family, color=f"C{i}")
     edge: list[Estimate] = []  # the rows that no other beats in both memory and time
     for row in sorted(plan.rows, key=lambda row: (row.memory_bytes, row.step_seconds)):
         edge += [row] if not edge or row.step_seconds < edge[-1].step_seconds else []
     axis.plot(*points(edge), "k-", lw=0.8, label="frontier")
-    axis.axvline(plan.machine.capacity / GIB, color="r", ls="--", lw=0.8, label="a GPU's memory")
+    axis.axvline(plan.machine.device.capacity / GIB, color="r", ls="--", lw=0.8, label="a GPU's memory")
     axis.plot(*points([plan.best] if plan.best else []), "k*", ms=9, label="best")
     title = f"{plan.machine.world} × {plan.machine.device.gpu.name}"
     axis.set(xscale="log", yscale="log", title=title, xlabel="GiB per GPU", ylabel="s per step")

@@ -46,7 +46,7 @@ class Plan:
         epochs = (train.epochs or 1.0) * self.reader.samples / train.global_batch_size
         return train.steps or max(1, math.ceil(epochs))
 
-    def elsewhere(self, world: int, fixed: Fixed, *, batch: int | None = None) -> list[Estimate]:
+    def on_gpus(self, world: int, fixed: Fixed, *, batch: int | None = None) -> list[Estimate]:
         """Layouts of the same model, without pipelines, on another number of these devices."""
         machine = replace(self.machine, world=world, per_node=min(world, 8 if batch else self.machine.per_node))
         space = replace(

@@ -13,6 +13,7 @@ import csv
 import functools
 import math
 import statistics
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,10 +95,6 @@ class Compared:
     predicted: float
     plan: Estimate
 
-    @property
-    def error(self) -> float:
-        return self.predicted / self.tokens_per_second - 1
-
 
 def compare(entry: dict[str, str]) -> Compared:
     """The one layout that the row is, planned.
@@ -113,7 +110,7 @@ def compare(entry: dict[str, str]) -> Compared:
     options = Options(reduce_dtype="bf16", reshard_after_forward=reshards, accumulate_sharded=True)
     layout, on = choose(registry.by_degrees("dp_shard").name, gpus), device(gpu)
     machine = Machine(replace(on, step=on.trainer), gpus, 8, BETWEEN_NODES[gpu.partition("-")[0]])
-    candidate = Candidate(layout, registry.data_strategy(layout), size, count, mode, precision)
+    candidate = Candidate(layout, size, count, mode, precision)
     reader = reader_of(width, heads, words, length).with_blocks(layers)
     plan = Estimator(reader, machine, options).estimate(candidate)
     chosen = (width // 256 + length // 512 + gpus // 8 + size) % 2 == 0
@@ -140,15 +137,16 @@ def report(path: str) -> tuple[dict[str, Any], str]:
     except (KeyError, ValueError) as error:
         raise UserError(f"{path} is not a table of published runs: {error} is missing or not a number") from error
     figures: dict[str, Any] = {"rows": len(compared), "not_fitting": sum(not one.plan.fits for one in compared)}
-    lines = [f"{'run':42s} {'tokens/s':>11s} {'predicted':>11s}  error     GiB"]
+    lines, errors = [f"{'run':42s} {'tokens/s':>11s} {'predicted':>11s}  error     GiB"], defaultdict[bool, Any](list)
     for one in compared:
+        off = one.predicted / one.tokens_per_second - 1
+        errors[one.is_held_out].append(abs(off))
         lines.append(
-            f"{one.name:42s} {one.tokens_per_second:11,.0f} {one.predicted:11,.0f} {100 * one.error:+5.0f}% "
+            f"{one.name:42s} {one.tokens_per_second:11,.0f} {one.predicted:11,.0f} {100 * off:+5.0f}% "
             f"{one.plan.memory_bytes / GIB:7.1f}{'' if one.plan.fits else '  does not fit'}"
         )
     for name, held_out in (("fitted", False), ("held out", True)):
-        errors = [abs(one.error) for one in compared if one.is_held_out == held_out]
-        figures[name] = statistics.median(errors or [math.nan])
+        figures[name] = statistics.median(errors[held_out] or [math.nan])
         lines.append(f"{name}: median error {100 * figures[name]:.1f} % of tokens per second")
     lines.append(f"{figures['not_fitting']} of {len(compared)} published micro-batches do not fit by prediction")
     return figures, "\n".join(lines)

@@ -15,11 +15,8 @@ a node; the other ranks of the node run the same collective in groups of their o
 
 from __future__ import annotations
 
-import functools
-import math
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from app.planner.device import PartCost, Work
 from app.planner.layouts import Candidate
@@ -37,63 +34,12 @@ THIRD = Times(1 / 3, 1 / 3, 1 / 3)
 """Of a micro-batch's time, forward, the gradients of inputs, and those of weights take about a third each."""
 
 
-class Route(NamedTuple):
-    """What a group of ranks waits for."""
-
-    per_byte: float  # seconds
-    hops: float  # seconds of all hops of a ring
-    tree: float  # seconds of all hops of a tree
-    link: str  # "within" a node or "across" nodes: the slower one
-
-
-class Links:
-    """What connects a machine's devices."""
-
-    def __init__(self, machine: Machine) -> None:
-        device = machine.device
-        self.within = device.gpu.link_within * device.within  # bytes/s per device
-        self.across = machine.across * device.across  # bytes/s per node
-        self.per_node = min(machine.per_node, machine.world)  # devices of a node that are used
-        self.hop_within, self.hop_across = device.latency_within, device.latency_across  # seconds
-        self.route = functools.cache(self._route)
-
-    def gather(self, size: float, ways: int, stride: int) -> float:
-        """An all-gather to, or reduce-scatter from, `size` bytes over `ways` ranks that are `stride` apart."""
-        route = self.route(ways, stride)
-        return size * route.per_byte + route.hops
-
-    def reduce(self, size: float, ways: int, stride: int) -> float:
-        """An all-reduce of `size` bytes: a reduce-scatter and an all-gather; hops in a tree."""
-        route = self.route(ways, stride)
-        return 2 * (size * route.per_byte + route.tree)
-
-    def send(self, size: float, stride: int) -> float:
-        """From one stage to the next, `stride` ranks away; all of a node's devices send at once."""
-        if stride >= self.per_node:
-            return size * self.per_node / self.across + self.hop_across
-        return size / self.within + self.hop_within
-
-    def _route(self, ways: int, stride: int) -> Route:
-        members = min(max(self.per_node // stride, 1), ways)  # per node
-        members = members if ways % members == 0 else 1
-        nodes = ways // members
-        inside = (ways - 1) / ways / self.within
-        outside = (nodes - 1) / nodes * max(1.0, self.per_node / members) / self.across
-        return Route(
-            max(inside, outside),
-            (members - 1) * self.hop_within + (nodes - 1) * self.hop_across,
-            math.log2(members) * self.hop_within + math.log2(nodes) * self.hop_across,
-            "across" if nodes > 1 and outside >= inside else "within",
-        )
-
-
 @dataclass(frozen=True)
 class Case:
     """One layout with all that its time depends on. Lists have an entry per part of the model."""
 
     candidate: Candidate
     machine: Machine
-    link: Links
     work: Work
     step: StepShape
     parts: list[PartCost]
@@ -127,7 +73,11 @@ def timing(case: Case, sample_bytes: float, clips: bool) -> tuple[dict[str, floa
     compute = sum((part.forward + part.backward) * n for part, n in zip(case.parts, case.counts))
     lost = device.stage + device.split * (candidate.schedule in SPLIT) if dims.pp > 1 else 0.0
     _tensor(case, exposed)
-    _data_parallel(case, exposed)
+    if dims.dp > 1 and candidate.strategy.is_sharded:
+        for part, unit, count in zip(case.parts, case.units, case.counts):
+            _unit(case, part, unit, count, exposed)
+    elif dims.dp > 1:
+        _average(case, exposed)
     _sends(case, exposed)
     talk = exposed.seconds
     talk["pipeline_send"] += lost * compute * many
@@ -146,7 +96,7 @@ def timing(case: Case, sample_bytes: float, clips: bool) -> tuple[dict[str, floa
 
 
 def _tensor(case: Case, exposed: Exposed) -> None:
-    tp, link = case.candidate.dims.tp, case.link
+    tp, link = case.candidate.dims.tp, case.machine.links
     if tp == 1:
         return
     sent = sum(part.sent * n for part, n in zip(case.parts, case.counts))
@@ -155,15 +105,6 @@ def _tensor(case: Case, exposed: Exposed) -> None:
     seconds = link.gather(sent * tp / (tp - 1), tp, 1) + max(calls - 1, 0) * hops
     names = ("all_gather", "reduce_scatter") if case.options.sequence_parallel else ("all_reduce",)
     exposed.add("tensor", seconds * case.candidate.micro_batches, link.route(tp, 1).link, *names)
-
-
-def _data_parallel(case: Case, exposed: Exposed) -> None:
-    if case.candidate.dims.dp > 1 and case.candidate.strategy.is_sharded:
-        for part, unit, count in zip(case.parts, case.units, case.counts):
-            if count:
-                _unit(case, part, unit, count, exposed)
-    elif case.candidate.dims.dp > 1:
-        _average(case, exposed)
 
 
 def _unit(case: Case, part: PartCost, unit: UnitSize, count: int, exposed: Exposed) -> None:
@@ -193,7 +134,7 @@ def _unit(case: Case, part: PartCost, unit: UnitSize, count: int, exposed: Expos
 
 def _seconds(case: Case, collective: Collective) -> tuple[float, str]:
     """Of one such collective, and the link that it waits for."""
-    dims, link = case.candidate.dims, case.link
+    dims, link = case.candidate.dims, case.machine.links
     ways = getattr(dims, collective.over)
     stride = dims.tp * (dims.dp_shard if collective.over == "dp_replicate" else 1)
     take = link.reduce if collective.name == "all_reduce" else link.gather
@@ -202,7 +143,7 @@ def _seconds(case: Case, collective: Collective) -> tuple[float, str]:
 
 def _average(case: Case, exposed: Exposed) -> None:
     """All parts' gradients in buckets, behind the last backward."""
-    dims, link, device = case.candidate.dims, case.link, case.machine.device
+    dims, link, device = case.candidate.dims, case.machine.links, case.machine.device
     found = [
         (collective, n)
         for unit, n in zip(case.units, case.counts)
@@ -221,7 +162,7 @@ def _average(case: Case, exposed: Exposed) -> None:
 
 def _sends(case: Case, exposed: Exposed) -> None:
     """An activation on and a gradient back for each chunk; about half of it is hidden."""
-    candidate, link = case.candidate, case.link
+    candidate, link = case.candidate, case.machine.links
     if candidate.dims.pp > 1:
         stride = candidate.dims.dp * candidate.dims.tp
         seconds = link.send(max(part.boundary for part in case.parts), stride) * candidate.chunks
@@ -244,7 +185,7 @@ def _optimizer(case: Case, clips: bool) -> float:
     sharded = candidate.strategy.is_sharded
     held = sum((u.sharded_gradients if sharded else u.gradients) * n for u, n in zip(case.units, case.counts))
     moved = held * (3 + 2 * STATES.get(case.step.optimizer, 2) + clips)
-    norm = case.link.reduce(4.0, machine.world, 1) if clips else 0.0
+    norm = case.machine.links.reduce(4.0, machine.world, 1) if clips else 0.0
     if candidate.offload:  # over PCIe: the shards up for each gathering, the gradients down
         return moved / HOST_MEMORY + norm + (1 + 2 * candidate.micro_batches) * held / HOST_LINK
     return moved / device.bandwidth + norm

@@ -50,19 +50,17 @@ def max_batch(plan: Plan) -> tuple[str, Estimate | None, dict[str, Any]]:
 
     def runs(place: int) -> bool:
         tree = _experiment(plan, row, sizes[place])
-        tries[sizes[place]] = trial = run(tree, plan.machine.world, plan.machine.capacity)
+        tries[sizes[place]] = trial = run(tree, plan.machine.world, plan.machine.device.capacity)
         return trial.seconds is not None
 
     place = search(max(len(fitting) - 1, 0), sizes, runs)
-    layout = plan.layout(row)
-    found = {key: layout[key] for key in ("strategy", "parallel", "activation_checkpointing", "precision")}
     largest, predicted = sizes[place] if place >= 0 else 0, fitting[-1] if fitting else 0
-    found |= {"predicted": predicted, "largest": largest, "share": sizes[-1]}
+    found: dict[str, Any] = {"predicted": predicted, "largest": largest, "share": sizes[-1]}
     found["tries"] = [{"micro_batch_size": size, **asdict(trial)} for size, trial in tries.items()]
     said = f"{largest} is the largest that runs ({tries[largest].bytes / GIB:.2f} GiB)" if largest else "none runs"
     failed = min((size for size, trial in tries.items() if trial.seconds is None), default=None)
     end = f"{failed} does not ({tries[failed].failure})" if failed else "it is the worker's whole share of the batch"
-    sentence = f"largest micro-batch under {layout['strategy']}: predicted {predicted}, tried: {said}; {end}"
+    sentence = f"largest micro-batch under {row.candidate.layout.name}: predicted {predicted}, tried: {said}; {end}"
     return sentence, _with_size(plan, row, largest) if largest else None, found
 
 

@@ -23,7 +23,7 @@ from strategies.parallelize import Layout, ParallelDims, check, choose
 from strategies.tensor.plan import SYNONYMS
 
 if TYPE_CHECKING:
-    from app.planner.auto import Prediction
+    from app.planner.estimate import Estimate
 
 __all__ = ["Prepared", "check_devices", "prepare", "read_task"]
 
@@ -36,7 +36,7 @@ class Prepared:
     samples: int  # to train on
     description: str
     notes: tuple[str, ...] = ()  # what was decided and a person should hear, one sentence each
-    prediction: Prediction | None = None  # of the planner, where it chose the layout
+    prediction: Estimate | None = None  # of the planner, where it chose the layout
 
 
 def read_task(config: Config) -> Task:
@@ -104,7 +104,7 @@ def _without_effect(config: Config, layout: Layout, steps: int) -> tuple[str, ..
 
 def _layout(
     config: Config, task: Task, workers: int, devices_per_node: int | None
-) -> tuple[Config, Layout, tuple[str, ...], Prediction | None]:
+) -> tuple[Config, Layout, tuple[str, ...], Estimate | None]:
     """The layout that the configuration means, what a person should hear of it, and what the planner expects of it.
 
     auto asks the planner, which also sets what of the configuration is open. Under torchrun rank 0 alone is here.
@@ -113,7 +113,12 @@ def _layout(
         from app.planner.auto import choose_layout
 
         found = choose_layout(config, task, workers, per_node=devices_per_node)
-        return found.in_config(config), found.layout, (found.sentence,) if found.sentence else (), found.prediction
+        return (
+            with_values(config, found.values),
+            found.layout,
+            (found.sentence,) if found.sentence else (),
+            found.prediction,
+        )
     wanted = config.parallel
     layout = choose(
         config.strategy,

@@ -15,17 +15,16 @@ import pytest
 from click.testing import CliRunner
 
 from app.cli import group
-from app.config_io import load_config
+from app.config_io import load_config, with_values
 from app.errors import UserError
 from app.planner import published
 from app.planner.advice import advice, families, settings_text
-from app.planner.auto import FitsNowhere, choose_layout, predict
+from app.planner.auto import NoLayoutFits, choose_layout, predict
 from app.planner.estimate import Estimate
 from app.planner.layouts import Space, enumerate_layouts
 from app.planner.machine import cpus
 from app.planner.output import cells, picture
 from app.planner.read import Reader
-from app.planner.timing import Links
 from cluster import hardware
 from strategies import registry
 from strategies.dims import NAMES, LayoutError
@@ -72,7 +71,7 @@ def test_every_entry_of_the_catalogue_is_complete() -> None:
 
 def test_a_collective_waits_for_the_slowest_link() -> None:
     machine = gpus(64)
-    link, device = Links(machine), machine.device
+    link, device = machine.links, machine.device
     within = link.gather(1e9, 8, 1)
     assert within == pytest.approx(1e9 * 7 / 8 / (450e9 * device.within), rel=0.02)
     assert link.gather(1e9, 16, 1) > within and link.route(16, 8).link == "across" and link.route(8, 1).link == "within"
@@ -341,7 +340,7 @@ def test_auto_plans_for_one_worker_too(tiny: Reader) -> None:
     found = choose_layout(load_config([], [*TINY, "strategy=auto"]), tiny.task, 1)
     assert found.layout.name == "single" and "predicted" in found.sentence
     whole = load_config([], [*TINY, "strategy=auto", "train.global_batch_size=1024"])
-    chosen = choose_layout(whole, tiny.task, 1).in_config(whole)
+    chosen = with_values(whole, choose_layout(whole, tiny.task, 1).values)
     assert chosen.train.micro_batch_size == 1024, "a small model takes its whole share"
 
 
@@ -358,7 +357,7 @@ def _with_memory(machine: Any, size: float) -> Any:
 
 
 def test_auto_does_not_start_what_fits_nowhere(tiny: Reader) -> None:
-    with pytest.raises(FitsNowhere, match=r"auto finds no layout that fits.*smallest cluster"):
+    with pytest.raises(NoLayoutFits, match=r"auto finds no layout that fits.*smallest cluster"):
         choose_layout(load_config([], [*TINY, "strategy=auto"]), tiny.task, 2, _with_memory(cpus(2), 10_000))
 
 
@@ -369,7 +368,7 @@ def test_auto_keeps_state_in_host_memory_where_nothing_else_fits() -> None:
     plan = plan_of(reader, machine, "train.global_batch_size=8", given=("parallel.offload", "train.precision"))
     least = 0.55 * min(row.memory_bytes for row in plan.rows)
     found = choose_layout(config, reader.task, 2, _with_memory(machine, least))
-    chosen = found.in_config(config)
+    chosen = with_values(config, found.values)
     assert chosen.parallel.offload and found.layout.dims.dp_shard == 2 and chosen.train.micro_batch_size
     assert not config.parallel.offload, "another configuration"
 
@@ -377,9 +376,9 @@ def test_auto_keeps_state_in_host_memory_where_nothing_else_fits() -> None:
 def test_predictions_stand_beside_measurements(tiny: Reader) -> None:
     prediction = choose_layout(load_config([], [*TINY, "strategy=auto"]), tiny.task, 2).prediction
     assert prediction is not None
-    found = prediction.compare(2 * prediction.seconds, 0.0)
+    found = prediction.compare(2 * prediction.step_seconds, 0.0)
     assert found["plan/step_error"] == -0.5 and "plan/memory_error" not in found
-    assert prediction.compare(1.0, 2 * prediction.bytes)["plan/memory_error"] == -0.5
+    assert prediction.compare(1.0, 2 * prediction.memory_bytes)["plan/memory_error"] == -0.5
 
 
 # --- published runs ---------------------------------------------------------------------------------------------
