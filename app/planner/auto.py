@@ -12,7 +12,7 @@ from app.planner.estimate import Estimate
 from app.planner.layouts import Candidate
 from app.planner.machine import Machine, running
 from app.planner.plan import GIB, Plan, estimator_of, make_plan, ranked, reader_of
-from app.planner.read import Reader, first_line
+from app.planner.read import Reader
 from app.tasks.base import Task
 from strategies.dims import NAMES, Layout
 from strategies.layout import choose
@@ -74,7 +74,7 @@ def choose_layout(
         raise
     except Exception as error:  # whatever is wrong with a plan, the run itself may be right
         layout = choose("auto", workers, **degrees)
-        return Choice(layout, f"strategy auto is {layout}, without a plan: {first_line(error)}")
+        return Choice(layout, f"strategy auto is {layout}, without a plan: {str(error) or type(error).__name__}")
 
 
 def _planned(config: Config, task: Task, machine: Machine, given: set[str]) -> Choice:

@@ -157,7 +157,7 @@ class Reader:
             raise
         except Exception as error:
             self._real = True
-            self.note = f"the model cannot be built on the meta device ({first_line(error)}): built and run for real"
+            self.note = f"the model cannot be built on the meta device ({_first_line(error)}): built and run for real"
             return self.task.build_model()
 
     def _traces(self, way: str) -> dict[tuple[int, int], Trace]:
@@ -168,7 +168,7 @@ class Reader:
             return found | {(batch, t): self._traced(batch, t, way) for t in degrees for batch in BATCHES}
         except Exception as error:
             self.tp = 0
-            self.note = self.note or f"tensor parallelism is left out: {first_line(error)}"
+            self.note = self.note or f"tensor parallelism is left out: {_first_line(error)}"
             return found
 
     def _trace(self, batch: int, way: str) -> Trace:
@@ -177,7 +177,7 @@ class Reader:
                 return self._traced(batch, 1, way)
             except Exception as error:
                 self._real = True
-                self.note = f"the model's code looks at values ({first_line(error)}): run for real, once, on the CPU"
+                self.note = f"the model's code looks at values ({_first_line(error)}): run for real, once, on the CPU"
         _require_room(self.parameters * (8 if way == CAST else 12))
         return self._traced(batch, 1, way)
 
@@ -228,7 +228,7 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
     return tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, tree)
 
 
-def first_line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
 
 
