@@ -333,7 +333,8 @@ def test_one_writer_delivers_a_run_and_its_children(uri: str, tmp_path: Path) ->
     delivery = children[0].finish("FAILED", message="diverged")
     assert delivery.complete and not (children[0].folder / "writer.log").exists()
     wait_until(lambda: store.runs("child-0") and store.status("child-0") == "FAILED")
-    assert store.status("child-1") == "RUNNING" and store.steps("loss", "child-1") == [1]
+    wait_until(lambda: store.runs("child-1") and store.steps("loss", "child-1") == [1])
+    assert store.status("child-1") == "RUNNING"
     os.close(children[1]._driver or -1)  # as the kernel does for a process that was killed
     wait_until(lambda: store.status("child-1") == "KILLED")
     parent.metrics(7, {"best": 0.5})
