@@ -97,6 +97,6 @@ def _forked() -> int | None:
 
     words = sys.argv[1:]
     files = [word for word in words[1:] if "=" not in word and not word.startswith("-")]
-    elsewhere = "RANK" in os.environ or {"launcher=local", "launcher=torchrun"} & set(words)
+    without_ray = "RANK" in os.environ or {"launcher=local", "launcher=torchrun"} & set(words)
     # What is wrong with a file's name is said sooner without.
-    return run_forked(words, PRELOAD) if files and all(map(os.path.isfile, files)) and not elsewhere else None
+    return run_forked(words, PRELOAD) if files and all(map(os.path.isfile, files)) and not without_ray else None

@@ -7,16 +7,14 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
+from app.config import Config
 from app.console import Console
 from app.errors import Interrupted, RunFailed, UserError
-
-if TYPE_CHECKING:
-    from app.config import Config
 
 USER_ERRORS = ("UserError", "LayoutError", "ClusterError", "HardwareError")  # by name, so that help imports no torch
 COMMON = {

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from app.cli.common import Invocation, experiment_arguments, read, split, verb
+from app.config import Config
 from app.errors import UserError
-
-if TYPE_CHECKING:
-    from app.config import Config
 
 LAYOUT = ("strategy", "parallel.dp_replicate", "parallel.dp_shard", "parallel.tp", "parallel.pp", "parallel.offload")
 """Keys that --max-batch keeps as the file has them, beside precision, recomputation and a pipeline's schedule."""

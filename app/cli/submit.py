@@ -116,5 +116,4 @@ def stop(cli: Invocation, job_id: str, server: Server) -> None:
 
     with server:
         status = end(server, job_id, cli.console.say)
-    words = {"succeeded": "finished"}.get(status, status)
-    cli.answer({"status": status, "job": job_id}, f"{job_id} has {words}")
+    cli.answer({"status": status, "job": job_id}, f"{job_id} has {status.replace('succeeded', 'finished')}")
