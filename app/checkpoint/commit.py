@@ -23,7 +23,6 @@ from app.errors import UserError
 from app.storage import Storage
 
 MARKER = "COMMIT.json"
-FORMAT = 1
 _FOLDER = re.compile(r"step-(\d+)(?:-.*)?$")
 _BLOCK = 4 << 20
 
@@ -76,7 +75,6 @@ def folder_name(step: int, attempt: str, taken: list[str]) -> str:
 def encode(commit: Commit) -> bytes:
     """The marker's content."""
     body: dict[str, Any] = {
-        "format": FORMAT,
         "step": commit.step,
         "sequence": commit.sequence,
         "attempt": commit.attempt,
@@ -93,8 +91,6 @@ def decode(data: bytes, path: str) -> Commit:
     body = json.loads(data)
     if not isinstance(body, dict) or body.pop("sha256", None) != _digest(body):
         raise ValueError("checksum")
-    if body["format"] != FORMAT:
-        raise ValueError(f"format {body['format']}")
     files = {name: File(entry["size"], entry["sha256"]) for name, entry in body["files"].items()}
     return Commit(body["step"], path, body["meta"], files, body["metric"], body["attempt"], body["sequence"])
 
