@@ -10,7 +10,7 @@ ranks but the first. No step waits for the device; only boundaries do, about onc
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -59,9 +59,9 @@ def train(job: Job, place: Place, channel: Channel) -> Summary:
 
 
 class Training:
-    """One rank's part of a run: model, optimizer, data, and how far they are."""
+    """One rank's part of a run: model, optimizer, data, and how far they are. keeper: what its state is kept by."""
 
-    def __init__(self, job: Job, place: Place, channel: Channel) -> None:
+    def __init__(self, job: Job, place: Place, channel: Channel, keeper: Callable[..., Any] = Persistence) -> None:
         config = self.config = job.config
         self.job, self.place, self.channel, self.heartbeat = job, place, channel, channel.heartbeat
         self.heartbeat.phase = "starting"
@@ -85,7 +85,7 @@ class Training:
         )
         self.optimizer = self.parallel.prepare_optimizer(build_optimizer(config.optimizer, self.parallel.parameters()))
         self.scale = LossScale(config.train.precision == "fp16")
-        self.persistence = Persistence(job, place, channel, self.parallel, self.optimizer, self.scale)
+        self.persistence = keeper(job, place, channel, self.parallel, self.optimizer, self.scale)
         self.progress = Progress()
         self.items_per_sample = self._count_items()
         self.parameters = self._count_parameters()

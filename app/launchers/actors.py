@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util import placement_group_table
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from app.job import Job, Place
@@ -23,6 +25,8 @@ from app.launchers.room import node_selector, nodes_now
 from app.launchers.worker_process import RayChannel, enter, surroundings
 from app.launchers.workers import Failures, WorkerLost
 from cluster.connect import Cluster
+from cluster.pending import NodeState
+from strategies.layout import ParallelDims
 
 PROCESS_GROUP_SECONDS = 1800.0
 """The hang detector ends what hangs long before this."""
@@ -88,11 +92,14 @@ def _interface(ip: str) -> str | None:
 
 
 class ActorWorkers(RayWorkers):
-    """per_worker: Ray resources of one worker, where the configuration gives no stage's own."""
+    """per_worker: Ray resources of one worker, where the configuration gives no stage's own.
 
-    def __init__(self, per_worker: Resources, cluster: Cluster) -> None:
+    reserved: a placement group with a bundle for each worker, which stays; None: each attempt makes its own.
+    """
+
+    def __init__(self, per_worker: Resources, cluster: Cluster, reserved: PlacementGroup | None = None) -> None:
         super().__init__()
-        self.per_worker, self.cluster = per_worker, cluster
+        self.per_worker, self.cluster, self.reserved = per_worker, cluster, reserved
         self.group: Any = None
         self.calls: dict[Any, int] = {}
         self.actors: list[Any] = []
@@ -103,21 +110,15 @@ class ActorWorkers(RayWorkers):
         dims, excluded = job.layout.dims, job.config.cluster.exclude_nodes
         nodes = nodes_now(excluded)
         per_stage = resources_of_stages(job.config, dims, self.per_worker)
-        chosen = placement(dims, per_stage, nodes, self.cluster.max_resources)
         self.begin_attempt(dims.world_size)
         self.dead = {}
-        only = node_selector(excluded)
-        self.group = placement_group(
-            chosen.bundles,
-            strategy=chosen.strategy,
-            bundle_label_selector=[only] * len(chosen.bundles) if only else None,
-        )
+        self.group, bundle_of_rank = self._reserve(dims, per_stage, nodes, excluded)
         job_ref = ray.put(job)
         for rank in range(dims.world_size):
             stage = dims.coordinates(rank)["pp"]
             needs = Counter(per_stage[stage])
             actor = WorkerActor.options(  # type: ignore[attr-defined]
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, chosen.bundle_of_rank[rank]),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, bundle_of_rank[rank]),
                 num_cpus=needs.pop("CPU", 0),
                 num_gpus=needs.pop("GPU", 0),
                 resources=dict(needs),
@@ -127,13 +128,27 @@ class ActorWorkers(RayWorkers):
             self.actors.append(actor)
             self.calls[actor.run.remote(job_ref, rank, label, use_gpu, self.queue, self.attempt)] = rank
 
+    def _reserve(
+        self, dims: ParallelDims, per_stage: list[Resources], nodes: Sequence[NodeState], excluded: Sequence[str]
+    ) -> tuple[PlacementGroup, list[int]]:
+        """The placement group, and the bundle of each rank."""
+        if self.reserved is not None:  # ranks of a node are to be neighbours
+            node_of = placement_group_table(self.reserved)["bundles_to_node_id"]
+            return self.reserved, sorted(node_of, key=lambda bundle: (node_of[bundle], bundle))
+        chosen = placement(dims, per_stage, nodes, self.cluster.max_resources)
+        only = node_selector(excluded)
+        labels = [only] * len(chosen.bundles) if only else None
+        group = placement_group(chosen.bundles, strategy=chosen.strategy, bundle_label_selector=labels)
+        return group, chosen.bundle_of_rank
+
     def stop(self) -> None:
         if self.group is None:
             return
         for actor in self.actors:
             ray.kill(actor)
         self._kill_all()
-        remove_placement_group(self.group)
+        if self.reserved is None:
+            remove_placement_group(self.group)
         self.group, self.actors, self.calls = None, [], {}
 
     def close(self) -> None:

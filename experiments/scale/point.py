@@ -1,227 +1,237 @@
-"""One point of a study: so many workers in a placement group of their own, the loop's own steps timed in them.
+"""One point of a study: some workers in a placement group of their own, and the loop's own steps timed in them.
 
-Whole steps are timed in blocks, then checkpoints, then the same steps over a process group that sends nothing (torch's
-`fake` backend, whose collectives return at once): what a step takes beyond that is exposed communication, whatever the
-strategy. Points are repeated with the two in turns, so that drift cancels. A pipeline's stages cannot compute without
-what their neighbours send; their steps are profiled instead (app/pipeline_profile.py), and `parts.py` does the sums.
+Whole steps are timed in blocks; then the same steps over a process group that sends nothing (torch's `fake` backend,
+whose collectives return at once): what a step takes beyond that is exposed communication, whatever the strategy. A
+pipeline's stages cannot compute without what their neighbours send; their steps are profiled instead.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
+import socket
+import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import astuple, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import ray
+import torch
+import torch.distributed as dist
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.nn.parallel import DistributedDataParallel
 
+from app.config import Config
+from app.config_io import with_values
 from app.errors import RunFailed
 from app.job import Job, Place, SilentChannel, memory_bytes
-from experiments.scale import silence
-from experiments.scale.parts import Told
+from app.loop import Training
+from strategies.pipeline.profile import COMPUTE, figures
+from strategies.pipeline.simulate import Span
 
 START_SECONDS = 120.0
-CHECKPOINTS = 2
-"""The first one also makes the optimizer's state and the folders: the second counts."""
+EVEN = 0.95
+"""Workers whose mean computing time is at least this share of the slowest's have the same to do."""
 
 
-@ray.remote
-class Worker:
+@dataclass
+class Told:
+    """What one worker tells. Seconds per step, one for each block."""
+
+    node: str
+    steps: list[float] = field(default_factory=list)  # whole steps
+    data: list[float] = field(default_factory=list)  # of them, waiting for data
+    alone: list[float] = field(default_factory=list)  # steps with nothing sent, without waiting for data
+    spans: list[list[tuple[Any, ...]]] = field(default_factory=list)  # of a pipeline: per profiled step
+    unknown: str = ""  # why there is nothing in `alone`
+    memory: int = 0  # bytes, at most
+
+
+@dataclass
+class Measured:
+    """A point. Seconds per step: step = computing + bubble + communication + data."""
+
+    step: float
+    computing: float
+    bubble: float  # of a pipeline: what its schedule leaves idle with the measured times
+    communication: float | None  # what is not hidden behind computing; None: unknown, and part of computing
+    data: float
+    balance: float  # mean of the workers' computing over the largest
+    memory: int  # bytes, of the worker with most
+    notes: list[str]
+
+
+def measured(told: Sequence[Told], config: Config) -> Measured:
+    """Medians over blocks; of the workers the slowest, since the others wait for it."""
+    step = max(statistics.median(t.steps) for t in told)
+    data = min(step, max(statistics.median(t.data) for t in told))
+    own = [statistics.median(t.steps) - statistics.median(t.data) for t in told]
+    bubble, sent, notes = 0.0, 0.0, [f"communication could not be measured: {t.unknown}" for t in told if t.unknown][:1]
+    if told[0].spans:
+        ranks = [[[Span(*span) for span in spans] for spans in t.spans] for t in told]
+        wanted = config.parallel
+        profiles = [figures(list(r), wanted.schedule, wanted.chunks) for r in zip(*ranks)]
+        ideal = statistics.median(f["pipeline/seconds"] * f["pipeline/bubble_by_simulation"] for f in profiles)
+        own = [
+            statistics.median(sum(s.end - s.start for s in spans if s.kind in COMPUTE) for spans in r) for r in ranks
+        ]
+        bubble = min(ideal, step - data)
+        sent = max(0.0, step - data - bubble - statistics.mean(own))
+    elif len(told) > 1 and not notes:
+        own = [statistics.median(t.alone) for t in told]
+        sent = max(0.0, step - data - max(own))
+    balance, slowest = statistics.mean(own) / max(own), own.index(max(own))
+    if balance < EVEN and not notes:
+        what = f"worker {slowest} on {told[slowest].node}"
+        notes = [f"{what} computes {1 / balance:.2f} times as long as the mean, and the others wait for it"]
+    known = not any(t.unknown for t in told)
+    computing = step - data - bubble - sent
+    return Measured(step, computing, bubble, sent if known else None, data, balance, max(t.memory for t in told), notes)
+
+
+def _computing(spans: Sequence[Span]) -> float:
+    return sum(span.end - span.start for span in spans if span.kind in COMPUTE)
+
+
+# --- in the workers ---------------------------------------------------------------------------------------------------
+
+
+class NothingKept:
+    """Stands for the loop's persistence."""
+
+    def __init__(self, *args: object) -> None: ...
+
+    def resume(self, progress: object) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Bench:
     """One worker of a point."""
 
-    def open_store(self) -> tuple[str, int]:
-        from torch.distributed import TCPStore
+    def __init__(self, place: Place, blocks: int, steps: int) -> None:
+        self.place, self.blocks, self.steps = place, blocks, steps
+        self.gpu = place.device.type == "cuda"
 
-        host = ray.util.get_node_ip_address()
-        self.store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        return host, self.store.port
+    def address(self) -> str:
+        """Where this worker, the first, will be found by the others."""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return f"tcp://{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
 
-    def measure(self, job: Job, place: Place, store: tuple[str, int], plan: Plan) -> Told:
-        """What this worker has to tell. place.device: whether there is a GPU; its own is number 0."""
-        import torch
-        from torch.distributed import TCPStore
-
+    def measure(self, job: Job, address: str) -> Told:
+        """What this worker has to tell."""
         if os.path.isdir(job.cwd):
             os.chdir(job.cwd)
             sys.path.insert(0, job.cwd)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        own = self.store if place.rank == 0 else TCPStore(*store, is_master=False)
-        bench = Bench(job, place, own, plan, Told(ray.util.get_node_ip_address()))
-        bench.together()
-        gc.collect()
-        if place.world_size > 1 and job.layout.dims.pp == 1:
+        told = Told(ray.util.get_node_ip_address())
+        self.together(job, address, told)
+        if self.place.world_size > 1 and job.layout.dims.pp == 1:
             # Not before: DTensor remembers which part of a tensor a process has, and alone it stands in for rank 0.
-            bench.alone()
-        return bench.told
+            self.alone(job, told)
+        return told
 
+    def together(self, job: Job, address: str, told: Told) -> None:
+        """Whole steps, and of a pipeline what its stages did."""
+        with self._training(job, self.place, "cpu:gloo,cuda:nccl" if self.gpu else "gloo", address) as (
+            training,
+            batches,
+        ):
+            for _ in range(self.blocks):
+                seconds, waited = self._block(training, batches)
+                told.steps.append(seconds)
+                told.data.append(waited)
+            if job.layout.dims.pp > 1:
+                training.parallel.profiling = True
+                for _ in range(self.steps):
+                    training.step(next(batches))
+                    told.spans.append([astuple(span) for span in training.parallel.profile()])
+            told.memory = memory_bytes(self.place.device)
 
-Plan = tuple[int, int]
-"""Blocks, and steps in each."""
-
-
-class Bench:
-    """The measurements of one worker, added to `told`."""
-
-    def __init__(self, job: Job, place: Place, store: Any, plan: Plan, told: Told) -> None:
-        self.job, self.place, self.store, self.plan, self.told = job, place, store, plan, told
-        self.gpu = place.device.type == "cuda"
-        self.meetings = 0
-
-    def together(self) -> None:
-        """Whole steps, checkpoints, and of a pipeline what its stages did."""
-        import torch.distributed as dist
-
-        if self.place.world_size > 1:
-            backend = "cpu:gloo,cuda:nccl" if self.gpu else "gloo"
-            own = dist.PrefixStore("together", self.store)
-            dist.init_process_group(backend, store=own, rank=self.place.rank, world_size=self.place.world_size)
-        training, batches = self._training("together", self.place.rank)
-        self._block(training, batches)  # warms up
-        for _ in range(self.plan[0]):
-            seconds, waited, _ = self._block(training, batches)
-            self.told.steps.append(seconds)
-            self.told.data.append(waited)
-        if self.job.layout.dims.pp > 1:
-            training.parallel.profiling = True
-            for _ in range(self.plan[1]):
-                training.step(next(batches))
-                self.told.spans.append([astuple(span) for span in training.parallel.profile()])
-        self.told.memory = memory_bytes(self.place.device)
-        for _ in range(CHECKPOINTS):
-            training.step(next(batches))
-            self._meet()
-            began = time.perf_counter()
-            training.kept.save(training.progress)
-            self.told.stalls.append(time.perf_counter() - began)
-            training.kept.checkpointer.wait()
-            self.told.saves.append(time.perf_counter() - began)
-        self._end(training, batches)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-    def alone(self) -> None:
+    def alone(self, job: Job, told: Told) -> None:
         """The same steps, with nothing sent: what they compute means nothing, and takes as long. Where a strategy
         cannot do without answers, what it sends stays unknown."""
-        meetings = self.meetings + self.plan[0] + 2
+        values = {"parallel.compression": "none", "parallel.reduce_dtype": "fp32", "parallel.shared_memory": False}
+        job = replace(job, config=with_values(job.config, values))
+        torch.set_flush_denormal(True)  # what was never received may be tiny numbers, which are slow
         try:
-            self._alone()
+            with self._training(job, replace(self.place, rank=0), "fake", None) as (training, batches):
+                for part in training.parallel.module.modules():
+                    if isinstance(part, DistributedDataParallel):  # whose own way fails over such a group
+                        part.register_comm_hook(None, noop_hook)
+                blocks = [self._block(training, batches) for _ in range(self.blocks)]
+                told.alone = [seconds - waited for seconds, waited in blocks]
         except Exception as error:
-            self.told.alone, self.told.unknown = [], f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        while self.meetings < meetings:
-            self._meet()
+            told.unknown = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        torch.set_flush_denormal(False)
 
-    def _alone(self) -> None:
-        with silence.nothing_sent(self.place.world_size):
-            training, batches = self._training("alone", rank=0)
-            silence.fit(training.parallel)
-            self._block(training, batches)  # warms up
-            for _ in range(self.plan[0]):
-                seconds, waited, busy = self._block(training, batches)
-                self.told.alone.append(seconds - waited)
-                self.told.busy.append(busy)
-            self._end(training, batches)
-
-    def _training(self, name: str, rank: int) -> tuple[Any, Any]:
-        """The loop and its batches, which are this worker's own, also where it stands in as `rank`."""
-        from app.data.batch import rows
-        from app.loop import Training
-
-        job = replace(self.job, folder=f"{self.job.folder}/{name}")  # one phase does not go on where another ended
-        training = Training(job, replace(self.place, rank=rank), SilentChannel())
+    @contextlib.contextmanager
+    def _training(self, job: Job, place: Place, backend: str, address: str | None) -> Iterator[tuple[Any, Any]]:
+        """The loop, and its batches, which are this worker's own, also where it stands in as rank 0."""
+        if place.world_size > 1:
+            dist.init_process_group(backend, address, rank=place.rank, world_size=place.world_size)
+        training = Training(job, place, SilentChannel(), NothingKept)
         training.data_rank = job.layout.dims.data_rank(self.place.rank)
         batches = training.batches()
-        step = training.step
+        try:
+            yield training, batches
+        finally:
+            getattr(batches, "close", lambda: None)()
+            training.close()
+            if dist.is_initialized():
+                dist.barrier()
+                dist.destroy_process_group()
 
-        def counted(micro_batches: list[Any]) -> None:
-            task = training.task
-            self.told.items = float(sum(task.items(b) if task.items_vary else rows(b) for b in micro_batches))
-            training.step = step  # type: ignore[method-assign]  # once: later steps are timed
-            step(micro_batches)
-
-        training.step = counted  # type: ignore[method-assign]
-        return training, batches
-
-    def _block(self, training: Any, batches: Any) -> tuple[float, float, float]:
-        """Seconds per step, seconds of it waiting for data, and CPU-seconds per second of this process."""
-        import torch
-
-        self._meet()
-        waited, began, busy = 0.0, time.perf_counter(), time.process_time()
-        for _ in range(self.plan[1]):
+    def _block(self, training: Any, batches: Any) -> tuple[float, float]:
+        """Seconds per step, and seconds of it waiting for data; the first one follows another, to warm up."""
+        for _ in range(0 if training.steps_done else self.steps):
+            training.step(next(batches))
+        if dist.is_initialized():
+            dist.barrier()
+        waited, began = 0.0, time.perf_counter()
+        for _ in range(self.steps):
             asked = time.perf_counter()
             batch = next(batches)
             waited += time.perf_counter() - asked
             training.step(batch)
         if self.gpu:
             torch.cuda.synchronize()
-        seconds = time.perf_counter() - began
-        return seconds / self.plan[1], waited / self.plan[1], (time.process_time() - busy) / seconds
-
-    def _meet(self) -> None:
-        """All workers begin together; through the store, since a process group that sends nothing cannot."""
-        import torch
-
-        if self.gpu:
-            torch.cuda.synchronize()
-        self.meetings += 1
-        if self.store.add(f"meeting-{self.meetings}", 1) == self.place.world_size:
-            self.store.set(f"begin-{self.meetings}", "1")
-        self.store.wait([f"begin-{self.meetings}"])
-
-    def _end(self, training: Any, batches: Any) -> None:
-        getattr(batches, "close", lambda: None)()
-        training.close()
-        self._meet()
+        return (time.perf_counter() - began) / self.steps, waited / self.steps
 
 
-def run(job: Job, workers: int, per_worker: dict[str, float], plan: Plan) -> list[Told]:
+def run(job: Job, workers: int, per_worker: dict[str, float], blocks: int, steps: int) -> list[Told]:
     """What each worker of one point tells, alone on the cluster.
 
     Raises:
         RunFailed: its workers could not be placed, or one of them failed.
     """
-    import torch
-
     group = placement_group([dict(per_worker) for _ in range(workers)], strategy="PACK")
     actors: list[Any] = []
     try:
         if not group.wait(START_SECONDS):
             raise RunFailed(f"Ray gave no place for {workers} workers within {START_SECONDS:.0f} s")
-        needs = dict(per_worker)
+        needs, device = dict(per_worker), torch.device("cuda", 0) if per_worker.get("GPU") else torch.device("cpu")
         options = {"num_cpus": needs.pop("CPU", 0), "num_gpus": needs.pop("GPU", 0), "resources": needs}
         for rank in range(workers):
             inside = PlacementGroupSchedulingStrategy(group, rank)
-            actors.append(Worker.options(scheduling_strategy=inside, **options).remote())  # type: ignore[attr-defined]
-        store = ray.get(actors[0].open_store.remote())
-        device = torch.device("cuda", 0) if per_worker.get("GPU") else torch.device("cpu")
-        places = [Place(rank, workers, rank, device) for rank in range(workers)]
-        return _all([a.measure.remote(job, p, store, plan) for a, p in zip(actors, places)])
+            worker: Any = ray.remote(Bench).options(scheduling_strategy=inside, **options)
+            actors.append(worker.remote(Place(rank, workers, rank, device), blocks, steps))
+        address = ray.get(actors[0].address.remote())
+        calls = [actor.measure.remote(job, address) for actor in actors]
+        left: list[Any] = calls
+        while left:  # raises as soon as one of them fails, since the others would wait for it
+            ready, left = ray.wait(left)
+            ray.get(ready)
+        return list(ray.get(calls))
     except ray.exceptions.RayError as error:
         first = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
         raise RunFailed(f"the point with {workers} workers failed: {first}") from error
     finally:
         for actor in actors:
-            with contextlib.suppress(Exception):
-                ray.kill(actor)
+            ray.kill(actor)
         remove_placement_group(group)
-
-
-def _all(calls: list[Any]) -> list[Told]:
-    """The answers in order; raises as soon as one of them fails, since the others would wait for it."""
-    left: list[Any] = list(calls)
-    get: Callable[[Any], Any] = ray.get
-    while left:
-        ready, left = ray.wait(left)
-        get(ready)
-    return list(get(calls))
-
-
-def steps_of(plan: Plan) -> int:
-    """Optimizer steps that a phase takes at most: the data must last so long."""
-    return (plan[0] + 2) * plan[1] + CHECKPOINTS

@@ -1,172 +1,218 @@
-"""Between Ray Tune and the ledger: what is tried next, and whether a trial goes on (`oversee.py`).
+"""How a sweep searches: the space, and Ray Tune's searchers and schedulers.
 
-Tune asks `Next` for trials and `Overseer` for decisions. Both hand the question on, to Tune's own searcher and
-scheduler, and both know the ledger: when a sweep is run again, trials that were under way come first, the scheduler is
-told every recorded report in its order, and the searcher every recorded result. So a sweep that was killed goes on as
-if it had not been, with any searcher and scheduler, and without pickles of their insides.
+train.global_batch_size: [32, 64, 128]        a list: every one under searcher grid, else drawn from
+optimizer.lr: {loguniform: [1e-4, 1e-1]}      a distribution; DISTRIBUTIONS names them
 """
 
 from __future__ import annotations
 
-import contextlib
+import difflib
+import itertools
 import math
-import time
-from collections.abc import Callable
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from ray.tune.search import SEARCH_ALG_IMPORT, Searcher
-
 from app.errors import UserError
-from experiments.sweep.ledger import Ledger, Trial
-from experiments.sweep.slots import Need, Resources, place
-from experiments.sweep.spec import Sweep
-from experiments.sweep.trial import INDEX, NAME, VALUE
+
+Values = dict[str, Any]
+"""A point of the space: key → value."""
+
+SEARCHERS = ("grid", "random", "optuna")
+SCHEDULERS = ("none", "asha", "median", "pbt")
+DISTRIBUTIONS = {
+    "choice": "any number of values",
+    "uniform": "[low, high]",
+    "loguniform": "[low, high]",
+    "randint": "[low, high], high itself excluded",
+    "lograndint": "[low, high], high itself excluded",
+    "linspace": "[low, high, number of values]",
+    "logspace": "[low, high, number of values]",
+}
+FIXED = ("workers", "strategy", "train.global_batch_size", "train.seed", "task", "optimizer.name")
+"""What population-based training cannot change on the way: the trial would be another run, or at another place in the
+data."""
 
 
-def searcher_of(sweep: Sweep) -> Searcher | None:
-    """Tune's searcher of that name; None where the points are known beforehand.
+@dataclass(frozen=True)
+class Domain:
+    """What one key may be: a `choice` among `values`, or the distribution `kind` with those numbers."""
 
-    Raises:
-        UserError: its package is not installed, or it does not take an argument.
-    """
-    if sweep.points is not None:
-        return None
-    try:
-        kind = SEARCH_ALG_IMPORT[sweep.searcher]()
-        space = {key: domain.for_tune() for key, domain in sweep.space.items()}
-        arguments = dict(sweep.searcher_args)
-        if sweep.searcher == "optuna":
-            import optuna
-
-            optuna.logging.set_verbosity(optuna.logging.WARNING)
-            arguments = {"seed": sweep.seed} | arguments
-        return kind(space=kind.convert_search_space(space), metric=VALUE, mode=sweep.mode, **arguments)
-    except (ImportError, AssertionError, AttributeError) as error:  # Tune stands None for what is missing
-        package = {"bayesopt": "bayesian-optimization", "ax": "ax-platform"}.get(sweep.searcher, sweep.searcher)
-        raise UserError(
-            f"searcher {sweep.searcher} needs a package that is not installed: pip install {package}, or write "
-            "searcher: optuna"
-        ) from error
-    except (TypeError, ValueError) as error:
-        what = "does not take these arguments" if "argument" in str(error) else "cannot search this space"
-        raise UserError(f"searcher {sweep.searcher} {what}: {error}") from error
-
-
-class Next(Searcher):
-    """What Tune tries next: trials that were under way, then new ones, as long as they fit on the cluster.
-
-    nodes: asked at most every few seconds, so that trials follow a cluster that grows.
-    """
-
-    def __init__(
-        self,
-        sweep: Sweep,
-        ledger: Ledger,
-        inner: Searcher | None,
-        need: Callable[[dict[str, Any]], Need],
-        nodes: Callable[[], list[Resources]],
-        limits: Resources,
-    ) -> None:
-        super().__init__(VALUE, sweep.mode)
-        self.sweep, self.ledger, self.inner, self.need = sweep, ledger, inner, need
-        self.nodes, self.limits = nodes, limits
-        self.live: dict[str, tuple[Trial, Need]] = {}
-        self.again = [trial.index for trial in ledger.under_way]
-        self.fresh = max(ledger.trials, default=-1) + 1
-        self.held: dict[str, Any] | None = None  # a suggestion that has to wait for its place
-        self.over = False  # nothing more is to be begun
-        self._asked, self._known = 0.0, nodes()
-        if inner is not None:
-            self._tell_the_past(inner)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}  # as Overseer
-
-    def save(self, checkpoint_path: str) -> None:
-        """The ledger is what is kept."""
-
-    def restore(self, checkpoint_path: str) -> None:
-        """The ledger is what is kept."""
-
-    def _tell_the_past(self, inner: Searcher) -> None:
-        for trial in self.ledger.ended:
-            value = self.best_of(trial)
-            if value is not None:
-                with contextlib.suppress(NotImplementedError):  # not every searcher can be told
-                    inner.add_evaluated_point(trial.values, value)
-
-    def best_of(self, trial: Trial) -> float | None:
-        found = [value for _, value in trial.curve(self.sweep.metric) if math.isfinite(value)]
-        return (min(found) if self.sweep.mode == "min" else max(found)) if found else None
+    kind: str
+    values: tuple[Any, ...]
 
     @property
-    def left(self) -> int:
-        return self.sweep.count - self.fresh + len(self.again)
+    def finite(self) -> bool:
+        return self.kind == "choice"
 
-    def suggest(self, trial_id: str) -> Any:
-        if self.over or (self.left <= 0 and self.held is None):
-            return Searcher.FINISHED
-        if self.sweep.concurrent is not None and len(self.live) >= self.sweep.concurrent:
+    def for_tune(self) -> Any:
+        from ray import tune
+
+        return tune.choice(list(self.values)) if self.finite else getattr(tune, self.kind)(*self.values)
+
+    def ends(self) -> tuple[Any, Any]:
+        """The smallest and the largest value; of values without an order the first."""
+        if any(number(value) is None for value in self.values):
+            return self.values[0], self.values[0]
+        return (min(self.values), max(self.values)) if self.finite else (self.values[0], self.values[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What is tried, in which order, and what is stopped early."""
+
+    space: dict[str, Domain]
+    searcher: str = "grid"
+    """One of SEARCHERS, or {name: optuna, ARGUMENT: …}."""
+    searcher_args: dict[str, Any] = field(default_factory=dict)
+    scheduler: str = "none"
+    """One of SCHEDULERS, or {name: asha, reduction_factor: 4, grace: …}."""
+    scheduler_args: dict[str, Any] = field(default_factory=dict)
+    metric: str = "eval/loss"
+    """What is compared, as trials log it: eval/loss, eval/accuracy, train/loss."""
+    mode: str = "min"
+    time: str = "step"
+    """What schedulers compare trials at: step or samples, which is fairer where batch sizes differ."""
+    trials: int | None = None
+    """How many; a grid has its own number. Default: 16."""
+    concurrent: int | None = None
+    """The most trials at once. Default: as many as there is room for."""
+    seed: int = 0
+    """Of random and of suggested points."""
+
+    @property
+    def points(self) -> list[Values] | None:
+        """Every point of a grid, the first key of the space changing fastest; None: Tune suggests them."""
+        if self.searcher != "grid":
             return None
-        again = self.ledger.trials[self.again[0]] if self.again else None
-        values = again.values if again else self._new_values(trial_id)
-        if values is None:
-            return None
-        need = self.need(values)
-        if not self._fits(need):
-            return None
-        if again:
-            self.again.pop(0)
-            index, name = again.index, again.name
-        else:
-            index, self.held = self.fresh, None
-            name, self.fresh = trial_name(index, values), self.fresh + 1
-        trial = self.ledger.begin(index, name, values)
-        self.live[trial_id] = (trial, need)
-        return {**values, INDEX: index, NAME: name}
+        keys = list(self.space)[::-1]
+        products = itertools.product(*(self.space[key].values for key in keys))
+        return [dict(list(zip(keys, values))[::-1]) for values in products]
 
-    def _new_values(self, trial_id: str) -> dict[str, Any] | None:
-        if self.sweep.points is not None:
-            return self.sweep.points[self.fresh]
-        if self.held is None:
-            assert self.inner is not None
-            self.held = self.inner.suggest(trial_id)
-        return self.held
+    @property
+    def count(self) -> int:
+        """Trials in all."""
+        return len(self.points) if self.points is not None else self.trials or 16
 
-    def _fits(self, need: Need) -> bool:
-        if time.monotonic() - self._asked > 5:
-            self._asked, self._known = time.monotonic(), self.nodes()
-        together = [n for _, n in self.live.values()] + [need]
-        if place(self._known, together):
-            return True
-        wanted: Resources = {}
-        for one in together:
-            for name, amount in one.per_worker:
-                wanted[name] = wanted.get(name, 0.0) + amount * one.workers
-        return bool(self.limits) and all(self.limits.get(name, 0.0) >= amount for name, amount in wanted.items())
-
-    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        if self.inner is not None and _usable(result):
-            with contextlib.suppress(KeyError):  # a trial of an earlier start, which this searcher did not suggest
-                self.inner.on_trial_result(trial_id, result)
-
-    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        self.live.pop(trial_id, None)
-        if self.inner is not None:
-            usable = result if result and _usable(result) else None
-            with contextlib.suppress(KeyError):
-                self.inner.on_trial_complete(trial_id, result=usable, error=error or usable is None)
+    @property
+    def sign(self) -> int:
+        """1 where less is better, else -1: sign · value is what is minimised."""
+        return 1 if self.mode == "min" else -1
 
 
-def _usable(result: dict[str, Any]) -> bool:
-    return VALUE in result and math.isfinite(result[VALUE])
+def searcher_of(search: Search, first: Sequence[Values]) -> Any:
+    """Tune's searcher of that name. first: points that are tried before all others. Raises UserError: an argument that
+    it does not take."""
+    from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter
+
+    points, seed = [dict(values) for values in first], search.seed + len(first)  # else a second start would repeat
+    own = {"points_to_evaluate": points or None, "metric": search.metric, "mode": search.mode, "seed": seed}
+    try:
+        if search.searcher != "optuna":
+            return BasicVariantGenerator(points, search.concurrent or 0, random_state=seed, **search.searcher_args)
+        import optuna
+        from ray.tune.search.optuna import OptunaSearch
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        found = OptunaSearch(**(own | search.searcher_args))
+        return ConcurrencyLimiter(found, search.concurrent) if search.concurrent else found
+    except (TypeError, ValueError) as error:
+        raise UserError(f"searcher {search.searcher} does not take these arguments: {error}") from error
 
 
-def trial_name(index: int, values: dict[str, Any]) -> str:
-    """`t003-b64-lr0.003`: what is searched first of all is in the name."""
-    name = f"t{index:03d}"
-    if "train.global_batch_size" in values:
-        name += f"-b{values['train.global_batch_size']}"
-    if "optimizer.lr" in values:
-        name += f"-lr{values['optimizer.lr']:.3g}".replace("+", "")
-    return name
+def scheduler_of(search: Search, longest: int, every: int) -> Any:
+    """Tune's scheduler of that name. longest: steps (or samples) of the longest trial. every: between two reports of
+    it. Raises UserError: an argument that it does not take."""
+    from ray.tune import TuneError, schedulers
+
+    given, own = dict(search.scheduler_args), dict[str, Any]()
+    for key in ("grace", "interval"):
+        if key in given and not (type(given[key]) is int and given[key] > 0):
+            raise UserError(f"scheduler {search.scheduler}: {key} is {given[key]!r}, but it must be a number of steps")
+    kind: Any = schedulers.FIFOScheduler
+    if search.scheduler == "asha":
+        kind, grace = schedulers.ASHAScheduler, given.pop("grace", max(1, every, longest // 16))
+        own = {"max_t": longest + 1, "grace_period": min(grace, longest), "reduction_factor": 4}
+    elif search.scheduler == "median":
+        kind = schedulers.MedianStoppingRule
+        own = {"grace_period": given.pop("grace", max(every, longest // 8)), "min_samples_required": 3}
+    elif search.scheduler == "pbt":
+        kind, interval = schedulers.PopulationBasedTraining, given.pop("interval", every)
+        own = {"perturbation_interval": interval, "hyperparam_mutations": _mutations(search.space)}
+    if own:
+        own |= {"time_attr": search.time, "metric": search.metric, "mode": search.mode}
+    try:
+        return kind(**(own | given))
+    except (TypeError, ValueError, AssertionError, TuneError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"scheduler {search.scheduler} does not take these arguments: {reason}") from error
+
+
+def _mutations(space: Mapping[str, Domain]) -> dict[str, Any]:
+    found = {
+        key: list(domain.values) if domain.finite else domain.for_tune()
+        for key, domain in space.items()
+        if key not in FIXED
+    }
+    if not found:
+        fixed = f"and {', '.join(space)} cannot be changed then"
+        raise UserError(f"scheduler pbt changes trials on the way, {fixed}: add optimizer.lr, or use another scheduler")
+    return found
+
+
+def read_space(given: Any) -> dict[str, Domain]:
+    """The space that a sweep file holds. Raises UserError: it is empty, or a domain is not valid."""
+    if not isinstance(given, Mapping) or not given:
+        raise UserError("the search space is empty: write for instance space: {optimizer.lr: [1.0e-3, 1.0e-2]}")
+    return {str(key): _domain(str(key), value) for key, value in given.items()}
+
+
+def _domain(key: str, given: Any) -> Domain:
+    if isinstance(given, list):
+        given = {"choice": given}
+    if not isinstance(given, Mapping) or len(given) != 1:
+        raise UserError(
+            f"space.{key} is {given!r}, which is one value, not a choice: write a list such as [{given!r}, …], a "
+            "distribution such as {loguniform: [1e-4, 1e-1]}, or put it under `set`"
+        )
+    ((kind, values),) = given.items()
+    if kind not in DISTRIBUTIONS:
+        raise UserError(f"space.{key} has the unknown distribution {kind!r}{nearest(str(kind), DISTRIBUTIONS)}")
+    if kind == "choice" and values == []:
+        raise UserError(f"space.{key} is an empty list, so there is nothing to try: give at least one value")
+    if kind == "choice" and isinstance(values, list):
+        return Domain(kind, tuple(value for i, value in enumerate(values) if value not in values[:i]))
+    numbers = [n for value in values if (n := number(value)) is not None] if isinstance(values, list) else []
+    if len(numbers) != (3 if kind.endswith("space") else 2) or len(numbers) != len(values):
+        raise UserError(f"space.{key}: {kind} takes {DISTRIBUTIONS[kind]}, but it is {values!r}")
+    low, high, *rest = numbers
+    if low >= high:
+        raise UserError(f"space.{key}: {kind} goes from {low:g} to {high:g}, which is empty: write the smaller first")
+    if "log" in kind and low <= 0:
+        raise UserError(f"space.{key}: {kind} begins at {low:g}, but a logarithmic range begins above 0")
+    if not rest:
+        return Domain(kind, tuple(int(n) for n in numbers) if kind.endswith("randint") else tuple(numbers))
+    count = int(rest[0])
+    if count < 2:
+        raise UserError(f"space.{key}: {kind} has {count} values: write at least 2")
+    shares = [i / (count - 1) for i in range(count)]
+    if kind == "linspace":
+        return Domain("choice", tuple(low + (high - low) * share for share in shares))
+    return Domain("choice", tuple(float(f"{low * (high / low) ** share:.6g}") for share in shares))
+
+
+def number(value: Any) -> float | int | None:
+    """None where it is not a finite number. YAML reads 1e-4 as text."""
+    if isinstance(value, bool):
+        return None
+    try:
+        found = value if isinstance(value, int) else float(value)
+    except (TypeError, ValueError):
+        return None
+    return found if math.isfinite(found) else None
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """The end of a sentence about an unknown name."""
+    near = difflib.get_close_matches(name, known, 2, 0.6)
+    return f": did you mean {' or '.join(near)}?" if near else f": write one of {', '.join(sorted(known))}"

@@ -1,18 +1,17 @@
-"""Reads a sweep file: an experiment, a search space, and how to search it; each mistake is one sentence.
+"""Reads a sweep file: an experiment, a search space and how to search it; each mistake is one sentence.
 
-    trireme sweep experiments/sweep_mnist.yaml trials=8 train.steps=100
+    trireme sweep experiments/sweep_mnist.yaml searcher=random trials=8 train.steps=100
 
-Keys of the sweep itself are those of `Sweep`; every other key=value is one of the experiment's.
+Keys of the sweep itself are the fields of `Sweep` and `Search`; every other key=value is one of the experiment's.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,57 +21,33 @@ from app.config import Config
 from app.config_check import RUN_NAME
 from app.config_io import from_dict, load_config, to_dict
 from app.errors import UserError
-from experiments.sweep.space import Domain, number, points, read_space
-
-SEARCHERS = ("grid", "random", "optuna", "ax", "bayesopt", "bohb", "hebo", "hyperopt", "nevergrad", "zoopt")
-SCHEDULERS = ("none", "asha", "pbt", "median")
-TIMES = ("step", "samples")
+from app.run.prepare import prepare, read_task
+from experiments.sweep.search import SCHEDULERS, SEARCHERS, Search, nearest, number, read_space
 
 
-@dataclass
-class Sweep:
+@dataclass(frozen=True, kw_only=True)
+class Sweep(Search):
     """What a sweep file says, checked."""
 
     name: str
-    base: Config
-    space: dict[str, Domain]
-    searcher: str = "grid"
-    searcher_args: dict[str, Any] = field(default_factory=dict)
-    scheduler: str = "none"
-    scheduler_args: dict[str, Any] = field(default_factory=dict)
-    metric: str = "eval/loss"
-    mode: str = "min"
+    """The sweep's folder in run.storage, and its MLflow run. Default: the file's name."""
+    experiment: Config
+    """In the file: an experiment's path, relative to the file, or its keys; `set` and key=value are merged into it."""
     target: float | None = None
+    """The value of the metric to reach; trials that have reached it stop."""
     stop_at_target: bool = True
-    trials: int | None = None
     reports: int | None = 10
-    time: str = "step"
-    warm: bool = True
+    """Evaluations of each trial, evenly spread; null: as train.eval_every says."""
     log_models: bool = False
-    concurrent: int | None = None
-    price_per_worker_hour: float | None = None
-    seed: int = 0
-    points: list[dict[str, Any]] | None = None  # None: a searcher of Tune's suggests them one by one
+    """Whether every trial's model goes to MLflow, as one run's would."""
 
-    @property
-    def count(self) -> int:
-        """Trials in all."""
-        return len(self.points) if self.points is not None else self.trials or 16
-
-    @property
-    def worse(self) -> float:
-        return math.inf if self.mode == "min" else -math.inf
-
-    def better(self, a: float, b: float) -> bool:
-        return a < b if self.mode == "min" else a > b
+    def reached(self, value: float | None) -> bool:
+        """Whether the target is reached with this value of the metric."""
+        return self.target is not None and value is not None and self.sign * value <= self.sign * self.target
 
     def config(self, values: Mapping[str, Any], name: str, storage: str) -> Config:
-        """A trial's configuration.
-
-        Raises:
-            UserError: the values make no valid one.
-        """
-        tree = to_dict(self.base)
+        """A trial's configuration. Raises UserError: a value is not valid."""
+        tree = to_dict(self.experiment)
         for key, value in values.items():
             *path, last = key.split(".")
             place = tree
@@ -90,64 +65,64 @@ class Sweep:
         tree["workers"] = "1" if tree["workers"] == "auto" else tree["workers"]
         return from_dict(tree, source="a trial")
 
-    def about(self) -> dict[str, Any]:
+    def configs(self) -> list[Config]:
+        """Those of all points of a grid, else of two that hold the extremes of every key: what is wrong with a
+        suggested point is mostly wrong there."""
+        points = self.points
+        if points is None:
+            low, high = ({key: domain.ends()[i] for key, domain in self.space.items()} for i in (0, 1))
+            points = [low | ({"workers": high["workers"]} if "workers" in high else {}), high]
+        return [self.config(values, "trial", "runs") for values in points]
+
+    def longest(self) -> int:
+        """Steps (or samples, as `time` says) of the longest trial. Raises UserError, LayoutError: a trial could not be
+        trained."""
+        tasks: dict[str, Any] = {}
+        alike = {str((c.task, c.task_args, c.train, c.workers, c.strategy)): c for c in self.configs()}
+        found = 1
+        for config in alike.values():
+            key = str((config.task, config.task_args))
+            if key not in tasks:
+                tasks[key] = read_task(config)
+            steps = prepare(config, tasks[key], int(config.workers), devices_per_node=None).steps
+            found = max(found, steps * (config.train.global_batch_size if self.time == "samples" else 1))
+        return found
+
+    def identity(self) -> dict[str, Any]:
         """What makes this sweep itself: another value of any of these is another sweep."""
-        tree = to_dict(self.base)
-        for section in ("run", "tracking", "fault"):
-            tree.pop(section)
-        return {
-            "experiment": tree,
-            "space": {key: [domain.kind, *domain.values] for key, domain in self.space.items()},
-            "searcher": self.searcher,
-            "scheduler": self.scheduler,
-            "metric": self.metric,
-            "mode": self.mode,
-            "seed": self.seed,
-        }
-
-
-DOCUMENTATION = {
-    "name": "the sweep's folder in run.storage and its MLflow run; default: the file's name",
-    "experiment": "an experiment's file (relative to this one), or its keys",
-    "set": "further keys of the experiment",
-    "space": "key: [values] or key: {distribution: [numbers]}",
-    "searcher": "grid, random, optuna or another of Tune's; or {name: optuna, ARGUMENT: …}",
-    "scheduler": "none, asha, pbt or median; or {name: asha, reduction_factor: 4, grace: …}",
-    "metric": "what is compared, as trials log it: eval/loss, eval/accuracy, train/loss",
-    "mode": "min or max",
-    "target": "value of the metric that is to be reached; trials that have reached it stop",
-    "stop_at_target": "false: they go on",
-    "trials": "how many (random and others; a grid has its own number)",
-    "reports": "evaluations per trial, evenly spread; null: as train.eval_every says",
-    "time": "what schedulers compare trials at: step or samples (fairer where batch sizes differ)",
-    "warm": "true: worker processes outlive a trial; false: Ray Train starts new ones for each",
-    "log_models": "true: every trial's model goes to MLflow, as one run's would",
-    "concurrent": "most trials at once; default: as many as fit",
-    "price_per_worker_hour": "for the cost of reaching the target",
-    "seed": "of the random and the suggested points",
-}
+        tree = {k: v for k, v in to_dict(self.experiment).items() if k not in ("run", "tracking", "fault")}
+        space = {key: [domain.kind, *domain.values] for key, domain in self.space.items()}
+        own = {key: getattr(self, key) for key in ("searcher", "scheduler", "metric", "mode", "seed")}
+        return {**own, "space": space, "experiment": tree}
 
 
 def read_sweep(file: str, overrides: list[str]) -> Sweep:
-    """The sweep in a YAML file, with key=value on top.
-
-    Raises:
-        UserError: something in it cannot be used.
-    """
-    given = _read(Path(file))
-    inner: list[str] = []
+    """The sweep in a YAML file, with key=value on top. Raises UserError: something in it cannot be used."""
+    path = Path(file)
+    given, inner = _read(path), []
+    known = {f.name for f in dataclasses.fields(Sweep)} - {"searcher_args", "scheduler_args"}
     for override in overrides:
         key, _, value = override.partition("=")
-        if key in DOCUMENTATION and key not in ("experiment", "set", "space"):
-            given[key] = yaml.safe_load(value)
-        elif key.startswith("space."):
+        if key.startswith("space."):
             given.setdefault("space", {})[key.removeprefix("space.")] = yaml.safe_load(value)
+        elif key in known - {"experiment", "space"}:
+            given[key] = yaml.safe_load(value)
         else:
             inner.append(override)
-    unknown = next((key for key in given if key not in DOCUMENTATION), None)
+    unknown = next((str(key) for key in given if key not in known | {"set"}), None)
     if unknown is not None:
-        raise UserError(f"{file} has the unknown key {unknown!r}{_near(str(unknown), tuple(DOCUMENTATION))}")
-    return _sweep(Path(file), given, inner)
+        raise UserError(f"{file} has the unknown key {unknown!r}{nearest(unknown, known)}")
+    searcher, searcher_args = _named("searcher", given.pop("searcher", "grid"), SEARCHERS)
+    scheduler, scheduler_args = _named("scheduler", given.pop("scheduler", None) or "none", SCHEDULERS)
+    space = read_space(given.pop("space", None))
+    experiment = _experiment(path, given.pop("experiment", None), given.pop("set", None) or {}, inner)
+    own = {key: _checked(key, value) for key, value in given.items()}
+    own["name"] = str(own.get("name") or path.stem)
+    how: dict[str, Any] = {"searcher": searcher, "searcher_args": searcher_args}
+    how |= {"scheduler": scheduler, "scheduler_args": scheduler_args}
+    sweep = Sweep(experiment=experiment, space=space, **how, **own)
+    _check(sweep)
+    return sweep
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -158,46 +133,21 @@ def _read(path: Path) -> dict[str, Any]:
         hint = f"did you mean {path.parent / near[0]}?" if near else "write the path of a sweep's YAML file"
         raise UserError(f"there is no file {path}: {hint}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        first = str(error).splitlines()[0]
-        raise UserError(f"{path} is no readable YAML: {first}") from error
+        raise UserError(f"{path} cannot be read as YAML: {str(error).splitlines()[0]}") from error
     if not isinstance(given, dict):
-        raise UserError(f"{path} holds no sweep: write at least experiment and space")
+        raise UserError(f"{path} is not a sweep file: write at least experiment and space")
     if "space" not in given and "task" in given:
-        raise UserError(
-            f"{path} is an experiment, not a sweep: `trireme train` runs it; a sweep has experiment and space"
-        )
+        raise UserError(f"{path} is an experiment, which `trireme train` runs; a sweep file has experiment and space")
     return given
 
 
-def _sweep(path: Path, given: dict[str, Any], overrides: list[str]) -> Sweep:
-    space = read_space(given.get("space"))
-    base = _base(path, given, overrides)
-    searcher, searcher_args = _named("searcher", given.get("searcher", "grid"), SEARCHERS)
-    scheduler, scheduler_args = _named("scheduler", given.get("scheduler") or "none", SCHEDULERS)
-    handled = ("name", "experiment", "set", "space", "searcher", "scheduler")
-    plain = {key: _plain(key, value) for key, value in given.items() if key not in handled}
-    sweep = Sweep(
-        str(given.get("name") or path.stem), base, space, searcher, searcher_args, scheduler, scheduler_args, **plain
-    )
-    _check(sweep)
-    if searcher in ("grid", "random"):
-        sweep.points = points(space, searcher, sweep.trials, sweep.seed)
-        _check_points(sweep)
-    else:
-        _check_points(dataclasses.replace(sweep, points=_corners(space)))
-    return sweep
-
-
-def _base(path: Path, given: dict[str, Any], overrides: list[str]) -> Config:
-    experiment, extra = given.get("experiment"), given.get("set") or {}
+def _experiment(path: Path, experiment: Any, extra: Any, overrides: list[str]) -> Config:
     if not experiment:
         raise UserError(f"{path} names no experiment: write experiment: mnist.yaml, or its keys")
     if not isinstance(extra, Mapping):
         raise UserError(f"{path}: set is {extra!r}, but it must be a mapping of the experiment's keys to values")
-    lines = [
-        f"{key}={yaml.safe_dump(value, default_flow_style=True).strip().removesuffix('...').strip()}"
-        for key, value in extra.items()
-    ]
+    lines = [f"{key}={yaml.safe_dump(value, default_flow_style=True, width=10_000)}" for key, value in extra.items()]
+    lines = [line.strip().removesuffix("...").strip() for line in lines]
     if isinstance(experiment, Mapping):
         with tempfile.TemporaryDirectory() as folder:  # so that it is read and checked as every other experiment is
             inline = Path(folder) / path.name
@@ -212,84 +162,56 @@ def _named(what: str, given: Any, known: tuple[str, ...]) -> tuple[str, dict[str
     arguments = dict(given) if isinstance(given, Mapping) else {"name": given}
     name = str(arguments.pop("name", "")).lower()
     if name not in known:
-        raise UserError(f"there is no {what} {name!r}{_near(name, known)}")
+        raise UserError(f"there is no {what} {name!r}{nearest(name, known)}")
     return name, arguments
 
 
-def _near(name: str, known: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(name, known, 2, 0.6)
-    return f": did you mean {' or '.join(near)}?" if near else f": there are {', '.join(known)}"
+_COUNT = (lambda value: value is None or (type(value) is int and value > 0), "a whole number greater than 0")
+_SWITCH = (lambda value: isinstance(value, bool), "true or false")
+_MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "trials": _COUNT,
+    "reports": _COUNT,
+    "concurrent": _COUNT,
+    "stop_at_target": _SWITCH,
+    "log_models": _SWITCH,
+    "seed": (lambda value: type(value) is int, "a whole number"),
+    "mode": (lambda value: value in ("min", "max"), "min or max"),
+    "time": (lambda value: value in ("step", "samples"), "step or samples"),
+    "metric": (lambda value: str(value).startswith(("eval/", "train/")), "eval/NAME or train/NAME, as trials log it"),
+    "target": (lambda value: value is None or number(value) is not None, "a number"),
+}
 
 
-def _plain(key: str, value: Any) -> Any:
-    """The value of one of the sweep's own keys, of the type that it must have."""
-    if key in _COUNTS and not (value is None or (type(value) is int and value > 0)):
-        raise UserError(f"{key} is {value!r}, but it must be a whole number greater than 0")
-    if key in _SWITCHES and not isinstance(value, bool):
-        raise UserError(f"{key} is {value!r}, but it must be true or false")
-    if key in _NUMBERS and value is not None:
-        found = number(value)
-        if found is None or not math.isfinite(found):
-            raise UserError(f"{key} is {value!r}, but it must be a number")
-        return found
-    if key == "seed" and type(value) is not int:
-        raise UserError(f"seed is {value!r}, but it must be a whole number")
-    return value
-
-
-_COUNTS = ("trials", "reports", "concurrent")
-_SWITCHES = ("warm", "stop_at_target", "log_models")
-_NUMBERS = ("target", "price_per_worker_hour")
+def _checked(key: str, value: Any) -> Any:
+    """The value of one of the sweep's own keys."""
+    fits, kind = _MUST_BE.get(key, (lambda value: True, ""))
+    if not fits(value):
+        raise UserError(f"{key} is {value!r}, but it must be {kind}")
+    return number(value) if key == "target" else value
 
 
 def _check(sweep: Sweep) -> None:
+    """What is wrong with several keys together."""
+    space, grid, pbt = sweep.space, sweep.searcher == "grid", sweep.scheduler == "pbt"
     if not RUN_NAME.fullmatch(sweep.name):
         raise UserError(f"name is {sweep.name!r}: use letters, digits, '.', '_' and '-' (at most 128)")
-    if sweep.mode not in ("min", "max"):
-        raise UserError(f"mode is {sweep.mode!r}, but it must be min or max")
-    if sweep.time not in TIMES:
-        raise UserError(f"time is {sweep.time!r}, but it must be one of {', '.join(TIMES)}")
-    if not isinstance(sweep.metric, str) or sweep.metric.split("/")[0] not in ("eval", "train"):
-        raise UserError(
-            f"metric is {sweep.metric!r}, but trials log eval/NAME and train/NAME: write for instance eval/loss"
-        )
-    if {"train.steps", "train.epochs"} <= sweep.space.keys():
-        raise UserError(
-            "the space has train.steps and train.epochs, which contradict each other: leave one of them out"
-        )
-    for key in sweep.space:
+    if {"train.steps", "train.epochs"} <= space.keys():
+        raise UserError("the space has train.steps and train.epochs, which contradict each other: leave one out")
+    for key, domain in space.items():
         if key.split(".")[0] in ("run", "tracking"):
             raise UserError(f"the space has {key}, which the sweep sets itself for every trial: put it under `set`")
-    if sweep.price_per_worker_hour is not None and sweep.price_per_worker_hour < 0:
-        raise UserError(f"price_per_worker_hour is {sweep.price_per_worker_hour:g}, but it must not be negative")
-    if sweep.scheduler == "pbt" and sweep.searcher not in ("grid", "random"):
-        raise UserError(f"scheduler pbt changes the values itself: write searcher: random instead of {sweep.searcher}")
-    if sweep.scheduler == "pbt" and sweep.time == "samples":
+        if grid and not domain.finite:
+            raise UserError(f"searcher grid cannot try all of space.{key}: write a list, or searcher: random")
+    if grid and sweep.trials not in (None, sweep.count):
+        raise UserError(f"trials is {sweep.trials}, but the grid has {sweep.count} points: leave trials out")
+    if pbt and sweep.searcher not in ("grid", "random"):
+        raise UserError(f"scheduler pbt changes the values itself: write searcher: random, not {sweep.searcher}")
+    if pbt and sweep.time == "samples":
         raise UserError("scheduler pbt copies trials from one another, which must count steps: write time: step")
-
-
-def _corners(space: Mapping[str, Domain]) -> list[dict[str, Any]]:
-    """Two points that hold the extremes of every key: what is wrong with a suggested point is mostly wrong there."""
-    ends = {key: domain.smallest_and_largest() for key, domain in space.items() if _ordered(domain)}
-    rest = {key: domain.values[0] for key, domain in space.items() if not _ordered(domain)}
-    few = {key: low for key, (low, _) in ends.items()} | rest
-    workers = {"workers": ends["workers"][1]} if "workers" in ends else {}
-    return [few | workers, {key: high for key, (_, high) in ends.items()} | rest]
-
-
-def _ordered(domain: Domain) -> bool:
-    return all(isinstance(value, int | float) for value in domain.values)
-
-
-def _check_points(sweep: Sweep) -> None:
-    """Every point makes a valid configuration, whose batch feeds its workers."""
-    for values in (sweep.points or [])[:256]:
-        config = sweep.config(values, "trial", "runs")
+    for config in sweep.configs():
         workers, batch = int(config.workers), config.train.global_batch_size
         if batch < workers:
-            raise UserError(
-                f"train.global_batch_size={batch} is below workers={workers}, so some would have nothing to do: leave "
-                "one of the two out of the space, or write larger batch sizes"
-            )
+            where = f"train.global_batch_size={batch} is below workers={workers}"
+            raise UserError(f"{where}, so some would have nothing to do: write larger batch sizes, or fewer workers")
         if (config.train.steps is None) == (config.train.epochs is None):
             raise UserError("give train.steps or train.epochs, one of the two")

@@ -1,38 +1,66 @@
-"""One trial: a whole Trireme run, driven from the process in which Ray Tune keeps it.
+"""One trial: a whole Trireme run, in the process in which Ray Tune keeps it.
 
-That process holds the warm workers, and outlives a trial: Tune hands it the next one (`reset_config`). With one worker
-it is the worker itself; with more they are an `ActorGroup`, or, cold, those that Ray Train starts. Training goes on in
-a thread; `step` waits for its next report.
+With one worker that process is the worker. With more it drives actors in the trial's own placement group, which Tune
+has made for all of it at once. Training goes on in a thread; `step` waits for its next report.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import queue
+import shutil
 import sys
 import threading
 import time
+import traceback
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import tune
 
+from app import checkpoint
 from app.config import Config
 from app.config_io import with_values
+from app.console import Console
 from app.errors import Interrupted, RunFailed, UserError
+from app.launchers.actors import ActorWorkers
+from app.launchers.local import LocalWorkers
+from app.launchers.ray_workers import ray_nodes
+from app.launchers.supervisor import Supervisor
+from app.lease import read_lease
+from app.run.cost import meter_for
+from app.run.driver import Driver
+from app.run.lifecycle import train_run
+from app.run.manifest import Run
+from app.run.prepare import prepare, read_task
 from app.tracking.settings import Settings
-from experiments.sweep.slots import DRIVER, Need, Resources
+from app.tracking.tracker import Delivery, Tracker
+from cluster.connect import describe
+from experiments.sweep.analysis import Trial
 from experiments.sweep.spec import Sweep
+from experiments.sweep.trials import load_trial
 
-INDEX, NAME = "_trial", "_name"
-"""Keys of a Tune configuration that are none of the experiment's."""
-VALUE, TIME, REPORT = "value", "at", "report"
-"""Names under which schedulers and searchers see the metric and what trials are compared at."""
+Resources = dict[str, float]
+Result = dict[str, Any]
+"""What Tune is given: the metric, "step", "samples", "report" (of a `Trial`); the last one also "done", "status" and
+"message"."""
+REACHED = "target reached"
+"""Why a trial is stopped that has done what it was for: its run counts as finished."""
+STOP_FILE = "stop"
+"""In the sweep's folder: running trials are to save and stop."""
 LEASE_SECONDS = 90.0
-"""How long to wait for an earlier start of the same trial to be gone."""
+"""For an earlier start of the same trial to end: Ray takes a moment to end the processes of a killed sweep."""
+COMMIT_SECONDS = 20.0
+"""For the checkpoint of a report that another trial is to copy."""
+WORST = 1e30
+"""Stands for a value that is not finite: schedulers compare numbers."""
 
 
 @dataclass(frozen=True)
@@ -40,236 +68,299 @@ class Setting:
     """What all trials of a sweep share."""
 
     sweep: Sweep
-    folder: str  # the sweep's, in the storage
-    settings: Settings  # of tracking; its URI without a password, since only the deliverer speaks with MLflow
-    uid: str
+    folder: Path  # the sweep's
+    settings: Settings  # of tracking; its URI without a password, since only the sweep's own writer speaks with MLflow
     gpus: bool
     cwd: str
-    command: tuple[str, ...] = ()  # the sweep's, which a trial's MLflow run names as its own
+    command: tuple[str, ...]  # the sweep's, which a trial's MLflow run names as its own
 
 
-def how(config: Config, sweep: Sweep) -> str:
-    """Where a trial's workers are: process, group or torchtrainer."""
-    if config.launcher == "local":
-        return "process"
-    if config.launcher == "ray" or (config.launcher == "auto" and not sweep.warm):
-        return "torchtrainer"
-    return "process" if config.launcher == "auto" and int(config.workers) == 1 else "group"
+class WrongMetric(UserError):
+    """Trials do not report the metric that the sweep compares."""
 
 
-def need(config: Config, gpus: bool) -> Need:
-    """What a trial takes of the cluster."""
-    per_worker = dict(config.resources_per_worker) or ({"GPU": 1.0} if gpus else {"CPU": 1.0})
-    return Need.of(int(config.workers), per_worker)
+def resources(config: Config, gpus: bool) -> list[Resources]:
+    """A trial's bundles: of one worker its process's; else nothing for the driver, and one for each worker."""
+    each = dict(config.resources_per_worker) or ({"GPU": 1.0} if gpus else {"CPU": 1.0})
+    for stage in config.parallel.stage_resources or ():  # any bundle may be any stage's
+        each |= {name: max(amount, each.get(name, 0.0)) for name, amount in stage.items()}
+    return [each] if _in_process(config) else [{}, *[each] * int(config.workers)]
 
 
-def tune_resources(sweep: Sweep, values: dict[str, Any], gpus: bool) -> Resources:
-    """What Tune reserves for the trial's process: the worker's share where it is the worker, else nearly nothing."""
-    config = sweep.config(values, "trial", "runs")
-    if how(config, sweep) != "process":
-        return dict(DRIVER)
-    return {"CPU": 0.0, **dict(need(config, gpus).per_worker)}
+def _in_process(config: Config) -> bool:
+    return config.launcher == "local" or int(config.workers) == 1
 
 
-class Session:
-    """One start of one trial."""
+class TrialTracker(Tracker):
+    """Ends a run whose target is reached as finished, and says why others were stopped."""
 
-    def __init__(self, setting: Setting, index: int, name: str, values: dict[str, Any], workers: Workers) -> None:
-        self.setting, self.index, self.name, self.values, self.workers = setting, index, name, values, workers
-        self.config = setting.sweep.config(values, name, setting.folder)
-        self.reports: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.began = time.time()
+    why = ""
+
+    def finish(self, status: str, *, message: str = "", timeout: float = 15.0) -> Delivery:
+        if self.why and status == "KILLED":
+            status, message = "FINISHED" if self.why == REACHED else status, f"{self.why}: {message}"
+        return super().finish(status, message=message, timeout=timeout)
+
+
+class LogConsole(Console):
+    """What a trial's driver says goes to its run's log."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._out = self._err = log.open("a", buffering=1)
+
+
+class TrialDriver(Driver):
+    """The driver of a run whose evaluations are a trial's reports; the sweep's writer delivers what it tracks."""
+
+    def __init__(self, run: Run, trial: TrialRun) -> None:
+        super().__init__(run, trial.config, trial.console, trial.setting.settings)
+        self.trial = trial
+        self.loop_began = 0.0
+        self.latest: dict[str, float] = {}
+        self.tracker = self.trial_tracker = TrialTracker(
+            run.local_folder / "tracking",
+            trial.setting.settings,
+            run_name=run.manifest.name,
+            run_uid=run.manifest.uid,
+            enabled=trial.config.tracking.enabled,
+            tags={**trial.config.tracking.tags, "trireme.sweep": trial.sweep.name},
+            parent=trial.setting.folder / "tracking",
+            warn=self.note,
+        )
+
+    def stop_requested(self) -> bool:
+        if not self.trial.stopping and (self.trial.setting.folder / STOP_FILE).exists():
+            self.trial.stopping = "the sweep was stopped"
+        if self.trial.stopping:
+            self.trial_tracker.why, self.stopping = self.trial.stopping, max(self.stopping, 1)
+        return super().stop_requested()
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        yield  # they are the sweep's: this is not the main thread
+
+    def _on_start(self, event: dict[str, Any]) -> None:
+        super()._on_start(event)
+        self.loop_began = event["time"]
+
+    def _on_metrics(self, event: dict[str, Any]) -> None:
+        super()._on_metrics(event)
+        self.latest |= event["values"]
+        if self.trial.sweep.metric in event["values"] or any(name.startswith("eval/") for name in event["values"]):
+            seconds = max(0.0, event["time"] - self.loop_began) if self.loop_began else 0.0
+            self.trial.report(event["step"], seconds, self.latest)
+
+
+class TrialRun:
+    """One start of one trial.
+
+    known: what the sweep remembers of it. Its reports are repeated first, so that Tune's scheduler and searcher know
+    what they knew; of a trial that has ended, that is all.
+    """
+
+    def __init__(self, setting: Setting, name: str, values: dict[str, Any], known: Trial | None) -> None:
+        self.setting, self.sweep, self.name, self.folder = setting, setting.sweep, name, setting.folder / name
+        self.config = setting.sweep.config(values, name, str(setting.folder))
+        self.last: dict[str, Any] = known.last if known else {}  # report
+        self.seconds_before: float = self.last.get("seconds", 0.0)
+        self.repeated: deque[Result] = deque()
+        if known and self.sweep.scheduler != "pbt":  # which compares living trials only
+            self.repeated += [self._result(report) for report in known.reports]
+        if known and known.ended:
+            self.repeated.append(self._end(known.status, known.message))
+        self.results: queue.Queue[Result] = queue.Queue()
+        self.console = LogConsole(self.folder / "logs" / "driver.log")
+        self.steps = 0
+        self.stopping = ""  # why, once something has asked for it
+        self.copied = ""  # the checkpoint of another trial to continue from
+        self.reported: int = self.last.get("step", 0)  # step of the last report
+        self.told = self.reported  # step of the last one that Tune has
         self.thread: threading.Thread | None = None
-        self.driver: Any = None
-        self.halted = ""  # why, once somebody has asked for it
-        self.copy_from: dict[str, Any] | None = None
-        self.told = 0  # step of the report that Tune had last
-        self.asked = threading.Event()
-        # Copying a trial is copying what Tune knows of it: one that is its own worker waits for Tune at every report.
-        self.in_step = setting.sweep.scheduler == "pbt" and how(self.config, setting.sweep) == "process"
 
-    def next(self) -> dict[str, Any]:
-        """The next report; training begins with the first call."""
+    def next(self) -> Result:
+        """The next result; training begins when it is needed."""
+        if self.repeated:
+            return self.repeated.popleft()
         if self.thread is None:
-            self.thread = threading.Thread(target=self._run, daemon=True, name=f"trial-{self.index}")
+            if (self.setting.folder / STOP_FILE).exists():
+                return self._end("stopped", "the sweep was stopped")
+            self.thread = threading.Thread(target=self._run, daemon=True, name=self.name)
             self.thread.start()
-        if self.reports.empty():
-            self.asked.set()
-        report = self.reports.get()
-        self.told = json.loads(report[REPORT])["step"]
-        return report
+        result = self.results.get()
+        self.told = result["step"]
+        return result
 
-    def halt(self, why: str) -> None:
-        """Saves and stops; returns when the workers are free."""
-        self.halted = self.halted or why
-        if self.driver is not None:
-            self.driver.ask_to_stop(why)
-        self.asked.set()
+    def copy(self, path: str, step: int) -> None:
+        """Has it continue from another trial's checkpoint, which Tune has known up to `step`."""
+        self.repeated.clear()
+        self.copied, self.last, self.reported = path, {}, step
+
+    def stop(self, why: str) -> None:
+        """Saves and stops; returns when the workers are gone."""
+        self.stopping = self.stopping or why
         if self.thread is not None:
             self.thread.join()
 
-    def say(self, **report: Any) -> None:
-        self.asked.clear()
-        # As one text, since Tune takes nested results apart; and without "done", with which it would ask nobody.
-        self.reports.put({REPORT: json.dumps({"start": self.began, "ended": False, **report})})
-        while self.in_step and not report.get("ended") and not self.halted and not self.asked.wait(0.1):
-            pass
+    def report(self, step: int, seconds: float, metrics: dict[str, float]) -> None:
+        """An evaluation after `seconds` of training. Raises WrongMetric."""
+        if step <= self.reported:
+            return  # a checkpoint brings those that were made before it
+        metric, samples = self.sweep.metric, step * self.config.train.global_batch_size
+        if metric not in metrics:
+            raise WrongMetric(f"metric is {metric!r}, which trials do not report; they report {', '.join(metrics)}")
+        self.last = {"step": step, "samples": samples, "seconds": self.seconds_before + seconds}
+        self.last |= {"metrics": dict(metrics), "steps": self.steps, "workers": int(self.config.workers)}
+        self.reported = step
+        self.results.put(self._result(self.last))
+        if self.sweep.stop_at_target and self.sweep.reached(metrics[metric]):
+            self.stopping = self.stopping or REACHED
+
+    def _result(self, report: dict[str, Any]) -> Result:
+        value = report["metrics"].get(self.sweep.metric, math.nan) if report else math.nan
+        value = value if math.isfinite(value) else self.sweep.sign * WORST
+        return {self.sweep.metric: value, **{key: report.get(key, 0) for key in ("step", "samples")}, "report": report}
+
+    def _end(self, status: str, message: str) -> Result:
+        return {**self._result(self.last), "done": True, "status": status, "message": message}
 
     def _run(self) -> None:
-        status, message, summary = "finished", "", dict[str, Any]()
         try:
-            summary = self._train()
+            self._train()
+            status, message = "finished", ""
         except Interrupted as error:
-            status, message = "stopped", str(error)
+            status, message = "stopped", self.stopping or str(error)
         except Exception as error:
-            known = isinstance(error, UserError | RunFailed) or type(error).__name__ in ("LayoutError", "ClusterError")
             first = (str(error).strip().splitlines() or [""])[0]
-            status, message = "failed", first if known else f"{type(error).__name__}: {first}"
-            self._log_traceback()
-        done: dict[str, Any] = {"step": summary.get("step", 0), "metrics": dict(summary.get("metrics", {}))}
-        if status == "finished":  # of a run that had finished already, this is all there is
-            done |= {"samples": done["step"] * self.config.train.global_batch_size, "steps": done["step"]}
-            done["workers"] = int(self.config.workers)
-        self.say(ended=True, status=status, message=message, **done)
+            known = isinstance(error, UserError | RunFailed) or type(error).__name__ in ("LayoutError", "ClusterError")
+            message = first if known else f"{type(error).__name__}: {first}"
+            status = "wrong metric" if isinstance(error, WrongMetric) else "failed"
+            self.console.say(traceback.format_exc())
+        reached = self.stopping == REACHED and status != "failed"
+        self.results.put(self._end("reached" if reached else status, message))
 
-    def _log_traceback(self) -> None:
-        import traceback
-
-        if self.driver is not None:
-            self.driver.console.say(traceback.format_exc())
-
-    def _train(self) -> dict[str, Any]:
-        import ray
-
-        from app.run.cost import meter_for
-        from app.run.lifecycle import train_run
-        from app.run.manifest import Run
-        from app.run.prepare import prepare
-        from experiments.sweep.trial_driver import TrialDriver, take_over, wait_for_lease
-
-        config, sweep = self.config, self.setting.sweep
-        each = need(config, self.setting.gpus)
-        task = self.workers.task(config)
-        prepared = prepare(config, task, each.workers, devices_per_node=None)
-        config = prepared.config
-        if sweep.reports:
-            config = with_values(config, {"train.eval_every": max(1, math.ceil(prepared.steps / sweep.reports))})
-        if sweep.scheduler == "pbt":
-            every = config.train.eval_every
-            config = with_values(config, {"checkpoint.every_steps": every, "checkpoint.keep_last": 4})
-        prepared = replace(prepared, config=config)
-        self.config = config
-        run = Run(config)
-        wait_for_lease(run, LEASE_SECONDS)
-        if self.copy_from:
-            take_over(run, self.copy_from)
-        self.driver = driver = TrialDriver(run, self, prepared)
-        if self.halted:
-            raise Interrupted(self.halted)
+    def _train(self) -> None:
+        workers = int(self.config.workers)
+        prepared = prepare(self.config, read_task(self.config), workers, devices_per_node=None)
+        values: dict[str, Any] = {}
+        if self.sweep.reports:
+            values["train.eval_every"] = max(1, math.ceil(prepared.steps / self.sweep.reports))
+        if self.sweep.scheduler == "pbt":
+            every = values.get("train.eval_every", self.config.train.eval_every)
+            values |= {"checkpoint.every_steps": every, "checkpoint.keep_last": 4}
+        self.config, self.steps = with_values(prepared.config, values), prepared.steps
+        run = Run(self.config)
+        _wait_for_lease(run)
+        if self.copied:
+            self._copy_checkpoint()
+            run.manifest.status = "stopped"  # it may have finished before it became another
+        driver, each = TrialDriver(run, self), resources(self.config, self.setting.gpus)[-1]
         if ray.is_initialized():
-            driver.meter = meter_for(config, run.storage, each.workers, dict(each.per_worker))
-        kind = "group" if prepared.layout.dims.pp > 1 else how(config, sweep)
-        outcome = train_run(driver, prepared, kind, lambda job: self.workers.launch(kind, each, job, driver))
-        return outcome.summary
+            driver.meter = meter_for(self.config, run.storage, workers, each)
+        with _workers(self.config, each) as made:
+            train = Supervisor(made, driver, nodes=ray_nodes()).run
+            outcome = train_run(driver, replace(prepared, config=self.config), "Ray Tune", train)
+        if outcome.status == "already_finished":  # it was killed after that
+            summary, self.seconds_before = outcome.summary, 0.0
+            self.report(summary["step"], summary["seconds"], summary["metrics"])
+        if not self.last:
+            raise WrongMetric(f"metric is {self.sweep.metric!r}, but trials report nothing: the task evaluates nothing")
 
+    # --- population-based training ------------------------------------------------------------------------------------
 
-class Workers:
-    """The warm workers of a trial process, and what it remembers from trial to trial."""
+    def checkpoint_told(self) -> str:
+        """The path of the checkpoint of the report that Tune had last, or of the last before it; waits for one that is
+        being written. "": there is none."""
+        until = time.monotonic() + COMMIT_SECONDS
+        while True:
+            commits = checkpoint.commits(f"{self.folder}/checkpoints")  # the newest first
+            if any(commit.step >= self.told for commit in commits) or time.monotonic() > until:
+                break
+            time.sleep(0.1)
+        last = commits[-1].path if commits else ""
+        return next((commit.path for commit in commits if commit.step <= self.told), last)
 
-    def __init__(self) -> None:
-        self.tasks: dict[str, Any] = {}
+    def _copy_checkpoint(self) -> None:
+        """Replaces this trial's checkpoints by a copy of another's: weights, optimizer, place in the data.
 
-    def task(self, config: Config) -> Any:
-        """The task with its data looked at; the last one is kept, since most sweeps have one."""
-        from app.run.prepare import read_task
-
-        key = json.dumps([config.task, config.task_args], default=str, sort_keys=True)
-        if key not in self.tasks:
-            self.tasks = {key: read_task(config)}
-        return self.tasks[key]
-
-    def launch(self, kind: str, each: Need, job: Any, driver: Any) -> None:
-        """Trains a job to its end."""
-        from app.launchers.local import LocalWorkers
-        from app.launchers.supervisor import Supervisor
-
-        if kind == "process":
-            Supervisor(LocalWorkers(), driver).run(job)
-            return
-        from app.launchers.actors import ActorWorkers
-        from app.launchers.ray_train import RayTrainWorkers
-        from app.launchers.ray_workers import ray_nodes
-        from cluster.connect import describe
-
-        per_worker = dict(each.per_worker)
-        workers: Any
-        if kind == "torchtrainer":
-            workers = RayTrainWorkers(per_worker)
-        else:
-            workers = ActorWorkers(per_worker, describe(started_here=False))
+        Raises:
+            UserError: that checkpoint is no longer there.
+        """
+        source, own, fresh = Path(self.copied), self.folder / "checkpoints", self.folder / ".copied"
+        shutil.rmtree(fresh, ignore_errors=True)
         try:
-            Supervisor(workers, driver, nodes=ray_nodes()).run(job)
-        finally:
-            workers.close()
+            shutil.copytree(source, fresh / source.name)
+        except OSError as error:
+            raise UserError(f"the checkpoint {source} cannot be copied: {error}") from error
+        shutil.rmtree(own, ignore_errors=True)
+        fresh.rename(own)
 
-    def close(self) -> None: ...
 
-
-class TrialProcess(tune.Trainable):
+class TrialActor(tune.Trainable):
     """What Tune keeps: it is given one trial after another."""
 
     def setup(self, config: dict[str, Any], setting: Setting | None = None) -> None:
         assert setting is not None
         self.setting = setting
-        sys.argv = list(setting.command) or sys.argv
+        sys.argv = list(setting.command)
         if os.path.isdir(setting.cwd):
             os.chdir(setting.cwd)
-            if setting.cwd not in sys.path:
-                sys.path.insert(0, setting.cwd)
+            sys.path.insert(0, setting.cwd)
         import torch
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        self.workers = Workers()
-        self.session: Session | None = None
         self._take(config)
-        import app.loop  # noqa: F401  what takes seconds, before the first trial begins
+
+    def _take(self, values: dict[str, Any]) -> None:
+        known = load_trial(self.setting.folder / self.trial_name)
+        self.current = TrialRun(self.setting, self.trial_name, values, known)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """The next trial."""
-        assert self.session is not None
-        self.session.halt("stopped for the next trial")
+        """The next trial, or the same one with other values."""
+        self.cleanup()
         self._take(new_config)
         return True
 
-    def _take(self, config: dict[str, Any]) -> None:
-        values = {key: value for key, value in config.items() if key not in (INDEX, NAME)}
-        self.session = Session(self.setting, config[INDEX], config[NAME], values, self.workers)
-
-    def step(self) -> dict[str, Any]:
-        assert self.session is not None
-        return self.session.next()
-
-    def halt(self, why: str) -> None:
-        """Asks the trial to stop; called when the scheduler has decided so, and does not wait."""
-        if self.session is not None and self.session.driver is not None:
-            self.session.driver.ask_to_stop(why)
+    def step(self) -> Result:
+        return self.current.next()
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Population-based training copies trials: what is kept is where the checkpoint of the last report is."""
-        from experiments.sweep.trial_driver import checkpoint_at
-
-        assert self.session is not None
-        self.session.asked.set()  # the checkpoint comes after the report
-        pointer = checkpoint_at(self.session.config, self.session.told)
-        (Path(checkpoint_dir) / "pointer.json").write_text(json.dumps(pointer))
+        path = self.current.checkpoint_told() if self.setting.sweep.scheduler == "pbt" else ""
+        where = {"trial": self.trial_name, "path": path, "step": self.current.told}
+        (Path(checkpoint_dir) / "where.json").write_text(json.dumps(where))
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        pointer = json.loads((Path(str(checkpoint)) / "pointer.json").read_text())
-        assert self.session is not None
-        if pointer["folder"] and pointer["run"] != self.session.name:
-            self.session.copy_from = pointer
+        """This trial continues in the same sweep: by itself, or from another's checkpoint."""
+        where = json.loads((Path(str(checkpoint)) / "where.json").read_text())
+        if where["trial"] != self.trial_name:
+            self.current.copy(where["path"], where["step"])
 
     def cleanup(self) -> None:
-        if self.session is not None:
-            self.session.halt("stopped")
-        self.workers.close()
+        scheduler = self.setting.sweep.scheduler
+        self.current.stop("stopped for other values" if scheduler == "pbt" else f"stopped early by {scheduler}")
+
+
+@contextlib.contextmanager
+def _workers(config: Config, each: Resources) -> Iterator[Any]:
+    if _in_process(config):
+        yield LocalWorkers()
+        return
+    workers = ActorWorkers(each, describe(started_here=False), ray.util.get_current_placement_group())
+    try:
+        yield workers
+    finally:
+        workers.close()
+
+
+def _wait_for_lease(run: Run) -> None:
+    """Raises UserError: an earlier start of this trial still runs."""
+    until = time.monotonic() + LEASE_SECONDS
+    while read_lease(run.storage) is not None:
+        try:
+            return run.refuse_if_held(lambda text: None)
+        except UserError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.2)

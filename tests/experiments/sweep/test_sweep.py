@@ -1,11 +1,10 @@
-"""Whole sweeps as a person runs them: killed and run again, warm workers, failing trials, MLflow."""
+"""Whole sweeps as a person runs them: killed and run again, failing trials, schedulers and searchers, MLflow."""
 
 from __future__ import annotations
 
 import json
 import re
 import signal
-import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +32,29 @@ def write(tmp_path: Path, text: str = SLOW) -> list[str]:
     return ["sweep", str(tmp_path / "s.yaml"), f"run.storage={tmp_path}"]
 
 
-def events(tmp_path: Path, kind: str) -> list[dict[str, Any]]:
-    file = tmp_path / "s" / "ledger.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [e for e in map(json.loads, lines) if e["event"] == kind]
+def trials(tmp_path: Path) -> dict[int, dict[str, Any]]:
+    found = [json.loads(file.read_text()) for file in (tmp_path / "s").glob("*/trial.json")]
+    return {trial["index"]: trial for trial in sorted(found, key=lambda trial: trial["index"])}
 
 
-def children(tmp_path: Path) -> dict[str, tuple[str, str | None]]:
+def last_steps(tmp_path: Path) -> dict[int, int]:
+    return {index: t["reports"][-1]["step"] for index, t in trials(tmp_path).items() if t["reports"]}
+
+
+def log(tmp_path: Path, trial: dict[str, Any]) -> str:
+    return (tmp_path / "s" / trial["name"] / "logs" / "driver.log").read_text()
+
+
+def runs(tmp_path: Path) -> dict[str, tuple[str, str | None]]:
     """Per MLflow run its status and its parent's name."""
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    runs = client.search_runs([client.get_experiment_by_name("trireme").experiment_id])
-    names = {run.info.run_id: run.info.run_name for run in runs}
+    found = client.search_runs([client.get_experiment_by_name("trireme").experiment_id])
+    names = {run.info.run_id: run.info.run_name for run in found}
     assert len(set(names.values())) == len(names), "no run twice"
     return {
-        run.info.run_name: (run.info.status, names.get(run.data.tags.get("mlflow.parentRunId", ""))) for run in runs
+        run.info.run_name: (run.info.status, names.get(run.data.tags.get("mlflow.parentRunId", ""))) for run in found
     }
 
 
@@ -57,49 +63,35 @@ def test_killed_and_run_again(tmp_path: Path, ray_environment: dict[str, str]) -
     first = start(arguments, env=ray_environment)
 
     def half_way() -> bool:
-        ended = {e["index"] for e in events(tmp_path, "end")}
-        going = {e["index"]: e["report"]["step"] for e in events(tmp_path, "report") if e["index"] not in ended}
-        return bool(ended) and any(20 <= step <= 30 for step in going.values())
+        going = [t for t in trials(tmp_path).values() if t["status"] == "running" and t["reports"]]
+        return len(going) < len(trials(tmp_path)) and any(20 <= t["reports"][-1]["step"] <= 30 for t in going)
 
     wait_until(half_way, 100)
     first.send_signal(signal.SIGKILL)
-    at_kill = {e["index"]: e["report"]["step"] for e in events(tmp_path, "report")}
     finish(first)
-    ended = {e["index"] for e in events(tmp_path, "end")}
-    begun = {e["index"] for e in events(tmp_path, "trial")} - ended
+    at_kill = last_steps(tmp_path)
+    ended = {index for index, t in trials(tmp_path).items() if t["status"] == "finished"}
+    begun = trials(tmp_path).keys() - ended
     assert ended and begun, "some had ended, and some were under way"
+    manifests = {index: (tmp_path / "s" / trials(tmp_path)[index]["name"] / "run.json").read_text() for index in ended}
     second = trireme(*arguments, "--json", env=ray_environment)
     assert second.code == 0, second.err
     assert second.json["trials"]["finished"] == 4
-    starts = [e["index"] for e in events(tmp_path, "trial")]
-    assert all(starts.count(index) == 1 for index in ended), "what had ended was not run again"
+    after = trials(tmp_path)
+    for index, manifest in manifests.items():
+        assert (tmp_path / "s" / after[index]["name"] / "run.json").read_text() == manifest, "it was not run again"
+    for trial in after.values():
+        assert [r["step"] for r in trial["reports"]] == [10, 20, 30, 40, 50, 60], "nothing lost or told twice"
     continued = 0
     for index in begun:
-        steps = [e["report"]["step"] for e in events(tmp_path, "report") if e["index"] == index]
-        assert steps == [10, 20, 30, 40, 50, 60]
-        name = next(e["name"] for e in events(tmp_path, "trial") if e["index"] == index)
-        log = (tmp_path / "s" / name / "logs" / "driver.log").read_text()
-        after = [int(step) for step in re.findall(r"continuing after step (\d+)", log)]
-        if at_kill.get(index, 0) <= 30:  # seconds from its end, which is longer than Ray lets the orphans live
-            assert after or index not in at_kill
-        else:  # one may have taken its last step before the kill reached it
-            assert after or "has finished already" in log
-        assert all(step >= at_kill[index] for step in after), "from its last checkpoint, not from an earlier one"
-        continued += bool(after)
+        steps = [int(step) for step in re.findall(r"continuing after step (\d+)", log(tmp_path, after[index]))]
+        assert all(step >= at_kill[index] for step in steps), "from its last checkpoint, not from an earlier one"
+        continued += bool(steps)
     assert continued
-    found = children(tmp_path)
+    found = runs(tmp_path)
     assert found.pop("s") == ("FINISHED", None)
     assert len(found) == 4 and set(found.values()) == {("FINISHED", "s")}
-    with sqlite3.connect(tmp_path / "mlflow.db") as database:
-        tags = dict(
-            database.execute(
-                "SELECT r.name, t.value FROM tags t JOIN runs r USING (run_uuid) WHERE t.key = 'trireme.best'"
-            )
-        )
-        assert tags[second.json["best"]["trial"]] == "true"
-        (command,) = database.execute("SELECT DISTINCT value FROM tags WHERE key = 'trireme.command'").fetchone()
-        assert " sweep " in command, "a trial's command is the sweep's, not that of Ray's worker process"
-        artifacts = {p.name for p in (tmp_path / "mlartifacts").rglob("*") if p.is_file()}
+    artifacts = {p.name for p in (tmp_path / "mlartifacts").rglob("*") if p.is_file()}
     assert {"report.html", "1-heat-map.svg", "answer.json", "next.yaml"} <= artifacts
     again = trireme(*arguments, "--json", env=ray_environment)
     assert again.code == 0 and again.json["best"] == second.json["best"]
@@ -107,8 +99,8 @@ def test_killed_and_run_again(tmp_path: Path, ray_environment: dict[str, str]) -
     assert other.code == 2 and "begun with another train.steps" in other.err
 
 
-def test_warm_workers_bad_trials_and_a_stop(tmp_path: Path, ray_environment: dict[str, str]) -> None:
-    """Two workers per trial; of the trials one diverges, one raises, and a person stops the sweep in between."""
+def test_two_workers_bad_trials_and_a_stop(tmp_path: Path, ray_environment: dict[str, str]) -> None:
+    """Of the trials one diverges, one raises, and a person stops the sweep in between."""
     text = """
 experiment:
   task: "tests.tasks:Points"
@@ -123,7 +115,7 @@ concurrent: 1
     arguments = write(tmp_path, text)
     first = start(arguments, env=ray_environment)
     try:
-        wait_until(lambda: events(tmp_path, "end"), 200)
+        wait_until(lambda: any(t["status"] != "running" for t in trials(tmp_path).values()), 200)
         first.send_signal(signal.SIGTERM)
         stopped = finish(first, 60)
     finally:
@@ -132,13 +124,64 @@ concurrent: 1
     ended = trireme(*arguments, "--json", env=ray_environment)
     assert ended.code == 0, ended.err
     assert ended.json["trials"] == {"finished": 2, "reached": 0, "pruned": 0, "failed": 2}
-    messages = {e["index"]: e["message"] for e in events(tmp_path, "end")}
-    name = next(e["name"] for e in events(tmp_path, "trial") if e["index"] == 1)
-    log = (tmp_path / "s" / name / "logs" / "driver.log").read_text()
-    before = int((re.findall(r"continuing after step (\d+)", log) or [0])[-1])
-    assert f"not finite at step {before + 6}" in messages[1] and "a bug of the user's" in messages[2]
-    found = children(tmp_path)
-    by_index = {name[:4]: status for name, (status, _) in found.items() if name.startswith("t0")}
+    found = trials(tmp_path)
+    before = int((re.findall(r"continuing after step (\d+)", log(tmp_path, found[1])) or [0])[-1])
+    assert f"not finite at step {before + 6}" in found[1]["message"] and "a bug of the user's" in found[2]["message"]
+    assert "in loss" in log(tmp_path, found[2]), "the log has the traceback"
+    by_index = {name[:4]: status for name, (status, _) in runs(tmp_path).items() if name.startswith("t0")}
     assert by_index == {"t000": "FINISHED", "t001": "FAILED", "t002": "FAILED", "t003": "FINISHED"}
-    warm = [e["report"]["first_step"] for e in events(tmp_path, "report") if e["index"] == 3]
-    assert warm[0] < 20
+
+
+SHORT = """
+experiment:
+  task: "tests.tasks:Points"
+  train: {steps: 40, global_batch_size: 16}
+  tracking: {enabled: false}
+  checkpoint: {weights: false}
+space: {optimizer.lr: {loguniform: [1.0e-4, 0.3]}}
+searcher: random
+"""
+
+
+def test_schedulers_stop_trials_and_the_target_ends_them(tmp_path: Path, ray_environment: dict[str, str]) -> None:
+    arguments = [*write(tmp_path, SHORT), "trials=8", "scheduler={name: asha, grace: 10, reduction_factor: 2}"]
+    ended = trireme(*arguments, "target=0.3", "concurrent=1", "--json", env=ray_environment)
+    assert ended.code == 0, ended.err
+    counts = ended.json["trials"]
+    assert sum(counts.values()) == 8 and counts["pruned"] and counts["reached"] and not counts["failed"]
+    for trial in trials(tmp_path).values():
+        values = [r["metrics"]["eval/loss"] for r in trial["reports"]]
+        assert all(value > 0.3 for value in values[:-1])
+        if trial["status"] == "reached":
+            assert values[-1] <= 0.3
+        if trial["status"] == "pruned":
+            assert trial["message"].startswith("stopped early by asha after step") and len(values) < 10
+    assert ended.json["recommendation"]["values"]["workers"] == 1
+
+
+def test_optuna_goes_on_from_what_it_was_told(tmp_path: Path, ray_environment: dict[str, str]) -> None:
+    arguments = [*write(tmp_path, SHORT), "searcher=optuna", "train.steps=10", "reports=1", "--json"]
+    few = trireme(*arguments, "trials=3", env=ray_environment)
+    assert few.code == 0, few.err
+    first = trials(tmp_path)
+    more = trireme(*arguments, "trials=6", env=ray_environment)
+    assert more.code == 0, more.err
+    found = trials(tmp_path)
+    assert list(found) == list(range(6)) and {i: found[i] for i in range(3)} == first
+    assert len({t["values"]["optimizer.lr"] for t in found.values()}) == 6, "no point twice"
+
+
+def test_population_based_training_copies_the_better_trial(tmp_path: Path, ray_environment: dict[str, str]) -> None:
+    text = SHORT.replace("{loguniform: [1.0e-4, 0.3]}", "[0.0, 0.1]").replace("searcher: random", "searcher: grid")
+    more = ["scheduler={name: pbt, quantile_fraction: 0.5, resample_probability: 0}", "task_args.step_seconds=0.05"]
+    ended = trireme(*write(tmp_path, text), *more, "reports=8", "--json", env=ray_environment)
+    assert ended.code == 0, ended.err
+    bad = trials(tmp_path)[0]
+    assert "continuing after step" in log(tmp_path, bad), "from the other's checkpoint"
+    values = [r["metrics"]["eval/loss"] for r in bad["reports"]]
+    assert values[-1] < values[0], "with a learning rate of 0, its own training changed nothing"
+
+
+def test_a_metric_that_no_trial_reports(tmp_path: Path, ray_environment: dict[str, str]) -> None:
+    ended = trireme(*write(tmp_path, SHORT), "trials=2", "metric=eval/acuracy", "mode=max", env=ray_environment)
+    assert ended.code == 2 and "'eval/acuracy'" in ended.err and "eval/accuracy" in ended.err

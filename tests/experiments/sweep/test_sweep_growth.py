@@ -56,4 +56,4 @@ def test_more_trials_at_once_as_nodes_come() -> None:
         assert most == 3, "as many at once as nodes may come"
         assert ask(GROUPS) == 0, "nothing of the cluster is held on to"
         refused = lab.trireme(0, "sweep", str(file), "name=x", "workers=4", **ENVIRONMENT)
-        assert refused.returncode == 2 and "it could never start" in refused.stderr, refused.stderr
+        assert refused.returncode == 2 and "do not fit on" in refused.stderr, refused.stderr

@@ -1,0 +1,85 @@
+"""What a sweep and a scaling study have in common: a folder of their own, and an MLflow run that ends as they do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from app.config import Config
+from app.config_io import to_dict, to_yaml
+from app.console import Console
+from app.errors import Interrupted, UserError
+from app.masking import mask_tree
+from app.run.manifest import run_folder
+from app.tracking.settings import resolve_tracking, ui_command
+from app.tracking.spool import take_lock
+from app.tracking.tracker import Tracker
+
+
+@contextlib.contextmanager
+def own_folder(config: Config, name: str, kind: str, console: Console, *, verbose: bool) -> Iterator[Path]:
+    """The folder `name` in run.storage, held by this process; other output goes into a log there, unless verbose.
+
+    Raises:
+        UserError: it cannot be written, or another process works in it.
+    """
+    storage = run_folder(replace(config, run=replace(config.run, name=name)))
+    if not storage.is_local:
+        raise UserError(f"run.storage is {config.run.storage}, but a {kind} needs a folder: write a local path or NFS")
+    storage.check_writable()
+    folder = storage.local_path
+    if (folder / "run.json").exists():
+        raise UserError(f"{folder} holds a run, not a {kind}: use another name")
+    storage.make()
+    lock = take_lock(folder, kind)
+    if lock is None:
+        raise UserError(f"the {kind} in {folder} is in use by another process: wait for it, or use another name")
+    try:
+        with contextlib.nullcontext() if verbose else console.capture(folder / "logs" / f"{kind}.log"):
+            yield folder
+    finally:
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def tracked(config: Config, folder: Path, head: Mapping[str, Any], kind: str, console: Console) -> Iterator[Tracker]:
+    """The MLflow run of what is in `folder`, and at its end the places where a person finds everything.
+
+    head: "name", and "uid", which identifies the MLflow run.
+    """
+    settings = resolve_tracking(config.tracking, str(folder.parent))
+    tracker = Tracker(
+        folder / "tracking",
+        settings,
+        run_name=head["name"],
+        run_uid=head["uid"],
+        enabled=config.tracking.enabled,
+        tags={"trireme.kind": kind, **config.tracking.tags},
+        warn=console.say,
+    )
+    tracker.start()
+    tracker.text(to_yaml(mask_tree(to_dict(config))), "config.yaml")
+    status, message = "FAILED", ""
+    try:
+        yield tracker
+        status = "FINISHED"
+    except (Interrupted, KeyboardInterrupt) as error:
+        status, message = "KILLED", str(error) or "stopped at once"
+        raise Interrupted(f"{message}: run the same command again to go on") from None
+    except BaseException as error:
+        message = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise
+    finally:
+        console.status("sending the last metrics to MLflow")
+        delivery = tracker.finish(status, message=message, timeout=config.tracking.flush_timeout)
+        if not delivery.complete:
+            how = f"({delivery.problem}): run the same command again to deliver them"
+            console.say(f"note: some metrics have not reached MLflow yet {how}")
+    console.say(f"  stored    {folder}")
+    console.say(f"  page      {folder / 'report.html'}")
+    if config.tracking.enabled:
+        console.say(f"  MLflow    {ui_command(settings)}")

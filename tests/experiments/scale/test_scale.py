@@ -1,0 +1,186 @@
+"""The scaling law against made-up machines that follow it, what a study refuses, and one study as a person runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+
+from app.cli import group
+from app.config import Config, ParallelConfig
+from app.config_io import load_config
+from app.console import Console
+from app.job import Job, Place
+from app.run.prepare import prepare, read_task
+from experiments.scale import fits, run
+from experiments.scale.point import Bench, Told, measured
+from experiments.scale.run import Plan
+from tests.running import POINTS, mlflow_run, trireme
+
+
+def machine(sigma: float, kappa: float, counts: tuple[int, ...], noise: float = 0.01) -> dict[int, list[float]]:
+    """Samples per second."""
+    draw = random.Random(0)
+    found = {}
+    for n in counts:
+        gain = n / (1 + sigma * (n - 1) + kappa * n * (n - 1))
+        found[n] = [100 * gain * (1 + draw.gauss(0, noise)) for _ in range(5)]
+    return found
+
+
+def test_the_law_finds_its_constants() -> None:
+    speeds = machine(0.05, 0.002, (1, 2, 4, 8, 16))
+    law = fits.fit(speeds)
+    assert law is not None
+    for name, true in (("sigma", 0.05), ("kappa", 0.002)):
+        value, low, high = law[name]
+        assert low <= value <= high and abs(value - true) < 0.3 * true, name
+    assert fits.speedup(law, 64) < fits.speedup(law, 32), "past the peak more is slower"
+    assert "does not pay" in fits.verdict(law, 16)
+
+
+def test_without_coherence_it_is_amdahls() -> None:
+    law = fits.fit({n: [1 / (10 * (0.1 + 0.9 / n))] * 3 for n in (1, 2, 4, 8)})
+    assert law is not None and law["sigma"][0] == pytest.approx(0.1) and law["kappa"][0] == pytest.approx(0, abs=1e-9)
+
+
+def test_two_points_tell_contention_only() -> None:
+    law = fits.fit({1: [1.0, 1.02, 0.98], 2: [1 / 0.62, 1 / 0.63, 1 / 0.61]})
+    assert law is not None and law["kappa"] == (0, 0, 0) and fits.speedup(law, 2) == pytest.approx(1 / 0.62, rel=1e-6)
+    assert law["sigma"][1] < 0.24 < law["sigma"][2]
+    assert fits.verdict(law, 2).startswith("The next doubling does not pay: 4 workers would do 1.4")
+    good = fits.fit({1: [1.0], 2: [1 / 0.51]})
+    assert good is not None and "doubling pays" in fits.verdict(good, 2)
+    assert fits.fit({2: [1.0], 4: [1.6]}) is None, "without one worker there is nothing to compare with"
+
+
+def test_the_recommendation_is_the_fastest_as_far_as_doubling_pays() -> None:
+    speeds = {"ddp": {1: [100.0], 2: [190.0], 4: [200.0]}, "fsdp": {1: [100.0], 2: [150.0], 4: [340.0], 8: [400.0]}}
+    said = fits.recommend(speeds)
+    assert said == "Use fsdp on 4 workers: 340 samples/s, 3.40 times the throughput of 1, at 85% efficiency."
+    assert fits.recommend({"ddp": {1: [100.0], 2: [120.0]}}) == "Use ddp on 1 worker: 100 samples/s."
+    assert "on 4 workers" in fits.recommend({"ddp": {1: [100.0], 4: [260.0]}}), "two doublings are asked for 1.5 ** 2"
+
+
+def told(node: str = "a", alone: float = 1.0, **more: Any) -> Told:
+    """A worker whose steps take 1.5 s, of which 0.1 s is waiting for data."""
+    return Told(node, [1.5, 1.5, 9.0], [0.1, 0.1, 0.1], [alone], **more)
+
+
+def test_a_step_is_the_sum_of_its_parts() -> None:
+    point = measured([told(alone=1.0), told("b", alone=1.2)], Config(task="x"))
+    assert (point.step, point.computing, point.bubble, point.data) == pytest.approx((1.5, 1.2, 0.0, 0.1))
+    assert point.communication == pytest.approx(0.2), "beyond what the slowest computes, and the data"
+    assert point.balance == pytest.approx(1.1 / 1.2)
+    assert point.notes[0].startswith("worker 1 on b computes 1.09 times as long as the mean")
+    one = measured([Told("a", [1.5], [0.1])], Config(task="x"))
+    assert (one.computing, one.communication, one.notes) == (pytest.approx(1.4), 0.0, [])
+    point = measured([dataclasses.replace(told(), alone=[], unknown="no") for _ in range(2)], Config(task="x"))
+    assert (point.computing, point.communication) == (pytest.approx(1.4), None), "unknown is not nothing"
+    assert point.notes == ["communication could not be measured: no"]
+
+
+def test_a_pipelines_waiting_is_bubble_as_far_as_its_schedule_is_to_blame() -> None:
+    """Two stages, two micro-batches, gpipe: forward 1, backward 2, and 0.5 until anything arrives."""
+
+    def spans(stage: int, ops: list[tuple[str, int, float]]) -> list[tuple[Any, ...]]:
+        length = {"F": 1.0, "B": 2.0, "REDUCE": 0.25}
+        return [(stage, kind, micro, 0, at, at + length[kind]) for kind, micro, at in ops]
+
+    first = spans(0, [("F", 0, 0), ("F", 1, 1), ("B", 0, 6.0), ("B", 1, 8.0), ("REDUCE", -1, 10.0)])
+    second = spans(1, [("F", 0, 1.5), ("F", 1, 2.5), ("B", 0, 3.5), ("B", 1, 5.5), ("REDUCE", -1, 7.5)])
+    config = Config(task="x", parallel=ParallelConfig(schedule="gpipe"))
+    kept = {"steps": [10.5], "data": [0.0]}
+    point = measured([Told("a", spans=[first], **kept), Told("a", spans=[second], **kept)], config)
+    assert point.bubble == pytest.approx(10 * (1 / 3), rel=1e-6), "(p-1) / (m+p-1) of the step"
+    assert point.computing == pytest.approx(6.0) and point.communication == pytest.approx(10.5 - 6.0 - 10 / 3)
+
+
+@pytest.mark.parametrize(
+    ("workers", "said"),
+    [
+        ("1", "one point"),
+        ("1,x", "write numbers with commas"),
+        ("1,3", "cannot share evenly"),
+        ("0,1", "greater than 0"),
+        ("1,2 --repeats 0", "not in the range x>=1"),
+        ("1,2 --price -1", "must not be negative"),
+        ("1,2 --strategy dpd", "'dpd' is not known"),
+    ],
+)
+def test_bad_input(tmp_path: Path, workers: str, said: str) -> None:
+    arguments = [*POINTS, "train.steps=10", "run.name=x", f"run.storage={tmp_path}", "--workers", *workers.split()]
+    ended = CliRunner().invoke(group, ["scale", *arguments])
+    assert ended.exit_code == 2 and said in ended.output
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1"])
+def test_the_loops_steps_run_with_nothing_sent(tmp_path: Path, strategy: str) -> None:
+    """The second of two workers, by itself."""
+    config = load_config([], [*POINTS, f"strategy={strategy}", "workers=2", "train.steps=20"])
+    layout = prepare(config, read_task(config), 2, devices_per_node=None).layout
+    bench, found = Bench(Place(1, 2, 1, torch.device("cpu")), 2, 3), Told("here")
+    bench.alone(Job(config, layout, str(tmp_path / "x"), "a", "scale", 20, os.getcwd()), found)
+    assert not found.unknown and len(found.alone) == 2 and min(found.alone) > 0
+    assert not dist.is_initialized() and not (tmp_path / "x").exists()
+
+
+def test_what_a_study_says_of_its_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything but the measuring: two workers take 0.55 of the time of one, an eleventh of it sending."""
+    asked: list[int] = []
+
+    def points(job: Job, workers: int, *_: Any) -> list[Told]:
+        asked.append(workers)
+        step = 1.0 if workers == 1 else 0.55
+        return [Told("a", [step], [0.0], [0.5] if workers > 1 else [], memory=2**20) for _ in range(workers)]
+
+    monkeypatch.setattr(run, "connect", lambda _: SimpleNamespace(gpus=0, started_here=True))
+    monkeypatch.setattr(run, "connected", lambda **_: None)
+    monkeypatch.setattr(run, "check_feasible", lambda *_: None)
+    monkeypatch.setattr(run.Prices, "rate", lambda *_: None)
+    monkeypatch.setattr("experiments.scale.point.run", points)
+    more = ["train.steps=100", "run.name=p", f"run.storage={tmp_path}", "tracking.enabled=false"]
+    plan = Plan((1, 2), ("ddp",), False, 2, 1, 1, price=3.6)
+    outcome = run.scale(load_config([], [*POINTS, *more]), plan, Console(quiet=True))
+    assert asked == [1, 2, 2, 1], "in turns, so that drift cancels"
+    two = [p for p in outcome.points if p["workers"] == 2]
+    assert all((p["computing"], p["communication"]) == pytest.approx((0.5, 0.05)) for p in two)
+    assert outcome.verdicts["ddp"].startswith("The next doubling pays: 4 workers would do 1.69 times")
+    assert outcome.recommended.startswith("Use ddp on 2 workers: 29 samples/s, 1.82 times")
+    text = Path(outcome.page).read_text()
+    assert "exposed communication" in text and "the whole run" in text
+    assert ">0:55<" in text and ">0.11<" in text, "55 s on two workers at 3.6 an hour"
+    again = run.scale(load_config([], [*POINTS, *more]), plan, Console(quiet=True))
+    assert len(asked) == 4 and again.points == outcome.points, "what was measured is not measured again"
+
+
+@pytest.mark.slow
+def test_a_study(tmp_path: Path, ray_environment: dict[str, str]) -> None:
+    quick = ["--workers", "1,2", "--repeats", "2", "--blocks", "2", "--steps", "3"]
+    arguments = ["scale", *POINTS, "train.steps=10", "run.name=p", f"run.storage={tmp_path}", *quick, "--json"]
+    first = trireme(*arguments, env=ray_environment)
+    assert first.code == 0, first.err
+    points = first.json["points"]
+    assert sorted((p["workers"], p["repeat"]) for p in points) == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    for p in points:
+        assert p["step"] > 0 and p["batch"] == 16 and not p["notes"]
+        assert p["step"] == pytest.approx(p["computing"] + p["bubble"] + p["communication"] + p["data"])
+        assert p["workers"] == 2 or p["communication"] == 0
+    assert any(p["communication"] > 0 for p in points), "two workers wait for each other"
+    assert "The next doubling" in first.json["verdicts"]["ddp"] and first.json["recommended"].startswith("Use ddp on")
+    page = Path(first.json["page"]).read_text()
+    assert "universal scalability" in page and "<svg" in page and "src=" not in page
+    kept = mlflow_run(tmp_path, "p-strong-scaling")
+    assert kept.info.status == "FINISHED" and "trireme.verdict.ddp" in kept.data.tags
+    again = trireme(*arguments, env=ray_environment)
+    assert again.code == 0 and again.json["points"] == points, "what was measured is not measured again"
+    assert len(json.loads((tmp_path / "p-strong-scaling" / "study.json").read_text())["points"]) == 4
