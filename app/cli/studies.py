@@ -26,12 +26,9 @@ def sweep(cli: Invocation, arguments: tuple[str, ...]) -> None:
     files, overrides = split(arguments)
     if len(files) != 1:
         raise UserError("give one sweep file: write for instance trireme sweep experiments/sweep_mnist.yaml")
-    from experiments.sweep.spec import read_sweep
+    from experiments.sweep import run, spec
 
-    found = read_sweep(files[0], overrides)
-    from experiments.sweep import run  # which imports Ray
-
-    cli.answer(run.sweep(found, cli.console, verbose=cli.verbose))
+    cli.answer(run.sweep(spec.read_sweep(files[0], overrides), cli.console, verbose=cli.verbose))
 
 
 @verb("scale", verbose=True)

@@ -76,5 +76,5 @@ def recommend(speeds: Mapping[str, Speeds]) -> str:
     speed, strategy = best[chosen]
     gain = speed / best[least][0]
     more = f", {gain:.2f} times the throughput of {least}, at {gain / chosen * least:.0%} efficiency"
-    where = f"{chosen} worker{'s' if chosen > 1 else ''}"
-    return f"Use {strategy} on {where}: {speed:,.0f} samples/s{more if chosen > least else ''}."
+    what = f"{strategy} on {chosen} workers" if chosen > 1 else "1 worker"
+    return f"Use {what}: {speed:,.0f} samples/s{more if chosen > least else ''}."

@@ -17,14 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ray import tune
-
 from app.config_io import flatten
-from app.console import Console, duration
 from app.errors import UserError
 from app.storage import Storage
 from experiments.sweep.analysis import Trial
-from experiments.sweep.spec import Sweep
 
 FILE = "trial.json"
 
@@ -89,92 +85,3 @@ def trial_name(index: int, values: dict[str, Any]) -> str:
     if "optimizer.lr" in values:
         name += f"-lr{values['optimizer.lr']:.3g}".replace("+", "")
     return name
-
-
-class Observer(tune.Callback, tune.Stopper):
-    """Tune's callback, which keeps what trials report; its stopper, once a person has stopped the sweep or no trial
-    reports what it compares; and the trials' names."""
-
-    def __init__(self, sweep: Sweep, store: TrialStore, console: Console) -> None:
-        self.sweep, self.store, self.console = sweep, store, console
-        self.began = time.monotonic()
-        self.known = list(store.trials.values())  # of earlier starts, which Tune is given first
-        self.named = 0
-        self.running: set[str] = set()  # Tune's ids
-        self.ending: set[str] | None = None  # those that ran when a person stopped the sweep, and still save
-        self.problem: UserError | None = None  # why the whole sweep ends
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}  # Tune keeps a copy for Tuner.restore, which nothing here uses: the store remembers
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Observer:
-        return self  # wherever Tune asks, it asks this one
-
-    # --- what Tune asks -------------------------------------------------------------------------------------------
-
-    def name(self, trial: Any) -> str:
-        """A new trial's name; called once for each, in order."""
-        self.named += 1
-        if self.named <= len(self.known):
-            return self.known[self.named - 1].name
-        index = self.named - 1 + (self.known[-1].index + 1 - len(self.known) if self.known else 0)
-        return trial_name(index, trial.config)
-
-    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        return False
-
-    def stop_all(self) -> bool:
-        return self.problem is not None or (self.ending is not None and not self.ending & self.running)
-
-    @property
-    def stopping(self) -> bool:
-        return self.ending is not None
-
-    # --- what Tune tells ------------------------------------------------------------------------------------------
-
-    def on_trial_start(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-        self.running.add(trial.trial_id)
-        if str(trial) not in self.store.trials:
-            self.store.save(Trial(int(str(trial)[1:].split("-")[0]), str(trial), dict(trial.config)))
-
-    def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: dict[str, Any], **info: Any) -> None:
-        record, report = self.store.trials[str(trial)], result["report"]
-        if record.ended or not report or report["step"] <= record.last.get("step", 0):
-            return  # what an earlier start has reported
-        record.values = dict(trial.config)  # which population-based training changes
-        record.reports.append(report)
-        self.store.save(record)
-
-    def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-        record, result = self.store.trials[str(trial)], trial.last_result or {}
-        self.running.discard(trial.trial_id)
-        status, message = result.get("status", ""), result.get("message", "")
-        if status == "wrong metric":
-            self.problem = UserError(message)
-        elif not record.ended and status != "stopped" and not (self.stopping and not status):
-            self._end(record, *(status, message) if status else self._stopped(record))
-
-    def _stopped(self, record: Trial) -> tuple[str, str]:
-        """How a trial ended that the scheduler stopped."""
-        last = record.last
-        if self.sweep.stop_at_target and self.sweep.reached(last["metrics"].get(self.sweep.metric)):
-            return "reached", ""
-        if last["step"] >= last["steps"]:
-            return "finished", ""
-        return "pruned", f"stopped early by {self.sweep.scheduler} after step {last['step']:,}"
-
-    def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-        """The trial's process died, and again when it was started once more."""
-        record = self.store.trials[str(trial)]
-        self.running.discard(trial.trial_id)
-        if not record.ended and not self.stopping:
-            self._end(record, "failed", "its process died: logs/sweep.log of the sweep's folder has its last output")
-
-    def _end(self, record: Trial, status: str, message: str) -> None:
-        record.status, record.message = status, message
-        self.store.save(record)
-        value = record.last.get("metrics", {}).get(self.sweep.metric)
-        shown = f"{self.sweep.metric} {value:.4g}" if value is not None else "no report"
-        how = "" if status == "finished" else f" ({message or status})"
-        counted = f"{len(self.store.ended)}/{self.sweep.count}"
-        self.console.say(f"{counted}  {record.name}: {shown}{how}  {duration(time.monotonic() - self.began)}")
