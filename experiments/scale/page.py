@@ -32,10 +32,12 @@ def content(head: dict[str, Any], folder: Path) -> dict[str, Any]:
     medians = {s: {n: statistics.median(repeats) for n, repeats in found.items()} for s, found in speeds.items()}
     gains = {s: {n: speed / found[min(found)] for n, speed in found.items()} for s, found in medians.items()}
     measured = [_row(own, gains[s][n], min(speeds[s])) for (s, n), own in points.items()]
+    notes = [f"{p['strategy']} on {p['workers']}: {note}" for p in head["points"] for note in p["notes"]]
     fitted = [
         {"strategy": s, "parameter": name, "value": round(value, 5), "95 %": f"{low:.4f} to {high:.4f}"}
         for s, law in laws.items()
         for name, (value, low, high) in (("contention σ", law["sigma"]), ("coherence κ", law["kappa"]))
+        if name != "coherence κ" or len(speeds[s]) > 2  # two numbers of workers do not tell it
     ]
     ahead = []
     for s, law in laws.items():
@@ -54,7 +56,7 @@ def content(head: dict[str, Any], folder: Path) -> dict[str, Any]:
         "sections": [
             {"title": "What to use", "sentences": [head["recommended"], *map(": ".join, head["verdicts"].items())]},
             {"title": "Plots", "plots": [_speedups(speeds, laws), _parts(points)]},
-            {"title": "Measured, ms per step", "tables": [{"rows": measured}], "note": NOTE},
+            {"title": "Measured, ms per step", "sentences": notes, "tables": [{"rows": measured}], "note": NOTE},
             {"title": "The universal scalability law", "tables": [{"rows": fitted}]},
             {"title": "Further out, by that law", "tables": [{"rows": ahead}]},
             {"title": "The experiment", "folded": {"configuration": json.dumps(head["about"], indent=1)}},
@@ -74,8 +76,9 @@ def _row(own: list[dict[str, Any]], gain: float, least: int) -> dict[str, Any]:
     row |= {"efficiency": f"{gain / n * least:.0%}", "step": _ms(own, "step")}
     row |= {label: _ms(own, part) for part, label in PARTS.items()}
     row |= {"MiB per worker": round(max(p["memory"] for p in own) / 2**20)}
-    notes = "; ".join(dict.fromkeys(note for p in own for note in p["notes"]))
-    return row | {"balance": f"{statistics.median(p['balance'] for p in own):.0%}", "notes": notes}
+    sent = [p["communication"] / p["step"] for p in own if p["communication"] is not None]
+    row["communication share"] = f"{statistics.median(sent):.0%}" if sent else "–"
+    return row | {"balance": f"{statistics.median(p['balance'] for p in own):.0%}"}
 
 
 def _speedups(speeds: dict[str, fits.Speeds], laws: dict[str, fits.Law]) -> tuple[str, str]:

@@ -182,7 +182,7 @@ def scaling_rule(rates: Sequence[BestRate]) -> ScalingRule | None:
     x, y = np.log([r.batch for r in used]), np.log([r.rate for r in used])
     exponent, intercept = np.polyfit(x, y, 1)
     half = math.inf
-    if len(used) > 2:
+    if len(inner) > 2:  # a best rate at the edge is no evidence of a rule
         from scipy import stats
 
         left = y - (exponent * x + intercept)

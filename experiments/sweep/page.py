@@ -49,13 +49,14 @@ def content(sweep: Sweep, store: TrialStore, answer: Answer) -> dict[str, Any]:
     ]
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(store.head["created"]))
     how = f"sweep of {', '.join(sweep.space)} by {sweep.searcher}, scheduler {sweep.scheduler}"
+    learnt = [line for line in answer.sentences if not line.startswith("on ")]  # a table has those
     at = [row["trial"] for row in rows].index(best["trial"])
     return {
         "title": sweep.name,
         "about": f"{how}; begun {began}; {store.folder}",
         "facts": facts,
         "sections": [
-            {"title": "What was learnt", "sentences": [": ".join(line.split(maxsplit=1)) for line in answer.sentences]},
+            {"title": "What was learnt", "sentences": [": ".join(line.split(maxsplit=1)) for line in learnt]},
             {"title": "What to use, by workers", "tables": [{"rows": answer.by_workers}], "note": BY_WORKERS},
             {"title": "Plots", "plots": _plots(sweep, store, answer)},
             {"title": "Trials", "tables": [{"rows": rows, "best": at}]},
