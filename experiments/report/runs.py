@@ -61,7 +61,8 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def _from_mlflow(record: RunRecord) -> None:
-    run_id = record.manifest.get("mlflow_run_id")
+    # A trial's run ends before the sweep's writer has made it in MLflow.
+    run_id = record.manifest.get("mlflow_run_id") or State.load(record.folder / "tracking").run_id
     if not run_id:
         record.problem = f"{record.name} was not tracked"
         return
