@@ -41,8 +41,6 @@ def asked(workers: list[Measured], sizes: tuple[int, ...]) -> BetterPartition | 
         ([1.0, 4.0, 1.0, 1.0], {}, (2, 2), None),  # as unlike, but (1, 3) would be worse: blocks are timed one by one
         ([1.0, 1.0, 1.0, 1.0], {"head": 2.0}, (2, 2), (3, 1)),
         ([1.0, 1.0, 1.0, 1.0], {"entry": 2.0}, (2, 2), (1, 3)),
-        ([1.0, 1.0, 1.0, 1.04], {}, (1, 3), (2, 2)),
-        ([0.04, 1.0, 0.98, 0.0], {}, (1, 3), (2, 2)),
         ([0.04, 1.0, 0.02, 0.98], {}, (3, 1), None),  # (2, 2) is better by 2 %
         ([1.0, 1.0, 1.0, 1.0], {"every": 300.0}, (1, 3), None),  # what no cut moves is most of it
     ],
@@ -54,12 +52,13 @@ def test_another_cut_only_if_the_slowest_stage_gains_5_percent(
     assert (found and found.sizes) == expected
 
 
-def test_one_slow_moment_and_one_slow_copy_do_not_decide() -> None:
+def test_one_slow_moment_one_slow_copy_and_half_a_measurement_do_not_decide() -> None:
     even = measured((2, 2), [1.0] * 4)
     even[0].calls["0"] += [1.0, 1.0, 90.0]
     even[0].ops[0, "F"] += [2.0, 2.0, 91.0]
     even[0].ops[0, "B"] += [4.0, 4.0, 4.0]
     assert asked(even, (2, 2)) is None
+    assert asked(measured((2, 2), [4.0, 1.0, 1.0, 1.0])[:1], (2, 2)) is None
     copies = [*measured((2, 2), [4.0, 1.0, 1.0, 1.0]), *measured((2, 2), [4.2, 1.0, 1.0, 1.0])]
     found = asked(copies, (2, 2))
     assert found is not None and found.sizes == (1, 3)
@@ -67,10 +66,6 @@ def test_one_slow_moment_and_one_slow_copy_do_not_decide() -> None:
 
 
 def test_with_several_chunks_the_stage_counts_and_not_the_chunk() -> None:
-    """Parts 0 and 2 are on stage 0. Its chunks take 4 and 1, the others 1 and 4: no stage waits for the other."""
-    workers = measured((1, 1, 1, 1), [4.0, 1.0, 1.0, 4.0])
-    part_of = {"entry": 0, "head": 3} | {str(i): i for i in range(4)}
-    assert better_partition(workers, (1, 1, 1, 1), CALLS, part_of, [0, 1, 0, 1]) is None
     calls = [(str(i), True) for i in range(8)]
     worker = Measured()
     for part, names in enumerate(("01", "23", "45", "67")):
@@ -80,11 +75,3 @@ def test_with_several_chunks_the_stage_counts_and_not_the_chunk() -> None:
     assert better_partition([worker], (2, 2, 2, 2), calls, part_of, [0, 1, 0, 1]) is None, "else 6 on stage 1"
     alone = better_partition([worker], (2, 2, 2, 2), calls, part_of, [0, 1, 2, 3])
     assert alone is not None and (alone.sizes, alone.seconds_before, alone.seconds) == ((1, 1, 3, 3), 4.0, 3.0)
-
-
-def test_nothing_is_decided_from_half_a_measurement() -> None:
-    assert asked(measured((2, 2), [4.0, 1.0, 1.0, 1.0])[:1], (2, 2)) is None
-    assert asked([Measured(), Measured()], (2, 2)) is None
-
-
-# --- when, and what remembers it --------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 from collections import Counter
@@ -19,31 +18,17 @@ from strategies.pipeline.simulate import (
     alive_by_formula,
     bubble,
     bubble_by_formula,
-    length,
     simulate,
 )
 
 
 def prove(schedule: Schedule) -> None:
-    """Every F, B and W exactly once on the stage that owns the part, and no deadlock.
-
-    Raises:
-        LayoutError: what is wrong, where.
-    """
+    """Every F, B and W exactly once on the stage that owns the part, and no deadlock."""
     kinds = "FBW" if schedule.split else "FB"
-    for stage, ops in enumerate(schedule.lists):
-        found = Counter((op.kind, op.micro, op.chunk) for op in ops)
-        wanted = {(k, m, c) for k in kinds for m in range(schedule.micro_batches) for c in range(schedule.chunks)}
-        odd = [key for key in {*found, *wanted} if found[key] != (key in wanted)]
-        if odd:
-            kind, micro, chunk = min(odd)
-            times = found[kind, micro, chunk]
-            raise LayoutError(
-                f"schedule {schedule.name} has stage {stage} do {Op(kind, micro, chunk)} {times} times instead of "
-                f"{int((kind, micro, chunk) in wanted)}"
-            )
-    if len(schedule.lists) != schedule.stages:
-        raise LayoutError(f"schedule {schedule.name} has {len(schedule.lists)} lists for {schedule.stages} stages")
+    wanted = {(k, m, c) for k in kinds for m in range(schedule.micro_batches) for c in range(schedule.chunks)}
+    assert len(schedule.lists) == schedule.stages
+    for ops in schedule.lists:
+        assert Counter((op.kind, op.micro, op.chunk) for op in ops) == Counter(wanted)
     simulate(schedule, Times(1.0, 1.0, 1.0))
 
 
@@ -59,7 +44,7 @@ def alive(schedule: Schedule, stage: int) -> int:
 
 
 def _all() -> Iterator[tuple[str, int, int, int]]:
-    for name, stages, factor in itertools.product(SCHEDULES, (2, 3, 4, 8), (1, 2, 3, 5)):
+    for name, stages, factor in itertools.product(SCHEDULES, (2, 3, 4, 8), (1, 2, 5)):
         for chunks in (2, 3) if name == "interleaved_1f1b" else (2,) if name in FOLDED else (1,):
             try:
                 make(name, stages, factor * stages, chunks)
@@ -74,11 +59,10 @@ def test_no_schedule_deadlocks_and_each_does_everything_once(
 ) -> None:
     schedule = make(name, stages, micro_batches, chunks)
     prove(schedule)
-    assert schedule.split == (name in SPLIT) and len(schedule.lists) == stages
+    assert schedule.split == (name in SPLIT)
     rough = random.Random(stages)
     uneven = Times(*([rough.uniform(0.5, 2) for _ in range(schedule.parts)] for _ in range(3)), transfer=0.3)
     spans = simulate(schedule, uneven)  # not even with uneven stages and slow links
-    assert len(spans) == sum(len(ops) for ops in schedule.lists)
     for stage in range(stages):
         own = sorted((span for span in spans if span.stage == stage), key=lambda span: span.start)
         assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(own)), "a stage does one thing at a time"
@@ -106,14 +90,6 @@ def test_bubbles_are_what_the_papers_say(name: str) -> None:
             assert found == pytest.approx(formula)
 
 
-def test_zero_bubble_beats_interleaving_beats_1f1b() -> None:
-    times = Times(1.0, 1.0, 1.0)
-    seconds = {name: length(simulate(make(name, 4, 8), times)) for name in ("gpipe", "1f1b", "zb_h1", "zb_h2")}
-    half = Times(0.5, 0.5, 0.5)
-    seconds |= {name: length(simulate(make(name, 4, 8, 2), half)) for name in ("interleaved_1f1b", "zbv")}
-    assert seconds["gpipe"] == seconds["1f1b"] > seconds["interleaved_1f1b"] > seconds["zb_h2"] > seconds["zbv"]
-
-
 @pytest.mark.parametrize("weight", [0.3, 0.6, 1.0])
 def test_a_v_waits_for_nobody_whatever_share_the_weights_have(weight: float) -> None:
     for stages in (2, 4, 8):
@@ -127,24 +103,11 @@ def test_h1_is_drawn_as_in_the_paper() -> None:
     assert str(make("interleaved_1f1b", 2, 2, 2)).splitlines()[1] == "F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1"
 
 
-def test_the_checker_sees_what_is_wrong() -> None:
-    good = make("1f1b", 2, 2)
-    twice = dataclasses.replace(good, lists=((*good.lists[0], Op("F", 0)), good.lists[1]))
-    with pytest.raises(LayoutError, match="stage 0 do F0 2 times instead of 1"):
-        prove(twice)
-    missing = dataclasses.replace(good, lists=(good.lists[0][:-1], good.lists[1]))
-    with pytest.raises(LayoutError, match="B1 0 times instead of 1"):
-        prove(missing)
+def test_a_deadlock_is_seen() -> None:
     # each stage begins with the other's result
     crossed = Schedule("crossed", 2, 1, 1, ((Op("B", 0), Op("F", 0)), (Op("F", 0), Op("B", 0))))
     with pytest.raises(LayoutError, match="crossed deadlocks: stage 0 at B0, stage 1 at F0"):
-        prove(crossed)
-
-
-def test_transfers_lengthen_the_step() -> None:
-    schedule = make("1f1b", 2, 4)
-    near, far = (length(simulate(schedule, Times(1.0, 1.0, 1.0, transfer=t))) for t in (0.0, 0.5))
-    assert near == 15 and far >= near + 1.0
+        simulate(crossed, Times(1.0, 1.0, 1.0))
 
 
 def test_places_and_parts_are_inverse() -> None:
@@ -157,22 +120,16 @@ def test_places_and_parts_are_inverse() -> None:
 # --- cuts -------------------------------------------------------------------------------------------------------
 
 
-def _every_cut(count: int, parts: int) -> Iterator[tuple[int, ...]]:
-    for bounds in itertools.combinations(range(1, count), parts - 1):
-        yield tuple(b - a for a, b in itertools.pairwise((0, *bounds, count)))
-
-
 def test_no_cut_is_better_than_the_one_found() -> None:
     draw = random.Random(3)
-    for _ in range(60):
+    for _ in range(40):
         count = draw.randint(1, 9)
         parts = draw.randint(1, count)
-        costs = [draw.uniform(0.1, 5) for _ in range(count)]
-        first, last = draw.uniform(0, 4), draw.uniform(0, 4)
-        sizes = partition.balanced_partition(costs, parts, first, last)
-        assert sum(sizes) == count and len(sizes) == parts and min(sizes) >= 1
-        best = min(partition.max_cost(costs, other, first, last) for other in _every_cut(count, parts))
-        assert partition.max_cost(costs, sizes, first, last) == pytest.approx(best)
+        costs, (first, last) = [draw.uniform(0.1, 5) for _ in range(count)], (draw.uniform(0, 4), draw.uniform(0, 4))
+        found = partition.max_cost(costs, partition.balanced_partition(costs, parts, first, last), first, last)
+        for bounds in itertools.combinations(range(1, count), parts - 1):
+            other = [b - a for a, b in itertools.pairwise((0, *bounds, count))]
+            assert found <= partition.max_cost(costs, other, first, last) + 1e-9
 
 
 def test_of_equally_good_cuts_the_even_one() -> None:
@@ -189,8 +146,6 @@ def test_of_equally_good_cuts_the_even_one() -> None:
     [
         (4, {}, {"blocks": 3}, "parallel.pp is 4, but the model has only 3 blocks: write at most 3"),
         (2, {}, {"blocks": 0}, "no repeating blocks, which cannot be divided into stages: .*name.*strategy=fsdp"),
-        (2, {}, {"blocks": 1}, "has only one block, which cannot be divided"),
-        (4, {"schedule": "zbv"}, {"blocks": 5}, "4 with 2 chunks each, but .* 5 blocks: write at most 2"),
         (
             2,
             {"schedule": "interleaved_1f1b", "chunks": 3},
@@ -198,11 +153,9 @@ def test_of_equally_good_cuts_the_even_one() -> None:
             "2 with 3 chunks each, but .* 4 blocks: write parallel.schedule=1f1b, and a parallel.pp of at most 4",
         ),
         (4, {"schedule": "zb_h2"}, {"micro_batches": 6}, "needs at least 7 micro-batches.* are 6.*schedule=zb_h1"),
-        (4, {"schedule": "zb_h1"}, {"micro_batches": 2}, "needs at least 4 micro-batches.* are 2.*schedule=1f1b"),
         (4, {"schedule": "interleaved_1f1b", "chunks": 2}, {"micro_batches": 6}, "groups of 4.*has 6.*=1f1b"),
         (2, {"schedule": "interleaved_1f1b"}, {}, "several chunks per stage: write parallel.chunks=2"),
         (2, {"chunks": 2}, {}, "one chunk per stage, but parallel.chunks is 2: .*interleaved_1f1b"),
-        (2, {"schedule": "zbv", "chunks": 3}, {}, "zbv has 2 chunks per stage, not 3"),
         (2, {"schedule": "1F1B"}, {}, "parallel.schedule is '1F1B': did you mean|parallel.schedule is '1F1B': write"),
         (
             2,
