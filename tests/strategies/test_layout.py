@@ -10,7 +10,7 @@ import torch
 
 import strategies
 from experiments.parity.rows import ROWS
-from strategies.devices import home, own_devices, remark, share
+from strategies.devices import home, remark, share
 from strategies.parallelize import Layout, LayoutError, Options, ParallelDims, check, choose
 from strategies.registry import STRATEGIES
 
@@ -152,13 +152,3 @@ def test_a_worker_begins_on_the_first_gpu_of_its_share() -> None:
             first = home(True, rank, 2, visible)
             assert share(first, rank, 2, visible)[0] == first < visible
     assert [home(False, rank, 4, 8) for rank in range(4)] == [0, 1, 2, 3]
-
-
-def test_own_devices_reads_the_place_among_the_nodes_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert [d.index for d in own_devices(torch.device("cuda", 0))] == [0, 1, 2, 3]
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert [d.index for d in own_devices(torch.device("cuda", 2))] == [2, 3]
-    assert [d.type for d in own_devices(torch.device("cpu"))] == ["cpu", "cpu"]

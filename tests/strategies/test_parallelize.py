@@ -230,22 +230,6 @@ def test_batch_norm_under_a_split_batch_is_said_aloud(row: Row) -> None:
     assert state["norm.num_batches_tracked"] == 3
 
 
-@pytest.mark.parametrize("name", ["dp", "model_parallel"])
-def test_without_gpus_nothing_is_spread_and_that_is_said(name: str) -> None:
-    parallel = parallelize(seeded(mlp), choose(name, 1), device=CPU)
-    assert len(parallel.notes) == 1 and name in parallel.notes[0] and "CPU" in parallel.notes[0]
-    assert set(parallel.model_state()) == set(mlp().state_dict())
-
-
-def test_deepspeed_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(LayoutError, match=r"pip install deepspeed, or write strategy=zero2") as caught:
-        parallelize(seeded(mlp), choose("deepspeed", 1), device=CPU)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("given", "precision", "words"),
     [

@@ -219,30 +219,3 @@ def test_dropout_is_the_same_under_every_schedule() -> None:
     assert first[1][0] == first[1][1], "and none in evaluation"
     plain = curves.train(gpt_trial(micro_batches=4, steps=3), Layout("single"), Options(), CPU)
     assert abs(first[0][0] - plain.losses[0]) > 1e-3, "there was some"
-
-
-class Norms(nn.Module):
-    """Keeps running statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7), nn.ReLU()) for _ in range(4)))
-        self.head = nn.Linear(7, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks(x))
-
-
-def _normed(_: int, stages: int) -> tuple[Curve, tuple[str, ...]]:
-    trial = dataclasses.replace(chain_trial("sequential"), build=seeded(Norms), micro_batches=2)
-    layout = choose("pipeline", stages) if stages > 1 else Layout("single")
-    parallel = curves.begin(trial, layout, Options(), CPU)
-    losses, norms = curves.run_steps(trial, parallel, trial.optimizer(parallel.parameters()), range(trial.steps))
-    return Curve(losses, norms, parallel.full_model_state()), parallel.notes
-
-
-def test_batch_norm_is_said_aloud_and_equals_one_device() -> None:
-    curve, notes = run_distributed(_normed, 2, 2)[0]
-    found = curves.difference(_normed(0, 1)[0], curve)
-    assert found.loss <= TOLERANCE and found.weights <= 1e-3, "running statistics too"
-    assert "BatchNorm1d normalises over one micro-batch" in notes[0]

@@ -90,45 +90,6 @@ def test_activations_in_memory_are_as_many_as_the_formula_says(stages: int) -> N
             assert held == counted == formula, (given["schedule"], rank)
 
 
-def _reduced(rank: int, schedule: str, overlapped: bool) -> tuple[dict[str, Tensor], int, int]:
-    """Gradients after the second step; buckets, and how many of them went before their chunk was done."""
-    parallel: Any = parallelize(
-        seeded(lambda: PlainGPT(True, 8)),
-        choose("ddp+pipeline", 4, pp=2),
-        Options(schedule=schedule, chunks=2 if schedule == "interleaved_1f1b" else 1, bucket_mb=0.002),
-        device=CPU,
-        example=(language_loss, language_batch(0)),
-    )
-    sync, early = parallel.runtime.sync, []
-    done = sync.chunk_done
-
-    def watched(chunk: int) -> None:
-        early.append(sum(bucket.flat is not None for bucket in sync.buckets[chunk]))
-        done(chunk)
-
-    sync.chunk_done = watched
-    if not overlapped:
-        sync.last_backward = lambda chunk: None
-    tokens, targets = language_batch(rank % 2)
-    for _ in range(2):
-        early.clear()
-        parallel.inner.zero_grad()
-        parallel.forward_backward(
-            [(tokens[i : i + 1], targets[i : i + 1]) for i in range(4)], [0.125] * 4, language_loss
-        )
-    gradients = {name: p.grad.clone() for name, p in parallel.named_parameters() if p.grad is not None}
-    return gradients, sum(len(several) for several in sync.buckets.values()), sum(early)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
-def test_gradients_go_while_the_last_backward_runs_and_are_the_same_to_the_bit(schedule: str) -> None:
-    with_overlap = run_distributed(_reduced, 4, schedule, True)
-    without = run_distributed(_reduced, 4, schedule, False)
-    for (ours, buckets, early), (theirs, _, none) in zip(with_overlap, without):
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-        assert none == 0 and early >= buckets - 2 > 2, (early, buckets)
-
-
 class Pairs(Experts):
     def __init__(self) -> None:
         super().__init__()

@@ -84,6 +84,18 @@ class Dicts(nn.Module):
         return self.outer(state["x"]) + 0.01 * state["extra"] * state["depth"]
 
 
+class Norms(nn.Module):
+    """Keeps running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7), nn.ReLU()) for _ in range(4)))
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x))
+
+
 class Routed(Block):
     """Looks at its activations' numbers to choose among its layers, as a mixture of experts does."""
 
@@ -177,6 +189,7 @@ CHAINS: dict[str, tuple[Callable[[], nn.Module], Loss, Callable[[int], Any]]] = 
     "resnet": (SmallResNet, classifier_loss, image_batch),
     "experts": (Experts, masked_loss, language_batch),
     "frozen": (frozen, language_loss, language_batch),
+    "norms": (Norms, classifier_loss, vector_batch),
     "sequential": (mlp, classifier_loss, vector_batch),
 }
 
