@@ -1,9 +1,9 @@
-"""The training loop. The same one runs in Ray Train's workers, in a stage's actor, under torchrun, and in one process.
+"""The training loop. The same one runs under every launcher, in a pipeline's stage, and in one process.
 
     for each step:   micro-batches → forward, backward → gradient norm, clip → optimizer.step()
     at a boundary:   ranks agree (step_sync.py) → metrics → evaluation → checkpoint
 
-It imports neither Ray nor MLflow: what it has to say goes to the `Channel` that it is given, which sends nothing on all
+It imports no launcher and no tracker: what it has to say goes to the `Channel` that it is given, which sends nothing on all
 ranks but the first. No step waits for the device; only boundaries do, about once a second.
 """
 

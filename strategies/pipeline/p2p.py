@@ -56,10 +56,6 @@ def encode(metas: TensorMetas) -> Tensor:
     return torch.frombuffer(bytearray(data.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
 
 
-def decode(header: Tensor) -> TensorMetas:
-    return pickle.loads(header.cpu().numpy().tobytes())
-
-
 @dataclass(frozen=True)
 class Message:
     """What is sent at once: the outputs of (or the gradients for) part and micro-batch. kind: what shapes it has."""
@@ -163,4 +159,4 @@ class Receiver:
         header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self.comm.device)
         for work in self.comm.receive(self.kind, self.stage, [header]):
             work.wait()
-        self.metas[message.part, message.kind] = decode(header)
+        self.metas[message.part, message.kind] = pickle.loads(header.cpu().numpy().tobytes())

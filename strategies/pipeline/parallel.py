@@ -70,11 +70,6 @@ class PipelineParallel(Parallel):
         """Blocks per part."""
         return self.runtime.stage.assignment.sizes
 
-    @property
-    def most_alive(self) -> int:
-        """Activations (of one micro-batch and chunk) that this stage held at once in the last step."""
-        return self.runtime.most_alive
-
     def schedule(self, micro_batches: int) -> Schedule:
         """The instructions of a step of that number of micro-batches."""
         if micro_batches not in self._schedules:
@@ -118,18 +113,15 @@ class PipelineParallel(Parallel):
     def forward(self, function: Callable[[nn.Module, Any], T], batch: Any) -> T | None:
         self._gather()
         found = self.runtime.evaluate(function, batch, self._folded)
-        self._release()
+        if isinstance(self.runtime.sync, ShardedGradients):
+            self.runtime.sync.free()
+        self._gathered = False
         return found if self.has_loss else None
 
     def _gather(self) -> None:
         if isinstance(self.runtime.sync, ShardedGradients) and not self._gathered:
             self.runtime.sync.gather()
             self._gathered = True
-
-    def _release(self) -> None:
-        if isinstance(self.runtime.sync, ShardedGradients):
-            self.runtime.sync.free()
-        self._gathered = False
 
     def profile(self, step: Callable[[], None]) -> list[Span]:
         """Takes a step; what this rank did in it, in seconds from its start. Collective."""
@@ -148,7 +140,8 @@ class PipelineParallel(Parallel):
             spans = self.profile(step)
         finally:
             stage.clock = None
-        parts = {chunk: self._part(chunk) for chunk in {span.chunk for span in spans}}
+        place = (self.layout.dims.pp, self._folded)
+        parts = {span.chunk: schedules.part_of(span.stage, span.chunk, *place) for span in spans}
         self._measured.add(spans, parts, stage.seconds)
 
     def better_partition(self) -> BetterPartition | None:
@@ -158,9 +151,6 @@ class PipelineParallel(Parallel):
         dist.all_gather_object(everyone, self._measured)
         stages = [schedules.stage_of(p, self.layout.dims.pp, self._folded) for p in range(self.runtime.parts)]
         return better_partition(everyone, self.sizes, self._calls, self.runtime.stage.assignment.part_of, stages)
-
-    def _part(self, chunk: int) -> int:
-        return schedules.part_of(self.runtime.comm.stage, chunk, self.layout.dims.pp, self._folded)
 
     # --- state --------------------------------------------------------------------------------------------------
 

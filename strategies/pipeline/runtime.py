@@ -72,8 +72,6 @@ class Runtime:
         self.autocast, self.sync, self.clear = autocast, sync, clear
         self.metas: dict[Any, TensorMetas] = {}
         self.deferred = deferred
-        self.most_alive = 0
-        """Of the last step: the most micro-batches, once for each chunk, of which something was held at once."""
         self.spans: list[Span] | None = None
         """Of the last step, if it was profiled."""
         self.began = 0.0
@@ -95,7 +93,6 @@ class Runtime:
         self.total = torch.zeros((), device=device)
         self.alive: dict[tuple[int, int], Alive] = {}
         self.left: dict[tuple[int, int], list[Callable[[], None]]] = {}
-        self.most_alive = 0
         release = "W" if schedule.split else "B"
         final = {op.chunk: i for i, op in enumerate(ops) if op.kind == release}
         seed = torch.initial_seed()
@@ -111,8 +108,6 @@ class Runtime:
                 self._backward(schedule.split, op, part)
             else:
                 self._weights(op, part)
-            sent = {key[1:] for key in self.comm.sent if key is not None and key[0] == "F"}
-            self.most_alive = max(self.most_alive, len(self.alive.keys() | self.left.keys() | sent))
             if final[op.chunk] == i and self.sync is not None:
                 self.sync.chunk_done(op.chunk)
         torch.manual_seed(_mixed(seed, self.parts, 0))

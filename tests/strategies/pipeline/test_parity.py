@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from experiments.parity import curves
@@ -17,7 +16,6 @@ from experiments.parity.curves import Curve, Trial
 from strategies.layout import Layout
 from strategies.parallelize import Options, choose, parallelize
 from strategies.pipeline.schedules import SCHEDULES
-from strategies.pipeline.simulate import alive_by_formula
 from tests.pool import run_distributed
 from tests.strategies.models import PlainGPT, gpt_trial, language_loss, seeded
 from tests.strategies.pipeline.test_trace import CHAINS, chain_trial
@@ -39,7 +37,7 @@ def _truth(steps: int, layers: int = 4) -> Curve:
 
 
 def _train_all(_: int, name: str, workers: int, degrees: dict[str, int], steps: int, options: list[Any]) -> Any:
-    """The curve and the activations held under each of the options, in one set of processes."""
+    """The curve under each of the options, in one set of processes."""
     found = []
     for given in options:
         layout, chosen = choose(name, workers, **degrees), Options(**given)
@@ -50,22 +48,15 @@ def _train_all(_: int, name: str, workers: int, degrees: dict[str, int], steps: 
         optimizer = trial.optimizer(parallel.parameters())
         losses, norms = curves.run_steps(trial, parallel, optimizer, range(steps))
         curve = Curve(losses, norms, parallel.full_model_state())
-        found.append((curve, layers, parallel.most_alive, alive_by_formula(parallel.schedule(4), _stage(layout))))
+        found.append((curve, layers))
     return found
-
-
-def _stage(layout: Layout) -> int:
-    return layout.dims.coordinates(dist.get_rank())["pp"]
 
 
 def _assert_all(name: str, workers: int, degrees: dict[str, int], steps: int, options: list[Any]) -> None:
     answers = run_distributed(_train_all, workers, name, workers, degrees, steps, options, timeout=240)
-    for (curve, layers, *_), given in zip(answers[0], options):
+    for (curve, layers), given in zip(answers[0], options):
         found = curves.difference(_truth(steps, layers), curve)
         assert found.loss <= TOLERANCE and found.norm <= 10 * TOLERANCE and found.weights <= 1e-3, (given, found)
-    for rank, answer in enumerate(answers):
-        for (_, _, held, formula), given in zip(answer, options):
-            assert held == formula, (rank, given)
 
 
 def test_every_schedule_over_two_stages() -> None:
@@ -92,7 +83,7 @@ def test_recomputation_and_sixteen_bits() -> None:
     ]
     _assert_all("pipeline", 2, {}, 5, [*recomputed, {"compile": True, "compile_backend": "aot_eager"}])
     halves = [{"schedule": schedule, "precision": "bf16"} for schedule in ("1f1b", "zb_h1")]
-    for curve, *_ in run_distributed(_train_all, 2, "pipeline", 2, {}, 5, halves)[0]:
+    for curve, _ in run_distributed(_train_all, 2, "pipeline", 2, {}, 5, halves)[0]:
         assert 1e-6 < curves.difference(_truth(5), curve).loss < 3e-3, "computed in 16 bits, and not far off"
 
 
