@@ -3,8 +3,8 @@
     for each step:   micro-batches → forward, backward → gradient norm, clip → optimizer.step()
     at a boundary:   ranks agree (step_sync.py) → metrics → evaluation → checkpoint
 
-It imports no launcher and no tracker: what it has to say goes to the `Channel` that it is given, which sends nothing on all
-ranks but the first. No step waits for the device; only boundaries do, about once a second.
+It imports no launcher and no tracker: what it has to say goes to the `Channel` that it is given, which sends nothing on
+all ranks but the first. No step waits for the device; only boundaries do, about once a second.
 """
 
 from __future__ import annotations
