@@ -171,13 +171,3 @@ def test_bad_input_is_a_sentence(stages: int, options: dict, facts: dict, senten
     with pytest.raises(LayoutError, match=sentence) as error:
         check(choose("pipeline", stages), Options(**options), **facts)
     assert "\n" not in str(error.value)
-
-
-def test_names_combine_in_one_order() -> None:
-    assert choose("pipeline", 4).dims.pp == 4
-    assert choose("ddp+pipeline", 4, pp=2).dims.dp_replicate == 2
-    assert choose("pipeline", 4, pp=2, tp=2).name == "tensor+pipeline"
-    assert choose("auto", 8, pp=2, tp=2).name == "ddp+tensor+pipeline"
-    assert choose("fsdp+tensor+pipeline", 8, pp=2, tp=2).dims.dp_shard == 2
-    with pytest.raises(LayoutError, match="write fsdp"):
-        check(choose("zero1+pipeline", 4, pp=2))
