@@ -67,8 +67,8 @@ class GradNorm:
 
     def _norm(self, groups: Groups, gradients: list[torch.Tensor]) -> torch.Tensor:
         """Of gradients that are split over the same groups."""
-        pieces = [piece for g in gradients for piece in (_pieces(g) if g.is_cpu and g.numel() > PIECE else (g,))]
-        norm = get_total_norm([piece.float() for piece in pieces] or [torch.zeros(())])
+        split = (g.reshape(-1).split(PIECE) if g.is_cpu and g.numel() > PIECE else (g,) for g in gradients)
+        norm = get_total_norm([piece.float() for pieces in split for piece in pieces] or [torch.zeros(())])
         return _over(norm.to(self.device), groups)
 
 
@@ -80,10 +80,6 @@ def _over(norm: torch.Tensor, groups: Groups) -> torch.Tensor:
     for group in groups:
         dist.all_reduce(square, group=group)
     return square.sqrt()
-
-
-def _pieces(gradient: torch.Tensor) -> Sequence[torch.Tensor]:
-    return gradient.reshape(-1).split(PIECE)
 
 
 def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
