@@ -144,7 +144,7 @@ class SmallResNet(nn.Module):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU())
         self.layer1 = nn.Sequential(Residual(4, 4), Residual(4, 4))
-        self.layer2 = nn.Sequential(Residual(4, 6))
+        self.layer2 = nn.Sequential(Residual(4, 6), Residual(6, 6))
         self.fc = nn.Linear(6, 5)
 
     def forward(self, x: Tensor) -> Tensor:

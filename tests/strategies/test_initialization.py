@@ -232,7 +232,7 @@ def test_accumulation_communicates_once_per_step(name: str, times: int) -> None:
 
 def test_blocks_are_found() -> None:
     assert find_blocks(PlainGPT()) == ["blocks.0", "blocks.1"]
-    assert find_blocks(SmallResNet()) == ["layer1.0", "layer1.1", "layer2.0"]
+    assert find_blocks(SmallResNet()) == ["layer1.0", "layer1.1", "layer2.0", "layer2.1"]
     assert find_blocks(mlp()) == ["0", "2", "4"]
     assert find_blocks(nn.Linear(2, 2)) == []
     chain = nn.ModuleDict({"a": nn.ModuleDict({"x": PlainGPT()}), "b": nn.ModuleDict({"x": PlainGPT()})})
