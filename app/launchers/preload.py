@@ -11,5 +11,6 @@ for _name in (
     "app.run.lifecycle",
     "app.tracking.environment",
     "app.train",
+    "ray.train.torch",
 ):
     importlib.import_module(_name)
