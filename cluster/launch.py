@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,10 +16,9 @@ from cluster import preflight, ray_file
 from cluster.errors import ClusterError
 from cluster.files import read_cluster, read_ray_file
 from cluster.remote import is_open, login_of, run, run_on_all
-from cluster.status import Status, ray_environment, status_of
+from cluster.status import RAY, Status, ray_environment, status_of
 
 Say = Callable[[str], None]
-_RAY = str(Path(sys.executable).with_name("ray"))
 
 
 def up(path: str, say: Say, *, timeout: float = 600.0) -> Status:
@@ -32,7 +30,7 @@ def up(path: str, say: Say, *, timeout: float = 600.0) -> Status:
     """
     data, file = read_ray_file(path)
     log, environment = _log(data, "up"), ray_environment()
-    commands: list[str | list[str]] = [[_RAY, "up", "--yes", "--no-config-cache", "--disable-usage-stats", file]]
+    commands: list[str | list[str]] = [[RAY, "up", "--yes", "--no-config-cache", "--disable-usage-stats", file]]
     if any("auth_token" in str(mount) for mount in data.get("file_mounts") or {}):
         make_token()
     if ray_file.is_this_machine(data):
@@ -56,7 +54,7 @@ def make_token() -> None:
     path = Path("~/.ray/auth_token").expanduser()
     if not path.exists():
         environment = os.environ | {"RAY_AUTH_MODE": "token"}
-        done = subprocess.run([_RAY, "get-auth-token", "--generate"], capture_output=True, text=True, env=environment)
+        done = subprocess.run([RAY, "get-auth-token", "--generate"], capture_output=True, text=True, env=environment)
         if not path.exists():
             raise ClusterError(f"Ray does not make a token in {path}: {done.stderr.strip()[-200:]}")
     path.chmod(0o600)
@@ -146,7 +144,7 @@ def down(path: str, say: Say, *, timeout: float = 300.0) -> list[str]:
     if ray_file.is_this_machine(data):
         return _down_here(data)
     if data["provider"]["type"] != "local":
-        _run([_RAY, "down", "--yes", file], ray_environment(), _log(data, "down"), timeout)
+        _run([RAY, "down", "--yes", file], ray_environment(), _log(data, "down"), timeout)
         return []
     login, machines = login_of(data), ray_file.hosts(data)
     # The head first: its autoscaler would start the workers again. `ray down` stops Ray on the head only.

@@ -86,8 +86,7 @@ def read(result: Result, before: float, after: float) -> HostFacts:
         return HostFacts(result.host, result.problem)
     match = re.search(r"^TRIREME(\{.*\})$", result.out, re.MULTILINE)
     if not match:
-        why = last_line(result.err)
-        return HostFacts(result.host, f"{result.host} has no usable `python` in a login shell ({why})")
+        return HostFacts(result.host, f"{result.host} has no usable `python` in a login shell: {last_line(result.err)}")
     found = json.loads(match[1])
     clock = found.pop("time")
     skew = max(0.0, clock - after) or min(0.0, clock - before)

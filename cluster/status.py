@@ -22,6 +22,7 @@ from cluster.pending import AutoscalerReport
 from cluster.remote import Result, last_line, login_of, run
 from cluster.shape import ClusterShape
 
+RAY = str(Path(sys.executable).with_name("ray"))
 ASK = (
     "ray list nodes --format=json --limit=10000 --timeout=10 --address=http://127.0.0.1:{dashboard} && "
     "ray status -v --address=127.0.0.1:{gcs}"
@@ -46,8 +47,7 @@ class Status:
         if not self.reachable:
             return [f"{self.name} is not up: {self.problem}"]
         gpus = sum(node["resources"].get("GPU", 0) for node in self.alive)
-        count = len(self.alive)
-        found = [f"{self.name}: {count} node{'s' if count != 1 else ''} up, {gpus:g} GPUs"]
+        found = [f"{self.name}: {len(self.alive)} node{'s' if len(self.alive) != 1 else ''} up, {gpus:g} GPUs"]
         for node in self.alive:
             r = node["resources"]
             kind = "head" if node["head"] else node["type"] or "worker"
@@ -90,13 +90,11 @@ def head_host(data: Mapping[str, Any], file: str) -> str:
     """
     if data["provider"]["type"] == "local":
         return data["provider"]["head_ip"]
-    command = [str(Path(sys.executable).with_name("ray")), "get-head-ip", file]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([RAY, "get-head-ip", file], capture_output=True, text=True, timeout=120)
     found = [line.strip() for line in done.stdout.splitlines() if re.fullmatch(r"[\d.]+|[0-9a-f:]{3,}", line.strip())]
     if done.returncode or not found:
-        raise ClusterError(
-            f"the head of {data['cluster_name']} cannot be found: {last_line(done.stderr or done.stdout)}"
-        )
+        why = last_line(done.stderr or done.stdout)
+        raise ClusterError(f"the head of {data['cluster_name']} cannot be found: {why}")
     return found[-1]
 
 
