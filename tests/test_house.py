@@ -49,6 +49,31 @@ def test_imports_run_one_way(package: str) -> None:
     assert not wrong
 
 
+def modules(file: Path) -> set[str]:
+    """Whole names of the modules that a file imports, and of what it takes from them."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+@pytest.mark.parametrize("package", ["app", "cluster"])
+def test_rays_internals_are_in_one_file(package: str) -> None:
+    files = {str(file.relative_to(ROOT)): modules(file) for file in (ROOT / package).rglob("*.py")}
+    found = {file for file, names in files.items() if any(re.match(r"ray\b.*\._", name) for name in names)}
+    assert found <= {"cluster/ray_internals.py"}
+
+
+def test_fast_start_is_touched_from_one_place() -> None:
+    files = {file.relative_to(ROOT) for package in MAY_NOT for file in (ROOT / package).rglob("*.py")}
+    outside = [file for file in files if "fast_start" not in file.parts]
+    found = {str(file) for file in outside if any("fast_start" in name for name in modules(ROOT / file))}
+    assert found == {"cluster/connect.py"}
+
+
 @pytest.mark.parametrize(
     "module", ["strategies", "strategies.parallelize", "app.loop", "app.cli", "app.tracking.tracker"]
 )
