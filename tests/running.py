@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -49,7 +51,15 @@ def environment(**more: str) -> dict[str, str]:
     """This environment without what would send a test's metrics, or its Ray, elsewhere."""
     drop = ("MLFLOW_", "RAY_ADDRESS", "RANK", "WORLD_SIZE", "LOCAL_RANK")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | more
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RAY_TMPDIR": _ray_folder()} | more
+
+
+@functools.cache
+def _ray_folder() -> str:
+    """Where Ray notes which cluster runs on this machine: a test must not find another program's."""
+    folder = tempfile.mkdtemp(prefix="tests-", dir="/tmp")  # short: sockets lie in it
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def start(arguments: list[str], *, env: dict[str, str] | None = None, program: list[str] | None = None) -> Any:

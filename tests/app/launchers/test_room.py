@@ -54,7 +54,7 @@ def test_a_run_says_who_holds_what_it_waits_for(tmp_path: Path, ray_environment:
         assert "3 of 4 CPU are held by job " in ended.err
         smaller = trireme(*run, "run.name=shrinks", "cluster.when_pending=shrink", env=ray_environment)
         assert smaller.code == 0, smaller.out + smaller.err
-        assert "going on with 1 of 2 workers" in smaller.out
+        assert "continuing with 1 of 2 workers" in smaller.out
     finally:
         holder.kill()
         holder.wait()
