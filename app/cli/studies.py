@@ -88,9 +88,9 @@ def parity(
 
     Starts processes on this machine, on its GPUs where there are enough for all rows. The columns are the largest
     relative differences: of a step's loss, of its gradient norm, and of a weight tensor at the end. In bf16 the bound
-    is how far one device is from itself with the samples of a batch in another order. A row that cannot train the model
-    is REFUSED, with the reason. A model with dropout differs under every row: set it to 0. Exit code 1 if a row differs
-    or fails.
+    is twice how far one device is from itself with the samples of a batch in other orders, over the first 8 steps. A
+    row that cannot train the model is REFUSED, with the reason. A model with dropout differs under every row: set it to
+    0. Exit code 1 if a row differs or fails.
     """
     from experiments.parity import experiment
 

@@ -4,10 +4,11 @@ All rows run on GPUs or all on the CPU. Each row has processes of its own, forke
 row that its layout refuses answers with that sentence; one that raises anything else has failed, and the matrix goes
 on.
 
-In float32 the bound is `Row.tolerance`. In 16 bits a row may differ from one device by what one device differs from
-itself by with the samples of its batches in another order, which rounds at other places (or by the rounding of one
-number, if that is more). Sharded rows compute everything in 16 bits, which is noisier (strategies/precision.py): they
-are compared with one device that does the same.
+In float32 the bound is `Row.tolerance`. In 16 bits one device differs from itself when the samples of its batches are
+in another order, which rounds at other places, and a row is one more sample of that noise: it may differ by `MARGIN`
+times the most that one device did in `ORDERS`, or by the rounding of one number. The differences grow from step to step
+until two trainings have nothing in common, so only the first `NARROW_STEPS` are compared. Sharded rows compute
+everything in 16 bits, which is noisier (strategies/precision.py): they are compared with one device that does the same.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from strategies.blocks import find_blocks, separable
 from strategies.layout import LayoutError
 from strategies.parallelize import Options
 from strategies.precision import DTYPES
-from strategies.tree import tree_map
+from strategies.tree import tree_leaves, tree_map
 
 MakeTrial = Callable[[], Trial]
 
@@ -49,8 +50,11 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """Name → changes to the trial, and to the options."""
 
-ORDERS = range(7)
-"""The other orders of a batch's samples: rolled by so many, 0 the other way round."""
+NARROW_STEPS = 8
+ORDERS = range(12)
+"""Seeds of the other orders of a batch's samples."""
+MARGIN = 2.0
+"""The largest of 12 such differences is exceeded by one in 13."""
 
 PEER_TIMEOUT = datetime.timedelta(minutes=10)
 
@@ -162,8 +166,9 @@ class OneDevice:
 
 
 def _limit(precision: str, truth: Curve, others: list[Curve]) -> Difference:
-    drifts = [bounds(torch.finfo(DTYPES[precision]).eps / 2), *(difference(truth, other) for other in others)]
-    return Difference(*map(max, zip(*map(astuple, drifts))))
+    drifts = zip(*(astuple(difference(truth, other)) for other in others))
+    least = astuple(bounds(torch.finfo(DTYPES[precision]).eps / 2))
+    return Difference(*(max(one, MARGIN * max(drift)) for one, drift in zip(least, drifts)))
 
 
 # --- in processes -----------------------------------------------------------------------------------------------
@@ -178,8 +183,10 @@ class Trials:
     device_type: str
 
     def variant(self, name: str) -> tuple[Trial, Options]:
-        changes, options = VARIANTS[name]
-        return replace(self.make(), **changes), replace(self.options, **options)
+        changes, changed = VARIANTS[name]
+        trial, options = replace(self.make(), **changes), replace(self.options, **changed)
+        steps = trial.steps if options.precision == "fp32" else min(trial.steps, NARROW_STEPS)
+        return replace(trial, steps=steps), options
 
     def run(self, calls: list[Call]) -> list[tuple[Call, Result]]:
         """The calls of each row in processes of its own; with the first that raises, those of the row after it fail."""
@@ -250,10 +257,13 @@ def _trained(trials: Trials, call: Call, device: torch.device) -> Result:
     return Result(call.row, call.variant, None, seconds, None, refused, error, curve)
 
 
-def _reordered(trial: Trial, shift: int) -> Trial:
-    """The rows of each batch shifted round, or (0) the other way round."""
-    batch = trial.batch
-    return replace(trial, batch=lambda step: tree_map(lambda t: t.roll(shift, 0) if shift else t.flip(0), batch(step)))
+def _reordered(trial: Trial, seed: int) -> Trial:
+    def batch(step: int) -> Batch:
+        samples = trial.batch(step)
+        order = torch.randperm(len(tree_leaves(samples)[0]), generator=torch.Generator().manual_seed(seed))
+        return tree_map(lambda tensor: tensor[order], samples)
+
+    return replace(trial, batch=batch)
 
 
 def computed_in(dtype: torch.dtype, trial: Trial, *, float_output: bool) -> Trial:
