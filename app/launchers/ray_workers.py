@@ -13,6 +13,7 @@ import ray
 from ray import cloudpickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from app.launchers.elastic import held_by_this_job
 from app.launchers.event_queue import start_event_queue
 from app.launchers.recovery import Nodes, oom_kills
 from app.launchers.workers import Event, Failures, Poll, WorkerInfo, WorkerLost, status_of
@@ -40,7 +41,7 @@ class RayWorkers:
         self.infos: dict[int, WorkerInfo] = {}
         self.failures: dict[int | None, BaseException] = {}
         self.failed_at: float | None = None
-        self.finished = False
+        self.finished = self.placed = False
 
     def begin_attempt(self, world_size: int) -> None:
         self.give_back()
@@ -57,7 +58,9 @@ class RayWorkers:
         events = [event for part in said for event in cloudpickle.loads(part)]
         statuses = {rank: status_of(beat, age) for rank, (beat, age) in beats.items()}
         self.finished = len(statuses) == self.world_size and all(s.phase == "finished" for s in statuses.values())
-        return Poll([event for event in events if not self._take(event)], statuses, self._ended())
+        events = [event for event in events if not self._take(event)]
+        self.placed = self.placed or bool(self.infos or held_by_this_job())
+        return Poll(events, statuses, self._ended(), self.placed)
 
     def ask(self, question: str) -> dict[int, str]:
         ray.get(self.queue.ask.remote(question))

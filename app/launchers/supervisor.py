@@ -90,9 +90,10 @@ class Supervisor:
         """From the start of the workers to their end, and what ended them."""
         driver, fault = self.driver, job.config.fault
         self.infos, self.earlier, self.more = {}, self.infos or self.earlier, None
+        self.placed_at: float | None = None
         driver.progressed = False
-        began = time.monotonic()
-        detector = HangDetector(fault.hang_seconds * (COMPILED if job.config.train.compile else 1.0), began)
+        least = fault.hang_seconds * (COMPILED if job.config.train.compile else 1.0)
+        detector = HangDetector(least, time.monotonic())
         blamed: dict[int | None, BaseException] = {}
         deadline = float("inf")
         try:
@@ -110,7 +111,7 @@ class Supervisor:
                     continue
                 if hang := detector.update(found.statuses, now):
                     blamed, deadline = self._end_hang(hang), now + END_SECONDS
-                elif failed := self._starting_failed(job, found, began):
+                elif failed := self._starting_failed(job, found, now):
                     return failed
                 elif self.elastic is not None and not driver.starting and self.more is None:
                     self.more = self.elastic.growth(job.layout.dims.world_size)
@@ -129,18 +130,18 @@ class Supervisor:
         if found.ended:
             self.driver.lost()
 
-    def _starting_failed(self, job: Job, found: Poll, began: float) -> Failures:
+    def _starting_failed(self, job: Job, found: Poll, now: float) -> Failures:
         """While workers start: whether their places will not come, or one of them does not begin."""
-        world, fault = job.layout.dims.world_size, job.config.fault
-        if len(found.statuses) == world:
+        world, seconds = job.layout.dims.world_size, job.config.fault.start_seconds
+        missing = sorted(set(range(world)) - found.statuses.keys())
+        if not found.placed:
+            waits = self.elastic is None or not self.elastic.need_not_wait(world)
+            return {} if waits else {None: NoCapacity("the workers' places have not come back")}
+        self.placed_at = self.placed_at or now
+        if not missing or now - self.placed_at <= seconds:
             return {}
-        if self.elastic is not None and not self.infos and self.elastic.need_not_wait(world):
-            return {None: NoCapacity("the workers' places have not come back")}
-        if self.infos and time.monotonic() - began > fault.start_seconds:
-            missing = sorted(set(range(world)) - found.statuses.keys())
-            named = ", ".join(map(str, missing[:8]))
-            return {None: WorkerLost(f"worker {named} did not begin within {fault.start_seconds:g} s and")}
-        return {}
+        named = ", ".join(map(str, missing[:8]))
+        return {None: WorkerLost(f"worker {named} did not begin within {seconds:g} s and")}
 
     def _end_hang(self, hang: Hang) -> dict[int | None, BaseException]:
         """Keeps every rank's stack and last collectives with the MLflow run, and ends those that hold up the others."""

@@ -144,6 +144,7 @@ class StoreHeartbeat:
         self.store.set(f"info/{self.rank}", pickle.dumps(self.info))
         self.patience = max(SILENT_SECONDS, SILENT * job.config.fault.hang_seconds)
         self.first: tuple[bytes, float] = (b"", time.monotonic())  # rank 0's heartbeat, and since when it is that
+        self.first_info: WorkerInfo | None = None
         self.count = 0
         self.over = threading.Event()
         self.stderr = os.dup(2)  # before the worker's output goes to its log
@@ -167,6 +168,7 @@ class StoreHeartbeat:
                     _kill(int(end.removeprefix(mine)))
         if self.rank and self.store.check(["beat/0"]) and (now := self.store.get("beat/0")) != self.first[0]:
             self.first = now, time.monotonic()
+            self.first_info = self.first_info or pickle.loads(self.store.get("info/0"))
         if self.store.check(["question"]):
             number, question = self.store.get("question").decode().split()
             return Reply(False, question, int(number))
@@ -179,10 +181,8 @@ class StoreHeartbeat:
                 said = f"worker 0 is stopped or cannot be reached for {self.patience:.0f} s: ending"
                 for stream in (self.stderr, 2):
                     os.write(stream, f"trireme: {said}; run the same command again to continue\n".encode())
-                with contextlib.suppress(Exception):
-                    first = pickle.loads(self.store.get("info/0"))
-                    if first.ip == self.info.ip:
-                        _kill(first.pid)
+                if self.first_info is not None and self.first_info.ip == self.info.ip:
+                    _kill(self.first_info.pid)
                 os._exit(1)
 
 

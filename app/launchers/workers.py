@@ -58,6 +58,7 @@ class Poll:
     events: list[Event] = field(default_factory=list)
     statuses: dict[int, Status] = field(default_factory=dict)  # of every rank that has begun
     ended: Failures | None = None  # None: they run
+    placed: bool = True  # whether the workers have their places: they run, or are about to
 
 
 class WorkerLost(Exception):

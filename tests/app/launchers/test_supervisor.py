@@ -104,7 +104,7 @@ class Scene:
             self.statuses = {info.rank: Status("training", 0, 0, True, 0.0) for info in self.infos}
             return Poll([{"type": "worker", "info": info} for info in self.infos], self.statuses)
         ended = self.attempt(self)
-        return Poll([], self.statuses, ended)
+        return Poll([], self.statuses, ended, placed=not self.unplaced)
 
     def steps(self, step: int) -> None:
         self.driver.handle(PROGRESS | {"step": step})

@@ -93,7 +93,7 @@ def test_copies_of_a_pipeline_may_compress_their_gradients() -> None:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("fork", "the model is no chain of blocks: blocks.1 does not use what blocks.0 puts out"),
+        ("fork", "the model's blocks do not form a chain: blocks.1 does not use what blocks.0 puts out"),
         ("iterator", "the block blocks.1 returns a list_iterator, which cannot be sent to the next stage"),
     ],
 )
