@@ -171,13 +171,23 @@ def free_by_node(excluded: Sequence[str]) -> dict[str, Counter[str]]:
 
 
 def held_by_this_job() -> list[tuple[str, dict[str, float]]]:
-    """Node and resources of every placed bundle of this job's placement groups, whose ids end with the job's."""
+    """Node and resources of every placed bundle of this job's placement groups."""
+    return [
+        (entry["bundles_to_node_id"].get(number, ""), bundle)
+        for entry in _groups_of_this_job()
+        if entry["state"] in ("CREATED", "RESCHEDULING")
+        for number, bundle in entry["bundles"].items()
+    ]
+
+
+def is_placed() -> bool:
+    """Whether the workers' group has its places."""
+    return any(entry["state"] == "CREATED" for entry in _groups_of_this_job())
+
+
+def _groups_of_this_job() -> list[dict[str, Any]]:
+    """A group's id ends with its job's."""
     import ray
 
     job = ray.get_runtime_context().get_job_id()
-    return [
-        (entry["bundles_to_node_id"].get(number, ""), bundle)
-        for group, entry in ray.util.placement_group_table().items()
-        if group.endswith(job) and entry["state"] in ("CREATED", "RESCHEDULING")
-        for number, bundle in entry["bundles"].items()
-    ]
+    return [entry for group, entry in ray.util.placement_group_table().items() if group.endswith(job)]

@@ -13,7 +13,7 @@ import ray
 from ray import cloudpickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from app.launchers.elastic import held_by_this_job
+from app.launchers.elastic import is_placed
 from app.launchers.event_queue import start_event_queue
 from app.launchers.recovery import Nodes, oom_kills
 from app.launchers.workers import Event, Failures, Poll, WorkerInfo, WorkerLost, status_of
@@ -41,7 +41,7 @@ class RayWorkers:
         self.infos: dict[int, WorkerInfo] = {}
         self.failures: dict[int | None, BaseException] = {}
         self.failed_at: float | None = None
-        self.finished = self.placed = False
+        self.finished = False
 
     def begin_attempt(self, world_size: int) -> None:
         self.give_back()
@@ -59,8 +59,7 @@ class RayWorkers:
         statuses = {rank: status_of(beat, age) for rank, (beat, age) in beats.items()}
         self.finished = len(statuses) == self.world_size and all(s.phase == "finished" for s in statuses.values())
         events = [event for event in events if not self._take(event)]
-        self.placed = self.placed or bool(self.infos or held_by_this_job())
-        return Poll(events, statuses, self._ended(), self.placed)
+        return Poll(events, statuses, self._ended(), placed=bool(self.infos) or is_placed())
 
     def ask(self, question: str) -> dict[int, str]:
         ray.get(self.queue.ask.remote(question))

@@ -135,6 +135,7 @@ class Supervisor:
         world, seconds = job.layout.dims.world_size, job.config.fault.start_seconds
         missing = sorted(set(range(world)) - found.statuses.keys())
         if not found.placed:
+            self.placed_at = None
             waits = self.elastic is None or not self.elastic.need_not_wait(world)
             return {} if waits else {None: NoCapacity("the workers' places have not come back")}
         self.placed_at = self.placed_at or now

@@ -147,11 +147,12 @@ def test_four_three_two_four_workers(tmp_path: Path, nodes: Any, launcher: str) 
         lines.when(f"continuing with {left} of 4 workers", 60)
         further()
     add(), add()
-    lines.when("there is room for 4 workers again; continuing with 4 of 4", 60)
+    lines.when("there is room for 4 workers again; continuing with 4 of 4", 90)
     assert process.wait(120) == 0, lines.text
     assert close(curve(tmp_path, "run"), single(tmp_path, *own)), "one curve, as with one worker"
     assert weights(folder).keys() == weights(tmp_path / "one").keys()
-    assert list(curve(tmp_path, "run", "fault/workers").values()) == [3.0, 2.0, 4.0], lines.text
+    workers = list(curve(tmp_path, "run", "fault/workers").values())
+    assert workers[:2] == [3.0, 2.0] and workers[-1] == 4.0, "the two nodes that come may be taken one by one"
 
 
 @pytest.mark.parametrize("launcher", ["ray", "actors"])
@@ -208,8 +209,8 @@ def test_a_stopped_rank_under_slurm_ends_all_and_the_same_command_goes_on(tmp_pa
             process.kill()
     assert codes[rank] == -signal.SIGKILL and codes[1 - rank] == 1, "Slurm sees a failed step, which it may run again"
     text = lines[1 - rank].text
-    assert f"worker {rank}, process {both[rank].pid} on" in text
-    assert ("does not answer" if rank else "is stopped or cannot be reached") in text
+    assert (f"process {both[1].pid} on" if rank else "worker 0 is stopped or cannot be reached") in text
+    assert not rank or "does not answer" in text
     port = free_port()
     again = [slurm(arguments, number, port) for number in (0, 1)]
     said = [finish(process) for process in again]
