@@ -157,3 +157,88 @@ def test_reports_and_results_stay_small() -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     sizes = {name: (ROOT / name).stat().st_size for name in tracked if name.endswith(RESULTS)}
     assert sum(sizes.values()) <= 300_000, sorted(sizes.items(), key=lambda item: -item[1])[:9]
+
+
+# --- circles ----------------------------------------------------------------------------------------------------------
+
+
+def modules() -> dict[str, Path]:
+    """Every module outside of tests/, by its dotted name."""
+    files = [file for package in MAY_NAME_STRATEGIES for file in (ROOT / package).rglob("*.py")]
+    return {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
+
+
+def imports_of(file: Path, known: dict[str, Path]) -> set[str]:
+    """Modules of ours that a file imports: anywhere in it, also by a string, but not for its types alone."""
+    tree, found = ast.parse(file.read_text()), set()
+    typed = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+    skipped = {id(node) for block in typed for node in ast.walk(block)}
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in known else node.module for name in names}
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
+            found |= {str(word.value) for word in node.args if isinstance(word, ast.Constant)}
+    return found & known.keys()
+
+
+def circles(arrows: dict[str, set[str]]) -> list[str]:
+    """Those from which a way leads back to themselves."""
+
+    def reached(begin: str) -> set[str]:
+        seen, left = set[str](), [*arrows[begin]]
+        while left:
+            if (here := left.pop()) not in seen:
+                seen.add(here)
+                left += arrows[here]
+        return seen
+
+    return [name for name in arrows if name in reached(name)]
+
+
+def test_no_circle_of_imports() -> None:
+    """Neither of files, nor of folders beside each other (a file beside a folder counts as one)."""
+    known = modules()
+    files = {name: imports_of(file, known) - {name} for name, file in known.items()}
+    assert circles(files) == []
+
+    def room(name: str) -> str:
+        file = known[name]
+        return name if len(file.relative_to(ROOT).parts) <= 2 else str(file.relative_to(ROOT).parent)
+
+    rooms: dict[str, set[str]] = {room(name): set() for name in known}
+    for name, others in files.items():
+        rooms[room(name)] |= {room(other) for other in others} - {room(name)}
+    assert circles(rooms) == []
+
+
+# --- internals --------------------------------------------------------------------------------------------------------
+
+ADAPTERS = ("strategies/torch_internals.py", "cluster/ray_internals.py")
+DEPENDENCIES = r"torch|dist|nn|ray|mlflow|omegaconf|fsspec|tune|train"
+INTERNAL = re.compile(
+    r"\b(_internal|_private|_raylet|unittest\.mock)\b"
+    rf"|\b({DEPENDENCIES})(\.\w+)*\._[a-z]|from ({DEPENDENCIES})\S* import _"
+)
+
+
+def test_internals_of_dependencies_stand_in_two_files_of_at_most_12_entries() -> None:
+    texts = {str(file.relative_to(ROOT)): file.read_text() for file in modules().values()}
+    wrong = [name for name, text in texts.items() if name not in ADAPTERS and INTERNAL.search(text)]
+    assert wrong == []
+    entries = [
+        node.name
+        for name in ADAPTERS
+        for node in ast.parse(texts[name]).body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and "Missing:" in (ast.get_docstring(node) or "")
+    ]
+    assert 0 < len(entries) <= 12, entries
+    tests = "".join((ROOT / name).read_text() for name in TESTS_OF_ADAPTERS)
+    assert not [name for name in entries if name.strip("_") not in tests]
+
+
+TESTS_OF_ADAPTERS = ("tests/strategies/test_torch_internals.py", "tests/cluster/test_ray_internals.py")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -19,6 +20,4 @@ if __name__ == "__main__":
             "the PATH before `ray start` on the head"
         )
     take(Path(os.environ.get("TRIREME_SECRETS", "")))
-    from app.cli import main
-
-    main()
+    runpy.run_module("app", run_name="__main__", alter_sys=True)  # the rest is `python -m app`
