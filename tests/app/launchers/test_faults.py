@@ -132,13 +132,13 @@ def test_four_three_two_four_workers(tmp_path: Path, nodes: Any, launcher: str) 
     own = ["train.steps=3000", "train.global_batch_size=12", "train.micro_batch_size=2", "checkpoint.every_steps=20"]
     arguments = ["train", *SLOW, *own, f"launcher={launcher}", "workers=4", "strategy=ddp", "fault.elastic_seconds=2"]
     arguments += ["run.name=run", f"run.storage={tmp_path}", "fault.max_restarts=9"]
-    env = environment(RAY_ADDRESS=nodes.address, RAY_AUTH_MODE="disabled")
+    env = environment(RAY_ADDRESS=nodes.address, RAY_AUTH_MODE="disabled", TRIREME_FAST_START="0")
     process = start([word for word in arguments if not word.startswith("task_args.step")], env=env)
     lines, folder = Lines(process), tmp_path / "run"
 
     def further() -> None:
         now = max(committed(folder), default=0)
-        wait_until(lambda: max(committed(folder), default=0) >= now + 20, 60)
+        wait_until(lambda: max(committed(folder), default=0) >= now + 20, 120)
 
     further()
     away = [node for node in living if not has_driver(node)]  # all raylets have one address: Ray may choose any for it
