@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 from ray.util import placement_group_table
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from app.job import Job, Place
@@ -100,7 +100,6 @@ class ActorWorkers(RayWorkers):
     def __init__(self, per_worker: Resources, cluster: Cluster, reserved: PlacementGroup | None = None) -> None:
         super().__init__()
         self.per_worker, self.cluster, self.reserved = per_worker, cluster, reserved
-        self.group: Any = None
         self.calls: dict[Any, int] = {}
         self.actors: list[Any] = []
         self.dead: dict[int | None, BaseException] = {}
@@ -146,10 +145,8 @@ class ActorWorkers(RayWorkers):
             return
         for actor in self.actors:
             ray.kill(actor)
-        self._kill_all()
-        if self.reserved is None:
-            remove_placement_group(self.group)
-        self.group, self.actors, self.calls = None, [], {}
+        self._end_attempt(keep_group=self.reserved is not None)
+        self.actors, self.calls = [], {}
 
     def close(self) -> None:
         self.stop()

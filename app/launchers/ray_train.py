@@ -50,7 +50,7 @@ class RayTrainWorkers(RayWorkers):
             return
         self.call = None
         ray.kill(self.host)
-        self._kill_all()
+        self._end_attempt()
         self.host = None
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 from ray import cloudpickle
+from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from app.launchers.elastic import is_placed
@@ -39,6 +40,7 @@ class RayWorkers:
     def _begin(self, world_size: int) -> None:
         self.world_size = world_size
         self.infos: dict[int, WorkerInfo] = {}
+        self.group: Any = None  # the placement group of the attempt, as soon as it is known
         self.failures: dict[int | None, BaseException] = {}
         self.failed_at: float | None = None
         self.finished = False
@@ -92,6 +94,7 @@ class RayWorkers:
         """Keeps what is this object's own; whether that is all of the event."""
         if event["type"] == "worker":
             self.infos[event["info"].rank] = event["info"]
+            self.group = self.group or event["group"]
         elif event["type"] == "failed":
             self.failures[event["rank"]] = event["error"]
             return True
@@ -109,10 +112,14 @@ class RayWorkers:
         )
         return dict(self.failures) if complete or now - self.failed_at > GATHER_SECONDS else None
 
-    def _kill_all(self) -> None:
-        """Ends every process of the attempt that is known, also stopped ones, which Ray's own way would wait for."""
+    def _end_attempt(self, *, keep_group: bool = False) -> None:
+        """Ends every process that is known, also stopped ones, which Ray's own way would wait for, and gives their
+        places back: the group of an actor that was killed stays until the job ends."""
         if not self.finished:
             self.kill(list(self.infos.values()))
+        if self.group is not None and not keep_group:
+            remove_placement_group(self.group)
+        self.group = None
 
 
 def kill_process(node: str, pid: int) -> None:

@@ -120,7 +120,7 @@ def enter(job: Job, channel: RayChannel, label: str = "") -> WorkerInfo:
         oom_kills(),
         log.stat().st_size if log is not None and log.exists() else 0,
     )
-    channel.emit({"type": "worker", "info": info})
+    channel.emit({"type": "worker", "info": info, "group": ray.util.get_current_placement_group()})
     return info
 
 
