@@ -60,13 +60,6 @@ def modules(file: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("package", ["app", "cluster"])
-def test_rays_internals_are_in_one_file(package: str) -> None:
-    files = {str(file.relative_to(ROOT)): modules(file) for file in (ROOT / package).rglob("*.py")}
-    found = {file for file, names in files.items() if any(re.match(r"ray\b.*\._", name) for name in names)}
-    assert found <= {"cluster/ray_internals.py"}
-
-
 def test_fast_start_is_touched_from_one_place() -> None:
     files = {file.relative_to(ROOT) for package in MAY_NOT for file in (ROOT / package).rglob("*.py")}
     outside = [file for file in files if "fast_start" not in file.parts]
@@ -162,7 +155,7 @@ def test_reports_and_results_stay_small() -> None:
 # --- circles ----------------------------------------------------------------------------------------------------------
 
 
-def modules() -> dict[str, Path]:
+def all_modules() -> dict[str, Path]:
     """Every module outside of tests/, by its dotted name."""
     files = [file for package in MAY_NAME_STRATEGIES for file in (ROOT / package).rglob("*.py")]
     return {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
@@ -202,7 +195,7 @@ def circles(arrows: dict[str, set[str]]) -> list[str]:
 
 def test_no_circle_of_imports() -> None:
     """Neither of files, nor of folders beside each other (a file beside a folder counts as one)."""
-    known = modules()
+    known = all_modules()
     files = {name: imports_of(file, known) - {name} for name, file in known.items()}
     assert circles(files) == []
 
@@ -227,7 +220,7 @@ INTERNAL = re.compile(
 
 
 def test_internals_of_dependencies_stand_in_two_files_of_at_most_12_entries() -> None:
-    texts = {str(file.relative_to(ROOT)): file.read_text() for file in modules().values()}
+    texts = {str(file.relative_to(ROOT)): file.read_text() for file in all_modules().values()}
     wrong = [name for name, text in texts.items() if name not in ADAPTERS and INTERNAL.search(text)]
     assert wrong == []
     entries = [
