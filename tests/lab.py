@@ -13,20 +13,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.running import ROOT, end_tree
+from tests.running import ROOT, end_tree, wait_until
 
 NETWORK = "10.77.0"
 SPACE = ["unshare", "--pid", "--mount", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc"]
@@ -34,47 +33,41 @@ SPACE = ["unshare", "--pid", "--mount", "--uts", "--ipc", "--fork", "--kill-chil
 
 def unavailable() -> str:
     """Why there can be no lab here; empty if there can."""
-    for program, package in (
-        ("ip", "iproute2"),
-        ("sshd", "openssh-server"),
-        ("rsync", "rsync"),
-        ("ssh", "openssh-client"),
-    ):
-        if not shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"):
-            return f"the lab of several hosts needs {program} (apt-get install {package})"
-    if os.geteuid():
-        return "the lab of several hosts needs root"
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+    if missing := [program for program in ("ip", "sshd", "rsync", "ssh") if not shutil.which(program, path=path)]:
+        return f"the lab of several hosts needs {', '.join(missing)} (iproute2, openssh-server, rsync, openssh-client)"
     name = f"trireme-{uuid.uuid4().hex[:6]}"
-    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-    if tried.returncode:
-        return f"no network namespaces here (CAP_SYS_ADMIN is missing): {tried.stderr.strip()}"
     try:
-        tried = subprocess.run(["ip", "netns", "exec", name, *SPACE, "true"], capture_output=True, text=True)
-        return f"no namespaces for hosts here: {tried.stderr.strip()}" if tried.returncode else ""
+        _do("ip", "netns", "add", name)
+        _do("ip", "netns", "exec", name, *SPACE, "true")
+        return ""
+    except RuntimeError as error:
+        return f"the lab of several hosts needs root with CAP_SYS_ADMIN: {error}"
     finally:
-        subprocess.run(["ip", "netns", "del", name], check=False)
+        subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
 INIT = """
     set -e
+    home=$1 name=$2 address=$3 python=$4
     mount --make-rprivate /
-    mkdir -p HOME/root HOME/tmp HOME/run
-    chmod 700 HOME/root; chmod 1777 HOME/tmp
-    cp HOME/hosts.all HOME/hosts
-    hostname NAME
-    mount --bind HOME/hosts /etc/hosts
-    case PYTHON in /root/*)  # Python itself lives where the host's own /root will hide it
-        mkdir -p HOMEPYTHON
-        mount --bind PYTHON HOMEPYTHON
-        mount -o remount,bind,ro HOMEPYTHON;;
+    mkdir -p $home/root $home/tmp $home/run
+    chmod 700 $home/root; chmod 1777 $home/tmp
+    cp $home/hosts.all $home/hosts
+    hostname $name
+    mount --bind $home/hosts /etc/hosts
+    case $python in /root/*)  # Python itself lives where the host's own /root will hide it
+        mkdir -p $home$python
+        mount --bind $python $home$python
+        mount -o remount,bind,ro $home$python;;
     esac
-    mount --rbind HOME/root /root
+    mount --rbind $home/root /root
     mkdir -p /run/sshd
     mount -t tmpfs -o mode=755 tmpfs /run/sshd
     mount -t tmpfs -o size=4g tmpfs /dev/shm
-    mount --bind HOME/tmp /tmp
+    mount --bind $home/tmp /tmp
     export HOME=/root
-    /usr/sbin/sshd -o UsePAM=no -o StrictModes=no -o PidFile=none -o HostKey=/root/host_key -o ListenAddress=ADDRESS \\
+    /usr/sbin/sshd -o UsePAM=no -o StrictModes=no -o PidFile=none -o HostKey=/root/host_key -o ListenAddress=$address \\
         -o PermitRootLogin=yes -o PrintMotd=no
     trap 'exit 0' TERM
     touch /root/ready
@@ -118,20 +111,22 @@ class Lab:
 
     def _network(self) -> None:
         _sweep()
-        bridge = self.namespace("br")
-        _do("ip", "netns", "add", bridge)
-        _do("ip", "-n", bridge, "link", "add", "br0", "type", "bridge")
-        _do("ip", "-n", bridge, "link", "set", "br0", "up")
+        _do("ip", "netns", "add", self.namespace("br"))
+        self._ip("br", "link add br0 type bridge")
+        self._ip("br", "link set br0 up")
+
+    def _ip(self, host: int | str, words: str) -> None:
+        _do("ip", "-n", self.namespace(host), *words.split())
 
     def _host(self, host: int, key: Path) -> None:
-        name, bridge, home = self.namespace(host), self.namespace("br"), self.home(host)
+        name, home = self.namespace(host), self.home(host)
         (home / "root" / ".ssh").mkdir(parents=True)
         _do("ip", "netns", "add", name)
-        _do("ip", "-n", bridge, "link", "add", f"v{host}", "type", "veth", "peer", "name", "eth0", "netns", name)
-        _do("ip", "-n", bridge, "link", "set", f"v{host}", "master", "br0", "up")
-        _do("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
-        _do("ip", "-n", name, "link", "set", "eth0", "up")
-        _do("ip", "-n", name, "link", "set", "lo", "up")
+        self._ip("br", f"link add v{host} type veth peer name eth0 netns {name}")
+        self._ip("br", f"link set v{host} master br0 up")
+        self._ip(host, f"address add {self.address(host)}/24 dev eth0")
+        self._ip(host, "link set eth0 up")
+        self._ip(host, "link set lo up")
         ssh = home / "root" / ".ssh"
         shutil.copy(key, ssh / "id_ed25519")
         shutil.copy(f"{key}.pub", ssh / "authorized_keys")
@@ -141,18 +136,15 @@ class Lab:
         (home / "hosts.all").write_text("\n".join(["127.0.0.1 localhost", *everyone]) + "\n")
         (home / "root" / ".bashrc").write_text(self._profile())
         (home / "root" / ".bash_profile").write_text("source ~/.bashrc\n")
-        script = home / "init.sh"
-        text = (
-            textwrap.dedent(INIT).replace("HOMEPYTHON", f"{home}{sys.base_prefix}").replace("PYTHON", sys.base_prefix)
-        )
-        text = text.replace("HOME/", f"{home}/").replace("NAME", f"host{host}")
-        script.write_text(text.replace("ADDRESS", self.address(host)))
+        (home / "init.sh").write_text(INIT)
         self.processes.append(self._boot(host))
 
     def _boot(self, host: int) -> subprocess.Popen[bytes]:
-        with (self.home(host) / "init.log").open("ab") as log:
+        home, name = self.home(host), self.namespace(host)
+        init = ["sh", str(home / "init.sh"), str(home), f"host{host}", self.address(host), sys.base_prefix]
+        with (home / "init.log").open("ab") as log:
             return subprocess.Popen(
-                ["ip", "netns", "exec", self.namespace(host), *SPACE, "sh", str(self.home(host) / "init.sh")],
+                ["ip", "netns", "exec", name, *SPACE, *init],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -161,7 +153,7 @@ class Lab:
             )
 
     def _await(self, host: int) -> None:
-        _wait(lambda: (self.home(host) / "root" / "ready").exists() and self._answers(host))
+        wait_until(lambda: (self.home(host) / "root" / "ready").exists() and self._answers(host), 20)
 
     def _profile(self) -> str:
         path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -180,8 +172,6 @@ class Lab:
 
     def command(self, host: int, arguments: list[str], env: dict[str, str] | None = None) -> list[str]:
         """A command that runs on a host, in its login environment."""
-        import shlex
-
         exports = "".join(f"export {k}={shlex.quote(v)}; " for k, v in (env or {}).items())
         enter = ["nsenter", "-t", str(self.first_process(host)), "--all", "env", "-i", "HOME=/root", "TERM=dumb"]
         return [*enter, "bash", "-c", f"source /root/.bashrc; {exports}cd {ROOT}; exec {shlex.join(arguments)}"]
@@ -207,26 +197,19 @@ class Lab:
             end_tree(process.pid)  # what runs on the host is a child of the process that entered it
             process.communicate()
 
-    def run(
-        self, host: int, arguments: list[str], env: dict[str, str] | None = None, timeout: float = 120
-    ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.command(host, arguments, env),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+    def run(self, host: int, arguments: list[str], env: dict[str, str] | None = None, timeout: float = 120) -> Any:
+        streams: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+        return subprocess.run(self.command(host, arguments, env), timeout=timeout, **streams)
 
     def trireme(self, host: int, *arguments: str, timeout: float = 120, **env: str) -> Any:
         return self.run(host, [sys.executable, "-m", "app", *arguments], env, timeout)
 
     def cut(self, host: int) -> None:
         """Takes the host's network cable out."""
-        _do("ip", "-n", self.namespace("br"), "link", "set", f"v{host}", "down")
+        self._ip("br", f"link set v{host} down")
 
     def mend(self, host: int) -> None:
-        _do("ip", "-n", self.namespace("br"), "link", "set", f"v{host}", "up")
+        self._ip("br", f"link set v{host} up")
 
     def crash(self, host: int) -> None:
         """Power off: every process of the host is gone at once."""
@@ -252,11 +235,12 @@ class Lab:
                 process.wait(10)
         for name in [self.namespace(host) for host in (*range(self.count), "br")]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
-        for _try in range(20):
-            shutil.rmtree(self.folder, ignore_errors=True)
-            if not self.folder.exists():
-                break
-            time.sleep(0.2)
+        with contextlib.suppress(AssertionError):
+            wait_until(self._removed, 4)
+
+    def _removed(self) -> bool:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return not self.folder.exists()
 
 
 def _die_with_parent() -> None:
@@ -265,18 +249,10 @@ def _die_with_parent() -> None:
 
 
 def _sweep() -> None:
-    """Removes the networks of labs whose processes are gone."""
-    for name in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.split():
-        hosts = re.fullmatch(r"tl[0-9a-f]{5}-(br|\d+)", name)
-        if not hosts or time.time() - Path("/run/netns", name).stat().st_mtime < 120:  # one that is just being made
-            continue
-        tag = name.split("-")[0]
-        inside = [
-            subprocess.run(["ip", "netns", "pids", f"{tag}-{host}"], capture_output=True, text=True).stdout.strip()
-            for host in range(8)
-        ]
-        if not any(inside):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    """Removes the networks of labs of an hour ago, whose processes are gone."""
+    for path in Path("/run/netns").glob("tl?????-*"):
+        if time.time() - path.stat().st_mtime > 3600:
+            subprocess.run(["ip", "netns", "del", path.name], capture_output=True)
 
 
 def onprem(lab: Lab) -> Path:
@@ -308,11 +284,3 @@ def _do(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
-
-
-def _wait(condition: Any, timeout: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() > deadline:
-            raise RuntimeError("a host of the lab did not come up")
-        time.sleep(0.05)

@@ -10,10 +10,10 @@ import os
 import shutil
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -64,15 +64,8 @@ def _ray_folder() -> str:
 
 def start(arguments: list[str], *, env: dict[str, str] | None = None, program: list[str] | None = None) -> Any:
     command = [*(program or [sys.executable, "-m", "app"]), *arguments]
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=env or environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=_heed_ctrl_c,
-    )
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=env or environment(), preexec_fn=_heed_ctrl_c, **streams)
 
 
 def _heed_ctrl_c() -> None:
@@ -105,12 +98,12 @@ def _all_of(file: IO[bytes]) -> str:
     return file.read().decode()
 
 
-def torchrun(*arguments: str, workers: int = 2, timeout: float = 120.0) -> Ended:
-    return finish(start(list(arguments), program=torchrun_program(workers=workers)), timeout)
+def torchrun(*arguments: str) -> Ended:
+    return finish(start(list(arguments), program=torchrun_program()))
 
 
-def torchrun_program(*more: str, workers: int = 2) -> list[str]:
-    program = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={workers}", "--standalone"]
+def torchrun_program(*more: str) -> list[str]:
+    program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     return [*program, *more, "-m", "app"]
 
 
@@ -156,66 +149,106 @@ def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def mlflow_run(storage: Path, name: str) -> Any:
-    """The one MLflow run of that name in the embedded store."""
+class Lines:
+    """What a process says, and when; it is read to its end."""
+
+    def __init__(self, process: Any) -> None:
+        self.heard: list[tuple[float, str]] = []
+        for stream in (process.stdout, process.stderr):
+            threading.Thread(target=self._read, args=(stream,), daemon=True).start()
+
+    def _read(self, stream: Any) -> None:
+        for line in stream:
+            self.heard.append((time.time(), line))
+
+    @property
+    def text(self) -> str:
+        return "".join(line for _, line in self.heard)
+
+    def when(self, part: str, timeout: float = 10.0) -> float:
+        try:
+            return wait_until(lambda: next((at for at, line in self.heard if part in line), None), timeout)
+        except AssertionError:
+            raise AssertionError(f"{part!r} was not said within {timeout:g} s, but: {self.text}") from None
+
+
+def disturb(folder: Path, rank: int, number: int) -> float:
+    """Signals the process that writes this rank's log; when."""
+    log = str(folder / "logs" / f"rank-{rank}.log")
+    (victim,) = [process for process in psutil.process_iter() if writes(process, log)]
+    at = time.time()
+    victim.send_signal(number)
+    return at
+
+
+def writes(process: psutil.Process, log: str) -> bool:
+    try:
+        return os.readlink(f"/proc/{process.pid}/fd/1") == log
+    except OSError:
+        return False
+
+
+def _mlflow(storage: Path) -> Any:
+    """A client of the embedded store."""
     from mlflow.tracking import MlflowClient
 
-    client = MlflowClient(f"sqlite:///{storage}/mlflow.db")
+    return MlflowClient(f"sqlite:///{storage}/mlflow.db")
+
+
+def mlflow_run(storage: Path, name: str) -> Any:
+    """The one MLflow run of that name."""
+    client = _mlflow(storage)
     experiment = client.get_experiment_by_name("trireme")
-    assert experiment is not None
     found = client.search_runs([experiment.experiment_id], f"attributes.run_name = '{name}'")
     assert len(found) == 1, [run.info.run_id for run in found]
     return found[0]
 
 
-def mlflow_status(storage: Path, name: str) -> str | None:
-    """The run's status; None while its writer has not made it. Read past MLflow, which would begin to make the
-    database itself where the writer is about to."""
-    if not (storage / "mlflow.db").exists():
-        return None
-    with contextlib.closing(sqlite3.connect(f"file:{storage}/mlflow.db?mode=ro", uri=True)) as database:
-        try:
-            found = database.execute("SELECT status FROM runs WHERE name = ?", (name,)).fetchall()
-        except sqlite3.OperationalError:
-            return None
-    return found[0][0] if found else None
+def mlflow_text(storage: Path, run_id: str, folder: str, suffix: str = ".txt") -> list[str]:
+    client = _mlflow(storage)
+    paths = [artifact.path for artifact in client.list_artifacts(run_id, folder) if artifact.path.endswith(suffix)]
+    return [Path(client.download_artifacts(run_id, path)).read_text() for path in paths]
 
 
 def curve(storage: Path, name: str, metric: str = "train/loss") -> dict[int, float]:
     """A metric by step; fails if a step was logged twice."""
-    from mlflow.tracking import MlflowClient
-
-    run = mlflow_run(storage, name)
-    history = MlflowClient(f"sqlite:///{storage}/mlflow.db").get_metric_history(run.info.run_id, metric)
+    history = _mlflow(storage).get_metric_history(mlflow_run(storage, name).info.run_id, metric)
     steps = [point.step for point in history]
     assert len(steps) == len(set(steps)), f"{metric} was logged twice at a step: {steps}"
     return {point.step: point.value for point in history}
 
 
+def close(ours: dict[int, float], theirs: dict[int, float], tolerance: float = 1e-5) -> bool:
+    """Whether two curves are the same to rounding."""
+    return ours.keys() == theirs.keys() and all(
+        abs(ours[at] - theirs[at]) <= tolerance * abs(theirs[at]) for at in ours
+    )
+
+
 @contextlib.contextmanager
-def ray_head(cpus: int = 4) -> Iterator[str]:
-    """A Ray head of our own, ended by its own process; yields its address."""
-    with _head(cpus, ["--include-dashboard=false"]) as address:
+def ray_head() -> Iterator[str]:
+    """A Ray head of our own with four CPUs, ended by its own process; yields its address."""
+    with _head("--include-dashboard=false") as address:
         yield address
 
 
 @contextlib.contextmanager
-def ray_head_with_jobs(cpus: int = 4) -> Iterator[tuple[str, str]]:
+def ray_head_with_jobs() -> Iterator[tuple[str, str]]:
     """The same with Ray's job server; yields both addresses."""
     port = free_port()
     own = [f"--dashboard-port={port}", f"--dashboard-agent-listen-port={free_port()}"]
-    with _head(cpus, ["--include-dashboard=true", *own]) as address:
+    with _head("--include-dashboard=true", *own) as address:
         wait_until(lambda: _answers(port), 60)
         yield address, f"http://127.0.0.1:{port}"
 
 
 @contextlib.contextmanager
-def _head(cpus: int, flags: list[str]) -> Iterator[str]:
+def _head(*flags: str) -> Iterator[str]:
     port, folder = free_port(), Path(tempfile.mkdtemp(prefix="trireme-ray-", dir="/tmp"))
-    program = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}"]
-    flags += [f"--num-cpus={cpus}", "--num-gpus=0", "--object-store-memory=100000000", f"--temp-dir={folder}"]
+    program = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}", *flags]
+    program += ["--num-cpus=4", "--num-gpus=0", "--object-store-memory=100000000", f"--temp-dir={folder}"]
     process = subprocess.Popen(
-        [*program, *flags, "--node-ip-address=127.0.0.1"],
+        [*program, "--node-ip-address=127.0.0.1"],
         env=environment(RAY_AUTH_MODE="disabled"),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -67,33 +67,29 @@ def test_fast_start_is_touched_from_one_place() -> None:
     assert found == {"cluster/connect.py"}
 
 
+RAY = ("ray", "mlflow")
+PREPARE = """import app.train, app.run.lifecycle
+from app.config_io import load_config
+from app.run.prepare import prepare, read_task
+config = load_config([], ["task=image_classification", "task_args={data: digits, model: mlp}", "strategy=ddp"])
+prepare(config, read_task(config), 2, devices_per_node=None)"""
+
+
 @pytest.mark.parametrize(
-    "module", ["strategies", "strategies.parallelize", "app.loop", "app.cli", "app.tracking.tracker"]
+    ("code", "not_needed"),
+    [
+        ("import strategies", RAY),
+        ("import strategies.parallelize", RAY),
+        ("import app.loop", RAY),
+        ("import app.tracking.tracker", RAY),
+        ("import app.cli", (*RAY, "torch", "omegaconf", "yaml")),
+        (PREPARE, ("app.planner", "app.doctor")),  # a run that names its strategy
+    ],
 )
-def test_importing_it_imports_neither_ray_nor_mlflow(module: str) -> None:
-    code = f"import {module}, sys; print([m for m in ('ray', 'mlflow') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-def test_a_run_that_names_its_strategy_needs_neither_planner_nor_doctor() -> None:
-    code = (
-        "import sys, app.train, app.run.lifecycle\n"
-        "from app.config_io import load_config\n"
-        "from app.run.prepare import prepare, read_task\n"
-        "words = ['task=image_classification', 'task_args={data: digits, model: mlp}', 'strategy=ddp']\n"
-        "config = load_config([], words)\n"
-        "print(prepare(config, read_task(config), 2, devices_per_node=None).layout)\n"
-        "print([m for m in sys.modules if m.startswith(('app.planner', 'app.doctor'))])"
-    )
+def test_what_is_not_needed_is_not_imported(code: str, not_needed: tuple[str, ...]) -> None:
+    code += f"\nimport sys; print([n for n in {not_needed} if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-
-
-def test_help_is_quick_and_needs_no_torch() -> None:
-    code = "import sys, app.cli; print([m for m in ('torch', 'omegaconf', 'yaml') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_every_folder_has_a_readme() -> None:

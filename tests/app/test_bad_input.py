@@ -8,11 +8,11 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from app.cli import group
-from app.run.manifest import Manifest
 from tests.running import committed, torchrun, trireme
 
 
@@ -27,8 +27,8 @@ class Row:
 
 
 BASE = ["task=tests.tasks:Points", "train.steps=4", "train.global_batch_size=8", "launcher=local"]
-TRAINED = [*BASE, "tracking.log_model=false"]
-CSV = "a,b,target\n1,2,0\n"
+PIPELINE = ["strategy=pipeline", "parallel.pp=2"]
+IMAGES = ["task=image_classification", "task_args.classes=4"]
 
 ROWS = [
     Row("unknown key", [*BASE, "train.stepz=3"], ("train.stepz", "train.steps")),
@@ -68,6 +68,13 @@ ROWS = [
     Row("storage of an unknown kind", [*BASE, "run.storage=s4://bucket"], ("s4",)),
     Row("MLflow URI of an unknown scheme", [*BASE, "tracking.uri=htp://host"], ("tracking.uri", "http")),
     Row("MLflow URI without a scheme", [*BASE, "tracking.uri=localhost:5000"], ("http://localhost:5000",)),
+    Row("storage without its package", [*BASE, "run.storage=gs://bucket"], ("pip install 'trireme[gs]'",)),
+    Row("stages in one process", [*BASE, *PIPELINE], ("launcher=ray", "strategy=model_parallel")),
+    Row("unknown schedule", [*BASE, *PIPELINE, "parallel.schedule=1f2b"], ("did you mean '1f1b'",)),
+    Row("budget that is not counted", [*BASE, "budget=1"], ("costs are not counted with launcher=local",)),
+    Row("negative budget", [*BASE, "budget=-1"], ("budget is -1",)),
+    Row("scaling without a reference", [*BASE, "optimizer.lr_scaling=linear"], ("optimizer.lr_batch_size",)),
+    Row("label out of range", [*BASE, *IMAGES, "task_args.data=d.npz"], ("label 4 of image 4",)),
     Row("checkpoint that is not there", [*BASE, "checkpoint.load=/nowhere"], ("/nowhere",)),
 ]
 
@@ -76,6 +83,7 @@ ROWS = [
 def test_one_sentence(row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in row.files.items():
         (tmp_path / name).write_text(text)
+    np.savez(tmp_path / "d.npz", images=np.zeros((10, 4, 4), np.uint8), labels=np.arange(10))
     monkeypatch.chdir(tmp_path)
     before = sorted(os.listdir(tmp_path))
     arguments = row.arguments
@@ -97,20 +105,6 @@ def test_json_says_it_too(tmp_path: Path) -> None:
     assert ended.json["status"] == "refused" and "train.stepz" in ended.json["error"]
 
 
-def test_unknown_command() -> None:
-    ended = trireme("trian", "x.yaml")
-    assert ended.code == 2 and "train" in ended.err
-
-
-def test_labels_out_of_range(tmp_path: Path) -> None:
-    import numpy as np
-
-    np.savez(tmp_path / "d.npz", images=np.zeros((10, 4, 4), np.uint8), labels=np.arange(10))
-    arguments = ["task=image_classification", f"task_args.data={tmp_path}/d.npz", "task_args.classes=4"]
-    ended = trireme("train", *BASE, *arguments, "run.name=x", f"run.storage={tmp_path}/runs")
-    assert ended.code == 2 and "label 4 of image 4" in ended.err, ended.err
-
-
 def test_a_batch_that_does_not_divide(tmp_path: Path) -> None:
     given = ["task=tests.tasks:Points", "strategy=ddp", "train.steps=2", "train.global_batch_size=9"]
     ended = torchrun("train", *given, "run.name=x", f"run.storage={tmp_path}")
@@ -129,51 +123,41 @@ def test_more_workers_than_the_cluster_has(tmp_path: Path, ray_environment: dict
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The storage of a run `a` with two checkpoints."""
+    """The storage of a stopped run `a` with two checkpoints."""
     storage = tmp_path_factory.mktemp("trained")
-    ended = trireme("train", *TRAINED, "checkpoint.every_steps=2", "run.name=a", f"run.storage={storage}")
+    more = ["checkpoint.every_steps=2", "tracking.log_model=false", "run.name=a", f"run.storage={storage}"]
+    ended = trireme("train", *BASE, *more)
     assert ended.code == 0, ended.err
     assert committed(storage / "a") == [2, 4]
+    manifest = storage / "a" / "run.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"status": "stopped"}))
     return storage
 
 
-def copy_of(trained: Path, tmp_path: Path) -> Path:
+def test_damaged_checkpoints_are_skipped_and_only_damaged_ones_end_it(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "a", tmp_path / "a")
-    manifest = tmp_path / "a" / "run.json"
-    saved = Manifest(**json.loads(manifest.read_text()))
-    saved.status = "stopped"
-    manifest.write_text(json.dumps(saved.__dict__))
-    return tmp_path / "a"
-
-
-def test_a_truncated_checkpoint_is_skipped(trained: Path, tmp_path: Path) -> None:
-    run = copy_of(trained, tmp_path)
-    part = next(run.glob("checkpoints/step-00000004*/*.distcp"))
-    part.write_bytes(part.read_bytes()[:-10])
-    ended = trireme("train", *BASE, "run.name=a", f"run.storage={tmp_path}")
-    assert ended.code == 0, ended.err
-    assert part.name in ended.out and "continuing after step 2" in ended.out
-
-
-def test_only_damaged_checkpoints(trained: Path, tmp_path: Path) -> None:
-    run = copy_of(trained, tmp_path)
-    for part in run.glob("checkpoints/*/*.distcp"):
-        data = bytearray(part.read_bytes())
-        data[len(data) // 2] ^= 1
-        part.write_bytes(bytes(data))
-    ended = trireme("train", *BASE, "run.name=a", f"run.storage={tmp_path}")
+    train = ["train", *BASE, "run.name=a", f"run.storage={tmp_path}", "tracking.log_model=false"]
+    last, first = (next(tmp_path.glob(f"a/checkpoints/step-0000000{step}*/*.distcp")) for step in (4, 2))
+    whole = first.read_bytes()
+    last.write_bytes(last.read_bytes()[:-10])
+    first.write_bytes(bytes(byte ^ (at == len(whole) // 2) for at, byte in enumerate(whole)))
+    ended = trireme(*train)
     assert ended.code == 2, ended.err
     assert "step-0000000" in ended.err and "Traceback" not in ended.err
+    first.write_bytes(whole)
+    ended = trireme(*train)
+    assert ended.code == 0, ended.err
+    assert last.name in ended.out and "continuing after step 2" in ended.out
 
 
-def test_a_checkpoint_of_another_model(trained: Path, tmp_path: Path) -> None:
-    arguments = ["run.name=b", f"run.storage={tmp_path}", "task_args.width=32", f"checkpoint.load={trained}/a"]
-    ended = trireme("train", *BASE, *arguments)
-    assert ended.code == 2, ended.err
-    assert "another model" in ended.err and "16" in ended.err and "32" in ended.err
-
-
-def test_a_run_that_was_something_else(trained: Path) -> None:
-    ended = trireme("train", *BASE, "run.name=a", f"run.storage={trained}", "task_args.width=32")
-    assert ended.code == 2, ended.err
-    assert "task_args.width" in ended.err and "run.name" in ended.err
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["run.name=b", "checkpoint.load={trained}/a"], ("another model", "16", "32")),
+        (["run.name=a"], ("task_args.width", "run.name")),
+    ],
+)
+def test_a_run_or_checkpoint_of_another_model(trained: Path, more: list[str], says: tuple[str, ...]) -> None:
+    more = [word.format(trained=trained) for word in more]
+    ended = trireme("train", *BASE, *more, f"run.storage={trained}", "task_args.width=32")
+    assert ended.code == 2 and all(word in ended.err for word in says), ended.err

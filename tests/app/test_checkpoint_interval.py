@@ -37,10 +37,6 @@ def test_a_save_is_due_by_the_measured_cost(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(persistence.time, "monotonic", lambda: 107.0)
     assert not kept.overdue(), "nothing is measured yet: a minute"
     kept.longest_stall = 0.3
-    assert (
-        kept.interval() == pytest.approx(checkpoint_interval(0.3, 0.1, 60.0))
-        and 5 < kept.interval() < 7
-        and kept.overdue()
-    )
+    assert 7 > kept.interval() == pytest.approx(checkpoint_interval(0.3, 0.1, 60.0)) and kept.overdue()
     kept.job.config = with_values(config, {"checkpoint.auto": False})
     assert kept.interval() == 300.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.config import Config
-from app.config_io import load_config, with_values
+from app.config_io import load_config
 from app.launchers.elastic import Elastic, count_workers, limits_of
 from app.launchers.failure_policy import Limits
 from app.run.prepare import Prepared, prepare, read_task
@@ -66,12 +66,9 @@ def test_room_is_counted_by_node() -> None:
     nodes = {"a": {"CPU": 1.5, "GPU": 2.0}, "b": {"CPU": 0.9}, "c": {"CPU": 8.0, "GPU": 1.0}}
     assert count_workers({"CPU": 0.5}, nodes) == 3 + 1 + 16
     assert count_workers({"CPU": 1.0, "GPU": 1.0}, nodes) == 1 + 0 + 1
-    assert count_workers({"TPU": 1.0}, nodes) == 0
 
 
 def test_where_an_autoscaler_may_add_nodes_it_has_the_time_for_it() -> None:
     config = load_config([], ["task=tests.tasks:Points", "cluster.min_workers=2"])
     assert limits_of(config) == Limits(3, 30.0, 2)
     assert limits_of(config, autoscaling=True) == Limits(3, 600.0, 2)
-    config = with_values(config, {"fault.elastic_seconds": None})
-    assert limits_of(config, autoscaling=True).elastic_seconds is None

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import threading
-import time
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 import torch
 
 from tests.chain import UNLIKE
 from tests.running import (
+    Lines,
+    close,
     committed,
     curve,
-    finish,
+    disturb,
     mlflow_run,
+    mlflow_text,
     same_bits,
     start,
     trireme,
     wait_until,
     weights,
+    writes,  # noqa: F401
 )
 
 GPT = ["experiments/gpt.yaml", "task_args.d_model=32", "task_args.n_layers=4", "task_args.sequence_length=32"]
@@ -35,9 +34,6 @@ CHAIN += ["parallel.rebalance=false"]  # dropout draws other numbers with other 
 CHAIN += ["train.micro_batch_size=4", "train.steps=60", "train.log_every=1", "checkpoint.every_steps=5"]
 CHAIN += ["tracking.log_model=false", "fault.hang_seconds=1.5"]
 
-RAISES = ["task=tests.tasks:Raises", "task_args.good_steps=5", "strategy=pipeline", "parallel.pp=2", "train.steps=5"]
-RAISES += ["train.global_batch_size=16"]
-
 
 def test_the_same_training_as_on_one_device_and_what_it_leaves(tmp_path: Path, ray_environment: dict[str, str]) -> None:
     more = ["strategy=pipeline", "parallel.pp=2", "parallel.profile_every=5", "parallel.trace_step=7"]
@@ -46,9 +42,7 @@ def test_the_same_training_as_on_one_device_and_what_it_leaves(tmp_path: Path, r
     assert (one.code, two.code) == (0, 0), one.err + two.err
     assert "8 micro-batches of 2 through 2 stages (1f1b)" in two.out, "what was decided is said"
     for metric in ("train/loss", "train/grad_norm", "eval/loss", "eval/bits_per_byte"):
-        staged, single = curve(tmp_path, "two", metric), curve(tmp_path, "one", metric)
-        assert staged.keys() == single.keys()
-        assert all(abs(staged[step] - single[step]) <= 2e-5 * abs(single[step]) for step in single), metric
+        assert close(curve(tmp_path, "two", metric), curve(tmp_path, "one", metric), 2e-5), metric
     ours, theirs = weights(tmp_path / "two"), weights(tmp_path / "one")
     assert ours.keys() == theirs.keys()
     assert all(torch.allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-5) for name in theirs)
@@ -64,11 +58,9 @@ def check_profile(storage: Path, metrics: dict[str, float]) -> None:
     assert 0 < metrics["pipeline/bubble_by_formula"] < metrics["pipeline/bubble"] < 1
     assert abs(metrics["pipeline/bubble_by_formula"] - 1 / 9) < 1e-6, "(p-1)/(m+p-1) with p=2, m=8"
     for stage in (0, 1):
-        spent = [
-            metrics[f"pipeline/stage_{stage}/{what}_seconds"] for what in ("compute", "wait", "handover", "reduce")
-        ]
+        parts = ("compute", "wait", "handover", "reduce")
+        spent = [metrics[f"pipeline/stage_{stage}/{part}_seconds"] for part in parts]
         assert all(seconds >= 0 for seconds in spent) and spent[0] > 0
-        assert sum(spent) <= 1.2 * metrics["pipeline/seconds"]
     folder = storage / "two" / "pipeline"
     assert (folder / "step-7.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((folder / "step-7.json").read_text())["traceEvents"]
@@ -137,84 +129,6 @@ def test_blocks_move_between_stages_by_measured_times_and_stay(tmp_path: Path, r
     for metric in ("train/loss", "eval/loss"):
         ours, theirs = curve(tmp_path, "moved", metric), curve(tmp_path, "one", metric)
         assert set(theirs) <= set(ours) <= set(theirs) | {50}, "no step is left out"
-        assert all(abs(ours[step] - theirs[step]) <= 2e-5 * abs(theirs[step]) for step in theirs), metric
+        assert close({step: ours[step] for step in theirs}, theirs, 2e-5), metric
     run = mlflow_run(tmp_path, "moved")
     assert (run.info.status, run.data.tags["trireme.stages"]) == ("FINISHED", "1+7")
-
-
-@pytest.mark.slow
-def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path, ray_environment: dict[str, str]) -> None:
-    plain = ["train", *(word for word in GPT if word != "train.steps=12"), "train.steps=150", f"run.storage={tmp_path}"]
-    staged = [*plain, "run.name=two", "strategy=pipeline", "parallel.pp=2"]
-    process = start(staged, env=ray_environment)
-    lines = Lines(process)
-    lines.when("/s", 90)
-    process.send_signal(signal.SIGINT)
-    process.wait(30)
-    assert process.returncode == 130, lines.text
-    step = max(committed(tmp_path / "two"))
-    assert 0 < step < 150 and f"stopped after step {step}" in lines.text, lines.text
-    again = trireme(*staged, env=ray_environment)
-    assert again.code == 0 and f"continuing after step {step}" in again.out, again.out + again.err
-    one = trireme(*plain, "run.name=one", "strategy=single", "launcher=local")
-    assert one.code == 0, one.err
-    ours, theirs = curve(tmp_path, "two"), curve(tmp_path, "one")
-    assert list(ours) == list(theirs) == list(range(1, 151))
-    assert all(abs(ours[at] - theirs[at]) <= 1e-3 * abs(theirs[at]) for at in theirs)
-
-
-def test_a_bug_of_the_users_on_one_stage_ends_the_run(tmp_path: Path, ray_environment: dict[str, str]) -> None:
-    process = start(
-        ["train", *RAISES, "run.name=bug", f"run.storage={tmp_path}"],
-        env=ray_environment,
-    )
-    ended = finish(process)
-    assert ended.code != 0
-    assert "a bug of the user's" in ended.err and "starting again" not in ended.out
-
-
-class Lines:
-    """What a process says, and when; the process must be read to its end."""
-
-    def __init__(self, process: Any) -> None:
-        self.heard: list[tuple[float, str]] = []
-        for stream in (process.stdout, process.stderr):
-            threading.Thread(target=self._read, args=(stream,), daemon=True).start()
-
-    def _read(self, stream: Any) -> None:
-        for line in stream:
-            self.heard.append((time.time(), line))
-
-    @property
-    def text(self) -> str:
-        return "".join(line for _, line in self.heard)
-
-    def when(self, part: str, timeout: float = 10.0) -> float:
-        try:
-            return wait_until(lambda: next((at for at, line in self.heard if part in line), None), timeout)
-        except AssertionError:
-            raise AssertionError(f"{part!r} was not said within {timeout:g} s, but: {self.text}") from None
-
-
-def disturb(folder: Path, rank: int, number: int) -> float:
-    """Signals the process that writes this rank's log; when."""
-    log = str(folder / "logs" / f"rank-{rank}.log")
-    (victim,) = [process for process in psutil.process_iter() if writes(process, log)]
-    at = time.time()
-    victim.send_signal(number)
-    return at
-
-
-def writes(process: psutil.Process, log: str) -> bool:
-    try:
-        return os.readlink(f"/proc/{process.pid}/fd/1") == log
-    except OSError:
-        return False
-
-
-def mlflow_text(storage: Path, run_id: str, folder: str, suffix: str = ".txt") -> list[str]:
-    from mlflow.tracking import MlflowClient
-
-    client = MlflowClient(f"sqlite:///{storage}/mlflow.db")
-    paths = [artifact.path for artifact in client.list_artifacts(run_id, folder) if artifact.path.endswith(suffix)]
-    return [Path(client.download_artifacts(run_id, path)).read_text() for path in paths]

@@ -5,17 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from app.config import ClusterConfig, Config, TrainConfig
-from app.console import Console
 from app.launchers.room import when_over
 from cluster.errors import ClusterError
-from cluster.pending import Diagnosis, NodeState
-from cluster.shape import of_gpus
+from cluster.pending import Diagnosis
 from tests.running import POINTS, trireme
 
 
@@ -38,7 +35,6 @@ def test_at_the_deadline_it_waits_shrinks_or_ends() -> None:
 
 @pytest.mark.slow
 def test_a_run_says_who_holds_what_it_waits_for(tmp_path: Path, ray_environment: dict[str, str]) -> None:
-
     hold = (
         "import ray, time; ray.init(address='auto', log_to_driver=False, namespace='x')\n"
         "group = ray.util.placement_group([{'CPU': 3}]); ray.get(group.ready())\n"
@@ -61,36 +57,8 @@ def test_a_run_says_who_holds_what_it_waits_for(tmp_path: Path, ray_environment:
 
 
 def test_a_run_gets_no_worker_on_an_excluded_node(tmp_path: Path, ray_environment: dict[str, str]) -> None:
-
     code = "import ray; ray.init(address='auto', log_to_driver=False); print(ray.nodes()[0]['NodeID'])"
-    asked = subprocess.run(
-        [sys.executable, "-c", code], env=ray_environment, capture_output=True, text=True, check=True
-    )
-    (only,) = asked.stdout.split()
+    only = subprocess.check_output([sys.executable, "-c", code], env=ray_environment, text=True).strip()
     run = ["train", *POINTS, "train.steps=4", "run.name=out", f"run.storage={tmp_path}", "workers=2"]
     ended = trireme(*run, f"cluster.exclude_nodes=[{only}]", env=ray_environment)
     assert ended.code == 2 and "no node has it, the most is CPU 0" in ended.err, ended.out + ended.err
-
-
-def test_places_are_kept_where_an_autoscaler_would_take_idle_nodes_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    from app.launchers import room as room_module
-    from cluster.connect import Cluster
-
-    group, removed = SimpleNamespace(wait=lambda seconds: True), list[Any]()
-    monkeypatch.setattr(room_module, "placement_group", lambda *_, **__: group)
-    monkeypatch.setattr(room_module, "remove_placement_group", removed.append)
-    monkeypatch.setattr(room_module, "why_pending", lambda *_, **__: None)
-    monkeypatch.setattr(room_module, "nodes_now", lambda excluded: [NodeState("a", "", {"CPU": 4.0}, {"CPU": 0.0})])
-    monkeypatch.setattr(room_module, "check_feasible", lambda *_: None)
-    monkeypatch.setattr(room_module, "connected", lambda *_, **__: of_gpus(8, "H100", 8))
-
-    def room(**limits: float) -> room_module.Reserved:
-        there = Cluster("", 1, {"CPU": 4.0}, {"CPU": 4.0}, limits, False)
-        return room_module.wait_for_room(Config(), there, 2, {"CPU": 1.0}, Console(quiet=True))
-
-    assert room().group is None and not removed, "there is room, and it stays"
-    kept = room(CPU=8.0)
-    assert kept.workers == 2 and kept.group is group and not removed
-    kept.give_back()
-    kept.give_back()
-    assert removed == [group], "when the workers ask for their own"
