@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.running import ROOT, end_tree, wait_until
+from tests.running import ROOT, wait_until
 
 NETWORK = "10.77.0"
 SPACE = ["unshare", "--pid", "--mount", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc"]
@@ -183,19 +183,6 @@ class Lab:
         return subprocess.Popen(
             self.command(host, arguments, env), stdin=subprocess.DEVNULL, stdout=kept, stderr=kept, text=True
         )
-
-    @contextlib.contextmanager
-    def listener(self, host: int, port: int) -> Iterator[None]:
-        """Somebody who has taken a port of a host."""
-        code = f"import socket, time; s = socket.create_server(('', {port})); print('', flush=True); time.sleep(600)"
-        process = self.start(host, [sys.executable, "-c", code])
-        assert process.stdout
-        process.stdout.readline()
-        try:
-            yield
-        finally:
-            end_tree(process.pid)  # what runs on the host is a child of the process that entered it
-            process.communicate()
 
     def run(self, host: int, arguments: list[str], env: dict[str, str] | None = None, timeout: float = 120) -> Any:
         streams: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}

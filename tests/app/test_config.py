@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
-import typing
 from pathlib import Path
 
 import pytest
@@ -20,18 +18,17 @@ from tests.running import ROOT
 EXPERIMENTS = sorted(p for p in (ROOT / "experiments").glob("*.yaml") if not p.name.startswith("sweep_"))
 
 
-def test_defaults_then_files_then_command_line(tmp_path: Path) -> None:
+def test_defaults_then_files_then_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.yaml").write_text("train: {steps: 1, seed: 1, log_every: 7}\nrun: {name: first}")
     (tmp_path / "b.yaml").write_text("train: {steps: 2, seed: 2}")
     config = load_config([tmp_path / "a.yaml", tmp_path / "b.yaml"], ["train.steps=3"])
     assert (config.train.steps, config.train.seed, config.train.log_every) == (3, 2, 7)
     assert config.train.global_batch_size == Config().train.global_batch_size
-    assert config.run.name == "first"
-
-
-def test_the_file_names_the_run(tmp_path: Path) -> None:
-    (tmp_path / "big-model.yaml").write_text("task: tabular")
-    assert load_config([tmp_path / "big-model.yaml"]).run.name == "big-model"
+    assert config.run.name == "first" and load_config([tmp_path / "b.yaml"]).run.name == "b"
+    monkeypatch.setenv("TRIREME_TEST_NAME", "from-the-environment")
+    assert load_config([], ["run.name=${oc.env:TRIREME_TEST_NAME}"]).run.name == "from-the-environment"
+    with pytest.raises(UserError, match="TRIREME_NOT_THERE"):
+        load_config([], ["run.name=${oc.env:TRIREME_NOT_THERE}"])
 
 
 @pytest.mark.parametrize(("given", "left"), [("train.steps=5", "epochs"), ("train.epochs=2", "steps")])
@@ -46,33 +43,12 @@ def test_every_key_is_documented() -> None:
     assert not [key for key, text in docs.items() if len(text) < 10]
 
 
-def test_every_field_is_annotated() -> None:
-    """An unannotated one would silently be no field."""
-
-    def visit(cls: type) -> None:
-        names = {field.name for field in dataclasses.fields(cls)}
-        stray = [n for n in vars(cls) if not n.startswith("_") and n not in names]
-        assert not stray
-        for hint in typing.get_type_hints(cls).values():
-            if dataclasses.is_dataclass(hint):
-                visit(typing.cast(type, hint))
-
-    visit(Config)
-
-
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda p: p.name)
 def test_what_config_prints_is_the_same_experiment(file: Path, tmp_path: Path) -> None:
     config = load_config([file], ["train.log_every=3"])
     (tmp_path / "again.yaml").write_text(explain(config))
     assert to_dict(load_config([tmp_path / "again.yaml"])) == to_dict(config)
     assert to_dict(from_dict(yaml.safe_load(to_yaml(config)))) == to_dict(config)
-
-
-def test_environment_interpolation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRIREME_TEST_NAME", "from-the-environment")
-    assert load_config([], ["run.name=${oc.env:TRIREME_TEST_NAME}"]).run.name == "from-the-environment"
-    with pytest.raises(UserError, match="TRIREME_NOT_THERE"):
-        load_config([], ["run.name=${oc.env:TRIREME_NOT_THERE}"])
 
 
 def test_completion_offers_keys_and_files() -> None:

@@ -17,16 +17,14 @@ from app.config_io import from_dict, to_yaml
 from app.export import export_run
 from app.randomness import seed_everything
 from app.tasks import load_task
-from tests.running import trireme
+from tests.running import same_bits, trireme, weights
 
 GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4}
 BERT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
 POINTS = ("tests.tasks:Plain", {"width": 8})
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def a_run(folder: Path, task: str, task_args: dict[str, Any], steps: tuple[int, ...] = (1,)) -> list[Any]:
@@ -79,11 +77,9 @@ def test_trained_llama_loads_in_transformers(tmp_path: Path) -> None:
     folder = Path(done["folder"])
     assert folder == tmp_path / "llama" / "export" / "huggingface-step-00000003"
     assert done["files"] == sorted(path.name for path in folder.iterdir())
-    assert done["size"] == sum(path.stat().st_size for path in folder.iterdir())
-
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
-    trained = torch.load(tmp_path / "llama" / "model" / "weights.pt", weights_only=True)
+    trained = weights(tmp_path / "llama")
     assert all(torch.equal(trained[name], tensor) for name, tensor in model.state_dict().items())
     assert type(model).__name__ == "LlamaForCausalLM" and model.config.num_hidden_layers == 2
     tokens = AutoTokenizer.from_pretrained(folder)("a pénny", return_tensors="pt")["input_ids"]
@@ -128,25 +124,34 @@ def test_classifier_keeps_its_classes_and_its_padding(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch"])
-def test_any_task(to: str, tmp_path: Path) -> None:
-    first, second = a_run(tmp_path / "points", *POINTS, steps=(1, 2))
+def test_any_task_its_newest_good_checkpoint_or_the_one_asked_for(to: str, tmp_path: Path) -> None:
+    run = tmp_path / "points"
+    first, second = a_run(run, *POINTS, steps=(1, 2))
 
-    def weights(folder: Path) -> dict[str, torch.Tensor]:
-        (path,) = folder.iterdir()
-        return load_file(path) if to == "safetensors" else torch.load(path, weights_only=True)
+    def assert_exported(said: str, model: torch.nn.Module, *arguments: str) -> None:
+        out = tmp_path / f"out-{said[:6]}"
+        result = exported(run, "--to", to, *arguments, "--out", out)
+        assert result.exit_code == 0 and said in result.stdout, result.output
+        (path,) = out.iterdir()
+        got = load_file(path) if to == "safetensors" else torch.load(path, weights_only=True)
+        assert same_bits(got, model.state_dict())
 
-    for arguments, model in (([], second), (["--step", "1"], first)):
-        result = exported(tmp_path / "points", "--to", to, *arguments, "--out", tmp_path / f"out{len(arguments)}")
-        assert result.exit_code == 0, result.output
-        assert f"step {1 if arguments else 2} of" in result.stdout
-        got = weights(tmp_path / f"out{len(arguments)}")
-        assert got.keys() == model.state_dict().keys()
-        assert all(torch.equal(got[name], tensor) for name, tensor in model.state_dict().items())
+    assert_exported("step 2 of", second)
+    assert_exported("step 1 of", first, "--step", "1")
+    (file,) = run.glob("checkpoints/step-00000002*/__0_0.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(bytes(content))
+    assert "the checkpoint of step 2 is damaged" in refused(run, "--to", to, "--step", "2")
+    assert_exported("is skipped", first)
 
 
-def test_refusals(tmp_path: Path) -> None:
-    run, to = tmp_path / "points", ("--to", "torch")
+def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, to = tmp_path / "runs" / "points", ("--to", "torch")
+    run.parent.mkdir()
     a_run(run, *POINTS)
+    monkeypatch.chdir(tmp_path)
+    assert "did you mean runs/points?" in refused("points", *to)
     assert "did you mean 'huggingface'" in refused(run, "--to", "hugging_face")
     assert "it can be safetensors, huggingface, torch" in refused(run, "--to", "onnx")
     assert "--to is not given; it can be" in refused(run)
@@ -161,26 +166,6 @@ def test_refusals(tmp_path: Path) -> None:
         path.unlink() if path.is_file() else path.rmdir()
     assert "there is no good checkpoint" in refused(run, *to)
     assert not (run / "export").exists() and not list(tmp_path.glob(".*.tmp"))
-
-
-def test_run_named_without_its_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "runs").mkdir()
-    a_run(tmp_path / "runs" / "points", *POINTS)
-    monkeypatch.chdir(tmp_path)
-    assert "did you mean runs/points?" in refused("points", "--to", "torch")
-
-
-def test_damaged_checkpoint_is_skipped(tmp_path: Path) -> None:
-    first, _ = a_run(tmp_path / "points", *POINTS, steps=(1, 2))
-    (file,) = (tmp_path / "points" / "checkpoints").glob("step-00000002*/__0_0.distcp")
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(bytes(content))
-    assert "the checkpoint of step 2 is damaged" in refused(tmp_path / "points", "--to", "torch", "--step", "2")
-    result = exported(tmp_path / "points", "--to", "torch", "--out", tmp_path / "out")
-    assert result.exit_code == 0 and "is skipped" in result.stdout and "step 1 of" in result.stdout
-    got = torch.load(tmp_path / "out" / "model.pt", weights_only=True)
-    assert all(torch.equal(got[name], tensor) for name, tensor in first.state_dict().items())
 
 
 def test_data_that_has_changed(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from app.noise_scale import Estimate, NoiseScale
 from strategies.parallelize import Options, choose, parallelize
 from tests.pool import run_distributed
-from tests.running import POINTS, curve, same_bits, trireme, weights
+from tests.running import POINTS, curve, trireme, weights
 
 pytestmark = pytest.mark.alone
 
@@ -69,32 +69,15 @@ def measure(rank: int, world: int, strategy: str, micro_batches: int) -> tuple[f
     return (*found, same)
 
 
-CASES = [("single", 1, 1), ("single", 1, 4), ("ddp", 2, 1), ("fsdp", 2, 2)]
-
-
-@pytest.mark.parametrize(("strategy", "world", "micro_batches"), CASES)
+@pytest.mark.parametrize(("strategy", "world", "micro_batches"), [("single", 1, 7), ("ddp", 2, 1), ("fsdp", 2, 2)])
 def test_within_five_percent_of_the_closed_form(strategy: str, world: int, micro_batches: int) -> None:
-    if world == 1:
-        results = [measure(0, 1, strategy, micro_batches)]
-    else:
-        results = run_distributed(measure, world, world, strategy, micro_batches)
+    results = run_distributed(measure, world, world, strategy, micro_batches)
     true = closed_form(samples())
     for value, low, high, same in results:
         assert abs(value / true - 1) < 0.05, (value, true)
         assert low < true < high and (high - low) < 0.4 * true, "the spread holds the truth, and says something"
         assert same, "a measured step leaves the same gradients"
     assert len({result[0] for result in results}) == 1, "every worker says the same"
-
-
-def test_estimate_is_unbiased_over_uneven_small_batches() -> None:
-    """Small batches of unlike sizes: the mean of 1 / b is what counts."""
-    draw, estimate = torch.Generator().manual_seed(1), Estimate(window=10_000)
-    for _ in range(4000):
-        x = 0.3 + torch.randn(16, 8, generator=draw, dtype=torch.float64)
-        small = [part.mean(0).square().sum().item() for part in (x[:5], x[5:])]
-        estimate.add(sum(small) / 2, x.mean(0).square().sum().item(), (1 / 5 + 1 / 11) / 2, 16)
-    found = estimate.value()
-    assert found is not None and abs(found[0] / (8 / (8 * 0.3**2)) - 1) < 0.05
 
 
 def test_no_value_without_enough_or_without_signal() -> None:
@@ -105,6 +88,8 @@ def test_no_value_without_enough_or_without_signal() -> None:
     for _ in range(20):
         estimate.add(2.0, 0.1, 1 / 4, 8)  # the batch's gradient is all noise
     assert estimate.value() is None
+    parallel = parallelize(Line, choose("single", 1), Options(), device=torch.device("cpu"))
+    assert NoiseScale.of(parallel, 10, 1) is None and NoiseScale.of(parallel, 10, 2) is not None
 
 
 def test_measuring_in_a_run_is_logged_and_changes_nothing(tmp_path: Path) -> None:
@@ -114,11 +99,5 @@ def test_measuring_in_a_run_is_logged_and_changes_nothing(tmp_path: Path) -> Non
         assert ended.code == 0, ended.err
     a, b = weights(tmp_path / "with"), weights(tmp_path / "without")
     assert all(torch.allclose(a[name], b[name], rtol=1e-4, atol=1e-6) for name in a)
-    assert not same_bits(a, {name: value + 1 for name, value in b.items()})
     found = curve(tmp_path, "with", "train/noise_scale")
     assert found and all(value > 0 for value in found.values())
-
-
-def test_one_sample_has_no_smaller_batches() -> None:
-    parallel = parallelize(Line, choose("single", 1), Options(), device=torch.device("cpu"))
-    assert NoiseScale.of(parallel, 10, 1) is None and NoiseScale.of(parallel, 10, 2) is not None

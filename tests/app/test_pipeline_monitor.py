@@ -33,11 +33,9 @@ def job(*more: str, steps: int = 60, pp: int = 2) -> Job:
     ("made", "done", "first"),
     [
         (job(), 0, 9),
-        (job(), 20, 29),
         (job(steps=13), 0, 9),
         (job(steps=12), 0, None),  # one step would be left: less than a tenth
         (job(), 45, None),
-        (job("parallel.stages=[2,2]"), 0, None),
         (job("parallel.rebalance=false"), 0, None),
         (job("train.deterministic=true"), 0, None),
         (job(pp=1), 0, None),

@@ -229,7 +229,9 @@ def test_machines_that_are_not_fit_are_named_before_anything_starts(site: Site) 
     refused = lab.trireme(DESK, "cluster", "up", str(site.file))
     shutil.move(f"{keys}.away", keys)
     assert refused.returncode == 2 and f"{lab.address(FIRST)} does not let root in" in refused.stderr, refused.stderr
-    with lab.listener(HEAD, 8265):
-        taken = lab.trireme(DESK, "cluster", "up", str(site.file))
+    taker = lab.start(HEAD, [sys.executable, "-m", "http.server", "8265"], quiet=True)
+    wait_until(lambda: not lab.run(HEAD, ["bash", "-c", "</dev/tcp/127.0.0.1/8265"]).returncode)
+    taken = lab.trireme(DESK, "cluster", "up", str(site.file))
+    end_tree(taker.pid)
     assert taken.returncode == 2 and f"port 8265 of {lab.address(HEAD)} is taken" in taken.stderr, taken.stderr
     assert not [line for host in range(3) for line in lab.processes_of(host) if "raylet" in line]

@@ -174,13 +174,6 @@ def test_a_place_that_does_not_come_back_in_time() -> None:
     assert "waiting for their places" in scene.said[0] and "worker 3" in scene.said[1], "the cause is what it was"
 
 
-def test_a_node_that_keeps_failing_gets_no_more_workers() -> None:
-    scene = Scene()
-    scene.go(dies(1, 10), dies(1, 20), finishes)
-    assert scene.sizes == [4, 4, 3] and scene.now.config.cluster.exclude_nodes == ["b"]
-    assert scene.tags["trireme.excluded_nodes"] == "b" and "2 failures began at that node" in scene.said[1]
-
-
 def test_an_excluded_node_is_used_again_when_the_others_go() -> None:
     scene = Scene()
     scene.nodes = {name: {"CPU": 4.0} for name in "ab"}
@@ -189,7 +182,8 @@ def test_an_excluded_node_is_used_again_when_the_others_go() -> None:
         return lambda scene: dies(next(i.rank for i in scene.infos if i.node == "a"), step)(scene)
 
     def b_goes(scene: Scene) -> Failures:
-        assert scene.now.config.cluster.exclude_nodes == ["a"]
+        assert scene.now.config.cluster.exclude_nodes == ["a"] and scene.tags["trireme.excluded_nodes"] == "a"
+        assert "2 failures began at that node" in scene.said[1]
         return dies(0, 30, node_goes="b")(scene)
 
     scene.go(dies_on_a(10), dies_on_a(20), b_goes, finishes)
