@@ -225,7 +225,7 @@ FOUND: list[tuple[str, str, bytes, str]] = [
         ("cluster files", f"{cloud}.yaml", mapped(cloud, key), "must be of type string")
         for cloud, key in (("azure", "vmSize"), ("aws", "InstanceType"), ("gcp", "machineType"))
     ),
-    ("tables", "table.csv", b"a,\xc0,y\n1,2,3\n", "cannot be read as CSV"),
+    ("tables", "table.csv", b"a,\xc0,y\n1,2,3\n", "is not UTF-8"),
     (
         "arrays",
         "a.npz",

@@ -97,7 +97,9 @@ def _read(path: Path, kind: str) -> tuple[pa.Table, list[str]]:
         options = csv.ConvertOptions(null_values=MISSING, strings_can_be_null=True)
         table = parquet.read_table(path) if kind == "Parquet" else csv.read_csv(path, convert_options=options)
         return table, table.column_names
-    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8, as CSV is read: convert it, for instance with iconv -t utf-8") from error
+    except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path} cannot be read as {kind}: {str(error).splitlines()[0].rstrip('.')}") from error
 
 

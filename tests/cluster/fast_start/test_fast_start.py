@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,8 +137,10 @@ def test_a_server_ends_when_it_has_long_been_idle_or_lost_its_socket(
     assert not serve().exists()
 
 
-def test_a_server_that_was_killed_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "folder", lambda: str(tmp_path))
+def test_a_server_that_was_killed_is_replaced(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    folder = tempfile.mkdtemp(dir="/tmp")  # a socket's path may be 107 characters long
+    request.addfinalizer(lambda: shutil.rmtree(folder))
+    monkeypatch.setattr(client, "folder", lambda: folder)
     first = client.ensure("json", os.getpid(), environment())
     assert client.ensure("json", os.getpid(), environment()) == first
     (killed,) = (p for p in psutil.Process().children() if first in p.cmdline())
