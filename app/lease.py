@@ -40,7 +40,7 @@ def write_lease(storage: Storage, attempt: str, beat: int) -> None:
 
 
 def read_lease(storage: Storage) -> Lease | None:
-    """None if there is none, or what is there is no lease: such a file keeps nobody out."""
+    """None if there is none, or what is there is no lease: such a file locks no start out."""
     try:
         lease = json.loads(storage.read_bytes(FILE))
     except (FileNotFoundError, ValueError):
@@ -61,7 +61,7 @@ def is_current(folder: str, attempt: str) -> bool:
     """Whether `attempt` holds the lease of the run in `folder`; a superseded start must not commit.
 
     Raises OSError where there is no lease at all: the storage is not there just now (a mount that is gone leaves an
-    empty folder, which must not be taken for it), or nobody trains this run.
+    empty folder, which must not be taken for it), or this run is not being trained.
     """
     lease = read_lease(Storage(folder))
     if lease is None:

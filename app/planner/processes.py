@@ -13,7 +13,7 @@ from app.errors import RunFailed
 
 
 def in_processes(function: Callable[..., Any], workers: int, *arguments: Any, timeout: float) -> Any:
-    """What `function(rank, device, *arguments)` gives on rank 0 of so many new processes, with a device each.
+    """What `function(rank, device, *arguments)` gives on rank 0 of new processes, with a device each.
 
     function: of a module, not of another function. What it gives is passed as JSON.
     Raises:

@@ -107,7 +107,7 @@ def _experiment(plan: Plan, row: Estimate, size: int) -> dict[str, Any]:
 
 
 def run(tree: dict[str, Any], workers: int, limit: float) -> Trial:
-    """Tries a whole configuration on so many processes here. limit: bytes that a process on a CPU may take beside what
+    """Tries a whole configuration on several processes here. limit: bytes that a process on a CPU may take beside what
     it has before the model; beyond that it fails, as if memory had ended."""
     try:
         return Trial(*in_processes(_train, workers, tree, limit, timeout=TIMEOUT))

@@ -51,8 +51,8 @@ def _structure(task: Task, needed: bool) -> nn.Module | None:
 
 
 def check_devices(config: Config, gpus: float | None) -> None:
-    """Raises LayoutError if the workers, who have so many GPUs, cannot compute as asked. (Which GPUs, they look at
-    themselves.)"""
+    """Raises LayoutError if the workers cannot compute as asked. gpus: how many each has; which, they look at
+    themselves."""
     if config.train.precision == "fp8" and not gpus:
         float8.require(torch.device("cpu"))
 

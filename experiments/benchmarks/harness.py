@@ -77,7 +77,7 @@ def interval(a: list[float], b: list[float], draws: int = 2000) -> tuple[float, 
 
 
 def torchrun(module: str, *arguments: object, processes: int = 2) -> Any:
-    """Runs `python -m MODULE ARGUMENTS` in so many processes, one thread each; what rank 0 gave to `answer`.
+    """Runs `python -m MODULE ARGUMENTS` in several processes, one thread each; what rank 0 gave to `answer`.
 
     Raises:
         RuntimeError: it failed; with the end of what it printed.

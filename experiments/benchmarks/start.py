@@ -32,7 +32,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 def run(rounds: int, launchers: tuple[str, ...] = ("ray", "actors"), without: str = "") -> dict[str, list[float]]:
     """Seconds of each round, by side; one more warms the file cache. without: a path; every round a second time in a
-    copy of the checkout that has not got it."""
+    copy of the checkout without it."""
     seconds: dict[str, list[float]] = {}
     with tree_without(without) if without else contextlib.nullcontext() as copy:
         trees = {"": os.getcwd()} | ({f", without {without}": copy} if copy else {})

@@ -26,7 +26,7 @@ class Start:
 
 
 def read(folder: Path, newest: int = 0) -> list[Start]:
-    """All starts, or the newest so many, the first one first."""
+    """All starts, or the newest ones, the first one first."""
     found = []
     paths = sorted(folder.glob("seen/*.jsonl"), key=lambda path: int(path.stem.split("-")[0]))
     for path in paths[-newest:]:
