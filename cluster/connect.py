@@ -144,7 +144,7 @@ def running_here() -> str | None:
 
 
 def _check_reachable(found: str) -> None:
-    """Raises ClusterError where ray.init would try for minutes: nothing listens there, or it is not a cluster's address."""
+    """Raises ClusterError where ray.init would try for minutes: nothing listens there, or it is not a Ray cluster."""
     if found.startswith(("http://", "https://")):
         raise ClusterError(
             f"RAY_ADDRESS={found} is a job server: `trireme submit` sends jobs there; for this command unset it, or "
