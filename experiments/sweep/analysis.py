@@ -31,8 +31,7 @@ class Trial:
     status: str = "running"  # or one of ENDED
     message: str = ""
     reports: list[dict[str, Any]] = field(default_factory=list)
-    """{"step", "samples", "seconds" (of training, all starts together), "metrics": {…}, "workers", "steps",
-    "first_step" (seconds from the trial's present start to its first step)}"""
+    """{"step", "samples", "seconds" (of training, all starts together), "metrics": {…}, "workers", "steps" (of all)}"""
 
     @property
     def ended(self) -> bool:

@@ -49,9 +49,9 @@ def sweep(found: Sweep, console: Console, *, verbose: bool = False) -> Outcome:
     """
     with own_folder(found.experiment, found.name, "sweep", console, verbose=verbose) as folder:
         store = TrialStore(folder, found.name, found.identity())
+        left, tuning = len(store.ended) < found.count, None
         try:
-            tuning = None
-            if len(store.ended) < found.count:
+            if left:
                 console.status("reading the data and starting Ray")
                 longest, cluster = found.longest(), connect(PRELOAD)
                 from experiments.sweep.tuning import prepare, run_trials  # imports Ray, which is to be connected first
@@ -65,7 +65,8 @@ def sweep(found: Sweep, console: Console, *, verbose: bool = False) -> Outcome:
                     run_trials(found, store, console, *tuning)
                 answer, page = _conclude(found, store, console, tracker)
         finally:
-            disconnect()
+            if left:
+                disconnect()
     ended = Counter(trial.status for trial in store.trials.values())
     counts = {status: ended[status] for status in ENDED}
     run_id = State.load(folder / "tracking").run_id

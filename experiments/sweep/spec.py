@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ import yaml
 
 from app.config import Config
 from app.config_check import RUN_NAME
-from app.config_io import from_dict, load_config, to_dict
+from app.config_io import flatten, from_dict, load_config, to_dict
 from app.errors import UserError
 from app.run.prepare import prepare, read_task
 from experiments.sweep.search import SCHEDULERS, SEARCHERS, Search, nearest, number, read_space
@@ -146,16 +145,14 @@ def _experiment(path: Path, experiment: Any, extra: Any, overrides: list[str]) -
         raise UserError(f"{path} names no experiment: write experiment: mnist.yaml, or its keys")
     if not isinstance(extra, Mapping):
         raise UserError(f"{path}: set is {extra!r}, but it must be a mapping of the experiment's keys to values")
-    lines = [f"{key}={yaml.safe_dump(value, default_flow_style=True, width=10_000)}" for key, value in extra.items()]
-    lines = [line.strip().removesuffix("...").strip() for line in lines]
-    if isinstance(experiment, Mapping):
-        with tempfile.TemporaryDirectory() as folder:  # so that it is read and checked as every other experiment is
-            inline = Path(folder) / path.name
-            inline.write_text(yaml.safe_dump(dict(experiment), sort_keys=False))
-            return load_config([inline], [*lines, *overrides])
-    file = Path(str(experiment)).expanduser()
-    beside = path.parent / file
-    return load_config([beside if beside.exists() or not file.exists() else file], [*lines, *overrides])
+    files, inline = [], experiment
+    if not isinstance(experiment, Mapping):
+        file, inline = Path(str(experiment)).expanduser(), {}
+        beside = path.parent / file
+        files = [beside if beside.exists() or not file.exists() else file]
+    keys = {**flatten(inline), **extra}
+    lines = [f"{key}={yaml.safe_dump(value, default_flow_style=True, width=10_000)}" for key, value in keys.items()]
+    return load_config(files, [*(line.strip().removesuffix("...").strip() for line in lines), *overrides])
 
 
 def _named(what: str, given: Any, known: tuple[str, ...]) -> tuple[str, dict[str, Any]]:

@@ -195,7 +195,7 @@ class TrialRun:
     def copy(self, path: str, step: int) -> None:
         """Has it continue from another trial's checkpoint, which Tune has known up to `step`."""
         self.repeated.clear()
-        self.copied, self.last, self.reported = path, {}, step
+        self.copied, self.reported = path, step
 
     def stop(self, why: str) -> None:
         """Saves and stops; returns when the workers are gone."""
@@ -213,9 +213,9 @@ class TrialRun:
         self.last = {"step": step, "samples": samples, "seconds": self.seconds_before + seconds}
         self.last |= {"metrics": dict(metrics), "steps": self.steps, "workers": int(self.config.workers)}
         self.reported = step
-        self.results.put(self._result(self.last))
         if self.sweep.stop_at_target and self.sweep.reached(metrics[metric]):
             self.stopping = self.stopping or REACHED
+        self.results.put(self._result(self.last))
 
     def _result(self, report: dict[str, Any]) -> Result:
         value = report["metrics"].get(self.sweep.metric, math.nan) if report else math.nan
@@ -264,7 +264,7 @@ class TrialRun:
         if outcome.status == "already_finished":  # it was killed after that
             summary, self.seconds_before = outcome.summary, 0.0
             self.report(summary["step"], summary["seconds"], summary["metrics"])
-        if not self.last:
+        if not self.last and not self.copied:
             raise WrongMetric(f"metric is {self.sweep.metric!r}, but trials report nothing: the task evaluates nothing")
 
     # --- population-based training ------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ class Observer(tune.Callback, tune.Stopper):
         return trial_name(index, trial.config)
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        return False
+        return self.sweep.stop_at_target and self.sweep.reached(result[self.sweep.metric])
 
     def stop_all(self) -> bool:
         return self.problem is not None or (self.ending is not None and not self.ending & self.running)

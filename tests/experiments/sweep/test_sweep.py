@@ -127,7 +127,6 @@ concurrent: 1
     found = trials(tmp_path)
     before = int((re.findall(r"continuing after step (\d+)", log(tmp_path, found[1])) or [0])[-1])
     assert f"not finite at step {before + 6}" in found[1]["message"] and "a bug of the user's" in found[2]["message"]
-    assert "in loss" in log(tmp_path, found[2]), "the log has the traceback"
     by_index = {name[:4]: status for name, (status, _) in runs(tmp_path).items() if name.startswith("t0")}
     assert by_index == {"t000": "FINISHED", "t001": "FAILED", "t002": "FAILED", "t003": "FINISHED"}
 
