@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -203,19 +202,6 @@ def mlflow_run(storage: Path, name: str) -> Any:
     found = client.search_runs([experiment.experiment_id], f"attributes.run_name = '{name}'")
     assert len(found) == 1, [run.info.run_id for run in found]
     return found[0]
-
-
-def mlflow_status(storage: Path, name: str) -> str | None:
-    """The run's status; None while its writer has not made it. Read past MLflow, which would begin to make the
-    database itself where the writer is about to."""
-    if not (storage / "mlflow.db").exists():
-        return None
-    with contextlib.closing(sqlite3.connect(f"file:{storage}/mlflow.db?mode=ro", uri=True)) as database:
-        try:
-            found = database.execute("SELECT status FROM runs WHERE name = ?", (name,)).fetchall()
-        except sqlite3.OperationalError:
-            return None
-    return found[0][0] if found else None
 
 
 def mlflow_text(storage: Path, run_id: str, folder: str, suffix: str = ".txt") -> list[str]:
