@@ -263,7 +263,8 @@ def is_forked(process: psutil.Process) -> bool:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("launcher", ["ray", pytest.param("actors", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["ray", "actors"])
 def test_workers_and_the_second_command_are_forks(
     launcher: str, tmp_path: Path, ray_environment: dict[str, str]
 ) -> None:
@@ -283,6 +284,7 @@ def test_workers_and_the_second_command_are_forks(
 
 
 @pytest.mark.alone
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["ends", "killed"])
 def test_a_ray_of_its_own_is_forked_and_leaves_nothing(how: str, tmp_path: Path) -> None:
     words = ["train", *POINTS, "task_args.step_seconds=0.05", "workers=2", "launcher=actors", "train.steps=40"]
