@@ -20,7 +20,7 @@ test-slow: setup
 
 # The optional DeepSpeed extra, in the same environment; its first test compiles an operator (needs c++).
 test-deepspeed: setup
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[deepspeed]'
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[deepspeed]'
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests/strategies/test_deepspeed.py --timeout 600
 
 lint: setup
@@ -33,7 +33,7 @@ setup: $(VENV)/.installed
 # Installs the tested versions (constraints.txt); again only when what is to be installed has changed.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "python3 cannot make a virtual environment here: apt-get install python3-venv" >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[examples,dev]'
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[examples,dev]'
 	touch $@
 
 clean:

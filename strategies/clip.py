@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from strategies.replicate import local
 
@@ -60,9 +60,7 @@ class GradNorm:
         if self.extra is not None:
             norm = _over(norm, (self.extra,))
         if bound is not None:
-            scale = torch.clamp(bound / (norm + 1e-6), max=1.0)
-            for gradient in _gradients(self.all):
-                gradient.mul_(scale.to(gradient.device))
+            clip_grads_with_norm_([_with_gradient(shard) for shard in _gradients(self.all)], bound, norm)
         return norm
 
     def _norm(self, groups: Groups, gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -86,6 +84,13 @@ def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """This rank's shards of the gradients that there are."""
     shards = [local(p.grad) for p in parameters if p.grad is not None]
     return [shard for shard in shards if shard.numel()]
+
+
+def _with_gradient(shard: torch.Tensor) -> torch.Tensor:
+    """A tensor whose gradient is this shard: torch scales gradients of tensors, many at once."""
+    carrier = shard.detach()
+    carrier.grad = shard
+    return carrier
 
 
 def _groups(parameter: torch.Tensor) -> Groups:
