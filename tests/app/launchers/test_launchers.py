@@ -26,7 +26,7 @@ def test_three_launchers_and_uneven_micro_batches_one_curve(tmp_path: Path, ray_
     for ended in (one, uneven, two, in_ray):
         assert ended.code == 0, ended.err
     assert same_bits(weights(tmp_path / "two"), weights(tmp_path / "ray"))
-    for metric, tolerance in (("train/loss", 1e-5), ("train/grad_norm", 1e-4), ("eval/accuracy", 0.0)):
+    for metric, tolerance in (("train/loss", 1e-5), ("train/grad_norm", 1e-4), ("eval/accuracy", 1e-6)):
         single, other, ddp, ray = (curve(tmp_path, name, metric) for name in ("one", "uneven", "two", "ray"))
         assert ddp == ray and single
         assert close(other, single, tolerance) and close(ddp, single, tolerance), metric
