@@ -218,7 +218,7 @@ class TorchrunWorkers:
             self.looked = now
             events += self._read(now)
         statuses = {rank: status_of(beat, now - at) for rank, (_, at, beat) in self.beats.items()}
-        return Poll(events, statuses, ended)
+        return Poll(events, statuses, ended, placed=self.watched)
 
     def _read(self, now: float) -> list[Event]:
         """Heartbeats, and events for ranks that are new."""

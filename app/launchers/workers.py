@@ -58,7 +58,9 @@ class Poll:
     events: list[Event] = field(default_factory=list)
     statuses: dict[int, Status] = field(default_factory=dict)  # of every rank that has begun
     ended: Failures | None = None  # None: they run
-    placed: bool = True  # whether the workers have their places: they run, or are about to
+    # Whether every worker has its place, so that it must begin within `fault.start_seconds`; False, too, where nothing
+    # is known of the workers until they end.
+    placed: bool = False
 
 
 class WorkerLost(Exception):

@@ -94,7 +94,7 @@ class Scene:
         self.polls += 1
         if self.polls == 1 and not self.unplaced:
             self.statuses = {info.rank: Status("training", 0, 0, True, 0.0) for info in self.infos}
-            return Poll([{"type": "worker", "info": info} for info in self.infos], self.statuses)
+            return Poll([{"type": "worker", "info": info} for info in self.infos], self.statuses, placed=True)
         ended = self.attempt(self)
         return Poll([], self.statuses, ended, placed=not self.unplaced)
 
