@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ def test_three_launchers_and_uneven_micro_batches_one_curve(tmp_path: Path, ray_
     quiet = ["task=tests.tasks:Plain", "train.clip_norm=0.5"]  # no dropout: one worker and two draw nothing different
     one = trireme(*arguments(tmp_path, "one", "launcher=local", *quiet))
     uneven = trireme(*arguments(tmp_path, "uneven", "launcher=local", "train.micro_batch_size=5", *quiet))
-    two = torchrun(*arguments(tmp_path, "two", *quiet))
+    # Without hang detection nothing is known of the other rank, so that it cannot be late.
+    two = torchrun(*arguments(tmp_path, "two", *quiet, "fault.hang_seconds=0", "fault.start_seconds=0.01"))
     in_ray = trireme(*arguments(tmp_path, "ray", "workers=2", *quiet), env=ray_environment)
     for ended in (one, uneven, two, in_ray):
         assert ended.code == 0, ended.err
@@ -34,7 +36,9 @@ def test_three_launchers_and_uneven_micro_batches_one_curve(tmp_path: Path, ray_
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_lower_precisions_learn(tmp_path: Path, precision: str) -> None:
-    ended = trireme(*arguments(tmp_path, "run", "launcher=local", f"train.precision={precision}"))
+    ended = trireme(
+        *arguments(tmp_path, "run", "launcher=local", "fault.start_seconds=0.01", f"train.precision={precision}")
+    )
     assert ended.code == 0, ended.err
     losses = curve(tmp_path, "run")
     assert losses[20] < losses[1]
@@ -68,8 +72,10 @@ def test_what_would_fail_again_is_named_and_not_tried_again_in_ray(
         assert any(str(log) in ended.err for log in logs), "the log that is named has the traceback"
 
 
-def test_what_mlflow_gets(tmp_path: Path) -> None:
+def test_what_mlflow_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import mlflow
+
+    monkeypatch.setattr(sys, "path", [*sys.path])  # loading a model puts its code first there: an older `app`
 
     ended = trireme(*arguments(tmp_path, "run", "launcher=local", "tracking.log_model=true", "--json"))
     assert ended.code == 0, ended.err
