@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -102,6 +103,26 @@ def output_to(log: Path) -> Iterator[tuple[int, int]]:
         for fd, original in enumerate(originals, start=1):
             os.dup2(original, fd)
             os.close(original)
+
+
+@contextlib.contextmanager
+def stop_signals(ask: Callable[[], object]) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM calls `ask`; a second one ends everything at once, by KeyboardInterrupt."""
+    asked = False
+
+    def heard(number: int, frame: object) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        ask()
+
+    before = {number: signal.signal(number, heard) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _flush() -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import signal
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from app.config import Config
 from app.config_io import flatten, to_dict, to_yaml
-from app.console import Console
+from app.console import Console, stop_signals
 from app.errors import Interrupted
 from app.masking import mask_tree
 from app.run.cost import Meter
@@ -41,7 +39,7 @@ class Driver:
         self.resized = False  # whether the run has continued with another number of workers
         self.utilization = UtilizationMonitor()
         self.meter: Meter | None = None  # counts what the run costs, where prices are known
-        self.stopping = 0  # how often a stop was asked for: once is "save and stop", twice is "now"
+        self.stopping = False  # whether it is to save and stop
         self.tracker = Tracker(
             run.local_folder / "tracking",
             settings,
@@ -62,8 +60,8 @@ class Driver:
             assert self.meter is not None
             how = "stopping before training begins" if self.starting else "saving a checkpoint and stopping"
             self.console.say(f"{self.meter.sentence()}: {how}")
-            self.stopping = max(1, self.stopping)
-        return self.stopping > 0
+            self.stopping = True
+        return self.stopping
 
     @property
     def starting(self) -> bool:
@@ -76,23 +74,14 @@ class Driver:
             again = "" if self.first_step_at is None else " again"
             raise Interrupted(f"stopped before training began{again}")
 
-    @contextlib.contextmanager
-    def signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM ask the run to save and stop; a second one ends it at once."""
+    def signals(self) -> AbstractContextManager[None]:
+        """While they last, Ctrl-C and SIGTERM ask the run to save and stop."""
+        return stop_signals(self._ask_to_stop)
 
-        def ask(number: int, frame: object) -> None:
-            self.stopping += 1
-            if self.stopping > 1:
-                raise KeyboardInterrupt
-            how = "training has not begun" if self.starting else "saving a checkpoint first"
-            self.console.say(f"stopping: {how} (once more to stop at once)")
-
-        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _ask_to_stop(self) -> None:
+        self.stopping = True
+        how = "training has not begun" if self.starting else "saving a checkpoint first"
+        self.console.say(f"stopping: {how} (once more to stop at once)")
 
     # --- cost ---------------------------------------------------------------------------------------------------
 

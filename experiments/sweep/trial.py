@@ -134,12 +134,11 @@ class TrialDriver(Driver):
         if not self.trial.stopping and (self.trial.setting.folder / STOP_FILE).exists():
             self.trial.stopping = "the sweep was stopped"
         if self.trial.stopping:
-            self.trial_tracker.why, self.stopping = self.trial.stopping, max(self.stopping, 1)
+            self.trial_tracker.why, self.stopping = self.trial.stopping, True
         return super().stop_requested()
 
-    @contextlib.contextmanager
-    def signals(self) -> Iterator[None]:
-        yield  # they are the sweep's: this is not the main thread
+    def signals(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # they are the sweep's: this is not the main thread
 
     def _on_start(self, event: dict[str, Any]) -> None:
         super()._on_start(event)

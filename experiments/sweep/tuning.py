@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import signal
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ray import tune
 
-from app.console import Console, duration
+from app.console import Console, duration, stop_signals
 from app.errors import Interrupted, RunFailed, UserError
 from app.masking import mask_uri
 from app.run.cost import Prices, check_budget
@@ -95,8 +91,14 @@ def run_trials(found: Sweep, store: TrialStore, console: Console, searcher: Any,
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
         ),
     )
+
+    def ask() -> None:
+        observer.ending = set(observer.running)
+        console.say("stopping: running trials save a checkpoint first (once more to stop at once)")
+        (folder / STOP_FILE).touch()  # trials look for it
+
     (folder / STOP_FILE).unlink(missing_ok=True)
-    with _signals(observer, folder / STOP_FILE, console):
+    with stop_signals(ask):
         try:
             tuner.fit()
         except tune.TuneError as error:
@@ -107,25 +109,6 @@ def run_trials(found: Sweep, store: TrialStore, console: Console, searcher: Any,
         raise observer.problem
     if observer.stopping:
         raise Interrupted(f"stopped with {len(store.ended)} of {found.count} trials ended")
-
-
-@contextlib.contextmanager
-def _signals(observer: Observer, stop_file: Path, console: Console) -> Iterator[None]:
-    """Ctrl-C and SIGTERM: running trials save and stop; a second one ends everything at once."""
-
-    def ask(number: int, frame: object) -> None:
-        if observer.stopping:
-            raise KeyboardInterrupt
-        observer.ending = set(observer.running)
-        console.say("stopping: running trials save a checkpoint first (once more to stop at once)")
-        stop_file.touch()  # trials look for it
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class Observer(tune.Callback, tune.Stopper):
