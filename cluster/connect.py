@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import ClusterError
+from cluster import ClusterError
 
 OBJECT_STORE_BYTES = 100_000_000  # of a Ray of one command: tensors never go through it
 _log = logging.getLogger(__name__)

@@ -1,19 +1,36 @@
-"""A YAML file that remembers on which line each of its values stands."""
+"""A YAML file that remembers on which line each of its values stands, and how such a file is checked: JSON schemas,
+whose errors become sentences, and rules for what no schema says.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from cluster.errors import ClusterError, Problem
+from cluster import ClusterError
 
 MAX_VALUES = 50_000
+SCHEMAS = Path(__file__).with_name("schemas")
 Keys = tuple[Any, ...]  # keys and indices from a document's root to a value
+Message = str | tuple[Any, ...]  # a sentence, or one after the keys that lead from the rule's value to the line meant
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong in a cluster file."""
+
+    file: str
+    line: int  # 1-based
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.message}"
 
 
 @dataclass
@@ -84,36 +101,28 @@ def read_documents(path: str | Path) -> list[Document]:
 def _document(file: str, root: yaml.Node) -> Document:
     lines: dict[Keys, int] = {}
     duplicates: list[Problem] = []
-    for path, line, duplicate in _walk(root, (), root.start_mark.line + 1):
+
+    def walk(node: yaml.Node, path: Keys, line: int, around: Keys) -> None:
+        """Notes a value's line (that of its key, in a mapping). around: the nodes that it is in."""
+        if node in around:
+            here = yaml.Mark("", 0, line - 1, 0, None, 0)
+            raise yaml.MarkedYAMLError(problem="an alias makes a value contain itself", problem_mark=here)
         if len(lines) > MAX_VALUES:
             raise ClusterError(f"{file}: this has more than {MAX_VALUES:,} values, too many for a cluster file")
-        if duplicate:
-            message = f"the key {path[-1]!r} is written twice: only the last would count"
-            duplicates.append(Problem(file, line, message))
         lines[path] = line
-    return Document(file, yaml.CSafeLoader("").construct_document(root), lines, duplicates)
-
-
-def _walk(node: yaml.Node, path: Keys, line: int, around: Keys = ()) -> Iterator[tuple[Keys, int, bool]]:
-    """Path, line (that of its key, for a mapping's value) and whether the key came before, of every value. around: the
-    nodes that it is in."""
-    if node in around:
-        here = yaml.Mark("", 0, line - 1, 0, None, 0)
-        raise yaml.MarkedYAMLError(problem="an alias makes a value contain itself", problem_mark=here)
-    yield path, line, False
-    around = (*around, node)
-    if isinstance(node, yaml.MappingNode):
         seen = set()
-        for key, value in node.value:
-            name = key.value if isinstance(key, yaml.ScalarNode) else str(key)
-            at = key.start_mark.line + 1
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            name, at = key.value if isinstance(key, yaml.ScalarNode) else str(key), key.start_mark.line + 1
             if name in seen:
-                yield (*path, name), at, True
+                message = f"the key {name!r} is written twice: only the last would count"
+                duplicates.append(Problem(file, at, message))
             seen.add(name)
-            yield from _walk(value, (*path, name), at, around)
-    elif isinstance(node, yaml.SequenceNode):
-        for number, value in enumerate(node.value):
-            yield from _walk(value, (*path, number), value.start_mark.line + 1, around)
+            walk(value, (*path, name), at, (*around, node))
+        for number, value in enumerate(node.value) if isinstance(node, yaml.SequenceNode) else ():
+            walk(value, (*path, number), value.start_mark.line + 1, (*around, node))
+
+    walk(root, (), root.start_mark.line + 1, ())
+    return Document(file, yaml.CSafeLoader("").construct_document(root), lines, duplicates)
 
 
 def nearest(word: object, known: Collection[str]) -> str:
@@ -129,5 +138,64 @@ def describe(value: object) -> str:
     if value is None:
         return "nothing"
     kinds = {dict: "a mapping", list: "a list", str: "the text", bool: "the truth value", int: "the number"}
-    kind = kinds.get(type(value), f"a {type(value).__name__}")
-    return kind if isinstance(value, dict | list) else f"{kind} {value!r}"
+    kind, text = kinds.get(type(value), f"a {type(value).__name__}"), repr(value)
+    text = text if len(text) <= 60 else f"{text[:59]}…"
+    return kind if isinstance(value, dict | list) else f"{kind} {text}"
+
+
+Rule = tuple[str, Callable[[Document, Keys, Any], Iterator[Message]]]
+"""The pattern (`Document.each`) of the values that a check looks at, and the check: a generator of a message for each
+thing that is wrong with the value at a path."""
+
+
+def rule_problems(document: Document, rules: Sequence[Rule], base: str = "") -> list[Problem]:
+    """Everything that the rules find. base: pattern of what the rules' own patterns begin at."""
+    found = []
+    for pattern, check in rules:
+        for path, value in document.each(".".join(filter(None, (base, pattern)))):
+            for message in check(document, path, value):
+                keys, sentence = ((), message) if isinstance(message, str) else (message[:-1], message[-1])
+                found.append(document.problem((*path, *keys), sentence))
+    return found
+
+
+@functools.cache
+def schemas(name: str) -> dict[str, Any]:
+    """The schemas of one of the files in schemas/."""
+    return yaml.load((SCHEMAS / name).read_text(), Loader=yaml.CSafeLoader)
+
+
+def schema_problems(document: Document, schema: Mapping[str, Any], data: Any) -> list[Problem]:
+    """Everything in which `data`, the document's or a part of it, breaks a JSON schema (draft 7)."""
+    import jsonschema
+
+    errors = jsonschema.Draft7Validator(schema).iter_errors(data)
+    return [document.problem(*_schema_problem(error)) for error in errors]
+
+
+def _schema_problem(error: Any) -> tuple[Keys, str]:
+    """Where an error of jsonschema is, and one sentence for it."""
+    path = tuple(error.absolute_path)
+    where, rule, wanted, value = dotted(path) or "the file", error.validator, error.validator_value, error.instance
+    if rule == "additionalProperties" or "propertyNames" in error.absolute_schema_path:
+        allowed = error.schema.get("properties", {}) if rule == "additionalProperties" else wanted
+        key = next((key for key in value if key not in allowed), None) if isinstance(value, dict) else value
+        return (*path, key), f"{where} has no key {key!r}{nearest(key, allowed)}"
+    form = "a Kubernetes quantity, such as 8, 500m or 64Gi" if "KMGTPE" in str(wanted) else f"of the form {wanted}"
+    types = wanted if isinstance(wanted, str) else " or ".join(map(str, wanted)) if isinstance(wanted, list) else ""
+    messages = {
+        "required": lambda: f"{where} lacks the key {next((key for key in wanted if key not in value), '?')!r}",
+        "type": lambda: f"{where} must be of type {types}, not {describe(value)}",
+        "enum": lambda: f"{where} is {value!r}{nearest(value, list(map(str, wanted)))}",
+        "const": lambda: f"{where} is {value}: write {wanted}",
+        "minimum": lambda: f"{where} is {value}, less than {wanted}",
+        "pattern": lambda: f"{where} is {value!r}, which is not {form}",
+    }
+    return path, messages[rule]() if rule in messages else f"{where}: {error.message.splitlines()[0][:200]}"
+
+
+def dotted(path: Keys) -> str:
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text

@@ -10,10 +10,8 @@ from typing import Any
 
 import yaml
 
-from cluster import kuberay, kubernetes_rules, ray_file, ray_rules
-from cluster.document import Document, describe, read_documents
-from cluster.errors import ClusterError, Problem
-from cluster.rules import dotted
+from cluster import ClusterError, kuberay, ray_file
+from cluster.document import Document, Problem, describe, dotted, read_documents
 from cluster.shape import ClusterShape, of_nodes
 
 FOLDER = Path(__file__).parent
@@ -114,7 +112,7 @@ def _problems(documents: list[Document], file: str) -> list[Problem]:
         return [Problem(file, 1, "this file is empty: a cluster file has a cluster_name and a provider, or a kind")]
     found = [problem for document in documents for problem in (*document.duplicates, *_secrets(document))]
     if any(kuberay.is_kubernetes(document) for document in documents):
-        found += kubernetes_rules.problems(documents)
+        found += kuberay.problems(documents)
     else:
         found += _ray_problems(documents)
     if not found:
@@ -135,7 +133,7 @@ def _ray_problems(documents: list[Document]) -> list[Problem]:
         return [first.problem((), f"not a cluster file: it has {known}, but {missing}")]
     if len(documents) > 1:
         return [documents[1].problem((), "a cluster file for Ray is one YAML document, and here a second one begins")]
-    return ray_rules.problems(first)
+    return ray_file.problems(first)
 
 
 _SECRET_KEY = re.compile(r"(?i)(^|[_-])(password|passwd|secret|secret_access_key|api_?key|auth_?token|token)$")

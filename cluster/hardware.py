@@ -19,12 +19,14 @@ from typing import Any
 
 import yaml
 
+from cluster import ClusterError
+
 CATALOGUE = Path(__file__).with_name("hardware.yaml")
 
 _NOISE = re.compile(r"nvidia|tesla|geforce|quadro|amd|instinct|radeon|[^a-z0-9]")
 
 
-class HardwareError(ValueError):
+class HardwareError(ClusterError):
     """A GPU or an instance type that the catalogue does not have: one sentence."""
 
 

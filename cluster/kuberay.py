@@ -1,18 +1,35 @@
-"""KubeRay manifests (RayCluster and RayJob) as a ClusterShape.
+"""KubeRay manifests (RayCluster and RayJob): as a ClusterShape, and what is wrong with one.
 
 What Kubernetes does not say stands in annotations of a group's pod template: `trireme/gpu`, `trireme/link-within`,
 `trireme/link-across`, `trireme/price-per-hour` (of one node of the group) and `trireme/spot`.
+
+A manifest's schema is KubeRay's own, made strict (an API server drops unknown fields silently; here they are problems),
+and schemas/objects.yaml for what stands beside a RayCluster; here is what no schema says.
 """
 
 from __future__ import annotations
 
+import functools
+import gzip
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cluster.document import Document
-from cluster.errors import ClusterError
-from cluster.shape import ClusterShape, node_type
+from cluster import ClusterError
+from cluster.document import (
+    SCHEMAS,
+    Document,
+    Keys,
+    Message,
+    Problem,
+    Rule,
+    nearest,
+    rule_problems,
+    schema_problems,
+    schemas,
+)
+from cluster.shape import ClusterShape, check_fact, node_type
 
 RAY_KINDS = ("RayCluster", "RayJob")
 ANNOTATIONS = {
@@ -89,3 +106,84 @@ def quantity(value: Any) -> float:
     """A valid Kubernetes quantity (`500m`, `64Gi`, `8`) as a number."""
     number, suffix = re.fullmatch(r"(.*?)([numkMGTPE]?i?)", str(value)).groups()  # type: ignore[union-attr]
     return float(number) * _FACTORS.get(suffix, 1.0)
+
+
+# --- what is wrong with one -------------------------------------------------------------------------------------------
+
+
+def problems(documents: list[Document]) -> list[Problem]:
+    """Everything that is wrong in a manifest."""
+    found = [problem for document in documents for problem in _object(document)]
+    if found:
+        return found
+    if not any(is_ray(document) for document in documents):
+        kinds = ", ".join(str(document.data["kind"]) for document in documents)
+        message = f"this manifest does not make a Ray cluster: it has {kinds}, but no RayCluster or RayJob"
+        return [documents[0].problem((), message)]
+    return list(_references(documents))
+
+
+def _object(document: Document) -> list[Problem]:
+    if not is_kubernetes(document):
+        return [document.problem((), "this document of the manifest has no apiVersion and kind")]
+    data, kind, known = document.data, str(document.data["kind"]), schemas("objects.yaml")
+    if kind not in known and str(data["apiVersion"]).startswith("ray.io/"):
+        return [document.problem(("kind",), f"there is no kind {kind!r}{nearest(kind, RAY_KINDS)}")]
+    found = schema_problems(document, known.get(kind, {}), data)
+    if kind not in RAY_KINDS or found:
+        return found
+    found = schema_problems(document, _kuberay()[kind], data)
+    if found:
+        return found
+    base = "spec" if kind == "RayCluster" else "spec.rayClusterSpec"
+    if kind == "RayJob" and not {"rayClusterSpec", "clusterSelector"} & set(data["spec"]):
+        return [document.problem(("spec",), "the RayJob has neither a rayClusterSpec nor a clusterSelector")]
+    found = rule_problems(document, CLUSTER_RULES, base)
+    for group in ("headGroupSpec", "workerGroupSpecs.*"):
+        found += rule_problems(document, TEMPLATE_RULES, f"{base}.{group}.template")
+    return found
+
+
+@functools.cache
+def _kuberay() -> dict[str, Any]:
+    """KubeRay's JSON schemas by kind."""
+    return json.loads(gzip.decompress((SCHEMAS / "kuberay-1.7.0.json.gz").read_bytes()))
+
+
+def check_replicas(document: Document, path: Keys, group: Any) -> Iterator[Message]:
+    least, most = group.get("minReplicas", 0), group.get("maxReplicas", 2**31 - 1)
+    count = group.get("replicas", least)
+    if not least <= count <= most:
+        between = f"not between {least} and {most} (minReplicas and maxReplicas)"
+        yield "replicas", f"{group['groupName']} has replicas {count}, which is {between}"
+
+
+def check_pod(document: Document, path: Keys, spec: Any) -> Iterator[Message]:
+    volumes = {volume.get("name") for volume in spec.get("volumes") or []}
+    for number, container in enumerate(spec["containers"]):
+        for at, mount in enumerate(container.get("volumeMounts") or []):
+            name = mount.get("name")
+            if name not in volumes:
+                message = f"the volume {name!r} is mounted, but not among the pod's volumes{nearest(name, volumes)}"
+                yield "containers", number, "volumeMounts", at, message
+
+
+def check_annotation(document: Document, path: Keys, value: Any) -> Iterator[Message]:
+    key = path[-1]
+    if key in ANNOTATIONS:
+        yield from check_fact(ANNOTATIONS[key], value)
+    elif key.startswith("trireme/"):
+        yield f"there is no annotation {key!r}{nearest(key, ANNOTATIONS)}"
+
+
+def _references(documents: list[Document]) -> Iterator[Problem]:
+    """Claims that a manifest both makes and uses must have one name; one that it only uses may exist already."""
+    made = {d.data["metadata"].get("name") for d in documents if d.data["kind"] == "PersistentVolumeClaim"}
+    for document in documents if made else ():
+        for path, name in document.texts():
+            if path[-2:] == ("persistentVolumeClaim", "claimName") and name not in made:
+                yield document.problem(path, f"no PersistentVolumeClaim {name!r} is made here{nearest(name, made)}")
+
+
+CLUSTER_RULES: tuple[Rule, ...] = (("workerGroupSpecs.*", check_replicas),)
+TEMPLATE_RULES: tuple[Rule, ...] = (("spec", check_pod), ("metadata.annotations.*", check_annotation))

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster import preflight, ray_file
-from cluster.errors import ClusterError
+from cluster import ClusterError, preflight, ray_file
 from cluster.files import read_cluster, read_ray_file
 from cluster.remote import is_open, login_of, run, run_on_all
 from cluster.status import RAY, Status, ray_environment, status_of

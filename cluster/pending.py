@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.errors import ClusterError
+from cluster import ClusterError
 from cluster.shape import ClusterShape, NodeType
 
 Resources = Mapping[str, float]

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.errors import ClusterError
+from cluster import ClusterError
 
 CONNECT_SECONDS = 5
 # What ssh writes, and what that means for {host}, {user} and {key}.

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cluster.errors import ClusterError
+from cluster import ClusterError
 from cluster.hardware import HardwareError, all_instances
 from cluster.hardware import gpu as known_gpu
 
@@ -127,6 +127,21 @@ def link(value: str | float | None) -> float | None:
             f"a link of {value!r} cannot be read: write for instance 400Gb (bits) or 50GB (bytes a second)"
         )
     return float(match[1]) * _SCALE[match[2]] * (1.0 if match[3] == "B" else 0.125)
+
+
+def check_fact(name: str, value: Any) -> Iterator[str]:
+    """A message where what a file says of a machine (a fact of `node_type`) cannot be read."""
+    try:
+        if name == "gpu":
+            known_gpu(str(value))
+        elif name in ("link_within", "link_across"):
+            link(value)
+        elif name == "price_per_hour":
+            float(value)
+    except ClusterError as error:
+        yield str(error)
+    except ValueError:
+        yield f"the price per hour must be a number of dollars, not {value!r}"
 
 
 def of_gpus(gpus: int, gpu: str, gpus_per_node: int, interconnect: str | float | None = None) -> ClusterShape:

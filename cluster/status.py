@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster import ray_file
-from cluster.errors import ClusterError
+from cluster import ClusterError, ray_file
 from cluster.files import read_cluster
 from cluster.pending import AutoscalerReport
 from cluster.remote import Result, last_line, login_of, run

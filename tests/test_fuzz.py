@@ -28,7 +28,7 @@ from app.data.loader import fetch
 from app.errors import UserError
 from app.run.manifest import Run
 from app.tasks import load_task
-from cluster.errors import ClusterError
+from cluster import ClusterError
 from cluster.files import own_files, read_cluster
 from strategies.layout import LayoutError
 from tests.running import ROOT

@@ -55,7 +55,7 @@ def show(cli: Invocation, file: str) -> None:
 @click.argument("files", metavar="FILE…", nargs=-1, required=True)
 def validate(cli: Invocation, files: tuple[str, ...]) -> None:
     """Find mistakes in cluster files, without credentials or network. Exit code 2 if there are any."""
-    from cluster.errors import ClusterError
+    from cluster import ClusterError
     from cluster.files import validate_file
 
     found: dict[str, list[str]] = {}

@@ -19,8 +19,8 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 
 from app.config import Config
 from app.console import Console
+from cluster import ClusterError
 from cluster.connect import Cluster
-from cluster.errors import ClusterError
 from cluster.files import connected
 from cluster.pending import AutoscalerReport, Diagnosis, JobUsage, NodeState, check_feasible, diagnose, place
 from cluster.ray_internals import available_resources_per_node

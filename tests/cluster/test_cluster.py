@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.errors import ClusterError
+from cluster import ClusterError
 from cluster.files import FOLDER, own_files, read_cluster, validate_file
 from cluster.shape import link, of_gpus, of_nodes
 from tests.running import environment, trireme
@@ -119,6 +119,7 @@ def test_a_planted_error_is_named_on_its_line(tmp_path: Path, name: str, before:
     [
         ("", "is empty"),
         ("- a\n- b\n", "not a cluster file: it holds a list"),
+        ("x" * 500, f"it holds the text '{'x' * 58}…, not a mapping$"),
         ("task: image_classification\n", "it has task, but neither cluster_name"),
         ("cluster_name: [x\nprovider: {", "this is not YAML"),
         (

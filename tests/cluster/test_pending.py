@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import ClusterError
+from cluster import ClusterError
 from cluster.files import read_cluster
 from cluster.pending import AutoscalerReport, Diagnosis, JobUsage, NodeState, check_feasible, diagnose
 from cluster.shape import ClusterShape, NodeType

@@ -11,7 +11,7 @@ import pytest
 
 from app.config import ClusterConfig, Config, TrainConfig
 from app.launchers.room import when_over
-from cluster.errors import ClusterError
+from cluster import ClusterError
 from cluster.pending import Diagnosis
 from tests.running import POINTS, trireme
 

@@ -169,7 +169,7 @@ def test_a_server_whose_code_has_changed_is_replaced(tmp_path: Path) -> None:
         first = parent()
         assert parent() == first != os.getpid()
         later = time.time() + 5
-        os.utime(tmp_path / "cluster" / "errors.py", (later, later))
+        os.utime(tmp_path / "cluster" / "hardware.py", (later, later))
         assert parent() == os.getpid(), "itself, as Ray would have started it"
         assert parent() not in (first, os.getpid())
     finally:
