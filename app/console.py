@@ -10,7 +10,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from app.storage import Storage
 
 SECONDS_BETWEEN_LINES = 5.0
 
@@ -123,6 +126,24 @@ def stop_signals(ask: Callable[[], object]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def worker_output(run: Storage, rank: int) -> Iterator[None]:
+    """Sends a worker's output, prints included, to logs/rank-N.log of the run, where that is on this machine."""
+    if not run.is_local:
+        yield
+        return
+    streams = sys.stdout, sys.stderr
+    with output_to(run.local_path / "logs" / f"rank-{rank}.log"):
+        sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
+        try:
+            yield
+        except BaseException:
+            traceback.print_exc()
+            raise
+        finally:
+            sys.stdout, sys.stderr = streams
 
 
 def _flush() -> None:

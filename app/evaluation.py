@@ -12,7 +12,7 @@ from app.data.loader import eval_batches
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from app.heartbeat import Heartbeat
+    from app.job import Heartbeat
     from app.tasks.base import Task
     from strategies.parallelize import Parallel
 

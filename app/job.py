@@ -1,4 +1,4 @@
-"""What a worker is given: the job, its place among the other ranks, and a channel to the driver."""
+"""What a worker is given: the job, its place among the other ranks, and a channel to the driver, with its heartbeat."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 
 from app.config import Config
 from app.errors import UserError
-from app.heartbeat import Heartbeat
 from strategies.layout import Layout
 from strategies.options import Options
 
@@ -47,6 +46,21 @@ class Place:
     world_size: int
     local_rank: int
     device: torch.device
+
+
+@dataclass
+class Heartbeat:
+    """What a worker does and how far it is: written by the loop in a few plain stores per step, read by another thread
+    at any moment."""
+
+    phase: str = "starting"
+    """starting, reading, training, evaluating, saving, ending or finished."""
+    step: int = 0
+    """Optimizer steps taken."""
+    ticks: int = 0
+    """Grows with every batch of an evaluation."""
+    save_requested: bool = False
+    """Set from outside: a checkpoint is wanted at the next boundary."""
 
 
 class Channel(Protocol):

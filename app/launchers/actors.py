@@ -1,7 +1,9 @@
 """Launcher: Ray actors, one for each rank, placed by the layout: the stages of a pipeline, or any layout's workers.
 
 Ray places, watches and ends the processes; tensors go from worker to worker directly. A run is one Ray call for each
-rank. Where each rank is placed is decided by a pure function, `placement.placement`.
+rank. Where the ranks are placed (bundles of a placement group) is decided by pure functions: what communicates most is
+kept together, a whole copy of the model on one node where it fits, copies on different nodes; else a stage (its shards
+and tensor-parallel peers) on one node, the stages close; else each rank by itself.
 """
 
 from __future__ import annotations
@@ -9,23 +11,24 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import ray
 from ray.util import placement_group_table
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from app.config import Config
+from app.errors import UserError
 from app.job import Job, Place
-from app.launchers.placement import Resources, placement, resources_of_stages
-from app.launchers.ray_workers import POLL_SECONDS, RayWorkers
-from app.launchers.room import node_selector, nodes_now
-from app.launchers.worker_process import RayChannel, enter, surroundings
+from app.launchers.ray_workers import POLL_SECONDS, RayChannel, RayWorkers, enter, surroundings
+from app.launchers.room import nodes_now, reserve
 from app.launchers.workers import Failures, WorkerLost
 from cluster.connect import Cluster
-from cluster.pending import NodeState
+from cluster.pending import NodeState, format_resources, place
 from strategies.layout import ParallelDims
 
 PROCESS_GROUP_SECONDS = 1800.0
@@ -135,30 +138,23 @@ class ActorWorkers(RayWorkers):
             node_of = placement_group_table(self.reserved)["bundles_to_node_id"]
             return self.reserved, sorted(node_of, key=lambda bundle: (node_of[bundle], bundle))
         chosen = placement(dims, per_stage, nodes, self.cluster.max_resources)
-        only = node_selector(excluded)
-        labels = [only] * len(chosen.bundles) if only else None
-        group = placement_group(chosen.bundles, strategy=chosen.strategy, bundle_label_selector=labels)
-        return group, chosen.bundle_of_rank
+        return reserve(chosen.bundles, chosen.strategy, excluded), chosen.bundle_of_rank
 
     def stop(self) -> None:
         if self.group is None:
             return
         for actor in self.actors:
             ray.kill(actor)
-        self._end_attempt(keep_group=self.reserved is not None)
+        self.end_attempt(keep_group=self.reserved is not None)
         self.actors, self.calls = [], {}
 
-    def close(self) -> None:
-        self.stop()
-        super().close()
-
-    def _wait(self) -> None:
+    def wait(self) -> None:
         if self.calls:
             ray.wait(list(self.calls), timeout=POLL_SECONDS)
         else:
             time.sleep(POLL_SECONDS)
 
-    def _lost(self) -> Failures:
+    def lost(self) -> Failures:
         ready = ray.wait(list(self.calls), num_returns=len(self.calls), timeout=0)[0] if self.calls else []
         for call in ready:
             rank = self.calls.pop(call)
@@ -169,3 +165,92 @@ class ActorWorkers(RayWorkers):
             except ray.exceptions.RayError as error:
                 self.dead[rank] = WorkerLost(details=str(error))
         return self.dead
+
+
+# --- where the ranks are placed ---------------------------------------------------------------------------------------
+
+Resources = dict[str, float]
+GROUPINGS = (("dp_replicate",), ("dp_replicate", "pp"), ("dp_replicate", "pp", "dp_shard", "tp"))
+"""What is kept on one node, from the coarsest: a copy of the model, a stage of it, a worker."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """bundles: what Ray is to keep together on a node, each; bundle_of_rank: which one each rank is in."""
+
+    bundles: list[Resources]
+    bundle_of_rank: list[int]
+    strategy: str
+
+
+def placement(
+    dims: ParallelDims,
+    per_stage: list[Resources],
+    nodes: Sequence[NodeState],
+    limits: Mapping[str, float] | None = None,
+) -> Placement:
+    """The coarsest grouping for which there is room now; else for which there is once other jobs have ended.
+
+    per_stage: resources of one worker of each stage. limits: what the cluster may grow to, where it grows.
+
+    Raises:
+        UserError: there is room for none, and no node will be added.
+    """
+    chosen = [_grouped(dims, per_stage, sides) for sides in GROUPINGS]
+    emptied = [replace(node, available=node.total) for node in nodes]
+    for state in (nodes, emptied):
+        for found in chosen:
+            if _missing(found.bundles, state) is None:
+                return found
+    if limits and all(amount <= limits.get(name, 0.0) for stage in per_stage for name, amount in stage.items()):
+        whole = (found for found in chosen if all(_missing([b], emptied) is None for b in found.bundles))
+        return next(whole, chosen[-1])
+    rank = _missing(found.bundles, emptied) or 0
+    number = dims.coordinates(rank)["pp"]
+    raise UserError(
+        f"the {dims.world_size} workers do not fit on the nodes of this cluster: worker {rank} (stage {number} of "
+        f"{dims.pp}) asks for {format_resources(per_stage[number])}, for which no node has room beside the others: "
+        "ask for less in parallel.stage_resources or resources_per_worker, or use fewer workers"
+    )
+
+
+def _grouped(dims: ParallelDims, per_stage: list[Resources], sides: tuple[str, ...]) -> Placement:
+    """A bundle for all workers whose places on these sides of the grid are the same."""
+    places = [dims.coordinates(rank) for rank in range(dims.world_size)]
+    keys = [tuple(place[side] for side in sides) for place in places]
+    order = list(dict.fromkeys(keys))
+    bundles: list[Counter[str]] = [Counter() for _ in order]
+    for where, own in zip(places, keys, strict=True):
+        bundles[order.index(own)].update(per_stage[where["pp"]])
+    # Copies of one worker each exchange whole gradients and nothing else: they, too, are best close.
+    strategy = "SPREAD" if len(sides) == 1 and dims.pp > 1 else "PACK"
+    return Placement([dict(bundle) for bundle in bundles], [order.index(own) for own in keys], strategy)
+
+
+def _missing(bundles: Sequence[Resources], nodes: Sequence[NodeState]) -> int | None:
+    """The first bundle that finds no room, in the order given and with the largest first; None: all find some."""
+    order = sorted(range(len(bundles)), key=lambda i: -sum(bundles[i].values()))
+    first = place([bundles[i] for i in order], nodes)[1]
+    return None if first is None else place(bundles, nodes)[1]
+
+
+def resources_of_stages(config: Config, dims: ParallelDims, per_worker: Resources) -> list[Resources]:
+    """What one worker of each stage asks for.
+
+    Raises:
+        UserError: as many entries as there are stages are wanted, and one kind of device.
+    """
+    wanted = config.parallel.stage_resources
+    if not wanted:
+        return [dict(per_worker)] * dims.pp
+    if len(wanted) != dims.pp:
+        raise UserError(
+            f"parallel.stage_resources has {len(wanted)} entries, but there are {dims.pp} stages: write one for each"
+        )
+    per_stage = [{"CPU": 1.0} | dict(stage) if not stage.get("GPU") else dict(stage) for stage in wanted]
+    if len({bool(stage.get("GPU")) for stage in per_stage}) > 1:
+        raise UserError(
+            "parallel.stage_resources gives GPUs to some stages and none to others: all stages compute on one kind of "
+            "device"
+        )
+    return per_stage

@@ -7,7 +7,6 @@ workers accumulate more micro-batches), and the data order depends on the step a
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -153,41 +152,3 @@ def count_workers(per_worker: Mapping[str, float], nodes: FreeByNode) -> int:
         min((int(free.get(name, 0.0) / amount + 1e-9) for name, amount in needs.items()), default=0)
         for free in nodes.values()
     )
-
-
-def free_by_node(excluded: Sequence[str]) -> dict[str, Counter[str]]:
-    """On the Ray cluster: what is free on the nodes that may be used, and what this run itself holds there."""
-    import ray
-
-    from cluster.ray_internals import available_resources_per_node
-
-    free = available_resources_per_node()
-    living = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    found = {node: Counter(free.get(node, {})) for node in living if node not in excluded}
-    for node, bundle in held_by_this_job():
-        if node in found:
-            found[node].update(bundle)
-    return found
-
-
-def held_by_this_job() -> list[tuple[str, dict[str, float]]]:
-    """Node and resources of every placed bundle of this job's placement groups."""
-    return [
-        (entry["bundles_to_node_id"].get(number, ""), bundle)
-        for entry in _groups_of_this_job()
-        if entry["state"] in ("CREATED", "RESCHEDULING")
-        for number, bundle in entry["bundles"].items()
-    ]
-
-
-def is_placed() -> bool:
-    """Whether the workers' group has its places."""
-    return any(entry["state"] == "CREATED" for entry in _groups_of_this_job())
-
-
-def _groups_of_this_job() -> list[dict[str, Any]]:
-    """A group's id ends with its job's."""
-    import ray
-
-    job = ray.get_runtime_context().get_job_id()
-    return [entry for group, entry in ray.util.placement_group_table().items() if group.endswith(job)]

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from app import loop
-from app.heartbeat import Heartbeat
-from app.job import Job, Place
+from app.job import Heartbeat, Job, Place
 from app.launchers.workers import Event, Failures, Poll, WorkerInfo
 from app.tracking.environment import SystemSampler
 

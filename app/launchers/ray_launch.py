@@ -1,22 +1,37 @@
-"""A run's workers in Ray, from the wait for their resources to the supervisor that trains with them."""
+"""A run's workers in Ray: how many, the wait for their places, and the supervisor that trains with them."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
+from functools import partial
 from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from app.config import Config
 from app.console import Console
-from app.launchers.elastic import Elastic, free_by_node
-from app.launchers.ray_workers import RayWorkers, ray_nodes
-from app.launchers.room import Reserved, wait_for_room
+from app.launchers.elastic import Elastic
+from app.launchers.ray_workers import RayWorkers
+from app.launchers.room import free_by_node, ray_nodes, reserve, why_pending
 from app.launchers.supervisor import Supervisor
 from app.run.cost import Prices, meter_for
 from app.run.driver import Driver
 from app.run.prepare import Prepared, prepare
 from app.tasks.base import Task
+from cluster import ClusterError
 from cluster.connect import Cluster
+from cluster.files import connected
+from cluster.pending import Diagnosis, check_feasible
+from cluster.status import autoscaler_now
 from strategies import registry
+
+LOOK_SECONDS = 3.0
+"""An earlier run's group may be about to go."""
+ASK_AUTOSCALER_SECONDS = 10.0
+"""Asking it is a process of a second or two."""
 
 
 class RayLaunch:
@@ -25,7 +40,7 @@ class RayLaunch:
     def __init__(self, cluster: Cluster, config: Config, console: Console) -> None:
         self.cluster, self.config, self.console = cluster, config, console
         self.workers, self.per_worker = resources_to_ask_for(config, cluster)
-        self.reserved = Reserved(self.workers)
+        self.group: PlacementGroup | None = None  # keeps the workers' places until the launcher asks for its own
         self.ray_workers: RayWorkers | None = None
         if config.launcher != "actors" and (config.parallel.pp or 1) == 1 and "pipeline" not in config.strategy:
             from app.launchers.ray_train import RayTrainWorkers
@@ -36,15 +51,53 @@ class RayLaunch:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.reserved.give_back()
+        self.give_back()
         if self.ray_workers is not None:
             self.ray_workers.close()
 
+    def give_back(self) -> None:
+        """Frees what has kept the workers' places."""
+        group, self.group = self.group, None
+        if group is not None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                remove_placement_group(group)
+
     def wait_for_room(self) -> int:
-        """How many workers there will be; waits until there is room for them. Raises ClusterError: there is none."""
-        if not self.config.parallel.stage_resources:
-            self.reserved = wait_for_room(self.config, self.cluster, self.workers, self.per_worker, self.console)
-        return self.reserved.workers
+        """How many workers there will be; waits until there is room for them, and says why there is none. After
+        `cluster.wait_seconds` it does what `cluster.when_pending` says: waits on, shrinks, or ends.
+
+        The whole group is asked for meanwhile, so that an autoscaling cluster grows to it; there it is kept, since
+        machines that stood idle while a run prepares would be taken away again.
+
+        Raises:
+            ClusterError: the places can never come, or did not come in time; one sentence that says which and why.
+        """
+        config, console, workers = self.config, self.console, self.workers
+        if config.parallel.stage_resources:
+            return workers
+        known = connected(config.cluster.file, private=self.cluster.started_here)
+        check_feasible(known, workers, self.per_worker)
+        demand, excluded = [self.per_worker] * workers, config.cluster.exclude_nodes
+        look = partial(why_pending, demand, known if known.path else None, excluded)
+        autoscaling = bool(self.cluster.max_resources)
+        if not autoscaling and look() is None:
+            return workers
+        self.group, began, said = reserve(demand, "PACK", excluded), time.monotonic(), ""
+        while not self.group.wait(ASK_AUTOSCALER_SECONDS if autoscaling else LOOK_SECONDS):
+            found = look(autoscaler_now() if autoscaling else None)
+            if found is None:
+                continue
+            if found.sentence != said:
+                said = found.sentence
+                console.say(f"waiting for resources: {said}")
+            over = time.monotonic() - began > config.cluster.wait_seconds or not found.ever
+            if over and (fewer := when_over(config, found, workers)):
+                console.say(f"continuing with {fewer} of {workers} workers: {said}")
+                self.workers = fewer
+                break
+        if not autoscaling or self.workers < workers:
+            self.give_back()
+        return self.workers
 
     def prepare(self, task: Task, workers: int, config: Config | None = None) -> Prepared:
         gpus = self.per_worker.get("GPU", 0)
@@ -63,7 +116,7 @@ class RayLaunch:
                 free=free_by_node,
                 autoscaling=bool(self.cluster.max_resources),
             )
-        driver.meter = meter_for(self.config, driver.run.storage, self.reserved.workers, self.per_worker)
+        driver.meter = meter_for(self.config, driver.run.storage, self.workers, self.per_worker)
         workers: Any = self._workers_for(prepared)
         return Supervisor(workers, driver, elastic, nodes=ray_nodes(), reprice=lambda n: self._reprice(driver, n))
 
@@ -75,12 +128,33 @@ class RayLaunch:
                 self.ray_workers.close()
             self.ray_workers = ActorWorkers(self.per_worker, self.cluster)
         assert self.ray_workers is not None
-        self.ray_workers.give_back = self.reserved.give_back
+        self.ray_workers.give_back = self.give_back
         return self.ray_workers
 
     def _reprice(self, driver: Driver, workers: int) -> None:
         if driver.meter is not None:
             driver.meter.rate = Prices(self.config).rate(workers, self.per_worker) or driver.meter.rate
+
+
+def when_over(config: Config, found: Diagnosis, workers: int) -> int:
+    """What to do when the time is over: workers to continue with, or 0 to wait on.
+
+    Raises:
+        ClusterError: to end.
+    """
+    after = f"after {config.cluster.wait_seconds:g} s" if found.ever else "and waiting would not help"
+    if config.cluster.when_pending == "shrink":
+        batch = config.train.global_batch_size
+        smaller = next((n for n in range(min(found.placed, workers - 1), 0, -1) if batch % n == 0), 0)
+        if smaller >= config.cluster.min_workers:
+            return smaller
+        raise ClusterError(
+            f"there is room for {found.placed} of {workers} workers {after}, fewer than cluster.min_workers="
+            f"{config.cluster.min_workers} allows: {found.sentence}"
+        )
+    if config.cluster.when_pending == "wait" and found.ever:
+        return 0
+    raise ClusterError(f"there is no room for {workers} workers {after}: {found.sentence}")
 
 
 def resources_to_ask_for(config: Config, cluster: Cluster) -> tuple[int, dict[str, float]]:

@@ -1,6 +1,6 @@
 """Launcher: Ray Train's TorchTrainer starts the workers, places them, and sets up their process group.
 
-The trainer is a plain one. It runs in an actor of its own (`trainer_host.py`) on the driver's node, so that an attempt
+The trainer is a plain one. It runs in an actor of its own (`driver_actors.py`) on the driver's node, so that an attempt
 can be ended at any moment, also while its workers start: with the actor go Ray Train's controller, the workers and
 their placement group. Events, metrics and checkpoints do not go through Ray Train.
 """
@@ -11,14 +11,28 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from app.job import Job
-from app.launchers.ray_workers import POLL_SECONDS, RayWorkers
+from app.job import Job, Place
+from app.launchers.driver_actors import TrainerHost, start_here
+from app.launchers.ray_workers import POLL_SECONDS, RayChannel, RayWorkers, enter, surroundings
 from app.launchers.room import node_selector
-from app.launchers.trainer_host import TrainerHost
 from app.launchers.workers import Failures, WorkerLost
 from app.storage import Storage
+
+
+def train_loop(given: dict[str, Any]) -> None:
+    """What every worker runs."""
+    from ray.train import get_context
+    from ray.train.torch import get_device
+
+    from app import loop
+
+    job, context = ray.cloudpickle.loads(given["job"]), get_context()
+    place = Place(context.get_world_rank(), context.get_world_size(), context.get_local_rank(), get_device())
+    channel = RayChannel(given["queue"], given["attempt"], place.rank)
+    enter(job, channel)
+    with surroundings(job, place, channel, context.get_node_rank()):
+        channel.done(loop.train(job, place, channel))
 
 
 class RayTrainWorkers(RayWorkers):
@@ -27,22 +41,21 @@ class RayTrainWorkers(RayWorkers):
     def __init__(self, per_worker: Mapping[str, float]) -> None:
         super().__init__()
         self.per_worker, self.folder = dict(per_worker), ""
-        self.host = _start_host()  # it imports while the driver prepares the run
+        self.host: Any = start_here(TrainerHost)  # it imports while the driver prepares the run
         self.call: Any = None
-        self.gone: dict[int | None, BaseException] = {}
 
     def start(self, job: Job) -> None:
-        self.folder = _train_folder(job.folder)
+        self.folder = f"{job.folder}/.ray_train"  # of Ray Train's own few files, which every node must see
         self.begin_attempt(job.layout.dims.world_size)
-        self.gone = {}
-        self.host = self.host or _start_host()
+        self.host = self.host or start_here(TrainerHost)
         scaling = {
             "num_workers": job.layout.dims.world_size,
             "use_gpu": self.per_worker.get("GPU", 0) > 0,
             "resources_per_worker": self.per_worker,
             "label_selector": node_selector(job.config.cluster.exclude_nodes),
         }
-        given = {"job": ray.cloudpickle.dumps(job), "queue": self.queue, "attempt": self.attempt}
+        pickled = {"function": ray.cloudpickle.dumps(train_loop), "job": ray.cloudpickle.dumps(job)}
+        given = pickled | {"queue": self.queue, "attempt": self.attempt}
         self.call = self.host.fit.remote(given, scaling, f"{job.attempt}-{self.attempt}", self.folder)
 
     def stop(self) -> None:
@@ -50,29 +63,22 @@ class RayTrainWorkers(RayWorkers):
             return
         self.call = None
         ray.kill(self.host)
-        self._end_attempt()
+        self.end_attempt()
         self.host = None
 
     def close(self) -> None:
         """Ends what outlives attempts, and removes what Ray Train has left in the run's folder."""
-        self.stop()
+        super().close()
         if self.host is not None:
             ray.kill(self.host)
-        super().close()
         if self.folder:
             Storage(self.folder).remove_tree()
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         ray.wait([self.call], timeout=POLL_SECONDS)
 
-    def _take(self, event: dict[str, Any]) -> bool:
-        if event["type"] == "lost":
-            self.gone |= {rank: WorkerLost(details=said) for rank, said in event["ranks"].items()}
-            return True
-        return super()._take(event)
-
-    def _lost(self) -> Failures:
-        if not self.gone and not self.finished and ray.wait([self.call], timeout=0)[0]:
+    def lost(self) -> Failures:
+        if not self.failures and not self.finished and ray.wait([self.call], timeout=0)[0]:
             try:
                 ray.get(self.call)
                 self.finished = True
@@ -80,14 +86,4 @@ class RayTrainWorkers(RayWorkers):
                 return {None: getattr(error, "cause", None) or error}
             except ray.exceptions.RayError as error:
                 return {None: WorkerLost("the process of Ray Train's trainer", str(error))}
-        return self.gone
-
-
-def _start_host() -> Any:
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return TrainerHost.options(scheduling_strategy=here).remote()  # type: ignore[attr-defined]
-
-
-def _train_folder(folder: str) -> str:
-    """Where Ray Train keeps its own few files; every node must see it, so it is in the run's folder."""
-    return f"{folder}/.ray_train"
+        return {}

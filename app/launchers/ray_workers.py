@@ -1,23 +1,32 @@
-"""What the two launchers in Ray share: events and heartbeats through the queue, and ending processes by their ids."""
+"""What both launchers in Ray share: the driver's `RayWorkers`, and what every worker has around its training.
+
+A worker's events and heartbeats go to the `EventQueue`, its output to a file of its own. One worker of each node
+samples the node's system metrics and watches for a preemption notice, at which all save a checkpoint.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
+import sys
+import threading
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
 from ray import cloudpickle
 from ray.util.placement_group import remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from app.launchers.elastic import is_placed
-from app.launchers.event_queue import start_event_queue
-from app.launchers.recovery import Nodes, oom_kills
-from app.launchers.workers import Event, Failures, Poll, WorkerInfo, WorkerLost, status_of
+from app.console import worker_output
+from app.job import Heartbeat, Job, Place
+from app.launchers.driver_actors import EventQueue, start_here
+from app.launchers.heartbeats import Beat, HeartbeatThread, Reply
+from app.launchers.recovery import oom_kills
+from app.launchers.room import is_placed, on_node
+from app.launchers.workers import Event, Failures, Poll, Status, WorkerInfo, WorkerLost, kill_process
+from app.storage import Storage
 
 POLL_SECONDS = 0.05
 ANSWER_SECONDS = 3.0
@@ -25,13 +34,13 @@ GATHER_SECONDS = 3.0
 """After the first failure, for the others' exceptions: one of them may be the cause."""
 
 
-class RayWorkers:
+class RayWorkers(ABC):
     """Base of both launchers; a subclass starts and ends the processes."""
 
     restartable = True
 
     def __init__(self) -> None:
-        self.queue: Any = start_event_queue()
+        self.queue: Any = start_here(EventQueue)
         self.give_back: Callable[[], None] = lambda: None
         """Frees what has kept the workers' places until now; called before the first attempt asks for them."""
         self.attempt = 0
@@ -55,10 +64,10 @@ class RayWorkers:
     # --- the interface ------------------------------------------------------------------------------------------
 
     def poll(self, stop: bool) -> Poll:
-        self._wait()
+        self.wait()
         said, beats = ray.get(self.queue.drain.remote(stop))
         events = [event for part in said for event in cloudpickle.loads(part)]
-        statuses = {rank: status_of(beat, age) for rank, (beat, age) in beats.items()}
+        statuses = {rank: Status(*beat) for rank, beat in beats.items()}
         self.finished = len(statuses) == self.world_size and all(s.phase == "finished" for s in statuses.values())
         events = [event for event in events if not self._take(event)]
         return Poll(events, statuses, self._ended(), placed=bool(self.infos) or is_placed())
@@ -74,21 +83,28 @@ class RayWorkers:
 
     def kill(self, infos: list[WorkerInfo]) -> None:
         for info in infos:
-            kill_process(info.node, info.pid)
+            on_node(info.node, kill_process, info.pid)
 
     def close(self) -> None:
         """Ends what outlives attempts."""
+        self.stop()
         ray.kill(self.queue)
 
     # --- for subclasses -----------------------------------------------------------------------------------------
 
-    def _wait(self) -> None:
-        """Waits a fraction of a second, until something has happened to the processes."""
-        raise NotImplementedError
+    @abstractmethod
+    def start(self, job: Job) -> None: ...
 
-    def _lost(self) -> Failures:
+    @abstractmethod
+    def stop(self) -> None: ...
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Waits a fraction of a second, until something has happened to the processes."""
+
+    @abstractmethod
+    def lost(self) -> Failures:
         """The ranks whose processes have ended without an exception of their own, as far as is known."""
-        raise NotImplementedError
 
     def _take(self, event: Event) -> bool:
         """Keeps what is this object's own; whether that is all of the event."""
@@ -96,12 +112,12 @@ class RayWorkers:
             self.infos[event["info"].rank] = event["info"]
             self.group = self.group or event["group"]
         elif event["type"] == "failed":
-            self.failures[event["rank"]] = event["error"]
+            self.failures.setdefault(event["rank"], event.get("error") or WorkerLost(details=event["lost"]))
             return True
         return False
 
     def _ended(self) -> Failures | None:
-        for rank, error in self._lost().items():
+        for rank, error in self.lost().items():
             self.failures.setdefault(rank, error)
         if not self.failures:
             return {} if self.finished else None
@@ -112,7 +128,7 @@ class RayWorkers:
         )
         return dict(self.failures) if complete or now - self.failed_at > GATHER_SECONDS else None
 
-    def _end_attempt(self, *, keep_group: bool = False) -> None:
+    def end_attempt(self, *, keep_group: bool = False) -> None:
         """Ends every process that is known, also stopped ones, which Ray's own way would wait for, and gives their
         places back: the group of an actor that was killed stays until the job ends."""
         if not self.finished:
@@ -122,42 +138,124 @@ class RayWorkers:
         self.group = None
 
 
-def kill_process(node: str, pid: int) -> None:
-    """Ends a process on a node by their ids; does not wait for it."""
-    if node == ray.get_runtime_context().get_node_id():
-        _kill(pid)
-        return
-    there = NodeAffinitySchedulingStrategy(node, soft=False)
-    with contextlib.suppress(ray.exceptions.RayError):
-        _kill_remote.options(scheduling_strategy=there).remote(pid)
+# --- in a worker ------------------------------------------------------------------------------------------------------
+
+FROM_ANY_RANK = ("warning", "worker", "preemption", "system", "failed")
+"""Events that are sent by ranks other than 0 too."""
 
 
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+class RayChannel:
+    """A worker's Channel. Sending does not wait; metrics wait for the next other event, about a second."""
+
+    def __init__(self, queue: Any, attempt: int, rank: int) -> None:
+        self.queue, self.attempt, self.rank = queue, attempt, rank
+        self.heartbeat = Heartbeat()
+        self.stop = False
+        self._waiting: list[dict[str, Any]] = []
+        self._newest: Any = None
+        self._lock = threading.Lock()
+
+    def emit(self, event: dict[str, Any]) -> None:
+        if self.rank and event["type"] not in FROM_ANY_RANK:
+            return
+        with self._lock:
+            self._waiting.append(event)
+            if event["type"] != "metrics":
+                events, self._waiting = self._waiting, []
+                self._newest = self.queue.put.remote(self.attempt, cloudpickle.dumps(events))
+
+    def stop_requested(self) -> bool:
+        return self.stop
+
+    def send_beat(self, beat: Beat, answer: tuple[int, str] | None) -> Reply:
+        return Reply(*ray.get(self.queue.beat.remote(self.attempt, self.rank, beat, answer)))
+
+    def on_reply(self, reply: Reply) -> None:
+        self.stop = self.stop or reply.stop
+
+    def failed(self, error: BaseException) -> None:
+        """Tells the driver with what exception this rank ends."""
+        try:
+            cloudpickle.loads(cloudpickle.dumps(error))
+        except Exception:  # an exception that cannot travel
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        self.emit({"type": "failed", "rank": self.rank, "error": error})
+        self.flush()
+
+    def done(self, summary: dict[str, Any]) -> None:
+        """The last event of a worker that has trained to its end."""
+        self.emit({"type": "done", "summary": summary})
+
+    def flush(self) -> None:
+        """Waits until what was sent has arrived: the process may end as soon as its work has."""
+        if self._newest is not None:
+            ray.get(self._newest)
 
 
-@ray.remote(num_cpus=0)
-def _kill_remote(pid: int) -> None:
-    _kill(pid)
+@contextlib.contextmanager
+def surroundings(job: Job, place: Place, channel: RayChannel, node_rank: int) -> Iterator[None]:
+    """What every worker has around its training: output in a file, heartbeats, metrics of its node, news at the end."""
+    from app.tracking.environment import SystemSampler
+
+    with worker_output(Storage(job.folder), place.rank), contextlib.ExitStack() as stack:
+        beats = HeartbeatThread(channel.heartbeat, channel.send_beat, channel.on_reply)
+        stack.callback(beats.close)
+        if place.local_rank == 0:
+            sampler = SystemSampler(
+                lambda event: channel.emit({"type": "system", "event": event}),
+                f"node-{node_rank}",
+                job.config.tracking.system_metrics_every,
+            )
+            stack.callback(sampler.close)
+            stack.callback(_watch_preemption(job, channel).close)
+        try:
+            yield
+        except BaseException as error:
+            channel.failed(error)
+            raise
+        channel.flush()
+        channel.heartbeat.phase = "finished"
+        channel.send_beat(beats.beat(), None)
 
 
-def ray_nodes() -> Nodes:
-    """What a Ray cluster says about its nodes."""
-    return Nodes(is_alive=_is_alive, oom_kills=_oom_kills)
+def enter(job: Job, channel: RayChannel, label: str = "") -> WorkerInfo:
+    """The first thing a worker does: goes to the driver's folder, and says where it is."""
+    if os.path.isdir(job.cwd):  # Ray puts workers in folders of their own, where relative paths mean nothing
+        os.chdir(job.cwd)
+        if job.cwd not in sys.path:
+            sys.path.insert(0, job.cwd)
+    _set_threads()
+    storage = Storage(job.folder)
+    log = storage.local_path / "logs" / f"rank-{channel.rank}.log" if storage.is_local else None
+    info = WorkerInfo(
+        channel.rank,
+        os.getpid(),
+        ray.util.get_node_ip_address(),
+        ray.get_runtime_context().get_node_id(),
+        label,
+        oom_kills(),
+        log.stat().st_size if log is not None and log.exists() else 0,
+    )
+    channel.emit({"type": "worker", "info": info, "group": ray.util.get_current_placement_group()})
+    return info
 
 
-def _is_alive(node: str) -> bool:
-    return any(entry["Alive"] for entry in ray.nodes() if entry["NodeID"] == node)
+def _set_threads() -> None:
+    """The number of threads that Ray has set for this worker; a forked one had imported torch before."""
+    import torch
+
+    if (wanted := os.environ.get("OMP_NUM_THREADS", "")).isdigit() and int(wanted) != torch.get_num_threads():
+        torch.set_num_threads(int(wanted))
 
 
-def _oom_kills(node: str) -> int | None:
-    """The count of a node's kernel; None if it does not answer soon."""
-    if node == ray.get_runtime_context().get_node_id():
-        return oom_kills()
-    there = NodeAffinitySchedulingStrategy(node, soft=False)
-    asked = ray.remote(num_cpus=0)(oom_kills).options(scheduling_strategy=there).remote()
-    try:
-        return ray.get(asked, timeout=ANSWER_SECONDS)
-    except ray.exceptions.RayError:
-        return None
+def _watch_preemption(job: Job, channel: RayChannel) -> Any:
+    """Has a checkpoint saved when this node is about to be taken away, and tells the driver."""
+    from cluster.preemption import PreemptionWatcher
+
+    def on_notice(why: str) -> None:
+        channel.heartbeat.save_requested = True
+        text = f"the node {ray.util.get_node_ip_address()} is about to go ({why}): saving a checkpoint"
+        node = ray.get_runtime_context().get_node_id()
+        channel.emit({"type": "preemption", "node": node, "why": why, "text": text})
+
+    return PreemptionWatcher(job.spot_provider, on_notice)

@@ -1,7 +1,7 @@
 """Trains a job to its end: starts the workers, hears them, notices what breaks, and starts them again.
 
 One mechanism for every launcher, over the small `Workers` interface. What to do after a failure is decided by
-`failure_policy.decide`; whether a rank hangs by `hang_detector.HangDetector`. An attempt's checkpoints are the run's,
+`failure_policy.decide`; whether a rank hangs by `heartbeats.HangDetector`. An attempt's checkpoints are the run's,
 so another attempt is new workers that find the newest commit by themselves.
 """
 
@@ -17,7 +17,7 @@ from app.errors import Interrupted
 from app.job import Job
 from app.launchers.elastic import Elastic, limits_of
 from app.launchers.failure_policy import Action, Decision, Failure, Kind, decide
-from app.launchers.hang_detector import COMPILED, Hang, HangDetector
+from app.launchers.heartbeats import COMPILED, Hang, HangDetector
 from app.launchers.recovery import Hung, NoCapacity, Nodes, State, classify, error_to_raise
 from app.launchers.workers import Failures, Poll, WorkerInfo, WorkerLost, Workers
 from app.run.driver import Driver

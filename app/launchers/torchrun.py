@@ -24,14 +24,12 @@ import torch.distributed as dist
 
 from app import loop
 from app.config import Config
+from app.console import worker_output
 from app.errors import Interrupted, UserError
-from app.heartbeat import Heartbeat
-from app.job import Job, Place, SilentChannel
-from app.launchers.hang_detector import SILENT, SILENT_SECONDS
-from app.launchers.heartbeats import Beat, HeartbeatThread, Reply
+from app.job import Heartbeat, Job, Place, SilentChannel
+from app.launchers.heartbeats import SILENT, SILENT_SECONDS, Beat, HeartbeatThread, Reply
 from app.launchers.local import POLL_SECONDS, QueueChannel, TrainingThread
-from app.launchers.output import worker_output
-from app.launchers.workers import Event, Poll, WorkerInfo, status_of
+from app.launchers.workers import Event, Poll, Status, WorkerInfo, kill_process
 from app.storage import Storage
 from strategies import registry
 from strategies.devices import home
@@ -165,7 +163,7 @@ class StoreHeartbeat:
             mine = f"{self.info.ip}:"
             for end in self.store.get("end").decode().split():
                 if end.startswith(mine):
-                    _kill(int(end.removeprefix(mine)))
+                    kill_process(int(end.removeprefix(mine)))
         if self.rank and self.store.check(["beat/0"]) and (now := self.store.get("beat/0")) != self.first[0]:
             self.first = now, time.monotonic()
             self.first_info = self.first_info or pickle.loads(self.store.get("info/0"))
@@ -182,7 +180,7 @@ class StoreHeartbeat:
                 for stream in (self.stderr, 2):
                     os.write(stream, f"trireme: {said}; run the same command again to continue\n".encode())
                 if self.first_info is not None and self.first_info.ip == self.info.ip:
-                    _kill(self.first_info.pid)
+                    kill_process(self.first_info.pid)
                 os._exit(1)
 
 
@@ -217,7 +215,7 @@ class TorchrunWorkers:
         if ended is None and self.watched and now - self.looked > 0.25 + self.world_size / 1000:
             self.looked = now
             events += self._read(now)
-        statuses = {rank: status_of(beat, now - at) for rank, (_, at, beat) in self.beats.items()}
+        statuses = {rank: Status(*beat, now - at) for rank, (_, at, beat) in self.beats.items()}
         return Poll(events, statuses, ended, placed=self.watched)
 
     def _read(self, now: float) -> list[Event]:
@@ -255,7 +253,7 @@ class TorchrunWorkers:
         self.store.set("end", names)
         for info in infos:
             if info.ip == self.heartbeat.info.ip and info.pid != os.getpid():
-                _kill(info.pid)
+                kill_process(info.pid)
 
     def stop(self) -> None:
         if self.heartbeat is not None:
@@ -300,8 +298,3 @@ def _watch_store(job: Job, ranks: Ranks) -> Any:
     else:
         store = ranks.store.clone()
     return dist.PrefixStore(f"watch/{job.attempt}", store)
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)

@@ -6,6 +6,9 @@ actors.py      Ray actors, placed stage by stage          local.py      a thread
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -45,12 +48,6 @@ class Status:
     age: float  # seconds since it arrived
 
 
-def status_of(beat: tuple[str, int, int, bool], age: float) -> Status:
-    """Of a heartbeat that arrived `age` seconds ago."""
-    phase, step, ticks, waiting = beat
-    return Status(phase, step, ticks, waiting, age)
-
-
 @dataclass
 class Poll:
     """What is new since the last poll."""
@@ -69,6 +66,12 @@ class WorkerLost(Exception):
     def __init__(self, sentence: str = "", details: str = "") -> None:
         super().__init__(sentence)
         self.details = details
+
+
+def kill_process(pid: int) -> None:
+    """Ends a process of this machine at once, if there is one of this number."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 class Workers(Protocol):

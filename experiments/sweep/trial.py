@@ -32,7 +32,7 @@ from app.console import Console
 from app.errors import Interrupted, RunFailed, UserError
 from app.launchers.actors import ActorWorkers
 from app.launchers.local import LocalWorkers
-from app.launchers.ray_workers import ray_nodes
+from app.launchers.room import ray_nodes
 from app.launchers.supervisor import Supervisor
 from app.lease import read_lease
 from app.run.cost import meter_for

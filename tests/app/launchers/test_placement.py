@@ -7,7 +7,7 @@ import pytest
 from app.config import Config
 from app.config_io import load_config
 from app.errors import UserError
-from app.launchers.placement import Placement, placement, resources_of_stages
+from app.launchers.actors import Placement, placement, resources_of_stages
 from cluster.pending import NodeState
 from strategies.layout import ParallelDims
 

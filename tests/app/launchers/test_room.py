@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from app.config import ClusterConfig, Config, TrainConfig
-from app.launchers.room import when_over
+from app.launchers.ray_launch import when_over
 from cluster import ClusterError
 from cluster.pending import Diagnosis
 from tests.running import POINTS, trireme

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.launchers.hang_detector import Hang, HangDetector
+from app.launchers.heartbeats import Hang, HangDetector
 from app.launchers.workers import Status
 
 
