@@ -34,7 +34,7 @@ def load_config(files: Iterable[str | Path], overrides: Iterable[str] = ()) -> C
     tree = OmegaConf.structured(Config)
     paths = [Path(file) for file in files]
     for file in paths:
-        tree = _merge(tree, _read_yaml(file), source=str(file))
+        tree = _merge(tree, read_yaml(file), source=str(file))
     for override in overrides:
         tree = _merge(tree, _read_override(override), source="on the command line")
     if paths and not OmegaConf.is_interpolation(tree.run, "name") and not tree.run.name:
@@ -156,10 +156,11 @@ def _wrapped(text: str, width: int) -> list[str]:
 # --- reading ----------------------------------------------------------------------------------------------------
 
 
-def _read_yaml(file: Path) -> DictConfig:
+def read_yaml(file: Path) -> DictConfig:
+    """The keys in a YAML file. Raises UserError: it cannot be read, or has no keys."""
     if not file.exists():
         near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.y*ml")], 1)
-        hint = f"; did you mean {file.parent / near[0]}?" if near else "; write the path of an experiment's YAML file"
+        hint = f"; did you mean {file.parent / near[0]}?" if near else "; write the path of a YAML file"
         raise UserError(f"there is no file {file}{hint}")
     try:
         values = yaml.safe_load(file.read_text())

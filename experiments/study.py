@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import time
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from app.config import Config
-from app.config_io import to_dict, to_yaml
+from app.config_io import flatten, to_dict, to_yaml
 from app.console import Console
 from app.errors import Interrupted, UserError
 from app.masking import mask_tree
 from app.run.manifest import run_folder
+from app.storage import Storage
 from app.tracking.settings import resolve_tracking, ui_command
 from app.tracking.spool import take_lock
 from app.tracking.tracker import Tracker
@@ -43,6 +47,36 @@ def own_folder(config: Config, name: str, kind: str, console: Console, *, verbos
             yield folder
     finally:
         os.close(lock)
+
+
+def open_head(folder: Path, kind: str, name: str, about: Mapping[str, Any]) -> dict[str, Any]:
+    """What FOLDER/KIND.json holds: "name", "uid" (of its MLflow run), "created", "about", and what was found so far; a
+    new one, not yet written, where there is none.
+
+    about: what makes it itself; another value of any of it is another sweep or study.
+    Raises:
+        UserError: the file is damaged, or of another one.
+    """
+    now = json.loads(json.dumps(about, default=str))
+    try:
+        head = json.loads((folder / f"{kind}.json").read_text())
+        before = head["about"]
+    except FileNotFoundError:
+        return {"name": name, "uid": uuid.uuid4().hex, "created": time.time(), "about": now}
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{folder}/{kind}.json is damaged ({error}): use another name") from error
+    old, new = flatten(before), flatten(now)
+    for key in {**old, **new}:
+        if old.get(key) != new.get(key):
+            raise UserError(
+                f"the {kind} {name!r} in {folder} was begun with another {key.removeprefix('experiment.')} "
+                f"({old.get(key)!r}, and now {new.get(key)!r}): run it as it was, or use another name"
+            )
+    return head
+
+
+def save_head(folder: Path, kind: str, head: Mapping[str, Any]) -> None:
+    Storage(folder).write_bytes(f"{kind}.json", json.dumps(head, indent=1).encode())
 
 
 @contextlib.contextmanager

@@ -123,10 +123,10 @@ def report(cli: Invocation, folders: tuple[str, ...], out: str | None) -> None:
 
     The page reads offline, on a phone and on paper, and is stored with the run in MLflow.
     """
-    from experiments.report import build
+    from experiments.report import runs
 
     cli.console.status("reading what was logged")
-    page, note = build.report(list(folders), out)
+    page, note = runs.report(list(folders), out)
     if note:
         cli.console.say(f"note: {note}")
     cli.answer({"status": "complete", "page": str(page)}, str(page))

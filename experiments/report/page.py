@@ -3,7 +3,7 @@
 What is on a page is plain data:
 
     {"title", "about", "facts": [[what, value, remark]], "sections": [section]}
-    section: {"title", "sentences": [text], "plots": [[SVG or the name of its file, caption]],
+    section: {"title", "sentences": [text], "plots": [[SVG, caption]],
               "tables": [{"rows": [{column: value}], "best": the row that is marked}], "note": text,
               "folded": {title: text}}
 """
@@ -47,15 +47,24 @@ pre { background: var(--wash); padding: .8rem; font-size: .82rem; }
 """
 
 
-def render(content: dict[str, Any], folder: Path) -> str:
-    """The whole document. folder: where plots are that are named by their file."""
+PAGE = "report.html"
+
+
+def write(folder: Path, content: dict[str, Any]) -> Path:
+    """The page of what is in a folder, as its report.html."""
+    (folder / PAGE).write_text(render(content))
+    return folder / PAGE
+
+
+def render(content: dict[str, Any]) -> str:
+    """The whole document."""
     title = html.escape(content["title"])
     facts = [
         f"<div><dt>{html.escape(what)}</dt><dd>{html.escape(value)}<small>{html.escape(remark)}</small></dd></div>"
         for what, value, remark in content.get("facts", ())
     ]
     body = [f'<dl class="facts">{"".join(facts)}</dl>' if facts else ""]
-    body += [_section(section, folder) for section in content["sections"]]
+    body += [_section(section) for section in content["sections"]]
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -64,11 +73,11 @@ def render(content: dict[str, Any], folder: Path) -> str:
     )
 
 
-def _section(section: dict[str, Any], folder: Path) -> str:
+def _section(section: dict[str, Any]) -> str:
     """Nothing where there is nothing to say."""
     lines = "".join(f"<li>{html.escape(line)}</li>" for line in section.get("sentences", ()))
     plots = "".join(
-        f"<figure>{_svg(plot, folder)}<figcaption>{html.escape(caption)}</figcaption></figure>"
+        f"<figure>{plot}<figcaption>{html.escape(caption)}</figcaption></figure>"
         for plot, caption in section.get("plots", ())
     )
     parts = [f"<ul>{lines}</ul>" if lines else "", f'<div class="plots">{plots}</div>' if plots else ""]
@@ -78,10 +87,6 @@ def _section(section: dict[str, Any], folder: Path) -> str:
     inside = "\n".join(part for part in parts if part)
     note = f"<p>{html.escape(section['note'])}</p>" if section.get("note") else ""
     return f"<section>\n<h2>{html.escape(section['title'])}</h2>\n{inside}{note}\n</section>" if inside else ""
-
-
-def _svg(plot: str, folder: Path) -> str:
-    return plot if plot.startswith("<svg") else (folder / plot).read_text()
 
 
 def _table(rows: list[dict[str, Any]], best: int | None = None) -> str:

@@ -76,9 +76,7 @@ def measured(told: Sequence[Told], config: Config) -> Measured:
         wanted = config.parallel
         profiles = [figures(list(r), wanted.schedule, wanted.chunks) for r in zip(*ranks)]
         ideal = statistics.median(f["pipeline/seconds"] * f["pipeline/bubble_by_simulation"] for f in profiles)
-        own = [
-            statistics.median(sum(s.end - s.start for s in spans if s.kind in COMPUTE) for spans in r) for r in ranks
-        ]
+        own = [statistics.median(map(_computing, spans)) for spans in ranks]
         bubble = min(ideal, step - data)
         sent = max(0.0, step - data - bubble - statistics.mean(own))
     elif len(told) > 1 and not notes:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import os
 import statistics
-import time
-import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +17,13 @@ from app.job import Job
 from app.launchers import PRELOAD
 from app.run.cost import Prices
 from app.run.prepare import Prepared, prepare, read_task
-from app.storage import Storage
 from app.tracking.tracker import Tracker
 from cluster.connect import connect, disconnect
 from cluster.files import connected
 from cluster.pending import check_feasible
-from experiments.report.build import write
-from experiments.scale import fits, page
-from experiments.study import own_folder, tracked
+from experiments.report.page import write
+from experiments.scale import answer
+from experiments.study import open_head, own_folder, save_head, tracked
 
 
 @dataclass(frozen=True)
@@ -89,14 +84,15 @@ def scale(config: Config, plan: Plan, console: Console, *, verbose: bool = False
     task = read_task(config)
     prepared = {key: _prepared(config, plan, task, *key) for key in plan.keys}
     name = f"{config.run.name}-{'weak' if plan.weak else 'strong'}-scaling"
+    about = {k: v for k, v in to_dict(config).items() if k not in ("run", "tracking", "fault", "checkpoint")}
     with own_folder(config, name, "study", console, verbose=verbose) as folder:
-        head = _open(config, name, plan.weak, folder)
+        head = {"points": []} | open_head(folder, "study", name, {"experiment": about, "weak": plan.weak})
         with tracked(config, folder, head, "study", console) as tracker:
             tracker.params(flatten(to_dict(config)))
             _measure(config, plan, prepared, head, folder, console, tracker)
             _conclude(head, console)
-            _save(head, folder)
-            written = write(folder, page.content(head, folder))
+            save_head(folder, "study", head)
+            written = write(folder, answer.content(head, folder))
             for strategy, law in head["laws"].items():
                 tracker.metrics(0, {f"scale/{strategy}/{name}": value for name, (value, _, _) in law.items()})
             tracker.tags({f"trireme.verdict.{strategy}": text for strategy, text in head["verdicts"].items()})
@@ -116,27 +112,12 @@ def _prepared(config: Config, plan: Plan, task: Any, strategy: str, workers: int
     return prepare(with_values(config, values), task, workers, devices_per_node=None)
 
 
-def _open(config: Config, name: str, weak: bool, folder: Path) -> dict[str, Any]:
-    """The study as it was left, where it is the same study."""
-    about = {k: v for k, v in to_dict(config).items() if k not in ("run", "tracking", "fault", "checkpoint")}
-    about = json.loads(json.dumps({"experiment": about, "weak": weak}, default=str))
-    with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
-        head = json.loads((folder / "study.json").read_text())
-        if head["about"] == about:
-            return head
-    return {"name": name, "uid": uuid.uuid4().hex, "created": time.time(), "about": about, "points": []}
-
-
-def _save(head: dict[str, Any], folder: Path) -> None:
-    Storage(folder).write_bytes("study.json", json.dumps(head, indent=1).encode())
-
-
 def _measure(
     config: Config, plan: Plan, prepared: Any, head: dict[str, Any], folder: Path, console: Console, tracker: Tracker
 ) -> None:
     """Measures what is missing, the repeats in alternating order, so that drift cancels."""
     console.status("starting Ray")
-    _save(head, folder)
+    save_head(folder, "study", head)
     cluster = connect(PRELOAD)
     try:
         most = max(plan.workers)
@@ -150,7 +131,7 @@ def _measure(
                     continue
                 point = _point(key, number, plan, prepared[key], each, folder, console)
                 head["points"].append(point)
-                _save(head, folder)
+                save_head(folder, "study", head)
                 known = {name: value for name, value in point.items() if isinstance(value, float)}
                 tracker.metrics(number, {f"scale/{key[0]}/{key[1]}/{name}": value for name, value in known.items()})
     finally:
@@ -180,9 +161,9 @@ def _conclude(head: dict[str, Any], console: Console) -> None:
     speeds: dict[str, dict[int, list[float]]] = {}
     for p in sorted(head["points"], key=lambda p: p["workers"]):
         speeds.setdefault(p["strategy"], {}).setdefault(p["workers"], []).append(p["batch"] / p["step"])
-    laws = {strategy: law for strategy, found in speeds.items() if (law := fits.fit(found))}
-    verdicts = {strategy: fits.verdict(law, max(speeds[strategy])) for strategy, law in laws.items()}
-    head |= {"speeds": speeds, "laws": laws, "verdicts": verdicts, "recommended": fits.recommend(speeds)}
+    laws = {strategy: law for strategy, found in speeds.items() if (law := answer.fit(found))}
+    verdicts = {strategy: answer.verdict(law, max(speeds[strategy])) for strategy, law in laws.items()}
+    head |= {"speeds": speeds, "laws": laws, "verdicts": verdicts, "recommended": answer.recommend(speeds)}
     for strategy, found in speeds.items():
         base = statistics.median(found[min(found)]) / min(found)
         for n, repeats in found.items():

@@ -15,35 +15,7 @@ from typing import Any
 import numpy as np
 
 from experiments.sweep.search import Search
-
-ENDED = ("finished", "reached", "pruned", "failed")
-"""How a trial may end: its steps are done; the target is reached; the scheduler stopped it; it crashed or diverged."""
-BATCH, RATE, WORKERS, SEED = "train.global_batch_size", "optimizer.lr", "workers", "train.seed"
-
-
-@dataclass
-class Trial:
-    """One point of the space and what became of it."""
-
-    index: int
-    name: str
-    values: dict[str, Any]
-    status: str = "running"  # or one of ENDED
-    message: str = ""
-    reports: list[dict[str, Any]] = field(default_factory=list)
-    """{"step", "samples", "seconds" (of training, all starts together), "metrics": {…}, "workers", "steps" (of all)}"""
-
-    @property
-    def ended(self) -> bool:
-        return self.status in ENDED
-
-    @property
-    def last(self) -> dict[str, Any]:
-        return self.reports[-1] if self.reports else {}
-
-    def curve(self, metric: str, over: str = "step") -> list[tuple[float, float]]:
-        """(step, value) of every report that has the metric."""
-        return [(r[over], r["metrics"][metric]) for r in self.reports if metric in r["metrics"]]
+from experiments.sweep.trials import BATCH, RATE, SEED, Trial
 
 
 @dataclass(frozen=True)
@@ -102,6 +74,41 @@ class StepTime:
 
     def seconds(self, batch: float, workers: int) -> float:
         return self.fixed + self.per_sample * batch / workers
+
+
+Way = dict[str, Any]
+"""A trial that reached the target: "trial", "values", and until then "seconds"."""
+
+
+@dataclass
+class Answer:
+    """Everything that was worked out; `answer.json` holds it."""
+
+    best: dict[str, Any]  # "trial", "values", "value"
+    target: float | None
+    rates: list[BestRate]
+    rule: ScalingRule | None
+    steps: dict[int, float]  # to the target, by batch size
+    critical: CriticalBatch | None
+    noise: float | None  # gradient noise scale, samples
+    time: StepTime | None
+    spent: dict[str, float]  # "worker_seconds" of training, "dollars"
+    soonest: Way | None
+    by_workers: list[dict[str, Any]] = field(default_factory=list)
+    sentences: list[str] = field(default_factory=list)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The numbers among it, for MLflow."""
+        found = {
+            "answer/lr_exponent": self.rule.exponent if self.rule else None,
+            "answer/critical_batch": self.critical.batch if self.critical else None,
+            "answer/noise_scale": self.noise,
+            "answer/seconds_to_target": self.soonest["seconds"] if self.soonest else None,
+            "cost/worker_hours": self.spent["worker_seconds"] / 3600,
+            "cost/dollars": self.spent.get("dollars"),
+        }
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def best_value(trial: Trial, search: Search, samples: float = math.inf) -> float | None:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from app.console import duration
 from experiments.report import figures
 from experiments.sweep import analysis
-from experiments.sweep.analysis import BATCH, RATE
-from experiments.sweep.answer import Answer
+from experiments.sweep.analysis import Answer
 from experiments.sweep.spec import Sweep
-from experiments.sweep.trials import TrialStore
+from experiments.sweep.trials import BATCH, RATE, TrialStore
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,7 +26,7 @@ BY_WORKERS = (
 
 
 def content(sweep: Sweep, store: TrialStore, answer: Answer) -> dict[str, Any]:
-    """What is on the page (experiments/report/page.py). Writes the plots into FOLDER/plots."""
+    """What is on the page (experiments/report/page.py)."""
     best, trials = answer.best, list(store.trials.values())
     facts = [(f"best {sweep.metric}", f"{best['value']:.4g}", best["trial"])]
     facts += [("training time", duration(answer.spent["worker_seconds"]), f"worker-time, {len(trials)} trials")]
@@ -67,21 +65,9 @@ def content(sweep: Sweep, store: TrialStore, answer: Answer) -> dict[str, Any]:
 
 
 def _plots(sweep: Sweep, store: TrialStore, answer: Answer) -> list[tuple[str, str]]:
-    """Draws what there is data for; each file, relative to the sweep's folder, with its caption."""
-    place = store.folder / "plots"
-    place.mkdir(parents=True, exist_ok=True)
-    found = []
-    for number, draw in enumerate((_heat_map, _learning_rate, _steps_to_target, _speed), start=1):
-        file = place / f"{number}-{draw.__name__.strip('_').replace('_', '-')}.svg"
-        file.unlink(missing_ok=True)
-        if (figure := draw(sweep, store, answer)) is not None:
-            file.write_text(figures.svg(figure))
-            found.append((f"plots/{file.name}", " ".join((draw.__doc__ or "").split())))
-    return found
-
-
-Draw = Callable[[Sweep, TrialStore, Answer], "Figure | None"]
-"""Its docstring is the caption."""
+    """What there is data for; the docstring of what draws it is the caption."""
+    drawn = [(draw(sweep, store, answer), draw) for draw in (_heat_map, _learning_rate, _steps_to_target, _speed)]
+    return [(figures.svg(figure), " ".join((draw.__doc__ or "").split())) for figure, draw in drawn if figure]
 
 
 def _heat_map(sweep: Sweep, store: TrialStore, answer: Answer) -> Figure | None:

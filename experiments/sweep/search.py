@@ -6,14 +6,13 @@ optimizer.lr: {loguniform: [1e-4, 1e-1]}      a distribution; DISTRIBUTIONS name
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.errors import UserError
+from app.errors import UserError, nearest
 
 Values = dict[str, Any]
 """A point of the space: key → value."""
@@ -177,7 +176,8 @@ def _domain(key: str, given: Any) -> Domain:
         )
     ((kind, values),) = given.items()
     if kind not in DISTRIBUTIONS:
-        raise UserError(f"space.{key} has the unknown distribution {kind!r}{nearest(str(kind), DISTRIBUTIONS)}")
+        choice = f"{nearest(str(kind), DISTRIBUTIONS)}: write one of {', '.join(DISTRIBUTIONS)}"
+        raise UserError(f"space.{key} has the unknown distribution {kind!r}{choice}")
     if kind == "choice" and values == []:
         raise UserError(f"space.{key} is an empty list, so there is nothing to try: give at least one value")
     if kind == "choice" and isinstance(values, list):
@@ -210,9 +210,3 @@ def number(value: Any) -> float | int | None:
     except (TypeError, ValueError):
         return None
     return found if math.isfinite(found) else None
-
-
-def nearest(name: str, known: Collection[str]) -> str:
-    """The end of a sentence about an unknown name."""
-    near = difflib.get_close_matches(name, known, 2, 0.6)
-    return f": did you mean {' or '.join(near)}?" if near else f": write one of {', '.join(sorted(known))}"

@@ -8,20 +8,20 @@ Keys of the sweep itself are the fields of `Sweep` and `Search`; every other key
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
 
 from app.config import Config
 from app.config_check import RUN_NAME
-from app.config_io import flatten, from_dict, load_config, to_dict
-from app.errors import UserError
+from app.config_io import flatten, from_dict, load_config, read_yaml, to_dict
+from app.errors import UserError, nearest
 from app.run.prepare import prepare, read_task
-from experiments.sweep.search import SCHEDULERS, SEARCHERS, Search, nearest, number, read_space
+from experiments.sweep.search import SCHEDULERS, SEARCHERS, Search, number, read_space
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +34,14 @@ class Sweep(Search):
     """In the file: an experiment's path, relative to the file, or its keys; `set` and key=value are merged into it."""
     target: float | None = None
     """The value of the metric to reach; trials that have reached it stop."""
-    stop_at_target: bool = True
     reports: int | None = 10
     """Evaluations of each trial, evenly spread; null: as train.eval_every says."""
     log_models: bool = False
     """Whether every trial's model goes to MLflow, as one run's would."""
 
-    def reached(self, value: float | None) -> bool:
-        """Whether the target is reached with this value of the metric."""
+    def ends_at(self, report: Mapping[str, Any]) -> bool:
+        """Whether a trial has reached the target with this report."""
+        value = report["metrics"].get(self.metric) if report else None
         return self.target is not None and value is not None and self.sign * value <= self.sign * self.target
 
     def config(self, values: Mapping[str, Any], name: str, storage: str) -> Config:
@@ -108,9 +108,10 @@ def read_sweep(file: str, overrides: list[str]) -> Sweep:
             given[key] = yaml.safe_load(value)
         else:
             inner.append(override)
-    unknown = next((str(key) for key in given if key not in known | {"set"}), None)
-    if unknown is not None:
-        raise UserError(f"{file} has the unknown key {unknown!r}{nearest(unknown, known)}")
+    for unknown in given.keys() - known - {"set"}:
+        raise UserError(
+            f"{file} has the unknown key {unknown!r}{nearest(unknown, known)}: its keys are {', '.join(sorted(known))}"
+        )
     searcher, searcher_args = _named("searcher", given.pop("searcher", "grid"), SEARCHERS)
     scheduler, scheduler_args = _named("scheduler", given.pop("scheduler", None) or "none", SCHEDULERS)
     space = read_space(given.pop("space", None))
@@ -125,19 +126,10 @@ def read_sweep(file: str, overrides: list[str]) -> Sweep:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        given = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], 1)
-        hint = f"did you mean {path.parent / near[0]}?" if near else "write the path of a sweep's YAML file"
-        raise UserError(f"there is no file {path}: {hint}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read as YAML: {str(error).splitlines()[0]}") from error
-    if not isinstance(given, dict):
-        raise UserError(f"{path} is not a sweep file: write at least experiment and space")
+    given: Any = OmegaConf.to_container(read_yaml(path))
     if "space" not in given and "task" in given:
         raise UserError(f"{path} is an experiment, which `trireme train` runs; a sweep file has experiment and space")
-    return given
+    return dict(given)
 
 
 def _experiment(path: Path, experiment: Any, extra: Any, overrides: list[str]) -> Config:
@@ -159,18 +151,16 @@ def _named(what: str, given: Any, known: tuple[str, ...]) -> tuple[str, dict[str
     arguments = dict(given) if isinstance(given, Mapping) else {"name": given}
     name = str(arguments.pop("name", "")).lower()
     if name not in known:
-        raise UserError(f"there is no {what} {name!r}{nearest(name, known)}")
+        raise UserError(f"there is no {what} {name!r}{nearest(name, known)}: write one of {', '.join(known)}")
     return name, arguments
 
 
 _COUNT = (lambda value: value is None or (type(value) is int and value > 0), "a whole number greater than 0")
-_SWITCH = (lambda value: isinstance(value, bool), "true or false")
 _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "trials": _COUNT,
     "reports": _COUNT,
     "concurrent": _COUNT,
-    "stop_at_target": _SWITCH,
-    "log_models": _SWITCH,
+    "log_models": (lambda value: isinstance(value, bool), "true or false"),
     "seed": (lambda value: type(value) is int, "a whole number"),
     "mode": (lambda value: value in ("min", "max"), "min or max"),
     "time": (lambda value: value in ("step", "samples"), "step or samples"),
@@ -205,10 +195,4 @@ def _check(sweep: Sweep) -> None:
         raise UserError(f"scheduler pbt changes the values itself: write searcher: random, not {sweep.searcher}")
     if pbt and sweep.time == "samples":
         raise UserError("scheduler pbt copies trials from one another, which must count steps: write time: step")
-    for config in sweep.configs():
-        workers, batch = int(config.workers), config.train.global_batch_size
-        if batch < workers:
-            where = f"train.global_batch_size={batch} is below workers={workers}"
-            raise UserError(f"{where}, so some would have nothing to do: write larger batch sizes, or fewer workers")
-        if (config.train.steps is None) == (config.train.epochs is None):
-            raise UserError("give train.steps or train.epochs, one of the two")
+    sweep.configs()  # says which value is not valid

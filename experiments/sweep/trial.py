@@ -7,12 +7,9 @@ has made for all of it at once. Training goes on in a thread; `step` waits for i
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
 import queue
 import shutil
-import sys
 import threading
 import time
 import traceback
@@ -23,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray import tune
 
 from app import checkpoint
 from app.config import Config
@@ -43,9 +39,8 @@ from app.run.prepare import prepare, read_task
 from app.tracking.settings import Settings
 from app.tracking.tracker import Delivery, Tracker
 from cluster.connect import describe
-from experiments.sweep.analysis import Trial
 from experiments.sweep.spec import Sweep
-from experiments.sweep.trials import load_trial
+from experiments.sweep.trials import Trial
 
 Resources = dict[str, float]
 Result = dict[str, Any]
@@ -119,7 +114,7 @@ class TrialDriver(Driver):
         self.trial = trial
         self.loop_began = 0.0
         self.latest: dict[str, float] = {}
-        self.tracker = self.trial_tracker = TrialTracker(
+        self.tracker: TrialTracker = TrialTracker(
             run.local_folder / "tracking",
             trial.setting.settings,
             run_name=run.manifest.name,
@@ -134,7 +129,7 @@ class TrialDriver(Driver):
         if not self.trial.stopping and (self.trial.setting.folder / STOP_FILE).exists():
             self.trial.stopping = "the sweep was stopped"
         if self.trial.stopping:
-            self.trial_tracker.why, self.stopping = self.trial.stopping, True
+            self.tracker.why, self.stopping = self.trial.stopping, True
         return super().stop_requested()
 
     def signals(self) -> contextlib.AbstractContextManager[None]:
@@ -146,8 +141,9 @@ class TrialDriver(Driver):
 
     def _on_metrics(self, event: dict[str, Any]) -> None:
         super()._on_metrics(event)
-        self.latest |= event["values"]
-        if self.trial.sweep.metric in event["values"] or any(name.startswith("eval/") for name in event["values"]):
+        values = event["values"]
+        self.latest |= values
+        if self.trial.sweep.metric in values or any(name.startswith("eval/") for name in values):
             seconds = max(0.0, event["time"] - self.loop_began) if self.loop_began else 0.0
             self.trial.report(event["step"], seconds, self.latest)
 
@@ -212,8 +208,6 @@ class TrialRun:
         self.last = {"step": step, "samples": samples, "seconds": self.seconds_before + seconds}
         self.last |= {"metrics": dict(metrics), "steps": self.steps, "workers": int(self.config.workers)}
         self.reported = step
-        if self.sweep.stop_at_target and self.sweep.reached(metrics[metric]):
-            self.stopping = self.stopping or REACHED
         self.results.put(self._result(self.last))
 
     def _result(self, report: dict[str, Any]) -> Result:
@@ -236,8 +230,7 @@ class TrialRun:
             message = first if known else f"{type(error).__name__}: {first}"
             status = "wrong metric" if isinstance(error, WrongMetric) else "failed"
             self.console.say(traceback.format_exc())
-        reached = self.stopping == REACHED and status != "failed"
-        self.results.put(self._end("reached" if reached else status, message))
+        self.results.put(self._end(status, message))
 
     def _train(self) -> None:
         workers = int(self.config.workers)
@@ -294,51 +287,6 @@ class TrialRun:
             raise UserError(f"the checkpoint {source} cannot be copied: {error}") from error
         shutil.rmtree(own, ignore_errors=True)
         fresh.rename(own)
-
-
-class TrialActor(tune.Trainable):
-    """What Tune keeps: it is given one trial after another."""
-
-    def setup(self, config: dict[str, Any], setting: Setting | None = None) -> None:
-        assert setting is not None
-        self.setting = setting
-        sys.argv = list(setting.command)
-        if os.path.isdir(setting.cwd):
-            os.chdir(setting.cwd)
-            sys.path.insert(0, setting.cwd)
-        import torch
-
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        self._take(config)
-
-    def _take(self, values: dict[str, Any]) -> None:
-        known = load_trial(self.setting.folder / self.trial_name)
-        self.current = TrialRun(self.setting, self.trial_name, values, known)
-
-    def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """The next trial, or the same one with other values."""
-        self.cleanup()
-        self._take(new_config)
-        return True
-
-    def step(self) -> Result:
-        return self.current.next()
-
-    def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Population-based training copies trials: what is kept is where the checkpoint of the last report is."""
-        path = self.current.checkpoint_told() if self.setting.sweep.scheduler == "pbt" else ""
-        where = {"trial": self.trial_name, "path": path, "step": self.current.told}
-        (Path(checkpoint_dir) / "where.json").write_text(json.dumps(where))
-
-    def load_checkpoint(self, checkpoint: Any) -> None:
-        """This trial continues in the same sweep: by itself, or from another's checkpoint."""
-        where = json.loads((Path(str(checkpoint)) / "where.json").read_text())
-        if where["trial"] != self.trial_name:
-            self.current.copy(where["path"], where["step"])
-
-    def cleanup(self) -> None:
-        scheduler = self.setting.sweep.scheduler
-        self.current.stop("stopped for other values" if scheduler == "pbt" else f"stopped early by {scheduler}")
 
 
 @contextlib.contextmanager

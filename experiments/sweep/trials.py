@@ -11,18 +11,42 @@ trials have ended, which are to continue, and what Tune's searcher and scheduler
 from __future__ import annotations
 
 import json
-import time
-import uuid
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.config_io import flatten
-from app.errors import UserError
 from app.storage import Storage
-from experiments.sweep.analysis import Trial
+from experiments.study import open_head
 
 FILE = "trial.json"
+ENDED = ("finished", "reached", "pruned", "failed")
+"""How a trial may end: its steps are done; the target is reached; the scheduler stopped it; it crashed or diverged."""
+BATCH, RATE, WORKERS, SEED = "train.global_batch_size", "optimizer.lr", "workers", "train.seed"
+
+
+@dataclass
+class Trial:
+    """One point of the space and what became of it."""
+
+    index: int
+    name: str
+    values: dict[str, Any]
+    status: str = "running"  # or one of ENDED
+    message: str = ""
+    reports: list[dict[str, Any]] = field(default_factory=list)
+    """{"step", "samples", "seconds" (of training, all starts together), "metrics": {…}, "workers", "steps" (of all)}"""
+
+    @property
+    def ended(self) -> bool:
+        return self.status in ENDED
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return self.reports[-1] if self.reports else {}
+
+    def curve(self, metric: str, over: str = "step") -> list[tuple[float, float]]:
+        """(step, value) of every report that has the metric."""
+        return [(r[over], r["metrics"][metric]) for r in self.reports if metric in r["metrics"]]
 
 
 def load_trial(folder: Path) -> Trial | None:
@@ -36,36 +60,15 @@ def load_trial(folder: Path) -> Trial | None:
 class TrialStore:
     """A sweep's folder.
 
-    identity: what makes this sweep itself (`Sweep.identity`).
+    about: what makes this sweep itself (`Sweep.identity`).
     Raises:
-        UserError: the folder holds something else.
+        UserError: the folder holds another sweep.
     """
 
-    def __init__(self, folder: Path, name: str, identity: dict[str, Any]) -> None:
-        self.folder = folder
-        self.head = self._open(name, json.loads(json.dumps(identity, default=str)))
+    def __init__(self, folder: Path, name: str, about: dict[str, Any]) -> None:
+        self.folder, self.head = folder, open_head(folder, "sweep", name, about)
         found = [load_trial(file.parent) for file in sorted(folder.glob(f"*/{FILE}"))]
         self.trials = {trial.name: trial for trial in sorted(filter(None, found), key=lambda trial: trial.index)}
-
-    def _open(self, name: str, identity: dict[str, Any]) -> dict[str, Any]:
-        try:
-            head = json.loads((self.folder / "sweep.json").read_text())
-        except FileNotFoundError:
-            return {"name": name, "uid": uuid.uuid4().hex, "created": time.time(), "about": identity}
-        except ValueError as error:
-            raise UserError(f"{self.folder}/sweep.json is damaged ({error}): use another name") from error
-        before, now = flatten(head["about"]), flatten(identity)
-        for key in {**before, **now}:
-            if before.get(key) != now.get(key):
-                raise UserError(
-                    f"the sweep {name!r} in {self.folder} was begun with another {key.removeprefix('experiment.')} "
-                    f"({before.get(key)!r}, and now {now.get(key)!r}): run it as it was, or give this one a name of "
-                    "its own (name=…)"
-                )
-        return head
-
-    def save_head(self) -> None:
-        Storage(self.folder).write_bytes("sweep.json", json.dumps(self.head, indent=1).encode())
 
     def save(self, trial: Trial) -> None:
         self.trials[trial.name] = trial
@@ -80,8 +83,8 @@ class TrialStore:
 def trial_name(index: int, values: dict[str, Any]) -> str:
     """`t003-b64-lr0.003`: what is searched first of all is in the name."""
     name = f"t{index:03d}"
-    if "train.global_batch_size" in values:
-        name += f"-b{values['train.global_batch_size']}"
-    if "optimizer.lr" in values:
-        name += f"-lr{values['optimizer.lr']:.3g}".replace("+", "")
+    if BATCH in values:
+        name += f"-b{values[BATCH]}"
+    if RATE in values:
+        name += f"-lr{values[RATE]:.3g}".replace("+", "")
     return name

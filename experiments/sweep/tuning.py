@@ -1,12 +1,14 @@
-"""Between a sweep and Ray Tune: what Tune is given, and what it reports. To be imported once Ray is connected."""
+"""Between a sweep and Ray Tune: what it is given, what it keeps and what it reports. Imported once Ray is connected."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ray import tune
@@ -19,11 +21,10 @@ from app.tracking.settings import resolve_tracking
 from cluster.connect import Cluster
 from cluster.files import connected
 from cluster.pending import check_feasible
-from experiments.sweep.analysis import Trial
 from experiments.sweep.search import scheduler_of, searcher_of
 from experiments.sweep.spec import Sweep
-from experiments.sweep.trial import STOP_FILE, Setting, TrialActor, resources
-from experiments.sweep.trials import TrialStore, trial_name
+from experiments.sweep.trial import REACHED, STOP_FILE, Result, Setting, TrialRun, resources
+from experiments.sweep.trials import Trial, TrialStore, load_trial, trial_name
 
 ENVIRONMENT = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the trials' folders and MLflow have what they would write
@@ -141,7 +142,7 @@ class Observer(tune.Callback, tune.Stopper):
         return trial_name(index, trial.config)
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        return self.sweep.stop_at_target and self.sweep.reached(result[self.sweep.metric])
+        return self.sweep.ends_at(result["report"])
 
     def stop_all(self) -> bool:
         return self.problem is not None or (self.ending is not None and not self.ending & self.running)
@@ -177,7 +178,7 @@ class Observer(tune.Callback, tune.Stopper):
     def _stopped(self, record: Trial) -> tuple[str, str]:
         """How a trial ended that the scheduler stopped."""
         last = record.last
-        if self.sweep.stop_at_target and self.sweep.reached(last["metrics"].get(self.sweep.metric)):
+        if self.sweep.ends_at(last):
             return "reached", ""
         if last["step"] >= last["steps"]:
             return "finished", ""
@@ -198,3 +199,49 @@ class Observer(tune.Callback, tune.Stopper):
         how = "" if status == "finished" else f" ({message or status})"
         counted = f"{len(self.store.ended)}/{self.sweep.count}"
         self.console.say(f"{counted}  {record.name}: {shown}{how}  {duration(time.monotonic() - self.began)}")
+
+
+class TrialActor(tune.Trainable):
+    """What Tune keeps: it is given one trial after another."""
+
+    def setup(self, config: dict[str, Any], setting: Setting | None = None) -> None:
+        assert setting is not None
+        self.setting = setting
+        sys.argv = list(setting.command)
+        if os.path.isdir(setting.cwd):
+            os.chdir(setting.cwd)
+            sys.path.insert(0, setting.cwd)
+        import torch
+
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        self._take(config)
+
+    def _take(self, values: dict[str, Any]) -> None:
+        known = load_trial(self.setting.folder / self.trial_name)
+        self.current = TrialRun(self.setting, self.trial_name, values, known)
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """The next trial, or the same one with other values."""
+        self.cleanup()
+        self._take(new_config)
+        return True
+
+    def step(self) -> Result:
+        return self.current.next()
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Population-based training copies trials: what is kept is where the checkpoint of the last report is."""
+        path = self.current.checkpoint_told() if self.setting.sweep.scheduler == "pbt" else ""
+        where = {"trial": self.trial_name, "path": path, "step": self.current.told}
+        (Path(checkpoint_dir) / "where.json").write_text(json.dumps(where))
+
+    def load_checkpoint(self, checkpoint: Any) -> None:
+        """This trial continues in the same sweep: by itself, or from another's checkpoint."""
+        where = json.loads((Path(str(checkpoint)) / "where.json").read_text())
+        if where["trial"] != self.trial_name:
+            self.current.copy(where["path"], where["step"])
+
+    def cleanup(self) -> None:
+        sweep = self.setting.sweep
+        early = "stopped for other values" if sweep.scheduler == "pbt" else f"stopped early by {sweep.scheduler}"
+        self.current.stop(REACHED if sweep.ends_at(self.current.last) else early)

@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 from app.errors import UserError
-from experiments.report import build, figures, page, run_page
-from experiments.report.runs import RunRecord
+from experiments.report import figures, page
+from experiments.report.runs import RunRecord, content, report
 from tests.running import POINTS, mlflow_run, trireme
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or ""
@@ -59,27 +59,32 @@ def test_a_folder_without_a_page_is_refused(tmp_path: Path) -> None:
         for file, text in files.items():
             (tmp_path / name / file).write_text(text)
         with pytest.raises(UserError, match=said):
-            build.report([str(tmp_path / name)], None)
+            report([str(tmp_path / name)], None)
     with pytest.raises(UserError, match="there is no folder"):
-        build.report([str(tmp_path / "gone")], None)
+        report([str(tmp_path / "gone")], None)
     with pytest.raises(UserError, match="report on it alone"):
-        build.report([str(tmp_path / "d"), str(tmp_path / "a")], None)
+        report([str(tmp_path / "d"), str(tmp_path / "a")], None)
 
 
 def test_the_page_of_a_study_is_the_one_that_it_wrote(tmp_path: Path) -> None:
     (tmp_path / "study.json").write_text("{}")
-    (tmp_path / "plot.svg").write_text("<svg>drawn</svg>")
     tables = [{"rows": [{"<n>": 2, "loss": 0.5}, {"<n>": 4, "loss": "–", "why": "<y>"}], "best": 1}, {"rows": []}]
     sections = [
-        {"title": "Some", "sentences": ["<z>"], "plots": [["plot.svg", "a plot"]], "tables": tables, "note": "noted"},
+        {
+            "title": "Some",
+            "sentences": ["<z>"],
+            "plots": [["<svg>drawn</svg>", "a plot"]],
+            "tables": tables,
+            "note": "noted",
+        },
         {"title": "Nothing", "tables": [{"rows": []}], "note": "of nothing"},
         {"title": "More", "folded": {"t": "<w>"}},
     ]
-    build.write(tmp_path, {"title": "<b>", "about": "a & b", "facts": [["x", "1", ""]], "sections": sections})
-    out, note = build.report([str(tmp_path)], str(tmp_path / "copies" / "page.html"))
+    page.write(tmp_path, {"title": "<b>", "about": "a & b", "facts": [["x", "1", ""]], "sections": sections})
+    out, note = report([str(tmp_path)], str(tmp_path / "copies" / "page.html"))
     text = out.read_text()
     assert text == (tmp_path / "report.html").read_text() and not note
-    assert not re.search(r"<[bnyzw]>", text) and "<svg>drawn</svg>" in text
+    assert not re.search(r"<[bnyzw]>", text) and "<svg>a</svg>" in text
     assert "noted" in text and "Nothing" not in text and "of nothing" not in text
     assert re.search(r"class=n>2</td><td class=n>0\.5</td><td>–</td></tr>\s*<tr class=\"best\">", text)
 
@@ -117,10 +122,10 @@ def record(name: str, folder: Path, values: dict[str, float]) -> RunRecord:
 def test_what_runs_cost_and_their_stages_are_tables(tmp_path: Path) -> None:
     values = {"pipeline/stage_0/compute_seconds": 0.02, "pipeline/bubble": 0.12, "plan/step_seconds": 0.5}
     staged, paid = record("staged", tmp_path, values), record("paid", tmp_path, {"cost/dollars": 12.5})
-    text = page.render(run_page.content([paid, staged]), tmp_path)
+    text = page.render(content([paid, staged]))
     found = re.sub(r"<[^>]+>", " ", text)
     assert re.search(r"Cost\s+paid\s+staged\s+cost/dollars\s+12\.5\s+–", found)
     assert re.search(r"paid\s+staged\s+pipeline/bubble\s+–\s+0\.12\s+pipeline/stage_0/compute_s", found)
     assert re.search(r"plan/step_seconds\s+–\s+0\.5", found)
-    plain = page.render(run_page.content([record("plain", tmp_path, {})]), tmp_path)
+    plain = page.render(content([record("plain", tmp_path, {})]))
     assert "Cost" not in plain and "Stages" not in plain

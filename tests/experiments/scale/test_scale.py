@@ -21,7 +21,7 @@ from app.config_io import load_config
 from app.console import Console
 from app.job import Job, Place
 from app.run.prepare import prepare, read_task
-from experiments.scale import fits, run
+from experiments.scale import answer, run
 from experiments.scale.point import Bench, Told, measured
 from experiments.scale.run import Plan
 from tests.running import POINTS, mlflow_run, trireme
@@ -39,36 +39,36 @@ def machine(sigma: float, kappa: float, counts: tuple[int, ...], noise: float = 
 
 def test_the_law_finds_its_constants() -> None:
     speeds = machine(0.05, 0.002, (1, 2, 4, 8, 16))
-    law = fits.fit(speeds)
+    law = answer.fit(speeds)
     assert law is not None
     for name, true in (("sigma", 0.05), ("kappa", 0.002)):
         value, low, high = law[name]
         assert low <= value <= high and abs(value - true) < 0.3 * true, name
-    assert fits.speedup(law, 64) < fits.speedup(law, 32), "past the peak more is slower"
-    assert "does not pay" in fits.verdict(law, 16)
+    assert answer.speedup(law, 64) < answer.speedup(law, 32), "past the peak more is slower"
+    assert "does not pay" in answer.verdict(law, 16)
 
 
 def test_without_coherence_it_is_amdahls() -> None:
-    law = fits.fit({n: [1 / (10 * (0.1 + 0.9 / n))] * 3 for n in (1, 2, 4, 8)})
+    law = answer.fit({n: [1 / (10 * (0.1 + 0.9 / n))] * 3 for n in (1, 2, 4, 8)})
     assert law is not None and law["sigma"][0] == pytest.approx(0.1) and law["kappa"][0] == pytest.approx(0, abs=1e-9)
 
 
 def test_two_points_tell_contention_only() -> None:
-    law = fits.fit({1: [1.0, 1.02, 0.98], 2: [1 / 0.62, 1 / 0.63, 1 / 0.61]})
-    assert law is not None and law["kappa"] == (0, 0, 0) and fits.speedup(law, 2) == pytest.approx(1 / 0.62, rel=1e-6)
+    law = answer.fit({1: [1.0, 1.02, 0.98], 2: [1 / 0.62, 1 / 0.63, 1 / 0.61]})
+    assert law is not None and law["kappa"] == (0, 0, 0) and answer.speedup(law, 2) == pytest.approx(1 / 0.62, rel=1e-6)
     assert law["sigma"][1] < 0.24 < law["sigma"][2]
-    assert fits.verdict(law, 2).startswith("The next doubling does not pay: 4 workers would do 1.4")
-    good = fits.fit({1: [1.0], 2: [1 / 0.51]})
-    assert good is not None and "doubling pays" in fits.verdict(good, 2)
-    assert fits.fit({2: [1.0], 4: [1.6]}) is None, "without one worker there is nothing to compare with"
+    assert answer.verdict(law, 2).startswith("The next doubling does not pay: 4 workers would do 1.4")
+    good = answer.fit({1: [1.0], 2: [1 / 0.51]})
+    assert good is not None and "doubling pays" in answer.verdict(good, 2)
+    assert answer.fit({2: [1.0], 4: [1.6]}) is None, "without one worker there is nothing to compare with"
 
 
 def test_the_recommendation_is_the_fastest_as_far_as_doubling_pays() -> None:
     speeds = {"ddp": {1: [100.0], 2: [190.0], 4: [200.0]}, "fsdp": {1: [100.0], 2: [150.0], 4: [340.0], 8: [400.0]}}
-    said = fits.recommend(speeds)
+    said = answer.recommend(speeds)
     assert said == "Use fsdp on 4 workers: 340 samples/s, 3.40 times the throughput of 1, at 85% efficiency."
-    assert fits.recommend({"ddp": {1: [100.0], 2: [120.0]}}) == "Use 1 worker: 100 samples/s."
-    assert "on 4 workers" in fits.recommend({"ddp": {1: [100.0], 4: [260.0]}}), "two doublings are asked for 1.5 ** 2"
+    assert answer.recommend({"ddp": {1: [100.0], 2: [120.0]}}) == "Use 1 worker: 100 samples/s."
+    assert "on 4 workers" in answer.recommend({"ddp": {1: [100.0], 4: [260.0]}}), "two doublings are asked for 1.5 ** 2"
 
 
 def told(node: str = "a", alone: float = 1.0, **more: Any) -> Told:

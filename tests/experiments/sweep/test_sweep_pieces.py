@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from app.errors import UserError
+from experiments.study import save_head
 from experiments.sweep import analysis
-from experiments.sweep.analysis import BATCH, RATE, Trial
-from experiments.sweep.answer import next_run, work_out
 from experiments.sweep.page import content
+from experiments.sweep.run import next_run, work_out
 from experiments.sweep.search import scheduler_of, searcher_of
 from experiments.sweep.spec import Sweep, read_sweep
-from experiments.sweep.trials import TrialStore
+from experiments.sweep.trials import BATCH, RATE, Trial, TrialStore
 
 BASE = """
 experiment: {task: "tests.tasks:Points", train: {steps: 40, global_batch_size: 16}}
@@ -61,17 +61,16 @@ BAD = {
     "a single value": ("space: {optimizer.lr: 0.1}", "put it under `set`"),
     "an empty range": ("space: {optimizer.lr: {uniform: [1, 1]}}", "which is empty"),
     "a logarithm of zero": ("space: {optimizer.lr: {loguniform: [0, 1]}}", "begins above 0"),
-    "an unknown distribution": ("space: {optimizer.lr: {logunifrom: [1, 2]}}", "did you mean loguniform"),
+    "an unknown distribution": ("space: {optimizer.lr: {logunifrom: [1, 2]}}", "did you mean 'loguniform'"),
     "a grid over a distribution": ("space: {optimizer.lr: {uniform: [1, 2]}}", "cannot try all of"),
     "an unknown key": ("space: {optimizer.lrr: [1, 2]}", "optimizer.lr"),
     "a wrong type": ("space: {train.global_batch_size: [a, b]}", "must be a whole number"),
-    "an unknown searcher": ("searcher: optna", "did you mean optuna"),
-    "an unknown scheduler": ("scheduler: ahsa", "did you mean asha"),
+    "an unknown searcher": ("searcher: optna", "did you mean 'optuna'"),
+    "an unknown scheduler": ("scheduler: ahsa", "did you mean 'asha'"),
     "a contradiction": ("trials: 5", "the grid has 6 points"),
-    "a batch below the workers": ("set: {workers: 16}", "below workers=16"),
     "pbt with a searcher": ("searcher: optuna\nscheduler: pbt", "scheduler pbt changes the values itself"),
     "an odd metric": ("metric: loss", "must be eval/NAME"),
-    "a sweep key misspelt": ("metrik: eval/loss", "did you mean metric"),
+    "a sweep key misspelt": ("metrik: eval/loss", "did you mean 'metric'"),
     "no experiment": ("experiment: null", "names no experiment"),
     "a mode": ("mode: lowest", "min or max"),
     "a switch": ("log_models: maybe", "must be true or false"),
@@ -128,7 +127,7 @@ def report(step: int, loss: float, **more: object) -> dict[str, object]:
 
 def test_the_store_remembers(tmp_path: Path) -> None:
     store = TrialStore(tmp_path, "s", {"metric": "eval/loss"})
-    store.save_head()
+    save_head(tmp_path, "sweep", store.head)
     store.save(Trial(1, "t001", {RATE: 0.2}, reports=[report(20, math.nan)]))
     store.save(Trial(0, "t000", {RATE: 0.1}, "finished", reports=[report(10, 1.0)]))
     again = TrialStore(tmp_path, "s", {"metric": "eval/loss"})
@@ -138,7 +137,7 @@ def test_the_store_remembers(tmp_path: Path) -> None:
 
 
 def test_another_sweep_in_the_same_folder_is_refused(tmp_path: Path) -> None:
-    TrialStore(tmp_path, "s", {"space": {"a": [1]}, "metric": "eval/loss"}).save_head()
+    save_head(tmp_path, "sweep", {"about": {"space": {"a": [1]}, "metric": "eval/loss"}})
     with pytest.raises(UserError, match=r"begun with another space\.a \(\[1\], and now \[2\]\)"):
         TrialStore(tmp_path, "s", {"space": {"a": [2]}, "metric": "eval/loss"})
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from app.tracking.settings import Settings
-from experiments.sweep.analysis import Trial
 from experiments.sweep.spec import read_sweep
 from experiments.sweep.trial import REACHED, STOP_FILE, Setting, TrialRun
+from experiments.sweep.trials import Trial
 from tests.running import committed
 
 TEXT = """
