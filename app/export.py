@@ -1,6 +1,6 @@
 """A run's trained weights as files for others: safetensors, one torch file, or a folder that transformers loads.
 
-The weights stream out of the sharded checkpoint one tensor at a time (app/checkpoint/export.py); the folder appears
+The weights stream out of the sharded checkpoint file by file (app/checkpoint/reader.py); the folder appears
 when it is whole.
 """
 
@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from app.checkpoint import Commit, commits, latest_good, verify
-from app.checkpoint.export import export, shapes
+from app.checkpoint import Commit, Weights, commits, export, latest_good, verify
 from app.errors import UserError, nearest
 from app.storage import Storage
 
@@ -80,7 +79,7 @@ def _commit(storage: Storage, step: int | None, warn: Callable[[str], None]) -> 
     """The checkpoint to export, its files read once to see that they are as they were written."""
     folder = storage.join("checkpoints").url
     if step is None:
-        newest, passed = latest_good(folder, by="sha256")
+        newest, passed = latest_good(folder)
         for sentence in passed:
             warn(sentence)
         if newest is None:
@@ -125,7 +124,7 @@ def _hugging_face(storage: Storage) -> HuggingFace:
 
 
 def _write_model_folder(task: HuggingFace, commit: Commit, folder: Path, file_bytes: int) -> None:
-    model, held = task.structure(), shapes(commit)
+    model, held = task.structure(), Weights(commit).shapes()
     for name, tensor in model.state_dict().items():
         if held.get(name) != tuple(tensor.shape):
             raise UserError(

@@ -170,7 +170,7 @@ class Persistence:
             UserError: no checkpoint is whole, though there are some; or checkpoint.load is none.
         """
         self._wait_for_storage()
-        commit, damaged = checkpoint.latest_good_together(self.job.checkpoints)
+        commit, damaged = checkpoint.latest_good(self.job.checkpoints)
         if self.place.rank == 0:
             checkpoint.sweep(self.job.checkpoints)  # what a killed start left half written
             for sentence in damaged:

@@ -2,17 +2,18 @@
 
 from app.checkpoint.commit import Commit, commits, find, latest_good, sweep, verify
 from app.checkpoint.ranks import CheckpointError, NotFinite
-from app.checkpoint.reader import latest_good_together, load, load_per_rank
+from app.checkpoint.reader import Weights, export, load, load_per_rank
 from app.checkpoint.saver import Checkpointer
 
 __all__ = [
     "Checkpointer",
     "CheckpointError",
     "Commit",
+    "Weights",
     "commits",
+    "export",
     "find",
     "latest_good",
-    "latest_good_together",
     "load",
     "load_per_rank",
     "NotFinite",

@@ -15,10 +15,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from app.checkpoint.ranks import Ranks
 from app.errors import UserError
 from app.storage import Storage
 
@@ -82,8 +82,7 @@ def encode(commit: Commit) -> bytes:
         "meta": commit.meta,
         "files": {name: {"size": f.size, "sha256": f.sha256} for name, f in sorted(commit.files.items())},
     }
-    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in {**body, "sha256": _digest(body)}.items()]
-    return ("{\n" + ",\n".join(lines) + "\n}").encode()  # json's own indenting is written in Python: ten times slower
+    return json.dumps({**body, "sha256": _digest(body)}).encode()
 
 
 def decode(data: bytes, path: str) -> Commit:
@@ -152,7 +151,7 @@ def find(where: str) -> Commit:
             ) from error
     skipped: list[str] = []
     for place in (storage, storage.join("checkpoints")):
-        commit, bad = latest_good(place.url)
+        commit, bad = latest_good(place.url, by="size")
         if commit:
             return commit
         skipped += bad
@@ -162,23 +161,17 @@ def find(where: str) -> Commit:
     )
 
 
-def latest_good(
-    folder: str,
-    *,
-    by: Verify = "size",
-    rank: int = 0,
-    world_size: int = 1,
-    gather: Callable[[Any], list[Any]] = lambda mine: [mine],
-) -> tuple[Commit | None, list[str]]:
+def latest_good(folder: str, *, by: Verify = "sha256") -> tuple[Commit | None, list[str]]:
     """The newest committed checkpoint whose files are as committed, and a sentence for each bad one skipped.
 
+    With torch.distributed initialised a collective call: all ranks share the reading, and get the same answer.
     by: "size" looks at the files' sizes only; "sha256" reads them.
-    rank, world_size, gather: of a job whose ranks share the reading; `gather` gives all ranks' values to each.
     """
-    listing = gather(survey(folder) if rank == 0 else None)[0]
+    ranks = Ranks()
+    listing = ranks.all(survey(folder) if ranks.rank == 0 else Listing([], {}, []))[0]
     skipped = list(listing.damaged.values())
     for commit in listing.commits:
-        faults = [fault for part in gather(verify(commit, rank, world_size, by=by)) for fault in part]
+        faults = verify_together(commit, ranks, by=by)
         if not faults:
             return commit, skipped
         more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
@@ -189,11 +182,14 @@ def latest_good(
 # --- damage
 
 
-def verify(commit: Commit, rank: int = 0, world_size: int = 1, *, by: Verify = "sha256") -> list[str]:
-    """The faults of this rank's part of a checkpoint's files, a sentence for each; [] if they are good.
+def verify_together(commit: Commit, ranks: Ranks, *, by: Verify = "sha256") -> list[str]:
+    """Like `verify`; the ranks share the reading, and get the same answer."""
+    return [fault for part in ranks.all(verify(commit, ranks.rank, ranks.size, by=by)) for fault in part]
 
-    The ranks of a job share the reading: each takes every `world_size`th file, by size.
-    """
+
+def verify(commit: Commit, rank: int = 0, world_size: int = 1, *, by: Verify = "sha256") -> list[str]:
+    """The faults of a checkpoint's files, a sentence for each; [] if they are good. Of several ranks each takes every
+    `world_size`th file, by size."""
     storage = commit.storage
     names = sorted(commit.files, key=lambda name: (-commit.files[name].size, name))[rank::world_size]
     faults = {name: _fault(storage, name, commit.files[name], by) for name in names}

@@ -1,66 +1,63 @@
-"""Loading a checkpoint into a state of any layout, after seeing that it is of the same model and whole."""
+"""Reading a checkpoint: into a state of any layout, after seeing that it is of the same model and whole; or its model's
+tensors as plain files for others, a file's tensors in memory at a time."""
 
 from __future__ import annotations
 
 import io
+import json
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from app.checkpoint.commit import Commit, Verify, latest_good, verify
-from app.checkpoint.files import Reader
-from app.checkpoint.ranks import describe
+from app.checkpoint.commit import Commit, verify, verify_together
+from app.checkpoint.dcp import Reader, flatten
+from app.checkpoint.ranks import Ranks, describe
 from app.checkpoint.saver import own_name
-from app.checkpoint.staging import flatten
 from app.errors import UserError
 
 _ADVICE = "use another run.name (or checkpoint.load)"
+_PART = "model."
 
 
-def load(commit: Commit, state: dict[str, Any], *, group: dist.ProcessGroup | None = None) -> None:
-    """Fill `state` from a checkpoint in place, whatever layout either has.
+def load(commit: Commit, state: dict[str, Any]) -> None:
+    """Fill `state` from a checkpoint in place, whatever layout either has. A collective call where torch.distributed is
+    initialised.
 
     state: nested dict of tensors, DTensors and numbers, as for Checkpointer.save. Only the top-level keys that it
         has are looked at ({"model": …} loads weights alone). Numbers that the checkpoint lacks stay as they are.
-    group: the ranks that call this, all of them; default: all.
     Raises UserError, the same on every rank and before any tensor is changed, if the checkpoint is of another
     model or optimizer; and UserError naming the file if a file is damaged.
     """
-    distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
-    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if distributed else (0, 1)
-    problem, metadata = _look(commit, state, rank, size)
-    seen = _gather((problem, set(flatten(state))), group, distributed)
+    ranks = Ranks()
+    problem, metadata = _look(commit, state, ranks)
+    seen = ranks.all((problem, set(flatten(state))))
     problem = next((p for p, _ in seen if p), None)
     if problem is None and metadata is not None:
         problem = _unexpected(commit, metadata, set().union(*(names for _, names in seen)))
     if problem:
         raise UserError(problem)
+    reader, planner = Reader(commit.storage), DefaultLoadPlanner(allow_partial_load=True)
     try:
-        dcp.load(
-            state,
-            storage_reader=Reader(commit.storage),
-            planner=DefaultLoadPlanner(allow_partial_load=True),
-            process_group=group,
-            no_dist=not distributed,
-        )
+        dcp.load(state, storage_reader=reader, planner=planner, no_dist=not ranks.distributed)
     except CheckpointException as error:
-        mine = verify(commit, rank, size)
-        faults = [fault for part in _gather(mine, group, distributed) for fault in part]
+        faults = verify_together(commit, ranks)
         failed, (cause, _) = min(error.failures.items())
         unread = f"the checkpoint {commit.path} could not be read (rank {failed}: {describe(cause)})"
         raise UserError(_damaged(faults[0]) if faults else unread) from error
 
 
-def _look(commit: Commit, state: dict[str, Any], rank: int, size: int) -> tuple[str | None, Metadata | None]:
+def _look(commit: Commit, state: dict[str, Any], ranks: Ranks) -> tuple[str | None, Metadata | None]:
     """What this rank finds wrong before reading any tensor, in one sentence; and the checkpoint's metadata."""
     table = replace(commit, files={name: file for name, file in commit.files.items() if name == ".metadata"})
-    faults = verify(commit, rank, size, by="size") or verify(table)  # before unpickling: it must be what we wrote
+    # Before unpickling: it must be what we wrote.
+    faults = verify(commit, ranks.rank, ranks.size, by="size") or verify(table)
     if faults:
         return _damaged(faults[0]), None
     metadata = Reader(commit.storage).read_metadata()
@@ -100,14 +97,6 @@ def _other(commit: Commit, name: str, what: str) -> str:
     return f"the checkpoint {commit.path} is of another {kind}: {shown} {what}; {_ADVICE}"
 
 
-def _gather(mine: Any, group: dist.ProcessGroup | None, distributed: bool) -> list[Any]:
-    if not distributed:
-        return [mine]
-    everybody: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everybody, mine, group=group)
-    return everybody
-
-
 def _damaged(fault: str) -> str:
     return f"the checkpoint is damaged: {fault}; remove its folder to use the one before"
 
@@ -120,11 +109,93 @@ def load_per_rank(commit: Commit, rank: int) -> Any:
     return torch.load(io.BytesIO(commit.storage.read_bytes(name)), map_location="cpu", weights_only=True)
 
 
-def latest_good_together(
-    folder: str, *, by: Verify = "sha256", group: dist.ProcessGroup | None = None
-) -> tuple[Commit | None, list[str]]:
-    """`latest_good`, called by all ranks: they share the reading of the files, and all get the same answer."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1):
-        return latest_good(folder, by=by)
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    return latest_good(folder, by=by, rank=rank, world_size=size, gather=lambda mine: _gather(mine, group, True))
+# --- plain files
+
+
+class Weights:
+    """The model's tensors of a checkpoint, read one at a time; names without the leading `model.`.
+
+    Raises UserError: the checkpoint is damaged (its sizes are looked at) or holds no model.
+    """
+
+    def __init__(self, commit: Commit) -> None:
+        faults = verify(commit, by="size")
+        if faults:
+            raise UserError(f"the checkpoint is damaged: {faults[0]}; export another")
+        self._reader = Reader(commit.storage)
+        self._metadata: Metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, True)
+        self.tensors: dict[str, TensorStorageMetadata] = {
+            name.removeprefix(_PART): entry
+            for name, entry in self._metadata.state_dict_metadata.items()
+            if name.startswith(_PART) and isinstance(entry, TensorStorageMetadata)
+        }
+        if not self.tensors:
+            raise UserError(f"the checkpoint {commit.path} holds no model: give one that trireme has saved")
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(entry.size) for name, entry in self.tensors.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """The whole tensor, in host memory."""
+        entry = self.tensors[name]
+        state: dict[str, Any] = {_PART + name: torch.empty(entry.size, dtype=entry.properties.dtype)}
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        planner.set_up_planner(state, self._metadata, True)
+        self._reader.read_data(planner.create_local_plan(), planner).wait()
+        return state[_PART + name]
+
+
+def export(
+    commit: Commit,
+    *,
+    to: Literal["safetensors", "torch"],
+    out: Path,
+    max_file_bytes: int = 5_000_000_000,
+    leave_out: Collection[str] = (),
+) -> list[Path]:
+    """Write the checkpoint's model tensors into the folder `out`; return the files, the index (if any) last. What was
+    written before a failure is left there.
+
+    "safetensors": `model.safetensors`, or beyond `max_file_bytes` what Hugging Face reads: shards
+    `model-00001-of-0000N.safetensors` and `model.safetensors.index.json`. A tensor larger than that gets a file of its
+    own. "torch": `model.pt`, what `torch.load(..., weights_only=True)` reads; the whole model is in memory for it.
+    leave_out: names of tensors that are not wanted, such as second names of a tied one.
+    Raises UserError as `Weights` does.
+    """
+    weights = Weights(commit)
+    names = [name for name in weights.tensors if name not in leave_out]
+    out.mkdir(parents=True, exist_ok=True)
+    if to == "torch":
+        torch.save({name: weights.read(name) for name in names}, out / "model.pt")
+        return [out / "model.pt"]
+    from safetensors.torch import save_file
+
+    sizes = {
+        name: weights.tensors[name].size.numel() * weights.tensors[name].properties.dtype.itemsize for name in names
+    }
+    shards = _divide(sizes, max_file_bytes)
+    files = [out / f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        files = [out / "model.safetensors"]
+    for file, shard in zip(files, shards, strict=True):
+        save_file({name: weights.read(name) for name in shard}, file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        where = {name: file.name for file, shard in zip(files, shards, strict=True) for name in shard}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(where.items()))}
+        files.append(out / "model.safetensors.index.json")
+        files[-1].write_text(json.dumps(index, indent=2))
+    return files
+
+
+def _divide(sizes: dict[str, int], limit: int) -> list[list[str]]:
+    """The tensors' names in order, in runs of at most `limit` bytes (or one tensor)."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards

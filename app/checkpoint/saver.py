@@ -27,9 +27,8 @@ import torch
 from torch.distributed.checkpoint.storage import WriteResult
 
 from app.checkpoint.commit import MARKER, Commit, File, Mode, encode, folder_name, remove, superfluous, survey
-from app.checkpoint.files import Writer
-from app.checkpoint.ranks import CheckpointError, NotFinite, RankFailed, Ranks, Superseded, describe
-from app.checkpoint.staging import Staged, Stager
+from app.checkpoint.dcp import Staged, Stager, Writer
+from app.checkpoint.ranks import SUPERSEDED, CheckpointError, NotFinite, RankFailed, Ranks, Superseded, describe
 from app.storage import Storage
 
 _log = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ class Checkpointer:
         self._storage = Storage(folder)
         self._keep_last, self._keep_best, self._mode = keep_last, keep_best, mode
         self._attempt, self._fence = attempt, fence
-        self._ranks = Ranks()
+        self._ranks = Ranks(own_group=True)
         self._stager = Stager(self._ranks)
         self._before: list[Commit] = []  # rank 0: those there were before the one just committed
         self._pending: Future[Commit] | None = None
@@ -146,7 +145,7 @@ class Checkpointer:
 
     def _failure(self, commit: Commit, error: BaseException) -> CheckpointError:
         why = str(error) if isinstance(error, RankFailed) else describe(error)
-        superseded = isinstance(error, RankFailed) and error.superseded
+        superseded = isinstance(error, RankFailed) and SUPERSEDED in error.reasons.values()
         verb = "was not committed" if superseded else "could not be saved"
         return CheckpointError(
             f"the checkpoint of step {commit.step} in {self._storage} {verb} ({why}); "
@@ -171,7 +170,7 @@ class Checkpointer:
 
     def _check_fence(self) -> None:
         if not self._fence():
-            raise Superseded("superseded: another attempt of this run has taken over")
+            raise Superseded
 
     def _make_folder(self, step: int) -> str:
         self._check_fence()  # before anything is made: where a storage was mounted there may be an empty folder now

@@ -61,7 +61,7 @@ def export(cli: Invocation, run_folder: str, to: str, out: str | None, step: int
     trireme export runs/gpt --to safetensors       model.safetensors, or shards with an index
     trireme export runs/gpt --to torch --step 300  model.pt, for torch.load
 
-    Tensors stream out of the checkpoint one by one, so the model need not fit in memory.
+    Safetensors are written file by file (5 GB at most), so the model need not fit in memory.
     """
     from app.console import size
     from app.export import export_run

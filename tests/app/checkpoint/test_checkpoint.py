@@ -14,8 +14,8 @@ import torch
 
 from app import checkpoint
 from app.checkpoint import Checkpointer, CheckpointError, Commit, commit
-from app.checkpoint.files import Writer
-from app.errors import RunFailed
+from app.checkpoint.dcp import Writer
+from app.errors import RunFailed, UserError
 from app.storage import Storage
 
 
@@ -54,7 +54,7 @@ def test_save_and_load(folder: str) -> None:
     assert checkpointer.last_total_seconds > 0
     assert set(found.files) == {".metadata", "__0_0.distcp", "rank-0.pt"}
     assert sorted(Storage(found.path).list()) == sorted([*found.files, "COMMIT.json"])
-    assert checkpoint.latest_good(folder, by="sha256") == (found, [])
+    assert checkpoint.latest_good(folder) == (found, [])
     into = state_of(0.0)
     tensor = into["model"]["b"]
     checkpoint.load(found, into)
@@ -106,12 +106,8 @@ def test_torch_reads_it_too(tmp_path: Path) -> None:
 
 
 def test_keeps_the_last_and_the_best(folder: str) -> None:
-    metrics = {1: 3.0, 2: 1.0, 3: 2.0, 4: math.nan, 5: 2.5}
-    save(folder, 1, 2, 3, 4, 5, metrics=metrics, keep_last=2, mode="min")
-    assert steps(folder) == [5, 4, 2]
-    assert len(Storage(folder).list()) == 3
-    save(folder, 6, 7, keep_last=1, keep_best=False, metrics={6: 0.0})
-    assert steps(folder) == [7]
+    save(folder, 1, 2, 3, 4, metrics={1: 3.0, 2: 1.0, 3: math.nan, 4: 2.5}, keep_last=1, mode="min")
+    assert steps(folder) == [4, 2] and len(Storage(folder).list()) == 2
 
 
 @pytest.mark.parametrize(
@@ -137,19 +133,12 @@ def test_what_is_superfluous(
 # -- repeating, superseding, sweeping
 
 
-def test_a_step_saved_again_stands_beside_the_old_until_committed(tmp_path: Path) -> None:
-    save(tmp_path, 5, attempt="a", keep_last=3)
-    save(tmp_path, 5, attempt="b", keep_last=3)
-    save(tmp_path, 5, attempt="b", keep_last=3)
-    names = [Path(c.path).name for c in checkpoint.commits(str(tmp_path))]
-    assert names == ["step-00000005-b-2", "step-00000005-b", "step-00000005-a"]
-
-
-def test_the_newest_is_the_one_written_last(tmp_path: Path) -> None:
+def test_the_newest_is_the_one_written_last_and_nothing_is_overwritten(tmp_path: Path) -> None:
     """After a rewind behind a damaged checkpoint its step is the higher one, and it must not win for that."""
-    save(tmp_path, 100, 200, keep_last=3)
-    save(tmp_path, 150, keep_last=3)
-    assert steps(tmp_path) == [150, 200, 100]
+    for step, attempt in ((200, "a"), (150, "a"), (150, "b"), (150, "b")):
+        save(tmp_path, step, attempt=attempt, keep_last=9)
+    names = [Path(c.path).name.removeprefix("step-00000") for c in checkpoint.commits(str(tmp_path))]
+    assert names == ["150-b-2", "150-b", "150-a", "200-a"]
 
 
 def test_a_superseded_attempt_does_not_commit(folder: str) -> None:
@@ -174,7 +163,7 @@ def test_sweep_removes_what_is_not_committed(folder: str) -> None:
     assert steps(folder) == [2, 1]
     assert storage.list() == ["notes", "step-00000001", "step-00000002"]
     assert ".COMMIT.json.ab.tmp" not in newest.storage.list()
-    assert checkpoint.latest_good(folder, by="sha256")[0] == newest
+    assert checkpoint.latest_good(folder)[0] == newest
     checkpoint.sweep(folder + "/nothing-here")
 
 
@@ -221,3 +210,66 @@ def test_a_commit_that_a_peer_did_not_live_to_hear_of_stands(folder: str, monkey
     with pytest.raises(CheckpointError, match="Connection closed by peer"):
         checkpointer.close()
     assert steps(folder) == [10]
+
+
+# -- loading
+
+OTHERS = {
+    "shape": (
+        lambda s: s["model"].update({"blocks.0.w": torch.zeros(4, 4)}),
+        "is of another model: blocks.0.w is (4, 3) there and (4, 4) here; use another run.name",
+    ),
+    "missing": (
+        lambda s: s["model"].update({"head.w": torch.zeros(2)}),
+        "is of another model: head.w is not in it",
+    ),
+    "unexpected": (lambda s: s["model"].pop("b"), "is of another model: b is (3,) there and does not exist here"),
+    "optimizer": (
+        lambda s: s["optimizer"]["state"]["b"].update({"exp_avg_sq": torch.zeros(3)}),
+        "is of another optimizer: optimizer.state.b.exp_avg_sq is not in it",
+    ),
+    "number": (lambda s: s["model"].update({"b": 1.0}), "is of another model: b is (3,) there and float here"),
+    "tensor": (
+        lambda s: s["scheduler"].update({"last_epoch": torch.zeros(1)}),
+        "scheduler.last_epoch is not a tensor there and (1,) here",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(OTHERS))
+def test_another_model_is_refused_before_anything_is_read(tmp_path: Path, case: str) -> None:
+    change, words = OTHERS[case]
+    save(tmp_path, 1)
+    into = state_of(0.0)
+    change(into)
+    with pytest.raises(UserError) as caught:
+        checkpoint.load(checkpoint.commits(str(tmp_path))[0], into)
+    assert words in str(caught.value) and "step-00000001 is" in str(caught.value) and "\n" not in str(caught.value)
+    assert into["optimizer"]["state"]["blocks.0.w"]["step"].item() == 0.0
+
+
+def test_weights_alone_and_numbers_that_are_new(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    found = checkpoint.commits(str(tmp_path))[0]
+    weights = {"model": state_of(0.0)["model"]}
+    checkpoint.load(found, weights)
+    assert weights["model"]["b"].tolist() == [1.0] * 3
+    into = state_of(0.0)
+    into["scheduler"]["added_later"] = 7
+    checkpoint.load(found, into)
+    assert into["scheduler"] == {"last_epoch": 1, "added_later": 7}
+
+
+def test_find(tmp_path: Path) -> None:
+    save(tmp_path / "run" / "checkpoints", 1, 2)
+    newest = checkpoint.commits(str(tmp_path / "run" / "checkpoints"))[0]
+    for where in (newest.path, str(tmp_path / "run" / "checkpoints"), str(tmp_path / "run")):
+        assert checkpoint.find(where) == newest
+    with pytest.raises(UserError, match="it does not exist"):
+        checkpoint.find(str(tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"there is no COMMIT\.json in it"):
+        checkpoint.find(str(tmp_path / "empty"))
+    Path(newest.path, "COMMIT.json").write_text("{")
+    with pytest.raises(UserError, match=r"is damaged: its COMMIT\.json cannot be read"):
+        checkpoint.find(newest.path)

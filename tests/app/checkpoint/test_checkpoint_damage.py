@@ -13,8 +13,6 @@ from app import checkpoint
 from app.checkpoint import Checkpointer, Commit, commit
 from app.errors import UserError
 
-FILES = (".metadata", "__0_0.distcp", "rank-0.pt")
-
 
 def state_of(value: float) -> dict[str, Any]:
     return {"model": {"w": torch.full((50,), value)}, "n": value}
@@ -43,54 +41,44 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize(
-    ("damage", "seen_by_size", "words"),
-    [
-        (truncate, True, "bytes instead of"),
-        (flip, False, "does not have the content it was committed with"),
-        (Path.unlink, True, "is missing"),
-    ],
-)
-def test_damage_is_found_and_the_one_before_is_used(
-    folder: Path, name: str, damage: Any, seen_by_size: bool, words: str
-) -> None:
+DAMAGES = [
+    (truncate, "bytes instead of"),
+    (flip, "does not have the content it was committed with"),
+    (Path.unlink, "is missing"),
+]
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "rank-0.pt"])
+@pytest.mark.parametrize(("damage", "words"), DAMAGES)
+def test_damage_is_found_and_the_one_before_is_used(folder: Path, name: str, damage: Any, words: str) -> None:
     bad = newest(folder)
     damage(Path(bad.path, name))
     by_size, skipped_by_size = checkpoint.latest_good(str(folder), by="size")
-    assert by_size is not None and by_size.step == (1 if seen_by_size else 2)
-    assert len(skipped_by_size) == (1 if seen_by_size else 0)
-    good, skipped = checkpoint.latest_good(str(folder), by="sha256")
-    assert good is not None and good.step == 1
-    assert len(skipped) == 1 and "\n" not in skipped[0]
-    assert skipped[0].startswith(f"{bad.path} is skipped") and name in skipped[0] and words in skipped[0]
-    assert checkpoint.verify(bad) == [f"{bad.path}/{name} {skipped[0].split(name + ' ')[1]}"]
-
-
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
-@pytest.mark.parametrize("damage", [truncate, Path.unlink])
-def test_loading_a_damaged_checkpoint_names_the_file(folder: Path, name: str, damage: Any) -> None:
-    bad = newest(folder)
-    damage(Path(bad.path, name))
-    with pytest.raises(UserError, match="the checkpoint is damaged") as caught:
-        checkpoint.load(bad, state_of(0.0))
-    assert f"{bad.path}/{name} " in str(caught.value) and "\n" not in str(caught.value)
+    assert by_size is not None and (by_size.step, len(skipped_by_size)) == ((2, 0) if damage is flip else (1, 1))
+    good, (skipped,) = checkpoint.latest_good(str(folder))
+    assert good is not None and good.step == 1 and "\n" not in skipped
+    assert skipped.startswith(f"{bad.path} is skipped") and name in skipped and words in skipped
+    assert checkpoint.verify(bad) == [f"{bad.path}/{name} {skipped.split(name + ' ')[1]}"]
+    if damage is not flip:
+        with pytest.raises(UserError, match="the checkpoint is damaged") as caught:
+            checkpoint.load(bad, state_of(0.0))
+        assert f"{bad.path}/{name} " in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_flipped_bit_that_stops_reading_is_named(folder: Path) -> None:
-    """Flips in every byte that reading stumbles over; those in plain numbers only a checksum can see."""
+    """Flips in bytes that reading stumbles over; those in plain numbers only a checksum can see."""
     bad = newest(folder)
     path = Path(bad.path, "__0_0.distcp")
     whole = path.read_bytes()
     refused = 0
-    for index in range(0, len(whole), 7):
+    for index in range(0, len(whole), 61):
         path.write_bytes(whole[:index] + bytes([whole[index] ^ 255]) + whole[index + 1 :])
         try:
             checkpoint.load(bad, state_of(0.0))
         except UserError as error:
             refused += 1
             assert f"{path} does not have the content" in str(error) and "\n" not in str(error)
-    assert refused > 20
+    assert refused > 3
     path.write_bytes(whole)
     flip(Path(bad.path, ".metadata"))
     with pytest.raises(UserError, match=r"\.metadata does not have the content"):
@@ -98,11 +86,11 @@ def test_a_flipped_bit_that_stops_reading_is_named(folder: Path) -> None:
 
 
 def test_a_marker_is_believed_only_whole(folder: Path) -> None:
-    """Whatever single byte of it changes, or wherever it is cut, the checkpoint is skipped."""
+    """Whatever byte of it changes, or wherever it is cut, the checkpoint is skipped."""
     marker = Path(newest(folder).path, "COMMIT.json")
     whole = marker.read_bytes()
     chance = random.Random(0)
-    for index in range(len(whole)):
+    for index in range(0, len(whole), 5):
         changed = bytes([chance.choice([b for b in range(256) if b != whole[index]])])
         for torn in (whole[:index], whole[:index] + changed + whole[index + 1 :]):
             try:
@@ -119,20 +107,12 @@ def test_a_marker_is_believed_only_whole(folder: Path) -> None:
 
 
 def test_a_damaged_marker_is_swept_once_a_newer_checkpoint_is_there(folder: Path) -> None:
-    old = Path(checkpoint.commits(str(folder))[1].path)
+    new, old = (Path(found.path) for found in checkpoint.commits(str(folder)))
     (old / "COMMIT.json").write_text("{}")
     checkpoint.sweep(str(folder))
     assert not old.exists()
-    last = Path(newest(folder).path)
-    (last / "COMMIT.json").write_text("{}")
+    (new / "COMMIT.json").write_text("{}")
     checkpoint.sweep(str(folder))
-    assert last.exists()
-
-
-def test_all_bad_is_none(folder: Path) -> None:
-    for found in checkpoint.commits(str(folder)):
-        truncate(Path(found.path, "__0_0.distcp"))
-    good, skipped = checkpoint.latest_good(str(folder))
-    assert good is None and len(skipped) == 2
+    assert new.exists() and checkpoint.latest_good(str(folder))[0] is None
     with pytest.raises(UserError, match=r"there is no committed checkpoint in .* is skipped"):
         checkpoint.find(str(folder))

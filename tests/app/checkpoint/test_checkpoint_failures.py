@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from app import checkpoint
 from app.checkpoint import Checkpointer, CheckpointError
-from app.checkpoint.files import HashingStream, Writer
+from app.checkpoint.dcp import HashingStream
 from tests.app.checkpoint.test_checkpoint_ranks import _save, state_of
 from tests.pool import DistributedFailure, run_distributed
 
@@ -44,11 +44,7 @@ def _break(kind: str) -> None:
     if kind == "write":
         once(HashingStream, "write", full_disk)
     elif kind == "close":
-        once(HashingStream, "finish", full_disk)
-    elif kind == "unsendable":
-        once(HashingStream, "write", Unsendable(1, ""))
-    elif kind == "finish":
-        once(Writer, "finish", Unsendable(1, ""))
+        once(HashingStream, "finish", Unsendable(1, ""))
     elif kind == "folder":
         once(Checkpointer, "_make_folder", PermissionError(13, "Permission denied"))
     elif kind == "commit":
@@ -77,9 +73,7 @@ def _fail(rank: int, folder: str, kind: str, bad: int) -> tuple[str, float]:
     ("kind", "bad", "words"),
     [
         ("write", 1, "rank 1: No space left on device"),
-        ("close", 1, "rank 1: No space left on device"),
-        ("unsendable", 1, "rank 1: Unsendable: the store said no"),
-        ("finish", 0, "rank 0: Unsendable: the store said no"),
+        ("close", 1, "rank 1: Unsendable: the store said no"),
         ("folder", 0, "rank 0: Permission denied"),
         ("commit", 0, "rank 0: No space left on device"),
     ],
@@ -90,7 +84,7 @@ def test_one_rank_fails_and_all_say_so(tmp_path: Path, kind: str, bad: int, word
     assert f"({words})" in outcomes[0][0] and "step 2" in outcomes[0][0] and "\n" not in outcomes[0][0]
     assert max(seconds for _, seconds in outcomes) < 10
     assert [c.step for c in checkpoint.commits(str(tmp_path))] == [3, 1]
-    assert checkpoint.latest_good(str(tmp_path), by="sha256")[1] == []
+    assert checkpoint.latest_good(str(tmp_path))[1] == []
     assert len(list(tmp_path.iterdir())) == 2, "what the failed save had written is gone"
 
 
@@ -107,5 +101,5 @@ def test_a_killed_rank_leaves_the_commit_before(tmp_path: Path) -> None:
     with pytest.raises(DistributedFailure, match="exit code -9") as caught:
         run_distributed(_die, 2, str(tmp_path), timeout=60)
     assert "CheckpointError" in str(caught.value), "the other rank is told, not left waiting"
-    good, passed = checkpoint.latest_good(str(tmp_path), by="sha256")
+    good, passed = checkpoint.latest_good(str(tmp_path))
     assert good is not None and good.step == 1 and passed == []

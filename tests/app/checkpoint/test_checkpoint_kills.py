@@ -105,7 +105,7 @@ def _run_and_kill(do: Callable[[Path], None], folder: Path, at: int) -> bool:
 
 
 def _arm(at: int) -> None:
-    from app.checkpoint.files import HashingStream
+    from app.checkpoint.dcp import HashingStream
 
     left = at
 
@@ -152,7 +152,7 @@ def _look(folder: Path) -> tuple[str | None, int | None]:
 
     from app import checkpoint
 
-    good, passed = checkpoint.latest_good(str(folder), by="sha256")
+    good, passed = checkpoint.latest_good(str(folder))
     if good is None or passed:
         return f"no good checkpoint, or damaged ones were committed: {passed}", None
     listed = [fault for commit in checkpoint.commits(str(folder)) for fault in checkpoint.verify(commit)]

@@ -12,7 +12,7 @@ import torch
 
 from app import checkpoint, loop, persistence
 from app.checkpoint import CheckpointError
-from app.checkpoint.files import HashingStream
+from app.checkpoint.dcp import HashingStream
 from app.config_io import load_config
 from app.job import Job, Place, SilentChannel
 from app.run.manifest import Run

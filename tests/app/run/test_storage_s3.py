@@ -13,7 +13,7 @@ server = pytest.importorskip("moto.server")
 
 from app import checkpoint  # noqa: E402
 from app.checkpoint import Checkpointer, CheckpointError  # noqa: E402
-from app.checkpoint.files import HashedFiles  # noqa: E402
+from app.checkpoint.dcp import HashedFiles  # noqa: E402
 from app.errors import UserError  # noqa: E402
 from app.storage import Storage  # noqa: E402
 
