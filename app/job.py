@@ -12,8 +12,8 @@ import torch
 
 from app.config import Config
 from app.errors import UserError
+from strategies.dims import Options
 from strategies.layout import Layout
-from strategies.options import Options
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from app.job import Channel, Job
 from strategies.initialization import forget_meshes
 from strategies.parallel import Parallel
-from strategies.pipeline.profile import figures
-from strategies.pipeline.simulate import Span
+from strategies.pipeline.simulate import Span, figures
 
 if TYPE_CHECKING:
     from strategies.pipeline.parallel import PipelineParallel

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from strategies.options import checkpoint_every
+from strategies.dims import LayoutError
 from strategies.torch_internals import functional_collectives
 
 _KEPT_NAMES = (
@@ -41,6 +41,20 @@ _KEPT_NAMES = (
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "aten._scaled_dot_product_fused_attention_overrideable.default",
 )
+
+
+def checkpoint_every(value: str) -> int | None:
+    """For "every_N" the N, for "full" 1, else None (none, selective)."""
+    if value in ("none", "selective"):
+        return None
+    if value == "full":
+        return 1
+    head, _, number = value.partition("_")
+    if head == "every" and number.isdigit() and int(number) > 0:
+        return int(number)
+    raise LayoutError(
+        f"train.activation_checkpointing is {value!r}: write none, full, selective, or every_2 for every second block"
+    )
 
 
 def apply(module: nn.Module, blocks: list[str], mode: str) -> None:

@@ -1,4 +1,4 @@
-"""Which modules are a model's repeating blocks: the unit of sharding, of recomputation, of pipeline stages.
+"""Which modules are a model's repeating blocks: the unit of sharding, recomputation, compilation, pipeline stages.
 
 Nearly every deep model is a chain of modules of one class held by a ModuleList, ModuleDict or Sequential: the layers
 of a Hugging Face decoder, the stages of a ResNet, a user's nn.Sequential. So: of the containers met from the
@@ -8,13 +8,13 @@ made of modules to bare layers. What is inside a block is not looked at. A model
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
-from strategies.dims import LayoutError
+from strategies.dims import LayoutError, meant
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -51,8 +51,7 @@ def _checked(module: nn.Module, named: list[str]) -> list[str]:
     modules = dict(module.named_modules())
     for name in named:
         if name not in modules or not name:
-            near = difflib.get_close_matches(name, modules, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(list(modules)[1:6])}, …"
+            hint = meant(name, modules, f"it has {', '.join(list(modules)[1:6])}, …")
             raise LayoutError(f"the task names the block {name!r}, which {type(module).__name__} does not have: {hint}")
         inside = [other for other in named if name.startswith(other + ".")]
         if inside:
@@ -68,3 +67,22 @@ def separable(module: nn.Module, blocks: list[str]) -> list[str]:
         owners.setdefault(id(parameter), set()).add(unit)
     shared = {unit for units in owners.values() if len(units) > 1 for unit in units}
     return [block for block in blocks if block not in shared]
+
+
+def compile_blocks(module: nn.Module, blocks: list[str], backend: str) -> None:
+    """torch.compile, block by block: blocks of one class share one compilation, and start-up does not grow with depth.
+
+    Only a block's `forward` is compiled, in place: names stay, and the hooks by which sharded strategies gather
+    parameters stay outside of the graph, where they work as ever. A model without blocks is compiled whole. Choose it
+    on GPUs for anything that trains longer than compiling takes (a minute or so); `aot_eager` compiles nothing and
+    shows whether a model can be. https://docs.pytorch.org/docs/stable/generated/torch.compile.html
+
+    Raises:
+        LayoutError: no such backend.
+    """
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise LayoutError(f"train.compile_backend is {backend!r}: write one of {', '.join(known)}")
+    for name in blocks or [""]:
+        block = module.get_submodule(name)
+        block.forward = torch.compile(block.forward, backend=backend)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from strategies.replicate import local
+from strategies.grad_sync import local
 
 Groups = tuple[dist.ProcessGroup, ...]
 PIECE = 1 << 15

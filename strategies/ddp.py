@@ -34,10 +34,10 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from strategies import replicate
+from strategies import grad_sync
 from strategies.collectives import shared_memory_all_reduce
 from strategies.costs import Collective, Cost, RankSize, StepShape, UnitSize, replicated
-from strategies.options import Options
+from strategies.dims import Options
 from strategies.strategy import Applied, MicroStep, Setup, Strategy
 
 
@@ -48,7 +48,7 @@ def apply(setup: Setup) -> Applied:
         return Applied(setup.module)
     if setup.layout.dims.tp > 1:
         named = list(setup.module.named_parameters())
-        return Applied(setup.module, replicate.GradientBuckets({0: named}, setup.group, setup.options).micro_step)
+        return Applied(setup.module, grad_sync.GradientBuckets({0: named}, setup.group, setup.options).micro_step)
     return wrap(setup.module, setup.group, setup.device, setup.options)
 
 
@@ -101,14 +101,14 @@ def micro_step(wrapped: DistributedDataParallel, may_leave_out: bool) -> MicroSt
             yield
         if last and not checked and torch.is_grad_enabled():
             checked = True
-            replicate.require_gradients(wrapped.module.named_parameters())
+            grad_sync.require_gradients(wrapped.module.named_parameters())
 
     return context
 
 
 def cost(size: RankSize, step: StepShape) -> Cost:
     """Exact: what one device holds. With tensor parallelism gradients are packed into buckets of their own
-    (replicate.py), else buckets hold the gradients themselves."""
+    (grad_sync.py), else buckets hold the gradients themselves."""
     found = replicated(size, step)
     return replace(found, transient=found.transient + size.gradients * ((step.tp > 1) & (step.dp_replicate > 1)))
 

@@ -1,11 +1,11 @@
 """DeepSpeed's ZeRO engine behind our face, for those who have its JSON (`deepspeed`; an optional extra).
 
-Stages 1 to 3 of ZeRO as zero.py and fsdp.py describe them, by the library that brought them: the engine flattens the
-parameters, hooks into backward, and owns the optimizer's step. Choose it for a DeepSpeed configuration that is there
+Stages 1 to 3 of ZeRO as fsdp.py describes them, by the library that brought them: the engine flattens the parameters,
+hooks into backward, and owns the optimizer's step. Choose it for a DeepSpeed configuration that is there
 already, or for what only DeepSpeed has (offload to NVMe); otherwise `zero1`, `zero2` and `fsdp` do the same without
 another runtime, compose with tensor parallelism, and write checkpoints that reshard without gathering.
 https://www.deepspeed.ai/docs/config-json/; Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054. It costs what
-zero.py and fsdp.py say, plus the engine's buckets.
+fsdp.py says, plus the engine's buckets.
 
 What is taken from a person's JSON and what is not: `zero_optimization` and everything about speed is theirs; batch
 sizes, precision, optimizer, schedule and clipping are the experiment's, because the loop owns them. (DeepSpeed clips at

@@ -1,4 +1,4 @@
-"""The only description of a layout: how many ways each kind of parallelism splits the workers.
+"""The only description of a layout: how many ways each kind of parallelism splits the workers, and its options.
 
 Workers form a mesh with four named dimensions, written from the outside in, so that the one that communicates most is
 innermost and lands on the fastest links:
@@ -16,9 +16,11 @@ The names are torchtitan's `ParallelDims`; HSDP is dp_replicate > 1 with dp_shar
 
 from __future__ import annotations
 
+import difflib
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -27,6 +29,12 @@ if TYPE_CHECKING:
 
 class LayoutError(ValueError):
     """A layout, or a model under a layout, that cannot work: one sentence that says what to write instead."""
+
+
+def meant(written: str, known: Iterable[str], otherwise: str) -> str:
+    """The end of a sentence about a word that is not one of `known`."""
+    near = difflib.get_close_matches(written, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 NAMES = ("pp", "dp_replicate", "dp_shard", "tp")
@@ -149,3 +157,62 @@ class Layout:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.dims})"
+
+
+# --- what is orthogonal to the layout ---------------------------------------------------------------------------
+
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
+REDUCE_DTYPES = ("fp32", "bf16")
+COMPRESSIONS = ("none", "bf16", "powersgd")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a layout behaves; the defaults train exactly as one device in float32 does."""
+
+    activation_checkpointing: str = "none"
+    """none, full (every block), every_N (every N-th block), or selective (every block, matrix products kept)."""
+    precision: str = "fp32"
+    """Type of the arithmetic: fp32, bf16, fp16 or fp8 (precision.py). Parameters, optimizer and loss stay float32."""
+    reduce_dtype: str = "fp32"
+    """Type that gradients are averaged over data-parallel workers in: fp32 or bf16."""
+    compile: bool = False
+    """torch.compile every block."""
+    compile_backend: str = "inductor"
+    offload: bool = False
+    """With dp_shard: parameters, gradients and optimizer state in host memory."""
+    sequence_parallel: bool = True
+    """With tp and a plan: activations between the split layers are split along the sequence."""
+    loss_parallel: bool = True
+    """With tp and a plan: logits stay split over the vocabulary."""
+    reshard_after_forward: bool | None = None
+    """With dp_shard: free gathered parameters after forward. None: zero1 and zero2 no; zero3 yes, but on a GPU of whose
+    free memory they take less than an eighth."""
+    accumulate_sharded: bool | None = None
+    """With dp_shard and several micro-batches: reduce-scatter each micro-batch's gradients instead of keeping whole
+    ones until the last (less memory, more communication). None: zero2 yes, zero1 no, zero3 on a GPU of which whole
+    ones would take an eighth or more."""
+    float_output: bool = True
+    """With dp_shard and 16 bits: the module's output comes back as float32. False: as it was computed."""
+    compression: str = "none"
+    """With ddp: gradients on the wire: none, bf16 or powersgd (lossy)."""
+    bucket_mb: float = 25.0
+    """With ddp: size of a gradient bucket, MiB."""
+    shared_memory: bool = True
+    """With ddp on the CPUs of one machine: gradients are averaged in memory that they share (cpu_collectives/)."""
+    deepspeed: dict[str, Any] | None = None
+    """With deepspeed: the contents of a DeepSpeed JSON. None: ZeRO stage 2."""
+    find_unused_parameters: bool = False
+    """With ddp: a step may leave parameters out; they are looked for in each."""
+    schedule: str = "1f1b"
+    """With pp: in which order stages work: gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_h2 or zbv."""
+    chunks: int = 1
+    """With pp and interleaved_1f1b: pieces of the model per stage."""
+    stages: tuple[int, ...] | None = None
+    """With pp: blocks per part, first to last (pp · chunks numbers). None: so that all take as long."""
+
+
+def one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raises LayoutError unless `value` is one of `allowed`; key: how the configuration writes it."""
+    if value not in allowed:
+        raise LayoutError(f"{key} is {value!r}: {meant(value, allowed, 'write ' + ', '.join(allowed))}")

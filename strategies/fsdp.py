@@ -12,8 +12,8 @@ two blocks are unsharded at a time. Rajbhandari et al. 2020, https://arxiv.org/a
 https://arxiv.org/abs/2304.11277; https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
 
 Choose it when the training state does not fit on one device: first among the sharded ones, as it scales to any size.
-Its relatives are the same functions: they differ in when parameters are freed and gradients reduced (zero.py) and in
-the shape of the mesh (hsdp.py).
+Its relatives, ZeRO 1 and 2 and HSDP, are the same functions (at the end of this file): they differ in when parameters
+are freed and gradients reduced, and in the shape of the mesh.
 
 - *Units*: each repeating block; what is left (embeddings, the last norm, the head) is the root's, gathered for the
   whole step. A weight used in two places must be in one unit: blocks that share a weight stay with the root.
@@ -33,6 +33,7 @@ import contextlib
 import itertools
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ from strategies.costs import (
     autocast_bytes,
     optimizer_bytes,
 )
-from strategies.options import Options
+from strategies.dims import Options
 from strategies.strategy import Applied, MicroStep, Setup, Strategy
 
 ROOM = 1 / 8
@@ -200,7 +201,7 @@ def collectives(unit: UnitSize, step: StepShape) -> tuple[Collective, ...]:
 
 def _behaviour(step: StepShape) -> tuple[Number, Number, Number]:
     """Whether gathered parameters are kept, whether each micro-batch is reduced, bytes of a gathered number. A pipeline
-    gathers once per step, in float32 for autocast, and reduces once (pipeline/grad_sync.py)."""
+    gathers once per step, in float32 for autocast, and reduces once (grad_sync.py)."""
     piped = (step.pp > 1) * 1
     keeps = 1 - (1 - piped) * step.reshard_after_forward
     each = (1 - piped) * step.reduce_scatter_each_microbatch
@@ -216,4 +217,60 @@ STRATEGY = Strategy(
     degrees=("dp_shard",),
     also=("dp_replicate", "tp", "pp"),
     is_sharded=True,
+)
+
+# --- its relatives ----------------------------------------------------------------------------------------------
+
+# ZeRO stages 1 and 2: shard the optimizer state, then also the gradients, but compute with all parameters.
+#
+#     stage   parameters   gradients   AdamW state    sends, beside DDP's all-reduce
+#       0       all          all          all           the same (that is DDP)
+#       1       all          all          1/R           the same: reduce-scatter, then all-gather
+#       2       all          1/R          1/R           the same; one reduce-scatter per micro-batch
+#       3       1/R          1/R          1/R           half as much again
+#
+# AdamW needs only a shard's gradient to update the shard; so each worker updates 1/R of the parameters and the results
+# are gathered (Rajbhandari et al., figure 1). Both are `fully_shard` that keeps gathered parameters until backward is
+# over: the shards are the parameters that the optimizer sees, gathering them at the next forward is stage 1's final
+# all-gather, and the state stays reshardable (ZeroRedundancyOptimizer's does not). The stages differ in accumulation:
+# stage 1 sums full gradients and reduces once, stage 2 reduces each micro-batch's and keeps shards. With one
+# micro-batch per step they are the same run.
+#
+# Choose zero1 when a device holds the model and its gradients but not the optimizer state as well, zero2 when full
+# gradients are too much too; fsdp when parameters are. In a pipeline parameters are gathered once per step and
+# gradients scattered once whatever the stage of ZeRO, so there is only fsdp.
+
+ZERO1 = replace(
+    STRATEGY,
+    name="zero1",
+    summary="copies, optimizer state sharded",
+    also=("dp_replicate", "tp"),
+    reshard_after_forward=False,
+    reduce_scatter_each_microbatch=False,
+)
+ZERO2 = replace(
+    ZERO1,
+    name="zero2",
+    summary="copies, optimizer state and gradients sharded",
+    reduce_scatter_each_microbatch=True,
+)
+ZERO3 = replace(STRATEGY, name="zero3", alias_of="fsdp")
+
+# Hybrid sharded data parallelism: shard within a node, replicate across nodes. On a mesh of G groups of S workers
+# (dp_replicate × dp_shard) every group holds one sharded copy:
+#
+#     forward, backward:  all-gather parameters within the group           (fast links, every block)
+#     backward:           reduce-scatter gradients within the group, then
+#                         all-reduce the shards across groups              (slow links, 1/S of the gradients, once)
+#
+# It is `fully_shard` on a two-dimensional mesh and nothing else. Choose it when one node's memory holds the sharded
+# training state and there are several nodes: FSDP over all of them would gather every block over the slow links. It
+# costs S-way memory instead of (G·S)-way (Zhao et al., §3.2.2). zero1 and zero2 take a dp_replicate in the same way.
+
+HSDP = replace(
+    STRATEGY,
+    name="hsdp",
+    summary="sharded in groups, groups replicated",
+    degrees=("dp_replicate", "dp_shard"),
+    also=("tp", "pp"),
 )

@@ -12,8 +12,18 @@ from __future__ import annotations
 import math
 
 from strategies import registry
-from strategies.dims import NAMES, Layout, LayoutError, ParallelDims
-from strategies.options import COMPRESSIONS, PRECISIONS, REDUCE_DTYPES, Options, checkpoint_every, one_of
+from strategies.activation_checkpointing import checkpoint_every
+from strategies.dims import (
+    COMPRESSIONS,
+    NAMES,
+    PRECISIONS,
+    REDUCE_DTYPES,
+    Layout,
+    LayoutError,
+    Options,
+    ParallelDims,
+    one_of,
+)
 from strategies.pipeline import partition, schedules
 from strategies.strategy import Strategy
 

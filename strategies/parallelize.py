@@ -20,12 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from strategies import activation_checkpointing, float8, initialization, precision, registry
-from strategies import compile as compile_blocks
-from strategies.blocks import find_blocks
-from strategies.dims import Layout, LayoutError, ParallelDims, submesh
+from strategies import activation_checkpointing, initialization, precision, registry
+from strategies.blocks import compile_blocks, find_blocks
+from strategies.dims import Layout, LayoutError, Options, ParallelDims, submesh
 from strategies.layout import check, choose
-from strategies.options import Options
 from strategies.parallel import Parallel
 from strategies.pipeline.apply import Example
 from strategies.pipeline.apply import apply as pipelined
@@ -82,13 +80,13 @@ def parallelize(
         split = tensor_parallel.apply(module, submesh(mesh, "tp"), _answer(tensor_plan, module), options)
     narrowed: tuple[str, ...] = ()
     if options.precision == "fp8":
-        float8.require(device)
-        narrowed = float8.apply(module, names)
+        precision.require_float8(device)
+        narrowed = precision.use_float8(module, names)
     if options.compile and split is not None:  # torch 2.13 cannot trace recomputing a block that holds DTensors
-        compile_blocks.apply(module, names, options.compile_backend)
+        compile_blocks(module, names, options.compile_backend)
     activation_checkpointing.apply(module, names, options.activation_checkpointing)
     if options.compile and split is None:
-        compile_blocks.apply(module, names, options.compile_backend)
+        compile_blocks(module, names, options.compile_backend)
 
     def load() -> None:
         if on_meta:

@@ -1,4 +1,4 @@
-"""Mixed precision: float32 where numbers are kept, 16 bits where they are multiplied.
+"""Mixed precision: float32 where numbers are kept, 16 bits where they are multiplied, or 8.
 
 Parameters, gradients, optimizer state and loss stay float32; matrix products run in bfloat16 (8 bits of exponent:
 never overflows, nothing else to do) or float16 (5 bits: gradients underflow, so the loop scales the loss). Micikevicius
@@ -14,6 +14,28 @@ Two ways, by layout:
 
 The two round at different places, so they agree to bfloat16's rounding (2⁻⁸ relative per number), not bit by bit; the
 second, which also adds up the residual stream in 16 bits, is the noisier one (experiments/parity/matrix.py).
+
+**fp8**: linear layers that multiply in 8 bits, for GPUs that do that twice as fast as in 16. A float8 number has few
+bits, so each tensor is scaled to fill them, by its own largest magnitude of just now ("dynamic", per tensor;
+Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433):
+
+    s(x) = max of the type / max|x|        q(x) = round(x · s(x))        x ≈ q(x) / s(x)
+
+    forward    y  = q(x)·q(W)ᵀ / (s(x)·s(W))        e4m3 (4 bits of exponent, 3 of mantissa: up to 448)
+    backward   dx = q(dy)·q(W) / (s(dy)·s(W))       dy in e5m2 (up to 57,344), as gradients spread wider
+               dW = q(dy)ᵀ·q(x) / (s(dy)·s(x))
+
+Products are added up in float32 and come back as bfloat16 (`torch.nn.functional.scaled_mm`). Everything else is as with
+train.precision=bf16: parameters, gradients and optimizer state float32, norms, attention, embedding and head 16 bits.
+
+Choose it for large models on an H100 or newer, with train.compile (the scaling is a few passes over each tensor, which
+compiling fuses), once bf16 trains well: a number is rounded by up to 2⁻⁴ of itself instead of 2⁻⁹. Scaling grows with a
+layer's width and the product with its square, so where layers are narrow nothing is gained. (Not measured on a GPU yet:
+`python -m experiments.benchmarks gpu --precision fp8` does.)
+
+Only the linear layers of the blocks are changed, and of these those whose sizes 16 divides, as the hardware wants it. A
+call with a number of rows that 16 does not divide is computed in bfloat16. A worker scales by what it has itself, so
+two layouts agree to float8's rounding.
 """
 
 from __future__ import annotations
@@ -21,12 +43,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from strategies.dims import LayoutError
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-"""fp8 is bf16 but for what float8.py changes."""
+"""fp8 is bf16 but for what `use_float8` changes."""
 
 
 def autocast(precision: str, device_type: str) -> Callable[[], AbstractContextManager[object]]:
@@ -46,3 +74,102 @@ def shard_policies(
     reduce = None if compute is None and reduce_dtype == "fp32" else DTYPES[reduce_dtype]
     output = torch.float32 if compute is not None and float_output else None
     return MixedPrecisionPolicy(compute, reduce), MixedPrecisionPolicy(compute, reduce, output)
+
+
+# --- float8 -----------------------------------------------------------------------------------------------------
+
+FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
+MULTIPLE = 16
+LEAST = (8, 9)
+"""Compute capability of the first GPUs that have it (Ada; Hopper is 9.0)."""
+
+
+def require_float8(device: torch.device) -> None:
+    """Raises LayoutError, one sentence, if the device has no float8 products."""
+    if device.type != "cuda":
+        raise LayoutError("train.precision=fp8 needs GPUs, but the workers have none: write train.precision=bf16")
+    found = torch.cuda.get_device_capability(device)
+    if torch.version.hip is not None or found < LEAST:
+        raise LayoutError(
+            f"train.precision=fp8 needs an NVIDIA GPU of compute capability {LEAST[0]}.{LEAST[1]} or newer (Ada, "
+            f"Hopper), but {torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}: write train.precision=bf16"
+        )
+
+
+def use_float8(module: nn.Module, blocks: list[str]) -> tuple[str, ...]:
+    """Lets the linear layers of the blocks (of the whole module if there are none) compute in float8, in place: names
+    and parameters stay. What a person should hear.
+
+    Raises:
+        LayoutError: none of them can.
+    """
+    inside = (layer for name in blocks or [""] for layer in module.get_submodule(name).modules())
+    layers = dict.fromkeys(layer for layer in inside if type(layer) is nn.Linear)  # a subclass computes in its own way
+    chosen = [layer for layer in layers if not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)]
+    if not chosen:
+        raise LayoutError(
+            f"train.precision=fp8, but the model's blocks have no linear layer whose sizes {MULTIPLE} divides: write "
+            "train.precision=bf16"
+        )
+    for layer in chosen:
+        layer.__class__ = Float8Linear
+    if len(chosen) == len(layers):
+        return ()
+    left = len(layers) - len(chosen)
+    return (
+        f"{left} of the blocks' {len(layers)} linear layers compute in bfloat16, because {MULTIPLE} does not divide "
+        "their sizes; the others in float8",
+    )
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer, (…, in) → (…, out) bfloat16; made of one by changing its class."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, weight = x.to(torch.bfloat16).reshape(-1, self.in_features), self.weight.to(torch.bfloat16)
+        bias = None if self.bias is None else self.bias.to(torch.bfloat16)
+        if len(rows) % MULTIPLE or not len(rows):
+            return F.linear(rows, weight, bias).view(*x.shape[:-1], self.out_features)
+        y = _Float8Product.apply(rows, weight)
+        return (y if bias is None else y + bias).view(*x.shape[:-1], self.out_features)
+
+
+class _Float8Product(torch.autograd.Function):
+    """(M, K) bfloat16 and (N, K) bfloat16 → (M, N) bfloat16."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        x8, x_inverse = quantise(x, FORWARD)
+        w8, w_inverse = quantise(weight, FORWARD)
+        ctx.save_for_backward(x8, x_inverse, w8, w_inverse)
+        return multiply(x8, w8, x_inverse, w_inverse)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x8, x_inverse, w8, w_inverse = ctx.saved_tensors
+        g8, g_inverse = quantise(gradient, GRADIENT)
+        to_x = to_weight = None
+        if ctx.needs_input_grad[0]:
+            to_x = multiply(g8, w8.t().contiguous(), g_inverse, w_inverse)
+        if ctx.needs_input_grad[1]:
+            to_weight = multiply(g8.t().contiguous(), x8.t().contiguous(), g_inverse, x_inverse)
+        return to_x, to_weight
+
+
+def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(x in float8, contiguous; what to multiply it by to have x again, 0-d float32 on the device).
+
+    A tensor that holds inf or nan becomes one that holds nan, so that the loop's check sees it.
+    """
+    most = torch.finfo(dtype).max
+    largest = x.detach().abs().amax().float().clamp(min=1e-12)  # of nothing but zeros too
+    scaled = (x.float() * (most / largest)).clamp(-most, most)
+    return scaled.to(dtype).contiguous(), largest / most
+
+
+def multiply(a8: Tensor, b8: Tensor, a_inverse: Tensor, b_inverse: Tensor) -> Tensor:
+    """a·bᵀ of float8 (M, K) and (N, K), both contiguous (the second is handed on as columns, as the hardware takes it),
+    scaled back: (M, N) bfloat16."""
+    per_tensor = F.ScalingType.TensorWise
+    return F.scaled_mm(a8, b8.t(), a_inverse, per_tensor, b_inverse, per_tensor, output_dtype=torch.bfloat16)

@@ -5,27 +5,25 @@ A strategy's name stands in its own file, here, and in rows of tests, nowhere el
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
-from dataclasses import replace
 
-from strategies import data_parallel, ddp, deepspeed, fsdp, hsdp, model_parallel, single, zero
-from strategies.dims import Layout, LayoutError
+from strategies import ddp, deepspeed, fsdp, one_process
+from strategies.dims import Layout, LayoutError, meant
 from strategies.pipeline import apply as pipeline
 from strategies.strategy import Strategy
 from strategies.tensor import apply as tensor
 
 _RECORDS = (
-    single.STRATEGY,
-    data_parallel.STRATEGY,
-    model_parallel.STRATEGY,
+    one_process.SINGLE,
+    one_process.DP,
+    one_process.MODEL_PARALLEL,
     ddp.STRATEGY,
-    model_parallel.REPLICATED,
-    zero.ZERO1,
-    zero.ZERO2,
-    replace(fsdp.STRATEGY, name="zero3", alias_of="fsdp"),
+    one_process.DDP_MODEL_PARALLEL,
+    fsdp.ZERO1,
+    fsdp.ZERO2,
+    fsdp.ZERO3,
     fsdp.STRATEGY,
-    hsdp.STRATEGY,
+    fsdp.HSDP,
     tensor.STRATEGY,
     pipeline.STRATEGY,
     deepspeed.STRATEGY,
@@ -61,9 +59,8 @@ def find(name: str) -> Strategy:
         LayoutError: no such strategy; the nearest is named.
     """
     if name not in STRATEGIES:
-        near = difflib.get_close_matches(name, STRATEGIES, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}?" if near else f"write one of auto, {', '.join(STRATEGIES)}"
-        raise LayoutError(f"strategy {name!r} is not known: {hint}")
+        names = f"write one of auto, {', '.join(STRATEGIES)}"
+        raise LayoutError(f"strategy {name!r} is not known: {meant(name, STRATEGIES, names)}")
     return STRATEGIES[name]
 
 

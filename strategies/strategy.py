@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from strategies.costs import Collective, Cost, Number, RankSize, StepShape, UnitSize, replicated
-from strategies.dims import Layout
-from strategies.options import PRECISIONS, Options
+from strategies.dims import PRECISIONS, Layout, Options
 
 if TYPE_CHECKING:
     from torch import nn

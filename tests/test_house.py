@@ -113,7 +113,7 @@ STRATEGY_NAMES = frozenset(
 )
 """Those that are no other word as well."""
 MAY_NAME_STRATEGIES = {
-    "strategies": {f"{name}.py" for name in ("registry", "ddp", "deepspeed", "fsdp", "hsdp", "model_parallel", "zero")},
+    "strategies": {f"{name}.py" for name in ("registry", "ddp", "deepspeed", "fsdp", "one_process")},
     "app": set(),
     "cluster": set(),
     "experiments": {"parity/rows.py", "parity/experiment.py"},

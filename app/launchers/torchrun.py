@@ -32,7 +32,7 @@ from app.launchers.local import POLL_SECONDS, QueueChannel, TrainingThread
 from app.launchers.workers import Event, Poll, Status, WorkerInfo, kill_process
 from app.storage import Storage
 from strategies import registry
-from strategies.devices import home
+from strategies.one_process import home
 
 MEET = timedelta(minutes=30)
 """How long ranks wait for one another."""

@@ -23,8 +23,7 @@ import yaml
 from app.data.files import cache_folder
 from app.planner.read import AUTOCAST, CAST, PLAIN, ModelCosts, PartCosts
 from cluster.hardware import Gpu, gpu
-from strategies.activation_checkpointing import kept_bytes, recomputed_blocks
-from strategies.options import checkpoint_every
+from strategies.activation_checkpointing import checkpoint_every, kept_bytes, recomputed_blocks
 
 CONSTANTS = Path(__file__).with_name("constants.yaml")
 

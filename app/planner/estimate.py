@@ -22,8 +22,8 @@ from app.planner.read import Reader
 from app.planner.timing import Case, timing
 from app.planner.trace import AFTER, BEFORE
 from strategies.costs import RankSize, StepShape, UnitSize, rank_size, unit_size
+from strategies.dims import Options
 from strategies.fsdp import gradients_are_large, parameters_are_large
-from strategies.options import Options
 from strategies.pipeline import partition
 from strategies.pipeline.schedules import FOLDED, Schedule, place_of
 from strategies.pipeline.simulate import alive_by_formula

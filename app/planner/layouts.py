@@ -11,9 +11,9 @@ from app.config import Config
 from app.errors import UserError
 from app.job import strategy_options
 from strategies import registry
+from strategies.activation_checkpointing import checkpoint_every
 from strategies.dims import NAMES, Layout, LayoutError, ParallelDims
 from strategies.layout import check, choose
-from strategies.options import checkpoint_every
 from strategies.pipeline import schedules
 from strategies.strategy import Strategy
 

@@ -30,8 +30,8 @@ from app.planner.plan import GIB
 from app.planner.read import Reader
 from app.tasks.base import Task
 from strategies import registry
+from strategies.dims import Options
 from strategies.layout import choose
-from strategies.options import Options
 
 BETWEEN_NODES = {"h100": 3200e9 / 8, "a100": 1600e9 / 8}
 """Bytes/s of a node, as the runs' pages say: 3.2 Tb/s of InfiniBand, 1.6 Tb/s of RoCE."""

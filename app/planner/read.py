@@ -30,7 +30,7 @@ from app.tasks.base import Task
 from strategies.blocks import find_blocks, separable
 from strategies.costs import ParameterSize, model_size
 from strategies.dims import LayoutError
-from strategies.tensor.cost import one_part
+from strategies.tensor.apply import one_part
 from strategies.tensor.plan import make_plan
 from strategies.torch_internals import fake_mode
 from strategies.tree import tree_leaves, tree_map

@@ -22,7 +22,7 @@ from app.planner.device import PartCost, Work
 from app.planner.layouts import Candidate
 from app.planner.machine import Machine
 from strategies.costs import STATES, Collective, StepShape, UnitSize
-from strategies.options import Options
+from strategies.dims import Options
 from strategies.pipeline.schedules import SPLIT
 from strategies.pipeline.simulate import Times, bubble_by_formula
 

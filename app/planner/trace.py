@@ -22,8 +22,8 @@ from torch.utils.flop_counter import flop_registry
 
 from app.planner.fused import Fused
 from strategies.activation_checkpointing import is_kept
-from strategies.tensor.cost import ShapePeers
 from strategies.tensor.loss import VocabularyLogits
+from strategies.tensor.ops import ShapePeers
 from strategies.torch_internals import OperationMode
 from strategies.tree import tree_leaves, tree_map
 

@@ -164,7 +164,7 @@ class Driver:
     def _on_spans(self, event: dict[str, Any]) -> None:
         """One step of a pipeline to look at: as a Chrome trace and as a picture."""
         from app.schedule_picture import draw
-        from strategies.pipeline.profile import chrome_trace
+        from strategies.pipeline.simulate import chrome_trace
 
         folder = self.run.local_folder / "pipeline"
         folder.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from app.data.loader import fetch
 from app.errors import UserError
 from app.job import strategy_options
 from app.tasks.base import Task
-from strategies import float8
+from strategies import precision
 from strategies.blocks import find_blocks
 from strategies.initialization import require_parameters, structure
 from strategies.layout import LayoutError
@@ -54,7 +54,7 @@ def check_devices(config: Config, gpus: float | None) -> None:
     """Raises LayoutError if the workers cannot compute as asked. gpus: how many each has; which, they look at
     themselves."""
     if config.train.precision == "fp8" and not gpus:
-        float8.require(torch.device("cpu"))
+        precision.require_float8(torch.device("cpu"))
 
 
 def count_blocks(task: Task, module: nn.Module | None) -> int | None:

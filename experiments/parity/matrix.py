@@ -33,7 +33,7 @@ from torch.func import functional_call
 
 from experiments.parity.curves import Batch, Curve, Difference, Trial, bounds, difference, train
 from experiments.parity.rows import ROWS, SINGLE, Row
-from strategies import devices, registry
+from strategies import one_process, registry
 from strategies.blocks import find_blocks, separable
 from strategies.layout import LayoutError
 from strategies.parallelize import Options
@@ -218,7 +218,7 @@ def _worker(rank: int, trials: Trials, calls: list[Call], folder: str) -> None:
     if trials.device_type == "cuda":
         torch.backends.cudnn.allow_tf32 = False
         several = any(record.several_devices for record in registry.written(calls[0].row.name))
-        device = torch.device("cuda", devices.home(several, rank, workers, torch.cuda.device_count()))
+        device = torch.device("cuda", one_process.home(several, rank, workers, torch.cuda.device_count()))
         torch.cuda.set_device(device)
     if workers > 1:
         store = dist.FileStore(f"{folder}/store", workers)

@@ -30,8 +30,7 @@ from app.config_io import with_values
 from app.errors import RunFailed
 from app.job import Job, Place, SilentChannel, memory_bytes
 from app.loop import Training
-from strategies.pipeline.profile import COMPUTE, figures
-from strategies.pipeline.simulate import Span
+from strategies.pipeline.simulate import COMPUTE, Span, figures
 
 START_SECONDS = 120.0
 EVEN = 0.95

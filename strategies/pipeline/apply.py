@@ -17,17 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from strategies import activation_checkpointing, fsdp, initialization, precision
-from strategies import compile as compile_blocks
-from strategies.dims import Layout, LayoutError, ParallelDims, own_group, submesh
-from strategies.options import Options
+from strategies.blocks import compile_blocks
+from strategies.dims import Layout, LayoutError, Options, ParallelDims, own_group, submesh
+from strategies.grad_sync import GradientBuckets, GradSync, Named, ShardedGradients
+from strategies.parallel import Loss
 from strategies.pipeline import partition, schedules, weight_grad
-from strategies.pipeline.grad_sync import GradSync, ShardedGradients
 from strategies.pipeline.p2p import P2PComm
 from strategies.pipeline.parallel import PipelineParallel
 from strategies.pipeline.runtime import Runtime
-from strategies.pipeline.stage import Stage, StageAssignment, assign, keep_own
-from strategies.pipeline.trace import Loss, Trace, Tracer, require_chain, traced_modules
-from strategies.replicate import GradientBuckets, Named
+from strategies.pipeline.stage import Stage, StageAssignment, assign, keep_own, require_chain
+from strategies.pipeline.trace import Trace, Tracer, traced_modules
 from strategies.strategy import Strategy
 from strategies.tensor import apply as tensor_parallel
 from strategies.tree import tree_map
@@ -64,7 +63,7 @@ def apply(
         for path in traced_modules(module, blocks):
             deferred.wrap(module.get_submodule(path))
     if options.compile:
-        compile_blocks.apply(module, own, options.compile_backend)
+        compile_blocks(module, own, options.compile_backend)
     activation_checkpointing.apply(module, own, options.activation_checkpointing)
     units = _shard(module, dims, mesh, own, options) if dims.dp_shard > 1 else None
     initialization.materialise(module, device, torch.device("cpu") if options.offload else device)

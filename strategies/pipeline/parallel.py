@@ -11,16 +11,14 @@ from torch import Tensor, nn
 
 from strategies import state
 from strategies.clip import GradNorm
-from strategies.dims import Layout
-from strategies.options import Options
+from strategies.dims import Layout, Options
+from strategies.grad_sync import Named, ShardedGradients, add_over_stages
 from strategies.parallel import Loss, Parallel
 from strategies.pipeline import schedules
-from strategies.pipeline.grad_sync import ShardedGradients, add_over_stages
-from strategies.pipeline.rebalance import BetterPartition, Measured, better_partition
+from strategies.pipeline.partition import BetterPartition, Measured, better_partition
 from strategies.pipeline.runtime import Runtime, Step
 from strategies.pipeline.schedules import Schedule
 from strategies.pipeline.simulate import Span
-from strategies.replicate import Named
 
 T = TypeVar("T")
 

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strategies.dims import LayoutError
+from strategies.grad_sync import GradSync
+from strategies.parallel import Loss
 from strategies.pipeline import weight_grad
-from strategies.pipeline.grad_sync import GradSync
 from strategies.pipeline.p2p import Message, P2PComm, Receiver, TensorMeta, TensorMetas, encode
 from strategies.pipeline.schedules import Op, Schedule, place_of, stage_of
 from strategies.pipeline.simulate import Span
 from strategies.pipeline.stage import Stage
-from strategies.pipeline.trace import Loss
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """A stage: the model's own code, of which this worker computes some consecutive blocks.
 
 A stage runs the loss function and the model as they are. Blocks and modules that other stages own do nothing there:
-one whose output was sent here returns it, any other returns a placeholder (placeholder.py), and after the last block of
+one whose output was sent here returns it, any other returns a placeholder (trace.py), and after the last block of
 its own a stage leaves the model's code by an exception. So masks, positions and whatever else the code makes of the
 batch are there on every stage, and no model is rewritten or annotated.
 
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from strategies.dims import LayoutError
-from strategies.pipeline.placeholder import PlaceholderTensor
-from strategies.pipeline.trace import Loss, Trace, Tracer, hide, numbered, traced_modules
+from strategies.parallel import Loss
+from strategies.pipeline.trace import PlaceholderTensor, Trace, Tracer, hide, numbered, traced_modules
 from strategies.tree import tree_leaves, tree_map
 
 
@@ -83,6 +83,29 @@ def assign(tracer: Tracer, trace: Trace, sizes: tuple[int, ...]) -> StageAssignm
     # What no forward uses has to be somewhere: with the first part.
     used = {name: frozenset(parts or {0}) for name, parts in owners.items()}
     return StageAssignment(sizes, part_of, tuple(last), sends, used)
+
+
+def require_chain(trace: Trace, blocks: list[str]) -> None:
+    """Raises LayoutError unless every block's input was made from the block's before it; all blocks are called."""
+    called = [call.path for call in trace.blocks]
+    unused = [name for name in blocks if name not in called]
+    if unused:
+        raise LayoutError(
+            f"the model never calls its block {unused[0]}, so its blocks do not form a chain: name those it calls"
+        )
+    behind: dict[str, frozenset[str]] = {}
+    before = ""
+    for call in trace.calls:
+        behind[call.name] = call.uses.union(*(behind.get(source, frozenset()) for source in call.uses))
+        if call.is_block:
+            if before and before not in behind[call.name]:
+                seen = [name for name in called if name in behind[call.name]]
+                fork = f"after {seen[-1]}" if seen else "at its input"
+                raise LayoutError(
+                    f"the model's blocks do not form a chain: {call.path} does not use what {before} puts out, it "
+                    f"branches {fork}: name blocks that follow each other, or write strategy=fsdp"
+                )
+            before = call.name
 
 
 def keep_own(

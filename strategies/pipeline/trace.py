@@ -5,14 +5,20 @@ that neither hold nor are in a block: embeddings, norms, heads, a dropout. What 
 the model itself) is plain code that every stage runs. A trace notes in which order blocks and the modules around them
 are called, which of these calls each call's inputs were made from, how much each computes, and what comes out; so the
 partition knows what to balance, and each stage what it must be sent: values that skip ahead of a block included.
+
+Without numbers: what other stages compute, and what the code makes of it on the way, is a PlaceholderTensor: an
+operation with a placeholder gives a placeholder and costs microseconds. Everything that depends on the batch alone
+(masks, positions, rotary tables) is computed for real on every stage. Each placeholder knows its *sources*: the calls
+of modules, and the parameters, that it was made from; so what must be sent between stages is found by running, not by
+being told.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +26,86 @@ from torch.utils.flop_counter import flop_registry
 
 from strategies.dims import LayoutError
 from strategies.initialization import tensor_attributes
-from strategies.pipeline.placeholder import PlaceholderTensor, sources_of
+from strategies.parallel import Loss
 from strategies.torch_internals import OperationMode
 from strategies.tree import tree_leaves, tree_map
 
-Loss = Callable[[nn.Module, Any], Any]
+META = torch.device("meta")
+_VALUES = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
+_DEVICES = {"cpu", "cuda"}
 
 ELEMENT = 50.0
 """What reading or writing one number outside of matrix products counts, in floating-point operations: on two CPU cores
 a float32 product makes about 50 operations in the time of one such access."""
+
+
+class PlaceholderTensor(Tensor):
+    """A meta tensor that says it is on `place`. sources: what it was made from, by name."""
+
+    sources: frozenset[str]
+    place: torch.device
+    meta: Tensor
+    is_placeholder = True
+    _used: ClassVar[set[str] | None] = None
+
+    @staticmethod
+    def make(like: Tensor, sources: Iterable[str], place: torch.device) -> PlaceholderTensor:
+        if isinstance(like, PlaceholderTensor):
+            like = like.meta
+        meta = like.detach() if like.is_meta else torch.empty_like(like, device=META)
+        made = meta.as_subclass(PlaceholderTensor)
+        made.meta, made.sources, made.place = meta, frozenset(sources), place
+        return made
+
+    @classmethod
+    @contextlib.contextmanager
+    def watched(cls) -> Iterator[set[str]]:
+        """The sources of everything that is computed with while this lasts."""
+        before, cls._used = cls._used, set()
+        try:
+            yield cls._used
+        finally:
+            cls._used = before
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PlaceholderTensor)]
+        place, name = found[0].place, getattr(func, "__name__", "")
+        if name == "__get__":
+            known = {Tensor.device: place, Tensor.is_meta: False, Tensor.is_cuda: place.type == "cuda"}
+            if (answer := known.get(func.__self__)) is not None:  # type: ignore[attr-defined]
+                return answer
+        elif name in _VALUES:
+            source = min(found[0].sources, default="another stage")
+            raise LayoutError(
+                f"the model's code looks at numbers that come from {source}, which another stage of the pipeline "
+                "computes: let it decide by the batch alone, or write strategy=fsdp"
+            )
+        elif name in _DEVICES:
+            return found[0]
+        sources = frozenset().union(*(leaf.sources for leaf in found))
+        if cls._used is not None:
+            cls._used |= sources
+        args, kwargs = tree_map(_to_meta, (tuple(args), dict(kwargs)))
+        with torch.no_grad():
+            output = func(*args, **kwargs)
+        return tree_map(lambda o: PlaceholderTensor.make(o, sources, place) if isinstance(o, Tensor) else o, output)
+
+
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, PlaceholderTensor):
+        return value.meta
+    if isinstance(value, Tensor):
+        return value.detach().to(META)
+    if isinstance(value, torch.device) or (isinstance(value, str) and value.split(":")[0] in _DEVICES):
+        return META
+    return value
+
+
+def sources_of(values: Any) -> frozenset[str]:
+    """What the placeholders among `values` were made from."""
+    return frozenset().union(*(leaf.sources for leaf in tree_leaves(values) if isinstance(leaf, PlaceholderTensor)))
 
 
 @dataclass
@@ -213,26 +290,3 @@ class _OperationCount(OperationMode):  # type: ignore[misc]
         if not getattr(func, "is_view", False):
             self.total += 3 * ELEMENT * sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
         return output
-
-
-def require_chain(trace: Trace, blocks: list[str]) -> None:
-    """Raises LayoutError unless every block's input was made from the block's before it; all blocks are called."""
-    called = [call.path for call in trace.blocks]
-    unused = [name for name in blocks if name not in called]
-    if unused:
-        raise LayoutError(
-            f"the model never calls its block {unused[0]}, so its blocks do not form a chain: name those it calls"
-        )
-    behind: dict[str, frozenset[str]] = {}
-    before = ""
-    for call in trace.calls:
-        behind[call.name] = call.uses.union(*(behind.get(source, frozenset()) for source in call.uses))
-        if call.is_block:
-            if before and before not in behind[call.name]:
-                seen = [name for name in called if name in behind[call.name]]
-                fork = f"after {seen[-1]}" if seen else "at its input"
-                raise LayoutError(
-                    f"the model's blocks do not form a chain: {call.path} does not use what {before} puts out, it "
-                    f"branches {fork}: name blocks that follow each other, or write strategy=fsdp"
-                )
-            before = call.name

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from strategies.replicate import local
+from strategies.grad_sync import local
 
 
 class DeferredWeightGrad(TorchFunctionMode):

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,44 +38,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from strategies.dims import LayoutError
-from strategies.options import Options
-from strategies.replicate import all_reduce_, local
+from strategies.dims import LayoutError, Options
+from strategies.grad_sync import all_reduce_, local
 from strategies.strategy import Strategy
 from strategies.tensor import ops
 from strategies.tensor.loss import VocabularyLogits
+from strategies.tensor.ops import SplitLayers
 from strategies.tensor.plan import Plan, is_transposed_linear, make_plan, out_features
 from strategies.torch_internals import rnn_reading_its_parameters
-
-
-class SplitLayers:
-    """What the split layers of one model share. mesh: None where the workers are only supposed (cost.py)."""
-
-    def __init__(self, mesh: DeviceMesh | None, plan: Plan, loss_parallel: bool, peers: ops.Peers) -> None:
-        self.mesh, self.plan, self.loss_parallel, self.peers = mesh, plan, loss_parallel, peers
-        self._seen: weakref.ref[Tensor] | None = None
-        self._entered: Tensor | None = None
-
-    def enter(self, x: Tensor) -> Tensor:
-        """The whole input of a layer split by columns. Layers called with the same input share one gathering."""
-        if torch.compiler.is_compiling():
-            return self._enter(x)
-        if self._entered is None or self._seen is None or self._seen() is not x:
-            self._seen, self._entered = weakref.ref(x), self._enter(x)
-        return self._entered
-
-    def _enter(self, x: Tensor) -> Tensor:
-        """`x` for split layers, in the type that they compute in: cast before it is sent, so that 16 bits are sent."""
-        if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        return ops.gather_sequence(x, self.peers) if self.plan.sequence else ops.enter(x, self.peers)
-
-    def leave(self, x: Tensor) -> Tensor:
-        """The sum over workers, or this worker's part of it along the sequence."""
-        return ops.scatter_sequence(x, self.peers) if self.plan.sequence else ops.leave(x, self.peers)
-
-    def forget(self) -> None:
-        self._seen = self._entered = None
 
 
 def _own(module: nn.Module, name: str) -> Any:
@@ -209,6 +178,32 @@ def rewrite(module: nn.Module, split: SplitLayers, replace: Callable[[nn.Paramet
             owner.__class__ = _class(type(owner), style, tuple(own))  # type: ignore[arg-type]
         if style == "split" and split.plan.sequence:
             owner.register_forward_hook(lambda _, __, y: ops.split_sequence(y, split.peers))
+
+
+def one_part(
+    module: nn.Module,
+    given: dict[str, str] | None,
+    ways: int,
+    *,
+    sequence_parallel: bool = True,
+    loss_parallel: bool = True,
+) -> tuple[ops.ShapePeers, Plan]:
+    """Makes a module without storage, in place, what one of `ways` workers computes; no process is needed.
+
+    Raises:
+        LayoutError: a plan that does not fit the model.
+    """
+    plan, peers = make_plan(module, given, sequence_parallel), ops.ShapePeers(ways)
+
+    def slice_of(parameter: nn.Parameter, dim: int | None) -> nn.Parameter:
+        if dim is None:
+            return parameter
+        shape = list(parameter.shape)
+        shape[dim] = -(-shape[dim] // ways)
+        return nn.Parameter(parameter.new_empty(shape), parameter.requires_grad)
+
+    rewrite(module, SplitLayers(None, plan, loss_parallel, peers), slice_of)
+    return peers, plan
 
 
 class GradientSums:

@@ -17,13 +17,18 @@ Activations are (…, sequence, features). Parts are those of torch.chunk: equal
 
 from __future__ import annotations
 
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from strategies.dims import LayoutError
+from strategies.tensor.plan import Plan
 from strategies.torch_internals import functional_collectives
 
 _all_reduce, _all_gather, _reduce_scatter, _ = functional_collectives()
@@ -71,6 +76,40 @@ class Peers:
             )
         stacked = torch.cat(x.chunk(self.size, dim), 0) if dim % x.dim() else x
         return _reduce_scatter(stacked.contiguous(), self.group)
+
+
+class ShapePeers(Peers):
+    """Peers that are not there: every collective gives a tensor of the right shape, and notes what it would send."""
+
+    def __init__(self, ways: int) -> None:
+        self.size, self.rank = ways, 0
+        self.where: Callable[[], str] = str
+        """Names the part of the model that is at work."""
+        self.sent: dict[str, float] = defaultdict(float)
+        """Bytes that one of them sends by ring algorithms, by part."""
+        self.calls: dict[str, int] = defaultdict(int)
+
+    def _note(self, whole: Tensor, factor: float) -> None:
+        """A collective whose whole tensor is `whole`; rings send factor × (ways - 1) / ways of it."""
+        self.sent[self.where()] += factor * whole.numel() * whole.element_size() * (self.size - 1) / self.size
+        self.calls[self.where()] += 1
+
+    def all_reduce(self, x: Tensor, operation: str = "sum") -> Tensor:
+        self._note(x, 2)
+        return torch.empty_like(x)
+
+    def all_gather(self, x: Tensor, dim: int, length: int) -> Tensor:
+        shape = list(x.shape)
+        shape[dim] = length
+        whole = x.new_empty(shape)
+        self._note(whole, 1)
+        return whole
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        self._note(x, 1)
+        shape = list(x.shape)
+        shape[dim] //= self.size
+        return x.new_empty(shape)
 
 
 class _Enter(torch.autograd.Function):
@@ -146,3 +185,33 @@ def split_sequence(x: Tensor, peers: Peers) -> Tensor:
     if x.size(-2) % peers.size:
         peers.reduce_scatter(x, -2)  # says what is wrong
     return _Split.apply(x, peers, -2, False)
+
+
+class SplitLayers:
+    """What the split layers of one model share. mesh: None where the workers are only supposed (`apply.one_part`)."""
+
+    def __init__(self, mesh: DeviceMesh | None, plan: Plan, loss_parallel: bool, peers: Peers) -> None:
+        self.mesh, self.plan, self.loss_parallel, self.peers = mesh, plan, loss_parallel, peers
+        self._seen: weakref.ref[Tensor] | None = None
+        self._entered: Tensor | None = None
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The whole input of a layer split by columns. Layers called with the same input share one gathering."""
+        if torch.compiler.is_compiling():
+            return self._enter(x)
+        if self._entered is None or self._seen is None or self._seen() is not x:
+            self._seen, self._entered = weakref.ref(x), self._enter(x)
+        return self._entered
+
+    def _enter(self, x: Tensor) -> Tensor:
+        """`x` for split layers, in the type that they compute in: cast before it is sent, so that 16 bits are sent."""
+        if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return gather_sequence(x, self.peers) if self.plan.sequence else enter(x, self.peers)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The sum over workers, or this worker's part of it along the sequence."""
+        return scatter_sequence(x, self.peers) if self.plan.sequence else leave(x, self.peers)
+
+    def forget(self) -> None:
+        self._seen = self._entered = None

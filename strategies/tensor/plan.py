@@ -19,13 +19,12 @@ slower than a plan, because every output is gathered.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from dataclasses import dataclass
 
 from torch import nn
 
-from strategies.dims import LayoutError
+from strategies.dims import LayoutError, meant
 
 VALUES: dict[str, tuple[type[nn.Module] | None, int | None]] = {
     "embedding": (nn.Embedding, 0),
@@ -85,13 +84,11 @@ def _matched(module: nn.Module, given: dict[str, str]) -> dict[str, str]:
     for key, written in given.items():
         value = SYNONYMS.get(written, written)
         if value not in VALUES:
-            near = difflib.get_close_matches(value, VALUES, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"write one of {', '.join(VALUES)}"
+            hint = meant(value, VALUES, f"write one of {', '.join(VALUES)}")
             raise LayoutError(f"the tensor plan has {key}: {written}, which is not a value: {hint}")
         names = [name for name in modules if _matches(name, key)]
         if not names:
-            near = difflib.get_close_matches(key, modules, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(list(modules)[1:6])}, …"
+            hint = meant(key, modules, f"it has {', '.join(list(modules)[1:6])}, …")
             raise LayoutError(f"the tensor plan's {key!r} matches no module of {type(module).__name__}: {hint}")
         for name in names:
             _require_class(modules[name], name, value)

@@ -9,9 +9,8 @@ import pytest
 
 from app.errors import UserError
 from app.schedule_picture import draw
-from strategies.pipeline.profile import chrome_trace, figures
 from strategies.pipeline.schedules import make
-from strategies.pipeline.simulate import Span, Times, bubble, simulate
+from strategies.pipeline.simulate import Span, Times, bubble, chrome_trace, figures, simulate
 
 
 def test_the_pictures_of_a_schedule(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 import strategies
 from experiments.parity.rows import ROWS
-from strategies.devices import home, remark, share
+from strategies.one_process import home, remark, share
 from strategies.parallelize import Layout, LayoutError, Options, ParallelDims, check, choose
 from strategies.registry import STRATEGIES
 

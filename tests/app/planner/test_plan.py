@@ -27,9 +27,8 @@ from app.planner.output import cells, picture
 from app.planner.read import Reader
 from cluster import hardware
 from strategies import registry
-from strategies.dims import NAMES, LayoutError
+from strategies.dims import NAMES, LayoutError, Options
 from strategies.layout import check, choose
-from strategies.options import Options
 from strategies.pipeline.schedules import SCHEDULES
 from tests.app.planner.conftest import EXPERIMENT, TINY, gpus, loaded, plan_of, words
 from tests.layout_cost import layout_cost

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strategies.pipeline.rebalance import BetterPartition, Measured, better_partition
+from strategies.pipeline.partition import BetterPartition, Measured, better_partition
 from strategies.pipeline.simulate import Span
 
 CALLS = [("entry", False), ("0", True), ("1", True), ("2", True), ("3", True), ("head", False)]

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from strategies.dims import Options
 from strategies.layout import LayoutError, check, choose
-from strategies.options import Options
 from strategies.pipeline import partition
 from strategies.pipeline.schedules import FOLDED, SCHEDULES, SPLIT, Op, Schedule, make, part_of, place_of
 from strategies.pipeline.simulate import (

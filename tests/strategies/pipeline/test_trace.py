@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from experiments.parity.curves import Trial
 from strategies.blocks import find_blocks
+from strategies.dims import Options
 from strategies.layout import LayoutError
-from strategies.options import Options
+from strategies.parallel import Loss
 from strategies.pipeline.apply import plan_stages
-from strategies.pipeline.trace import Loss
 from tests.strategies.models import (
     HEADS,
     VOCABULARY,

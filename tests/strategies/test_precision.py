@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from app.config_io import load_config
 from app.models.gpt import GPT
 from app.run.model_check import check_devices
-from strategies import float8
-from strategies.float8 import FORWARD, GRADIENT, Float8Linear, multiply, quantise
+from strategies import precision
 from strategies.layout import LayoutError
 from strategies.parallelize import Layout, Options, check, choose, parallelize
+from strategies.precision import FORWARD, GRADIENT, Float8Linear, multiply, quantise
 from tests.pool import run_distributed
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def _layer() -> tuple[Float8Linear, nn.Linear]:
     torch.manual_seed(0)
     plain = nn.Linear(64, 48)
     blocks = nn.ModuleList([copy.deepcopy(plain)])
-    assert float8.apply(blocks, ["0"]) == ()
+    assert precision.use_float8(blocks, ["0"]) == ()
     (layer,) = blocks
     assert isinstance(layer, Float8Linear)
     return layer, plain
@@ -92,12 +92,12 @@ def test_layers_of_blocks_whose_sizes_16_divides_are_chosen_and_no_others() -> N
     chain = nn.Sequential(*(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 20), nn.Linear(20, 32)) for _ in "ab"))
     model = nn.ModuleDict({"blocks": chain, "head": nn.Linear(32, 64)})
     names = list(model.state_dict())
-    (note,) = float8.apply(model, ["blocks.0", "blocks.1"])
+    (note,) = precision.use_float8(model, ["blocks.0", "blocks.1"])
     assert note.startswith("4 of the blocks' 6 linear layers compute in bfloat16")
     assert [name for name, m in model.named_modules() if isinstance(m, Float8Linear)] == ["blocks.0.0", "blocks.1.0"]
     assert list(model.state_dict()) == names
     with pytest.raises(LayoutError, match="no linear layer whose sizes 16 divides"):
-        float8.apply(nn.ModuleList([nn.Linear(20, 20)]), ["0"])
+        precision.use_float8(nn.ModuleList([nn.Linear(20, 20)]), ["0"])
 
 
 @pytest.mark.parametrize("name", ["tensor", "pipeline", "dp", "deepspeed"])
@@ -115,9 +115,9 @@ def test_it_is_refused_without_a_gpu_and_on_one_too_old(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     with pytest.raises(LayoutError, match=r"8\.9 or newer .*, but NVIDIA A100 has 8\.0"):
-        float8.require(torch.device("cuda"))
+        precision.require_float8(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    float8.require(torch.device("cuda"))
+    precision.require_float8(torch.device("cuda"))
 
 
 def _losses(_: int, name: str, workers: int, kind: str) -> list[float]:
@@ -131,7 +131,7 @@ def _losses(_: int, name: str, workers: int, kind: str) -> list[float]:
         return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
 
     layout = choose(name, workers) if workers > 1 else Layout("single")
-    with mock.patch.object(float8, "require"):
+    with mock.patch.object(precision, "require_float8"):
         options = Options(precision=kind, activation_checkpointing="selective")
         parallel = parallelize(build, layout, options, device=CPU)
     used = any(isinstance(module, Float8Linear) for module in parallel.inner.modules())
@@ -157,7 +157,7 @@ def test_a_gpt_trains_in_it_as_in_bf16_and_over_workers_as_on_one() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < float8.LEAST, reason="no GPU with float8"
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < precision.LEAST, reason="no GPU with float8"
 )
 def test_on_a_gpu_the_product_is_the_cpus() -> None:
     x8, inverse = quantise(_random(64, 256), FORWARD)
