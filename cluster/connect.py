@@ -6,12 +6,15 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cluster import ClusterError
+
+if TYPE_CHECKING:
+    from cluster.shape import ClusterShape, NodeState
 
 OBJECT_STORE_BYTES = 100_000_000  # of a Ray of one command: tensors never go through it
 _log = logging.getLogger(__name__)
@@ -19,18 +22,34 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Cluster:
-    """What Ray believes there is: totals over the nodes that are alive, in Ray's resource units."""
+    """The Ray cluster that this process is connected to, as it was when it was asked.
 
-    address: str
-    nodes: int
-    resources: Mapping[str, float]
-    largest: Mapping[str, float]  # per resource, the most that one node has
-    max_resources: Mapping[str, float]  # what an autoscaler may grow the cluster to; empty where there is none
-    started_here: bool
+    shape: with limits and prices where its file is known; else what is alive, and stays so.
+    """
+
+    nodes: tuple[NodeState, ...]
+    shape: ClusterShape
 
     @property
     def gpus(self) -> int:
-        return int(self.resources.get("GPU", 0))
+        return int(sum(node.total.get("GPU", 0) for node in self.nodes))
+
+    @property
+    def gpus_of_largest(self) -> int:
+        """The most that one node has."""
+        return int(max(node.total.get("GPU", 0) for node in self.nodes))
+
+    @property
+    def max_resources(self) -> dict[str, float]:
+        """What an autoscaler may grow the cluster to; empty where there is none."""
+        shape = self.shape
+        if not shape.path or shape.provider == "local":  # all on-prem machines are there from the start
+            return {}
+        most = {
+            "CPU": shape.max_on_workers(lambda kind: kind.cpus),
+            "GPU": shape.max_on_workers(lambda kind: kind.gpus),
+        }
+        return {name: amount for name, amount in most.items() if amount}
 
 
 def connect(preload: str = "") -> Cluster:
@@ -43,7 +62,7 @@ def connect(preload: str = "") -> Cluster:
         ClusterError: there is an address, and no cluster answers there or it does not let this process in.
     """
     if getattr(sys.modules.get("ray"), "is_initialized", bool)():  # without importing it
-        return describe(started_here=False)
+        return describe()
     path, found = _share_imports(), address()
     if found:
         _check_reachable(found)
@@ -79,7 +98,7 @@ def connect(preload: str = "") -> Cluster:
                 "not one of its nodes (then `trireme submit` sends a job there)"
             ) from error
         raise ClusterError(f"Ray does not start on this machine: {first}") from error
-    return describe(started_here=not found)
+    return describe(private=not found)
 
 
 def disconnect() -> None:
@@ -161,21 +180,15 @@ def _check_reachable(found: str) -> None:
         ) from error
 
 
-def describe(*, started_here: bool) -> Cluster:
-    """The cluster that this process is connected to."""
-    import ray
+def describe(*, private: bool = False) -> Cluster:
+    """The cluster that this process is connected to. Its file is TRIREME_CLUSTER, or what `ray up` leaves on the head,
+    where jobs run.
 
-    from cluster.files import connected
+    private: Ray was started by this process, and is of no file.
+    """
+    from cluster.files import bootstrap_config, cluster_file, read_cluster
+    from cluster.shape import living_nodes, of_nodes
 
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    largest: dict[str, float] = {}
-    for node in nodes:
-        for name, amount in node["Resources"].items():
-            largest[name] = max(largest.get(name, 0.0), amount)
-    shape = connected(private=started_here)
-    # Without a file no more will come; all on-prem machines are there from the start.
-    grows = shape.path and shape.provider != "local"
-    most = {"CPU": shape.max_on_workers(lambda kind: kind.cpus), "GPU": shape.max_on_workers(lambda kind: kind.gpus)}
-    most = {name: amount for name, amount in most.items() if amount and grows}
-    resources, address = dict(ray.cluster_resources()), ray.get_runtime_context().gcs_address
-    return Cluster(address, len(nodes), resources, largest, most, started_here)
+    nodes, file = living_nodes(), None if private else cluster_file()
+    shape = read_cluster(file) if file else None if private else bootstrap_config()
+    return Cluster(tuple(nodes), shape or of_nodes(nodes))

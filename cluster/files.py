@@ -12,7 +12,7 @@ import yaml
 
 from cluster import ClusterError, kuberay, ray_file
 from cluster.document import Document, Problem, describe, dotted, read_documents
-from cluster.shape import ClusterShape, of_nodes
+from cluster.shape import ClusterShape
 
 FOLDER = Path(__file__).parent
 
@@ -35,19 +35,6 @@ def own_files() -> dict[str, Path]:
 def cluster_file(chosen: str | None = None) -> str | None:
     """The file of the cluster in use: what was chosen, else TRIREME_CLUSTER, else none."""
     return chosen or os.environ.get("TRIREME_CLUSTER") or None
-
-
-def connected(chosen: str | None = None, *, private: bool = False) -> ClusterShape:
-    """The Ray cluster that this process is connected to: with limits and prices where its file is known (`chosen`,
-    TRIREME_CLUSTER, or what `ray up` leaves on the head, where jobs run); else what is alive now, and stays so.
-
-    private: Ray was started by this process, and is of no file but a chosen one.
-    """
-    import ray
-
-    file = chosen or (None if private else cluster_file())
-    shape = read_cluster(file) if file else None if private else _bootstrap_config()
-    return shape or of_nodes([node for node in ray.nodes() if node["Alive"]])
 
 
 def read_cluster(path: str | Path) -> ClusterShape:
@@ -82,9 +69,9 @@ def _valid(path: str | Path) -> tuple[list[Document], str]:
     return documents, file
 
 
-def _bootstrap_config() -> ClusterShape | None:
+def bootstrap_config() -> ClusterShape | None:
     """The shape that `ray up` has given the head it started on this machine; None where there is none."""
-    file = Path("~/ray_bootstrap_config.yaml").expanduser()
+    file = Path("~/raybootstrap_config.yaml").expanduser()
     try:
         return ray_file.shape(yaml.safe_load(file.read_text()), str(file))
     except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError):  # not there, or not of Ray's launcher

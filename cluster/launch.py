@@ -1,22 +1,33 @@
-"""Starts and ends the cluster of a file: Ray's own launcher, with a check of the machines before and after."""
+"""Starts, looks at and ends the cluster of a file: Ray's own launcher, with a check of the machines before it, and what
+runs, starts or has failed by Ray's documented commands (`ray list nodes`; `ray status -v` for the autoscaler).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster import ClusterError, preflight, ray_file
+from cluster import ClusterError, ray_file
 from cluster.files import read_cluster, read_ray_file
-from cluster.remote import is_open, login_of, run, run_on_all
-from cluster.status import RAY, Status, ray_environment, status_of
+from cluster.pending import RAY, autoscaler_report
+from cluster.remote import Result, is_open, last_line, login_of, probe, run, run_on_all, unfit
+from cluster.shape import ClusterShape
 
+ASK = (
+    "ray list nodes --format=json --limit=10000 --timeout=10 --address=http://127.0.0.1:{dashboard} && "
+    "ray status -v --address=127.0.0.1:{gcs}"
+)
+TOKEN_REFUSED = re.compile(r"\b40[13]\b|[Aa]uthentication|[Uu]nauthenticated|[Tt]oken")
 Say = Callable[[str], None]
 
 
@@ -61,7 +72,7 @@ def make_token() -> None:
 
 def _check_machines(data: Mapping[str, Any], say: Say) -> None:
     say("checking the machines")
-    found = preflight.problems(preflight.probe(data))
+    found = unfit(probe(login_of(data), ray_file.hosts(data)))
     for sentence in found[1:]:
         say(f"also: {sentence}")
     if found:
@@ -94,7 +105,7 @@ def _run(command: str | list[str], environment: dict[str, str], log: Path, timeo
         except subprocess.TimeoutExpired:
             raise ClusterError(f"`{name}` did not end within {timeout:.0f} s ({log})") from None
     if done.returncode:
-        raise ClusterError(f"`{name}` failed ({log}): {last_lines(log)}")
+        raise ClusterError(f"`{name}` failed ({log}): {last_line(log.read_text(errors='replace'), 3)}")
 
 
 def _log(data: Mapping[str, Any], what: str) -> Path:
@@ -104,13 +115,6 @@ def _log(data: Mapping[str, Any], what: str) -> Path:
     log = folder / f"{data['cluster_name']}-{what}.log"
     log.write_text("")
     return log
-
-
-def last_lines(log: Path, count: int = 3) -> str:
-    """The end of a log in one line, without colours."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace"))
-    lines = [line.strip() for line in plain.splitlines() if line.strip()]
-    return " / ".join(lines[-count:]) or "nothing was printed"
 
 
 def _wait(data: Mapping[str, Any], file: str, say: Say, timeout: float) -> Status:
@@ -183,3 +187,99 @@ def _commands() -> Iterator[tuple[int, str]]:
         with contextlib.suppress(OSError):
             if (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
                 yield int(folder.name), (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+
+
+# --- status -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Status:
+    """A cluster at one moment. Texts are for a person."""
+
+    name: str
+    reachable: bool
+    problem: str = ""  # why it could not be asked
+    alive: list[dict[str, Any]] = field(default_factory=list)  # ip, head, resources, type
+    starting: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    dollars_per_hour: float | None = None
+    unpriced: int = 0  # living nodes whose price is not known
+
+    def lines(self) -> list[str]:
+        if not self.reachable:
+            return [f"{self.name} is not up: {self.problem}"]
+        gpus = sum(node["resources"].get("GPU", 0) for node in self.alive)
+        found = [f"{self.name}: {len(self.alive)} node{'s' if len(self.alive) != 1 else ''} up, {gpus:g} GPUs"]
+        for node in self.alive:
+            r = node["resources"]
+            kind = "head" if node["head"] else node["type"] or "worker"
+            found.append(f"  {node['ip']:<16} {kind:<14} {r.get('CPU', 0):g} CPUs, {r.get('GPU', 0):g} GPUs")
+        found += [f"  starting  {text}" for text in self.starting]
+        found += [f"  failed    {text}" for text in self.failed]
+        if self.dollars_per_hour is not None:
+            more = f", and {self.unpriced} nodes whose price is not known" if self.unpriced else ""
+            found.append(f"  costs     ${self.dollars_per_hour:.2f} an hour{more}")
+        else:
+            found.append("  costs     not known: write price_per_hour under metadata.trireme.nodes of the file")
+        return found
+
+
+def status_of(data: Mapping[str, Any], file: str) -> Status:
+    """Asks the head of a cluster; never raises for one that is down."""
+    name = data["cluster_name"]
+    command = ASK.format(dashboard=ray_file.dashboard_port(data), gcs=ray_file.gcs_port(data))
+    if ray_file.is_this_machine(data):
+        done = subprocess.run(command, shell=True, env=ray_environment(), capture_output=True, text=True, timeout=60)
+        result = Result("this machine", done.returncode, done.stdout, done.stderr)
+    else:
+        try:
+            result = run(login_of(data), head_host(data, file), command)
+        except ClusterError as error:
+            return Status(name, False, str(error))
+    return read_status(name, result, read_cluster(file))
+
+
+def ray_environment() -> dict[str, str]:
+    """This environment with the Python of ours first, so that `ray` is its Ray."""
+    return os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+
+
+def head_host(data: Mapping[str, Any], file: str) -> str:
+    """Address of the head: the file's, or the cloud's answer.
+
+    Raises:
+        ClusterError: the cloud has no head of this cluster, or cannot be asked.
+    """
+    if data["provider"]["type"] == "local":
+        return data["provider"]["head_ip"]
+    done = subprocess.run([RAY, "get-head-ip", file], capture_output=True, text=True, timeout=120)
+    found = [line.strip() for line in done.stdout.splitlines() if re.fullmatch(r"[\d.]+|[0-9a-f:]{3,}", line.strip())]
+    if done.returncode or not found:
+        why = last_line(done.stderr or done.stdout)
+        raise ClusterError(f"the head of {data['cluster_name']} cannot be found: {why}")
+    return found[-1]
+
+
+def read_status(name: str, result: Result, shape: ClusterShape) -> Status:
+    """What the head's two commands printed, put together. Pure."""
+    match = re.search(r"^\[\{.*\}\]$", result.out, re.MULTILINE)
+    if result.problem or not match:
+        if TOKEN_REFUSED.search(result.err):
+            problem = "its Ray refuses the token in ~/.ray/auth_token there, which is not the one that it started with"
+            return Status(name, False, problem)
+        return Status(name, False, result.problem or f"Ray does not answer on its head ({last_line(result.err)})")
+    alive = [
+        {
+            "ip": row["node_ip"],
+            "head": bool(row.get("is_head_node")),
+            "resources": row.get("resources_total") or {},
+            "type": (row.get("labels") or {}).get("ray.io/node-group", ""),
+        }
+        for row in json.loads(match[0])
+        if row.get("state") == "ALIVE"
+    ]
+    report = autoscaler_report(result.out[match.end() :])
+    prices = [shape.price_of(node["type"], head=node["head"]) for node in alive]
+    known = [price for price in prices if price is not None]
+    dollars, unpriced = sum(known) if known else None, len(prices) - len(known)
+    return Status(name, True, "", alive, list(report.starting), list(report.failed), dollars, unpriced)

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from cluster import ClusterError
-from cluster.shape import ClusterShape, NodeType
+from cluster.shape import ClusterShape, NodeState, NodeType, Resources
 
-Resources = Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class NodeState:
-    """A living node, as Ray counts it."""
-
-    name: str  # its address
-    kind: str  # its node type's name; "" where it has none
-    total: Resources
-    available: Resources
+RAY = str(Path(sys.executable).with_name("ray"))  # its command line, of this Python
 
 
 @dataclass(frozen=True)
@@ -37,6 +30,29 @@ class AutoscalerReport:
     active: bool = False
     starting: tuple[str, ...] = ()  # "10.0.0.7: a100, setting-up"
     failed: tuple[str, ...] = ()  # "a100: InsufficientInstanceCapacity (latest_attempt: 14:02:11) - …"
+
+
+def autoscaler_now() -> AutoscalerReport:
+    """What the autoscaler of the connected cluster reports, as far as it answers. Takes a second or two."""
+    import ray
+
+    command = [RAY, "status", "-v", f"--address={ray.get_runtime_context().gcs_address}"]
+    try:
+        return autoscaler_report(subprocess.run(command, capture_output=True, text=True, timeout=30).stdout)
+    except subprocess.TimeoutExpired:
+        return AutoscalerReport(True)
+
+
+def autoscaler_report(text: str) -> AutoscalerReport:
+    """The same from what `ray status -v` prints of an autoscaler of either version. Pure."""
+    found: dict[str, list[str]] = {"Pending:": [], "Recent failures:": []}
+    section = ""
+    for line in text.splitlines():
+        if not line.startswith(" "):
+            section = line.strip()
+        elif section in found and not line.strip().startswith("(no "):
+            found[section].append(line.strip())
+    return AutoscalerReport(True, tuple(found["Pending:"]), tuple(found["Recent failures:"]))
 
 
 @dataclass(frozen=True)
@@ -69,7 +85,7 @@ def diagnose(
     unknown = shape is None and autoscaler.active  # what may come is not known here
     if not kinds and not living and not unknown:
         return Diagnosis(f"{what}: {_never(bundle, nodes, shape)}", placed, False)
-    fitting = " or ".join(dict.fromkeys(kinds or [node.name for node in living]))
+    fitting = " or ".join(dict.fromkeys(kinds or [node.address for node in living]))
     where = f"it could be on {fitting}" if fitting else "no node has it"
     reason, ever = _obstacle(bundle, nodes, living, kinds, usage, shape, autoscaler)
     return Diagnosis(f"{what}; {where}, but {reason}", placed, ever)
@@ -133,7 +149,7 @@ def _obstacle(
         return limit, False
     if autoscaler.active:
         return "the autoscaler has not asked for one yet", True
-    left = [(node.name, {name: node.available.get(name, 0.0) for name in bundle}) for node in living[:3]]
+    left = [(node.address, {name: node.available.get(name, 0.0) for name in bundle}) for node in living[:3]]
     free = "; ".join(f"{name} has {format_resources(room)} free" for name, room in left)
     return f"what is free lies on different nodes ({free})" if free else "no such node is up", bool(living)
 

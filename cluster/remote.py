@@ -1,14 +1,18 @@
-"""Commands on other machines over SSH, as Ray's launcher would run them: in a login shell, so that PATH is theirs."""
+"""Commands on other machines over SSH, as Ray's launcher would run them (in a login shell, so that PATH is theirs), and
+whether Ray can be started on a machine: Ray's launcher says little when one does not come up.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import shlex
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -89,8 +93,11 @@ def explain(host: str, login: SshLogin, err: str) -> str:
     return text.format(host=host, user=login.user, key=login.key or "your key", seconds=CONNECT_SECONDS)
 
 
-def last_line(text: str) -> str:
-    return next((line.strip()[:200] for line in reversed(text.splitlines()) if line.strip()), "no reason given")
+def last_line(text: str, count: int = 1) -> str:
+    """The end of what a program printed, in one line and without colours."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    lines = [line.strip() for line in plain.splitlines() if line.strip()]
+    return " / ".join(line[:200] for line in lines[-count:]) or "no reason given"
 
 
 @contextlib.contextmanager
@@ -133,3 +140,80 @@ def is_open(host: str, port: int) -> bool:
             return True
     except OSError:
         return False
+
+
+# --- whether Ray can be started there; `trireme doctor` looks at the rest once it runs -------------------------------
+
+PORTS = {6379: "Ray's head", 8265: "Ray's dashboard"}  # looked at on the head; workers choose theirs
+# Runs on the other machine, with its Python and nothing but the standard library.
+PROBE = r"""
+import importlib.metadata, json, os, platform, shutil, socket
+facts = {"python": platform.python_version(), "rsync": shutil.which("rsync") is not None, "ray": "", "busy_ports": []}
+try: facts["ray"] = importlib.metadata.version("ray")
+except importlib.metadata.PackageNotFoundError: pass
+for port in PORTS:
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try: s.bind(("0.0.0.0", port))
+        except OSError: facts["busy_ports"].append(port)
+facts["ray_running"] = False
+for pid in os.listdir("/proc"):
+    if pid.isdigit():
+        try: command = open(f"/proc/{pid}/cmdline", "rb").read().split(b"\0")[0]
+        except OSError: continue
+        facts["ray_running"] |= command.endswith((b"/raylet", b"/gcs_server"))
+print("TRIREME" + json.dumps(facts))
+"""
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What one machine reports of itself. `problem` is all there is when it could not be asked."""
+
+    host: str
+    problem: str = ""
+    python: str = ""
+    ray: str = ""  # its version; "": none
+    rsync: bool = True
+    busy_ports: Sequence[int] = ()
+    ray_running: bool = False
+
+
+def probe(login: SshLogin, hosts: list[str]) -> list[HostFacts]:
+    """Asks every machine at once."""
+    return [
+        read_probe(result) for result in run_on_all(login, hosts, "python -", stdin=f"PORTS={list(PORTS)}\n{PROBE}")
+    ]
+
+
+def read_probe(result: Result) -> HostFacts:
+    """A machine's output as facts. Pure."""
+    match = re.search(r"^TRIREME(\{.*\})$", result.out, re.MULTILINE)
+    missing = f"{result.host} has no usable `python` in a login shell: {last_line(result.err)}"
+    if result.problem or not match:
+        return HostFacts(result.host, result.problem or missing)
+    return HostFacts(result.host, **json.loads(match[1]))
+
+
+def unfit(facts: Sequence[HostFacts]) -> list[str]:
+    """What keeps Ray from starting on machines, of which the head is first; each a sentence with what to do. Pure."""
+    there = [host for host in facts if not host.problem]
+    found = [
+        f"Ray is running on {host.host} already: `trireme cluster down` ends it, or `ray stop` there"
+        for host in there
+        if host.ray_running
+    ]
+    found += [host.problem for host in facts if host.problem]
+    for host in there:
+        first = there[0]
+        if not host.ray:
+            found.append(f"{host.host} has no Ray: `pip install --constraint constraints.txt .` there")
+        elif (host.python, host.ray) != (first.python, first.ray):
+            has, other = f"Python {host.python} and Ray {host.ray}", f"Python {first.python} and Ray {first.ray}"
+            found.append(f"{host.host} has {has}, and {first.host} has {other}: Ray needs the same everywhere")
+        if not host.rsync:
+            found.append(f"{host.host} has no rsync, with which Ray copies files: install it")
+    for port in facts[0].busy_ports if not facts[0].ray_running else ():
+        remedy = f"end what listens there (`ss -ltnp sport = :{port}`)"
+        found.append(f"port {port} of {facts[0].host} is taken, and {PORTS[port]} needs it: {remedy}")
+    return found

@@ -5,13 +5,14 @@ The planner adds up layouts over a ClusterShape; `pending` explains with it what
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cluster import ClusterError
+from cluster import ClusterError, ray_internals
 from cluster.hardware import HardwareError, all_instances
 from cluster.hardware import gpu as known_gpu
 
@@ -64,8 +65,53 @@ class ClusterShape:
             total, left = total + amount * min(nodes, left), left - min(nodes, left)
         return total
 
-    def named(self, name: str) -> NodeType | None:
-        return next((t for t in self.types if t.name == name), None)
+    def price_of(self, kind: str, *, head: bool) -> float | None:
+        """Dollars an hour of one node: of its type's name, else of the only worker type there is."""
+        named = [self.head] if head else [t for t in self.types if t.name == kind] or list(self.workers)
+        return named[0].price_per_hour if len(named) == 1 else None
+
+
+Resources = Mapping[str, float]  # amounts by name, in Ray's units
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """A living node, as Ray counts it."""
+
+    address: str
+    kind: str  # its node type's name; "" where it has none
+    total: Resources
+    available: Resources
+    id: str = ""
+    session: str = ""  # folder on it in which Ray works
+
+    @property
+    def is_head(self) -> bool:
+        return "node:__internal_head__" in self.total
+
+    @property
+    def gpu(self) -> str:
+        """Ray's name of its GPUs; "" where it has none."""
+        return next((name.partition(":")[2] for name in self.total if name.startswith("accelerator_type:")), "")
+
+
+def living_nodes(excluded: Collection[str] = ()) -> list[NodeState]:
+    """The nodes of the Ray cluster that this process is connected to, but those whose ids are excluded."""
+    import ray
+
+    free = ray_internals.available_resources_per_node()
+    return [
+        NodeState(
+            node["NodeManagerAddress"],
+            (node.get("Labels") or {}).get("ray.io/node-group", ""),
+            node["Resources"],
+            free.get(node["NodeID"], {}),
+            node["NodeID"],
+            os.path.dirname(os.path.dirname(node["ObjectStoreSocketName"])),
+        )
+        for node in ray.nodes()
+        if node["Alive"] and node["NodeID"] not in excluded
+    ]
 
 
 def node_type(name: str, sources: Sequence[Mapping[str, Any]], least: int, most: int) -> NodeType:
@@ -166,34 +212,26 @@ def of_gpus(gpus: int, gpu: str, gpus_per_node: int, interconnect: str | float |
     return ClusterShape(f"{gpus}x{node.gpu}", "hypothetical", head, (node,), "", nodes)
 
 
-def of_nodes(nodes: Iterable[Mapping[str, Any]]) -> ClusterShape:
-    """The shape of living nodes, as `ray.nodes()` lists them; alike nodes are one type, and no more will come."""
-    head: NodeType | None = None
-    kinds: Counter[NodeType] = Counter()
-    for node in nodes:
-        if "node:__internal_head__" in node["Resources"]:
-            head = _of_node(node)
-        else:
-            kinds[_of_node(node)] += 1
-    if head is None:
+def of_nodes(nodes: Sequence[NodeState]) -> ClusterShape:
+    """The shape of living nodes; alike nodes are one type, and no more will come."""
+    heads = [_of_node(node) for node in nodes if node.is_head]
+    kinds = Counter(_of_node(node) for node in nodes if not node.is_head)
+    if not heads:
         raise ClusterError("this Ray cluster has no head node that is alive")
     workers = tuple(replace(kind, min_nodes=count, max_nodes=count) for kind, count in kinds.items())
-    return ClusterShape("connected", "ray", head, workers, "", sum(kinds.values()))
+    return ClusterShape("connected", "ray", heads[0], workers, "", sum(kinds.values()))
 
 
-def _of_node(node: Mapping[str, Any]) -> NodeType:
-    resources, labels = node["Resources"], node.get("Labels") or {}
-    gpus = int(resources.get("GPU", 0))
-    name = next((key.partition(":")[2] for key in resources if key.startswith("accelerator_type:")), "")
+def _of_node(node: NodeState) -> NodeType:
+    gpus = int(node.total.get("GPU", 0))
     try:
-        gpu = known_gpu(name).name if name else None
+        gpu = known_gpu(node.gpu).name if node.gpu else None
     except HardwareError:  # Ray knows a GPU that our list does not
         gpu = None
-    memory = (resources.get("memory", 0) + resources.get("object_store_memory", 0)) / GB
-    group = labels.get("ray.io/node-group") or (f"{gpus}-GPU node" if gpus else "CPU node")
-    facts = {"gpu": gpu, "gpus": gpus, "cpus": resources.get("CPU"), "memory_gb": memory}
-    found = node_type(group, [facts], 1, 1)
-    return found if gpu or not gpus else replace(found, gpu=name)
+    memory = (node.total.get("memory", 0) + node.total.get("object_store_memory", 0)) / GB
+    facts = {"gpu": gpu, "gpus": gpus, "cpus": node.total.get("CPU"), "memory_gb": memory}
+    found = node_type(node.kind or (f"{gpus}-GPU node" if gpus else "CPU node"), [facts], 1, 1)
+    return found if gpu or not gpus else replace(found, gpu=node.gpu)
 
 
 def table(shape: ClusterShape) -> str:

@@ -102,7 +102,7 @@ def down(cli: Invocation, file: str) -> None:
 def status(cli: Invocation, file: str) -> None:
     """Show what runs, starts or has failed, and the cost per hour."""
     from cluster.files import read_ray_file
-    from cluster.status import status_of
+    from cluster.launch import status_of
 
     found = status_of(*read_ray_file(file))
     cli.answer(found, "\n".join(found.lines()))

@@ -25,10 +25,11 @@ from app.config import Config
 from app.errors import UserError
 from app.job import Job, Place
 from app.launchers.ray_workers import POLL_SECONDS, RayChannel, RayWorkers, enter, surroundings
-from app.launchers.room import nodes_now, reserve
+from app.launchers.room import reserve
 from app.launchers.workers import Failures, WorkerLost
 from cluster.connect import Cluster
-from cluster.pending import NodeState, format_resources, place
+from cluster.pending import format_resources, place
+from cluster.shape import NodeState, living_nodes
 from strategies.layout import ParallelDims
 
 PROCESS_GROUP_SECONDS = 1800.0
@@ -110,7 +111,7 @@ class ActorWorkers(RayWorkers):
     def start(self, job: Job) -> None:
         """Raises UserError: the stages ask for resources that the cluster does not have."""
         dims, excluded = job.layout.dims, job.config.cluster.exclude_nodes
-        nodes = nodes_now(excluded)
+        nodes = living_nodes(excluded)
         per_stage = resources_of_stages(job.config, dims, self.per_worker)
         self.begin_attempt(dims.world_size)
         self.dead = {}

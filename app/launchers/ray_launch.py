@@ -23,9 +23,8 @@ from app.run.prepare import Prepared, prepare
 from app.tasks.base import Task
 from cluster import ClusterError
 from cluster.connect import Cluster
-from cluster.files import connected
-from cluster.pending import Diagnosis, check_feasible
-from cluster.status import autoscaler_now
+from cluster.files import read_cluster
+from cluster.pending import Diagnosis, autoscaler_now, check_feasible
 from strategies import registry
 
 LOOK_SECONDS = 3.0
@@ -75,7 +74,7 @@ class RayLaunch:
         config, console, workers = self.config, self.console, self.workers
         if config.parallel.stage_resources:
             return workers
-        known = connected(config.cluster.file, private=self.cluster.started_here)
+        known = read_cluster(config.cluster.file) if config.cluster.file else self.cluster.shape
         check_feasible(known, workers, self.per_worker)
         demand, excluded = [self.per_worker] * workers, config.cluster.exclude_nodes
         look = partial(why_pending, demand, known if known.path else None, excluded)
@@ -101,7 +100,7 @@ class RayLaunch:
 
     def prepare(self, task: Task, workers: int, config: Config | None = None) -> Prepared:
         gpus = self.per_worker.get("GPU", 0)
-        per_node = int(self.cluster.largest.get("GPU", 0) / gpus) if gpus else None
+        per_node = int(self.cluster.gpus_of_largest / gpus) if gpus else None
         return prepare(config or self.config, task, workers, devices_per_node=per_node)
 
     def supervisor(self, driver: Driver, prepared: Prepared, task: Task) -> Supervisor:
@@ -179,7 +178,7 @@ def resources_to_ask_for(config: Config, cluster: Cluster) -> tuple[int, dict[st
 
 def _gpus_each(config: Config, cluster: Cluster) -> float:
     """GPUs of one worker where the configuration does not say."""
-    most = max(1.0, cluster.largest.get("GPU", 0.0))
+    most = max(1.0, float(cluster.gpus_of_largest))
     several = [record for record in registry.written(config.strategy) if record.several_devices]
     if not several:
         return 1.0

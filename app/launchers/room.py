@@ -12,9 +12,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from app.launchers.recovery import Nodes, oom_kills
-from cluster.pending import AutoscalerReport, Diagnosis, JobUsage, NodeState, diagnose, place
-from cluster.ray_internals import available_resources_per_node
-from cluster.shape import ClusterShape
+from cluster.pending import AutoscalerReport, Diagnosis, JobUsage, diagnose, place
+from cluster.shape import ClusterShape, living_nodes
 
 ANSWER_SECONDS = 3.0
 Resources = Mapping[str, float]
@@ -42,25 +41,10 @@ def why_pending(
     autoscaler: AutoscalerReport | None = None,
 ) -> Diagnosis | None:
     """Why the group cannot be placed just now; None if it can."""
-    nodes = nodes_now(excluded)
+    nodes = living_nodes(excluded)
     if place(demand, nodes)[1] is None:
         return None
     return diagnose(demand, nodes, _holders(), shape, autoscaler or AutoscalerReport())
-
-
-def nodes_now(excluded: Sequence[str]) -> list[NodeState]:
-    """Living nodes but the excluded ones, with what is free."""
-    free = available_resources_per_node()
-    return [
-        NodeState(
-            node["NodeManagerAddress"],
-            (node.get("Labels") or {}).get("ray.io/node-group", ""),
-            node["Resources"],
-            free.get(node["NodeID"], {}),
-        )
-        for node in ray.nodes()
-        if node["Alive"] and node["NodeID"] not in excluded
-    ]
 
 
 def _holders() -> list[JobUsage]:
@@ -89,9 +73,7 @@ def _job_names() -> dict[str, str]:
 
 def free_by_node(excluded: Sequence[str]) -> dict[str, Counter[str]]:
     """What is free on the nodes that may be used, and what this run itself holds there, by the node's id."""
-    free = available_resources_per_node()
-    living = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    found = {node: Counter(free.get(node, {})) for node in living if node not in excluded}
+    found = {node.id: Counter(node.available) for node in living_nodes(excluded)}
     for entry in _groups_of_this_job():
         for number, bundle in entry["bundles"].items() if entry["state"] in ("CREATED", "RESCHEDULING") else ():
             if (node := entry["bundles_to_node_id"].get(number, "")) in found:
@@ -119,7 +101,7 @@ def ray_nodes() -> Nodes:
 
 
 def _is_alive(node: str) -> bool:
-    return any(entry["Alive"] for entry in ray.nodes() if entry["NodeID"] == node)
+    return any(entry.id == node for entry in living_nodes())
 
 
 def on_node(node: str, function: Callable[..., Any], *arguments: Any, seconds: float = 0.0) -> Any:

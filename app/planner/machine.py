@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from app.errors import UserError
 from app.planner.device import Device, device, remembered
-from cluster.files import cluster_file, connected, read_cluster
+from cluster.files import cluster_file, read_cluster
 from cluster.hardware import all_instances, cheapest
 from cluster.hardware import gpu as known_gpu
 from cluster.shape import ClusterShape, NodeType, link, of_gpus
@@ -129,7 +129,9 @@ def running(world: int, per_node: int | None = None) -> Machine:
     per_node: workers of one node, where the caller knows."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
-        return _of_cluster(connected(), Asked(), world)
+        from cluster.connect import describe
+
+        return _of_cluster(describe().shape, Asked(), world)
     return _devices(_local_gpu(), world, Asked(per_node=per_node))
 
 
@@ -238,8 +240,7 @@ def connected_shape() -> ClusterShape | None:
     ray = sys.modules.get("ray")
     if not (ray is not None and ray.is_initialized()) and not address():
         return None
-    connect()
-    return connected()
+    return connect().shape
 
 
 def require_here(machine: Machine, option: str) -> None:

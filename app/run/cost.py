@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.errors import UserError
 from cluster.files import cluster_file, read_cluster
-from cluster.shape import ClusterShape
+from cluster.shape import ClusterShape, living_nodes
 
 if TYPE_CHECKING:
     from app.config import Config
@@ -82,9 +82,8 @@ def _price_of_node(kind: str, total: Mapping[str, float], shape: ClusterShape | 
     """Dollars an hour of a node, and where the figure is from: the cluster's file, else the catalogue's cheapest
     machine with this GPU, and its date."""
     from cluster.hardware import HardwareError, cheapest
-    from cluster.status import price_of
 
-    price = price_of(shape, kind, head="node:__internal_head__" in total) if shape else None
+    price = shape.price_of(kind, head="node:__internal_head__" in total) if shape else None
     if shape and (price is not None or not total.get("GPU")):
         return price, shape.path
     gpu = next((name.partition(":")[2] for name in total if name.startswith("accelerator_type:")), "")
@@ -104,10 +103,7 @@ class Prices:
 
     def rate(self, workers: int, per_worker: Mapping[str, float]) -> Rate | None:
         """Of this run's workers."""
-        import ray
-
-        living = [node for node in ray.nodes() if node["Alive"]]
-        nodes = [((node.get("Labels") or {}).get("ray.io/node-group", ""), node["Resources"]) for node in living]
+        nodes = [(node.kind, node.total) for node in living_nodes()]
         return rate_of(workers, per_worker, nodes, self.shape)
 
 

@@ -77,9 +77,9 @@ class Server:
     def _open_tunnel(self) -> str:
         """The local address that leads to the cluster's head."""
         from cluster.files import read_ray_file
+        from cluster.launch import head_host
         from cluster.ray_file import dashboard_port, is_this_machine
         from cluster.remote import login_of, tunnel
-        from cluster.status import head_host
 
         data, file = read_ray_file(self.cluster)
         port = dashboard_port(data)

@@ -64,9 +64,9 @@ def leave(cluster: str, secret: Mapping[str, str]) -> str:
         UserError: it could not be written.
     """
     from cluster.files import read_ray_file
+    from cluster.launch import head_host
     from cluster.ray_file import is_this_machine
     from cluster.remote import login_of, run
-    from cluster.status import head_host
 
     data, file = read_ray_file(cluster)
     name, text = f".trireme/secrets/{uuid.uuid4().hex}", json.dumps(dict(secret))

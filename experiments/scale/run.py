@@ -19,7 +19,6 @@ from app.run.cost import Prices
 from app.run.prepare import Prepared, prepare, read_task
 from app.tracking.tracker import Tracker
 from cluster.connect import connect, disconnect
-from cluster.files import connected
 from cluster.pending import check_feasible
 from experiments.report.page import write
 from experiments.scale import answer
@@ -122,7 +121,7 @@ def _measure(
     try:
         most = max(plan.workers)
         each = dict(config.resources_per_worker) or ({"GPU": 1.0} if cluster.gpus >= most else {"CPU": 1.0})
-        check_feasible(connected(private=cluster.started_here), most, each)
+        check_feasible(cluster.shape, most, each)
         rate = Prices(config).rate(1, each)
         head["price"] = plan.price if plan.price is not None else rate and rate.dollars_per_hour
         for number in range(plan.repeats):

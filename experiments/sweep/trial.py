@@ -294,7 +294,7 @@ def _workers(config: Config, each: Resources) -> Iterator[Any]:
     if _in_process(config):
         yield LocalWorkers()
         return
-    workers = ActorWorkers(each, describe(started_here=False), ray.util.get_current_placement_group())
+    workers = ActorWorkers(each, describe(), ray.util.get_current_placement_group())
     try:
         yield workers
     finally:

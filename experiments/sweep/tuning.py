@@ -19,7 +19,6 @@ from app.masking import mask_uri
 from app.run.cost import Prices, check_budget
 from app.tracking.settings import resolve_tracking
 from cluster.connect import Cluster
-from cluster.files import connected
 from cluster.pending import check_feasible
 from experiments.sweep.search import scheduler_of, searcher_of
 from experiments.sweep.spec import Sweep
@@ -46,7 +45,7 @@ def prepare(found: Sweep, store: TrialStore, cluster: Cluster, longest: int) -> 
     every = max(1, longest // found.reports) if found.reports else experiment.train.eval_every or longest
     known = [trial.values for trial in store.trials.values()]  # first those of earlier starts, in their order
     searcher = searcher_of(found, known + [values for values in found.points or () if values not in known])
-    gpus, shape = cluster.gpus > 0, connected(private=cluster.started_here)
+    gpus, shape = cluster.gpus > 0, cluster.shape
     for config in found.configs():
         each = resources(config, gpus)[-1]
         check_feasible(shape, int(config.workers), each)

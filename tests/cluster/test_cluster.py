@@ -10,7 +10,7 @@ import pytest
 
 from cluster import ClusterError
 from cluster.files import FOLDER, own_files, read_cluster, validate_file
-from cluster.shape import link, of_gpus, of_nodes
+from cluster.shape import NodeState, link, of_gpus, of_nodes
 from tests.running import environment, trireme
 
 OWN = {
@@ -173,8 +173,8 @@ def test_links_in_bits_and_bytes() -> None:
 
 
 def test_the_shape_of_living_nodes() -> None:
-    head = {"Resources": {"CPU": 4, "node:__internal_head__": 1, "memory": 8e9, "object_store_memory": 2e9}}
-    worker = {"Resources": {"CPU": 64, "GPU": 8, "accelerator_type:H100": 1}, "Labels": {"ray.io/node-group": "big"}}
+    head = NodeState("a", "", {"CPU": 4, "node:__internal_head__": 1, "memory": 8e9, "object_store_memory": 2e9}, {})
+    worker = NodeState("b", "big", {"CPU": 64, "GPU": 8, "accelerator_type:H100": 1}, {})
     shape = of_nodes([head, worker, worker])
     assert shape.head.memory_bytes == 10**10
     (kind,) = shape.workers
@@ -247,10 +247,11 @@ def test_a_cloud_cluster_that_is_up_already_is_not_started_over(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from cluster import launch
-    from cluster.status import Status
 
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(launch, "status_of", lambda data, file: Status(data["cluster_name"], True, alive=[{}, {}]))
+    monkeypatch.setattr(
+        launch, "status_of", lambda data, file: launch.Status(data["cluster_name"], True, alive=[{}, {}])
+    )
     monkeypatch.setattr(launch, "_run", lambda *_: pytest.fail("`ray up` restarts the head and ends its jobs"))
     with pytest.raises(ClusterError, match=r"trireme-aws is up already, with 2 nodes: .*cluster down"):
         launch.up("aws", lambda _: None)

@@ -9,8 +9,8 @@ import pytest
 
 from cluster import ClusterError
 from cluster.files import read_cluster
-from cluster.pending import AutoscalerReport, Diagnosis, JobUsage, NodeState, check_feasible, diagnose
-from cluster.shape import ClusterShape, NodeType
+from cluster.pending import AutoscalerReport, Diagnosis, JobUsage, check_feasible, diagnose
+from cluster.shape import ClusterShape, NodeState, NodeType
 
 BIG = NodeType("big", 8, "h100-80gb", 96.0, 0, None, None, 55.0, False, 0, 2)
 SMALL = NodeType("small", 1, "l4", 8.0, 0, None, None, 1.0, False, 0, 4)
@@ -61,7 +61,7 @@ def test_no_node_type_has_it() -> None:
 
 def test_at_the_limit_of_the_file() -> None:
     found = why(
-        [{"GPU": 8.0}], HEAD_NODE, FULL, replace(FULL, name="x"), shape=SHAPE, autoscaler=AutoscalerReport(True)
+        [{"GPU": 8.0}], HEAD_NODE, FULL, replace(FULL, address="x"), shape=SHAPE, autoscaler=AutoscalerReport(True)
     )
     assert "big is at its limit of 2 nodes (my.yaml)" in found.sentence
     assert "16 of 16 GPU are held" in found.sentence and found.ever, "who holds them may end"

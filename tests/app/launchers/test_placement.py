@@ -8,7 +8,7 @@ from app.config import Config
 from app.config_io import load_config
 from app.errors import UserError
 from app.launchers.actors import Placement, placement, resources_of_stages
-from cluster.pending import NodeState
+from cluster.shape import NodeState
 from strategies.layout import ParallelDims
 
 ONE = {"CPU": 1.0}

@@ -8,10 +8,18 @@ from app.config import Config
 from app.config_io import load_config
 from app.launchers.ray_launch import resources_to_ask_for
 from cluster.connect import Cluster
+from cluster.shape import NodeState, of_nodes
 from strategies.parallelize import choose
 
-EIGHT = Cluster("here", 2, {"GPU": 8.0, "CPU": 32.0}, {"GPU": 4.0, "CPU": 16.0}, {}, False)
-NONE = Cluster("here", 1, {"CPU": 8.0}, {"CPU": 8.0}, {}, True)
+
+def _cluster(nodes: int, **each: float) -> Cluster:
+    found = tuple(
+        NodeState("here", "", each | ({} if n else {"node:__internal_head__": 1.0}), {}) for n in range(nodes)
+    )
+    return Cluster(found, of_nodes(found))
+
+
+EIGHT, NONE = _cluster(2, GPU=4.0, CPU=16.0), _cluster(1, CPU=8.0)
 
 
 def _config(*values: str) -> Config:

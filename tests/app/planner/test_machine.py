@@ -24,7 +24,7 @@ from app.planner.read import Reader
 from app.planner.trial import Trial, max_batch, search
 from cluster import hardware
 from cluster.files import read_cluster
-from cluster.shape import of_gpus, of_nodes
+from cluster.shape import NodeState, of_gpus, of_nodes
 from tests.app.planner.conftest import TINY, gpus, loaded
 
 # --- what a plan is for ------------------------------------------------------------------------------------------
@@ -55,11 +55,9 @@ def test_the_command_line_adds_to_a_cluster_and_does_not_contradict_it() -> None
             find(asked, "auto")
 
 
-def _node(address: str, head: bool = False, accelerator: str = "", **resources: float) -> dict[str, Any]:
+def _node(address: str, head: bool = False, **resources: float) -> NodeState:
     first = {"node:__internal_head__": 1.0} if head else {}
-    first |= {f"accelerator_type:{accelerator}": 1.0} if accelerator else {}
-    named = {"Labels": {}, "NodeManagerAddress": address, "NodeID": address, "Alive": True}
-    return {"Resources": {**first, "memory": 8e9, **resources}, **named}
+    return NodeState(address, "", {**first, "memory": 8e9, **resources}, {})
 
 
 def test_a_cluster_without_gpus_is_said_and_a_gpu_that_ray_does_not_name_is_asked_for(

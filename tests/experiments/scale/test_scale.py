@@ -143,8 +143,7 @@ def test_what_a_study_says_of_its_points(tmp_path: Path, monkeypatch: pytest.Mon
         step = 1.0 if workers == 1 else 0.55
         return [Told("a", [step], [0.0], [0.5] if workers > 1 else [], memory=2**20) for _ in range(workers)]
 
-    monkeypatch.setattr(run, "connect", lambda _: SimpleNamespace(gpus=0, started_here=True))
-    monkeypatch.setattr(run, "connected", lambda **_: None)
+    monkeypatch.setattr(run, "connect", lambda _: SimpleNamespace(gpus=0, shape=None))
     monkeypatch.setattr(run, "check_feasible", lambda *_: None)
     monkeypatch.setattr(run.Prices, "rate", lambda *_: None)
     monkeypatch.setattr("experiments.scale.point.run", points)

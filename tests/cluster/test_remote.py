@@ -9,65 +9,43 @@ from typing import Any
 import pytest
 
 from cluster.files import read_cluster
-from cluster.preflight import HostFacts, problems, read
-from cluster.remote import Result, SshLogin, explain
-from cluster.status import autoscaler_report, read_status
-
-GOOD = {"ray": "2.60.0", "torch": "2.13.0", "mlflow": "3.17.2", "numpy": "2.3", "trireme": "0.1.0"}
+from cluster.launch import read_status
+from cluster.pending import autoscaler_report
+from cluster.remote import HostFacts, Result, SshLogin, explain, read_probe, unfit
 
 
 def hosts(**second: Any) -> list[HostFacts]:
-    facts = [
-        HostFacts(f"10.0.0.{n}", python="3.11.7", packages=GOOD, resolves_to=f"10.0.0.{n}", disk_free=10**11)
-        for n in range(3)
-    ]
-    facts[1] = replace(facts[1], **second)
-    return facts
+    facts = [HostFacts(f"10.0.0.{n}", python="3.11.7", ray="2.60.0") for n in range(3)]
+    return [facts[0], replace(facts[1], **second), facts[2]]
 
 
 def test_nothing_is_said_of_good_machines() -> None:
-    assert problems(hosts()) == []
-    alone = replace(hosts()[0], resolves_to="127.0.1.1")
-    assert problems([alone]) == [], "a machine without peers needs no name"
+    assert unfit(hosts()) == unfit(hosts(busy_ports=[6379])) == [], "ports count on the head only"
 
 
 @pytest.mark.parametrize(
-    ("second", "said"),
+    ("facts", "said"),
     [
-        ({"problem": "10.0.0.1 does not answer"}, "10.0.0.1 does not answer"),
-        ({"python": "3.12.0"}, "10.0.0.1 has Python 3.12.0, and 10.0.0.0 has 3.11.7"),
-        ({"packages": GOOD | {"ray": "2.59.0"}}, "10.0.0.1 has ray 2.59.0, and 10.0.0.0 has 2.60.0"),
-        ({"packages": GOOD | {"torch": None}}, "10.0.0.1 has no torch"),
-        ({"skew": -90.0}, "10.0.0.1 has the clock 90 s behind"),
-        ({"resolves_to": "127.0.1.1"}, "the host name of 10.0.0.1 resolves to 127.0.1.1"),
-        ({"resolves_to": None}, "the host name of 10.0.0.1 does not resolve"),
-        ({"disk_free": 10**9}, "10.0.0.1 has 1.0 GB free"),
-        ({"rsync": False}, "10.0.0.1 has no rsync"),
-        ({"storage_problem": "Read-only file system"}, "10.0.0.1 cannot write to the shared storage: Read-only"),
+        (hosts(problem="10.0.0.1 does not answer"), "10.0.0.1 does not answer"),
+        (hosts(python="3.12.0"), "10.0.0.1 has Python 3.12.0 and Ray 2.60.0, and 10.0.0.0 has Python 3.11.7"),
+        (hosts(ray="2.59.0"), "10.0.0.1 has Python 3.11.7 and Ray 2.59.0, and"),
+        (hosts(ray=""), "10.0.0.1 has no Ray"),
+        (hosts(rsync=False), "10.0.0.1 has no rsync"),
+        (hosts(ray_running=True), "Ray is running on 10.0.0.1 already"),
+        ([replace(hosts()[0], busy_ports=[6379]), *hosts()[1:]], "port 6379 of 10.0.0.0 is taken, and Ray's head"),
     ],
 )
-def test_what_is_wrong_with_a_machine_is_named(second: dict[str, Any], said: str) -> None:
-    (sentence,) = problems(hosts(**second))
+def test_what_is_wrong_with_a_machine_is_named(facts: list[HostFacts], said: str) -> None:
+    (sentence,) = unfit(facts)
     assert said in sentence
 
 
-def test_a_taken_port_counts_on_the_head_only() -> None:
-    head = replace(hosts()[0], busy_ports=(6379,))
-    assert problems(hosts(busy_ports=(6379,))) == []
-    (sentence,) = problems([head, *hosts()[1:]])
-    assert "port 6379 of 10.0.0.0 is taken" in sentence and "Ray's head" in sentence
-
-
 def test_an_answer_is_read_and_noise_around_it_is_not() -> None:
-    text = (
-        'Welcome!\nTRIREME{"time": 100.0, "python": "3.11.7", "packages": {}, "resolves_to": null, '
-        '"busy_ports": [8265], "disk_free": 5, "rsync": true, "ray_running": true, "storage_problem": null}\nbye\n'
-    )
-    facts = read(Result("h", 0, text, ""), 90.0, 95.0)
-    assert facts.skew == 5.0 and facts.busy_ports == (8265,) and facts.ray_running
-    assert read(Result("h", 0, text, ""), 99.0, 101.0).skew == 0.0, "within the time the answer took"
-    assert "no usable `python`" in read(Result("h", 127, "", "bash: python: command not found"), 0, 1).problem
-    assert read(Result("h", 255, "", "", "it is off"), 0, 1).problem == "it is off"
+    answer = {"python": "3.11.7", "ray": "2.60.0", "busy_ports": [8265], "rsync": True, "ray_running": True}
+    facts = read_probe(Result("h", 0, f"Welcome!\nTRIREME{json.dumps(answer)}\nbye\n", ""))
+    assert facts == HostFacts("h", python="3.11.7", ray="2.60.0", busy_ports=[8265], ray_running=True)
+    assert "no usable `python`" in read_probe(Result("h", 127, "", "bash: python: command not found")).problem
+    assert read_probe(Result("h", 255, "", "", "it is off")).problem == "it is off"
 
 
 @pytest.mark.parametrize(
@@ -124,7 +102,7 @@ def test_the_state_of_a_cluster_in_words() -> None:
     assert status.dollars_per_hour == pytest.approx(0.2016 + 21.957642) and status.unpriced == 0
     assert any("$22.16 an hour" in line for line in status.lines())
     quiet = STATUS.replace(" a100, 2 launching\n 10.0.0.4: a100, waiting-for-ssh", " (no pending nodes)")
-    assert autoscaler_report(quiet)[0] == []
+    assert autoscaler_report(quiet).starting == ()
 
 
 @pytest.mark.parametrize(
@@ -135,5 +113,5 @@ def test_the_state_of_a_cluster_in_words() -> None:
     ],
 )
 def test_a_cluster_that_does_not_answer(err: str, said: str) -> None:
-    status = read_status("c", Result("h", 1, "", err), None)
+    status = read_status("c", Result("h", 1, "", err), read_cluster("aws"))
     assert not status.reachable and said in status.problem and "is not up" in status.lines()[0]
