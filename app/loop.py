@@ -18,8 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from app.data.batch import rows
-from app.data.loader import fetch, train_batches
+from app.data.loader import fetch, rows, train_batches
 from app.evaluation import evaluate
 from app.job import Channel, Job, Place, memory_bytes, strategy_options
 from app.loss_scale import LossScale

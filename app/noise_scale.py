@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from app.data.batch import map_tensors, rows
+from app.data.loader import map_tensors, rows
 from strategies.parallelize import Parallel
 
 WINDOW = 100  # measured steps that are averaged over: gradients change while training goes on

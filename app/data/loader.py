@@ -1,7 +1,8 @@
 """Batches, already on the device when the loop asks.
 
 app/data/order.py decides what the samples of a step are; here they are cut into ranks' shares and micro-batches,
-fetched, and moved.
+fetched, and moved. A batch is tensors in tuples, lists and dicts, nested as the data set likes; conventionally
+(inputs, targets).
 
 A data set is map-style: `__len__` and `__getitem__(i)`. It may have, each faster or more able than the last:
 
@@ -18,20 +19,47 @@ so an ordinary data set with random augmentation is reproducible there.
 
 from __future__ import annotations
 
+import queue
 import random
-from collections.abc import Callable, Iterator
+import threading
+import traceback
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, default_convert
 
-from app.data.batch import Batch
 from app.data.order import Order, mix64, shares
-from app.data.prefetch import Prefetcher
+from app.errors import UserError
+from strategies.tree import tree_leaves, tree_map
 
+Batch = Any
+T = TypeVar("T")
 Picks = list[tuple[int, int]]  # of a micro-batch: (sample number, position in the run's stream) of every sample
+AHEAD = 2  # items that wait ready: one hides the time of making it, the second hides its variation
+
+
+def map_tensors(function: Callable[[Tensor], Any], batch: Batch) -> Batch:
+    """The batch with each tensor replaced by `function` of it."""
+    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def tensors(batch: Batch) -> list[Tensor]:
+    """The batch's tensors in order."""
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def rows(batch: Batch) -> int:
+    """Rows of the first tensor in a batch."""
+    for tensor in tensors(batch):
+        return tensor.shape[0] if tensor.dim() else 1
+    raise UserError("a batch holds no tensor; the task's data must give tensors, such as a tuple (inputs, targets)")
+
+
+# --- what a rank trains and evaluates on --------------------------------------------------------------------------
 
 
 def train_batches(
@@ -46,7 +74,7 @@ def train_batches(
     steps: int,
     device: torch.device,
     data_workers: int = 0,
-) -> Prefetcher[list[Batch]]:
+) -> Generator[list[Batch]]:
     """For each of `steps` steps the list of this rank's micro-batches, on the device.
 
     The stream continues at position `samples_seen`. `dp_size` divides the global batch; every rank gets the same number
@@ -68,7 +96,7 @@ def train_batches(
         for first in source:
             yield [first, *(next(source) for _ in cuts[1:])]
 
-    return Prefetcher(grouped, device)
+    return prefetched(grouped, device)
 
 
 def micro_batch_slices(share: int, micro_batch_size: int | None) -> list[slice]:
@@ -79,7 +107,7 @@ def micro_batch_slices(share: int, micro_batch_size: int | None) -> list[slice]:
 
 def eval_batches(
     dataset: Dataset[Any], *, batch_size: int, dp_rank: int, dp_size: int, device: torch.device
-) -> Prefetcher[tuple[Batch, float]]:
+) -> Generator[tuple[Batch, float]]:
     """This rank's part of the data in order, as (batch, weight), with equally many batches on every rank.
 
     The weight is the number of samples in the batch, 0.0 for a batch that is only there so that every rank takes part
@@ -96,7 +124,10 @@ def eval_batches(
             picks = [(index, index) for index in indices or [0]]
             yield fetch(dataset, picks), float(len(indices))
 
-    return Prefetcher(batches, device)
+    return prefetched(batches, device)
+
+
+# --- fetching -----------------------------------------------------------------------------------------------------
 
 
 def fetch(dataset: Dataset[Any], picks: Picks, before_sample: Callable[[int], None] | None = None) -> Batch:
@@ -151,3 +182,73 @@ def seed_globals(seed: int, position: int) -> None:
     torch.manual_seed(value)
     random.seed(value)
     np.random.seed(value % 2**32)
+
+
+# --- ahead of the loop --------------------------------------------------------------------------------------------
+
+
+def prefetched(make: Callable[[], Iterator[T]], device: torch.device, *, ahead: int | None = None) -> Generator[T]:
+    """What `make()` yields, moved to `device`, made in a thread up to `ahead` items ahead.
+
+    On CUDA an item is copied from pinned memory on a stream of its own, and the consumer's stream waits for that copy
+    only. An exception in the thread is raised to the consumer. `close()` and garbage collection stop the thread.
+
+    ahead: 0 for no thread. This is the default on a CPU, where a thread would compute on the cores that train, and wake
+    at every step (experiments/LOG.md).
+    """
+    ahead = (0 if device.type == "cpu" else AHEAD) if ahead is None else ahead
+    if not ahead:
+        yield from make()
+        return
+    ready: queue.Queue[Any] = queue.Queue(maxsize=ahead)
+    stop = threading.Event()
+    thread = threading.Thread(target=_produce, args=(make, device, ready, stop), name="trireme-prefetch", daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            value, copied = item
+            if copied is not None:
+                stream = torch.cuda.current_stream(device)
+                stream.wait_event(copied)
+                for tensor in tensors(value):
+                    # Its memory belongs to the copying stream; it must not be reused while this one computes.
+                    tensor.record_stream(stream)
+            yield value
+    finally:
+        stop.set()
+        while thread.is_alive():  # it may be waiting for room in the queue
+            while not ready.empty():
+                ready.get_nowait()
+            thread.join(timeout=0.02)
+
+
+def _produce(
+    make: Callable[[], Iterator[T]], device: torch.device, out: queue.Queue[Any], stop: threading.Event
+) -> None:
+    """Puts (item, event of its copy), then None, or the exception that ended it."""
+    try:
+        stream = None
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            stream = torch.cuda.Stream(device)
+            # A data set may live on the device; what put it there comes first.
+            stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):  # without a stream this does nothing
+            for item in make():
+                moved = map_tensors(lambda tensor: _moved(tensor, device), item)
+                if stop.is_set():
+                    return
+                out.put((moved, None if stream is None else stream.record_event()))
+        out.put(None)
+    except BaseException as error:  # whatever it is, it belongs to the consumer
+        # Whoever keeps the error must not keep what its frames hold alive, such as DataLoader's processes.
+        traceback.clear_frames(error.__traceback__)
+        out.put(error)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

@@ -22,8 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from app.data.batch import rows
-from app.data.loader import fetch
+from app.data.loader import fetch, rows
 from app.errors import UserError
 from app.planner.trace import AFTER, BEFORE, PartTrace, Trace, watch
 from app.tasks.base import Task

@@ -34,8 +34,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from app.data.batch import Batch, rows
-from app.data.loader import fetch
+from app.data.loader import Batch, fetch, rows
 
 
 class Task:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from app.data.split import held_out
-from app.data.text import BYTES, find_files, tokenise
-from app.data.tokens import SUFFIXES, TOKEN_DTYPES, TokenFile, TokenWindows, check_ends, open_tokens
+from app.data.order import held_out
+from app.data.text import BYTES, TOKEN_DTYPES, TokenWindows, read_tokens
 from app.errors import UserError
 from app.models.cross_entropy import LARGE_VOCABULARY, cross_entropy
 from app.models.gpt import GPT, NORMS, TENSOR_PLAN
-from app.tasks.arguments import checked_model, one_of, whole
 from app.tasks.base import Batch
-from app.tasks.parts import InParts
+from app.tasks.parts import InParts, checked_model, one_of, whole
 
 DEFAULT_EVAL_FRACTION, DEFAULT_EVAL_SEQUENCES = 0.1, 256
 
@@ -78,8 +75,10 @@ class LanguageModelling(InParts):
         }
         self.linear_loss = linear_loss
         self.data = data
-        files, least, self.bytes_per_token = _tokens(data, tokenizer, token_dtype, vocab_size)
-        self.vocab_size = least if vocab_size is None else whole("vocab_size", vocab_size)
+        if vocab_size is not None:
+            whole("vocab_size", vocab_size)
+        files, least, self.bytes_per_token = read_tokens(data, tokenizer, token_dtype, vocab_size)
+        self.vocab_size = vocab_size or least
         if self.vocab_size < least:
             raise UserError(
                 f"task_args.vocab_size is {vocab_size}, but the tokenizer has {least} tokens; write {least} or more"
@@ -138,23 +137,3 @@ class LanguageModelling(InParts):
             f"{named}: {(train + held) * self.sequence_length:,} tokens of a vocabulary of {self.vocab_size:,} in "
             f"sequences of {self.sequence_length}, {train:,} sequences to train on and {held:,} held out"
         )
-
-
-def _tokens(
-    data: str | Sequence[str], tokenizer: str, token_dtype: str, vocab_size: int | None
-) -> tuple[list[TokenFile], int, float | None]:
-    """(token files, the least size of the vocabulary, bytes of text per token if known)."""
-    paths = find_files(data)
-    made_of_tokens = [path for path in paths if path.suffix in SUFFIXES]
-    if not made_of_tokens:
-        file, size, text_bytes = tokenise(paths, tokenizer)
-        return [file], size, text_bytes / file.length
-    if len(made_of_tokens) < len(paths):
-        text = next(path for path in paths if path not in made_of_tokens)
-        raise UserError(f"task_args.data mixes token files ({made_of_tokens[0]}) with text ({text}); give one kind")
-    if vocab_size is None:
-        raise UserError(f"task_args.vocab_size is needed with a token file such as {made_of_tokens[0]}; write it")
-    files = [open_tokens(path, token_dtype) for path in made_of_tokens]
-    for file in files:
-        check_ends(file, whole("vocab_size", vocab_size))
-    return files, 1, None

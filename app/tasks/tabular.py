@@ -10,14 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from app.data.order import Indices
-from app.data.split import held_out, hold_out
+from app.data.order import Indices, held_out, hold_out
 from app.data.tables import Array, Column, column_of, encoded, read_table
 from app.errors import UserError
-from app.models.mlp import MLP
-from app.tasks.arguments import checked_model, one_of, whole
+from app.models.feedforward import MLP
 from app.tasks.base import Batch
-from app.tasks.parts import Classification
+from app.tasks.parts import Classification, checked_model, one_of, whole
 
 DEFAULT_EVAL_FRACTION = 0.2
 DEFAULT_TARGETS = {"diamonds": "price"}
@@ -34,7 +32,7 @@ class Tabular(Classification):
     ignore: columns to leave out. categorical: numeric columns whose numbers are names.
     max_categories: a text column's categories that get an input of their own; rarer ones share one.
     eval_samples or eval_fraction: rows held out, always the same, class by class (default: a fifth).
-    model_args: arguments of app/models/mlp.py: hidden, activation, dropout.
+    model_args: arguments of app/models/feedforward.py: hidden, activation, dropout.
 
     Numbers are standardised with the training rows' mean and deviation, a regression's target too; its metrics
     `mae`, `mse` and `rmse` are in the target's own units, and `r2` is 1 - mse / variance of the held-out target.

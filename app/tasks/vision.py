@@ -12,14 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from app.data.images import Array, ImageSet, read_images
-from app.data.order import mix64
-from app.data.split import held_out, hold_out
+from app.data.order import held_out, hold_out, mix64
 from app.errors import UserError
-from app.models.cnn import CNN
-from app.models.mlp import MLP
-from app.models.resnet import ResNet
-from app.tasks.arguments import checked_model, one_of, whole
-from app.tasks.parts import Classification
+from app.models.feedforward import CNN, MLP, ResNet
+from app.tasks.parts import Classification, checked_model, one_of, whole
 
 DEFAULT_EVAL_FRACTION = 0.2
 

@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from app.data.loader import fetch
-from app.models.cnn import CNN
+from app.models.feedforward import CNN
 from app.models.gpt import GPT
 
 LOG_EVERY = 10

@@ -1,12 +1,15 @@
-"""From a configuration to a model of the `transformers` library, as often as asked.
+"""Where a model of the `transformers` library is, what kinds of model it can be, and making it as often as asked.
 
-Weights are float32 whatever the type they were stored in.
+Nothing is fetched from the hub that is on this machine already, and code that comes with a model is never run. Weights
+are float32 whatever the type they were stored in.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +19,160 @@ import torch
 from torch import nn
 
 from app.errors import UserError, nearest
-from app.tasks.huggingface.find import KINDS, Found, last_line, library
 
+KINDS = {
+    "causal_lm": "AutoModelForCausalLM",
+    "sequence_classification": "AutoModelForSequenceClassification",
+    "image_classification": "AutoModelForImageClassification",
+}
+"""Kind: the library's class that makes it."""
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+HUB_SECONDS = 5.0  # how long the hub may take to answer
+HUB_FILES = ["*.json", "*.txt", "*.model"]
 UNDECLARED = {"head_dim"}  # keys that models read though their configuration may have no field for them
+
+
+def library() -> Any:
+    """The transformers package, quiet. Raises UserError if it is not installed."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError(
+            "the huggingface task needs the package transformers, which is not installed: run pip install "
+            "'trireme[huggingface]'"
+        ) from error
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def last_line(error: BaseException) -> str:
+    """The last line of what an error says, where the library puts what matters, without its full stop."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__).rstrip(".")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What `task_args.model` names: a folder with a config.json, or a model type; `base` is its configuration."""
+
+    folder: Path | None
+    base: Any
+
+    @property
+    def model_type(self) -> str:
+        return str(self.base.model_type)
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The folder's own tokenizer file."""
+        path = self.folder / "tokenizer.json" if self.folder else None
+        return path if path is not None and path.is_file() else None
+
+
+def find(named: Any, *, weights: bool) -> Found:
+    """The model that a person means by a folder, an id on the hub or a model type.
+
+    weights: whether its weights are wanted too. Raises UserError.
+    """
+    if not isinstance(named, str) or not named:
+        raise UserError(f"task_args.model is {named!r}; write a model type such as llama, a folder or an id on the hub")
+    types = list(library().CONFIG_MAPPING)
+    folder = Path(named).expanduser()
+    if folder.is_dir():
+        return _in_folder(folder, weights)
+    if named in types:
+        if weights:
+            raise UserError(
+                f"task_args.pretrained is true, but {named!r} is a model type without weights: write a folder or an "
+                "id on the hub as task_args.model"
+            )
+        try:
+            return Found(None, library().AutoConfig.for_model(named))
+        except Exception as error:  # a few have no configuration that is good for itself
+            raise UserError(
+                f"task_args.model: {named} has no configuration of its own to begin with ({last_line(error)}); give a "
+                "folder with a config.json"
+            ) from error
+    if named.startswith((".", "/", "~")) or named.count("/") != 1:
+        raise UserError(
+            f"task_args.model: there is no folder and no model type {named!r}{nearest(named, types)}; write a folder "
+            "with a config.json, an id on the hub (owner/name) or a model type such as llama, gpt2, bert or vit"
+        )
+    return _in_folder(_from_hub(named, weights), weights)
+
+
+def _in_folder(folder: Path, weights: bool) -> Found:
+    if not (folder / "config.json").is_file():
+        raise UserError(f"task_args.model: {folder} has no config.json; give the folder of a transformers model")
+    if weights and not _has_weights(folder):
+        raise UserError(
+            f"task_args.pretrained is true, but {folder} has no weights ({WEIGHTS[0]}); write pretrained: false to "
+            "begin from none"
+        )
+    try:
+        base = library().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the library raises many kinds
+        raise UserError(
+            f"task_args.model: {folder}/config.json describes no model that transformers has ({last_line(error)})"
+        ) from error
+    return Found(folder, base)
+
+
+def _from_hub(named: str, weights: bool) -> Path:
+    """The folder in the hub's cache on this machine, fetched where that is not complete."""
+    library()
+    import huggingface_hub as hub
+
+    wanted = [*HUB_FILES, "*.safetensors"] if weights else HUB_FILES
+    try:
+        with contextlib.suppress(hub.errors.LocalEntryNotFoundError):
+            folder = Path(hub.snapshot_download(named, allow_patterns=wanted, local_files_only=True))
+            if (folder / "config.json").is_file() and (not weights or _has_weights(folder)):
+                return folder
+        return Path(hub.snapshot_download(named, allow_patterns=wanted, etag_timeout=HUB_SECONDS))
+    except Exception as error:
+        away = f"it is not on this machine, and {hub.constants.ENDPOINT} does not answer"
+        unknown = type(error).__name__ in ("RepositoryNotFoundError", "GatedRepoError")
+        why = "there is no such model, or it needs a login (hf auth login)" if unknown else away
+        raise UserError(
+            f"task_args.model: {named!r} cannot be fetched from the hub ({why}); give the folder of a copy"
+        ) from error
+
+
+def _has_weights(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in WEIGHTS)
+
+
+def _is_in(table: str, model_type: str) -> bool:
+    """Whether a table of the library's, by model type, has this one."""
+    return model_type in getattr(importlib.import_module("transformers.models.auto.modeling_auto"), table)
+
+
+def choose_kind(found: Found, wanted: str) -> str:
+    """`wanted` if the model has it; for auto what its configuration says it was, else what it is mostly used for.
+
+    Raises UserError, also for a model of several that is not trained as one.
+    """
+    has = [kind for kind in KINDS if _is_in(f"MODEL_FOR_{kind.upper()}_MAPPING_NAMES", found.model_type)]
+    if not has or wanted not in ("auto", *has):
+        made_for = " or ".join(has) or "none of the kinds"
+        raise UserError(f"task_args.kind is {wanted}, but {found.model_type} is made for {made_for}; write another")
+    built = (found.base.architectures or [""])[0].replace("LMHeadModel", "ForCausalLM")
+    named = [kind for kind in has if built.endswith(KINDS[kind].removeprefix("AutoModel"))]
+    encoder = _is_in("MODEL_FOR_MASKED_LM_MAPPING_NAMES", found.model_type)  # looks at a text from both sides
+    usual = [kind for kind in has if kind == "sequence_classification" and encoder]
+    kind = wanted if wanted != "auto" else (named + usual + has)[0]
+    if kind != "image_classification" and not hasattr(found.base, "vocab_size"):
+        parts = ", ".join(found.base.sub_configs) or "others"
+        raise UserError(
+            f"task_args.model: {found.model_type} is made of several models ({parts}); give the one of the text"
+        )
+    return kind
+
+
+# --- making it ----------------------------------------------------------------------------------------------------
 
 
 def settle(found: Found, derived: Mapping[str, Any], written: Mapping[str, Any]) -> Any:

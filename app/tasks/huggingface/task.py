@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,13 @@ from torch import Tensor, nn
 
 from app.data.loader import fetch
 from app.errors import UserError
-from app.tasks.arguments import one_of, whole
 from app.tasks.base import Batch
 from app.tasks.huggingface import plan
-from app.tasks.huggingface.data import images, labelled_text, running_text
-from app.tasks.huggingface.find import KINDS, choose_kind, find
-from app.tasks.huggingface.model import Recipe, position_tables, settle, trial
-from app.tasks.huggingface.text import chosen_tokenizer, tokenizer_of, write_tokenizer
-from app.tasks.parts import InParts
+from app.tasks.huggingface.data import chosen_tokenizer, images, labelled_text, running_text, tokenizer_of
+from app.tasks.huggingface.model import KINDS, Recipe, choose_kind, find, position_tables, settle, trial
+from app.tasks.parts import InParts, one_of, whole
 
+GENERATION = "generation_config.json"
 DEFAULT_LENGTHS = {"causal_lm": 256, "sequence_classification": 512}
 ONLY_FOR = {
     "tokenizer": ("causal_lm", "sequence_classification"),
@@ -198,7 +197,9 @@ class HuggingFace(InParts):
         config.architectures = [type(self.structure()).__name__]
         config.save_pretrained(folder)
         if self.tokenizer is not None:
-            write_tokenizer(folder, self.found, self.tokenizer)
+            self.tokenizer.save_pretrained(folder)
+        if self.found.folder is not None and (self.found.folder / GENERATION).is_file():
+            shutil.copyfile(self.found.folder / GENERATION, folder / GENERATION)
 
 
 class Called:

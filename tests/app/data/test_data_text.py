@@ -16,8 +16,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.trainers import BpeTrainer
 
 from app.data import text
-from app.data.text import find_files, tokenise
-from app.data.tokens import TokenFile, TokenWindows, open_tokens
+from app.data.text import TokenFile, TokenWindows, find_files, open_tokens, tokenise
 from app.errors import UserError
 
 

@@ -17,8 +17,8 @@ from app.errors import UserError
 from app.randomness import seed_everything
 from app.tasks import load_task
 from app.tasks.huggingface import HuggingFace
+from app.tasks.huggingface.data import Texts, byte_tokenizer
 from app.tasks.huggingface.plan import tensor_plan
-from app.tasks.huggingface.text import Texts, byte_tokenizer
 from experiments.parity.curves import Curve, Trial, difference, train
 from strategies.layout import ParallelDims
 from strategies.parallelize import Options, choose
