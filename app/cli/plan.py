@@ -25,7 +25,6 @@ LAYOUT = ("strategy", "parallel.dp_replicate", "parallel.dp_shard", "parallel.tp
 @click.option("--write", metavar="FILE", help="Write the best layout as an experiment for `trireme train`.")
 @click.option("--picture", metavar="FILE", help="Draw time against memory of all layouts: PNG, SVG or PDF.")
 @click.option("--max-batch", is_flag=True, help="Find the largest micro-batch that runs here, in new processes.")
-@click.option("--published", metavar="FILE", help="Compare the planner with a table of published runs.")
 def plan(cli: Invocation, arguments: tuple[str, ...], **options: Any) -> None:
     """Predict which layouts of an experiment fit, how fast they train and at what cost, before anything starts.
 
@@ -40,11 +39,8 @@ def plan(cli: Invocation, arguments: tuple[str, ...], **options: Any) -> None:
     from app.planner import output
     from app.planner.machine import Asked, find, require_here
     from app.planner.plan import make_plan
-    from app.planner.published import report
     from app.tasks import load_task
 
-    if options["published"]:
-        return cli.answer(*report(options["published"]))
     config, console = read(arguments), cli.console
     given = frozenset(key.partition("=")[0].strip() for key in split(arguments)[1])
     machine = find(

@@ -1,39 +1,131 @@
-"""Why each strategy won, lost or cannot be, which to use, and what would hold a model that fits nowhere: sentences."""
+"""Which layout: chosen for a run (`strategy: auto`), and advised to a person, with what would hold a model that fits
+nowhere."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import Any
+
+from app.config import Config
+from app.console import size
+from app.errors import UserError
 from app.planner.device import device
 from app.planner.estimate import Estimate
-from app.planner.layouts import Fixed, enumerate_layouts
-from app.planner.plan import GIB, NEAR, Plan
+from app.planner.layouts import Candidate
+from app.planner.machine import Machine, running
+from app.planner.plan import GIB, Plan, estimator_of, make_plan, ranked, reader_of
+from app.planner.read import Reader
+from app.tasks.base import Task
 from cluster.hardware import all_instances
 from strategies import registry
-from strategies.dims import NAMES
+from strategies.dims import NAMES, Layout
+from strategies.layout import choose
+from strategies.pipeline.schedules import chunks_of
 
-PARTS = {
-    "compute": "computation (smaller matrix products, or recomputation)",
-    "tensor": "tensor parallelism's communication, which nothing hides",
-    "shard": "gathering parameters and scattering gradients, which computation does not hide",
-    "replicate": "the all-reduce that backward does not hide",
-    "pipeline_send": "activations sent between stages",
-    "contention": "computation slowed by communication beside it",
-    "bubble": "stages waiting for the pipeline to fill and drain",
-    "optimizer": "the optimizer, whose state is not sharded",
-    "data": "copying samples to the GPU",
-    "rest": "the fixed cost of a step",
-}
-"""timing.py's parts of a step in words."""
 COMMUNICATION = ("tensor", "shard", "replicate", "pipeline_send", "contention")
 
 
-def families(plan: Plan) -> dict[str, str]:
-    """Each strategy that there is for the number of workers → why its best layout is or is not the plan's best."""
-    found, several = {}, plan.space.world > 1
-    for record in registry.STRATEGIES.values():
-        if record.plannable and not record.alias_of and bool(record.degrees) == several:
-            rows = [row for row in plan.rows if row.candidate.family == record.name]
-            found[record.name] = _verdict(plan, rows) if rows else _absent(plan, record.name)
-    return found
+def predict(
+    config: Config, task: Task, layout: Layout, machine: Machine | None = None, reader: Reader | None = None
+) -> Estimate:
+    """Memory and time of a configuration under a layout. machine: None is what a run's workers are on."""
+    machine = machine or running(layout.dims.world_size)
+    return estimator_of(config, reader or reader_of(config, task), machine).estimate(candidate_of(config, layout))
+
+
+def candidate_of(config: Config, layout: Layout) -> Candidate:
+    """The layout with the rest of the configuration."""
+    dims, train, parallel = layout.dims, config.train, config.parallel
+    share = max(1, train.global_batch_size // dims.dp)
+    size = min(train.micro_batch_size or share, share)
+    pipeline = (parallel.schedule, chunks_of(parallel.schedule, parallel.chunks)) if dims.pp > 1 else ("", 1)
+    mode, precision = train.activation_checkpointing, train.precision
+    return Candidate(layout, size, -(-share // size), mode, precision, *pipeline, parallel.offload)
+
+
+class NoLayoutFits(UserError):
+    """No layout of the model fits the machine's memory."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What auto decided."""
+
+    layout: Layout
+    sentence: str = ""
+    """Why, for a person."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """What it sets of the configuration, by key."""
+    prediction: Estimate | None = None
+
+
+def choose_layout(
+    config: Config, task: Task, workers: int, machine: Machine | None = None, per_node: int | None = None
+) -> Choice:
+    """The layout that `strategy: auto` means, for a number of workers where they run, or on a machine.
+
+    Degrees, micro-batch and precision that are written stay; activations are recomputed, pipelines used, and state
+    kept in host memory, only if nothing fits otherwise. Where planning is impossible the layout is what the degrees
+    say, and the sentence says so. per_node: workers of one node, where that is known.
+    Raises:
+        NoLayoutFits: what is needed, what is there, and what would do.
+    """
+    degrees = {name: getattr(config.parallel, name) for name in NAMES}
+    written = {f"parallel.{name}" for name, value in degrees.items() if value is not None}
+    if len(written) == len(degrees):
+        return Choice(choose("auto", workers, **degrees))
+    try:
+        return _planned(config, task, machine or running(workers, per_node), written)
+    except NoLayoutFits:
+        raise
+    except Exception as error:  # whatever is wrong with a plan, the run itself may be right
+        layout = choose("auto", workers, **degrees)
+        return Choice(layout, f"strategy auto is {layout}, without a plan: {str(error) or type(error).__name__}")
+
+
+def _planned(config: Config, task: Task, machine: Machine, given: set[str]) -> Choice:
+    train, cut = config.train, "parallel.pp" in given
+    given |= {"train.precision"}
+    given |= {"train.micro_batch_size"} if train.micro_batch_size is not None else set()
+    given |= {"train.activation_checkpointing"} if train.activation_checkpointing != "none" else set()
+    given |= {"parallel.offload"} if config.parallel.offload or machine.device.is_cpu else set()
+    given |= {"parallel.schedule", "parallel.chunks"} if cut else set()
+    plan = make_plan(config, task, machine, given=frozenset(given))
+    row = _least_change(plan, cut)
+    if row is None:
+        raise NoLayoutFits("strategy auto finds no layout that fits. " + " ".join(infeasible(plan)))
+    candidate = row.candidate
+    values: dict[str, Any] = {
+        "train.micro_batch_size": candidate.micro_batch,
+        "train.activation_checkpointing": candidate.checkpointing,
+        "parallel.offload": candidate.offload,
+    }
+    if row.reduces_each is not None:
+        values["parallel.accumulate_sharded"] = row.reduces_each
+    if candidate.dims.pp > 1 and not cut:
+        values |= {"parallel.schedule": candidate.schedule, "parallel.chunks": candidate.chunks}
+        values["parallel.stages"] = list(row.stages or ())
+    sentence = (
+        f"strategy auto is {candidate.layout}, micro-batches of {candidate.micro_batch}, activation checkpointing "
+        f"{candidate.checkpointing}: predicted {row.step_seconds:.3g} s per step, {size(row.memory_bytes)} per worker"
+    )
+    return Choice(candidate.layout, sentence, values, row)
+
+
+def _least_change(plan: Plan, cut: bool) -> Estimate | None:
+    """The best of those that fit without recomputing, pipelines and state in host memory; each in turn if none does."""
+    asked, moved = plan.config.train.activation_checkpointing, plan.config.parallel.offload
+
+    def change(row: Estimate) -> int:
+        one = row.candidate
+        return max(one.checkpointing != asked, 2 * (one.dims.pp > 1 and not cut), 3 * (one.offload != moved))
+
+    fitting = [row for row in plan.rows if row.fits]
+    least = min(map(change, fitting), default=0)
+    return next(iter(ranked([row for row in fitting if change(row) == least])), None)
+
+
+# --- advice -------------------------------------------------------------------------------------------------------
 
 
 def size_text(size: float) -> str:
@@ -52,48 +144,6 @@ def settings_text(row: Estimate) -> str:
     recomputes = "" if mode == "none" else f", {mode} recomputation"
     moved = ", state in host memory" if candidate.offload else ""
     return f"{written or 'one worker'}, micro-batch {candidate.micro_batch}{recomputes}{moved}"
-
-
-def _verdict(plan: Plan, rows: list[Estimate]) -> str:
-    row, best = rows[0], plan.best
-    if not row.fits:
-        needed, fitting = min(r.memory_bytes for r in rows), [r for r in plan.rows if r.fits]
-        sentence = f"needs at least {needed / GIB:.1f} GiB per GPU, of {row.capacity / GIB:.1f} available"
-        if fitting:
-            least = min(fitting, key=lambda r: (-r.candidate.dims.dp_replicate, r.step_seconds))
-            sentence += f"; the least sharded layout that fits: {least.candidate.layout.name}, {settings_text(least)}"
-        return sentence
-    if best is None or row is best:
-        return f"the best, {figures(row)}"
-    what, ratio = f"{figures(row)} ({settings_text(row)})", row.step_seconds / best.step_seconds
-    if ratio < 1.001:
-        near = f"within the {100 * (NEAR - 1):.0f} % by which predictions err, and not simpler"
-        return f"{what}: {'as fast as the best' if ratio > 0.999 else near}"
-    more = {name: seconds - best.seconds[name] for name, seconds in row.seconds.items()}
-    return f"{what}: {ratio:.2f} × the best's time, mostly {PARTS[max(more, key=lambda name: more[name])]}"
-
-
-def _absent(plan: Plan, family: str) -> str:
-    """Which of the reasons keeps a whole strategy out."""
-    space, degrees = plan.space, registry.STRATEGIES[family].degrees
-
-    def is_there(fixed: Fixed) -> bool:
-        return any(candidate.family == family for candidate in enumerate_layouts(space, fixed))
-
-    if is_there({}):
-        alone = [key for key, value in plan.fixed.items() if not is_there({key: value})]
-        keys = [f"{key}={str(plan.fixed[key]).replace('True', 'true')}" for key in alone[:1] or plan.fixed]
-        return f"left out, because {' and '.join(keys)} {'is' if len(keys) == 1 else 'are'} fixed"
-    if "tp" in degrees and not space.splits:
-        return "the model has no layers that can be split over its heads"
-    if "tp" in degrees:
-        heads = f"the model's {space.heads} heads and its sequence" if space.heads else "the sequence"
-        return f"no number of GPUs within a node of {space.per_node} divides the {space.world} workers and {heads}"
-    if "pp" in degrees and space.blocks < 2:
-        return "the model has no chain of blocks to cut into stages"
-    return (
-        f"{space.world} workers have no {' × '.join(degrees)} that divides train.global_batch_size {space.global_batch}"
-    )
 
 
 def advice(plan: Plan) -> list[str]:

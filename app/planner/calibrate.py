@@ -17,7 +17,7 @@ from typing import Any
 
 from app.errors import RunFailed
 from app.planner.device import Device, device, remember
-from app.planner.processes import in_processes
+from app.planner.trial import in_processes
 from cluster.hardware import HardwareError, add_gpu, gpu
 from cluster.remote import free_port
 

@@ -5,8 +5,8 @@
     anything else          bytes / (bandwidth · stream)
     a collective           bytes / (link · efficiency) + hops · latency; overlapping slows computing: `contention`
 
-The efficiencies of A100 and H100 are fitted on published figures (published.py), those of other GPUs are their
-family's. `trireme calibrate` measures a device and its links; a measurement goes before a fit.
+The efficiencies of A100 and H100 are fitted on published figures, those of other GPUs are their family's. `trireme
+calibrate` measures a device and its links; a measurement goes before a fit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class Device:
     mn_half: float = 2.0e5  # size of a result at which it does: fewer tiles than processors
     operation: float = 5e-6  # for the host to launch one operation: a device waits for it where its work is shorter
     step: float = 2e-3  # of an optimizer step that nothing hides: data, the optimizer's launch, the loop
-    trainer: float = 0.05  # the same of the trainer that published runs were made with; for published.py alone
     within: float = 0.75  # share of the link inside a node that collectives reach
     across: float = 0.75  # share of the link between nodes
     latency_within: float = 3e-6  # per hop of a ring

@@ -1,4 +1,5 @@
-"""A plan as a table for a terminal, as JSON, as an experiment's file, and as a picture of time against memory."""
+"""A plan as a table for a terminal with why each strategy won, lost or cannot be, as JSON, as an experiment's file, and
+as a picture of time against memory."""
 
 from __future__ import annotations
 
@@ -11,12 +12,28 @@ import yaml
 from app.config_io import to_dict
 from app.console import quantity
 from app.errors import UserError
-from app.planner.advice import advice, families
+from app.planner.advice import advice, figures, settings_text
 from app.planner.estimate import Estimate
-from app.planner.plan import GIB, Plan
+from app.planner.layouts import Fixed, enumerate_layouts
+from app.planner.plan import GIB, NEAR, Plan
+from strategies import registry
 from strategies.dims import NAMES
 
 COLUMNS = ("strategy", "degrees", "micro", "recompute", "precision", "GiB", "s/step", "per second", "MFU", "$/step")
+
+PARTS = {
+    "compute": "computation (smaller matrix products, or recomputation)",
+    "tensor": "tensor parallelism's communication, which nothing hides",
+    "shard": "gathering parameters and scattering gradients, which computation does not hide",
+    "replicate": "the all-reduce that backward does not hide",
+    "pipeline_send": "activations sent between stages",
+    "contention": "computation slowed by communication beside it",
+    "bubble": "stages waiting for the pipeline to fill and drain",
+    "optimizer": "the optimizer, whose state is not sharded",
+    "data": "copying samples to the GPU",
+    "rest": "the fixed cost of a step",
+}
+"""timing.py's parts of a step in words."""
 
 
 def text(plan: Plan, top: int = 8) -> str:
@@ -77,6 +94,58 @@ def aligned(rows: list[tuple[str, ...]]) -> list[str]:
     """Lines with columns as wide as their widest cell."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
+def families(plan: Plan) -> dict[str, str]:
+    """Each strategy that there is for the number of workers → why its best layout is or is not the plan's best."""
+    found, several = {}, plan.space.world > 1
+    for record in registry.STRATEGIES.values():
+        if record.plannable and not record.alias_of and bool(record.degrees) == several:
+            rows = [row for row in plan.rows if row.candidate.family == record.name]
+            found[record.name] = _verdict(plan, rows) if rows else _absent(plan, record.name)
+    return found
+
+
+def _verdict(plan: Plan, rows: list[Estimate]) -> str:
+    row, best = rows[0], plan.best
+    if not row.fits:
+        needed, fitting = min(r.memory_bytes for r in rows), [r for r in plan.rows if r.fits]
+        sentence = f"needs at least {needed / GIB:.1f} GiB per GPU, of {row.capacity / GIB:.1f} available"
+        if fitting:
+            least = min(fitting, key=lambda r: (-r.candidate.dims.dp_replicate, r.step_seconds))
+            sentence += f"; the least sharded layout that fits: {least.candidate.layout.name}, {settings_text(least)}"
+        return sentence
+    if best is None or row is best:
+        return f"the best, {figures(row)}"
+    what, ratio = f"{figures(row)} ({settings_text(row)})", row.step_seconds / best.step_seconds
+    if ratio < 1.001:
+        near = f"within the {100 * (NEAR - 1):.0f} % by which predictions err, and not simpler"
+        return f"{what}: {'as fast as the best' if ratio > 0.999 else near}"
+    more = {name: seconds - best.seconds[name] for name, seconds in row.seconds.items()}
+    return f"{what}: {ratio:.2f} × the best's time, mostly {PARTS[max(more, key=lambda name: more[name])]}"
+
+
+def _absent(plan: Plan, family: str) -> str:
+    """Which of the reasons keeps a whole strategy out."""
+    space, degrees = plan.space, registry.STRATEGIES[family].degrees
+
+    def is_there(fixed: Fixed) -> bool:
+        return any(candidate.family == family for candidate in enumerate_layouts(space, fixed))
+
+    if is_there({}):
+        alone = [key for key, value in plan.fixed.items() if not is_there({key: value})]
+        keys = [f"{key}={str(plan.fixed[key]).replace('True', 'true')}" for key in alone[:1] or plan.fixed]
+        return f"left out, because {' and '.join(keys)} {'is' if len(keys) == 1 else 'are'} fixed"
+    if "tp" in degrees and not space.splits:
+        return "the model has no layers that can be split over its heads"
+    if "tp" in degrees:
+        heads = f"the model's {space.heads} heads and its sequence" if space.heads else "the sequence"
+        return f"no number of GPUs within a node of {space.per_node} divides the {space.world} workers and {heads}"
+    if "pp" in degrees and space.blocks < 2:
+        return "the model has no chain of blocks to cut into stages"
+    return (
+        f"{space.world} workers have no {' × '.join(degrees)} that divides train.global_batch_size {space.global_batch}"
+    )
 
 
 def as_json(plan: Plan, top: int) -> dict[str, Any]:

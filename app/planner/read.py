@@ -13,7 +13,6 @@ that cannot be built on `meta`, or whose code looks at values, is run for real, 
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -83,9 +82,7 @@ class ModelCosts:
 class Reader:
     """Reads one task's model, each way of having precision when it is first asked for."""
 
-    def __init__(
-        self, task: Task, *, sequence_parallel: bool = True, loss_parallel: bool = True, tensor: bool = True
-    ) -> None:
+    def __init__(self, task: Task, *, sequence_parallel: bool = True, loss_parallel: bool = True) -> None:
         self.task, self.note = task, ""
         self.parallel_options = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
         self._real = fake_mode() is None
@@ -102,7 +99,7 @@ class Reader:
         self._names = find_blocks(structure, task.blocks(structure))
         self.blocks = len(self._names)
         try:
-            split = make_plan(structure, task.tensor_plan(structure), sequence_parallel).dims if tensor else {}
+            split = make_plan(structure, task.tensor_plan(structure), sequence_parallel).dims
         except LayoutError:
             split = {}
         self.size = model_size(structure, separable(structure, self._names), split)
@@ -121,16 +118,7 @@ class Reader:
                 name: _fitted({k: t.parts[name] for k, t in traces.items() if name in t.parts}) for name in first.parts
             }
             self._costs[way] = ModelCosts(parts, first.order, self._by_part(first))
-        found = self._costs[way]
-        is_whole = self.blocks == len(self._names)
-        return found if is_whole else ModelCosts(found.parts, found.order[:1] * self.blocks, found.parameters)
-
-    def with_blocks(self, count: int) -> Reader:
-        """The same model with that many blocks, all like its first; nothing more is read."""
-        other = copy.copy(self)
-        own = sum(p.numel for p in self.size.parameters if p.name.startswith(self._names[0] + "."))
-        other.parameters, other.blocks = self.parameters + own * (count - self.blocks), count
-        return other
+        return self._costs[way]
 
     def _by_part(self, trace: Trace) -> dict[str, tuple[ParameterSize, ...]]:
         """The parameters of one part of each kind; one outside of blocks is before or after by where it stands."""

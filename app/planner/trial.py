@@ -1,14 +1,13 @@
-"""`trireme plan --max-batch`: the largest micro-batch of a layout that really runs, each try in new processes.
+"""Functions run on this machine's devices in new processes, and `trireme plan --max-batch`, which tries layouts so.
 
 A try takes a few steps of a run's own loop. Its memory on a GPU is the peak that torch allocated; on a CPU that of the
-process beyond what it took before, bounded by the memory that a plan counts with.
+process beyond what it took before.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import re
-import resource
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +20,6 @@ from app.planner.estimate import Estimate
 from app.planner.layouts import schedules_of
 from app.planner.output import experiment
 from app.planner.plan import GIB, Plan
-from app.planner.processes import in_processes
 from strategies.dims import NAMES
 
 TIMEOUT = 240.0
@@ -50,7 +48,7 @@ def max_batch(plan: Plan) -> tuple[str, Estimate | None, dict[str, Any]]:
 
     def runs(place: int) -> bool:
         tree = _experiment(plan, row, sizes[place])
-        tries[sizes[place]] = trial = run(tree, plan.machine.world, plan.machine.device.capacity)
+        tries[sizes[place]] = trial = run(tree, plan.machine.world)
         return trial.seconds is not None
 
     place = search(max(len(fitting) - 1, 0), sizes, runs)
@@ -106,16 +104,15 @@ def _experiment(plan: Plan, row: Estimate, size: int) -> dict[str, Any]:
     return tree
 
 
-def run(tree: dict[str, Any], workers: int, limit: float) -> Trial:
-    """Tries a whole configuration on several processes here. limit: bytes that a process on a CPU may take beside what
-    it has before the model; beyond that it fails, as if memory had ended."""
+def run(tree: dict[str, Any], workers: int) -> Trial:
+    """Tries a whole configuration on several processes here."""
     try:
-        return Trial(*in_processes(_train, workers, tree, limit, timeout=TIMEOUT))
+        return Trial(*in_processes(_train, workers, tree, timeout=TIMEOUT))
     except RunFailed as error:
         return Trial(failure=str(error))
 
 
-def _train(rank: int, device: Any, tree: dict[str, Any], limit: float) -> tuple[float, float]:
+def _train(rank: int, device: Any, tree: dict[str, Any]) -> tuple[float, float]:
     """Seconds of the last step and bytes of a few: the most of all ranks."""
     import torch
     import torch.distributed as dist
@@ -125,10 +122,6 @@ def _train(rank: int, device: Any, tree: dict[str, Any], limit: float) -> tuple[
     from app.loop import Training
     from strategies.layout import choose
 
-    if device.type == "cpu":
-        used = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        most = 1024 * int(used[1]) + int(limit) if used else resource.RLIM_INFINITY
-        resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     config, world = from_dict(tree), dist.get_world_size()
     layout = choose(config.strategy, world, **{name: tree["parallel"][name] for name in NAMES})
     with tempfile.TemporaryDirectory() as folder:
@@ -144,3 +137,53 @@ def _train(rank: int, device: Any, tree: dict[str, Any], limit: float) -> tuple[
     most_of_all = torch.tensor([seconds, size], dtype=torch.float64, device=device)
     dist.all_reduce(most_of_all, op=dist.ReduceOp.MAX)
     return float(most_of_all[0]), float(most_of_all[1])
+
+
+# --- new processes, in a process group of their own ---------------------------------------------------------------
+
+
+def in_processes(function: Callable[..., Any], workers: int, *arguments: Any, timeout: float) -> Any:
+    """What `function(rank, device, *arguments)` gives on rank 0 of new processes, with a device each.
+
+    function: of a module, not of another function. What it gives is passed as JSON.
+    Raises:
+        RunFailed: a process failed, or all of them took longer than `timeout` seconds.
+    """
+    import torch.multiprocessing as multiprocessing
+
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.start_processes(
+            _run, (workers, folder, function, arguments), nprocs=workers, join=False, daemon=True, start_method="spawn"
+        )
+        until = time.monotonic() + timeout
+        try:
+            while not context.join(timeout=max(0.1, until - time.monotonic())):
+                if time.monotonic() > until:
+                    raise RunFailed(f"{workers} processes took more than {timeout:.0f} s")
+        except multiprocessing.ProcessRaisedException as error:
+            raise RunFailed(str(error).strip().splitlines()[-1][:300]) from None
+        except multiprocessing.ProcessExitedException as error:  # killed, perhaps because the host's memory ended
+            raise RunFailed(str(error)) from None
+        finally:
+            for process in context.processes:
+                process.kill()
+                process.join()
+        return json.loads(Path(folder, "found").read_text())
+
+
+def _run(rank: int, workers: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    store = dist.FileStore(f"{folder}/store", workers)
+    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=workers)
+    found = function(rank, device, *arguments)
+    if rank == 0:
+        Path(folder, "found").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()

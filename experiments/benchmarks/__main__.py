@@ -15,6 +15,7 @@ BENCHMARKS = {
     "start": ("start", "from the command to the first finished step, under every launcher"),
     "pipeline": ("pipeline", "our schedules beside torch.distributed.pipelining's"),
     "gpu": ("gpu", "a GPT on one GPU: tokens/s, MFU and memory, beside plain PyTorch and the plan"),
+    "published": ("published", "the planner's tokens/s and memory beside a table of published runs"),
     "chaos": ("chaos.campaign", "kills of anything at any moment: what is lost, and seconds to the next step"),
 }
 """Name → module, and what it measures."""

@@ -114,7 +114,7 @@ def _config(shape: Shape, folder: str, steps: int, compiled: bool, keys: tuple[s
 
 def _predicted(run: Ours) -> dict[str, float]:
     """Seconds a step and bytes that the planner expects, and the device's peak in FLOP/s."""
-    from app.planner.auto import predict
+    from app.planner.advice import predict
     from app.planner.machine import running
     from app.tasks import load_task
 

@@ -19,13 +19,12 @@ from app.planner.calibrate import keep
 from app.planner.machine import Asked, Machine, cpus, find, of_shape, require_here
 from app.planner.output import experiment
 from app.planner.plan import Plan, make_plan
-from app.planner.processes import in_processes
 from app.planner.read import Reader
-from app.planner.trial import Trial, max_batch, search
+from app.planner.trial import Trial, in_processes, max_batch, search
 from cluster import hardware
 from cluster.files import read_cluster
 from cluster.shape import NodeState, of_gpus, of_nodes
-from tests.app.planner.conftest import TINY, gpus, loaded
+from tests.app.planner.conftest import TINY, gpus
 
 # --- what a plan is for ------------------------------------------------------------------------------------------
 
@@ -135,18 +134,6 @@ def test_the_largest_micro_batch_is_sought_upwards_too(tiny: Reader, monkeypatch
     assert max_batch(plan)[1] is None
 
 
-@pytest.mark.alone
-def test_what_needs_more_than_it_may_have_fails_and_says_why() -> None:
-    large = loaded([*TINY[:1], "task_args={data: digits, model: mlp, model_args: {hidden: [4096, 4096]}}"])
-    plan = make_plan(load_config([], [*TINY, "strategy=single"]), large, cpus(1), given=frozenset({"strategy"}))
-    tree = experiment(plan, plan.rows[0])
-    tree["task_args"] = {"data": "digits", "model": "mlp", "model_args": {"hidden": [4096, 4096]}}
-    assert "allocate" in trial.run(tree, 1, 150 * 2**20).failure
-    tree["task_args"]["model_args"]["hidden"] = [64]
-    small = trial.run(tree, 1, 150 * 2**20)
-    assert small.seconds is not None and small.bytes < 100 * 2**20
-
-
 def _fails(rank: int, own: Any) -> None:
     raise MemoryError(f"rank {rank} has no more")
 
@@ -204,7 +191,7 @@ def test_a_catalogue_of_ones_own_that_is_wrong_is_one_sentence(text: str, said: 
 
 
 def test_max_batch_writes_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "run", lambda tree, workers, limit: Trial(0.1, 1e6) if (
+    monkeypatch.setattr(trial, "run", lambda tree, workers: Trial(0.1, 1e6) if (
         tree["train"]["micro_batch_size"] <= 7) else Trial(failure="MemoryError"))  # fmt: skip
     file = tmp_path / "best.yaml"
     arguments = [*TINY, "strategy=ddp", "--gpu", "cpu", "--gpus", "2", "--max-batch", "--write", str(file)]

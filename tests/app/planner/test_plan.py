@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import itertools
 import json
@@ -16,14 +15,11 @@ from click.testing import CliRunner
 
 from app.cli import group
 from app.config_io import load_config, with_values
-from app.errors import UserError
-from app.planner import published
-from app.planner.advice import advice, families, settings_text
-from app.planner.auto import NoLayoutFits, choose_layout, predict
+from app.planner.advice import NoLayoutFits, advice, choose_layout, predict, settings_text
 from app.planner.estimate import Estimate
 from app.planner.layouts import Space, enumerate_layouts
 from app.planner.machine import cpus
-from app.planner.output import cells, picture
+from app.planner.output import cells, families, picture
 from app.planner.read import Reader
 from cluster import hardware
 from strategies import registry
@@ -312,7 +308,6 @@ def test_json_has_the_layouts_best_first(tmp_path: Path) -> None:
         (["--gpus", "8", "--gpu", "t4", "parallel.pp=4", "parallel.stages=[1,3]"], "names 2 parts"),
         (["--gpus", "1", "--gpu", "t4", "parallel.offload=true"], "parallel.offload needs sharded parameters"),
         (["--gpus", "4096", "--gpu", "h100-80gb", "--max-batch"], "this machine"),
-        (["--published", "nowhere.csv"], "cannot be read"),
         (["--cluster", "laptop"], "no GPUs"),
     ],
 )
@@ -344,7 +339,7 @@ def test_auto_plans_for_one_worker_too(tiny: Reader) -> None:
 
 
 def test_auto_without_a_plan_is_what_the_degrees_say(small: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.planner.auto.running", lambda *_: 1 / 0)
+    monkeypatch.setattr("app.planner.advice.running", lambda *_: 1 / 0)
     config = load_config([EXPERIMENT], ["strategy=auto", "train.global_batch_size=32"])
     found = choose_layout(config, small.task, 4)
     assert found.layout.name == "ddp" and "without a plan: division by zero" in found.sentence
@@ -378,27 +373,3 @@ def test_predictions_stand_beside_measurements(tiny: Reader) -> None:
     found = prediction.compare(2 * prediction.step_seconds, 0.0)
     assert found["plan/step_error"] == -0.5 and "plan/memory_error" not in found
     assert prediction.compare(1.0, 2 * prediction.memory_bytes)["plan/memory_error"] == -0.5
-
-
-# --- published runs ---------------------------------------------------------------------------------------------
-
-HEADER = (
-    "model,d_model,n_layers,n_heads,vocab_size,seq_len,gpus,gpu,mfu_percent,hfu_percent,micro_batch_size,grad_accum,"
-    "global_batch_size,tokens_per_s_per_gpu,precision,sharding,activation_checkpointing,parameters,section"
-)
-
-
-def test_a_table_of_published_runs_is_compared(tmp_path: Path) -> None:
-    table = tmp_path / "runs.csv"
-    table.write_text(
-        f"{HEADER}\nx,1024,6,16,1000,512,8,a100_80gb,1,1,8,2,128,50000,bf16,FULL_SHARD,True,77000000,made up\n"
-    )
-    (row,) = csv.DictReader(table.read_text().splitlines())
-    found = published.compare(row)
-    assert found.plan.fits and found.tokens_per_second == 400_000 and 1e5 < found.predicted < 1e8
-    assert published.reader_of(1024, 16, 1000, 512).with_blocks(6).parameters == pytest.approx(77.1e6, rel=0.01)
-    figures, text = published.report(str(table))
-    assert figures["rows"] == 1 and figures["not_fitting"] == 0 and "fitted: median error" in text
-    table.write_text("model,what\nx,1\n")
-    with pytest.raises(UserError, match="not a table of published runs"):
-        published.report(str(table))

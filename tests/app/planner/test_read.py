@@ -14,9 +14,9 @@ from torch.utils.data import Dataset, TensorDataset
 from app.config_io import load_config
 from app.data.loader import fetch
 from app.errors import UserError
-from app.planner import fused
 from app.planner import read as reading
-from app.planner.auto import predict
+from app.planner import trace
+from app.planner.advice import predict
 from app.planner.machine import cpus
 from app.planner.read import AUTOCAST, CAST, PLAIN, Reader
 from app.tasks import load_task
@@ -144,16 +144,11 @@ def test_a_model_too_large_to_be_run_for_real_is_refused(monkeypatch: pytest.Mon
 
 def test_a_gpus_kernels_do_a_norm_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu = Reader(_gpt()).costs(CAST).parts["block0"]
-    monkeypatch.setattr(fused, "_norm", lambda func, *given, **more: func(*given, **more))
+    monkeypatch.setattr(trace, "_norm", lambda func, *given, **more: func(*given, **more))
     on_cpu = Reader(_gpt()).costs(CAST).parts["block0"]
     for name in ("moved_forward", "moved_backward", "operations_forward", "operations_backward", "saved"):
         assert on_gpu.at(4, 1)[name] < 0.8 * on_cpu.at(4, 1)[name], name
     assert on_gpu.products["forward"].shape == on_cpu.products["forward"].shape
-
-
-def test_more_blocks_are_counted_without_being_read() -> None:
-    few, many = Reader(_gpt(n_layers=2)).with_blocks(6), Reader(_gpt(n_layers=6))
-    assert few.parameters == many.parameters and few.costs().counts == many.costs().counts and few.blocks == 6
 
 
 def test_a_large_model_is_read_without_its_memory() -> None:

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch.utils.flop_counter import FlopCounterMode
 
 from app.models.gpt import GPT
-from experiments.benchmarks import gpu, harness
+from experiments.benchmarks import gpu, harness, published
 from experiments.benchmarks.__main__ import BENCHMARKS
 from tests.running import ROOT, environment
 
@@ -96,8 +97,19 @@ def test_a_benchmark_runs(name: str) -> None:
     assert found and "NaN" not in json.dumps(found)
 
 
+def test_a_table_of_published_runs_is_compared(tmp_path: Path) -> None:
+    columns = "d_model,n_layers,n_heads,vocab_size,seq_len,gpus,micro_batch_size,grad_accum,model,gpu,precision"
+    values = "1024,6,16,1000,512,8,8,2,x,a100_80gb,bf16"
+    table = tmp_path / "runs.csv"
+    table.write_text(
+        f"{columns},sharding,activation_checkpointing,tokens_per_s_per_gpu\n{values},FULL_SHARD,True,50000\n"
+    )
+    found = json.loads(CliRunner().invoke(published.main, [str(table), "--json"]).stdout)["found"]
+    assert found["rows"] == 1 and found["not_fitting"] == 0 and -1 < found["median error"]["held out"] < 10
+
+
 def test_each_benchmark_is_listed_and_tested() -> None:
-    assert BENCHMARKS.keys() == SMALLEST.keys() | {"gpu", "chaos"}
+    assert BENCHMARKS.keys() == SMALLEST.keys() | {"gpu", "chaos", "published"}
     for module, _ in BENCHMARKS.values():
         assert Path(ROOT, "experiments/benchmarks", *module.split(".")).with_suffix(".py").exists()
 

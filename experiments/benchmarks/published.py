@@ -1,27 +1,26 @@
-"""The planner beside published figures: training runs of MPT models, and whether their micro-batches are said to fit.
+"""`published`: the planner beside published training runs of MPT models: tokens/s, and whether micro-batches fit.
 
 The runs are GPT-2s in all but name (learned positions, LayerNorm, GELU, a head tied to the embedding), trained under
-FSDP with 16-bit arithmetic and a fused loss. Each row's model is read like any task's, with two blocks; the others are
-counted. The constants of constants.yaml are few and physical: per GPU family the share of the peak that products and
-attention reach, that memory reaches, what overlapping costs, and what the trainer takes per step. They were fitted by
-least squares on the logarithm of tokens/s of the rows that are not held out.
+FSDP with 16-bit arithmetic and a fused loss. The constants of app/planner/constants.yaml are few and physical: per GPU
+family the share of the peak that products and attention reach, that memory reaches, and what overlapping costs. They
+were fitted, with what the runs' own trainer takes per step, by least squares on the logarithm of tokens/s of the rows
+that are not held out.
 """
 
 from __future__ import annotations
 
 import csv
 import functools
-import math
 import statistics
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any
 
+import click
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from app.errors import UserError
 from app.planner.device import device
 from app.planner.estimate import Estimate, Estimator
 from app.planner.layouts import Candidate
@@ -29,12 +28,15 @@ from app.planner.machine import Machine
 from app.planner.plan import GIB
 from app.planner.read import Reader
 from app.tasks.base import Task
+from experiments.benchmarks.harness import show
 from strategies import registry
 from strategies.dims import Options
 from strategies.layout import choose
 
 BETWEEN_NODES = {"h100": 3200e9 / 8, "a100": 1600e9 / 8}
 """Bytes/s of a node, as the runs' pages say: 3.2 Tb/s of InfiniBand, 1.6 Tb/s of RoCE."""
+TRAINER = {"h100": 0.108, "a100": 0.0758}
+"""Seconds of a step of the runs' own trainer that nothing hides."""
 COLUMNS = ("d_model", "n_layers", "n_heads", "vocab_size", "seq_len", "gpus", "micro_batch_size", "grad_accum")
 
 
@@ -53,13 +55,19 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
 
 
 class PublishedTask(Task):
-    """A GPT-2 of transformers with two blocks, and the runs' loss."""
+    """A GPT-2 of transformers, and the runs' loss."""
 
     unit, float_output = "tokens", False
 
-    def __init__(self, d_model: int, n_heads: int, vocab_size: int, sequence: int) -> None:
-        self.sequence_length, self.n_heads = sequence, n_heads
-        sizes = {"n_embd": d_model, "n_layer": 2, "n_head": n_heads, "vocab_size": vocab_size, "n_positions": sequence}
+    def __init__(self, d_model: int, n_layers: int, n_heads: int, vocab_size: int, sequence: int) -> None:
+        self.sequence_length = sequence
+        sizes = {
+            "n_embd": d_model,
+            "n_layer": n_layers,
+            "n_head": n_heads,
+            "vocab_size": vocab_size,
+            "n_positions": sequence,
+        }
         no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         self.config: dict[str, Any] = {**sizes, **no_dropout, "activation_function": "gelu", "use_cache": False}
 
@@ -78,10 +86,13 @@ class PublishedTask(Task):
     def items(self, batch: Any) -> int:
         return batch[1].numel()
 
+    def heads(self) -> int:
+        return 1  # it was never split over tensor-parallel workers
+
 
 @functools.lru_cache(maxsize=256)
-def reader_of(d_model: int, n_heads: int, vocab_size: int, sequence: int) -> Reader:
-    return Reader(PublishedTask(d_model, n_heads, vocab_size, sequence), tensor=False)
+def reader_of(*sizes: int) -> Reader:
+    return Reader(PublishedTask(*sizes))
 
 
 @dataclass(frozen=True)
@@ -109,10 +120,10 @@ def compare(entry: dict[str, str]) -> Compared:
     reshards = entry["sharding"] == "FULL_SHARD"
     options = Options(reduce_dtype="bf16", reshard_after_forward=reshards, accumulate_sharded=True)
     layout, on = choose(registry.by_degrees("dp_shard").name, gpus), device(gpu)
-    machine = Machine(replace(on, step=on.trainer), gpus, 8, BETWEEN_NODES[gpu.partition("-")[0]])
+    family = gpu.partition("-")[0]
+    machine = Machine(replace(on, step=TRAINER[family]), gpus, 8, BETWEEN_NODES[family])
     candidate = Candidate(layout, size, count, mode, precision)
-    reader = reader_of(width, heads, words, length).with_blocks(layers)
-    plan = Estimator(reader, machine, options).estimate(candidate)
+    plan = Estimator(reader_of(width, layers, heads, words, length), machine, options).estimate(candidate)
     chosen = (width // 256 + length // 512 + gpus // 8 + size) % 2 == 0
     return Compared(
         f"{entry['model']} {length} × {size} on {gpus} {gpu} {precision}{' recomputed' if mode == 'full' else ''}",
@@ -123,30 +134,30 @@ def compare(entry: dict[str, str]) -> Compared:
     )
 
 
-def report(path: str) -> tuple[dict[str, Any], str]:
-    """The comparison as figures and as text: errors of the rows that constants were fitted on, and of the others.
-
-    Raises:
-        UserError: no such file, or not such a table.
-    """
-    try:
-        with open(path, newline="") as file:
-            compared = [compare(entry) for entry in csv.DictReader(file)]
-    except OSError as error:
-        raise UserError(f"the published figures {path} cannot be read: {error.strerror}") from error
-    except (KeyError, ValueError) as error:
-        raise UserError(f"{path} is not a table of published runs: {error} is missing or not a number") from error
-    figures: dict[str, Any] = {"rows": len(compared), "not_fitting": sum(not one.plan.fits for one in compared)}
-    lines, errors = [f"{'run':42s} {'tokens/s':>11s} {'predicted':>11s}  error     GiB"], defaultdict[bool, Any](list)
+@click.command(help=__doc__)
+@click.argument("table", type=click.Path(exists=True))
+@click.option("--json", "as_json", is_flag=True)
+def main(table: str, as_json: bool) -> None:
+    with open(table, newline="") as file:
+        compared = [compare(entry) for entry in csv.DictReader(file)]
+    found: dict[str, Any] = {"rows": len(compared), "not_fitting": sum(not one.plan.fits for one in compared)}
+    errors = defaultdict[bool, Any](list)
     for one in compared:
-        off = one.predicted / one.tokens_per_second - 1
-        errors[one.is_held_out].append(abs(off))
-        lines.append(
-            f"{one.name:42s} {one.tokens_per_second:11,.0f} {one.predicted:11,.0f} {100 * off:+5.0f}% "
-            f"{one.plan.memory_bytes / GIB:7.1f}{'' if one.plan.fits else '  does not fit'}"
-        )
-    for name, held_out in (("fitted", False), ("held out", True)):
-        figures[name] = statistics.median(errors[held_out] or [math.nan])
-        lines.append(f"{name}: median error {100 * figures[name]:.1f} % of tokens per second")
-    lines.append(f"{figures['not_fitting']} of {len(compared)} published micro-batches do not fit by prediction")
-    return figures, "\n".join(lines)
+        errors[one.is_held_out].append(abs(one.predicted / one.tokens_per_second - 1))
+    found["median error"] = {
+        ("held out" if held_out else "fitted"): statistics.median(own) for held_out, own in sorted(errors.items())
+    }
+    rows = [
+        {
+            "run": one.name,
+            "tokens/s": f"{one.tokens_per_second:,.0f}",
+            "predicted": f"{one.predicted:,.0f}",
+            "error": f"{100 * (one.predicted / one.tokens_per_second - 1):+.0f} %",
+            "GiB": f"{one.plan.memory_bytes / GIB:.1f}{'' if one.plan.fits else ', does not fit'}",
+        }
+        for one in compared
+    ]
+    show("published", found, rows, as_json)
+    if not as_json:
+        errors_text = ", ".join(f"{100 * error:.1f} % ({name})" for name, error in found["median error"].items())
+        click.echo(f"\nmedian error of tokens/s: {errors_text}; do not fit by prediction: {found['not_fitting']}")
