@@ -70,13 +70,7 @@ def test_the_page_of_a_study_is_the_one_that_it_wrote(tmp_path: Path) -> None:
     (tmp_path / "study.json").write_text("{}")
     tables = [{"rows": [{"<n>": 2, "loss": 0.5}, {"<n>": 4, "loss": "–", "why": "<y>"}], "best": 1}, {"rows": []}]
     sections = [
-        {
-            "title": "Some",
-            "sentences": ["<z>"],
-            "plots": [["<svg>drawn</svg>", "a plot"]],
-            "tables": tables,
-            "note": "noted",
-        },
+        {"title": "A", "sentences": ["<z>"], "plots": [["<svg>a</svg>", "one"]], "tables": tables, "note": "noted"},
         {"title": "Nothing", "tables": [{"rows": []}], "note": "of nothing"},
         {"title": "More", "folded": {"t": "<w>"}},
     ]
