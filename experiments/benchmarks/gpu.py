@@ -23,8 +23,7 @@ import click
 import torch
 import torch.nn.functional as F
 
-from experiments.benchmarks.harness import measured, show
-from experiments.benchmarks.ours import Ours
+from experiments.benchmarks.harness import Ours, measured, show
 from strategies.layout import LayoutError
 
 GIB = 2.0**30

@@ -13,7 +13,6 @@ import platform
 import random
 import shlex
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -22,12 +21,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+if TYPE_CHECKING:
+    from app.config import Config
+
 Times = dict[str, list[float]]
 """Seconds per step of each block, by side."""
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
 ANSWER = "TRIREME_BENCHMARK_ANSWER"
 """In the environment of the processes that `torchrun` starts: where rank 0 writes its answer."""
 
@@ -82,19 +85,11 @@ def torchrun(module: str, *arguments: object, processes: int = 2) -> Any:
     Raises:
         RuntimeError: it failed; with the end of what it printed.
     """
-    program = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={processes}",
-        "-m",
-        module,
-    ]
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.getcwd()}
         env[ANSWER] = f"{folder}/answer.json"
-        done = subprocess.run([*program, *map(str, arguments)], env=env, capture_output=True, text=True)
+        command = [*TORCHRUN[:-1], f"--nproc-per-node={processes}", "-m", module, *map(str, arguments)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{module} ended with exit code {done.returncode}:\n{done.stderr[-4000:]}")
         return json.loads(Path(env[ANSWER]).read_text())
@@ -110,6 +105,44 @@ def answer(value: Any) -> NoReturn:
     os._exit(0)
 
 
+class Ours:
+    """What one worker of a run has, in a benchmark's own process: the rank of this process in its process group, or the
+    only one. The one place where benchmarks use the application's inside; all others run its commands.
+
+    Preparing reads the data; `build` makes the model and all else that training needs. Events go nowhere.
+    """
+
+    def __init__(self, config: Config, device: Any = "cpu") -> None:
+        import torch
+        import torch.distributed as dist
+
+        from app.job import Job
+        from app.run.prepare import prepare, read_task
+
+        grouped = dist.is_available() and dist.is_initialized()
+        self.device = torch.device(device)
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+        prepared = prepare(config, read_task(config), self.world, devices_per_node=None)
+        self.config, folder = prepared.config, f"{config.run.storage}/{config.run.name}"
+        self.job = Job(prepared.config, prepared.layout, folder, "benchmark", "benchmark", prepared.steps, os.getcwd())
+
+    def build(self) -> Ours:
+        from app.job import Place, SilentChannel
+        from app.loop import Training
+
+        self.training = Training(self.job, Place(self.rank, self.world, self.rank, self.device), SilentChannel())
+        self.batches: Any = self.training.batches()
+        return self
+
+    def advance(self) -> None:
+        """One step, and all that a run does between two."""
+        self.training.advance(self.batches)
+
+    def close(self) -> None:
+        """Ends the data's threads."""
+        self.batches.close()
+
+
 @contextlib.contextmanager
 def tree_without(*paths: str) -> Iterator[str]:
     """A folder with a copy of this checkout, in which these files or folders are not: for PYTHONPATH."""
@@ -123,12 +156,6 @@ def tree_without(*paths: str) -> Iterator[str]:
         finders = "[finder for finder in sys.meta_path if 'Editable' not in repr(finder)]"
         Path(folder, "sitecustomize.py").write_text(f"import sys; sys.meta_path[:] = {finders}")
         yield folder
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 # --- what is printed --------------------------------------------------------------------------------------------

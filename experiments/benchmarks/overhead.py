@@ -1,4 +1,4 @@
-"""`tracking`, `saving`, `accelerators`: whole runs that differ in one thing, and what that thing costs or brings.
+"""`overhead`: whole runs that differ in one thing (tracking, saving, an accelerator), and what it costs or brings.
 
 `trireme train` under torchrun with two workers, with it and without, in turns A B B A. A run's time is that of its
 training, so what the thing does in the background on the same cores is counted: the process that writes to MLflow, and
@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 
 import click
 
-from experiments.benchmarks.harness import beside, ratio_row, show, tree_without
+from experiments.benchmarks.harness import TORCHRUN, beside, ratio_row, show, tree_without
 from experiments.benchmarks.step import NEVER_SAVED, OURS
 
 STEPS = {"mnist": 2000, "gpt": 150}
@@ -50,29 +49,24 @@ def run(thing: str, model: str, runs: int, steps: int) -> dict[str, dict[str, ob
 
 def _seconds(words: list[str], tree: str) -> float:
     """Of the training of one run by the code in the folder `tree`."""
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "app"]
+    program = [*TORCHRUN, "app", "train"]
     with tempfile.TemporaryDirectory() as folder:
         place = ["run.name=overhead", f"run.storage={folder}", "launcher=torchrun", "--json"]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": tree}
-        done = subprocess.run([*program, "train", *words, *place], env=env, capture_output=True, text=True, cwd=tree)
+        done = subprocess.run([*program, *words, *place], env=env, capture_output=True, text=True, cwd=tree)
         if done.returncode:
             raise click.ClickException(f"the run ended with exit code {done.returncode}: {done.stderr[-2000:]}")
     return float(json.loads(done.stdout.strip().splitlines()[-1])["summary"]["seconds"])
 
 
-def _command(name: str, *things: str) -> click.Command:
-    @click.command(help=f"Whole runs with {', '.join(things)} and without, in turns.")
-    @click.option("--model", default="mnist", show_default=True, type=click.Choice(list(OURS)))
-    @click.option("--runs", default=8, type=click.IntRange(1), show_default=True, help="Of each side.")
-    @click.option("--steps", type=click.IntRange(1), help="Of a run; default: about a quarter of a minute.")
-    @click.option("--json", "as_json", is_flag=True)
-    def command(model: str, runs: int, steps: int | None, as_json: bool) -> None:
-        found = {thing: run(thing, model, runs, steps or STEPS[model]) for thing in things}
-        rows = [ratio_row(f"{model}, {thing}", one, "without", "with") for thing, one in found.items()]
-        show(name, found, rows, as_json)
-
-    return command
-
-
-tracking, saving = _command("tracking", "tracking"), _command("saving", "saving")
-accelerators = _command("accelerators", "shared_memory", "reduce_scatter", "allocator")
+@click.command()
+@click.option("--of", "things", multiple=True, default=list(THINGS), type=click.Choice(list(THINGS)))
+@click.option("--model", default="mnist", show_default=True, type=click.Choice(list(OURS)))
+@click.option("--runs", default=8, type=click.IntRange(1), show_default=True, help="Of each side.")
+@click.option("--steps", type=click.IntRange(1), help="Of a run; default: about a quarter of a minute.")
+@click.option("--json", "as_json", is_flag=True)
+def main(things: tuple[str, ...], model: str, runs: int, steps: int | None, as_json: bool) -> None:
+    """Whole runs with a thing and without, in turns."""
+    found = {thing: run(thing, model, runs, steps or STEPS[model]) for thing in things}
+    rows = [ratio_row(f"{model}, {thing}", one, "without", "with") for thing, one in found.items()]
+    show("overhead", found, rows, as_json)

@@ -7,6 +7,7 @@ optimizer, data in memory and indexed by a permutation, no synchronisation but f
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -92,7 +93,7 @@ class Plain:
 
 
 def ddp(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True)
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
 def fsdp(model: nn.Module, reshard: bool = True, replicas: int = 1) -> nn.Module:
@@ -114,18 +115,6 @@ def fsdp_tensor(model: nn.Module) -> nn.Module:
     for block in model.blocks.values():  # type: ignore[operator, union-attr]
         fully_shard(block, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
-    return model
-
-
-def zero2(model: nn.Module) -> nn.Module:
-    return fsdp(model, reshard=False)
-
-
-def hsdp(model: nn.Module) -> nn.Module:
-    return fsdp(model, replicas=2)
-
-
-def single(model: nn.Module) -> nn.Module:
     return model
 
 
@@ -157,13 +146,13 @@ def tensor(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
 
 
 WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "single": single,
+    "single": lambda model: model,
     "ddp": ddp,
     "zero1": ddp,
-    "zero2": zero2,
+    "zero2": functools.partial(fsdp, reshard=False),
     "zero3": fsdp,
     "fsdp": fsdp,
-    "hsdp": hsdp,
+    "hsdp": functools.partial(fsdp, replicas=2),
     "tensor": tensor,
     "fsdp+tensor": fsdp_tensor,
 }

@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -23,42 +24,43 @@ from typing import Any
 import click
 import psutil
 
-from experiments.benchmarks.harness import free_port, show, tree_without
+from experiments.benchmarks.harness import TORCHRUN, show, tree_without
 
 STEPS = 5
 LAUNCHERS = {"ray": "Ray Train", "actors": "actors"}
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
 
 
-def run(rounds: int, launchers: tuple[str, ...] = ("ray", "actors"), without: str = "") -> dict[str, list[float]]:
+def run(rounds: int, without: str = "") -> dict[str, list[float]]:
     """Seconds of each round, by side; one more warms the file cache. without: a path; every round a second time in a
     copy of the checkout without it."""
     seconds: dict[str, list[float]] = {}
     with tree_without(without) if without else contextlib.nullcontext() as copy:
         trees = {"": os.getcwd()} | ({f", without {without}": copy} if copy else {})
         for number, (words, tree) in itertools.product(range(-1, rounds), trees.items()):
-            for name, value in _round(launchers, tree, backwards=bool(number % 2)):
+            for name, value in _round(tree, backwards=bool(number % 2)):
                 if number >= 0:
                     seconds.setdefault(name + words, []).append(value)
     return seconds
 
 
-def _round(launchers: tuple[str, ...], tree: str, *, backwards: bool) -> Iterator[tuple[str, float]]:
+def _round(tree: str, *, backwards: bool) -> Iterator[tuple[str, float]]:
     """Each side once, by the code in the folder `tree`; those on a cluster in their order, each launcher on a cluster
     of its own."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": tree}
     env.pop("RAY_ADDRESS", None)
-    order = ["by hand", "torchrun", *launchers]
+    order = ["by hand", "torchrun", *LAUNCHERS]
     for side in reversed(order) if backwards else order:
         if side == "by hand":
-            yield "torchrun, by hand", _seconds([*TORCHRUN, "experiments.benchmarks.plain", "mnist", str(STEPS)], env)
+            command = [*TORCHRUN, "experiments.benchmarks.plain", "mnist", str(STEPS)]
+            yield "torchrun, by hand", _seconds(command, env)
         elif side == "torchrun":
             yield "torchrun", _trireme([*TORCHRUN, "app"], env)
         else:
             command, name = [sys.executable, "-m", "app"], LAUNCHERS[side]
             yield f"{name}, a Ray of its own", _trireme(command, env, f"launcher={side}")
-            with ray_cluster(env) as address:
-                there = env | {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "disabled"}
+            with contextlib.closing(RayCluster(env, head_cpus=2)) as cluster:
+                there = cluster.env | {"RAY_ADDRESS": cluster.address}
+                time.sleep(4)  # its agents are still importing
                 for which in ("first", "second"):
                     yield f"{name}, a running cluster, {which} run", _trireme(command, there, f"launcher={side}")
 
@@ -82,38 +84,50 @@ def _seconds(command: list[str], env: dict[str, str]) -> float:
 # --- a cluster of our own ---------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def ray_cluster(env: dict[str, str]) -> Iterator[str]:
-    """A Ray head of two CPUs, as `ray start` makes it, quiet before it is used; its address."""
-    port, folder = free_port(), Path(tempfile.mkdtemp(prefix="start-", dir="/tmp"))
-    head = ray_start(folder, env, "--head", f"--port={port}", "--num-cpus=2", "--include-dashboard=false")
-    try:
-        wait_until(lambda: b"runtime started" in (folder / "log").read_bytes(), 60)
-        time.sleep(4)  # its agents are still importing
-        yield f"127.0.0.1:{port}"
-    finally:
-        end_tree(head.pid)
-        head.wait()
-        shutil.rmtree(folder, ignore_errors=True)
+class RayCluster:
+    """A Ray head as `ray start` makes it, and nodes of two CPUs, all on this machine; ends only what it started."""
 
+    def __init__(self, env: dict[str, str], head_cpus: int, nodes: int = 0) -> None:
+        self.env, self.folder = env | {"RAY_AUTH_MODE": "disabled"}, Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+        self.processes: list[subprocess.Popen[bytes]] = []
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.address = f"127.0.0.1:{port}"
+        try:
+            self._start("--head", f"--port={port}", f"--num-cpus={head_cpus}", "--include-dashboard=false")
+            self.nodes = [self._node() for _ in range(nodes)]
+            deadline = time.monotonic() + 90
+            while not all(b"Ray runtime started" in log.read_bytes() for log in self.folder.glob("*/log")):
+                if time.monotonic() > deadline:
+                    raise TimeoutError("Ray did not start within 90 s")
+                time.sleep(0.1)
+        except BaseException:
+            self.close()
+            raise
 
-def ray_start(folder: Path, env: dict[str, str], *flags: str) -> subprocess.Popen[bytes]:
-    """`ray start FLAGS` on this machine; what it says in FOLDER/log."""
-    program = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-gpus=0"]
-    place = ["--node-ip-address=127.0.0.1", f"--temp-dir={folder}", "--object-store-memory=100000000"]
-    env = env | {"RAY_AUTH_MODE": "disabled"}
-    with (folder / "log").open("wb") as log:
-        return subprocess.Popen([*program, *place, *flags], env=env, stdout=log, stderr=log, start_new_session=True)
+    def _start(self, *flags: str) -> subprocess.Popen[bytes]:
+        folder = self.folder / str(len(self.processes))  # nodes of one folder that start together share sockets
+        folder.mkdir()
+        program = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-gpus=0"]
+        place = ["--node-ip-address=127.0.0.1", f"--temp-dir={folder}", "--object-store-memory=100000000"]
+        with (folder / "log").open("wb") as log:
+            streams: dict[str, Any] = {"stdout": log, "stderr": log, "start_new_session": True}
+            self.processes.append(subprocess.Popen([*program, *place, *flags], env=self.env, **streams))
+        return self.processes[-1]
 
+    def _node(self) -> subprocess.Popen[bytes]:
+        return self._start(f"--address={self.address}", "--num-cpus=2")
 
-def wait_until(condition: Any, timeout: float, pause: float = 0.02) -> Any:
-    """What the condition gives once it is true. Raises TimeoutError."""
-    deadline = time.monotonic() + timeout
-    while not (value := condition()):
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        time.sleep(pause)
-    return value
+    def mend(self) -> None:
+        """A new node for each that has ended."""
+        self.nodes = [self._node() if node.poll() is not None else node for node in self.nodes]
+
+    def close(self) -> None:
+        for process in self.processes:
+            end_tree(process.pid)
+            process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def end_tree(pid: int) -> None:

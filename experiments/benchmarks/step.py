@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from experiments.benchmarks.harness import answer, beside, measured, ratio_row, show, torchrun
+from experiments.benchmarks.harness import Ours, answer, beside, measured, ratio_row, show, torchrun
 
 BLOCK_STEPS = {"mnist": 40, "gpt": 10}
 OURS = {
@@ -53,7 +53,6 @@ def _worker(model: str, strategy: str, blocks: int, *keys: str) -> None:
     import torch.distributed as dist
 
     from app.config_io import load_config
-    from experiments.benchmarks.ours import Ours
     from experiments.benchmarks.plain import MODELS
 
     dist.init_process_group("gloo")

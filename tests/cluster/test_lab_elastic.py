@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.benchmarks.chaos import record
-from experiments.benchmarks.chaos.cluster import HEALTH
-from experiments.benchmarks.chaos.task import SAMPLES
+from experiments.benchmarks import chaos_task
+from experiments.benchmarks.chaos import HEALTH
+from experiments.benchmarks.chaos_task import SAMPLES
 from tests.lab import Lab, unavailable
 from tests.running import committed, curve, end_tree, mlflow_run, trireme, wait_until
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there is a la
 HOSTS = 4
 HEAD, CUT, CRASHED = 0, 1, 2
 BATCH, STEPS = 48, 600
-TRAIN = ["task=experiments.benchmarks.chaos.task:Recorded", f"train.global_batch_size={BATCH}"]
+TRAIN = ["task=experiments.benchmarks.chaos_task:Recorded", f"train.global_batch_size={BATCH}"]
 TRAIN += ["train.micro_batch_size=4", f"train.steps={STEPS}", "train.log_every=1", "checkpoint.every_steps=20"]
 TRAIN += ["optimizer.name=sgd", "optimizer.lr=0.0003", "tracking.log_model=false", "tracking.system_metrics_every=0"]
 RAY = {"RAY_AUTH_MODE": "disabled"}
@@ -128,10 +128,10 @@ def test_four_three_two_four_workers_on_hosts_that_go_and_come_back(lab: Lab, la
         run.process.wait()
     assert mlflow_run(storage, "elastic").info.status == "FINISHED"
     assert list(curve(storage, "elastic", "fault/workers").values()) == [3, 2, 4], "each once, in the one MLflow run"
-    starts = record.read(run.seen)
-    assert record.lost_or_repeated(starts, STEPS * BATCH, SAMPLES) == []
+    starts = chaos_task.read(run.seen)
+    assert chaos_task.lost_or_repeated(starts, STEPS * BATCH, SAMPLES) == []
     ranks: dict[int, set[int]] = {}
-    for position, (_, rank, _) in record.seen(starts)[0].items():
+    for position, (_, rank, _) in chaos_task.seen(starts)[0].items():
         ranks.setdefault(position // BATCH, set()).add(rank)
     assert [count for count, _ in groupby(len(ranks[step]) for step in sorted(ranks))] == [4, 3, 2, 4]
     alone = trireme("train", *TRAIN, "task_args.dropout=0", "launcher=local", "run.name=calm", f"run.storage={storage}")

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from app.data.order import Order
-from experiments.benchmarks.chaos import record
-from experiments.benchmarks.chaos.record import Start
-from experiments.benchmarks.chaos.trial import VICTIMS, Kill, Left, draw, summary, unlike
+from experiments.benchmarks.chaos import VICTIMS, Kill, Left, draw, summary, unlike
+from experiments.benchmarks.chaos_task import Start, lost_or_repeated, read
 
 BATCH, STEPS, SAMPLES = 4, 6, 10
 ORDER = Order(SAMPLES, 0).indices(0, 100).tolist()
@@ -27,7 +26,7 @@ def steps(rank: int, began: float, first: int, last: int) -> Start:
 
 
 def judged(*starts: Start) -> list[str]:
-    return record.lost_or_repeated(starts, STEPS * BATCH, SAMPLES)
+    return lost_or_repeated(starts, STEPS * BATCH, SAMPLES)
 
 
 def test_a_rewind_to_a_checkpoint_loses_nothing() -> None:
@@ -53,24 +52,24 @@ def test_lines_of_before_training_and_half_written_ones_are_left_out(tmp_path: P
     lines = ["[1.0, [0, 1], [0, 1]]", "[2.0, [0, 1], [7, 3]]", "[3.0, [2, 3], [5,"]
     (tmp_path / "seen" / "2000000000-1-99.jsonl").write_text("\n".join(lines))
     (tmp_path / "seen" / "10000000000-0-98.jsonl").write_text("")
-    first, second = record.read(tmp_path)
+    first, second = read(tmp_path)
     assert (first.began, first.rank, first.pid, first.lines) == (2.0, 1, 99, [[2.0, [0, 1], [7, 3]]])
-    assert (second.began, second.lines) == (10.0, []) and record.read(tmp_path, 1) == [second]
+    assert (second.began, second.lines) == (10.0, []) and read(tmp_path, 1) == [second]
 
 
 def test_kills_are_a_function_of_the_seed() -> None:
-    assert draw(3, 7, 6, [], 1.2) == draw(3, 7, 6, [], 1.2) != draw(4, 7, 6, [], 1.2)
-    drawn = [kill for number in range(100) for kill in draw(0, number, 5, [], 1.2)]
+    assert draw(3, 7, 6, []) == draw(3, 7, 6, []) != draw(4, 7, 6, [])
+    drawn = [kill for number in range(100) for kill in draw(0, number, 5, [])]
     assert {(kill.victim, kill.signal) for kill in drawn} == VICTIMS.keys()
-    assert {kill.victim for kill in draw(0, 0, 9, ["driver"], 1.2)} == {"driver"}
+    assert {kill.victim for kill in draw(0, 0, 9, ["driver"])} == {"driver"}
 
 
 def test_a_run_that_ended_otherwise_is_wrong() -> None:
-    calm = Left({"w": torch.ones(2)}, [(1, 0.5)], 1.0)
+    calm = Left({"w": torch.ones(2)}, [(1, 0.5)], [])
     good, bad = Kill("worker", signal.SIGKILL, 0.5, 0, False), Kill("worker", signal.SIGKILL, 0.5, 0, False)
     bad.committed, bad.resumed_from = 20, 10
     assert unlike(calm, calm, [good]) == []
-    found = unlike(Left({"w": torch.zeros(2)}, [(1, 0.6)], 1.0, ["lost"]), calm, [good, bad])
+    found = unlike(Left({"w": torch.zeros(2)}, [(1, 0.6)], ["lost"]), calm, [good, bad])
     assert len(found) == 4 and "SIGKILL of rank 0 after 0.50 s: went on before step 20" in found[-1]
     rows = [{"layout": "ddp", "victim": "worker", "run": "1", "problems": found, "seconds": s} for s in (1.0, 3.0)]
     assert summary(rows) == [
