@@ -75,9 +75,8 @@ def scale(
 @click.option("--rows", "names", metavar="NAME,NAME", help="Only these strategies. Default: all.")
 @click.option("--workers", metavar="2,4", help="Only rows with these numbers of workers. Default: all.")
 @click.option("--checkpoints", is_flag=True, help="Also continue every row's checkpoint under every row.")
-@click.option("--certify", is_flag=True, help="Store the table with the experiment's run, in its folder and MLflow.")
 def parity(
-    cli: Invocation, arguments: tuple[str, ...], names: str | None, workers: str | None, certify: bool, **measured: Any
+    cli: Invocation, arguments: tuple[str, ...], names: str | None, workers: str | None, **measured: Any
 ) -> None:
     """Train an experiment's model under every strategy, and compare each loss curve with one device's.
 
@@ -95,13 +94,9 @@ def parity(
     from experiments.parity import experiment
 
     config, rows = read(arguments), experiment.chosen(names, workers)
-    run = experiment.run_of(config) if certify else None
     cli.console.status(f"training {len(rows)} rows")
     results = experiment.measure(config, rows=rows, **measured)
-    text = experiment.table(results)
-    cli.answer(experiment.as_dicts(results), text)
-    if run:
-        cli.console.say(f"stored as {experiment.certify(run, results, text)}")
+    cli.answer(experiment.as_dicts(results), experiment.table(results))
     for verdict, what in (("FAILED", "failed"), ("DIFFERS", "differ from one device")):
         found = [result for result in results if result.verdict == verdict]
         if found:

@@ -1,15 +1,11 @@
-"""`trireme parity`: an experiment's own model, loss and data through the parity matrix; the table, the certificate."""
+"""`trireme parity`: an experiment's own model, loss and data through the parity matrix, and the table."""
 
 from __future__ import annotations
 
 import functools
-import json
-import tempfile
-import time
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,15 +16,12 @@ from app.data.loader import fetch
 from app.data.order import Order
 from app.errors import UserError
 from app.job import strategy_options
-from app.masking import mask_tree
 from app.optimizer import build_optimizer
 from app.randomness import seed_everything
-from app.run.manifest import Run
 from app.tasks import load_task
 from experiments.parity.curves import Trial
 from experiments.parity.matrix import Result, run
 from experiments.parity.rows import DEEPSPEED, ROWS, THREE, Row
-from experiments.report.runs import store_artifacts
 
 LEAST_EPS = 1e-5
 """Adam's epsilon is raised to this: a gradient that is zero but for rounding would otherwise be scaled up to a step of
@@ -107,24 +100,19 @@ def chosen(names: str | None, workers: str | None) -> list[Row]:
 
 def table(results: list[Result]) -> str:
     """One line per row and variant: the largest relative differences, and what is allowed where it is not met; of the
-    checkpoints that a row continued, the one after which it was furthest off. Then what strategies reported."""
+    checkpoints that a row continued, the one after which it was furthest off and all that differ. Then what strategies
+    reported."""
     width = max((len(str(result.row)) for result in results), default=3)
     lines = [f"{'row':<{width}} {'variant':<32} {'loss':>8} {'norm':>8} {'weights':>8} {'s':>6}"]
     lines += [_line(result, result.variant, width) for result in results if result.after is None]
-    resumed: dict[str, list[Result]] = {}
-    for result in results:
-        if result.after is not None:
-            resumed.setdefault(str(result.row), []).append(result)
-    for pairs in resumed.values():
+    resumed = [result for result in results if result.after is not None]
+    for row in dict.fromkeys(str(result.row) for result in resumed):
+        pairs = [result for result in resumed if str(result.row) == row]
         worst = max(pairs, key=lambda r: float("inf") if r.found is None else r.found.loss / r.bound.loss)
-        wrong = [r for r in pairs if not r.passed and r is not worst]
         lines.append(_line(worst, f"after {len(pairs)} others, worst: {worst.after}", width))
-        lines += [_line(r, f"after {r.after}", width) for r in wrong]
-    said: dict[str, set[str]] = {}
-    for result in results:
-        for note in result.curve.notes if result.curve else ():
-            said.setdefault(note, set()).add(str(result.row))
-    return "\n".join([*lines, *(f"{note} ({', '.join(sorted(rows))})" for note, rows in said.items())])
+        lines += [_line(r, f"after {r.after}", width) for r in pairs if not r.passed and r is not worst]
+    said = dict.fromkeys((note, str(r.row)) for r in results if r.curve for note in r.curve.notes)
+    return "\n".join([*lines, *(f"{note} ({row})" for note, row in said)])
 
 
 def _line(result: Result, variant: str, width: int) -> str:
@@ -137,13 +125,13 @@ def _line(result: Result, variant: str, width: int) -> str:
 
 
 def as_dicts(results: list[Result]) -> list[dict[str, Any]]:
+    """What `--json` prints."""
     return [
         {
             "row": str(r.row),
             "workers": r.row.workers,
             "variant": r.variant,
             "after": str(r.after) if r.after else None,
-            "passed": r.passed,
             "verdict": r.verdict,
             "why": r.refused or r.error,
             "notes": list(r.curve.notes) if r.curve else [],
@@ -153,29 +141,3 @@ def as_dicts(results: list[Result]) -> list[dict[str, Any]]:
         }
         for r in results
     ]
-
-
-def run_of(config: Config) -> Run:
-    """The run that the configuration names.
-
-    Raises:
-        UserError: there is none, or it trains something else.
-    """
-    run = Run(config)
-    if not run.manifest.starts:
-        raise UserError(f"{run.folder} is not a run's folder: train this experiment first, or write its run.name")
-    return run
-
-
-def certify(run: Run, results: list[Result], text: str) -> str:
-    """Stores the matrix with a run, as parity.json and parity.txt in its folder and among its MLflow artifacts; where
-    it is now."""
-    config = mask_tree(to_dict(run.config))
-    content = {"time": time.time(), "torch": torch.__version__, "config": config, "rows": as_dicts(results)}
-    made = {"parity.json": json.dumps(content, indent=1, default=str), "parity.txt": text + "\n"}
-    with tempfile.TemporaryDirectory() as copies:
-        for name, what in made.items():
-            run.storage.write_bytes(name, what.encode())
-            Path(copies, name).write_text(what)
-        note = store_artifacts(run.local_folder, *(Path(copies, name) for name in made))
-    return f"{run.folder}/parity.json{f'; {note}' if note else ''}"

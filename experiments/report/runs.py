@@ -67,7 +67,7 @@ def _of_runs(folders: list[Path]) -> tuple[Path, str]:
         records = [replace(record, name=str(record.folder)) for record in records]
     out = folders[0] / (PAGE if len(folders) == 1 else "comparison.html")
     out.write_text(render(content(records)))
-    return out, store_artifacts(folders[0], out)
+    return out, _store(folders[0], out)
 
 
 # --- what a run left behind ---------------------------------------------------------------------------------------
@@ -140,19 +140,16 @@ def _client(folder: Path, otherwise: str = "") -> Any:
     return MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or told or otherwise)
 
 
-def store_artifacts(folder: Path, *files: Path) -> str:
-    """Puts files among the artifacts of the MLflow run that `folder` (of a run, a sweep or a study, on this machine)
-    was tracked as; a note where that was not possible."""
-    names = ", ".join(file.name for file in files)
+def _store(folder: Path, file: Path) -> str:
+    """Puts a file among the artifacts of the run that `folder` was tracked as; a note where that was not possible."""
     spool = folder / "tracking"
     run_id = State.load(spool).run_id if spool.is_dir() else None
     if not run_id:
-        return f"{names} is not in MLflow, since this was not tracked"
+        return f"{file.name} is not in MLflow, since this was not tracked"
     try:
-        for file in files:
-            _client(folder).log_artifact(run_id, str(file))
+        _client(folder).log_artifact(run_id, str(file))
     except Exception as error:  # the file is there; MLflow may be away
-        return f"{names} is not in MLflow ({_first_line(error)})"
+        return f"{file.name} is not in MLflow ({_first_line(error)})"
     return ""
 
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 from app.cli import group
-from app.config import Config
 from app.config_io import load_config
 from app.errors import UserError
-from app.run.manifest import Run
 from experiments.parity import experiment as parity
 from experiments.parity.curves import Difference
 from experiments.parity.matrix import Result
@@ -35,21 +30,6 @@ def experiment(tmp_path: Path) -> list[str]:
         f"task_args={{data: {tmp_path / 'text.txt'}, {model}}}",
         "train.global_batch_size=4",
     ]
-
-
-@pytest.fixture
-def config(experiment: list[str]) -> Config:
-    return load_config([], experiment)
-
-
-@pytest.fixture
-def trained(experiment: list[str], tmp_path: Path) -> list[str]:
-    """The experiment, whose run has been started once."""
-    arguments = [*experiment, "run.name=quick", f"run.storage={tmp_path}"]
-    run = Run(load_config([], arguments))
-    run.manifest.starts = 1
-    run.save()
-    return arguments
 
 
 def call(monkeypatch: pytest.MonkeyPatch, results: list[Result], *arguments: str) -> tuple[int, str]:
@@ -100,31 +80,3 @@ def test_a_row_trains_as_the_experiment_says(experiment: list[str]) -> None:
     assert results and all(result.passed and result.limit and result.variant != "bf16" for result in results)
     with pytest.raises(UserError, match="steps is 1: write at least 2"):
         parity.measure(config, steps=1, rows=[], checkpoints=True)
-
-
-# --- the certificate --------------------------------------------------------------------------------------------
-
-
-def test_a_certificate_is_stored_with_the_run_and_its_artifacts(
-    trained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    heard: list[Any] = []
-    monkeypatch.setattr(parity, "store_artifacts", lambda *given: heard.append(given) or "MLflow is away")
-    folder = tmp_path / "quick"
-    code, output = call(monkeypatch, [GOOD, REFUSED], *trained, "--certify")
-    assert code == 0 and f"{folder}/parity.json; MLflow is away" in output
-    assert "1.0e-07" in (folder / "parity.txt").read_text()
-    stored = json.loads((folder / "parity.json").read_text())
-    assert stored["config"]["task"] == "language_modelling" and stored["torch"] == torch.__version__
-    assert [row["verdict"] for row in stored["rows"]] == ["ok", "REFUSED"] and "3 heads" in stored["rows"][1]["why"]
-    ((tracked, *files),) = heard
-    assert tracked == folder and [file.name for file in files] == ["parity.json", "parity.txt"]
-
-
-@pytest.mark.parametrize("change", ["task=tabular", "task_args.data=other", "run.name=never_trained"])
-def test_a_run_of_something_else_is_not_certified(
-    change: str, trained: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, output = call(monkeypatch, [GOOD], *trained, change, "--certify")
-    assert code == 2 and ("was started with task" in output or "is not a run's folder" in output)
-    assert "1.0e-07" not in output, "said before anything is trained"

@@ -1,1 +1,0 @@
-"""Trireme beside what a user would pick instead, in one interleaved run; see README.md."""

@@ -1,1 +1,0 @@
-"""Every strategy beside one device: the parity matrix."""

@@ -1,1 +1,0 @@
-"""Reports: runs, sweeps and scaling studies as one self-contained page."""
