@@ -31,11 +31,11 @@ def doctor(
     trireme doctor experiments/gpt.yaml                 its storage too
     trireme train experiments/gpt.yaml $(trireme doctor --exclude-bad)
     """
-    from app.doctor import remote
+    from app.doctor import look
     from app.doctor.checks import judge
 
     cli.console.quiet = cli.as_json or exclude
-    if server := remote.server_of(cluster):
+    if server := look.server_of(cluster):
         flags: dict[str, bool | None] = {"--exclude-bad": exclude, "--json": cli.as_json}
         flags |= {"--all-reduce": all_reduce, "--no-all-reduce": all_reduce is False}
         options = [*(["--storage", storage] if storage else []), *(flag for flag, given in flags.items() if given)]
@@ -53,14 +53,14 @@ def doctor(
 
 def _remote(cli: Invocation, server: Any, arguments: tuple[str, ...], options: list[str], exclude: bool) -> None:
     """Shows what doctor says on a cluster that this machine is not part of, and ends with its exit code."""
-    from app.doctor import remote
+    from app.doctor import look
 
     cli.console.say(f"asking {server}")
-    code, printed = remote.ask(server, arguments, options, cli.console.say)
+    code, printed = look.ask(server, arguments, options, cli.console.say)
     if code and exclude:
-        raise RunFailed(remote.result(printed, only="trireme: ").removeprefix("trireme: "))
+        raise RunFailed(look.result(printed, only="trireme: ").removeprefix("trireme: "))
     only = "cluster.exclude_nodes=" if exclude else "{" if cli.as_json else ""
-    cli.console.result(remote.result(printed, only=only))
+    cli.console.result(look.result(printed, only=only))
     raise click.exceptions.Exit(code)
 
 

@@ -1,17 +1,117 @@
-"""What facts mean: facts in, findings out. Thresholds stand beside the check that uses them, with the reason."""
+"""Doctor's facts, plain values per GPU, node and all-reduce, and what they mean: facts in, findings out. Each threshold
+stands beside the check that uses it, with the reason.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from app.console import size
-from app.doctor.facts import ClusterFacts, GpuFacts, NodeFacts, RingFacts
 
 WARNINGS = ("few_files", "unused_gpus", "other_driver", "all_reduce", "slow_all_reduce")
 Problem = tuple[str, str, str]
 """Code, the rest of a sentence that begins with the GPU or the node, and what to do."""
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """One GPU, as the driver (nvidia-smi) sees it, and what a matrix product on it gave."""
+
+    index: int
+    name: str = ""
+    memory_total: int = 0  # bytes
+    memory_used: int = 0  # bytes, before doctor used any
+    processes: tuple[str, ...] = ()  # "4711 python 10240 MiB": other processes that compute on it
+    ecc_errors: int = 0  # uncorrected, since the last restart
+    throttled: tuple[str, ...] = ()  # reasons that slow it now: "thermal", "power brake"
+    temperature: float = 0.0  # °C
+    mig: bool = False
+    flops: float | None = None  # FLOP/s of a bf16 matrix product, measured; None where it was not
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """One node. `problem`: why it does not answer; then nothing else is known."""
+
+    node_id: str
+    address: str
+    host: str = ""
+    head: bool = False
+    problem: str = ""
+    # what Ray and torch see
+    ray_gpus: float = 0.0
+    torch_gpus: int | None = None  # None: torch was not asked, since there is no sign of a GPU
+    torch_cuda: str | None = None  # CUDA that torch was built for; None: a CPU build, or not asked
+    torch_error: str = ""
+    visible: str | None = None  # CUDA_VISIBLE_DEVICES of the probe; None: unset
+    # what the machine has
+    pci_gpus: int = 0  # NVIDIA display controllers on the PCI bus
+    driver_cuda: str = ""  # the newest CUDA that the driver supports
+    smi_error: str = ""
+    gpus: tuple[GpuFacts, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)  # of Python, packages, NCCL, the driver; "": none
+    # limits of the system
+    shm_bytes: int = 64 * 2**30
+    open_files: int = 65536
+    disk_free: int = 10**12
+    disk_path: str = "/tmp"
+    # network
+    interfaces: Mapping[str, str] = field(default_factory=dict)  # name -> IPv4 address, those that are up
+    gloo_interface: str = ""  # GLOO_SOCKET_IFNAME
+    resolves_to: str | None = "?"  # what its host name resolves to there; None: nothing
+    unreachable: Mapping[str, str] = field(default_factory=dict)  # ids of nodes that it cannot connect to -> why
+    # storage
+    storage_problem: str = ""
+    storage_seen: tuple[str, ...] | None = None  # ids of nodes whose marks it sees in the storage; None: not asked
+
+    def __str__(self) -> str:
+        return f"{self.address} ({self.host})" if self.host and self.host != self.address else self.address
+
+    @property
+    def interface(self) -> str:
+        """Name of the network interface that has the node's address."""
+        return next((name for name, address in self.interfaces.items() if address == self.address), "")
+
+
+@dataclass(frozen=True)
+class RingFacts:
+    """One all-reduce: over the GPUs of a node, over all nodes, or between the first GPUs of two neighbours."""
+
+    nodes: tuple[str, ...]  # node ids
+    ranks: int
+    backend: str  # nccl or gloo
+    rate: float | None = None  # bytes/s that left each rank; None: it did not work
+    expected: float | None = None  # bytes/s that the hardware gives; None: not known
+    problem: str = ""
+
+    @property
+    def is_slow(self) -> bool:
+        """Below what tuning explains: half of the hardware's rate, a quarter where a CPU copies."""
+        share = 0.5 if self.backend == "nccl" else 0.25
+        return self.rate is not None and self.expected is not None and self.rate < share * self.expected
+
+
+@dataclass(frozen=True)
+class ClusterFacts:
+    """Everything that one look found out."""
+
+    nodes: tuple[NodeFacts, ...]
+    rings: tuple[RingFacts, ...] = ()
+    storage: str = ""
+    link_expected: float | None = None  # bytes/s across nodes, by the cluster's file
+    seconds: float = 0.0
+
+    def node(self, node_id: str) -> NodeFacts:
+        return next(node for node in self.nodes if node.node_id == node_id)
+
+    @property
+    def answered(self) -> list[NodeFacts]:
+        return [node for node in self.nodes if not node.problem]
+
+
+# --- judgement -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -50,13 +150,13 @@ def gpu_problems(gpu: GpuFacts) -> Iterator[Problem]:
 
 def node_problems(node: NodeFacts) -> Iterator[Problem]:
     count = len(node.gpus)
-    sees_none = count > 0 and not node.torch_gpus and node.visible is None
+    usable, sees_none = node.torch_gpus or 0, count > 0 and not node.torch_gpus and node.visible is None
     if node.pci_gpus and not count:
         said = f"has {node.pci_gpus} NVIDIA GPUs, but the driver shows none ({node.smi_error or 'no reason given'})"
         remedy = "install or restart the driver; start a container with --gpus all (Kubernetes: nvidia.com/gpu)"
         yield "no_driver", said, remedy
-    if node.visible is not None and (node.torch_gpus or 0) < count:  # leaked from a shell into `ray start`
-        said = f"has {count} GPUs, but CUDA_VISIBLE_DEVICES={node.visible!r} shows only {node.torch_gpus or 0}"
+    if node.visible is not None and usable < count:  # leaked from a shell into `ray start`
+        said = f"has {count} GPUs, but CUDA_VISIBLE_DEVICES={node.visible!r} shows only {usable}"
         yield "hidden_gpus", said, "unset it before `ray start` on that node; Ray sets it for each worker itself"
     if sees_none and not node.torch_cuda:
         remedy = "install torch for CUDA: https://pytorch.org/get-started/locally"
@@ -65,10 +165,9 @@ def node_problems(node: NodeFacts) -> Iterator[Problem]:
         said = f"has {count} GPUs, but torch sees none ({node.torch_error or 'no reason given'})"
         remedy = f"its driver supports CUDA {node.driver_cuda}, its torch needs {node.torch_cuda}: update one of them"
         yield "torch_blind", said, remedy
-    elif node.ray_gpus > (node.torch_gpus or 0) or (node.ray_gpus < (node.torch_gpus or 0) and not node.head):
-        # A head may keep its GPUs from Ray on purpose.
-        said = f"has {node.torch_gpus or 0} usable GPUs, but Ray counts {node.ray_gpus:g}"
-        code = "ray_gpus" if node.ray_gpus > (node.torch_gpus or 0) else "unused_gpus"
+    elif node.ray_gpus > usable or (node.ray_gpus < usable and not node.head):  # a head may keep its own from Ray
+        said = f"has {usable} usable GPUs, but Ray counts {node.ray_gpus:g}"
+        code = "ray_gpus" if node.ray_gpus > usable else "unused_gpus"
         yield code, said, "leave --num-gpus out of its `ray start`, so that Ray counts them itself"
     if node.shm_bytes < 1e9:  # NCCL and data loaders keep their buffers there; Docker gives 64 MB
         remedy = "start its container with --shm-size=16g or --ipc=host (Kubernetes: an emptyDir of medium Memory)"
@@ -79,9 +178,6 @@ def node_problems(node: NodeFacts) -> Iterator[Problem]:
     if node.disk_free < 2e9:  # Ray refuses work from 95 % on
         said = f"has {size(node.disk_free)} free in {node.disk_path}, where Ray works"
         yield "disk_full", said, "make room there, or start Ray with --temp-dir on a larger disk"
-    if node.memory_available < 1e9:
-        remedy = "end what takes it (`ps aux --sort=-rss | head`), or give it less work"
-        yield "little_memory", f"has {size(node.memory_available)} of memory left", remedy
     if node.storage_problem:
         remedy = "mount it there at the same path, with the right to write"
         yield "storage", f"cannot write to the storage: {node.storage_problem}", remedy
@@ -93,7 +189,7 @@ def alone(facts: ClusterFacts) -> Iterator[Finding]:
         if node.problem:
             remedy = "look at its raylet (/tmp/ray/session_latest/logs/raylet.err there), or start Ray on it again"
             yield Finding("no_answer", f"{node} does not answer: {node.problem}", remedy, (node.node_id,))
-    for node in facts.answered:
+            continue
         for code, said, remedy in node_problems(node):
             yield Finding(code, f"{node} {said}", remedy, (node.node_id,))
         for gpu in node.gpus:

@@ -1,4 +1,4 @@
-"""What one probe finds out on its node. Sent by value, and standard library only: nodes need nothing of ours.
+"""What doctor runs on a node: a probe of it, and a rank of an all-reduce. Sent by value, with nothing else of ours.
 
 Everything here answers with plain values or an empty one; a machine without GPUs, without nvidia-smi or without /proc
 is not an error but a fact.
@@ -16,25 +16,26 @@ import socket
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 from xml.etree import ElementTree
 
 PACKAGES = ("ray", "torch", "numpy", "mlflow")
+RING_BYTES = {"nccl": 256 << 20, "gloo": 16 << 20}
+RING_TIMES = 5
+JOIN_SECONDS = 25
 
 
 class Probe:
     """The actor. Its methods are called on all nodes at once."""
 
     def facts(self, ray_gpus: float, disk: str, storage: str, mark: str) -> dict[str, Any]:
-        """The node's facts, by the names of `NodeFacts`; writes its mark into the storage."""
+        """The node's facts, by the names of `NodeFacts`, and a `port` to which others can connect until the probe ends
+        (the kernel answers for it). Writes its mark into the storage."""
         found = machine(disk) | network() | gpus(ray_gpus)
         found["versions"] = packages() | found["versions"]
-        return found | {"storage_problem": write_mark(storage, mark)}
-
-    def listen(self) -> int:
-        """Opens a port to which others can connect until the probe ends; the kernel answers for it."""
         self.server = socket.create_server(("", 0), backlog=256)
-        return self.server.getsockname()[1]
+        return found | {"storage_problem": write_mark(storage, mark), "port": self.server.getsockname()[1]}
 
     def unreachable(self, peers: dict[str, tuple[str, int]]) -> dict[str, str]:
         """Of peers by node id, those to whose port no connection comes about, and why."""
@@ -67,16 +68,13 @@ def _connect(peer: tuple[str, int]) -> str:
 def machine(disk: str) -> dict[str, Any]:
     while not os.path.isdir(disk):
         disk = os.path.dirname(disk) or "/"
-    found = {
+    return {
         "host": socket.gethostname(),
         "shm_bytes": shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "disk_free": shutil.disk_usage(disk).free,
         "disk_path": disk,
     }
-    if available := re.search(r"MemAvailable:\s+(\d+) kB", _read("/proc/meminfo")):
-        found["memory_available"] = int(available[1]) * 1024
-    return found
 
 
 def packages() -> dict[str, str]:
@@ -139,7 +137,7 @@ def gpus(ray_gpus: float) -> dict[str, Any]:
 
 
 def smi() -> dict[str, Any]:
-    """The driver's own view, which CUDA_VISIBLE_DEVICES does not change."""
+    """The driver's own view, which CUDA_VISIBLE_DEVICES does not change, by the names of `NodeFacts`."""
     try:
         done = subprocess.run(["nvidia-smi", "-q", "-x"], capture_output=True, text=True, timeout=30)
     except FileNotFoundError:
@@ -149,12 +147,7 @@ def smi() -> dict[str, Any]:
     if done.returncode:
         said = (done.stdout + done.stderr).strip().splitlines() or ["no reason given"]
         return {"gpus": [], "smi_error": said[0][:200]}
-    return parse_smi(done.stdout)
-
-
-def parse_smi(xml: str) -> dict[str, Any]:
-    """The answer of `nvidia-smi -q -x`, by the names of `NodeFacts`."""
-    log = ElementTree.fromstring(xml)
+    log = ElementTree.fromstring(done.stdout)
     rows = [_gpu(index, gpu) for index, gpu in enumerate(log.findall("gpu"))]
     versions = {"the NVIDIA driver": log.findtext("driver_version", "")} if rows else {}
     return {"gpus": rows, "driver_cuda": log.findtext("cuda_version", ""), "versions": versions}
@@ -165,8 +158,7 @@ def _gpu(index: int, gpu: ElementTree.Element) -> dict[str, Any]:
     as double_bit."""
     states = {state.tag.partition("_reason_")[2]: state.text for state in gpu.iter() if "_reason_" in state.tag}
     active = {name for name, text in states.items() if (text or "").strip() == "Active"}
-    thermal = active & {"hw_thermal_slowdown", "sw_thermal_slowdown"}
-    reasons = {"thermal": thermal, "power brake": "hw_power_brake_slowdown" in active}
+    reasons = {"thermal": {"hw_thermal_slowdown", "sw_thermal_slowdown"}, "power brake": {"hw_power_brake_slowdown"}}
     errors = [e for e in gpu.findall("ecc_errors/volatile/*") if "uncorrectable" in e.tag or e.tag == "double_bit"]
     others = [p for p in gpu.findall("processes/process_info") if "C" in p.findtext("type", "")]
     return {
@@ -176,7 +168,7 @@ def _gpu(index: int, gpu: ElementTree.Element) -> dict[str, Any]:
         "memory_used": int(_number(gpu.findtext("fb_memory_usage/used")) * 2**20),
         "processes": tuple(_process(process) for process in others if process.findtext("pid") != str(os.getpid())),
         "ecc_errors": int(sum(_number(error.findtext("total") or error.text) for error in errors)),
-        "throttled": tuple(reason for reason, slowed in reasons.items() if slowed),
+        "throttled": tuple(reason for reason, names in reasons.items() if active & names),
         "temperature": _number(gpu.findtext("temperature/gpu_temp")),
         "mig": gpu.findtext("mig_mode/current_mig") == "Enabled",
     }
@@ -246,3 +238,61 @@ def write_mark(storage: str, mark: str) -> str:
         return ""
     except Exception as error:  # each object store has its own
         return (str(error) or type(error).__name__).splitlines()[0][:200]
+
+
+# --- all-reduce ------------------------------------------------------------------------------------------------------
+
+
+class RingRank:
+    """The actor of one rank. gpu: the driver's index; None: the CPU. interface: where gloo's peers find it."""
+
+    def __init__(self, gpu: int | None, interface: str) -> None:
+        if interface:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        import torch
+
+        self.torch, self.backend = torch, "gloo" if gpu is None else "nccl"
+        self.device = torch.device("cpu" if gpu is None else f"cuda:{gpu}")
+        self.store: Any = None
+
+    def open(self, address: str) -> tuple[str, int]:
+        """The first rank's part: where all find one another."""
+        from torch.distributed import TCPStore
+
+        self.store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        return address, self.store.port
+
+    def join(self, rank: int, ranks: int, store: tuple[str, int]) -> str:
+        import torch.distributed as dist
+
+        if self.backend == "nccl":
+            self.torch.cuda.set_device(self.device)
+        wait = timedelta(seconds=JOIN_SECONDS)
+        found = self.store or dist.TCPStore(*store, is_master=False, timeout=wait)
+        dist.init_process_group(self.backend, store=found, rank=rank, world_size=ranks, timeout=wait)
+        self.data = self.torch.ones(RING_BYTES[self.backend] // 4, device=self.device)
+        return self.backend
+
+    def rate(self, groups: list[list[int]]) -> float | None:
+        """Bytes/s that leave each rank while its group reduces, in a ring: 2 (n-1)/n of the data. Every rank calls this
+        with the same disjoint groups; None where it is in none of them."""
+        import torch.distributed as dist
+
+        made = [(group, dist.new_group(group)) for group in groups]
+        own = next(((ranks, group) for ranks, group in made if dist.get_rank() in ranks), None)
+        if own is None:
+            return None
+        ranks, group = own
+        best = float("inf")
+        for _ in range(RING_TIMES + 1):  # the first one connects
+            self._finish()
+            begun = time.perf_counter()
+            dist.all_reduce(self.data, group=group)
+            self._finish()
+            best = min(best, time.perf_counter() - begun)
+            self.data.fill_(1.0)
+        return 2 * (len(ranks) - 1) / len(ranks) * RING_BYTES[self.backend] / best
+
+    def _finish(self) -> None:
+        if self.backend == "nccl":
+            self.torch.cuda.synchronize(self.device)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from app.doctor.checks import judge
-from app.doctor.facts import GpuFacts
+from app.doctor import probe
+from app.doctor.checks import GpuFacts, judge
 from app.doctor.probe import Probe, smi, write_mark
 from tests.app.doctor.test_doctor_checks import cluster, node
 from tests.running import ROOT, trireme
@@ -93,16 +94,11 @@ def test_nodes_need_nothing_of_ours_and_one_with_little_of_everything_says_so(tm
     """Small shared memory, a full disk and few files, planted for real in a mount namespace of its own."""
     from ray import cloudpickle
 
-    from app.doctor import rings
-    from app.doctor.look import BY_VALUE
-
-    for module in BY_VALUE:
-        cloudpickle.register_pickle_by_value(module)
+    cloudpickle.register_pickle_by_value(probe)
     try:
-        sent = cloudpickle.dumps((Probe, rings.RingRank)).hex()
+        sent = cloudpickle.dumps((probe.Probe, probe.RingRank)).hex()
     finally:
-        for module in BY_VALUE:
-            cloudpickle.unregister_pickle_by_value(module)
+        cloudpickle.unregister_pickle_by_value(probe)
     space = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
     poor = f"mount -t tmpfs -o size=64m x /dev/shm && mount -t tmpfs -o size=1m x {tmp_path} && ulimit -n 1024 && exec "
     program = shlex.join([sys.executable, "-c", SENT.format(disk=str(tmp_path / "session"))])
@@ -117,35 +113,35 @@ def test_nodes_need_nothing_of_ours_and_one_with_little_of_everything_says_so(tm
 
 
 def test_marks_in_a_storage(tmp_path: Path) -> None:
-    probe, folder = Probe(), str(tmp_path / "new")
-    assert write_mark(folder, "mark-a") == "" and probe.marks(folder, "mark-") == ["a"]
-    probe.forget(folder, "mark-a")
-    assert probe.marks(folder, "mark-") == []
-    assert "nowhere" in write_mark("/proc/nowhere", "mark-a") and probe.marks("/proc/nowhere", "mark-") is None
+    sent, folder = Probe(), str(tmp_path / "new")
+    assert write_mark(folder, "mark-a") == "" and sent.marks(folder, "mark-") == ["a"]
+    sent.forget(folder, "mark-a")
+    assert sent.marks(folder, "mark-") == []
+    assert "nowhere" in write_mark("/proc/nowhere", "mark-a") and sent.marks("/proc/nowhere", "mark-") is None
 
 
 def test_a_port_that_is_closed_is_unreachable() -> None:
-    probe = Probe()
-    peers = {"open": ("127.0.0.1", probe.listen()), "closed": ("127.0.0.1", 9)}
-    assert probe.unreachable(peers) == {"closed": "connection refused"}
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        peers = {"open": listening.getsockname(), "closed": ("127.0.0.1", 9)}
+        assert Probe().unreachable(peers) == {"closed": "connection refused"}
 
 
 RINGS = """
 import json, ray
-from app.doctor import look, rings
-from app.doctor.facts import ClusterFacts, NodeFacts
+from app.doctor import look, probe
+from app.doctor.checks import ClusterFacts, NodeFacts
+from cluster.shape import living_nodes
 ray.init(address="auto", log_to_driver=False)
-real = ray.nodes()[0]
-for module in look.BY_VALUE:
-    ray.cloudpickle.register_pickle_by_value(module)
-nodes = tuple(NodeFacts(name, real["NodeManagerAddress"], interfaces={"lo": "127.0.0.1"}) for name in "abc")
+real = living_nodes()[0]
+ray.cloudpickle.register_pickle_by_value(probe)
+nodes = tuple(NodeFacts(name, real.address, interfaces={"lo": "127.0.0.1"}) for name in "abc")
 facts = ClusterFacts(nodes, link_expected=1e12)
-rings.GLOO_MOST = 1e15  # whatever comes is too little, so neighbours are measured
+look.GLOO_MOST = 1e15  # whatever comes is too little, so neighbours are measured
 ranks = [(node, None) for node in nodes]
-actors = [look.spawn(rings.RingRank, real["NodeID"], None, "lo") for _ in nodes]
-found = rings.measure(facts, ranks, actors, look.gather)
+actors = [look.spawn(probe.RingRank, real.id, None, "lo") for _ in nodes]
+found = look.measure(facts, ranks, actors)
 ray.kill(actors[2])
-broken = rings.measure(facts, ranks, actors, look.gather)
+broken = look.measure(facts, ranks, actors)
 print(json.dumps([[(ring.nodes, ring.rate, ring.is_slow, ring.problem) for ring in some] for some in (found, broken)]))
 """
 
@@ -166,7 +162,7 @@ def test_doctor_on_a_running_cluster(tmp_path: Path, ray_environment: dict[str, 
     (seen_node,) = found["facts"]["nodes"]
     assert seen_node["problem"] == "" and seen_node["head"] and seen_node["versions"]["ray"]
     assert seen_node["storage_seen"] == [seen_node["node_id"]] and not list(tmp_path.iterdir()), "its mark is gone"
-    small = {"small_shm", "few_files", "disk_full", "little_memory"}  # this machine may really have these
+    small = {"small_shm", "few_files", "disk_full"}  # this machine may really have these
     assert {finding["code"] for finding in found["findings"]} <= small, told.out
     bad = trireme("doctor", "--storage", "/proc/nowhere", env=ray_environment)
     assert bad.code == 1 and "cannot write to the storage" in bad.out and "1 node checked" in bad.out, bad.out + bad.err
@@ -175,7 +171,7 @@ def test_doctor_on_a_running_cluster(tmp_path: Path, ray_environment: dict[str, 
 
 
 def test_which_cluster_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    from app.doctor.remote import result, server_of
+    from app.doctor.look import result, server_of
 
     running: list[str] = []
     monkeypatch.setattr("cluster.connect.running_here", lambda: running[0] if running else None)
