@@ -9,6 +9,7 @@ valid key. Every field is annotated: an unannotated one would silently be no fie
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -116,6 +117,10 @@ class TrainConfig:
     saves steps. 50 costs less than 1 % of the time. null: never."""
     data_workers: int = 0
     """Processes per worker that load data, for datasets whose samples are costly to make. 0: a thread."""
+
+    def steps_for(self, samples: int) -> int:
+        """Optimizer steps in all, with a training set of this many samples; one epoch where neither is given."""
+        return self.steps or max(1, math.ceil((self.epochs or 1.0) * samples / self.global_batch_size))
 
 
 @dataclass(frozen=True)

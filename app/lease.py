@@ -19,8 +19,7 @@ from app.storage import Storage
 
 FILE = "lease.json"
 HEARTBEAT_SECONDS = 10.0
-LEASE_SECONDS = 60.0  # a driver on another machine that has been silent for this long is taken for dead
-OLD_SECONDS = 25.0  # the same where the clocks, too, say that it has been silent for longer than LEASE_SECONDS
+LEASE_SECONDS = 30.0  # a driver on another machine that has been silent for this long is taken for dead
 LOOK_SECONDS = 0.5
 
 Lease = dict[str, Any]
@@ -33,7 +32,6 @@ def write_lease(storage: Storage, attempt: str, beat: int) -> None:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "process_started": process_started(os.getpid()),
-        "time": time.time(),
         "beat": beat,
     }
     storage.write_bytes(FILE, json.dumps(lease).encode())
@@ -45,13 +43,7 @@ def read_lease(storage: Storage) -> Lease | None:
         lease = json.loads(storage.read_bytes(FILE))
     except (FileNotFoundError, ValueError):
         return None
-    kinds: dict[str, Any] = {
-        "attempt": str,
-        "host": str,
-        "pid": int,
-        "process_started": (int, float),
-        "time": (int, float),
-    }
+    kinds: dict[str, Any] = {"attempt": str, "host": str, "pid": int, "process_started": (int, float)}
     if not isinstance(lease, dict) or not all(isinstance(lease.get(key), kind) for key, kind in kinds.items()):
         return None
     return lease if 0 < lease["pid"] < 2**31 else None
@@ -74,12 +66,7 @@ def is_here(lease: Lease) -> bool:
     return lease["host"] == socket.gethostname()
 
 
-def patience(lease: Lease) -> float:
-    """Seconds in which the driver of a lease from elsewhere must renew it, to be taken for alive."""
-    return OLD_SECONDS if time.time() - lease["time"] > LEASE_SECONDS else LEASE_SECONDS
-
-
-def is_alive(storage: Storage, lease: Lease, seconds: float) -> bool:
+def is_alive(storage: Storage, lease: Lease, seconds: float = LEASE_SECONDS) -> bool:
     """Whether the driver that holds it lives; of one elsewhere, whether it renews it within `seconds`, or lets go of it
     for another."""
     if is_here(lease):
@@ -102,19 +89,5 @@ def process_started(pid: int) -> float:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return float(fields[19]) if fields[0] not in "ZX" else 0.0
-    except FileNotFoundError:
-        pass
     except (OSError, IndexError):
-        return 0.0
-    return 0.0 if Path("/proc/self/stat").exists() else _started_elsewhere(pid)
-
-
-def _started_elsewhere(pid: int) -> float:
-    """Without Linux's /proc."""
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        return process.create_time() if process.status() != psutil.STATUS_ZOMBIE else 0.0
-    except psutil.NoSuchProcess:
         return 0.0

@@ -21,9 +21,8 @@ import torch.distributed as dist
 from app.data.loader import fetch, rows, train_batches
 from app.evaluation import evaluate
 from app.job import Channel, Job, Place, memory_bytes, strategy_options
-from app.loss_scale import LossScale
 from app.noise_scale import NoiseScale
-from app.optimizer import build_optimizer, learning_rate, set_learning_rate
+from app.optimizer import LossScale, build_optimizer, learning_rate, set_learning_rate
 from app.persistence import Persistence, Progress
 from app.pipeline_monitor import PipelineMonitor, release_stages
 from app.randomness import seed_everything, seed_step

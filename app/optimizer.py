@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules, both functions of the configuration alone."""
+"""What makes a step of gradients: the optimizer, its learning rate at each step, and fp16's loss scale."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from app.config import OptimizerConfig, ScheduleConfig
-from app.errors import UserError
+from app.errors import NonFiniteError, UserError
 
 BUILT_IN = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+SMALLEST, LARGEST = 2.0**-10, 2.0**24
+"""Loss scales."""
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
@@ -87,3 +89,58 @@ def peak_rate(optimizer: OptimizerConfig, batch: int | None) -> float:
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = value
+
+
+class LossScale:
+    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018): multiplies the loss, divides the gradients; halves
+    after an overflow, doubles after `growth_interval` steps.
+
+    The usual scaler asks each rank's gradients whether they overflowed. Here the question is put to the total gradient
+    norm, which is the same number on every rank whatever the layout, so all ranks skip the same steps without another
+    collective. Reading it costs one synchronisation per step, in fp16 only.
+    """
+
+    def __init__(self, enabled: bool, growth_interval: int = 2000) -> None:
+        self.enabled = enabled
+        self.scale = 2.0**16 if enabled else 1.0
+        self.growth_interval = growth_interval
+        self.good_steps = 0
+        self.skipped = 0
+
+    @torch.no_grad()
+    def unscale_(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Divides the gradients by the scale, a power of two and therefore exactly."""
+        for parameter in parameters if self.enabled else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1.0 / self.scale)
+
+    def accepts(self, grad_norm: torch.Tensor | None, step: int) -> bool:
+        """Whether the optimizer may take this step; adapts the scale.
+
+        Raises:
+            NonFiniteError: the gradients overflow at every scale, so the loss itself is not finite.
+        """
+        if not self.enabled or grad_norm is None:
+            return True
+        if bool(torch.isfinite(grad_norm)):
+            self.good_steps += 1
+            if self.good_steps % self.growth_interval == 0:
+                self.scale = min(LARGEST, self.scale * 2)
+            return True
+        self.good_steps = 0
+        self.skipped += 1
+        self.scale /= 2
+        if self.scale < SMALLEST:
+            raise NonFiniteError(
+                f"at step {step} the fp16 gradient overflows at every loss scale, on all ranks; the last good "
+                "checkpoint is intact: try train.precision=bf16, a lower optimizer.lr or train.clip_norm=1.0"
+            )
+        return False
+
+    def state(self) -> dict[str, float]:
+        return {"scale": self.scale, "good_steps": self.good_steps, "skipped": self.skipped}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        if self.enabled and state:
+            self.scale = float(state["scale"])
+            self.good_steps, self.skipped = int(state["good_steps"]), int(state["skipped"])

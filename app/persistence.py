@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,12 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from app import checkpoint
 from app.checkpoint import Checkpointer, CheckpointError
-from app.checkpoint_interval import checkpoint_interval
 from app.errors import NonFiniteError, UserError
 from app.job import Channel, Job, Place
 from app.lease import is_current, read_lease
-from app.loss_scale import LossScale
-from app.randomness import random_state, set_random_state
+from app.optimizer import LossScale
 from app.storage import Storage
 from strategies.parallelize import Parallel
 
@@ -112,7 +111,6 @@ class Persistence:
             self.checkpointer.save,
             self._state(),
             meta=meta,
-            per_rank={"world_size": self.place.world_size, "random": random_state()},
             metric=progress.latest.get(f"eval/{self.job.config.checkpoint.metric}"),
             finite=are_finite(self.parallel.parameters()),
         )
@@ -191,9 +189,6 @@ class Persistence:
         self.saved = progress.step
         self.scale.load_state(meta["loss_scale"])
         progress.latest = dict(meta["latest"])
-        own = checkpoint.load_per_rank(commit, self.place.rank)
-        if isinstance(own, dict) and own["world_size"] == self.place.world_size:
-            set_random_state(own["random"])
         for text in meta["events"]:  # the tracker drops those it has; a killed driver may not have sent them
             self.channel.emit(json.loads(text))
         progress.events = meta["events"] if self.place.rank == 0 else []
@@ -243,3 +238,16 @@ def are_finite(parameters: Iterable[torch.Tensor]) -> bool:
     local = [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in parameters]
     greatest = torch.nn.utils.get_total_norm((p for p in local if p.numel()), float("inf"))
     return bool(torch.isfinite(greatest))
+
+
+def checkpoint_interval(stall: float, write: float, mtbf: float) -> float:
+    """Seconds between two checkpoints that lose least, by Young's formula (1974) with Daly's next terms (2006).
+
+    stall: seconds that a save holds up training. write: seconds until it is committed in the background; one begins
+    only when the one before has ended. mtbf: mean seconds between failures.
+    """
+    if stall >= 2 * mtbf:
+        return max(write, mtbf)
+    ratio = math.sqrt(stall / (2 * mtbf))
+    best = math.sqrt(2 * stall * mtbf) * (1 + ratio / 3 + ratio**2 / 9) - stall
+    return max(write, best)

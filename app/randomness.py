@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,34 +20,24 @@ def mix(*values: int) -> int:
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds torch (all devices), NumPy and Python: for building the model."""
+    """Seeds torch (all devices), NumPy and Python: for building the model, and for a sample that a process loads."""
     torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
+    _seed_host(seed)
 
 
 def seed_step(seed: int, step: int, data_rank: int, device: torch.device) -> None:
-    """Seeds torch's generator for one step (dropout and the like); ranks that share data share it too.
+    """Seeds the generators of torch, NumPy and Python for one step (dropout, mix-up and the like); ranks that share
+    data share them too.
 
-    Costs a few microseconds: only the generator of `device` is touched.
+    Costs a few microseconds: of the devices only `device` is touched.
     """
     value = mix(seed, step, data_rank)
     torch.default_generator.manual_seed(value)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(value)
+    _seed_host(value)
 
 
-def random_state() -> dict[str, Any]:
-    """NumPy's and Python's generators, for code of the user's that draws from them; kept per rank."""
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    version, numbers, gauss = random.getstate()
-    # As tensors, which torch.load takes with weights_only=True.
-    numpy = (kind, torch.tensor(np.asarray(keys).tolist()), *rest)
-    return {"numpy": numpy, "python": (version, torch.tensor(numbers), gauss)}
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers.tolist()), gauss))
+def _seed_host(seed: int) -> None:
+    np.random.seed(seed % 2**32)
+    random.seed(seed)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,6 @@ from app.tracking.settings import Settings, resolve_tracking
 if TYPE_CHECKING:
     from app.launchers.workers import Workers
     from app.tasks.base import Task
-    from cluster.connect import Cluster
 
 
 def train(config: Config, console: Console, *, again: bool = False, verbose: bool = False) -> Outcome:
@@ -105,8 +105,7 @@ def _without_ray(
     from app.launchers.supervisor import Supervisor
     from app.run.driver import Driver
     from app.run.lifecycle import train_run
-    from app.run.prepare import check_devices, prepare, read_task
-    from app.run.remarks import gpus_of_this_machine, with_remarks
+    from app.run.prepare import check_devices, gpus_of_this_machine, prepare, read_task, with_remarks
 
     gpus = torch.cuda.device_count()
     check_devices(config, gpus)
@@ -151,34 +150,27 @@ def _in_ray(run: Run, config: Config, console: Console, settings: Settings) -> O
     from cluster.connect import connect, disconnect
 
     console.status("reading the data and starting Ray")
-    reading = Background(lambda: _read(config))  # imports torch, while Ray starts its processes
+    reading = _in_background(lambda: _read(config))  # imports torch, while Ray starts its processes
     cluster = connect(PRELOAD)
     try:
-        return _on_cluster(cluster, reading, run, config, console, settings)
+        from app.launchers.ray_launch import RayLaunch
+
+        with RayLaunch(cluster, config, console) as launch:
+            task = reading.result()
+            from app.run.driver import Driver
+            from app.run.lifecycle import train_run
+            from app.run.prepare import check_devices, with_remarks
+
+            workers = launch.wait_for_room()
+            gpus = launch.per_worker.get("GPU", 0)
+            check_devices(config, gpus)
+            prepared = launch.prepare(task, workers)
+            prepared = with_remarks(prepared, workers=workers, gpus=cluster.gpus, gpus_used=workers * gpus)
+            driver = Driver(run, prepared.config, console, settings)
+            where = f"{workers} {'GPU' if gpus else 'CPU'} worker{'s' if workers > 1 else ''} in Ray"
+            return train_run(driver, prepared, where, launch.supervisor(driver, prepared, task).run)
     finally:
         disconnect()
-
-
-def _on_cluster(
-    cluster: Cluster, reading: Background, run: Run, config: Config, console: Console, settings: Settings
-) -> Outcome:
-    from app.launchers.ray_launch import RayLaunch
-
-    with RayLaunch(cluster, config, console) as launch:
-        task = reading.result()
-        from app.run.driver import Driver
-        from app.run.lifecycle import train_run
-        from app.run.prepare import check_devices
-        from app.run.remarks import with_remarks
-
-        workers = launch.wait_for_room()
-        gpus = launch.per_worker.get("GPU", 0)
-        check_devices(config, gpus)
-        prepared = launch.prepare(task, workers)
-        prepared = with_remarks(prepared, workers=workers, gpus=cluster.gpus, gpus_used=workers * gpus)
-        driver = Driver(run, prepared.config, console, settings)
-        where = f"{workers} {'GPU' if gpus else 'CPU'} worker{'s' if workers > 1 else ''} in Ray"
-        return train_run(driver, prepared, where, launch.supervisor(driver, prepared, task).run)
 
 
 def _read(config: Config) -> Task:
@@ -187,24 +179,15 @@ def _read(config: Config) -> Task:
     return read_task(config)
 
 
-class Background:
-    """A function running in a thread; `result` waits for it, and raises what it raised."""
+def _in_background(function: Callable[[], Any]) -> Future[Any]:
+    """Calls it in a thread that does not keep the process from ending."""
+    future: Future[Any] = Future()
 
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._value: Any = None
-        self._error: BaseException | None = None
+    def call() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
 
-        def call() -> None:
-            try:
-                self._value = function()
-            except BaseException as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=call, daemon=True)
-        self._thread.start()
-
-    def result(self) -> Any:
-        self._thread.join()
-        if self._error:
-            raise self._error
-        return self._value
+    threading.Thread(target=call, daemon=True).start()
+    return future

@@ -20,20 +20,18 @@ so an ordinary data set with random augmentation is reproducible there.
 from __future__ import annotations
 
 import queue
-import random
 import threading
 import traceback
 from collections.abc import Callable, Generator, Iterator
-from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, default_convert
 
-from app.data.order import Order, mix64, shares
+from app.data.order import Order, shares
 from app.errors import UserError
+from app.randomness import mix, seed_everything
 from strategies.tree import tree_leaves, tree_map
 
 Batch = Any
@@ -172,16 +170,7 @@ class _Fetching(Dataset[Any]):
         self.dataset, self.seed = dataset, seed
 
     def __getitems__(self, picks: Picks) -> Batch:
-        return fetch(self.dataset, picks, before_sample=partial(seed_globals, self.seed))
-
-
-def seed_globals(seed: int, position: int) -> None:
-    """Seed torch's, Python's and NumPy's global generators from (seed, position)."""
-    words = np.array([seed % 2**64, position % 2**64], dtype=np.uint64)
-    value = int(mix64(words[1:] ^ mix64(words[:1]))[0])
-    torch.manual_seed(value)
-    random.seed(value)
-    np.random.seed(value % 2**32)
+        return fetch(self.dataset, picks, before_sample=lambda position: seed_everything(mix(self.seed, position)))
 
 
 # --- ahead of the loop --------------------------------------------------------------------------------------------

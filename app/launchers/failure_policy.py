@@ -184,6 +184,12 @@ def _suspect_node(history: list[Failure]) -> str:
     return node if began[node] >= EXCLUDE_AFTER else ""
 
 
+def mean_time_between_failures(failures: int, seconds: float, nodes: int) -> float:
+    """Seconds: as observed, with one failure per node and month as the prior."""
+    prior = 30 * 86400.0 / max(1, nodes)
+    return (seconds + prior) / (failures + 1)
+
+
 # --- what to call it --------------------------------------------------------------------------------------------
 
 

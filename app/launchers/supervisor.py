@@ -12,11 +12,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from app.checkpoint_interval import mean_time_between_failures
 from app.errors import Interrupted
 from app.job import Job
 from app.launchers.elastic import Elastic, limits_of
-from app.launchers.failure_policy import Action, Decision, Failure, Kind, decide
+from app.launchers.failure_policy import Action, Decision, Failure, Kind, decide, mean_time_between_failures
 from app.launchers.heartbeats import COMPILED, Hang, HangDetector
 from app.launchers.recovery import Hung, NoCapacity, Nodes, State, classify, error_to_raise
 from app.launchers.workers import Failures, Poll, WorkerInfo, WorkerLost, Workers

@@ -42,9 +42,7 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        train = self.config.train
-        epochs = (train.epochs or 1.0) * self.reader.samples / train.global_batch_size
-        return train.steps or max(1, math.ceil(epochs))
+        return self.config.train.steps_for(self.reader.samples)
 
     def on_gpus(self, world: int, fixed: Fixed, *, batch: int | None = None) -> list[Estimate]:
         """Layouts of the same model, without pipelines, on another number of these devices."""

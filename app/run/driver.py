@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import time
+from collections import defaultdict, deque
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from app.config import Config
@@ -15,10 +19,12 @@ from app.errors import Interrupted
 from app.masking import mask_tree
 from app.run.cost import Meter
 from app.run.manifest import Run
-from app.run.remarks import UtilizationMonitor
 from app.tracking.environment import environment_text
 from app.tracking.settings import Settings
 from app.tracking.tracker import Tracker
+
+STEADY_SAMPLES = 4  # of a GPU's utilization, before anything is concluded from them
+IDLE, BUSY = 5.0, 40.0  # per cent of a device's time
 
 
 class Driver:
@@ -163,7 +169,7 @@ class Driver:
 
     def _on_spans(self, event: dict[str, Any]) -> None:
         """One step of a pipeline to look at: as a Chrome trace and as a picture."""
-        from app.schedule_picture import draw
+        from app.pipeline_monitor import draw
         from strategies.pipeline.simulate import chrome_trace
 
         folder = self.run.local_folder / "pipeline"
@@ -201,3 +207,34 @@ class Driver:
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(kept.read_bytes("weights.pt"))
         return copy
+
+
+class UtilizationMonitor:
+    """Reports a GPU that is idle while others work, or all of them idle while CPUs work; from system metrics."""
+
+    def __init__(self) -> None:
+        self._gpus: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=STEADY_SAMPLES))
+        self._cpus: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=STEADY_SAMPLES))
+        self._said = False
+
+    def observe(self, values: Mapping[str, float]) -> list[str]:
+        """A sentence, once, after a node's sample such as {"system/node-0/gpu_1_utilization_percentage": 97.0}."""
+        for name, value in values.items():
+            if match := re.fullmatch(r"system/(.+)/(cpu|gpu_(\d+))_utilization_percentage", name):
+                found = self._cpus[match[1]] if match[2] == "cpu" else self._gpus[f"GPU {match[3]} of {match[1]}"]
+                found.append(value)
+        if any(len(rows) < STEADY_SAMPLES for rows in (*self._gpus.values(), *self._cpus.values())):
+            return []
+        idle = sorted(name for name, rows in self._gpus.items() if fmean(rows) < IDLE)
+        sentence = ""
+        if idle and any(fmean(rows) > BUSY for rows in self._gpus.values()):
+            sentence = f"{', '.join(idle[:4])} {'is' if len(idle) == 1 else 'are'} idle while others train"
+        elif idle and len(idle) == len(self._gpus) and any(fmean(rows) > BUSY for rows in self._cpus.values()):
+            sentence = (
+                "every GPU is idle while the CPUs work: the data or the model is on the CPU, or loading data takes "
+                "most of the time (raise train.data_workers)"
+            )
+        if not sentence or self._said:
+            return []
+        self._said = True
+        return [sentence]

@@ -24,7 +24,7 @@ from typing import Any
 from app.config import Config
 from app.config_io import flatten, to_dict, to_yaml, with_values
 from app.errors import UserError
-from app.lease import FILE, HEARTBEAT_SECONDS, is_alive, is_current, is_here, patience, read_lease, write_lease
+from app.lease import FILE, HEARTBEAT_SECONDS, LEASE_SECONDS, is_alive, is_current, is_here, read_lease, write_lease
 from app.masking import mask_tree
 from app.storage import Storage
 
@@ -174,8 +174,8 @@ class Run:
 
     # --- the lease ----------------------------------------------------------------------------------------------
 
-    def refuse_if_held(self, say: Callable[[str], None], seconds: float | None = None) -> None:
-        """seconds: that a driver elsewhere has to show that it lives; None: as long as it may take.
+    def refuse_if_held(self, say: Callable[[str], None], seconds: float = LEASE_SECONDS) -> None:
+        """seconds: that a driver elsewhere has to show that it lives.
 
         Raises:
             UserError: another driver is training this run now.
@@ -183,7 +183,6 @@ class Run:
         lease = read_lease(self.storage)
         if not lease:
             return
-        seconds = patience(lease) if seconds is None else seconds
         if seconds and not is_here(lease):
             say(f"a start of this run on {lease['host']} did not end: waiting up to {seconds:.0f} s to see if it lives")
         if is_alive(self.storage, lease, seconds):
@@ -199,18 +198,9 @@ class Run:
                 if not is_current(self.folder, self.attempt):
                     return  # a later start has taken over
                 write_lease(self.storage, self.attempt, beat)
-            except OSError:  # the storage is away; the next beat tries again. Only the lease is gone: it is still ours.
-                with contextlib.suppress(OSError):
-                    if self._is_newest() and not self._ended.is_set():
-                        write_lease(self.storage, self.attempt, beat)
+            except OSError:  # the storage is away; the next beat tries again
+                pass
             beat += 1
-
-    def _is_newest(self) -> bool:
-        """Whether no later start has taken this run over, and maybe ended: its number would be higher."""
-        try:
-            return int(json.loads(self.storage.read_bytes("run.json"))["starts"]) == self.manifest.starts
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
 
 
 def _difference(key: str, saved: Manifest, now: Any) -> str:

@@ -1,31 +1,36 @@
-"""Everything that can be known, and can be wrong, before a worker starts."""
+"""Everything that can be known, and can be wrong, before a worker starts.
+
+The model is looked at on meta, without memory. Workers find the same, each of them, seconds later and after a process
+group; here it is one sentence at once. What can only be seen with numbers stays with them.
+"""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from app.checkpoint import find
 from app.config import Config
 from app.config_io import with_values
-from app.data.loader import micro_batch_slices
+from app.data.loader import fetch, micro_batch_slices
 from app.errors import UserError
 from app.job import strategy_options
 from app.optimizer import optimizer_class
-from app.run.model_check import check_devices, check_model, count_blocks, looked_at
 from app.tasks import load_task
 from app.tasks.base import Task
-from strategies import registry
+from strategies import precision, registry
+from strategies.blocks import find_blocks
+from strategies.initialization import require_parameters, structure
+from strategies.layout import LayoutError
 from strategies.parallelize import Layout, ParallelDims, check, choose
-from strategies.tensor.plan import SYNONYMS
+from strategies.pipeline.apply import plan_stages
+from strategies.tensor.plan import SYNONYMS, make_plan
 
 if TYPE_CHECKING:
     from app.planner.estimate import Estimate
-
-__all__ = ["Prepared", "check_devices", "prepare", "read_task"]
 
 
 @dataclass(frozen=True)
@@ -75,14 +80,13 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
         strategy_options(config),
         global_batch_size=train.global_batch_size,
         heads=task.heads(),
-        blocks=count_blocks(task, module) if layout.dims.pp > 1 else None,
+        blocks=len(find_blocks(module, task.blocks(module))) if module is not None and layout.dims.pp > 1 else None,
         sequence_length=_split_length(task, layout, module),
         micro_batches=_count_micro_batches(config, layout.dims.dp),
     )
     check_model(config, task, layout, module)
-    steps = train.steps or max(1, math.ceil((train.epochs or 0) * samples / train.global_batch_size))
-    said = (*planned, *notes, *_without_effect(config, layout, steps))
-    return Prepared(config, layout, steps, samples, task.describe(), said, prediction)
+    steps = train.steps_for(samples)
+    return Prepared(config, layout, steps, samples, task.describe(), (*planned, *notes), prediction)
 
 
 def _split_length(task: Task, layout: Layout, module: nn.Module | None) -> int | None:
@@ -92,14 +96,6 @@ def _split_length(task: Task, layout: Layout, module: nn.Module | None) -> int |
     plan = task.tensor_plan(module) or {}
     splits = any(SYNONYMS.get(value, value) == "sequence" for value in plan.values())
     return getattr(task, "sequence_length", None) if splits else None
-
-
-def _without_effect(config: Config, layout: Layout, steps: int) -> tuple[str, ...]:
-    """What is asked for and will not happen."""
-    trace = config.parallel.trace_step
-    if trace is None or layout.dims.pp == 1 or trace <= steps:
-        return ()
-    return (f"parallel.trace_step is {trace:,}, but the run has {steps:,} steps: no step is traced",)
 
 
 def _layout(
@@ -174,3 +170,87 @@ def default_micro_batch_size(share: int, stages: int, schedule: str) -> int:
         if share % count == 0 and count >= min(stages, share) and grouped:
             return share // count
     return max(1, share // most)
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def looked_at(task: Task, layout: Layout) -> nn.Module | None:
+    """The model's structure; None for one worker, and where it cannot be had without building the model for real.
+
+    Raises:
+        LayoutError: nothing in it can be trained; the task names blocks that it does not have.
+    """
+    if layout.dims.world_size == 1:
+        return None
+    module = _structure(task, layout.dims.pp > 1)
+    if module is not None:
+        require_parameters(module)
+        find_blocks(module, task.blocks(module))
+    return module
+
+
+def _structure(task: Task, needed: bool) -> nn.Module | None:
+    if needed:
+        return structure(task.build_model)[0]
+    try:
+        with torch.device("meta"):
+            return task.build_model()
+    except Exception:  # whatever a model's own code does with values; the workers build it for real
+        return None
+
+
+def check_devices(config: Config, gpus: float | None) -> None:
+    """Raises LayoutError if the workers cannot compute as asked. gpus: how many each has; which, they look at
+    themselves."""
+    if config.train.precision == "fp8" and not gpus:
+        precision.require_float8(torch.device("cpu"))
+
+
+def check_model(config: Config, task: Task, layout: Layout, module: nn.Module | None) -> None:
+    """Raises LayoutError, UserError: one sentence, if the layout cannot run this model."""
+    chosen = strategy_options(config)
+    if module is None:
+        return
+    if layout.dims.tp > 1:
+        make_plan(module, task.tensor_plan(module), chosen.sequence_parallel)
+    if layout.dims.pp > 1:
+        batch = fetch(task.train_data(), [(0, 0)])
+        blocks, cpu = find_blocks(module, task.blocks(module)), torch.device("cpu")
+        try:
+            plan_stages(module, blocks, chosen, layout.dims.pp, (task.loss, batch), cpu)
+        except (LayoutError, UserError):
+            raise
+        except Exception:  # what the model's own code raises without numbers the workers meet too: their logs say where
+            pass
+
+
+# --- remarks ----------------------------------------------------------------------------------------------------------
+
+
+def with_remarks(
+    prepared: Prepared, *, workers: int, gpus: int, gpus_used: float, pool: str = "the cluster"
+) -> Prepared:
+    """`prepared`, its notes with what will be slow or idle; gpus: how many the pool (cluster or machine) has."""
+    batch, samples, dp = prepared.config.train.global_batch_size, prepared.samples, prepared.layout.dims.dp
+    found = list(prepared.notes)
+    if gpus and not gpus_used:
+        found.append(f"this run computes on CPUs, but {pool} has {gpus} GPUs: write resources_per_worker.GPU=1")
+    elif gpus - gpus_used >= 1:
+        left = gpus - gpus_used
+        found.append(f"{left:g} of {pool}'s {gpus} GPUs are not used: workers={workers} takes {gpus_used:g}")
+    if dp > 1 and batch // dp == 1:
+        found.append(
+            f"each of the {dp} data-parallel workers computes one sample per step, so most of its time is "
+            "communication: raise train.global_batch_size"
+        )
+    if samples < batch:
+        found.append(f"a step takes {batch} samples, but the data has {samples}: each step repeats some")
+    return replace(prepared, notes=tuple(found))
+
+
+def gpus_of_this_machine(layout: Layout, processes: int, visible: int) -> int:
+    """How many of the visible GPUs `processes` processes of this layout compute on."""
+    several = any(record.several_devices for record in registry.records(layout.name))
+    each = max(1, visible // processes) if several else 1
+    return min(visible, processes * each)

@@ -11,8 +11,7 @@ from torch import nn
 from app import step_sync
 from app.config import OptimizerConfig, ScheduleConfig
 from app.errors import NonFiniteError, UserError
-from app.loss_scale import LossScale
-from app.optimizer import build_optimizer, learning_rate
+from app.optimizer import LossScale, build_optimizer, learning_rate
 from app.randomness import mix, seed_step
 from app.step_sync import StepSync
 from tests.pool import run_distributed

@@ -1,7 +1,8 @@
-"""When a pipeline's blocks move between stages, and what is kept of it."""
+"""What is measured of a pipeline's step, when blocks move between stages by it, and what is kept of that."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +15,13 @@ from app.console import Console
 from app.job import Job, SilentChannel, strategy_options
 from app.launchers.local import LocalWorkers
 from app.launchers.supervisor import Supervisor
-from app.pipeline_monitor import MEASURED_STEPS, WARM_UP_STEPS, PipelineMonitor, remembered_stages
+from app.pipeline_monitor import MEASURED_STEPS, WARM_UP_STEPS, PipelineMonitor, draw, remembered_stages
 from app.run.driver import Driver
 from app.run.manifest import Run
 from app.tracking.settings import resolve_tracking
 from strategies.layout import choose
+from strategies.pipeline.schedules import make
+from strategies.pipeline.simulate import Times, bubble, chrome_trace, figures, simulate
 from tests.chain import UNLIKE
 from tests.running import curve, same_bits, torchrun, trireme, weights
 
@@ -74,6 +77,23 @@ def test_stages_are_kept_once_a_step_was_taken_with_them(tmp_path: Path) -> None
     assert (again.stages, again.may_rebalance) == ((1, 3), True)
     assert Run(made.config).manifest.stages == [1, 3]
     driver.run.end("stopped")
+
+
+def test_the_picture_of_a_step(tmp_path: Path) -> None:
+    draw(simulate(make("1f1b", 2, 4), Times(1.0, 1.0, 1.0)), tmp_path / "x.png", "1f1b")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zbv", 2)])
+def test_a_step_that_ran_as_simulated_has_the_simulated_bubble(name: str, chunks: int) -> None:
+    spans = simulate(make(name, 2, 8, chunks), Times(0.01, 0.01, 0.01))
+    ranks = [[span for span in spans if span.stage == stage] for stage in (0, 1)]
+    found = figures(ranks, name, chunks)
+    assert abs(found["pipeline/bubble"] - bubble(spans)) < 1e-9
+    assert abs(found["pipeline/bubble_by_simulation"] - bubble(spans)) < 1e-9
+    assert abs(found["pipeline/stage_1/compute_seconds"] - 8 * chunks * 0.03) < 1e-9
+    trace = json.loads(json.dumps(chrome_trace(spans)))["traceEvents"]
+    assert sum(event["ph"] == "X" for event in trace) == len(spans)
 
 
 def test_under_torchrun_the_same_processes_continue_with_the_new_stages(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from app.config_io import load_config
 from app.models.gpt import GPT
-from app.run.model_check import check_devices
+from app.run.prepare import check_devices
 from strategies import precision
 from strategies.layout import LayoutError
 from strategies.parallelize import Layout, Options, check, choose, parallelize

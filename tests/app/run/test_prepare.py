@@ -76,12 +76,6 @@ def test_a_deepspeed_file_is_read_before_a_worker_starts(tmp_path: Path) -> None
         check(layout, strategy_options(wanted))
 
 
-def test_a_trace_that_will_not_be_made_is_said() -> None:
-    wanted = config("strategy=pipeline", "parallel.pp=2", "parallel.trace_step=6")
-    notes = prepare(wanted, read_task(wanted), 2, devices_per_node=None).notes
-    assert notes[-1] == "parallel.trace_step is 6, but the run has 5 steps: no step is traced"
-
-
 def test_a_model_that_is_no_chain_through_the_command_line(tmp_path: Path, ray_environment: dict[str, str]) -> None:
     task = ["task=tests.chain:Wrong", "task_args.what=iterator", "train.steps=5", "train.global_batch_size=16"]
     layout = ["strategy=pipeline", "parallel.pp=2", "run.name=x", f"run.storage={tmp_path}"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from app.config import Config, TrainConfig
-from app.run.prepare import Prepared
-from app.run.remarks import UtilizationMonitor, gpus_of_this_machine, with_remarks
+from app.run.driver import UtilizationMonitor
+from app.run.prepare import Prepared, gpus_of_this_machine, with_remarks
 from strategies.parallelize import choose
 
 

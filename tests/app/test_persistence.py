@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from app import persistence
-from app.checkpoint_interval import checkpoint_interval, mean_time_between_failures
 from app.config_io import load_config, with_values
+from app.launchers.failure_policy import mean_time_between_failures
+from app.persistence import checkpoint_interval
 
 
 def test_the_interval_loses_least() -> None:

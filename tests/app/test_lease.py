@@ -1,0 +1,51 @@
+"""Whether the driver that holds a run lives; no clock is believed."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import threading
+from pathlib import Path
+
+from app import lease
+from app.storage import Storage
+from tests.running import wait_until
+
+
+def test_a_driver_elsewhere_lives_as_long_as_it_renews_its_lease(tmp_path: Path) -> None:
+    storage, dead = Storage(tmp_path), threading.Event()
+
+    def beat() -> None:
+        for number in range(10**6):
+            held = {"attempt": "a", "host": "elsewhere", "pid": 7, "process_started": 1.0, "beat": number}
+            storage.write_bytes(lease.FILE, json.dumps(held).encode())
+            if dead.wait(0.2):
+                return
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        held = wait_until(lambda: lease.read_lease(storage), 5)
+        assert lease.is_alive(storage, held, 3.0)
+    finally:
+        dead.set()
+        thread.join()
+    held = lease.read_lease(storage)
+    assert held and not lease.is_alive(storage, held, 0.5)
+
+
+def test_on_this_machine_the_kernel_knows_whether_the_very_process_lives(tmp_path: Path) -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        began = lease.process_started(process.pid)
+        ticks = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        assert began == float(ticks) > 0, "since the machine started: setting the clock does not change it"
+        held = {"host": socket.gethostname(), "pid": process.pid, "process_started": began}
+        assert lease.is_alive(Storage(tmp_path), held, 0.0)
+        assert not lease.is_alive(Storage(tmp_path), held | {"process_started": began - 1}, 0.0)
+    finally:
+        process.kill()
+    wait_until(lambda: lease.process_started(process.pid) == 0.0, 5)  # a zombie trains nothing
+    process.wait()
+    assert not lease.is_alive(Storage(tmp_path), held, 0.0)
