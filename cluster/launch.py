@@ -228,15 +228,20 @@ def status_of(data: Mapping[str, Any], file: str) -> Status:
     """Asks the head of a cluster; never raises for one that is down."""
     name = data["cluster_name"]
     command = ASK.format(dashboard=ray_file.dashboard_port(data), gcs=ray_file.gcs_port(data))
-    if ray_file.is_this_machine(data):
-        done = subprocess.run(command, shell=True, env=ray_environment(), capture_output=True, text=True, timeout=60)
-        result = Result("this machine", done.returncode, done.stdout, done.stderr)
-    else:
-        try:
-            result = run(login_of(data), head_host(data, file), command)
-        except ClusterError as error:
-            return Status(name, False, str(error))
+    try:
+        result = run_on_head(data, file, command)
+    except ClusterError as error:
+        return Status(name, False, str(error))
     return read_status(name, result, read_cluster(file))
+
+
+def run_on_head(data: Mapping[str, Any], file: str, command: str, *, stdin: str = "") -> Result:
+    """Runs a shell command where the cluster's head is. Raises ClusterError where that cannot be found."""
+    if not ray_file.is_this_machine(data):
+        return run(login_of(data), head_host(data, file), command, stdin=stdin)
+    options: dict[str, Any] = {"shell": True, "env": ray_environment(), "capture_output": True, "text": True}
+    done = subprocess.run(command, input=stdin, timeout=60, **options)
+    return Result("this machine", done.returncode, done.stdout, done.stderr)
 
 
 def ray_environment() -> dict[str, str]:

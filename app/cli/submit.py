@@ -68,10 +68,9 @@ def run(
     (TOKEN, PASSWORD, …) go over SSH, not through Ray.
     """
     from app.submit import submission
-    from app.submit.secrets import refuse_written
 
     config = read(arguments)
-    refuse_written(config)
+    submission.refuse_written(config)
     options = submission.cluster_options(config, server.cluster) if server.cluster else []
     job = submission.prepare("train", arguments, options, run=config.run.name, **shipped)
     if dry_run:

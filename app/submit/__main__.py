@@ -6,12 +6,11 @@ python -m app.submit train experiments/gpt.yaml …
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import runpy
 import sys
 from pathlib import Path
-
-from app.submit.secrets import take
 
 if __name__ == "__main__":
     if importlib.util.find_spec("ray") is None:
@@ -19,5 +18,7 @@ if __name__ == "__main__":
             f"trireme: the cluster's `python` ({sys.executable}) has no Ray: put the Python that Ray runs in first on "
             "the PATH before `ray start` on the head"
         )
-    take(Path(os.environ.get("TRIREME_SECRETS", "")))
+    if secrets := os.environ.pop("TRIREME_SECRETS", ""):
+        os.environ.update(json.loads(Path(secrets).read_text()))
+        Path(secrets).unlink()
     runpy.run_module("app", run_name="__main__", alter_sys=True)  # the rest is `python -m app`

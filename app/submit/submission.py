@@ -1,24 +1,31 @@
-"""Sends an experiment to a cluster as a Ray job, follows its log, and stops it with a checkpoint."""
+"""Sends an experiment to a cluster as a Ray job, follows its log, and stops it with a checkpoint.
+
+Ray keeps a job's runtime environment, values and all, and shows it to whoever may ask for it. So secret environment
+variables go over SSH into a file on the head that only its owner reads, and the job removes it when it has read it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import shlex
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from app.config import Config
 from app.errors import UserError
-from app.submit import secrets
 from app.submit.client import Server, TokenRefused
 
 EXCLUDES = (".git", ".venv", "venv", "__pycache__", "*.pyc", ".*_cache", ".hypothesis")
 """Never wanted on a cluster, as .gitignore would write it."""
 STOP_SECONDS = 300  # from SIGTERM to SIGKILL: time to save a checkpoint
 RECONNECT_SECONDS = 600.0  # how long a lost connection is tried again
+MLFLOW = ("EXPERIMENT_NAME", "TRACKING_URI", "TRACKING_USERNAME", "TRACKING_TOKEN", "TRACKING_PASSWORD")
 AGENT_SECONDS = 60.0  # the head's job agent comes up some seconds after its server
 Say = Callable[[str], None]
 
@@ -60,7 +67,7 @@ def prepare(
         raise UserError(f"there is no folder {folder} to ship: write --working-dir FOLDER")
     words = [word if "=" in word else _inside(word, folder) for word in arguments]
     entrypoint = shlex.join(["python", "-m", "app.submit", verb, *words, *options])
-    return Submission(entrypoint, folder, (*EXCLUDES, *excludes), *secrets.chosen(env), run)
+    return Submission(entrypoint, folder, (*EXCLUDES, *excludes), *_variables(env), run)
 
 
 def _inside(file: str, folder: Path) -> str:
@@ -69,6 +76,59 @@ def _inside(file: str, folder: Path) -> str:
     if not path.is_relative_to(folder):
         raise UserError(f"{file} is not in {folder}, which is shipped: write --working-dir FOLDER")
     return str(path.relative_to(folder))
+
+
+def _variables(names: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:
+    """Plain and secret variables of this process that are to go along: those named, and MLflow's where they are set.
+
+    Raises:
+        UserError: a variable is asked for by value, or is not set here.
+    """
+    from app.masking import is_secret, mask_uri
+
+    for name in names:
+        if "=" in name:
+            raise UserError(f"--env takes a variable's name, not its value: set {name.partition('=')[0]} and name it")
+        if name not in os.environ:
+            raise UserError(f"the environment variable {name}, which --env names, is not set here")
+    known = (*names, *(f"MLFLOW_{name}" for name in MLFLOW))
+    found = {name: os.environ[name] for name in known if name in os.environ}
+    secret = {
+        name: value
+        for name, value in found.items()
+        if is_secret(name) or "KEY" in name.upper().split("_") or mask_uri(value) != value
+    }
+    return {name: value for name, value in found.items() if name not in secret}, secret
+
+
+def refuse_written(config: Config) -> None:
+    """Raises UserError if the configuration holds a secret: it would be shipped, and shown by Ray."""
+    from app.config_io import flatten, to_dict
+    from app.masking import is_secret, mask_uri
+
+    for key, value in flatten(to_dict(config)).items():
+        if isinstance(value, str) and value and (mask_uri(value) != value or is_secret(key)):
+            raise UserError(
+                f"{key} holds a secret, which would be shipped with the job and shown by Ray: put it into an "
+                "environment variable (MLflow's goes along by itself, others with --env NAME)"
+            )
+
+
+def _leave_secrets(cluster: str, secret: Mapping[str, str]) -> str:
+    """Puts secrets into a file on the head of `cluster`, for the job alone; returns its path there.
+
+    Raises:
+        UserError: it could not be written.
+    """
+    from cluster.files import read_ray_file
+    from cluster.launch import run_on_head
+
+    name = f".trireme/secrets/{uuid.uuid4().hex}"
+    command = f"umask 077; mkdir -p ~/.trireme/secrets; cat > ~/{name}; echo ~/{name}"
+    answer = run_on_head(*read_ray_file(cluster), command, stdin=json.dumps(dict(secret)))
+    if answer.problem or answer.code:
+        raise UserError(f"the secrets cannot be put on the head: {answer.problem or answer.err.strip()[-200:]}")
+    return answer.out.strip().splitlines()[-1]
 
 
 def cluster_options(config: Config, cluster: str) -> list[str]:
@@ -94,7 +154,7 @@ def submit(server: Server, job: Submission, say: Say) -> str:
     asked: Any = {"entrypoint": job.entrypoint, "metadata": {"trireme_run": job.run}}
     variables = job.plain | {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS), "PYTHONUNBUFFERED": "1"}
     if job.secret and server.cluster:
-        variables["TRIREME_SECRETS"] = secrets.leave(server.cluster, job.secret)
+        variables["TRIREME_SECRETS"] = _leave_secrets(server.cluster, job.secret)
     elif job.secret:
         raise UserError(
             f"{sorted(job.secret)[0]} is a secret, and Ray shows a job's environment to whoever may ask: name the "

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from ray.job_submission import JobStatus
 
+from app.cli import main
 from app.errors import UserError
-from app.submit import secrets, submission
+from app.submit import submission
 from app.submit.client import Server as JobServer
 from app.submit.client import TokenRefused
 from tests.running import (
@@ -31,30 +32,32 @@ from tests.running import (
     wait_until,
 )
 
-pytestmark = pytest.mark.alone
-
 
 def test_variables_go_by_name_and_secrets_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://somebody:pass@host:5000")
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "planted")
     monkeypatch.setenv("HF_TOKEN", "planted")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    plain, secret = secrets.chosen(("HF_TOKEN", "NCCL_DEBUG"))
+    plain, secret = submission._variables(("HF_TOKEN", "NCCL_DEBUG"))
     assert plain == {"NCCL_DEBUG": "INFO"}
     assert set(secret) == {"HF_TOKEN", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_URI"}
     with pytest.raises(UserError, match="takes a variable's name"):
-        secrets.chosen(("HF_TOKEN=planted",))
+        submission._variables(("HF_TOKEN=planted",))
     with pytest.raises(UserError, match="NOT_THERE, which --env names, is not set"):
-        secrets.chosen(("NOT_THERE",))
+        submission._variables(("NOT_THERE",))
 
 
 def test_secrets_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("PLANTED_TOKEN", raising=False)
-    path = Path(secrets.leave("laptop", {"PLANTED_TOKEN": "planted"}))
+    path = Path(submission._leave_secrets("laptop", {"PLANTED_TOKEN": "planted"}))
     assert path.stat().st_mode & 0o777 == 0o600
-    secrets.take(path)
-    assert os.environ.pop("PLANTED_TOKEN") == "planted" and not path.exists()
+    code = """import os, runpy, sys
+sys.argv = ["trireme", "--help"]
+try: runpy.run_module("app.submit", run_name="__main__")
+finally: print(os.environ["PLANTED_TOKEN"], "TRIREME_SECRETS" in os.environ)"""
+    env = environment(TRIREME_SECRETS=str(path))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.stdout.endswith("planted False\n") and not path.exists(), done.stderr
 
 
 def test_which_job_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,12 +142,19 @@ def test_an_unknown_job_and_a_token_that_expires_end_it() -> None:
         followed(Expired(["one\n", "two\n"]))
 
 
-def test_refused_before_anything_is_sent(tmp_path: Path) -> None:
-    outside = tmp_path / "experiment.yaml"
-    outside.write_text("task: tabular\n")
-    for arguments, said in [
+def here(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """The exit code of `trireme WORDS` in this process."""
+    monkeypatch.setattr(sys, "argv", ["trireme", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
         (["submit"], "no experiment is given"),
-        (["submit", str(outside)], f"{outside} is not in {ROOT}"),
+        (["submit", "{outside}"], f"experiment.yaml is not in {ROOT}"),
         (["submit", *POINTS, "--env", "A=b"], "takes a variable's name"),
         (["submit", *POINTS, "--working-dir", "/nowhere"], "there is no folder /nowhere"),
         (["submit", *POINTS, "--cluster", "aws", "workers=65", "resources_per_worker.GPU=1"], "room for 64"),
@@ -153,18 +163,24 @@ def test_refused_before_anything_is_sent(tmp_path: Path) -> None:
         (["submit", *POINTS, "tracking.uri=http://me:planted@host"], "tracking.uri holds a secret"),
         (["submit", *POINTS, "task_args.hf_token=planted"], "task_args.hf_token holds a secret"),
         (["submit", *POINTS, "--adress", "x"], "No such option"),
-    ]:
-        ended = trireme(*arguments)
-        assert ended.code == 2, (arguments, ended)
-        assert said in ended.err and "Traceback" not in ended.err, (said, ended.err)
-        assert "planted" not in ended.out + ended.err
+    ],
+)
+def test_refused_before_anything_is_sent(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outside = tmp_path / "experiment.yaml"
+    outside.write_text("task: tabular\n")
+    code = here(monkeypatch, *(word.format(outside=outside) for word in arguments))
+    printed = capsys.readouterr()
+    assert code == 2 and said in printed.err and "planted" not in printed.out + printed.err
 
 
-def test_a_dry_run_says_what_would_go() -> None:
-    ended = trireme("submit", *POINTS, "run.name=x", "--dry-run", env=environment(MLFLOW_TRACKING_TOKEN="planted"))
-    assert ended.code == 0 and "ships" in ended.out and "MLFLOW_TRACKING_TOKEN (secret)" in ended.out
-    assert "planted" not in ended.out + ended.err
-    assert "task=tests.tasks:Points" in trireme("submit", *POINTS, "--dry-run", "--json").json["runs"]
+def test_a_dry_run_says_what_would_go(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "planted")
+    assert here(monkeypatch, "submit", *POINTS, "run.name=x", "--dry-run") == 0
+    out = capsys.readouterr().out
+    assert "ships" in out and "MLFLOW_TRACKING_TOKEN (secret)" in out and "planted" not in out
+    assert "task=tests.tasks:Points" in out
 
 
 # --- on a job server -----------------------------------------------------------------------------------------------
