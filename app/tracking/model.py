@@ -23,18 +23,18 @@ from mlflow.models import Model, infer_signature
 from mlflow.tracking import MlflowClient
 
 from app.tasks import load_task
-from app.tracking.errors import PermanentError
 from app.tracking.spool import Event
 
 NAME = "model"
 EVENT_TAG = "trireme.event"
 
 
-def upload(client: MlflowClient, run_id: str, event: Event) -> None:
-    """Log the model of a "model" event; may be repeated after a failure.
+class Unusable(Exception):
+    """The model cannot be rebuilt or pickled."""
 
-    Raises PermanentError: the model cannot be rebuilt or pickled.
-    """
+
+def upload(client: MlflowClient, run_id: str, event: Event) -> None:
+    """Log the model of a "model" event; may be repeated after a failure. Raises Unusable."""
     run = client.get_run(run_id)
     experiment = run.info.experiment_id
     found = client.search_logged_models([experiment], f"tags.`{EVENT_TAG}` = '{event['id']}'", max_results=1)
@@ -45,7 +45,7 @@ def upload(client: MlflowClient, run_id: str, event: Event) -> None:
             try:  # before MLflow has an entry for it: one without files would be the run's latest model
                 _save(about, run_id, Path(scratch))
             except Exception as error:
-                raise PermanentError(f"{type(error).__name__}: {error}") from error
+                raise Unusable(f"{type(error).__name__}: {error}") from error
             tags = {EVENT_TAG: event["id"], "trireme.task": str(about["task"])}
             entry = found[0] if found else client.create_logged_model(experiment, NAME, run_id, tags, run.data.params)
             # The same points as the run has, for the model's page, so that none is doubled.

@@ -5,7 +5,6 @@ MLflow 3.17 no longer offers its file store, so a folder (or a `file:` URI) mean
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shlex
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from app.errors import UserError
+from app.errors import UserError, nearest
 from app.masking import mask_uri
 
 _DATABASES = ("postgresql", "mysql", "mssql")
@@ -60,21 +59,26 @@ def resolve_tracking(tracking: Any, storage: Any, environ: Mapping[str, str] = o
 
 def _checked(uri: str, shown: str) -> str:
     """The URI in the form that MLflow is given; UserError if MLflow could not use it."""
-    base = re.split("[:+]", uri)[0]
+    base, scheme = re.split("[:+]", uri)[0], uri.partition(":")[0]
     if uri == "databricks" or uri.startswith(("databricks://", "arn:aws:")):
         return uri
     if base in (*_SERVERS, *_DATABASES):
         return _checked_server(uri, base, shown)
     if base == "sqlite":
-        return _checked_sqlite(uri, shown)
+        if not uri.startswith("sqlite:///") or uri in ("sqlite:///", "sqlite:///:memory:"):
+            raise UserError(f"{shown} names no database file; write sqlite:///FOLDER/mlflow.db.")
+        return _checked_file(sqlite_path(uri), shown)
     if base == "file":
-        return _checked_sqlite(f"sqlite:///{unquote(urlsplit(uri).path)}/mlflow.db", shown)
-    if "://" not in uri:
-        return _checked_folder(uri, shown)
-    scheme = uri.partition(":")[0]
-    near = difflib.get_close_matches(scheme, (*_SERVERS, "sqlite", *_DATABASES, "file", "databricks"), n=1)
-    hint = f"did you mean {near[0]}:…? Otherwise " if near else ""
-    raise UserError(f"{shown} has the unknown scheme {scheme!r}: {hint}{_RIGHT}.")
+        return _checked_file(Path(unquote(urlsplit(uri).path)) / "mlflow.db", shown)
+    if "://" in uri:
+        hint = nearest(scheme, (*_SERVERS, "sqlite", *_DATABASES, "file", "databricks"))
+        raise UserError(f"{shown} has the unknown scheme {scheme!r}{hint}: {_RIGHT}.")
+    if re.fullmatch(r"[\w.-]+:\d+(/.*)?", uri):
+        raise UserError(f"{shown} lacks its scheme; write http://{uri}.")
+    if not Path(uri).expanduser().is_dir() and not re.match(r"[~./]", uri) and uri != "mlruns":
+        # A bare word is more often a typing mistake than a new folder.
+        raise UserError(f"{shown} is neither a URI nor a folder that exists; {_RIGHT}.")
+    return _checked_file(Path(uri) / "mlflow.db", shown)
 
 
 def _checked_server(uri: str, base: str, shown: str) -> str:
@@ -88,21 +92,9 @@ def _checked_server(uri: str, base: str, shown: str) -> str:
     return uri.rstrip("/")
 
 
-def _checked_folder(text: str, shown: str) -> str:
-    if re.fullmatch(r"[\w.-]+:\d+(/.*)?", text):
-        raise UserError(f"{shown} lacks its scheme; write http://{text}.")
-    folder = Path(text).expanduser()
-    if not folder.is_dir() and not re.match(r"[~./]", text) and text != "mlruns":
-        # A bare word is more often a typing mistake than a new folder.
-        raise UserError(f"{shown} is neither a URI nor a folder that exists; {_RIGHT}.")
-    return _checked_sqlite(f"sqlite:///{folder.absolute()}/mlflow.db", shown)
-
-
-def _checked_sqlite(uri: str, shown: str) -> str:
-    path = sqlite_path(uri).expanduser().absolute()
+def _checked_file(path: Path, shown: str) -> str:
+    path = path.expanduser().absolute()
     parent = next((folder for folder in path.parents if folder.exists()), path)
-    if not uri.startswith("sqlite:///") or uri in ("sqlite:///", "sqlite:///:memory:"):
-        raise UserError(f"{shown} names no database file; write sqlite:///FOLDER/mlflow.db.")
     if path.is_dir():
         raise UserError(f"{shown} is a folder; write sqlite:///{path}/mlflow.db.")
     if path.is_file() and path.stat().st_size and path.open("rb").read(15) != b"SQLite format 3":

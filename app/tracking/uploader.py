@@ -7,13 +7,14 @@ sent. MLflow is asked for these steps at every start and after every failure.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from app.masking import mask_uri
-from app.tracking.errors import PermanentError, TransientError, mlflow_errors
 from app.tracking.settings import sqlite_path
 from app.tracking.spool import Event, State, last_start, look_at_lock, read, size
 
@@ -30,15 +30,57 @@ UID_TAG, PARENT_TAG = "trireme.run_uid", "mlflow.parentRunId"
 BATCH = {"metrics": 1000, "params": 100, "tags": 100}  # what MLflow takes in one call
 UPLOAD_TRIES = 3
 _TAG_CHARACTERS, _PARAM_CHARACTERS = 5000, 6000
+_PERMANENT = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST", "INVALID_STATE"}
+_PERMANENT |= {"RESOURCE_ALREADY_EXISTS", "RESOURCE_DOES_NOT_EXIST"}
+_CAUSES = r"refused|timed out|timeout|not known|name resolution|CERTIFICATE\w*|reset|closed|aborted|too many \d+ error"
 _log = logging.getLogger("writer")
+
+
+class TransientError(Exception):
+    """MLflow cannot take it now; the message is a sentence for a person."""
+
+
+class PermanentError(Exception):
+    """MLflow will never take this."""
+
+
+@contextlib.contextmanager
+def mlflow_errors(uri: str) -> Iterator[None]:
+    """Sorts what calls may raise into `TransientError` and `PermanentError`."""
+    try:
+        yield
+    except (TransientError, PermanentError):
+        raise
+    except Exception as error:  # artifact stores raise errors of their own libraries
+        text = " ".join(mask_uri(str(error)).split())
+        code = error.error_code if isinstance(error, MlflowException) else ""
+        # requests' errors are OSErrors, and some of them ValueErrors as well
+        ours = isinstance(error, (TypeError, ValueError, AttributeError, KeyError)) and not isinstance(error, OSError)
+        if code in _PERMANENT or ours:
+            raise PermanentError(f"MLflow at {mask_uri(uri)} said: {text[:300] or type(error).__name__}") from error
+        what = f"said: {text[:300] or type(error).__name__}"
+        if "failed with exception" in text or "failed with timeout" in text:
+            what = f"does not answer ({', '.join(dict.fromkeys(re.findall(_CAUSES, text))) or text[:200]})"
+        raise TransientError(f"MLflow at {mask_uri(uri)} {what}") from error
 
 
 @functools.cache
 def connect(uri: str) -> MlflowClient:
     """A client for all runs of this process."""
-    if uri.startswith("sqlite:"):
-        sqlite_path(uri).parent.mkdir(parents=True, exist_ok=True)
+    if uri.startswith("sqlite:") and not sqlite_path(uri).exists():
+        _make_database(sqlite_path(uri))
     return MlflowClient(uri)
+
+
+def _make_database(file: Path) -> None:
+    """MLflow makes a new database in a hundred steps and without a lock: two processes at once, or a kill, would leave
+    one that it can never open again. So it is made beside its place, and whoever is first puts it there."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f"{file.name}.{os.getpid()}.part")
+    MlflowClient(f"sqlite:///{part}")
+    with contextlib.suppress(OSError):  # another process was first; or there are no links on this file system
+        os.link(part, file)
+    part.unlink()
 
 
 class Uploader:
@@ -213,7 +255,10 @@ class Uploader:
             if event["type"] == "model":
                 from app.tracking import model  # torch and more of mlflow: seconds, and not every run logs a model
 
-                model.upload(self.client, self.state.run_id, event)
+                try:
+                    model.upload(self.client, self.state.run_id, event)
+                except model.Unusable as error:
+                    raise PermanentError(str(error)) from error
             elif event["type"] == "text":
                 self.client.log_text(self.state.run_id, event["text"], event["name"])
             elif path.exists():  # a file or a folder

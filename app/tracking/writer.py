@@ -40,8 +40,7 @@ def serve(folder: Path, uri: str, attempt: str) -> None:
 
     uri: tracking URI, credentials included. attempt: what the driver that this writer serves has put into driver.lock.
     """
-    from app.tracking.errors import PermanentError, TransientError
-    from app.tracking.uploader import Uploader
+    from app.tracking.uploader import PermanentError, TransientError, Uploader
 
     uploaders = {folder: Uploader(folder, uri)}
     delay, alone_since = BACKOFF_SECONDS[0], 0.0

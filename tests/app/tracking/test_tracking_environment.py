@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from app.tracking.environment import Sample, SystemSampler, environment_text, provenance_tags
-from tests.app.tracking.test_tracking_kit import wait_until
+from tests.running import wait_until
 
 pytestmark = pytest.mark.alone
 

@@ -68,8 +68,8 @@ def test_uris_that_are_left_as_they_are(uri: str) -> None:
     ("uri", "says"),
     [
         ("foo://bar", "unknown scheme 'foo'"),
-        ("htp://localhost:5000", "did you mean http:"),
-        ("sqllite:///x.db", "did you mean sqlite:"),
+        ("htp://localhost:5000", "did you mean 'http'"),
+        ("sqllite:///x.db", "did you mean 'sqlite'"),
         ("nonsense", "neither a URI nor a folder"),
         ("not a uri", "neither a URI nor a folder"),
         ("localhost:5000", "write http://localhost:5000"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from app.tracking.settings import Settings
 from app.tracking.spool import Spool, look_at_lock, read, take_lock
 from app.tracking.tracker import Tracker
-from tests.app.tracking.test_tracking_kit import kill, python
+from tests.app.tracking.kit import kill, python
 
 pytestmark = pytest.mark.alone
 

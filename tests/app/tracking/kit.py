@@ -1,38 +1,18 @@
-"""What the tests of tracking share: a database to copy, a run's history read back, a driver to kill. No tests here."""
+"""What the tests of tracking share: a run's history read back, a driver to kill."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from app.tracking.settings import Settings
 from app.tracking.tracker import Tracker
 from tests.running import ROOT
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """The condition's first true value; fails the test when it takes longer."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if value := condition():
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"not within {seconds} s: {condition}")
-
-
-def new_database(template: Path, folder: Path) -> str:
-    """A database of one's own, copied because MLflow takes more than a second to make one; returns its URI."""
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(template, folder / "mlflow.db")
-    return f"sqlite:///{folder / 'mlflow.db'}"
 
 
 def tracker(folder: Path, uri: str, **changes: Any) -> Tracker:

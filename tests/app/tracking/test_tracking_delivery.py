@@ -1,0 +1,250 @@
+"""What arrives in MLflow, in a SQLite database: everything, once, whatever went wrong on the way."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.tracking.spool import State
+from app.tracking.tracker import sync
+from tests.app.tracking.kit import Store, tracker
+
+pytestmark = pytest.mark.alone
+
+TASK = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from app.tasks.base import Task
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, width), nn.Linear(width, 2)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)))
+
+class Toy(Task):
+    def __init__(self, *, width: int = 3, token: str = "") -> None:
+        self.width = width
+        assert token == "sesame"
+
+    def build_model(self):
+        return Net(self.width)
+
+    def train_data(self):
+        return TensorDataset(torch.ones(8, 4), torch.zeros(8, dtype=torch.long))
+
+    def loss(self, model, batch):
+        return model(batch[0]).sum()
+"""
+
+LOAD = """
+import sys
+
+class Nothing:  # only mlflow, torch and what they need
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("ray", "omegaconf", "fsspec"):
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Nothing())
+import mlflow, torch
+mlflow.set_tracking_uri(sys.argv[1])
+model = mlflow.pytorch.load_model(f"runs:/{sys.argv[2]}/model")
+print(type(model).__name__, sys.modules[type(model).__module__].__file__)
+print(model(torch.ones(1, 4)).tolist())
+info = mlflow.models.get_model_info(f"runs:/{sys.argv[2]}/model")
+signature = info.signature
+print(signature.inputs.inputs[0].shape, signature.outputs.inputs[0].shape, bool(info.saved_input_example_info))
+"""
+
+
+def test_a_run_and_its_continuation_are_one_run(
+    uri: str, tmp_path: Path, inline: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, folder = Store(uri), tmp_path / "spool"
+    (tmp_path / "figure.txt").write_text("small")
+    (tmp_path / "tree" / "leaf").mkdir(parents=True)
+    (tmp_path / "tree" / "leaf" / "a").write_text("a")
+    first = tracker(folder, uri, tags={"mlflow.parentRunId": "p"})
+    first.start()
+    begun = time.time()
+    first.params({"lr": 0.1, "task.hf_token": "sesame", "task.bad key!": 1, **{f"p{n}": n for n in range(150)}})
+    first.tags({"color": "green", "long": "x" * 9000})
+    first.artifact(tmp_path / "figure.txt", "plots")
+    first.artifact(tmp_path / "tree")
+    first.artifact(tmp_path / "missing")
+    first.text("lr: 0.1\n", "config.yaml")
+    for nonsense in ({"type": "params", "values": 3}, {"type": "artifact"}, {"type": "unknown"}):
+        first.emit(nonsense)
+    for step in range(1500):
+        first.metrics(step, {"loss": 1 / (step + 1), "bad(key)": 2.0})
+    first.metrics(1500, {"nan": math.nan, "up": math.inf, "down": -math.inf})
+    first.emit({"type": "metrics", "step": None, "time": begun + 7.4, "values": {"system/n/cpu": 5.0}})
+    delivery = first.finish("FAILED", message="one sentence")
+    assert delivery.complete and delivery.problem == ""
+    assert delivery.run_id == State.load(folder).run_id == store.run() and delivery.run_id in delivery.url
+    assert store.status() == "FAILED" and abs(store.end_seconds() - time.time()) < 30
+    assert store.history("loss") == [(step, 1 / (step + 1)) for step in range(1500)]
+    assert store.steps("bad_key_") == list(range(1500))
+    assert (
+        store.history("nan") == [(1500, None)]
+        and store.history("down")[0][1] < -1e308 < 1e308 < store.history("up")[0][1]
+    )
+    assert store.steps("system/n/cpu") == [7]
+    assert (
+        store.params()["task.hf_token"] == "***"
+        and store.params()["task.bad key_"] == "1"
+        and store.params()["p149"] == "149"
+    )
+    tags = store.tags()
+    assert (tags["color"], tags["trireme.message"], tags["mlflow.parentRunId"]) == ("green", "one sentence", "p")
+    assert len(tags["long"]) == 5000 and tags["mlflow.runName"] == "a-run"
+    assert store.query("select user_id from runs where run_uuid = ?", store.run())[0][0] == tags["mlflow.user"]
+    files = {str(p.relative_to(store.artifacts())): p.read_text() for p in store.artifacts().rglob("*") if p.is_file()}
+    assert files == {"plots/figure.txt": "small", "tree/leaf/a": "a", "config.yaml": "lr: 0.1\n"}
+    assert "missing is no longer there" in caplog.text
+
+    again = tracker(folder, uri)
+    again.start()
+    again.params({"lr": 0.2, "p0": 0})
+    for step in range(1400, 1600):  # from the last checkpoint
+        again.metrics(step, {"loss": 1 / (step + 1)})
+    assert again.finish("FINISHED").complete
+    assert store.status() == "FINISHED"
+    assert store.history("loss") == [(step, 1 / (step + 1)) for step in range(1600)]
+    assert store.params()["lr"] == "0.1" and store.tags()["trireme.param.lr"] == "0.2"
+    assert "trireme.param.p0" not in store.tags()
+
+
+def test_what_cannot_be_delivered_yet_is_told_and_waits(uri: str, tmp_path: Path, inline: None) -> None:
+    from mlflow import MlflowClient
+
+    client, folder = MlflowClient(uri), tmp_path / "spool"
+    experiment = client.get_experiment_by_name("tests").experiment_id
+    client.delete_experiment(experiment)
+    run = tracker(folder, uri)
+    run.start()
+    run.metrics(3, {"loss": 1.0})
+    delivery = run.finish("FINISHED")
+    assert not delivery.complete and delivery.run_id is None
+    assert f"mlflow experiments restore --experiment-id {experiment}" in delivery.problem == State.load(folder).problem
+    client.restore_experiment(experiment)
+    assert sync(folder).complete and State.load(folder).problem == ""
+    assert Store(uri).status() == "FINISHED" and Store(uri).steps("loss") == [3]
+    assert sync(tmp_path / "nothing-here").complete
+
+
+def test_a_deleted_run_is_filled_anew_and_what_forgot_how_far_it_was_doubles_nothing(
+    uri: str, tmp_path: Path, inline: None
+) -> None:
+    from mlflow import MlflowClient
+
+    store, ids = Store(uri), []
+    # After the first start a person deletes the run; before the third the state is lost; for the fourth the run has
+    # moved to another machine, where there is no spool of it.
+    for folder, first, last in (("spool", 0, 20), ("spool", 10, 30), ("spool", 25, 50), ("elsewhere", 40, 60)):
+        if first == 25:
+            (tmp_path / "spool" / "delivered.json").unlink()
+        run = tracker(tmp_path / folder, uri)
+        run.start()
+        run.params({"lr": 1})
+        for step in range(first, last):
+            run.metrics(step, {"loss": float(step)})
+        delivery = run.finish("FINISHED")
+        assert delivery.complete and delivery.run_id
+        ids.append(delivery.run_id)
+        if first == 0:
+            MlflowClient(uri).delete_run(delivery.run_id)
+    assert ids[0] != ids[1] == ids[2] == ids[3] == store.run()
+    assert store.steps("loss") == list(range(60)) and store.params() == {"lr": "1"}
+
+
+def test_lost_answers_double_nothing(uri: str, tmp_path: Path, inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow has taken the points, and that it has is never heard of."""
+    from mlflow import MlflowClient
+
+    run = tracker(tmp_path / "spool", uri)
+    run.start()
+    for step in range(2500):
+        run.metrics(step, {"loss": float(step)})
+    log_batch, calls = MlflowClient.log_batch, []
+
+    def lose(self: MlflowClient, *args: Any, **values: Any) -> None:
+        log_batch(self, *args, **values)
+        calls.append(len(values.get("metrics", ())))
+        if "metrics" in values and sum(map(bool, calls)) <= 2:
+            raise ConnectionError("reset")
+
+    monkeypatch.setattr(MlflowClient, "log_batch", lose)
+    assert "reset" in run.finish("FINISHED").problem
+    assert "reset" in run._writer.wait(0.0) and run._writer.wait(0.0) == ""
+    assert Store(uri).status() == "FINISHED"
+    assert Store(uri).steps("loss") == list(range(2500))
+    assert sum(calls) == 2500, "points that MLflow already had were sent again"
+
+
+def test_the_model_loads_where_there_is_only_mlflow_and_torch(
+    uri: str, tmp_path: Path, inline: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import torch
+
+    (tmp_path / "code" / "toys").mkdir(parents=True)
+    (tmp_path / "code" / "toys" / "tracked.py").write_text(TASK)
+    monkeypatch.syspath_prepend(str(tmp_path / "code"))
+    from app.tasks import load_task
+
+    model = load_task("toys.tracked:Toy", {"width": 5, "token": "sesame"}).build_model()
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    recipe = {"task": "toys.tracked:Toy", "weights": str(tmp_path / "weights.pt")}
+    run = tracker(tmp_path / "spool", uri)
+    run.start()
+    run.params({"width": 5})
+    run.metrics(7, {"eval/loss": 0.25})
+    run.model(recipe | {"task_args": {"width": 5, "token": "sesame"}, "metrics": {"eval/loss": 0.25}})
+    run.model(recipe | {"task_args": {"width": 6, "token": "sesame"}})  # does not fit its weights
+    delivery = run.finish("FINISHED")
+    assert delivery.complete and Store(uri).status() == "FINISHED"
+    assert "size mismatch" in caplog.text
+    assert not [path for path in run.folder.rglob("*") if path.is_file() and b"sesame" in path.read_bytes()]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    loaded = subprocess.run(
+        [sys.executable, "-c", LOAD, uri, delivery.run_id], cwd="/", env=environment, capture_output=True, text=True
+    )
+    assert loaded.returncode == 0, loaded.stderr
+    lines = loaded.stdout.splitlines()
+    assert lines[0].startswith("Net /tmp") and str(tmp_path / "code") not in lines[0], loaded.stderr
+    assert lines[1] == str(model(torch.ones(1, 4)).tolist())
+    assert lines[2] == "(-1, 4) (-1, 2) True"
+    assert Store(uri).steps("eval/loss") == [7]
+    models = Store(uri).query("select status, artifact_location from logged_models where name = 'model'")
+    folder = Path(models[0][1].removeprefix("file://"))
+    pins = (folder / "requirements.txt").read_text().split()
+    assert f"torch=={torch.__version__.split('+')[0]}" in pins and any(pin.startswith("mlflow==3.") for pin in pins)
+    assert (folder / "code" / "toys" / "tracked.py").exists() and not list(folder.rglob("worker.py"))
+    assert Store(uri).query("select metric_name, metric_value from logged_model_metrics") == [("eval/loss", 0.25)]
+
+
+def test_a_model_that_ends_the_writer_is_left_out(
+    uri: str, tmp_path: Path, inline: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that fills the memory."""
+    monkeypatch.setattr("app.tracking.model.upload", lambda *args: sys.exit(1))
+    run = tracker(tmp_path / "spool", uri)
+    run.start()
+    run.model({"task": "toys:Task", "task_args": {}, "weights": "none.pt"})
+    with pytest.raises(SystemExit):
+        run.finish("FINISHED")
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            sync(run.folder)
+    assert sync(run.folder).complete and Store(uri).status() == "FINISHED"
+    assert "ended the writer, 3 times" in Store(uri).tags()["trireme.model_error"]

@@ -1,0 +1,127 @@
+"""Drivers and writers that are killed, and a server that is late: nothing is lost and nothing doubled."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from app.tracking.spool import State
+from app.tracking.tracker import Tracker, sync
+from tests.app.tracking.kit import Store, alive, kill, python, tracker
+from tests.running import wait_until
+
+pytestmark = pytest.mark.alone
+
+DRIVER = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[3])
+from tests.app.tracking.kit import tracker
+tracker = tracker(Path(sys.argv[1]), sys.argv[2], run_uid=sys.argv[4])
+tracker.start()
+for step in range(int(sys.argv[5]), int(sys.argv[6])):
+    tracker.metrics(step, {"loss": 1 / (step + 1)})
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def driver(folder: Path, uri: str, first: int, last: int, uid: str = "uid-1") -> subprocess.Popen[str]:
+    """A driver process that logs the steps, says so, and sleeps until it is killed."""
+    process = python(DRIVER, folder, uri, Path(__file__).parent, uid, first, last)
+    assert process.stdout and process.stdout.readline() == "ready\n", process.communicate()
+    return process
+
+
+def test_two_runs_at_once_make_the_database_once(template: Path) -> None:
+    store = Store(f"sqlite:///{template}")
+    assert store.steps("loss", "uid-8") == store.steps("loss", "uid-9") == [0]
+    assert store.query("select count(*) from experiments where name = 'tests'") == [(1,)]
+    location = store.query("select artifact_location from experiments where name = 'tests'")[0][0]
+    assert location == (template.parents[1] / "mlartifacts").as_uri()
+
+
+def test_a_killed_driver_ends_as_killed_and_a_new_one_continues(uri: str, tmp_path: Path) -> None:
+    store, folder = Store(uri), tmp_path / "spool"
+    process = driver(folder, uri, 0, 3000)
+    said = time.time()  # its last word; that the writer is at work takes until it has imported MLflow
+    writer = wait_until(lambda: State.load(folder).writer)
+    wait_until(lambda: not psutil.Process(process.pid).children(recursive=True))  # whom `ray job stop` would kill
+    kill(process.pid)
+    process.wait()
+    wait_until(lambda: store.runs() and store.status() == "KILLED")
+    assert store.steps("loss") == list(range(3000)) and abs(store.end_seconds() - said) < 5
+    wait_until(lambda: not alive(writer))
+    # Torn by the kill, then continued by a driver that is killed as well, while a third has already begun.
+    with (folder / "events.jsonl").open("a") as file:
+        file.write('{"type":"metr')
+    second = driver(folder, uri, 2900, 3100)
+    kill(second.pid)
+    second.wait()
+    third = tracker(folder, uri)
+    third.start()
+    for step in range(3050, 3200):
+        third.metrics(step, {"loss": 0.5})
+    assert third.finish("FINISHED", timeout=20).complete
+    assert store.status() == "FINISHED" and store.steps("loss") == list(range(3200))
+
+
+def test_a_killed_writer_is_replaced_and_every_point_arrives_once(uri: str, tmp_path: Path) -> None:
+    store, folder = Store(uri), tmp_path / "spool"
+    run = tracker(folder, uri)
+    run.start()
+    for step in range(3_000):
+        run.metrics(step, {f"m{n}": float(step + n) for n in range(10)})
+    wait_until(lambda: store.runs() and store.steps("m9"))  # in the middle of its delivery
+    kill(State.load(folder).writer)
+    delivery = run.finish("FINISHED", timeout=30)
+    assert delivery.complete and store.status() == "FINISHED"
+    counts = store.query("select count(*), count(distinct key || ' ' || step) from metrics where key like 'm%'")
+    assert counts == [(30_000, 30_000)]
+    assert store.history("m9") == [(step, step + 9.0) for step in range(3_000)]
+
+
+def test_a_lingering_writer_makes_way_and_sync_delivers_what_the_dead_left(uri: str, tmp_path: Path) -> None:
+    folder, nowhere = tmp_path / "spool", "http://127.0.0.1:9"
+    first = driver(folder, nowhere, 0, 10)
+    lingering = wait_until(lambda: State.load(folder).problem and State.load(folder).writer)
+    kill(first.pid)
+    first.wait()
+    assert alive(lingering)
+    second = driver(folder, nowhere, 5, 20)
+    wait_until(lambda: (pid := State.load(folder).writer) != lingering and pid)
+    wait_until(lambda: not alive(lingering))
+    going_on = sync(folder, uri=uri)
+    assert not going_on.complete and going_on.problem == "the run is going on, and its own writer delivers it"
+    kill(second.pid)
+    second.wait()
+    assert sync(folder, uri=uri).complete
+    assert Store(uri).status() == "KILLED" and Store(uri).steps("loss") == list(range(20))
+
+
+def test_one_writer_delivers_a_run_and_its_children(uri: str, tmp_path: Path) -> None:
+    """As of a sweep: children come and go, and only spool; one is killed."""
+    store, parent = Store(uri), tracker(tmp_path / "tracking", uri)
+    parent.start()
+    children: list[Tracker] = []
+    for number in range(2):
+        child = tracker(tmp_path / f"t{number}" / "tracking", uri, run_uid=f"child-{number}", parent=parent.folder)
+        child.start()
+        child.metrics(1, {"loss": float(number)})
+        children.append(child)
+    delivery = children[0].finish("FAILED", message="diverged")
+    assert delivery.complete and not (children[0].folder / "writer.log").exists()
+    wait_until(lambda: store.runs("child-0") and store.status("child-0") == "FAILED")
+    wait_until(lambda: store.runs("child-1") and store.steps("loss", "child-1") == [1])
+    assert store.status("child-1") == "RUNNING"
+    os.close(children[1]._driver or -1)  # as the kernel does for a process that was killed
+    wait_until(lambda: store.status("child-1") == "KILLED")
+    parent.metrics(7, {"best": 0.5})
+    assert parent.finish("FINISHED", timeout=20).complete and store.steps("best") == [7]
+    sql = "select count(*) from tags where key = 'mlflow.parentRunId' and value = ?"
+    assert store.query(sql, store.run()) == [(2,)]
