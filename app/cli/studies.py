@@ -41,7 +41,6 @@ def sweep(cli: Invocation, arguments: tuple[str, ...]) -> None:
 )
 @click.option("--steps", type=COUNT, metavar="N", default=10, show_default=True, help="Steps in a block.")
 @click.option("--blocks", type=COUNT, metavar="N", default=5, show_default=True, help="Blocks per point.")
-@click.option("--price", type=float, help="Price of one worker for an hour.")
 def scale(
     cli: Invocation, arguments: tuple[str, ...], workers: str, strategy: str | None, strong: bool, **measured: Any
 ) -> None:

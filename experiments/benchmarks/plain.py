@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -50,21 +49,18 @@ class Plain:
     ) -> None:
         torch.manual_seed(0)
         self.model = WRAPS[wrap](build())
-        self.tp = 2 if wrap.endswith("tensor") else 1
+        self.ways = 1 if wrap == "tensor" else dist.get_world_size()
         decayed = [p for p in self.model.parameters() if p.dim() >= 2]
         others = [p for p in self.model.parameters() if p.dim() < 2]
         groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
-        if wrap == "zero1":
-            self.optimizer: Any = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=lr, fused=True)
-        else:
-            self.optimizer = torch.optim.AdamW(groups, lr=lr, fused=True)
+        self.optimizer = torch.optim.AdamW(groups, lr=lr, fused=True)
         (self.inputs, self.targets), self.batch, self.lr, self.steps = data, batch, lr, steps
         self.done = 0
         self.indices = self._indices()
 
     def _indices(self) -> Iterator[torch.Tensor]:
         """This rank's share of each batch."""
-        share, mine = self.batch * self.tp // dist.get_world_size(), dist.get_rank() // self.tp
+        share, mine = self.batch // self.ways, dist.get_rank() % self.ways
         generator = torch.Generator().manual_seed(0)
         while True:
             for part in torch.randperm(len(self.inputs), generator=generator).split(self.batch):
@@ -76,7 +72,7 @@ class Plain:
         rate = self.lr * (1 + math.cos(math.pi * self.done / self.steps)) / 2
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        with loss_parallel() if self.tp > 1 else contextlib.nullcontext():
+        with loss_parallel() if self.ways < dist.get_world_size() else contextlib.nullcontext():
             logits = self.model(self.inputs[index])
             loss = F.cross_entropy(logits.flatten(0, -2), self.targets[index].flatten())
             loss.backward()
@@ -96,31 +92,17 @@ def ddp(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def fsdp(model: nn.Module, reshard: bool = True, replicas: int = 1) -> nn.Module:
-    world = dist.get_world_size()
-    if replicas > 1:
-        mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
-    else:
-        mesh = init_device_mesh("cpu", (world,))
+def fsdp(model: nn.Module, reshard: bool = True) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks.values():  # type: ignore[operator, union-attr]
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
     return model
 
 
-def fsdp_tensor(model: nn.Module) -> nn.Module:
-    """Two dimensions as the PyTorch tutorial has them: layers split within a pair, what is left sharded across."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("shard", "tp"))
-    tensor(model, mesh["tp"])
-    for block in model.blocks.values():  # type: ignore[operator, union-attr]
-        fully_shard(block, mesh=mesh["shard"])
-    fully_shard(model, mesh=mesh["shard"])
-    return model
-
-
-def tensor(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
+def tensor(model: nn.Module) -> nn.Module:
     """Megatron's split with sequence parallelism and a parallel loss, as the PyTorch tutorial has it."""
-    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole, split = Replicate(), Shard(1)
     rowwise = RowwiseParallel(output_layouts=split)
     block = {
@@ -148,13 +130,10 @@ def tensor(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
 WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "single": lambda model: model,
     "ddp": ddp,
-    "zero1": ddp,
     "zero2": functools.partial(fsdp, reshard=False),
     "zero3": fsdp,
     "fsdp": fsdp,
-    "hsdp": functools.partial(fsdp, replicas=2),
     "tensor": tensor,
-    "fsdp+tensor": fsdp_tensor,
 }
 
 

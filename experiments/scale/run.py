@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 from dataclasses import asdict, dataclass
@@ -35,7 +34,6 @@ class Plan:
     repeats: int
     blocks: int
     steps: int  # in each block
-    price: float | None = None  # of one worker for an hour
 
     @property
     def keys(self) -> list[tuple[str, int]]:
@@ -48,8 +46,6 @@ class Plan:
             raise UserError("--workers needs numbers greater than 0: write for instance --workers 1,2,4")
         if len(set(self.workers)) < 2:
             raise UserError(f"--workers {self.workers[0]} is one point, which shows no scaling: write for instance 1,2")
-        if self.price is not None and not 0 <= self.price < math.inf:
-            raise UserError(f"--price is {self.price:g}, but it must not be negative")
         odd = [n for n in self.workers if batch % n]
         if odd and not self.weak:
             reason = f"which {odd[0]} workers cannot share evenly: write a multiple of {odd[0]}, or --weak"
@@ -123,7 +119,7 @@ def _measure(
         each = dict(config.resources_per_worker) or ({"GPU": 1.0} if cluster.gpus >= most else {"CPU": 1.0})
         check_feasible(cluster.shape, most, each)
         rate = Prices(config).rate(1, each)
-        head["price"] = plan.price if plan.price is not None else rate and rate.dollars_per_hour
+        head["price"] = rate and rate.dollars_per_hour
         for number in range(plan.repeats):
             for key in plan.keys if number % 2 == 0 else plan.keys[::-1]:
                 if (*key, number) in ((p["strategy"], p["workers"], p["repeat"]) for p in head["points"]):

@@ -36,8 +36,6 @@ class Sweep(Search):
     """The value of the metric to reach; trials that have reached it stop."""
     reports: int | None = 10
     """Evaluations of each trial, evenly spread; null: as train.eval_every says."""
-    log_models: bool = False
-    """Whether every trial's model goes to MLflow, as one run's would."""
 
     def ends_at(self, report: Mapping[str, Any]) -> bool:
         """Whether a trial has reached the target with this report."""
@@ -57,8 +55,7 @@ class Sweep(Search):
             tree["train"]["epochs"] = None
         elif "train.epochs" in values:
             tree["train"]["steps"] = None
-        if not self.log_models:
-            tree["tracking"]["log_model"] = False
+        tree["tracking"]["log_model"] = False  # of the next run, not of each trial
         tree["run"] |= {"name": name, "storage": storage}
         # One trial takes one device unless told otherwise; a sweep uses the others for other trials.
         tree["workers"] = "1" if tree["workers"] == "auto" else tree["workers"]
@@ -160,7 +157,6 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "trials": _COUNT,
     "reports": _COUNT,
     "concurrent": _COUNT,
-    "log_models": (lambda value: isinstance(value, bool), "true or false"),
     "seed": (lambda value: type(value) is int, "a whole number"),
     "mode": (lambda value: value in ("min", "max"), "min or max"),
     "time": (lambda value: value in ("step", "samples"), "step or samples"),

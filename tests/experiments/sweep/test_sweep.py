@@ -179,8 +179,3 @@ def test_population_based_training_copies_the_better_trial(tmp_path: Path, ray_e
     assert "continuing after step" in log(tmp_path, bad), "from the other's checkpoint"
     values = [r["metrics"]["eval/loss"] for r in bad["reports"]]
     assert values[-1] < values[0], "with a learning rate of 0, its own training changed nothing"
-
-
-def test_a_metric_that_no_trial_reports(tmp_path: Path, ray_environment: dict[str, str]) -> None:
-    ended = trireme(*write(tmp_path, SHORT), "trials=2", "metric=eval/acuracy", "mode=max", env=ray_environment)
-    assert ended.code == 2 and "'eval/acuracy'" in ended.err and "eval/accuracy" in ended.err

@@ -73,7 +73,6 @@ BAD = {
     "a sweep key misspelt": ("metrik: eval/loss", "did you mean 'metric'"),
     "no experiment": ("experiment: null", "names no experiment"),
     "a mode": ("mode: lowest", "min or max"),
-    "a switch": ("log_models: maybe", "must be true or false"),
     "a target": ("target: low", "must be a number"),
     "a seed": ("seed: x", "must be a whole number"),
     "steps and epochs": ("space: {train.steps: [1, 2], train.epochs: [1, 2]}", "contradict each other"),
