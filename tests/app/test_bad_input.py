@@ -99,10 +99,10 @@ def test_one_sentence(row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert left in ([], ["runs"]) and not list(tmp_path.glob("runs/*")), left
 
 
-def test_json_says_it_too(tmp_path: Path) -> None:
-    ended = trireme("train", *BASE, "run.name=x", "train.stepz=3", f"run.storage={tmp_path}", "--json")
-    assert ended.code == 2
-    assert ended.json["status"] == "refused" and "train.stepz" in ended.json["error"]
+def test_json_says_it_too() -> None:
+    result = CliRunner().invoke(group, ["train", *BASE, "train.stepz=3", "--json"], catch_exceptions=False)
+    said = json.loads(result.stdout)
+    assert result.exit_code == 2 and said["status"] == "refused" and "train.stepz" in said["error"]
 
 
 def test_a_batch_that_does_not_divide(tmp_path: Path) -> None:
@@ -125,29 +125,30 @@ def test_more_workers_than_the_cluster_has(tmp_path: Path, ray_environment: dict
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The storage of a stopped run `a` with two checkpoints."""
     storage = tmp_path_factory.mktemp("trained")
-    more = ["checkpoint.every_steps=2", "tracking.log_model=false", "run.name=a", f"run.storage={storage}"]
-    ended = trireme("train", *BASE, *more)
-    assert ended.code == 0, ended.err
+    more = ["checkpoint.every_steps=2", "tracking.enabled=false", "run.name=a", f"run.storage={storage}"]
+    result = CliRunner().invoke(group, ["train", *BASE, *more])
+    assert result.exit_code == 0, result.output
     assert committed(storage / "a") == [2, 4]
     manifest = storage / "a" / "run.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"status": "stopped"}))
     return storage
 
 
-def test_damaged_checkpoints_are_skipped_and_only_damaged_ones_end_it(trained: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_skipped_and_only_damaged_ones_end_it(
+    trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(trained / "a", tmp_path / "a")
-    train = ["train", *BASE, "run.name=a", f"run.storage={tmp_path}", "tracking.log_model=false"]
+    train = ["train", *BASE, "run.name=a", f"run.storage={tmp_path}", "tracking.enabled=false"]
     last, first = (next(tmp_path.glob(f"a/checkpoints/step-0000000{step}*/*.distcp")) for step in (4, 2))
     whole = first.read_bytes()
     last.write_bytes(last.read_bytes()[:-10])
     first.write_bytes(bytes(byte ^ (at == len(whole) // 2) for at, byte in enumerate(whole)))
-    ended = trireme(*train)
-    assert ended.code == 2, ended.err
-    assert "step-0000000" in ended.err and "Traceback" not in ended.err
+    result = CliRunner().invoke(group, train)
+    assert result.exit_code == 2 and "step-0000000" in result.stderr and "Traceback" not in result.output
     first.write_bytes(whole)
-    ended = trireme(*train)
-    assert ended.code == 0, ended.err
-    assert last.name in ended.out and "continuing after step 2" in ended.out
+    assert CliRunner().invoke(group, train).exit_code == 0
+    said = capfd.readouterr().out
+    assert last.name in said and "continuing after step 2" in said
 
 
 @pytest.mark.parametrize(
@@ -158,6 +159,6 @@ def test_damaged_checkpoints_are_skipped_and_only_damaged_ones_end_it(trained: P
     ],
 )
 def test_a_run_or_checkpoint_of_another_model(trained: Path, more: list[str], says: tuple[str, ...]) -> None:
-    more = [word.format(trained=trained) for word in more]
-    ended = trireme("train", *BASE, *more, f"run.storage={trained}", "task_args.width=32")
-    assert ended.code == 2 and all(word in ended.err for word in says), ended.err
+    train = ["train", *BASE, "tracking.enabled=false", *(word.format(trained=trained) for word in more)]
+    result = CliRunner().invoke(group, [*train, f"run.storage={trained}", "task_args.width=32"])
+    assert result.exit_code == 2 and all(word in result.stderr for word in says), result.output

@@ -61,4 +61,3 @@ def test_completion_offers_keys_and_files() -> None:
     assert "train.global_batch_size=" in complete("trireme train train.glo")
     assert "experiments/" in complete("trireme train exp")
     assert "train.precision=bf16" in complete("trireme train train.precision=b")
-    assert "config" in complete("trireme con")

@@ -11,20 +11,24 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.app.launchers.test_pipeline_in_ray import Lines, disturb, mlflow_text, writes
 from tests.running import (
     POINTS,
+    Lines,
+    close,
     committed,
     curve,
+    disturb,
     environment,
     finish,
     free_port,
     memory_group,
     mlflow_run,
+    mlflow_text,
     start,
     trireme,
     wait_until,
     weights,
+    writes,
 )
 from tests.running import torchrun_program as torchrun
 
@@ -41,17 +45,12 @@ SLOW = [
 HANG = "fault.hang_seconds=1.5"
 
 
-def close(ours: dict[int, float], theirs: dict[int, float]) -> bool:
-    """Whether two loss curves are the same to rounding."""
-    return ours.keys() == theirs.keys() and all(abs(ours[at] - theirs[at]) <= 1e-4 * abs(theirs[at]) for at in theirs)
-
-
-def single(storage: Path, *more: str) -> dict[int, float]:
-    one = trireme(
-        "train", *SLOW, "task_args.step_seconds=0", "launcher=local", "run.name=one", f"run.storage={storage}", *more
-    )
+def assert_one_curve(storage: Path, *more: str) -> None:
+    """No step is lost and none is there twice: the curve is that of one worker that was not disturbed."""
+    undisturbed = ["launcher=local", "task_args.step_seconds=0", "run.name=one", f"run.storage={storage}"]
+    one = trireme("train", *SLOW, *undisturbed, *more)
     assert one.code == 0, one.err
-    return curve(storage, "one")
+    assert close(curve(storage, "run"), curve(storage, "one"), 1e-4)
 
 
 def test_a_stopped_worker_of_ray_train_is_found_and_replaced(tmp_path: Path, ray_environment: dict[str, str]) -> None:
@@ -63,7 +62,7 @@ def test_a_stopped_worker_of_ray_train_is_found_and_replaced(tmp_path: Path, ray
     assert lines.when("does not answer", 40) - stopped >= 1.5
     assert process.wait(60) == 0, lines.text
     assert "worker 1, process" in lines.text and "starting again from the last checkpoint" in lines.text
-    assert close(curve(tmp_path, "run"), single(tmp_path))
+    assert_one_curve(tmp_path)
     run = mlflow_run(tmp_path, "run")
     (stacks,) = mlflow_text(tmp_path, run.info.run_id, "hangs")
     assert "does not answer" in stacks and "loop.py" in stacks
@@ -73,14 +72,7 @@ def test_a_stopped_worker_of_ray_train_is_found_and_replaced(tmp_path: Path, ray
     assert "worker 1" in run.data.tags["trireme.last_failure"] and run.data.metrics["fault/recovery_seconds"] > 0
 
 
-@pytest.mark.parametrize(
-    ("rank", "number"),
-    [
-        (1, signal.SIGKILL),
-        (1, signal.SIGSTOP),
-        (0, signal.SIGSTOP),
-    ],
-)
+@pytest.mark.parametrize(("rank", "number"), [(1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP)])
 def test_torchrun_starts_again_by_itself(tmp_path: Path, rank: int, number: int) -> None:
     arguments = ["train", *SLOW, HANG, "run.name=run", f"run.storage={tmp_path}"]
     process = start(arguments, program=torchrun("--max-restarts=2"))
@@ -93,7 +85,7 @@ def test_torchrun_starts_again_by_itself(tmp_path: Path, rank: int, number: int)
         min(children, key=lambda child: int(child.environ()["RANK"])).send_signal(number)
     assert process.wait(90) == 0, lines.text
     assert "continuing after step" in lines.text
-    assert close(curve(tmp_path, "run"), single(tmp_path)), "no step lost, none twice, in one MLflow run"
+    assert_one_curve(tmp_path)
     run = mlflow_run(tmp_path, "run")
     assert run.info.status == "FINISHED"
     if (rank, number) == (1, signal.SIGSTOP):
@@ -149,14 +141,13 @@ def test_four_three_two_four_workers(tmp_path: Path, nodes: Any, launcher: str) 
     add(), add()
     lines.when("there is room for 4 workers again; continuing with 4 of 4", 90)
     assert process.wait(120) == 0, lines.text
-    assert close(curve(tmp_path, "run"), single(tmp_path, *own)), "one curve, as with one worker"
+    assert_one_curve(tmp_path, *own)
     assert weights(folder).keys() == weights(tmp_path / "one").keys()
     workers = list(curve(tmp_path, "run", "fault/workers").values())
     assert workers[:2] == [3.0, 2.0] and workers[-1] == 4.0, "the two nodes that come may be taken one by one"
 
 
-@pytest.mark.parametrize("launcher", ["ray", "actors"])
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize(("launcher", "number"), [("ray", signal.SIGSTOP), ("actors", signal.SIGKILL)])
 def test_a_worker_that_is_stopped_or_dies_while_it_starts(
     tmp_path: Path, ray_environment: dict[str, str], launcher: str, number: int
 ) -> None:
@@ -172,7 +163,7 @@ def test_a_worker_that_is_stopped_or_dies_while_it_starts(
     finally:
         if victim.is_running():
             victim.kill()
-    assert close(curve(tmp_path, "run"), single(tmp_path))
+    assert_one_curve(tmp_path)
 
 
 def workers_of_ray() -> list[psutil.Process]:
@@ -216,15 +207,12 @@ def test_a_stopped_rank_under_slurm_ends_all_and_the_same_command_goes_on(tmp_pa
     said = [finish(process) for process in again]
     assert [ended.code for ended in said] == [0, 0], said[0].err + said[1].err
     assert "continuing after step" in said[0].out
-    assert close(curve(tmp_path, "run"), single(tmp_path))
+    assert_one_curve(tmp_path)
 
 
-@pytest.mark.parametrize("launcher", ["ray", "actors"])
-def test_a_rank_that_the_kernel_kills_for_memory(
-    tmp_path: Path, ray_environment: dict[str, str], launcher: str
-) -> None:
+def test_a_rank_that_the_kernel_kills_for_memory(tmp_path: Path, ray_environment: dict[str, str]) -> None:
     arguments = ["train", *SLOW, "task=tests.tasks:Hungry", f"task_args.hungry={tmp_path / 'hungry'}", "workers=2"]
-    arguments += [f"launcher={launcher}", "strategy=ddp", "run.name=run", f"run.storage={tmp_path}"]
+    arguments += ["launcher=ray", "strategy=ddp", "run.name=run", f"run.storage={tmp_path}"]
     with memory_group(64 << 20) as group:
         process = start(arguments, env=ray_environment)
         lines, folder = Lines(process), tmp_path / "run"
@@ -238,4 +226,4 @@ def test_a_rank_that_the_kernel_kills_for_memory(
     run = mlflow_run(tmp_path, "run")
     assert run.data.tags["trireme.last_failure"].endswith("killed by the kernel for memory"), lines.text
     assert run.info.status == "FINISHED" and run.data.tags["trireme.restarts"] == "1"
-    assert close(curve(tmp_path, "run"), single(tmp_path))
+    assert_one_curve(tmp_path)

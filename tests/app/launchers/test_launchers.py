@@ -11,6 +11,7 @@ from tests.running import POINTS, close, committed, curve, mlflow_run, same_bits
 
 pytestmark = pytest.mark.alone
 
+PIPELINE = ["strategy=pipeline", "parallel.pp=2"]
 SHORT = [*POINTS, "train.steps=20", "train.log_every=1", "optimizer.weight_decay=0.01"]
 
 
@@ -34,11 +35,9 @@ def test_three_launchers_and_uneven_micro_batches_one_curve(tmp_path: Path, ray_
         assert close(other, single, tolerance) and close(ddp, single, tolerance), metric
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_lower_precisions_learn(tmp_path: Path, precision: str) -> None:
-    ended = trireme(
-        *arguments(tmp_path, "run", "launcher=local", "fault.start_seconds=0.01", f"train.precision={precision}")
-    )
+def test_half_precision_learns(tmp_path: Path) -> None:
+    # One worker in this process cannot be late either.
+    ended = trireme(*arguments(tmp_path, "run", "launcher=local", "fault.start_seconds=0.01", "train.precision=fp16"))
     assert ended.code == 0, ended.err
     losses = curve(tmp_path, "run")
     assert losses[20] < losses[1]
@@ -55,9 +54,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "more", "says", "logged"),
     [
-        ("Infinite", ["workers=2"], "not finite at step 6 on rank 1", ""),
         ("Raises", ["workers=2"], "a bug of the user's", "in loss"),
-        ("Raises", ["strategy=pipeline", "parallel.pp=2"], "a bug of the user's", "in loss"),
+        pytest.param("Infinite", ["workers=2"], "not finite at step 6 on rank 1", "", marks=pytest.mark.slow),
+        pytest.param("Raises", PIPELINE, "a bug of the user's", "in loss", marks=pytest.mark.slow),
     ],
 )
 def test_what_would_fail_again_is_named_and_not_tried_again_in_ray(

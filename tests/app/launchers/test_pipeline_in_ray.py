@@ -23,7 +23,6 @@ from tests.running import (
     trireme,
     wait_until,
     weights,
-    writes,  # noqa: F401
 )
 
 GPT = ["experiments/gpt.yaml", "task_args.d_model=32", "task_args.n_layers=4", "task_args.sequence_length=32"]
@@ -69,6 +68,7 @@ def check_profile(storage: Path, metrics: dict[str, float]) -> None:
     assert {event["pid"] for event in events} == {0, 1}
 
 
+@pytest.mark.slow
 def test_stages_are_killed_and_stopped_and_the_weights_are_those_of_an_undisturbed_run(
     tmp_path: Path, ray_environment: dict[str, str]
 ) -> None:

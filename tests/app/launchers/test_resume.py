@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from app.cli import group
+from app.config_io import load_config
+from app.run.manifest import Run
 from tests.running import (
     POINTS,
     Lines,
@@ -60,12 +67,11 @@ IN_RAY = ["workers=2", "strategy=ddp"]
 @pytest.mark.parametrize(
     ("more", "number"),
     [
-        (["launcher=local"], signal.SIGINT),
         (["launcher=local"], signal.SIGTERM),
         (["launcher=local"], signal.SIGKILL),
         ([*IN_RAY, "launcher=ray"], signal.SIGINT),
         pytest.param([*IN_RAY, "launcher=ray"], signal.SIGKILL, marks=pytest.mark.slow),
-        ([*IN_RAY, "launcher=actors"], signal.SIGINT),
+        pytest.param([*IN_RAY, "launcher=actors"], signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
 def test_the_command_stopped_or_killed_and_run_again(
@@ -98,6 +104,7 @@ def test_a_killed_ray_worker_is_replaced_without_the_command_being_run_again(
     assert_unbroken(tmp_path, undisturbed["two"])
 
 
+@pytest.mark.slow
 def test_all_of_ray_killed_with_its_driver(tmp_path: Path, undisturbed: dict[str, Path]) -> None:
     """The driver started Ray itself; every process of both is killed at once."""
     arguments = command(tmp_path, *IN_RAY, "resources_per_worker.CPU=0.5")
@@ -112,14 +119,17 @@ def test_all_of_ray_killed_with_its_driver(tmp_path: Path, undisturbed: dict[str
 
 
 def test_a_run_is_trained_by_one_command_and_once_finished_trained_further(tmp_path: Path) -> None:
-    arguments = command(tmp_path, "launcher=local", "task_args.step_seconds=0.2")  # longer than a start takes
-    process = start(arguments)
-    wait_until(lambda: committed(tmp_path / "run"))
-    second = trireme(*arguments)
-    assert second.code == 2 and f"process {process.pid}" in second.err
-    assert finish(process).code == 0
-    assert "has finished already" in trireme(*arguments).out
-    further = trireme(*arguments, "train.steps=65")
-    assert further.code == 0 and max(curve(tmp_path, "run")) == 65
-    anew = trireme(*arguments, "train.steps=5", "--again", "--json")
-    assert anew.json["run"] == "run-2"
+    quick = ["launcher=local", "task_args.step_seconds=0", "train.steps=6", "tracking.enabled=false"]
+
+    def train(*more: str) -> Any:
+        return CliRunner().invoke(group, [*command(tmp_path, *quick, *more), "--json"])
+
+    run = Run(load_config([], command(tmp_path, *quick)[1:]))
+    run.open(run.config, 6)
+    second = train()
+    assert second.exit_code == 2 and f"process {os.getpid()}" in second.stderr
+    run.end("stopped")
+    outcomes = [json.loads(train(*more).stdout) for more in ([], [], ["train.steps=8"], ["train.steps=5", "--again"])]
+    assert [each["status"] for each in outcomes] == ["finished", "already_finished", "finished", "finished"]
+    assert outcomes[2]["summary"]["resumed_from"] == 6 and outcomes[2]["summary"]["step"] == 8
+    assert [each["run"] for each in outcomes[2:]] == ["run", "run-2"]

@@ -56,6 +56,7 @@ def test_a_run_says_who_holds_what_it_waits_for(tmp_path: Path, ray_environment:
         holder.wait()
 
 
+@pytest.mark.slow
 def test_a_run_gets_no_worker_on_an_excluded_node(tmp_path: Path, ray_environment: dict[str, str]) -> None:
     code = "import ray; ray.init(address='auto', log_to_driver=False); print(ray.nodes()[0]['NodeID'])"
     only = subprocess.check_output([sys.executable, "-c", code], env=ray_environment, text=True).strip()
