@@ -84,11 +84,11 @@ def gpu(name: str) -> Gpu:
     names = _catalogue()[2]
     found = names.get(_plain(name))
     if found is None:
-        near = difflib.get_close_matches(_plain(name), names, n=1, cutoff=0.5)
-        hint = f"did you mean {names[near[0]].name}?" if near else f"it has {', '.join(all_gpus())}"
+        near = difflib.get_close_matches(_plain(name), names, n=3, cutoff=0.3)
+        hint = f", did you mean {' or '.join(dict.fromkeys(names[each].name for each in near))}?" if near else ""
         raise HardwareError(
-            f"the GPU {name!r} is not in the catalogue: {hint} (to add one, run `trireme calibrate` on it, or "
-            f"write an entry in {CATALOGUE})"
+            f"the GPU {name!r} is not in the catalogue {CATALOGUE}{hint} (to add one, run `trireme calibrate` on it or "
+            "write an entry there)"
         )
     return found
 

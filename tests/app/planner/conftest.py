@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,35 +34,34 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("TRIREME_HARDWARE", str(tmp_path / "hardware.yaml"))
     for name in ("RAY_ADDRESS", "TRIREME_CLUSTER"):
         monkeypatch.delenv(name, raising=False)
-    _forget()
+    hardware._catalogue.cache_clear()
     yield
-    _forget()
-
-
-def _forget() -> None:
     hardware._catalogue.cache_clear()
 
 
 @pytest.fixture(scope="session")
 def small() -> Reader:
-    config = load_config([EXPERIMENT])
-    return Reader(load_task(config.task, config.task_args))
+    return Reader(loaded(words(EXPERIMENT)))
 
 
 @pytest.fixture(scope="session")
 def large() -> Reader:
-    config = load_config([EXPERIMENT], LARGE)
-    return Reader(load_task(config.task, config.task_args))
+    return Reader(loaded([*words(EXPERIMENT), *LARGE]))
 
 
 @pytest.fixture(scope="session")
 def tiny() -> Reader:
-    config = load_config([], TINY)
-    return Reader(load_task(config.task, config.task_args))
+    return Reader(loaded(TINY))
 
 
 def gpus(count: int = 8, gpu: str = "h100-80gb", across: str = "3200Gb") -> Machine:
     return of_shape(of_gpus(count, gpu, min(count, 8), across), count)
+
+
+def with_memory(machine: Machine, size: float) -> Machine:
+    """The machine with that much memory for tensors per device."""
+    gpu = replace(machine.device.gpu, memory_bytes=int(size + machine.device.context))
+    return replace(machine, device=replace(machine.device, gpu=gpu))
 
 
 def plan_of(reader: Reader, machine: Machine, *overrides: str, given: tuple[str, ...] = ()) -> Plan:

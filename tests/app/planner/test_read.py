@@ -117,20 +117,19 @@ def test_activations_are_within_a_tenth_of_a_real_step(name: str, mode: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("looks", "said"),
-    [("", ""), ("building", "meta"), ("loss", "looks at values")],
-    ids=["plain", "building", "loss"],
+    ("looks", "said"), [("", ""), ("building", "meta"), ("loss", "looks at values"), ("no fake tensors", "")]
 )
-def test_models_that_meta_cannot_run_are_read_all_the_same(looks: str, said: str) -> None:
-    plain, other = Reader(Values()), Reader(Values(looks))
-    assert other.costs().parts["block0"].at(4, 1)["saved"] == plain.costs().parts["block0"].at(4, 1)["saved"]
-    assert said in other.note and bool(other.note) == bool(looks) and not plain.note
-
-
-def test_without_fake_tensors_a_model_is_run_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Reader(Values()).costs().parts["block0"].at(4, 1)
-    monkeypatch.setattr(reading, "fake_mode", lambda: None)
-    assert Reader(Values()).costs().parts["block0"].at(4, 1)["moved_backward"] == plain["moved_backward"] > 0
+def test_models_that_meta_cannot_run_are_read_all_the_same(
+    looks: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Reader(Values())
+    expected = plain.costs().parts["block0"].at(4, 1)
+    if looks == "no fake tensors":
+        monkeypatch.setattr(reading, "fake_mode", lambda: None)
+    other = Reader(Values(looks))
+    found = other.costs().parts["block0"].at(4, 1)
+    assert found["saved"] == expected["saved"] > 0 and found["moved_backward"] == expected["moved_backward"] > 0
+    assert said in other.note and bool(other.note) == bool(said) and not plain.note
 
 
 def test_a_model_too_large_to_be_run_for_real_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +147,6 @@ def test_a_gpus_kernels_do_a_norm_at_once(monkeypatch: pytest.MonkeyPatch) -> No
     on_cpu = Reader(_gpt()).costs(CAST).parts["block0"]
     for name in ("moved_forward", "moved_backward", "operations_forward", "operations_backward", "saved"):
         assert on_gpu.at(4, 1)[name] < 0.8 * on_cpu.at(4, 1)[name], name
-    assert on_gpu.products["forward"].shape == on_cpu.products["forward"].shape
 
 
 def test_a_large_model_is_read_without_its_memory() -> None:

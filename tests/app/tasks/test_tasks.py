@@ -105,13 +105,6 @@ def test_a_single_sample_is_a_row_of_a_batch(task: Task) -> None:
         assert shifts or torch.equal(one, many[3])
 
 
-def test_the_same_arguments_give_the_same_data(text: str, table: str) -> None:
-    for name in NAMES:
-        first, second = (load_task(*arguments(name, text, table)) for _ in range(2))
-        for one, other in zip(one_batch(first, 8), one_batch(second, 8), strict=True):
-            assert torch.equal(one, other)
-
-
 def train(task: Task, steps: int, lr: float, batch: int = 32) -> dict[str, float]:
     model = built(task)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
@@ -144,7 +137,6 @@ def evaluate(task: Task, model: nn.Module, batch_size: int) -> dict[str, float]:
     ("name", "steps", "lr", "figure", "at_least"),
     [
         ("vision", 250, 5e-3, "accuracy", 0.92),
-        ("image mlp", 250, 2e-3, "accuracy", 0.9),
         ("regression", 300, 3e-3, "r2", 0.9),
         ("classification", 200, 3e-3, "accuracy", 0.85),
     ],

@@ -47,7 +47,6 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "own_needs.py").write_text("import surely_not_installed\n")
     (tmp_path / "text.txt").write_text("some text " * 100)
     (tmp_path / "short.txt").write_text("short")
-    (tmp_path / "empty.txt").write_text("")
     (tmp_path / "tokens.bin").write_bytes(np.arange(1000, dtype=np.uint16).tobytes())
     (tmp_path / "table.csv").write_text("price,weight,shop,only\n1.5,2,a,x\n2.5,3,b,x\n3.5,4,a,x\n,5,b,x\n")
     (tmp_path / "lonely.csv").write_text("price\n1.5\n2.5\n")
@@ -75,37 +74,23 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("", {}, "no task is given; write task: image_classification, language_modelling"),
     ("image_clasification", {}, "no task 'image_clasification' (did you mean 'image_classification'?)"),
     ("own_tasks.Mine", {}, "import path of your own class as package.module:Class"),
-    ("own_tasks:", {}, "there is no task 'own_tasks:'"),
     (":Mine", {}, "there is no task ':Mine'"),
     ("own_task:Mine", {}, "there is no module 'own_task' on Python's path"),
     ("nowhere.tasks:Mine", {}, "there is no module 'nowhere' on Python's path"),
-    ("own_tasks.deeper:Mine", {}, "there is no module 'own_tasks.deeper'"),
     ("own_tasks:Mime", {}, "module own_tasks has no Mime (did you mean 'Mine'?)"),
     ("own_tasks:Other", {}, "Other must be a subclass of app.tasks.base.Task"),
-    ("own_tasks:function", {}, "function must be a subclass of app.tasks.base.Task"),
-    ("own_broken:Mine", {}, "does not import: ZeroDivisionError"),
-    ("own_syntax:Mine", {}, "does not import: SyntaxError"),
+    ("own_broken:Mine", {}, "own_broken.py, line 2): division by zero"),
+    ("own_syntax:Mine", {}, "own_syntax.py, line 1)"),
     ("own_needs:Mine", {}, "own_needs needs 'surely_not_installed', which is not installed"),
     # its arguments
     ("own_tasks:Mine", {"widht": 3}, "has no such argument (did you mean 'width'?); it takes width, depth"),
     ("own_tasks:Mine", {"depth": 3}, "needs task_args.width, which is not given"),
     ("own_tasks:Bare", {"width": 3}, "it takes no arguments"),
-    (
-        IMAGES,
-        {"modle": "cnn"},
-        "task_args.modle: task 'image_classification' has no such argument (did you mean 'model",
-    ),
+    (IMAGES, {"modle": "cnn"}, "task_args.modle: task 'image_classification' has no such argument (did you mean 'mod"),
     (TEXT, {}, "needs task_args.data"),
     # images
-    (IMAGES, {"data": "nowhere.npz"}, "there is no 'nowhere.npz'"),
     (IMAGES, {"data": "mnis"}, "there is no 'mnis'"),
-    (IMAGES, {"data": "torn.npz"}, "8 images but 7 labels"),
-    (
-        IMAGES,
-        {"data": "good.npz", "classes": 3},
-        "label 3 of image 3 is out of range; with 3 classes labels are 0 to 2",
-    ),
-    (IMAGES, {"data": "negative.npz"}, "label -1 of image 0 is out of range"),
+    (IMAGES, {"data": "good.npz", "classes": 3}, "label 3 of image 3 is out of range; with 3 classes labels are 0 to"),
     (IMAGES, {"data": "one_class.npz"}, "has one class only"),
     (IMAGES, {"data": "odd_test.npz"}, "they must agree"),
     (IMAGES, {"data": "new_label.npz"}, "label 4 of image 4 is out of range"),
@@ -115,30 +100,22 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (IMAGES, {"data": "good.npz", "model_args": {"hidden": "many"}}, "do not make a model"),
     (IMAGES, {"data": "good.npz", "model_args": [1]}, "it must be a mapping"),
     (IMAGES, {"data": "good.npz", "model": "mlp", "model_args": {"activation": "rely"}}, "do not make a model"),
-    (IMAGES, {"data": "tiny.npz"}, "halves an image of 2×2 to nothing"),
     (IMAGES, {"data": "good.npz", "eval_samples": 8}, "write a whole number below 8, the number of samples"),
     (IMAGES, {"data": "good.npz", "eval_fraction": 1.5}, "task_args.eval_fraction is 1.5"),
     (IMAGES, {"data": "good.npz", "augment_shift": -1}, "task_args.augment_shift is -1"),
     # language
-    (TEXT, {"data": "nowhere.txt"}, "there is no 'nowhere.txt'"),
-    (TEXT, {"data": "*.log"}, "no file matches '*.log'"),
-    (TEXT, {"data": "empty.txt"}, "there is no text in empty.txt"),
     (TEXT, {"data": "short.txt"}, "5 tokens do not fill one sequence of 256"),
     (TEXT, {"data": "text.txt", "vocab_size": 100}, "vocab_size is 100, but the tokenizer has 256"),
-    (TEXT, {"data": "text.txt", "tokenizer": "gpt2"}, "task_args.tokenizer: there is no 'gpt2'"),
-    (TEXT, {"data": "text.txt", "tokenizer": "short.txt"}, "is not a Hugging Face tokenizers file"),
     (TEXT, {"data": "tokens.bin"}, "task_args.vocab_size is needed"),
     (TEXT, {"data": "tokens.bin", "vocab_size": 999}, "holds token 999, but vocab_size is 999"),
     (TEXT, {"data": "tokens.bin", "vocab_size": 1000, "token_dtype": "int8"}, "task_args.token_dtype is 'int8'"),
     (TEXT, {"data": ["tokens.bin", "text.txt"]}, "mixes token files (tokens.bin) with text (text.txt)"),
-    (TEXT, {"data": "text.txt", "n_heads": 7}, "d_model 256 cannot be split into 7 heads"),
     (TEXT, {"data": "text.txt", "norm": "rms"}, "task_args.norm is 'rms' (did you mean 'rmsnorm'?)"),
     (TEXT, {"data": "text.txt", "sequence_length": 0}, "task_args.sequence_length is 0"),
     (TEXT, {"data": "text.txt", "n_layers": "4"}, "task_args.n_layers is '4'; it must be a whole number"),
     (TEXT, {"data": "text.txt", "dropout": 1.5}, "do not make a model: dropout probability has to be between 0 and 1"),
     (TEXT, {"data": "text.txt", "sequence_length": 16, "eval_samples": 63}, "below 62, the number of samples"),
     # tables
-    (TABLE, {"data": "nowhere.csv", "target": "y"}, "there is no 'nowhere.csv'"),
     (TABLE, {"data": "table.csv"}, "task_args.target is needed"),
     (TABLE, {"data": "table.csv", "target": "prize"}, "no column 'prize' (did you mean 'price'?)"),
     (TABLE, PRICE | {"ignore": ["wait"]}, "task_args.ignore: table.csv has no column 'wait'"),
@@ -147,10 +124,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (TABLE, PRICE | {"target": "shop", "kind": "regression"}, "holds text such as 'a'"),
     (TABLE, PRICE | {"target": "only"}, "has one value only, x"),
     (TABLE, PRICE | {"max_categories": 0}, "task_args.max_categories is 0"),
-    (TABLE, PRICE | {"model_args": {"hidden": 64}}, "do not make a model"),
     (TABLE, {"data": "lonely.csv", "target": "price"}, "no column besides the target"),
     (TABLE, {"data": "bare.csv", "target": "price"}, "has 1 rows with a value in 'price'"),
-    (TABLE, {"data": "text.txt", "target": "y"}, "is not a table"),
 ]
 
 
@@ -176,10 +151,3 @@ def test_an_error_of_the_tasks_own_code_is_left_as_it_is(tmp_path: Path) -> None
     )
     with pytest.raises(KeyError, match="key"):
         load_task("own_failing:Mine", {})
-
-
-def test_the_place_of_a_broken_import_is_named() -> None:
-    with pytest.raises(UserError, match=r"own_broken.py, line 2\): division by zero"):
-        load_task("own_broken:Mine", {})
-    with pytest.raises(UserError, match=r"own_syntax.py, line 1\)"):
-        load_task("own_syntax:Mine", {})

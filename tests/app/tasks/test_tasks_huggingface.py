@@ -20,7 +20,6 @@ from app.tasks.huggingface import HuggingFace
 from app.tasks.huggingface.data import Texts, byte_tokenizer
 from app.tasks.huggingface.plan import tensor_plan
 from experiments.parity.curves import Curve, Trial, difference, train
-from strategies.layout import ParallelDims
 from strategies.parallelize import Options, choose
 from strategies.tensor.plan import make_plan
 from tests.pool import run_distributed
@@ -163,12 +162,8 @@ def test_padding_does_not_count(data: Path) -> None:
         (tokens, mask), _ = texts.__getitems__([short, long])
         assert mask[0].sum() < mask[1].sum() and (tokens[0][mask[0] == 0] == task.config.pad_token_id).all()
         together = model(input_ids=tokens, attention_mask=mask).logits[0]
-        alone = model(*task_input(tokens, mask)).logits[0]
+        alone = model(tokens[:1, : int(mask[0].sum())]).logits[0]
         assert torch.allclose(together, alone, atol=1e-6), name
-
-
-def task_input(tokens: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor]:
-    return (tokens[:1, : int(mask[0].sum())],)
 
 
 def test_encoder_as_language_model_does_not_see_ahead(data: Path) -> None:
@@ -228,28 +223,19 @@ def test_gpt2s_transposed_layers_are_split(data: Path) -> None:
 def test_half_a_pair_is_gathered() -> None:
     """A colwise layer must not stay split where what follows it is split in a way that we have no equal for."""
 
-    class Part(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down, self.norm = nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(8)
-
     class Whole(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.parts = nn.ModuleList([Part(), Part()])
-            self.table = nn.Embedding(4, 4)
-            self.tp_plan = {"parts.*.up": "colwise", "parts.*.down": "packed_rowwise", "parts.*.norm": "partial"}
+            part = {"up": nn.Linear(4, 8), "down": nn.Linear(8, 4), "norm": nn.LayerNorm(8)}
+            self.parts, self.table = nn.ModuleList([nn.ModuleDict(part)]), nn.Embedding(4, 4)
+            self.tp_plan = {"parts.*.up": "colwise", "parts.*.down": "packed_rowwise"}
+            self.tp_plan["parts.*.norm"] = "replicated_with_grad_allreduce"
 
         def get_input_embeddings(self) -> nn.Module:
             return self.table
 
-    model = Whole()
-    model.tp_plan["parts.*.norm"] = "replicated_with_grad_allreduce"
-    plan = tensor_plan(model, parallel_head=False)
-    assert plan == {"parts.0.up": "colwise_gather", "parts.1.up": "colwise_gather", "table": "embedding"}
-
-
-PARITY = ("llama tied", "gpt2", "qwen3", "phi3", "mixtral", "bert", "vit")
+    plan = tensor_plan(Whole(), parallel_head=False)
+    assert plan == {"parts.0.up": "colwise_gather", "table": "embedding"}
 
 
 def _trial(args: dict[str, Any]) -> Trial:
@@ -266,35 +252,27 @@ def _trial(args: dict[str, Any]) -> Trial:
     )
 
 
-def _curves(rank: int, rows: list[dict[str, Any]], strategy: str, workers: int = 2, **degrees: int) -> list[Curve]:
+def _curves(rank: int, rows: list[dict[str, Any]], strategy: str, workers: int, degrees: dict[str, int]) -> list[Curve]:
     layout = choose(strategy, workers, **degrees)
     return [train(_trial(args), layout, Options(), CPU) for args in rows]
 
 
-@pytest.mark.parametrize(("strategy", "tolerance"), [("fsdp", 1e-5), ("tensor", 2e-5)])
-def test_trains_the_same_model(strategy: str, tolerance: float, data: Path) -> None:
-    rows = [arguments(name, data) for name in PARITY]
-    split = run_distributed(_curves, 2, rows, strategy)[0]
-    single = choose("single", 1)
-    assert single.dims == ParallelDims()
-    for name, args, curve in zip(PARITY, rows, split, strict=True):
-        # The experts' balance is a product of two means, so the mean over two workers is another number.
-        if strategy == "fsdp" and name == "mixtral":
-            continue
-        away = difference(train(_trial(args), single, Options(), CPU), curve)
-        assert away.within(tolerance), f"{name}: {away}"
+PARITY = [  # the experts' balance is a product of two means, so the mean over two workers is another number
+    ("fsdp", 2, {}, ("llama tied", "gpt2", "qwen3", "phi3", "bert", "vit"), 1e-5),
+    ("tensor", 2, {}, ("llama tied", "gpt2", "qwen3", "phi3", "mixtral", "bert", "vit"), 2e-5),
+    ("fsdp+tensor", 4, {"tp": 2}, ("llama", "gpt2"), 2e-5),
+]
 
 
-def _pair(rank: int, rows: list[dict[str, Any]]) -> list[Curve]:
-    return _curves(rank, rows, "fsdp+tensor", 4, tp=2)
-
-
-def test_fsdp_with_tensor_trains_the_same_llama_and_gpt2(data: Path) -> None:
-    names = ("llama", "gpt2")
+@pytest.mark.parametrize(("strategy", "workers", "degrees", "names", "tolerance"), PARITY)
+def test_trains_the_same_model(
+    strategy: str, workers: int, degrees: dict[str, int], names: tuple[str, ...], tolerance: float, data: Path
+) -> None:
     rows = [arguments(name, data) for name in names]
-    for name, args, curve in zip(names, rows, run_distributed(_pair, 4, rows)[0], strict=True):
+    split = run_distributed(_curves, workers, rows, strategy, workers, degrees)[0]
+    for name, args, curve in zip(names, rows, split, strict=True):
         away = difference(train(_trial(args), choose("single", 1), Options(), CPU), curve)
-        assert away.within(2e-5), f"{name}: {away}"
+        assert away.within(tolerance), f"{name}: {away}"
 
 
 # --- folders and tokenizers -----------------------------------------------------------------------------------------
@@ -386,6 +364,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": "lama"}, r"no model type 'lama' \(did you mean 'llama'\?\)"),
     ({"model": "./nowhere"}, "there is no folder"),
     ({"model": 3}, "task_args.model is 3"),
+    ({"config": 3}, "task_args.config is 3"),
+    ({"pretrained": "yes"}, "true or false"),
+    ({"attention": "fast"}, "fast"),
+    ({"tokenizer": "/nowhere.json"}, "/nowhere.json"),
     ({"kind": "translation"}, "task_args.kind is 'translation'"),
     ({"kind": "image_classification"}, "llama is made for causal_lm or sequence_classification"),
     ({"model": "sam", "config": {}}, "sam is made for none of"),
@@ -394,16 +376,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"config": {"hidden_siz": 3}}, r"task_args.config.hidden_siz: .*did you mean 'hidden_size'\?"),
     ({"config": {"hidden_size": "wide"}}, "expected int, got str"),
     ({"config": {**GROUPED, "hidden_size": 18}}, "18"),
-    ({"config": 3}, "task_args.config is 3"),
     ({"config": {**GROUPED, "vocab_size": 100}}, "vocab_size is 100, but the tokenizer has 256"),
     ({"pretrained": True}, "'llama' is a model type without weights"),
-    ({"pretrained": "yes"}, "true or false"),
     ({"augment_shift": 2}, "task_args.augment_shift is for image_classification"),
     ({"model": "gpt2", "config": {**GPT2, "n_positions": 4}, "sequence_length": 8}, "has 4 positions"),
-    ({"tokenizer": "/nowhere.json"}, "/nowhere.json"),
-    ({"attention": "fast"}, "fast"),
     ({"model": "bert", "data": "reviews.csv", "config": SMALL, "text": "txt"}, r"did you mean 'text'\?"),
-    ({"model": "bert", "data": "reviews.csv", "config": SMALL, "label": "txt"}, "no column 'txt'"),
     ({"model": "vit", "data": "digits", "config": {**SMALL, "patch_size": 5}}, "patch_size is 5"),
     ({"model": "vit", "data": "digits", "sequence_length": 8}, "sequence_length is for causal_lm"),
 ]
