@@ -15,6 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from app.errors import RunFailed
 from app.planner.device import Device, device, remember
 from app.planner.trial import in_processes
@@ -89,9 +92,6 @@ def _on_nodes(function: Callable[[int], Any], nodes: list[dict[str, Any]], unit:
 
 def _link(rank: int, address: str) -> dict[str, float]:
     """On each of two nodes."""
-    import torch
-    import torch.distributed as dist
-
     own = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     dist.init_process_group("nccl" if own.type == "cuda" else "gloo", init_method=address, rank=rank, world_size=2)
     try:
@@ -113,8 +113,6 @@ def keep(found: dict[str, Any]) -> tuple[str, Path]:
 
 
 def _measure(rank: int, own: Any) -> dict[str, Any]:
-    import torch.distributed as dist
-
     found = _alone(own) if rank == 0 else {}
     dist.barrier()  # the others waited, so the first had the machine to itself
     if dist.get_world_size() > 1:
@@ -126,8 +124,6 @@ def _measure(rank: int, own: Any) -> dict[str, Any]:
 
 def _alone(own: Any) -> dict[str, Any]:
     """One device's constants."""
-    import torch
-
     written = torch.cuda.get_device_name(own) if own.type == "cuda" else "cpu"
     known: Device | None = None
     with contextlib.suppress(HardwareError):
@@ -161,8 +157,6 @@ def _alone(own: Any) -> dict[str, Any]:
 
 def _matmul_rate(own: Any, precision: str, base: Device) -> float:
     """FLOP/s that an endlessly large product would reach, from a large one and device.py's factor for its size."""
-    import torch
-
     size = 4096 if own.type == "cuda" else 512
     a = torch.ones(size, size, device=own, dtype=getattr(torch, DTYPES[precision]))
     return float(2 * size**3 / base.product_share(size, size, size) / seconds_of(lambda: a @ a, own))
@@ -170,9 +164,6 @@ def _matmul_rate(own: Any, precision: str, base: Device) -> float:
 
 def _links(own: Any, where: str) -> dict[str, float]:
     """Bytes/s and seconds per hop of an all-reduce between all processes; where: "within" a node or "across" two."""
-    import torch
-    import torch.distributed as dist
-
     ways = dist.get_world_size()
     large, small = torch.ones(2**26 if own.type == "cuda" else 2**21, device=own), torch.ones(8, device=own)
     slow = seconds_of(lambda: dist.all_reduce(large), own, together=True)
@@ -186,8 +177,6 @@ def seconds_of(function: Callable[[], Any], own: Any, *, wait: bool = True, toge
 
     wait: until the device has done them. together: all ranks make the same number of calls; the median, as networks
     are shared."""
-    import torch
-    import torch.distributed as dist
 
     def block(count: int) -> float:
         begun = time.perf_counter()

@@ -9,6 +9,8 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
+
 from app.errors import UserError
 from app.planner.device import Device, device, remembered
 from cluster.files import cluster_file, read_cluster
@@ -137,8 +139,6 @@ def running(world: int, per_node: int | None = None) -> Machine:
 
 def _devices(name: str, world: int | None, asked: Asked) -> Machine:
     """So many devices of that name; None: all of this machine."""
-    import torch
-
     if name == "cpu":
         return cpus(world or 2, asked.per_node, link(asked.interconnect))
     count = torch.cuda.device_count()
@@ -245,8 +245,6 @@ def connected_shape() -> ClusterShape | None:
 
 def require_here(machine: Machine, option: str) -> None:
     """Raises UserError unless this machine has the devices that a plan is for."""
-    import torch
-
     name, count = machine.device.gpu.name, torch.cuda.device_count()
     if not (machine.name == HERE or (machine.world <= count and known_gpu(_local_gpu()).name == name)):
         raise UserError(
@@ -256,6 +254,4 @@ def require_here(machine: Machine, option: str) -> None:
 
 
 def _local_gpu() -> str:
-    import torch
-
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

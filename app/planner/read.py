@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from app.data.loader import fetch, rows
+from app.data.loader import fetch, map_tensors, rows, tensors
 from app.errors import UserError
 from app.planner.trace import AFTER, BEFORE, PartTrace, Trace, watch
 from app.tasks.base import Task
@@ -31,7 +31,6 @@ from strategies.dims import LayoutError
 from strategies.tensor.apply import one_part
 from strategies.tensor.plan import make_plan
 from strategies.torch_internals import fake_mode
-from strategies.tree import tree_leaves, tree_map
 
 BATCHES = (2, 4)
 PLAIN, CAST, AUTOCAST = "plain", "cast", "autocast"
@@ -92,7 +91,7 @@ class Reader:
         self.batches = {b: fetch(data, [(i % self.samples, i) for i in range(b)]) for b in BATCHES}
         first = self.batches[BATCHES[0]]
         self.items_per_sample = float(torch.as_tensor(task.items(first)).item()) / rows(first)
-        self.sample_bytes = sum(t.nbytes for t in tree_leaves(first) if isinstance(t, Tensor)) / rows(first)
+        self.sample_bytes = sum(t.nbytes for t in tensors(first)) / rows(first)
         self.sequence_length: int | None = getattr(task, "sequence_length", None)
         self.heads = task.heads()
         structure = self._structure()
@@ -177,7 +176,7 @@ class Reader:
             if self.task.float_output:
                 module.register_forward_hook(lambda _, __, output: _cast(output, torch.float32))
         if fake is not None:
-            values = tree_map(lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, values)
+            values = map_tensors(fake.from_tensor, values)
 
         def loss(model: nn.Module) -> Tensor:
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=way == AUTOCAST):
@@ -212,7 +211,7 @@ def _require_room(needed: float) -> None:
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    return tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, tree)
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
 
 
 def _first_line(error: BaseException) -> str:

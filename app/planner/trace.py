@@ -27,11 +27,12 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
+from app.data.loader import map_tensors, tensors
 from strategies.activation_checkpointing import is_kept
 from strategies.tensor.loss import VocabularyLogits
 from strategies.tensor.ops import ShapePeers
 from strategies.torch_internals import OperationMode
-from strategies.tree import tree_leaves, tree_map
+from strategies.tree import tree_map
 
 BEFORE, AFTER = "before", "after"
 INDEXED = {"gather", "scatter_add", "scatter_add_", "nll_loss_forward"}
@@ -85,9 +86,9 @@ class Watcher(OperationMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, packet = kwargs or {}, func.overloadpacket
         name, out = packet.__name__, func(*args, **kwargs)
-        outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        outputs = tensors(out)
         given = {key: value for key, value in kwargs.items() if key != "out"}
-        inputs = [t for t in tree_leaves((args, given)) if isinstance(t, Tensor)]
+        inputs = tensors((args, given))
         fresh = [t for t in outputs if self._allocate(t)]
         if packet in flop_registry:
             flops = float(flop_registry[packet](*args, **kwargs, out_val=out))
@@ -133,9 +134,9 @@ class Watcher(OperationMode):
             self.count("saved", float(tensor.untyped_storage().nbytes()))
         return tensor
 
-    def enter_with_gradient(self, tensor: Any, part: str) -> None:
+    def enter_with_gradient(self, tensor: Tensor, part: str) -> None:
         """From the moment that the gradient of `tensor` is there, backward is in `part`."""
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
+        if tensor.requires_grad:
             tensor.register_hook(lambda _: setattr(self, "part", part))
 
 
@@ -208,9 +209,9 @@ def _watched(
     signature = (type(block), tuple(tuple(p.shape) for p in block.parameters()))
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        key = (signature, tuple((tuple(t.shape), t.dtype) for t in tensors))
-        flowing = next((t for t in tensors if t.requires_grad), tensors[0] if tensors else None)
+        given = tensors((args, kwargs))
+        key = (signature, tuple((tuple(t.shape), t.dtype) for t in given))
+        flowing = next((t for t in given if t.requires_grad), given[0] if given else None)
         if key in templates and flowing is not None and flowing.requires_grad:
             name, output = templates[key]
             order.append(name)
@@ -223,10 +224,10 @@ def _watched(
             before = outside if outside != AFTER else order[-2] if len(order) > 1 else BEFORE
             watcher.enter_with_gradient(flowing, before)
         output = forward(*args, **kwargs)
-        for tensor in tree_leaves(output):
+        for tensor in tensors(output):
             watcher.enter_with_gradient(tensor, name)
         watcher.part = AFTER
-        templates[key] = name, tree_map(lambda t: _Like(t.shape, t.dtype) if isinstance(t, Tensor) else t, output)
+        templates[key] = name, map_tensors(lambda t: _Like(t.shape, t.dtype), output)
         return output
 
     return call

@@ -15,12 +15,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from app.config_io import from_dict
 from app.errors import RunFailed
+from app.job import Job, Place, SilentChannel, memory_bytes
+from app.loop import Training
 from app.planner.estimate import Estimate
 from app.planner.layouts import schedules_of
 from app.planner.output import experiment
 from app.planner.plan import GIB, Plan
 from strategies.dims import NAMES
+from strategies.layout import choose
 
 TIMEOUT = 240.0
 STEPS = 3
@@ -114,14 +122,6 @@ def run(tree: dict[str, Any], workers: int) -> Trial:
 
 def _train(rank: int, device: Any, tree: dict[str, Any]) -> tuple[float, float]:
     """Seconds of the last step and bytes of a few: the most of all ranks."""
-    import torch
-    import torch.distributed as dist
-
-    from app.config_io import from_dict
-    from app.job import Job, Place, SilentChannel, memory_bytes
-    from app.loop import Training
-    from strategies.layout import choose
-
     config, world = from_dict(tree), dist.get_world_size()
     layout = choose(config.strategy, world, **{name: tree["parallel"][name] for name in NAMES})
     with tempfile.TemporaryDirectory() as folder:
@@ -149,8 +149,6 @@ def in_processes(function: Callable[..., Any], workers: int, *arguments: Any, ti
     Raises:
         RunFailed: a process failed, or all of them took longer than `timeout` seconds.
     """
-    import torch.multiprocessing as multiprocessing
-
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.start_processes(
             _run, (workers, folder, function, arguments), nprocs=workers, join=False, daemon=True, start_method="spawn"
@@ -172,9 +170,6 @@ def in_processes(function: Callable[..., Any], workers: int, *arguments: Any, ti
 
 
 def _run(rank: int, workers: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")

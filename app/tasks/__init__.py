@@ -11,6 +11,7 @@ from typing import Any
 
 from app.errors import UserError, nearest
 from app.tasks.base import Task
+from app.tasks.parts import require_known
 
 BUILT_IN = {
     "image_classification": "app.tasks.vision:ImageClassification",
@@ -86,11 +87,7 @@ def _check_arguments(name: str, task_class: type[Task], task_args: dict[str, Any
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    known = [parameter.name for parameter in named]
-    for key in task_args:
-        if key not in known:
-            takes = f"it takes {', '.join(known)}" if known else "it takes no arguments"
-            raise UserError(f"task_args.{key}: task {name!r} has no such argument{nearest(str(key), known)}; {takes}")
+    require_known("task_args", f"task {name!r}", task_args, [parameter.name for parameter in named])
     missing = [p.name for p in named if p.default is p.empty and p.name not in task_args]
     if missing:
         raise UserError(f"task {name!r} needs task_args.{missing[0]}, which is not given; add it to the experiment")

@@ -4,7 +4,7 @@ answers a wrong value with one sentence."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -70,18 +70,21 @@ def whole(name: str, value: Any, at_least: int = 1) -> int:
     return value
 
 
+def require_known(where: str, owner: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Raises UserError for an argument that its owner does not take. where: the configuration key they stand under."""
+    for name in given:
+        if name not in known:
+            takes = f"it takes {', '.join(known)}" if known else "it takes no arguments"
+            raise UserError(f"{where}.{name}: {owner} has no such argument{nearest(name, known)}; {takes}")
+
+
 def checked_model(build: Callable[..., nn.Module], sizes: dict[str, Any], model_args: Any) -> Callable[[], nn.Module]:
     """A function that builds the model from its sizes and the user's `model_args`, tried once on meta."""
     if model_args is not None and not isinstance(model_args, Mapping):
         raise UserError(f"task_args.model_args is {model_args!r}; it must be a mapping of argument to value")
     given = dict(model_args or {})
     known = [name for name in inspect.signature(build).parameters if name not in sizes]
-    for name in given:
-        if name not in known:
-            raise UserError(
-                f"task_args.model_args.{name}: the model has no such argument{nearest(name, known)}; "
-                f"it takes {', '.join(known)}"
-            )
+    require_known("task_args.model_args", "the model", given, known)
     make = partial(build, **sizes, **given)
     try:
         with torch.device("meta"):

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from app.cli import group
 from app.config_io import load_config, with_values
+from app.errors import UserError
 from app.planner.advice import NoLayoutFits, advice, choose_layout, predict, settings_text
 from app.planner.estimate import Estimate
 from app.planner.layouts import Space, enumerate_layouts
@@ -285,14 +286,6 @@ def test_json_has_the_layouts_best_first(tmp_path: Path) -> None:
         (["--gpus", "8", "--gpu", "h1000"], "did you mean h100-80gb"),
         (["--gpus", "0", "--gpu", "t4"], "at least 1"),
         (["--gpus", "8", "--gpu", "t4", "--interconnect", "fast"], "cannot be read"),
-        (["--gpus", "8", "--gpu", "t4", "parallel.dp_shard=3"], "8 workers"),
-        (["--gpus", "8", "--gpu", "t4", "parallel.tp=8"], "does not divide"),
-        (["--gpus", "8", "--gpu", "t4", "strategy=fdsp"], "did you mean fsdp"),
-        (["--gpus", "8", "--gpu", "t4", "strategy=deepspeed"], "is not planned"),
-        (["--gpus", "8", "--gpu", "t4", "train.activation_checkpointing=fulll"], "is 'fulll'"),
-        (["--gpus", "8", "--gpu", "t4", "parallel.stages=[1,4]"], "adds up to 5 blocks"),
-        (["--gpus", "8", "--gpu", "t4", "parallel.pp=4", "parallel.stages=[1,3]"], "names 2 parts"),
-        (["--gpus", "1", "--gpu", "t4", "parallel.offload=true"], "parallel.offload needs sharded parameters"),
         (["--gpus", "4096", "--gpu", "h100-80gb", "--max-batch"], "this machine"),
         (["--cluster", "laptop"], "no GPUs"),
     ],
@@ -300,7 +293,29 @@ def test_json_has_the_layouts_best_first(tmp_path: Path) -> None:
 def test_what_is_wrong_is_one_sentence(arguments: list[str], said: str) -> None:
     result = _run(*arguments)
     assert result.exit_code == 2 and said in result.output
-    assert len(result.output.strip().splitlines()) == 1 and "Traceback" not in result.output
+    assert (
+        len(result.output.strip().splitlines()) == 1 and len(result.output) < 400 and "Traceback" not in result.output
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ("parallel.dp_shard=3", "8 workers"),
+        ("parallel.tp=8", "does not divide"),
+        ("strategy=fdsp", "did you mean fsdp"),
+        ("strategy=deepspeed", "is not planned"),
+        ("train.activation_checkpointing=fulll", "is 'fulll'"),
+        ("parallel.stages=[1,4]", "adds up to 5 blocks"),
+        ("parallel.pp=4 parallel.stages=[1,3]", "names 2 parts"),
+        ("strategy=single parallel.offload=true", "parallel.offload needs sharded parameters"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_one_sentence(small: Reader, keys: str, said: str) -> None:
+    given = tuple(key.partition("=")[0] for key in keys.split())
+    with pytest.raises((UserError, LayoutError)) as raised:
+        plan_of(small, gpus(1 if "offload" in keys else 8, "t4"), *keys.split(), given=given)
+    assert said in str(raised.value) and "\n" not in str(raised.value)
 
 
 # --- what a run asks --------------------------------------------------------------------------------------------
