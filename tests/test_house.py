@@ -81,7 +81,7 @@ prepare(config, read_task(config), 2, devices_per_node=None)"""
         ("import strategies", RAY),
         ("import strategies.parallelize", RAY),
         ("import app.loop", RAY),
-        ("import app.tracking.tracker", RAY),
+        ("import app.tracking.tracker, app.tracking.settings", (*RAY, "torch")),
         ("import app.cli", (*RAY, "torch", "omegaconf", "yaml")),
         (PREPARE, ("app.planner", "app.doctor")),  # a run that names its strategy
     ],

@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from app.tracking.spool import State
+from app.tracking.spool import State, size
 from app.tracking.tracker import Tracker, sync
 from tests.app.tracking.kit import Store, alive, kill, python, tracker
-from tests.running import wait_until
+from tests.running import free_port, wait_until
 
 pytestmark = pytest.mark.alone
 
 DRIVER = """
 import sys, time
 from pathlib import Path
-sys.path.insert(0, sys.argv[3])
 from tests.app.tracking.kit import tracker
-tracker = tracker(Path(sys.argv[1]), sys.argv[2], run_uid=sys.argv[4])
+tracker = tracker(Path(sys.argv[1]), sys.argv[2], run_uid="uid-1")
 tracker.start()
-for step in range(int(sys.argv[5]), int(sys.argv[6])):
+for step in range(int(sys.argv[3]), int(sys.argv[4])):
     tracker.metrics(step, {"loss": 1 / (step + 1)})
 print("ready", flush=True)
 time.sleep(60)
 """
 
 
-def driver(folder: Path, uri: str, first: int, last: int, uid: str = "uid-1") -> subprocess.Popen[str]:
+def driver(folder: Path, uri: str, first: int, last: int) -> subprocess.Popen[str]:
     """A driver process that logs the steps, says so, and sleeps until it is killed."""
-    process = python(DRIVER, folder, uri, Path(__file__).parent, uid, first, last)
+    process = python(DRIVER, folder, uri, first, last)
     assert process.stdout and process.stdout.readline() == "ready\n", process.communicate()
     return process
 
@@ -57,17 +60,13 @@ def test_a_killed_driver_ends_as_killed_and_a_new_one_continues(uri: str, tmp_pa
     wait_until(lambda: store.runs() and store.status() == "KILLED")
     assert store.steps("loss") == list(range(3000)) and abs(store.end_seconds() - said) < 5
     wait_until(lambda: not alive(writer))
-    # Torn by the kill, then continued by a driver that is killed as well, while a third has already begun.
-    with (folder / "events.jsonl").open("a") as file:
+    with (folder / "events.jsonl").open("a") as file:  # torn by the kill
         file.write('{"type":"metr')
-    second = driver(folder, uri, 2900, 3100)
-    kill(second.pid)
-    second.wait()
-    third = tracker(folder, uri)
-    third.start()
-    for step in range(3050, 3200):
-        third.metrics(step, {"loss": 0.5})
-    assert third.finish("FINISHED", timeout=20).complete
+    second = tracker(folder, uri)
+    second.start()
+    for step in range(2900, 3200):
+        second.metrics(step, {"loss": 0.5})
+    assert second.finish("FINISHED", timeout=20).complete
     assert store.status() == "FINISHED" and store.steps("loss") == list(range(3200))
 
 
@@ -125,3 +124,47 @@ def test_one_writer_delivers_a_run_and_its_children(uri: str, tmp_path: Path) ->
     assert parent.finish("FINISHED", timeout=20).complete and store.steps("best") == [7]
     sql = "select count(*) from tags where key = 'mlflow.parentRunId' and value = ?"
     assert store.query(sql, store.run()) == [(2,)]
+
+
+@contextlib.contextmanager
+def mlflow_server(folder: Path, port: int) -> Iterator[None]:
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += [
+        "--backend-store-uri",
+        f"sqlite:///{folder}/server.db",
+        "--artifacts-destination",
+        f"{folder}/artifacts",
+    ]
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    with (folder / "server.log").open("ab") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_a_server_that_is_late_gets_everything(tmp_path: Path) -> None:
+    (tmp_path / "figure.txt").write_text("bars")
+    port, store = free_port(), Store(f"sqlite:///{tmp_path}/server.db")
+    run = tracker(tmp_path / "spool", f"http://127.0.0.1:{port}")
+    run.start()
+    run.artifact(tmp_path / "figure.txt", "plots")
+    for step in range(1500):
+        run.metrics(step, {"loss": float(step), "nan": float("nan"), "up": float("inf")})
+    problem = wait_until(lambda: State.load(run.folder).problem)
+    assert "does not answer (refused)" in problem and not State.load(run.folder).run_id
+    with mlflow_server(tmp_path, port):
+        wait_until(lambda: State.load(run.folder).run_id and State.load(run.folder).offset == size(run.folder))
+        assert State.load(run.folder).problem == "" and State.load(run.folder).run_id == store.run()
+        assert store.status() == "RUNNING"
+        run.metrics(1500, {"loss": 1500.0})
+        delivery = run.finish("FINISHED", timeout=20)
+    assert delivery.complete and delivery.url == f"http://127.0.0.1:{port}/#/experiments/1/runs/{delivery.run_id}"
+    assert store.status() == "FINISHED"
+    assert store.history("loss") == [(step, float(step)) for step in range(1501)]
+    assert store.history("nan") == [(step, None) for step in range(1500)] and store.history("up")[0][1] > 1e308
+    times = store.query("select timestamp from metrics where key = 'loss' order by step")
+    assert times == sorted(times)
+    assert [path.read_text() for path in (tmp_path / "artifacts").rglob("plots/figure.txt")] == ["bars"]

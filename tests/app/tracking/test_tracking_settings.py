@@ -47,38 +47,27 @@ def test_a_folder_means_a_database_in_it(tmp_path: Path, monkeypatch: pytest.Mon
         assert resolve(uri).uri == f"sqlite:///{tmp_path}/x/mlflow.db"
     assert resolve("sqlite:///here.db").uri == f"sqlite:///{tmp_path}/here.db"
     assert resolve("mlruns").uri == f"sqlite:///{tmp_path}/mlruns/mlflow.db"
-
-
-def test_an_object_store_keeps_the_database_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    settings = resolve(None, "s3://bucket/runs")
-    assert settings.uri == f"sqlite:///{tmp_path}/runs/mlflow.db"
-    assert settings.artifact_location == (tmp_path / "runs/mlartifacts").as_uri()
+    beside_an_object_store = resolve(None, "s3://bucket/runs")
+    assert beside_an_object_store.uri == f"sqlite:///{tmp_path}/runs/mlflow.db"
+    assert beside_an_object_store.artifact_location == (tmp_path / "runs/mlartifacts").as_uri()
     assert resolve("postgresql://u:p@db/x", "s3://bucket/runs").artifact_location == "s3://bucket/runs/mlartifacts"
 
 
-@pytest.mark.parametrize(
-    "uri", ["databricks", "databricks://profile", "https://mlflow.example.org/path", "mysql+pymysql://u@h/d"]
-)
-def test_uris_that_are_left_as_they_are(uri: str) -> None:
-    assert resolve(uri).uri == uri
+def test_uris_that_are_left_as_they_are() -> None:
+    for uri in ("databricks", "databricks://profile", "https://mlflow.example.org/path", "mysql+pymysql://u@h/d"):
+        assert resolve(uri).uri == uri
 
 
 @pytest.mark.parametrize(
     ("uri", "says"),
     [
         ("foo://bar", "unknown scheme 'foo'"),
-        ("htp://localhost:5000", "did you mean 'http'"),
-        ("sqllite:///x.db", "did you mean 'sqlite'"),
+        ("htp://me:sesame@host", "did you mean 'http'"),
         ("nonsense", "neither a URI nor a folder"),
-        ("not a uri", "neither a URI nor a folder"),
         ("localhost:5000", "write http://localhost:5000"),
         ("http://", "names no host"),
-        ("http:/localhost", "names no host"),
         ("http://host:port", "not a server's address"),
-        ("http://a host", "names no host"),
         ("sqlite://", "names no database file"),
-        ("sqlite:///:memory:", "names no database file"),
         ("sqlite:///README.md/mlflow.db", "cannot be written"),
         ("postgresql://", "names no host"),
         ("sqlite:///README.md", "not a SQLite database"),
@@ -90,11 +79,6 @@ def test_nonsense_gets_one_sentence(uri: str, says: str, tmp_path: Path, monkeyp
     with pytest.raises(UserError) as error:
         resolve(uri)
     assert says in str(error.value) and "tracking.uri=" in str(error.value) and "\n" not in str(error.value)
-
-
-def test_a_password_in_a_wrong_uri_is_not_shown() -> None:
-    with pytest.raises(UserError) as error:
-        resolve("htp://me:sesame@host")
     assert "sesame" not in str(error.value)
 
 

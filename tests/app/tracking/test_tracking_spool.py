@@ -104,16 +104,3 @@ def test_a_full_disk_is_reported_once_and_loses_nothing(tmp_path: Path) -> None:
     spool._file = there
     spool.append({"type": "metrics", "n": 3})
     assert [event["n"] for event in events(tmp_path)] == [0, 1, 2, 3]
-
-
-def test_the_driver_imports_neither_mlflow_nor_torch_nor_ray() -> None:
-    code = """
-import sys
-import app.tracking.environment, app.tracking.settings, app.tracking.tracker
-from types import SimpleNamespace
-app.tracking.settings.resolve_tracking(SimpleNamespace(uri="http://localhost:5000", experiment=None), "runs")
-app.tracking.environment.provenance_tags()
-print({"mlflow", "torch", "ray"} & set(sys.modules))
-"""
-    out, error = python(code).communicate(timeout=60)
-    assert out.strip() == "set()", error
