@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from app.job import Channel, Job
-from strategies.initialization import forget_meshes
+from strategies import collectives
 from strategies.parallel import Parallel
 from strategies.pipeline.simulate import Span, bubble, figures
 
@@ -102,7 +102,9 @@ def _join(sizes: tuple[int, ...]) -> str:
 
 def release_stages(compiled: bool) -> None:
     """Frees what the previous stages held, once nothing refers to them any more."""
-    forget_meshes(compiled)
+    collectives.release()
+    if compiled:
+        torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -163,7 +163,7 @@ class Layout:
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 REDUCE_DTYPES = ("fp32", "bf16")
-COMPRESSIONS = ("none", "bf16", "powersgd")
+COMPRESSIONS = ("none", "powersgd")
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Options:
     float_output: bool = True
     """With dp_shard and 16 bits: the module's output comes back as float32. False: as it was computed."""
     compression: str = "none"
-    """With ddp: gradients on the wire: none, bf16 or powersgd (lossy)."""
+    """With ddp: gradients on the wire: none or powersgd (lossy)."""
     bucket_mb: float = 25.0
     """With ddp: size of a gradient bucket, MiB."""
     shared_memory: bool = True

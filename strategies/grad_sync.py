@@ -46,7 +46,7 @@ def local(tensor: Any) -> Tensor:
 
 def wire_dtype(options: Options) -> torch.dtype | None:
     """What gradients are sent as; None: as they are."""
-    return torch.bfloat16 if "bf16" in (options.compression, options.reduce_dtype) else None
+    return torch.bfloat16 if options.reduce_dtype == "bf16" else None
 
 
 def require_gradients(named: Iterable[tuple[str, nn.Parameter]]) -> None:

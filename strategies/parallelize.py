@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from strategies import activation_checkpointing, initialization, precision, registry
+from strategies import activation_checkpointing, precision, registry, state
 from strategies.blocks import compile_blocks, find_blocks
 from strategies.dims import Layout, LayoutError, Options, ParallelDims, submesh
 from strategies.layout import check, choose
@@ -71,8 +71,8 @@ def parallelize(
     dims, strategy = layout.dims, registry.data_strategy(layout)
     # Split models are built on meta, split, then filled from rank 0's, tensor by tensor; others every rank builds.
     on_meta = dims.tp > 1 or strategy.is_sharded
-    module, note = initialization.structure(build) if on_meta else (build(), "")
-    initialization.require_parameters(module)
+    module, note = state.structure(build) if on_meta else (build(), "")
+    state.require_parameters(module)
     names = find_blocks(module, _answer(blocks, module))
     mesh = dims.build_mesh(device.type) if dims.world_size > 1 else None
     split = None
@@ -90,8 +90,8 @@ def parallelize(
 
     def load() -> None:
         if on_meta:
-            initialization.materialise(module, device, torch.device("cpu") if options.offload else device)
-            initialization.fill(module, build() if dist.get_rank() == 0 else None, device)
+            state.materialise(module, device, torch.device("cpu") if options.offload else device)
+            state.fill(module, build() if dist.get_rank() == 0 else None, device)
         else:
             module.to(device)
 
@@ -113,7 +113,7 @@ def parallelize(
         autocast=autocast,
         notes=(
             *([note] if note else []),
-            *initialization.unsynchronised(module, layout),
+            *state.batch_norm_notes(module, layout),
             *applied.notes,
             *narrowed,
         ),

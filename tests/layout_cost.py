@@ -23,7 +23,7 @@ def step_shape(layout: Layout, options: Options, micro_batches: int = 1) -> Step
         dims.pp,
         micro_batches,
         compute_itemsize=4 if options.precision == "fp32" else 2,
-        reduce_itemsize=2 if "bf16" in (options.reduce_dtype, options.compression) else 4,
+        reduce_itemsize=2 if options.reduce_dtype == "bf16" else 4,
         reshard_after_forward=strategy.reshards(options.reshard_after_forward, True),
         reduce_scatter_each_microbatch=strategy.reduces_each(options.accumulate_sharded, False),
     )

@@ -25,7 +25,7 @@ from strategies.costs import RankSize, StepShape, UnitSize, rank_size, unit_size
 from strategies.dims import Options
 from strategies.fsdp import gradients_are_large, parameters_are_large
 from strategies.pipeline import partition
-from strategies.pipeline.schedules import FOLDED, Schedule, place_of
+from strategies.pipeline.schedules import Placement, Schedule
 from strategies.pipeline.simulate import alive_by_formula
 
 
@@ -94,7 +94,7 @@ class Estimator:
         way = way_of(strategy.is_sharded, dims.pp, candidate.precision)
         work = Work(candidate.micro_batch, dims.tp, candidate.precision, way, candidate.checkpointing)
         stages = self._stages(work, dims.pp, candidate.schedule, candidate.chunks)
-        wire = 2 if "bf16" in (options.reduce_dtype, options.compression) else 4
+        wire = 2 if options.reduce_dtype == "bf16" else 4
         whole = self._rank(way, dims.tp, dims.dp_shard, tuple(self.reader.costs(way).counts.values()))
         numbers, memory_of_gpu = whole.root + whole.blocks, None if machine.device.is_cpu else machine.device.capacity
         step = StepShape(
@@ -159,8 +159,8 @@ class Estimator:
         spans = [model.order[begin:end] for begin, end in itertools.pairwise(cuts)]
         spans[0], spans[-1] = [BEFORE, *spans[0]], [*spans[-1], AFTER]
         held = [Counter[str]() for _ in range(pp)]
-        for chunk, span in enumerate(spans):
-            held[place_of(chunk, pp, schedule in FOLDED)[0]].update(span)
+        for part, span in enumerate(spans):
+            held[Placement.of(schedule, pp, chunks).stage(part)].update(span)
         counts = [tuple(own[name] for name in model.parts) for own in held]
         load = [sum(own[name] * seconds[name] for name in model.parts) for own in held]
         slowest = load.index(max(load))

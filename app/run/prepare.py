@@ -23,10 +23,10 @@ from app.tasks import load_task
 from app.tasks.base import Task
 from strategies import precision, registry
 from strategies.blocks import find_blocks
-from strategies.initialization import require_parameters, structure
 from strategies.layout import LayoutError
 from strategies.parallelize import Layout, ParallelDims, check, choose
 from strategies.pipeline.apply import plan_stages
+from strategies.state import require_parameters, structure
 from strategies.tensor.plan import SYNONYMS, make_plan
 
 if TYPE_CHECKING:

@@ -144,10 +144,9 @@ class Bench:
                 told.steps.append(seconds)
                 told.data.append(waited)
             if job.layout.dims.pp > 1:
-                training.parallel.profiling = True
                 for _ in range(self.steps):
-                    training.step(next(batches))
-                    told.spans.append([astuple(span) for span in training.parallel.profile()])
+                    spans = training.parallel.profile(lambda: training.step(next(batches)))
+                    told.spans.append([astuple(span) for span in spans])
             told.memory = memory_bytes(self.place.device)
 
     def alone(self, job: Job, told: Told) -> None:

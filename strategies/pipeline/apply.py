@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from strategies import activation_checkpointing, fsdp, initialization, precision
+from strategies import activation_checkpointing, fsdp, precision, state
 from strategies.blocks import compile_blocks
 from strategies.dims import Layout, LayoutError, Options, ParallelDims, own_group, submesh
 from strategies.grad_sync import GradientBuckets, GradSync, Named, ShardedGradients
@@ -47,17 +47,19 @@ def apply(
     """See parallelize.parallelize; collective over all workers."""
     if example is None:
         raise LayoutError("a pipeline needs an example: give parallelize the loss function and a micro-batch")
-    module, note = initialization.structure(build)
-    initialization.require_parameters(module)
+    module, note = state.structure(build)
+    state.require_parameters(module)
     dims, blocks = layout.dims, find(module)
     tracer, trace, assignment = plan_stages(module, blocks, options, dims.pp, example, device)
     blocks = [call.path for call in trace.blocks]  # in the order of their calls
     mesh = dims.build_mesh(device.type)
-    place = Place.of(layout, options)
-    notes = (*([note] if note else []), *_batch_norm(module, layout), *_whole_backward(options))
+    placement = schedules.Placement.of(options.schedule, dims.pp, options.chunks)
+    stage = dims.coordinates(dist.get_rank())["pp"]
+    parts = placement.own(stage)
+    notes = (*([note] if note else []), *state.batch_norm_notes(module, layout), *_whole_backward(options))
     split = tensor_parallel.apply(module, submesh(mesh, "tp"), plan(module), options) if dims.tp > 1 else None
-    keep_own(module, blocks, assignment, tracer, frozenset(place.parts))
-    own = [call.path for call in trace.blocks if assignment.part_of[call.name] in place.parts]
+    keep_own(module, blocks, assignment, tracer, frozenset(parts))
+    own = [call.path for call in trace.blocks if assignment.part_of[call.name] in parts]
     deferred = weight_grad.DeferredWeightGrad()
     if options.schedule in schedules.SPLIT and not options.compile:  # what is compiled has its backward in one piece
         for path in traced_modules(module, blocks):
@@ -66,23 +68,23 @@ def apply(
         compile_blocks(module, own, options.compile_backend)
     activation_checkpointing.apply(module, own, options.activation_checkpointing)
     units = _shard(module, dims, mesh, own, options) if dims.dp_shard > 1 else None
-    initialization.materialise(module, device, torch.device("cpu") if options.offload else device)
-    initialization.fill(module, build() if dist.get_rank() == 0 else None, device, partly=True)
+    state.materialise(module, device, torch.device("cpu") if options.offload else device)
+    state.fill(module, build() if dist.get_rank() == 0 else None, device, partly=True)
     named = list(module.named_parameters())
     group = dims.data_group(mesh)
-    sync = _grad_sync(module, units, _by_chunk(named, assignment, place.parts), dims, mesh, group, options)
+    sync = _grad_sync(module, units, _by_chunk(named, assignment, parts), dims, mesh, group, options)
     stage_group = submesh(mesh, "pp").get_group()
-    comm = P2PComm(place.stage, stage_group, device, _pipelines(dims))
+    comm = P2PComm(stage, stage_group, device, _pipelines(dims))
     runtime = Runtime(
-        Stage(module, blocks, assignment, tracer, place.parts),
+        Stage(module, blocks, assignment, tracer, parts),
         comm,
-        dims.pp,
+        placement,
         autocast=precision.autocast(options.precision, device.type),
         sync=sync,
         deferred=deferred,
         clear=split.forget if split is not None else lambda: None,
     )
-    shared, counted = _shared(named, assignment, dims, place)
+    shared, counted = _shared(named, assignment, dims, placement, stage)
     return PipelineParallel(
         module,
         layout,
@@ -97,21 +99,6 @@ def apply(
         group=group,
         notes=notes,
     )
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where this worker stands in the pipeline: its stage, and the parts of the model that are its chunks."""
-
-    stage: int
-    parts: tuple[int, ...]
-    folded: bool
-
-    @classmethod
-    def of(cls, layout: Layout, options: Options) -> Place:
-        stage, folded = layout.dims.coordinates(dist.get_rank())["pp"], options.schedule in schedules.FOLDED
-        chunks = range(schedules.chunks_of(options.schedule, options.chunks))
-        return cls(stage, tuple(schedules.part_of(stage, chunk, layout.dims.pp, folded) for chunk in chunks), folded)
 
 
 def plan_stages(
@@ -186,14 +173,13 @@ def _pipelines(dims: ParallelDims) -> list[list[int]]:
 
 
 def _shared(
-    named: Named, assignment: StageAssignment, dims: ParallelDims, place: Place
+    named: Named, assignment: StageAssignment, dims: ParallelDims, placement: schedules.Placement, stage: int
 ) -> tuple[dict[dist.ProcessGroup, Named], list[nn.Parameter]]:
     """The sums over stages that share a parameter, and the parameters that this stage counts in the norm.
 
     Collective: every worker makes every group."""
     users = {
-        name: tuple(sorted({schedules.stage_of(part, dims.pp, place.folded) for part in parts}))
-        for name, parts in assignment.owners.items()
+        name: tuple(sorted({placement.stage(part) for part in parts})) for name, parts in assignment.owners.items()
     }
     found: dict[dist.ProcessGroup, Named] = {}
     own = dict(named)
@@ -201,7 +187,7 @@ def _shared(
         group = own_group([[ranks[s] for s in stages] for ranks in _pipelines(dims)])
         if group is not None:
             found[group] = [(name, own[name]) for name, several in users.items() if several == stages]
-    return found, [p for name, p in named if users[name][0] == place.stage]
+    return found, [p for name, p in named if users[name][0] == stage]
 
 
 def _whole_backward(options: Options) -> tuple[str, ...]:
@@ -210,17 +196,6 @@ def _whole_backward(options: Options) -> tuple[str, ...]:
     return (
         f"what is compiled has its backward in one piece, so {options.schedule} defers no weights' gradients and has "
         "1f1b's bubble: train.compile=false lets it split them",
-    )
-
-
-def _batch_norm(module: nn.Module, layout: Layout) -> tuple[str, ...]:
-    norms = [m for m in module.modules() if isinstance(m, initialization.BATCH_NORMS) and m.training]
-    if not norms:
-        return ()
-    return (
-        f"{type(norms[0]).__name__} normalises over one micro-batch, so a pipeline trains as one device does with the "
-        "same micro-batches, and differently with others: GroupNorm does not depend on them",
-        *initialization.unsynchronised(module, layout),
     )
 
 

@@ -54,14 +54,10 @@ class PipelineParallel(Parallel):
             extra=stage_group,
             also=[p for p in trained if id(p) not in chosen],
         )
-        self.has_loss = runtime.parts - 1 in runtime.stage.own
+        self.has_loss = runtime.placement.parts - 1 in runtime.stage.own
         self._calls, self._measured = calls, Measured()
         self._schedules: dict[int, Schedule] = {}
         self._gathered = self._profiling = False
-
-    @property
-    def _folded(self) -> bool:
-        return self.options.schedule in schedules.FOLDED
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -110,7 +106,7 @@ class PipelineParallel(Parallel):
     @torch.no_grad()
     def forward(self, function: Callable[[nn.Module, Any], T], batch: Any) -> T | None:
         self._gather()
-        found = self.runtime.evaluate(function, batch, self._folded)
+        found = self.runtime.evaluate(function, batch)
         if isinstance(self.runtime.sync, ShardedGradients):
             self.runtime.sync.free()
         self._gathered = False
@@ -138,16 +134,14 @@ class PipelineParallel(Parallel):
             spans = self.profile(step)
         finally:
             stage.clock = None
-        place = (self.layout.dims.pp, self._folded)
-        parts = {span.chunk: schedules.part_of(span.stage, span.chunk, *place) for span in spans}
-        self._measured.add(spans, parts, stage.seconds)
+        self._measured.add(spans, self.runtime.placement.own(self.runtime.comm.stage), stage.seconds)
 
     def better_partition(self) -> BetterPartition | None:
         """A partition whose slowest stage takes at least 5 % less, by the measured steps; None if there is none,
         or no step was measured. Collective over all workers, who all get the same answer."""
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, self._measured)
-        stages = [schedules.stage_of(p, self.layout.dims.pp, self._folded) for p in range(self.runtime.parts)]
+        stages = [self.runtime.placement.stage(part) for part in range(self.runtime.placement.parts)]
         return better_partition(everyone, self.sizes, self._calls, self.runtime.stage.assignment.part_of, stages)
 
     # --- state --------------------------------------------------------------------------------------------------

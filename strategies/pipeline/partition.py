@@ -146,10 +146,10 @@ class Measured:
     calls: dict[str, list[float]] = field(default_factory=dict)
     """Forward, by call."""
 
-    def add(self, spans: Sequence[Span], part_of_chunk: Mapping[int, int], calls: Mapping[str, list[float]]) -> None:
+    def add(self, spans: Sequence[Span], parts: Sequence[int], calls: Mapping[str, list[float]]) -> None:
         for span in spans:
             if span.kind in COMPUTE:
-                self.ops.setdefault((part_of_chunk[span.chunk], span.kind), []).append(span.end - span.start)
+                self.ops.setdefault((parts[span.chunk], span.kind), []).append(span.end - span.start)
         for name, seconds in calls.items():
             self.calls.setdefault(name, []).extend(seconds)
 

@@ -26,7 +26,7 @@ from strategies.grad_sync import GradSync
 from strategies.parallel import Loss
 from strategies.pipeline import weight_grad
 from strategies.pipeline.p2p import Message, P2PComm, Receiver, TensorMeta, TensorMetas, encode
-from strategies.pipeline.schedules import Op, Schedule, place_of, stage_of
+from strategies.pipeline.schedules import Op, Placement, Schedule
 from strategies.pipeline.simulate import Span
 from strategies.pipeline.stage import Stage
 
@@ -61,14 +61,14 @@ class Runtime:
         self,
         stage: Stage,
         comm: P2PComm,
-        stages: int,
+        placement: Placement,
         *,
         autocast: Callable[[], AbstractContextManager[Any]],
         sync: GradSync | None,
         deferred: weight_grad.DeferredWeightGrad,
         clear: Callable[[], None] = lambda: None,
     ) -> None:
-        self.stage, self.comm, self.stages = stage, comm, stages
+        self.stage, self.comm, self.placement = stage, comm, placement
         self.autocast, self.sync, self.clear = autocast, sync, clear
         self.metas: dict[Any, TensorMetas] = {}
         self.deferred = deferred
@@ -76,10 +76,6 @@ class Runtime:
         """Of the last step, if it was profiled."""
         self.began = 0.0
         self._orders: dict[Any, dict[tuple[str, int], list[tuple[int, int]]]] = {}
-
-    @property
-    def parts(self) -> int:
-        return self.stage.assignment.parts
 
     # --- a training step ----------------------------------------------------------------------------------------
 
@@ -97,7 +93,7 @@ class Runtime:
         final = {op.chunk: i for i, op in enumerate(ops) if op.kind == release}
         seed = torch.initial_seed()
         for i, op in enumerate(ops):
-            part = schedule.part(self.comm.stage, op.chunk)
+            part = self.placement.part(self.comm.stage, op.chunk)
             if op.kind == "F":
                 placeholders = self.stage.placeholders(step.kinds[op.micro], step.loss, step.batches[op.micro])
                 torch.manual_seed(_mixed(seed, part, op.micro))
@@ -110,7 +106,7 @@ class Runtime:
                 self._weights(op, part)
             if final[op.chunk] == i and self.sync is not None:
                 self.sync.chunk_done(op.chunk)
-        torch.manual_seed(_mixed(seed, self.parts, 0))
+        torch.manual_seed(_mixed(seed, self.placement.parts, 0))
         self.comm.settle()
         return self.total
 
@@ -123,7 +119,7 @@ class Runtime:
         metas = self.metas[part - 1, step.kinds[op.micro]] if part else ()
         inputs = [tensor.requires_grad_() if meta.grad else tensor for tensor, meta in zip(arrived, metas, strict=True)]
         answer, outputs = self._timed("F", op, lambda: self._run(step, op.micro, part, placeholders, inputs))
-        if part == self.parts - 1:
+        if part == self.placement.parts - 1:
             value = answer * step.factors[op.micro]
             self.total = self.total + answer.detach() * step.weights[op.micro]
             outputs = [value]
@@ -142,7 +138,7 @@ class Runtime:
     def _backward(self, split: bool, op: Op, part: int) -> None:
         kept = self.alive.pop((part, op.micro))
         gradients: list[Any]
-        if part == self.parts - 1:
+        if part == self.placement.parts - 1:
             ends, gradients = kept.outputs, [None]
         else:
             ends = [tensor for tensor in kept.outputs if tensor.requires_grad]
@@ -157,7 +153,7 @@ class Runtime:
                 for tensor in kept.inputs
                 if tensor.requires_grad
             ]
-            self._give("B", part - 1, op, back, stage_of(part - 1, self.stages, self.folded))
+            self._give("B", part - 1, op, back, self.placement.stage(part - 1))
 
     def _weights(self, op: Op, part: int) -> None:
         waiting = self.left.pop((part, op.micro))
@@ -165,7 +161,7 @@ class Runtime:
 
     def _send_on(self, outputs: list[Tensor], op: Op, part: int, kind: Any) -> None:
         metas = tuple(TensorMeta.of(tensor) for tensor in outputs)
-        target = stage_of(part + 1, self.stages, self.folded)
+        target = self.placement.stage(part + 1)
         known = self.metas.get((part, kind))
         if known is None:
             self.metas[part, kind] = metas
@@ -183,7 +179,6 @@ class Runtime:
 
     def _open(self, schedule: Schedule, kinds: list[Any]) -> None:
         """Asks every neighbour for what it will send during the step."""
-        self.folded = schedule.folded
         self.local: dict[tuple[str, int, int], list[Tensor]] = {}
         key = (schedule.name, schedule.micro_batches, schedule.chunks)
         if key not in self._orders:
@@ -195,7 +190,7 @@ class Runtime:
 
     def _take(self, kind: str, edge: int, op: Op) -> list[Tensor]:
         """What crosses from part `edge` to the next (F), or back to it (B)."""
-        source = stage_of(edge if kind == "F" else edge + 1, self.stages, self.folded)
+        source = self.placement.stage(edge if kind == "F" else edge + 1)
         if source == self.comm.stage:
             return self.local.pop((kind, edge, op.micro))
         arrived = self._timed("RECV", op, lambda: self.receivers[kind, source].take(edge, op.micro))
@@ -231,27 +226,25 @@ class Runtime:
 
     # --- evaluation ---------------------------------------------------------------------------------------------
 
-    def evaluate(self, function: Callable[..., Any], batch: Any, folded: bool) -> Any:
+    def evaluate(self, function: Callable[..., Any], batch: Any) -> Any:
         """The function's answer where the last part is, else None. Of several in a row the next begins here while this
         one is still computed on later stages."""
-        self.folded, self.local, self.spans = folded, {}, None
-        kind, answer = self.stage.signature(batch), None
+        kind, answer, place = self.stage.signature(batch), None, self.placement
+        ops = tuple(Op("F", 0, chunk) for chunk in range(place.chunks))
+        self._open(
+            Schedule("forward", place.stages, 1, place.chunks, (ops,) * place.stages, folded=place.folded), [kind]
+        )
+        self.spans = None
         step = Step([batch], [1.0], [1.0], function, [kind])
         placeholders = self.stage.placeholders(kind, function, batch)
-        for part in sorted(self.stage.own):
-            op = Op("F", 0, place_of(part, self.stages, folded)[1])
-            arrived = self._receive_now(part, kind, op) if part else []
+        for op in ops:
+            part = place.part(self.comm.stage, op.chunk)
+            arrived = self._take("F", part - 1, op) if part else []
             answer, outputs = self._run(step, 0, part, placeholders, arrived)
-            if part < self.parts - 1:
+            if part < place.parts - 1:
                 self._send_on(outputs, op, part, kind)
         self.comm.settle()
         return answer
-
-    def _receive_now(self, part: int, kind: Any, op: Op) -> list[Tensor]:
-        source = stage_of(part - 1, self.stages, self.folded)
-        if source != self.comm.stage:
-            self.receivers = {("F", source): Receiver(self.comm, "F", source, [Message(part - 1, 0, kind)], self.metas)}
-        return self._take("F", part - 1, op)
 
 
 def _orders(schedule: Schedule, own: int) -> dict[tuple[str, int], list[tuple[int, int]]]:
@@ -259,9 +252,9 @@ def _orders(schedule: Schedule, own: int) -> dict[tuple[str, int], list[tuple[in
     found: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for stage, ops in enumerate(schedule.lists):
         for op in (op for op in ops if stage != own and op.kind != "W"):
-            part = schedule.part(stage, op.chunk)
+            part = schedule.placement.part(stage, op.chunk)
             target = part + 1 if op.kind == "F" else part - 1
-            if 0 <= target < schedule.parts and schedule.stage(target) == own:
+            if 0 <= target < schedule.placement.parts and schedule.placement.stage(target) == own:
                 found.setdefault((op.kind, stage), []).append((min(target, part), op.micro))
     return found
 

@@ -27,6 +27,7 @@ that it cannot deadlock and does everything once; `simulate` says how long it ta
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,9 +48,39 @@ class Op:
 
 
 @dataclass(frozen=True)
+class Placement:
+    """Which stage has which parts of the model. folded: chunks go down the stages and up again, not round and round."""
+
+    stages: int
+    chunks: int = 1
+    folded: bool = False
+
+    @classmethod
+    def of(cls, schedule: str, stages: int, chunks: int = 1) -> Placement:
+        return cls(stages, chunks_of(schedule, chunks), schedule in FOLDED)
+
+    @property
+    def parts(self) -> int:
+        return self.stages * self.chunks
+
+    def part(self, stage: int, chunk: int) -> int:
+        """Which part of the model that chunk of the stage is."""
+        back = self.folded and chunk % 2 == 1
+        return chunk * self.stages + (self.stages - 1 - stage if back else stage)
+
+    def stage(self, part: int) -> int:
+        """Which stage has that part."""
+        chunk, place = divmod(part, self.stages)
+        return self.stages - 1 - place if self.folded and chunk % 2 == 1 else place
+
+    def own(self, stage: int) -> tuple[int, ...]:
+        """The stage's parts, by chunk."""
+        return tuple(self.part(stage, chunk) for chunk in range(self.chunks))
+
+
+@dataclass(frozen=True)
 class Schedule:
-    """lists: per stage its instructions. folded: chunks go down the stages and up again, not round and round. split:
-    B leaves the weights' gradients to W."""
+    """lists: per stage its instructions. folded: see Placement. split: B leaves the weights' gradients to W."""
 
     name: str
     stages: int
@@ -59,35 +90,12 @@ class Schedule:
     split: bool = False
     folded: bool = False
 
-    @property
-    def parts(self) -> int:
-        return self.stages * self.chunks
-
-    def part(self, stage: int, chunk: int) -> int:
-        """Which part of the model that chunk of the stage is."""
-        return part_of(stage, chunk, self.stages, self.folded)
-
-    def stage(self, part: int) -> int:
-        """Which stage has that part."""
-        return stage_of(part, self.stages, self.folded)
+    @functools.cached_property
+    def placement(self) -> Placement:
+        return Placement(self.stages, self.chunks, self.folded)
 
     def __str__(self) -> str:
         return "\n".join(" ".join(str(op) for op in ops) for ops in self.lists)
-
-
-def part_of(stage: int, chunk: int, stages: int, folded: bool) -> int:
-    back = folded and chunk % 2 == 1
-    return chunk * stages + (stages - 1 - stage if back else stage)
-
-
-def stage_of(part: int, stages: int, folded: bool) -> int:
-    return place_of(part, stages, folded)[0]
-
-
-def place_of(part: int, stages: int, folded: bool) -> tuple[int, int]:
-    """(stage, chunk) of a part of the model."""
-    chunk, place = divmod(part, stages)
-    return (stages - 1 - place if folded and chunk % 2 == 1 else place), chunk
 
 
 # --- the schedules ----------------------------------------------------------------------------------------------

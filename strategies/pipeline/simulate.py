@@ -66,7 +66,7 @@ def simulate(schedule: Schedule, times: Times) -> list[Span]:
         for stage, ops in enumerate(schedule.lists):
             while done[stage] < len(ops):
                 op = ops[done[stage]]
-                part = schedule.part(stage, op.chunk)
+                part = schedule.placement.part(stage, op.chunk)
                 ready = _ready(schedule, op, part, ends, times.transfer)
                 if ready is None:
                     break
@@ -87,9 +87,11 @@ def _ready(
     """When everything that the instruction waits for is there; None if something has not been done yet."""
     needs = [] if op.kind == "F" else [ends.get(("F" if op.kind == "B" else "B", op.micro, part))]
     before = part - 1 if op.kind == "F" else part + 1
-    if op.kind != "W" and 0 <= before < schedule.parts:
+    if op.kind != "W" and 0 <= before < schedule.placement.parts:
         end = ends.get((op.kind, op.micro, before))
-        here = schedule.stage(before) == schedule.stage(part)  # a folded schedule turns on one stage
+        here = schedule.placement.stage(before) == schedule.placement.stage(
+            part
+        )  # a folded schedule turns on one stage
         needs.append(end if end is None or here else end + transfer)
     return None if None in needs else max((need for need in needs if need is not None), default=0.0)
 
@@ -159,7 +161,10 @@ def figures(ranks: list[list[Span]], schedule_name: str, chunks_wanted: int) -> 
     whole = Times(f * chunks, b * chunks, w * chunks)
     values["pipeline/bubble_by_formula"] = bubble_by_formula(schedule_name, stages, micros, chunks, whole)
     schedule = make(schedule_name, stages, micros, chunks_wanted)
-    by_part = [[s for s in together if schedule.part(s.stage, s.chunk) == part] for part in range(schedule.parts)]
+    by_part = [
+        [s for s in together if schedule.placement.part(s.stage, s.chunk) == part]
+        for part in range(schedule.placement.parts)
+    ]
     forward, backward, weight = ([_mean(spans, kind) for spans in by_part] for kind in COMPUTE)
     values["pipeline/bubble_by_simulation"] = bubble(simulate(schedule, Times(forward, backward, weight)))
     return values

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from strategies.dims import LayoutError
-from strategies.initialization import tensor_attributes
 from strategies.parallel import Loss
+from strategies.state import tensor_attributes
 from strategies.torch_internals import OperationMode
 from strategies.tree import tree_leaves, tree_map
 

@@ -1,4 +1,4 @@
-"""The gradient's norm, against float64; between layouts: test_initialization.py."""
+"""The gradient's norm, against float64; between layouts: test_state.py."""
 
 from __future__ import annotations
 

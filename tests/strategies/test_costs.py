@@ -80,7 +80,7 @@ def _sent(name: str, workers: int, options: Options | None = None, micro: int = 
 def test_what_is_sent_per_step() -> None:
     assert _sent("single", 1) == {}
     assert _sent("ddp", 4) == {"all_reduce": BYTES * 2 * 3 // 4}
-    assert _sent("ddp", 4, Options(compression="bf16")) == {"all_reduce": BYTES * 3 // 4}
+    assert _sent("ddp", 4, Options(reduce_dtype="bf16")) == {"all_reduce": BYTES * 3 // 4}
     blocks, root = 3 * 64, 128
     assert _sent("fsdp", 4) == {"all_gather": (root + 2 * blocks) * 3 // 4, "reduce_scatter": BYTES * 3 // 4}
     assert _sent("zero1", 4) == {"all_gather": BYTES * 3 // 4, "reduce_scatter": BYTES * 3 // 4}

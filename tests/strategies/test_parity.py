@@ -166,11 +166,10 @@ def test_sixteen_bits_stay_within_their_rounding(row: Row, precision: str) -> No
 @pytest.mark.parametrize(
     ("row", "options"),
     [
-        (_DDP, {"compression": "bf16"}),
         (_DDP, {"reduce_dtype": "bf16"}),
         (_FSDP, {"reduce_dtype": "bf16"}),
         (_FSDP, {"reduce_dtype": "bf16", "precision": "fp16"}),
-        (_DDP_TENSOR, {"compression": "bf16"}),
+        (_DDP_TENSOR, {"reduce_dtype": "bf16"}),
     ],
     ids=str,
 )

@@ -22,7 +22,7 @@ def measured(
         inside, start = sum(seconds for (seconds,) in calls.values()), start + size
         spans = [Span(part, "F", 0, 0, 1.0, 1.0 + inside + every), Span(part, "B", 0, 0, 2.0, 2.0 + 2 * inside)]
         worker = Measured()
-        worker.add(spans, {0: part}, calls)
+        worker.add(spans, [part], calls)
         workers.append(worker)
     return workers
 
@@ -70,7 +70,7 @@ def test_with_several_chunks_the_stage_counts_and_not_the_chunk() -> None:
     worker = Measured()
     for part, names in enumerate(("01", "23", "45", "67")):
         seconds = {name: [3.0 if name == "1" else 1.0] for name in names}
-        worker.add([Span(0, "F", 0, 0, 0.0, sum(s for (s,) in seconds.values()))], {0: part}, seconds)
+        worker.add([Span(0, "F", 0, 0, 0.0, sum(s for (s,) in seconds.values()))], [part], seconds)
     part_of = {str(i): i // 2 for i in range(8)}
     assert better_partition([worker], (2, 2, 2, 2), calls, part_of, [0, 1, 0, 1]) is None, "else 6 on stage 1"
     alone = better_partition([worker], (2, 2, 2, 2), calls, part_of, [0, 1, 2, 3])

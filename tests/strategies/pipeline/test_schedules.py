@@ -12,7 +12,7 @@ import pytest
 from strategies.dims import Options
 from strategies.layout import LayoutError, check, choose
 from strategies.pipeline import partition
-from strategies.pipeline.schedules import FOLDED, SCHEDULES, SPLIT, Op, Schedule, make, part_of, place_of
+from strategies.pipeline.schedules import FOLDED, SCHEDULES, SPLIT, Op, Placement, Schedule, make
 from strategies.pipeline.simulate import (
     Times,
     alive_by_formula,
@@ -61,7 +61,7 @@ def test_no_schedule_deadlocks_and_each_does_everything_once(
     prove(schedule)
     assert schedule.split == (name in SPLIT)
     rough = random.Random(stages)
-    uneven = Times(*([rough.uniform(0.5, 2) for _ in range(schedule.parts)] for _ in range(3)), transfer=0.3)
+    uneven = Times(*([rough.uniform(0.5, 2) for _ in range(schedule.placement.parts)] for _ in range(3)), transfer=0.3)
     spans = simulate(schedule, uneven)  # not even with uneven stages and slow links
     for stage in range(stages):
         own = sorted((span for span in spans if span.stage == stage), key=lambda span: span.start)
@@ -112,9 +112,10 @@ def test_a_deadlock_is_seen() -> None:
 
 def test_places_and_parts_are_inverse() -> None:
     for folded, stages, chunks in itertools.product((False, True), (2, 3, 4), (1, 2, 3)):
-        places = [place_of(part, stages, folded) for part in range(stages * chunks)]
-        assert [part_of(stage, chunk, stages, folded) for stage, chunk in places] == list(range(stages * chunks))
-    assert [place_of(part, 2, True)[0] for part in range(4)] == [0, 1, 1, 0], "a V"
+        placement = Placement(stages, chunks, folded)
+        for part in range(placement.parts):
+            assert placement.own(placement.stage(part))[part // stages] == part
+    assert [Placement(2, 2, True).stage(part) for part in range(4)] == [0, 1, 1, 0], "a V"
 
 
 # --- cuts -------------------------------------------------------------------------------------------------------

@@ -1,1 +1,0 @@
-"""Pipeline parallelism; begin with schedules.py."""

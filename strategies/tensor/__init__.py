@@ -1,1 +1,0 @@
-"""Tensor parallelism: the plan, putting it on a model, its collectives, its loss, its cost."""
