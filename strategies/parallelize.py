@@ -1,11 +1,12 @@
 """The one place that knows the order in which parallelisms are put on a model, and why.
 
-1. **tensor** first: its plan matches modules by name, before anything changes what modules do; then **float8**, whose
-   layers are those that are not split;
+1. **tensor** first: its plan matches modules by name, before anything changes what modules do; in a **pipeline** the
+   blocks of other stages are then taken out; then **float8**, whose layers are those that are not split;
 2. **activation checkpointing** inside everything that communicates parameters, so that what is recomputed in backward
    uses the parameters that were gathered once, and around the split layers, so that they are recomputed as they ran;
 3. **compile** what is now a block's whole forward, but no hook of the sharding around it;
-4. **shard or replicate** last, over parameters as the steps before left them: the data strategy's `apply`.
+4. **shard or replicate** last, over parameters as the steps before left them: the data strategy's `apply`. (A pipeline
+   has its own, because it gathers and reduces once per step; then its stages are connected.)
 
 The optimizer is built by the caller after that, over `Parallel.parameters()`.
 """
@@ -25,8 +26,7 @@ from strategies.blocks import compile_blocks, find_blocks
 from strategies.dims import Layout, LayoutError, Options, ParallelDims, submesh
 from strategies.layout import check, choose
 from strategies.parallel import Parallel
-from strategies.pipeline.apply import Example
-from strategies.pipeline.apply import apply as pipelined
+from strategies.pipeline.apply import Division, Example
 from strategies.strategy import Setup
 from strategies.tensor import apply as tensor_parallel
 
@@ -58,51 +58,50 @@ def parallelize(
     """
     options = options or Options()
     check(layout, options)
-    if layout.dims.pp > 1:
-        return pipelined(
-            build,
-            layout,
-            options,
-            device,
-            lambda module: find_blocks(module, _answer(blocks, module)),
-            lambda module: _answer(tensor_plan, module),
-            example,
-        )
     dims, strategy = layout.dims, registry.data_strategy(layout)
     # Split models are built on meta, split, then filled from rank 0's, tensor by tensor; others every rank builds.
-    on_meta = dims.tp > 1 or strategy.is_sharded
+    on_meta = dims.tp * dims.pp > 1 or strategy.is_sharded
     module, note = state.structure(build) if on_meta else (build(), "")
     state.require_parameters(module)
     names = find_blocks(module, _answer(blocks, module))
+    division = Division(module, names, layout, options, device, example) if dims.pp > 1 else None
     mesh = dims.build_mesh(device.type) if dims.world_size > 1 else None
     split = None
     if mesh is not None and dims.tp > 1:
         split = tensor_parallel.apply(module, submesh(mesh, "tp"), _answer(tensor_plan, module), options)
+    if division is not None:
+        names = division.keep_own(module, options)
     narrowed: tuple[str, ...] = ()
     if options.precision == "fp8":
         precision.require_float8(device)
         narrowed = precision.use_float8(module, names)
-    if options.compile and split is not None:  # torch 2.13 cannot trace recomputing a block that holds DTensors
+    # torch 2.13 cannot trace recomputing a block that holds DTensors, as those of a pipeline's stage may.
+    first = split is not None or division is not None
+    if options.compile and first:
         compile_blocks(module, names, options.compile_backend)
     activation_checkpointing.apply(module, names, options.activation_checkpointing)
-    if options.compile and split is None:
+    if options.compile and not first:
         compile_blocks(module, names, options.compile_backend)
 
     def load() -> None:
         if on_meta:
             state.materialise(module, device, torch.device("cpu") if options.offload else device)
-            state.fill(module, build() if dist.get_rank() == 0 else None, device)
+            source = build() if dist.get_rank() == 0 else None
+            state.fill(module, source, device, partly=division is not None)
         else:
             module.to(device)
 
     group = dims.data_group(mesh) if mesh is not None else None
     data_mesh = dims.data_mesh(mesh) if mesh is not None and group is not None else None
+    setup = Setup(strategy, module, layout, options, device, names, load, data_mesh, group)
+    notes = (*([note] if note else []), *state.batch_norm_notes(module, layout))
+    if division is not None and mesh is not None:
+        return division.connect(setup, mesh, split, notes)
     assert strategy.apply is not None, f"{strategy.name} is put on by its degree"
-    applied = strategy.apply(Setup(strategy, module, layout, options, device, names, load, data_mesh, group))
+    applied = strategy.apply(setup)
     step = applied.micro_step
     if split is not None:
         step = tensor_parallel.GradientSums(module, split).micro_step(step)
-    autocast = contextlib.nullcontext if applied.casts else precision.autocast(options.precision, device.type)
     return (applied.parallel or Parallel)(
         applied.module,
         layout,
@@ -110,13 +109,8 @@ def parallelize(
         inner=module,
         group=group,
         micro_step=step,
-        autocast=autocast,
-        notes=(
-            *([note] if note else []),
-            *state.batch_norm_notes(module, layout),
-            *applied.notes,
-            *narrowed,
-        ),
+        autocast=contextlib.nullcontext if applied.casts else precision.autocast(options.precision, device.type),
+        notes=(*notes, *applied.notes, *narrowed),
     )
 
 

@@ -1,12 +1,11 @@
-"""Putting a model on a pipeline: trace it, divide it, keep one's own blocks, split and shard them, connect the stages.
+"""Putting a model on a pipeline: trace it, divide it, keep one's own blocks; then shard them and connect the stages.
 
-The order is parallelize.py's (tensor, recomputation, then sharding), after other stages' blocks have been taken out.
+What comes between, and why there, is in parallelize.py.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
-from strategies import activation_checkpointing, fsdp, precision, state
-from strategies.blocks import compile_blocks
+from strategies import fsdp, precision
 from strategies.dims import Layout, LayoutError, Options, ParallelDims, own_group, submesh
 from strategies.grad_sync import GradientBuckets, GradSync, Named, ShardedGradients
 from strategies.parallel import Loss
@@ -27,78 +24,88 @@ from strategies.pipeline.parallel import PipelineParallel
 from strategies.pipeline.runtime import Runtime
 from strategies.pipeline.stage import Stage, StageAssignment, assign, keep_own, require_chain
 from strategies.pipeline.trace import Trace, Tracer, traced_modules
-from strategies.strategy import Strategy
+from strategies.strategy import Setup, Strategy
 from strategies.tensor import apply as tensor_parallel
+from strategies.tensor.ops import SplitLayers
 from strategies.tree import tree_map
 
 Example = tuple[Loss, Any]
 """The loss function, and a micro-batch: a model is understood by running them."""
 
 
-def apply(
-    build: Callable[[], nn.Module],
-    layout: Layout,
-    options: Options,
-    device: torch.device,
-    find: Callable[[nn.Module], list[str]],
-    plan: Callable[[nn.Module], dict[str, str] | None],
-    example: Example | None,
-) -> PipelineParallel:
-    """See parallelize.parallelize; collective over all workers."""
-    if example is None:
-        raise LayoutError("a pipeline needs an example: give parallelize the loss function and a micro-batch")
-    module, note = state.structure(build)
-    state.require_parameters(module)
-    dims, blocks = layout.dims, find(module)
-    tracer, trace, assignment = plan_stages(module, blocks, options, dims.pp, example, device)
-    blocks = [call.path for call in trace.blocks]  # in the order of their calls
-    mesh = dims.build_mesh(device.type)
-    placement = schedules.Placement.of(options.schedule, dims.pp, options.chunks)
-    stage = dims.coordinates(dist.get_rank())["pp"]
-    parts = placement.own(stage)
-    notes = (*([note] if note else []), *state.batch_norm_notes(module, layout), *_whole_backward(options))
-    split = tensor_parallel.apply(module, submesh(mesh, "tp"), plan(module), options) if dims.tp > 1 else None
-    keep_own(module, blocks, assignment, tracer, frozenset(parts))
-    own = [call.path for call in trace.blocks if assignment.part_of[call.name] in parts]
-    deferred = weight_grad.DeferredWeightGrad()
-    if options.schedule in schedules.SPLIT and not options.compile:  # what is compiled has its backward in one piece
-        for path in traced_modules(module, blocks):
-            deferred.wrap(module.get_submodule(path))
-    if options.compile:
-        compile_blocks(module, own, options.compile_backend)
-    activation_checkpointing.apply(module, own, options.activation_checkpointing)
-    units = _shard(module, dims, mesh, own, options) if dims.dp_shard > 1 else None
-    state.materialise(module, device, torch.device("cpu") if options.offload else device)
-    state.fill(module, build() if dist.get_rank() == 0 else None, device, partly=True)
-    named = list(module.named_parameters())
-    group = dims.data_group(mesh)
-    sync = _grad_sync(module, units, _by_chunk(named, assignment, parts), dims, mesh, group, options)
-    stage_group = submesh(mesh, "pp").get_group()
-    comm = P2PComm(stage, stage_group, device, _pipelines(dims))
-    runtime = Runtime(
-        Stage(module, blocks, assignment, tracer, parts),
-        comm,
-        placement,
-        autocast=precision.autocast(options.precision, device.type),
-        sync=sync,
-        deferred=deferred,
-        clear=split.forget if split is not None else lambda: None,
-    )
-    shared, counted = _shared(named, assignment, dims, placement, stage)
-    return PipelineParallel(
-        module,
-        layout,
-        device,
-        runtime,
-        shared,
-        options,
-        stage_group=stage_group,
-        counted=counted,
-        calls=[(call.name, call.is_block) for call in trace.calls],
-        after_step=tensor_parallel.GradientSums(module, split).finish if split is not None else lambda: None,
-        group=group,
-        notes=notes,
-    )
+class Division:
+    """A model divided into stages, of which this worker has one. Collective over all workers."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: list[str],
+        layout: Layout,
+        options: Options,
+        device: torch.device,
+        example: Example | None,
+    ) -> None:
+        if example is None:
+            raise LayoutError("a pipeline needs an example: give parallelize the loss function and a micro-batch")
+        dims = layout.dims
+        self.tracer, self.trace, self.assignment = plan_stages(module, blocks, options, dims.pp, example, device)
+        self.blocks = [call.path for call in self.trace.blocks]  # in the order of their calls
+        self.placement = schedules.Placement.of(options.schedule, dims.pp, options.chunks)
+        self.stage = dims.coordinates(dist.get_rank())["pp"]
+        self.parts = self.placement.own(self.stage)
+        self.deferred = weight_grad.DeferredWeightGrad()
+
+    def keep_own(self, module: nn.Module, options: Options) -> list[str]:
+        """Takes what other stages own out of the module, in place; this stage's blocks."""
+        keep_own(module, self.blocks, self.assignment, self.tracer, frozenset(self.parts))
+        # What is compiled has its backward in one piece.
+        if options.schedule in schedules.SPLIT and not options.compile:
+            for path in traced_modules(module, self.blocks):
+                self.deferred.wrap(module.get_submodule(path))
+        return [call.path for call in self.trace.blocks if self.assignment.part_of[call.name] in self.parts]
+
+    def connect(
+        self, setup: Setup, mesh: DeviceMesh, split: SplitLayers | None, notes: tuple[str, ...]
+    ) -> PipelineParallel:
+        """Shards this stage over its data-parallel workers, and connects it with the others."""
+        module, options, device, dims = setup.module, setup.options, setup.device, setup.layout.dims
+        sync: GradSync | None = None
+        units = None
+        if setup.mesh is not None and dims.dp_shard > 1:  # arithmetic in 16 bits is autocast's, as for replicas
+            whole = replace(options, precision="fp32", reduce_dtype="fp32")
+            units = fsdp.shard(module, setup.mesh, setup.blocks, whole, reshard_after_forward=False)
+        setup.load()
+        named = list(module.named_parameters())
+        by_chunk = _by_chunk(named, self.assignment, self.parts)
+        if units is not None and setup.mesh is not None:
+            sync = ShardedGradients(module, units, by_chunk, setup.mesh, options)
+        elif setup.group is not None:
+            sync = GradientBuckets(by_chunk, setup.group, options)
+        stage_group = submesh(mesh, "pp").get_group()
+        runtime = Runtime(
+            Stage(module, self.blocks, self.assignment, self.tracer, self.parts),
+            P2PComm(self.stage, stage_group, device, _pipelines(dims)),
+            self.placement,
+            autocast=precision.autocast(options.precision, device.type),
+            sync=sync,
+            deferred=self.deferred,
+            clear=split.forget if split is not None else lambda: None,
+        )
+        shared, counted = _shared(named, self.assignment, dims, self.placement, self.stage)
+        return PipelineParallel(
+            module,
+            setup.layout,
+            device,
+            runtime,
+            shared,
+            options,
+            stage_group=stage_group,
+            counted=counted,
+            calls=[(call.name, call.is_block) for call in self.trace.calls],
+            after_step=tensor_parallel.GradientSums(module, split).finish if split is not None else lambda: None,
+            group=setup.group,
+            notes=(*notes, *_whole_backward(options)),
+        )
 
 
 def plan_stages(
@@ -133,14 +140,6 @@ def without_numbers(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, dict(kept))
 
 
-def _shard(
-    module: nn.Module, dims: ParallelDims, mesh: DeviceMesh, blocks: list[str], options: Options
-) -> list[FSDPModule]:
-    """Shards the stage's blocks and what is left; arithmetic in 16 bits is autocast's, as for replicas."""
-    whole = replace(options, precision="fp32", reduce_dtype="fp32")
-    return fsdp.shard(module, dims.data_mesh(mesh), blocks, whole, reshard_after_forward=False)
-
-
 def _by_chunk(named: Named, assignment: StageAssignment, own: tuple[int, ...]) -> dict[int, Named]:
     """Per chunk the parameters whose gradients are complete when it is: those no later chunk of the stage uses.
 
@@ -150,20 +149,6 @@ def _by_chunk(named: Named, assignment: StageAssignment, own: tuple[int, ...]) -
         using = [chunk for chunk, part in enumerate(own) if part in assignment.owners[name]]
         ready.setdefault(min(using, default=0), []).append((name, parameter))
     return ready
-
-
-def _grad_sync(
-    module: nn.Module,
-    units: list[FSDPModule] | None,
-    by_chunk: dict[int, Named],
-    dims: ParallelDims,
-    mesh: DeviceMesh,
-    group: dist.ProcessGroup | None,
-    options: Options,
-) -> GradSync | None:
-    if units is not None:
-        return ShardedGradients(module, units, by_chunk, dims.data_mesh(mesh), options)
-    return None if group is None else GradientBuckets(by_chunk, group, options)
 
 
 def _pipelines(dims: ParallelDims) -> list[list[int]]:
