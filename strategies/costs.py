@@ -76,7 +76,7 @@ class UnitSize:
 
 @dataclass(frozen=True)
 class RankSize:
-    """All units that one rank holds, added up."""
+    """All units that one rank holds, added up; what is not said here is as in UnitSize."""
 
     parameters: Number
     gradients: Number

@@ -96,10 +96,7 @@ class GradientBuckets:
     def __init__(self, by_chunk: dict[int, Named], group: dist.ProcessGroup, options: Options) -> None:
         self.group, self.wire = group, wire_dtype(options)
         self.names = {p: name for named in by_chunk.values() for name, p in named}
-        self.buckets = {
-            chunk: buckets([p for _, p in reversed(named) if p.requires_grad], options.bucket_mb * 2**20)
-            for chunk, named in by_chunk.items()
-        }
+        self.buckets = {chunk: buckets(named, options.bucket_mb * 2**20) for chunk, named in by_chunk.items()}
         self.of = {p: bucket for several in self.buckets.values() for bucket in several for p in bucket.parameters}
         self.waiting: list[Bucket] = []
         """Of the chunk whose last backward runs, the buckets that have not gone."""
@@ -158,10 +155,10 @@ class GradientBuckets:
                 bucket.flat = bucket.work = None
 
 
-def buckets(parameters: list[nn.Parameter], limit: float) -> list[Bucket]:
-    """In order, each full at `limit` bytes, one type of number per bucket."""
+def buckets(named: Named, limit: float) -> list[Bucket]:
+    """From the last parameter to the first, each full at `limit` bytes, one type of number per bucket."""
     found: list[Bucket] = []
-    for parameter in parameters:
+    for parameter in [p for _, p in reversed(named) if p.requires_grad]:
         size = parameter.numel() * parameter.element_size()
         fits = found and found[-1].bytes + size <= limit and found[-1].parameters[0].dtype == parameter.dtype
         if not fits:
@@ -188,10 +185,7 @@ class ShardedGradients:
         self.sharded = dict(module.named_parameters())
         names = {p: name for name, p in self.sharded.items()}
         self.buckets = {
-            chunk: [
-                [names[p] for p in bucket.parameters]
-                for bucket in buckets([p for _, p in reversed(named) if p.requires_grad], options.bucket_mb * 2**20)
-            ]
+            chunk: [[names[p] for p in bucket.parameters] for bucket in buckets(named, options.bucket_mb * 2**20)]
             for chunk, named in by_chunk.items()
         }
         self.group = submesh(mesh, "dp_shard").get_group()

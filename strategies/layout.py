@@ -68,7 +68,8 @@ def _degrees(
     for degree in sorted(set(given) - own - set(found[0].also)):
         if (given[degree] or 1) > 1:
             raise LayoutError(
-                f"strategy {name} has no use for parallel.{degree}={given[degree]}: {_where(found, degree)}"
+                f"strategy {name} has no use for parallel.{degree}={given[degree]}: leave it out, or write "
+                "strategy=auto, which goes by the degrees"
             )
     degrees = {degree: value for degree, value in given.items() if value is not None}
     ParallelDims(**degrees)  # each a whole number of at least 1
@@ -86,15 +87,6 @@ def _degrees(
     if math.prod(degrees.values()) != world_size:
         _refuse(name, found, world_size, degrees)
     return degrees
-
-
-def _where(found: list[Strategy], degree: str) -> str:
-    """Which strategy has the degree that these have no use for."""
-    if found[0].averages and degree == "dp_shard" and found[0].also:
-        return f"write strategy={registry.by_degrees('dp_replicate', 'dp_shard').name}"
-    if found[0].is_sharded:
-        return f"write strategy={registry.INSTEAD.get(found[0].name, found[0].name)}"
-    return "leave it out"
 
 
 def _shards_per_node(name: str, rest: int, devices_per_node: int | None, degrees: dict[str, int]) -> int:

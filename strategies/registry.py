@@ -73,15 +73,11 @@ def records(name: str) -> list[Strategy]:
     found = [find(written.strip()) for written in name.replace("×", "+").split("+")]
     data = [record for record in found if not record.splits_model]
     model = sorted((record for record in found if record.splits_model), key=_RECORDS.index)
-    refused = [record for record in data for other in model if not set(other.degrees) <= set(record.also)]
-    if refused and not refused[0].one_process and refused[0].name in INSTEAD:
-        record = refused[0]
-        other = next(other.name for other in model if not set(other.degrees) <= set(record.also))
-        raise LayoutError(f"strategy {record.name} does not combine with {other}: write {INSTEAD[record.name]}+{other}")
+    refused = any(not set(other.degrees) <= set(record.also) for record in data for other in model)
     if len({record.name for record in found}) != len(found) or len(data) > 1 or refused:
+        first = [r.name for r in _RECORDS if {"tp", "pp"} <= {*r.also} and not r.splits_model and not r.alias_of]
         raise LayoutError(
-            f"strategy {name!r} does not combine: write one of {', '.join(_combining())}, then +tensor or +pipeline or "
-            "both"
+            f"strategy {name!r} does not combine: write one of {', '.join(first)}, then +tensor or +pipeline or both"
         )
     return data + model
 
@@ -125,7 +121,3 @@ def automatic(world_size: int, given: dict[str, int | None]) -> Strategy:
     if size["dp_replicate"] > 1 or world_size > others:
         return by_degrees("dp_replicate")
     return by_degrees(*[name for name in ("tp", "pp") if size[name] > 1][:1])
-
-
-def _combining() -> list[str]:
-    return [r.name for r in _RECORDS if r.degrees and "tp" in r.also and not r.splits_model and not r.alias_of]

@@ -100,17 +100,12 @@ def require_blocks(blocks: int, stages: int, chunks: int) -> None:
     if blocks >= stages * chunks:
         return
     many = f"parallel.pp is {stages}" + (f" with {chunks} chunks each" if chunks > 1 else "")
-    if blocks < 2:
-        has = "only one block" if blocks else "no repeating blocks"
-        raise LayoutError(
-            f"{many}, but the model has {has}, which cannot be divided into stages: have the task's blocks() name "
-            "modules that follow each other, or write strategy=fsdp"
-        )
     if blocks >= 2 * chunks:
-        instead = f"write at most {blocks // chunks}"
-    else:
-        instead = f"write parallel.schedule=1f1b, and a parallel.pp of at most {blocks}"
-    raise LayoutError(f"{many}, but the model has only {blocks} blocks: {instead}")
+        raise LayoutError(f"{many}, but the model has only {blocks} blocks: write at most {blocks // chunks}")
+    raise LayoutError(
+        f"{many}, but the model has {blocks or 'no'} repeating blocks, too few to be divided into stages: have the "
+        "task's blocks() name modules that follow each other, or write strategy=fsdp, or a smaller parallel.chunks"
+    )
 
 
 def require_sizes(sizes: Sequence[int], blocks: int, parts: int) -> tuple[int, ...]:

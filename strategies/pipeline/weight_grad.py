@@ -82,20 +82,18 @@ class _Linear(torch.autograd.Function):
         dx = dy.matmul(w) if ctx.needs_input_grad[0] else None
         flat_dy, flat_x, parameter = dy.flatten(0, -2), x.flatten(0, -2), ctx.parameter
         db = flat_dy.sum(0) if ctx.needs_input_grad[2] else None
-        same = dy.dtype == x.dtype == parameter.dtype  # and not the gradient of a product in bfloat16
-        into = (lambda g: g.addmm_(flat_dy.T, flat_x)) if same else None
-        ctx.deferred.put(lambda: _add(parameter, lambda: flat_dy.T @ flat_x, into))
+        ctx.deferred.put(lambda: _add(parameter, flat_dy, flat_x))
         return dx, None, db, None, None
 
 
 @torch.no_grad()
-def _add(parameter: Tensor, fresh: Callable[[], Tensor], into: Callable[[Tensor], Any] | None = None) -> None:
-    """Adds to the parameter's gradient (to this worker's shard of it) what `fresh` gives, or `into` adds in place."""
+def _add(parameter: Tensor, dy: Tensor, x: Tensor) -> None:
+    """Adds dyᵀ·x to the parameter's gradient (to this worker's shard of it)."""
     own = None if parameter.grad is None else local(parameter.grad)
-    if own is not None and into is not None:
-        into(own)
+    if own is not None and dy.dtype == x.dtype == own.dtype:  # not the gradient of a product in bfloat16
+        own.addmm_(dy.T, x)
         return
-    found = fresh()
+    found = dy.T @ x
     if own is not None:
         own.add_(found)
     elif isinstance(parameter, DTensor):

@@ -44,24 +44,22 @@ def test_two_ranks_get_what_gloo_gives_to_the_last_bit(numbers: int, dtype: torc
         assert np.array_equal(ours, gloo)
 
 
-def test_of_more_ranks_all_get_the_same_bits_and_the_average() -> None:
-    found = [ours for ours, _ in run_distributed(_both, 3, 1000, torch.float32)]
-    exact = sum(_random(rank, 1000, torch.float64) for rank in range(3)) / 3
-    assert all(np.array_equal(ours, found[0]) for ours in found)
-    assert np.allclose(found[0], exact, rtol=1e-6, atol=1e-7)
-
-
-def _short(rank: int) -> tuple[list[float], list[int]]:
+def _of_three(rank: int) -> tuple[np.ndarray, list[float], list[int]]:
+    average, _ = _both(rank, 1000, torch.float32)
     shared = shared_memory_all_reduce(None, CPU)
     assert shared is not None
     total = shared.sum_(torch.tensor([1.0 + rank, 10.0], dtype=torch.float64)).tolist()
     everyones = [int(each[0]) for each in shared.gather(torch.full((7,), rank, dtype=torch.uint8))]
     shared.close()
-    return total, everyones
+    return average, total, everyones
 
 
-def test_short_tensors_are_added_and_gathered_in_order_of_rank() -> None:
-    assert run_distributed(_short, 3) == [([6.0, 30.0], [0, 1, 2])] * 3
+def test_of_more_ranks_all_get_the_same_bits_in_order_of_rank() -> None:
+    found = run_distributed(_of_three, 3)
+    exact = sum(_random(rank, 1000, torch.float64) for rank in range(3)) / 3
+    for average, total, everyones in found:
+        assert np.array_equal(average, found[0][0]) and np.allclose(average, exact, rtol=1e-6, atol=1e-7)
+        assert (total, everyones) == ([6.0, 30.0], [0, 1, 2])
 
 
 def _left_alone(rank: int) -> str:

@@ -53,10 +53,15 @@ def test_every_stage_trains_the_same_model_and_checkpoints_go_both_ways(tmp_path
     assert all(difference.within(2e-5) for difference in found.values()), found
 
 
-def test_offload_keeps_the_experiments_optimizer() -> None:
-    """DeepSpeed would refuse any optimizer but its own beside CPU offload."""
-    given = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
-    assert deepspeed.configuration(given)["zero_force_ds_cpu_optimizer"] is False
+def test_a_configuration_keeps_what_is_the_persons_and_takes_what_is_the_experiments() -> None:
+    """DeepSpeed itself clips at 1.0, and refuses any optimizer but its own beside CPU offload. "auto" is Hugging
+    Face's."""
+    zero = {"stage": 3, "reduce_bucket_size": 7, "offload_optimizer": {"device": "cpu"}}
+    given = {"train_batch_size": "auto", "zero_optimization": zero}
+    found = deepspeed.configuration(given)
+    assert found["zero_optimization"] == zero and "train_batch_size" not in found
+    assert found["gradient_clipping"] == 0.0 and found["gradient_accumulation_steps"] == 1
+    assert found["zero_force_ds_cpu_optimizer"] is False and given["train_batch_size"] == "auto"
 
 
 @pytest.mark.skipif(HERE, reason="deepspeed is installed here")

@@ -47,12 +47,12 @@ def test_choose(name: str, workers: int, degrees: dict[str, Any], expected: str)
         ("ddp", 4, {"dp_replicate": 3}, ["3", "4 workers", "workers=3"]),
         ("tensor", 4, {"tp": 3}, ["tp 3", "4 workers"]),
         ("single", 2, {}, ["2 workers", "single is one device: write workers=1, or strategy=ddp"]),
-        ("ddp", 4, {"dp_shard": 2}, ["parallel.dp_shard=2", "hsdp"]),
+        ("ddp", 4, {"dp_shard": 2}, ["parallel.dp_shard=2", "strategy=auto"]),
         ("single", 1, {"tp": 2}, ["parallel.tp=2"]),
         ("hsdp", 4, {}, ["parallel.dp_shard", "divisor of 4"]),
         ("fsdp+tensor", 4, {}, ["parallel.dp_shard or parallel.tp"]),
         ("ddp+fsdp", 4, {}, ["does not combine"]),
-        ("zero1+pipeline", 4, {"pp": 2}, ["write fsdp"]),
+        ("zero1+pipeline", 4, {"pp": 2}, ["does not combine: write one of ddp, fsdp, hsdp, then"]),
         ("fsdp", 4, {"tp": 0}, ["parallel.tp is 0"]),
         ("ddp", 0, {}, ["0 workers"]),
     ],
@@ -65,6 +65,7 @@ def test_choose_refuses_in_one_sentence(name: str, workers: int, degrees: dict[s
         assert word in str(caught.value)
 
 
+NO_FP8 = (("tensor", 2), ("pipeline", 2), ("dp", 1), ("deepspeed", 2))
 FSDP_TENSOR = choose("fsdp", 4, tp=2)
 
 
@@ -84,6 +85,13 @@ FSDP_TENSOR = choose("fsdp", 4, tp=2)
         (choose("ddp", 2), {"bucket_mb": 0.0}, {}, ["parallel.bucket_mb"]),
         (choose("dp", 1), {"reduce_dtype": "bf16"}, {}, ["parallel.reduce_dtype=bf16", "float32", "strategy=ddp"]),
         (choose("deepspeed", 2), {"reduce_dtype": "bf16"}, {}, ["communication_data_type"]),
+        (choose("deepspeed", 2), {"precision": "fp16"}, {}, ["train.precision=fp16"]),
+        (choose("deepspeed", 2), {"deepspeed": {"train_batch_size": 8}}, {}, ["sets train_batch_size"]),
+        (choose("deepspeed", 2), {"deepspeed": {"zero_optimization": {"stage": 0}}}, {}, ["stage 0: write 1, 2 or 3"]),
+        *(
+            (choose(name, n), {"precision": "fp8"}, {}, [f"fp8 does not work with strategy {name}"])
+            for name, n in NO_FP8
+        ),
         (choose("ddp", 2), {"reduce_dtype": "bf16", "compression": "powersgd"}, {}, ["powersgd", "one of them"]),
     ],
 )

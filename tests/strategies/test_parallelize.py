@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,8 @@ from torch import Tensor, nn
 
 from experiments.parity import curves
 from experiments.parity.rows import Row
-from strategies import deepspeed
 from strategies.blocks import find_blocks
-from strategies.parallelize import LayoutError, Options, Parallel, check, choose, parallelize
+from strategies.parallelize import LayoutError, Options, Parallel, choose, parallelize
 from strategies.tensor import plan as tensor_plan
 from tests.pool import run_distributed
 from tests.strategies.models import (
@@ -58,10 +58,19 @@ def _messages(row: Row, make: Any, plan: dict[str, str] | None = None, options: 
     return [_message(0, *args)] if row.workers == 1 else run_distributed(_message, row.workers, *args)
 
 
-def test_unused_parameters_under_ddp_are_named() -> None:
-    for message in _messages(Row("ddp", 2), PartlyUsed):
-        assert "idle.weight and 3 more" in message and "fsdp" in message and "\n" not in message
-        assert "parallel.find_unused_parameters=true" in message
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (Row("ddp", 2), "idle.weight and 3 more, .*fsdp.*parallel.find_unused_parameters=true"),
+        (Row("ddp+tensor", 4, {"tp": 2}), "idle.*fsdp"),
+        (Row("fsdp", 2), "no error"),
+        (Row("tensor", 2), "no error"),
+    ],
+    ids=str,
+)
+def test_unused_parameters_are_named_where_they_would_be_waited_for(row: Row, words: str) -> None:
+    for message in _messages(row, PartlyUsed):
+        assert re.search(words, message) and "\n" not in message
 
 
 class Changing(nn.Module):
@@ -89,16 +98,6 @@ def _changing(_: int, row: Row) -> curves.Curve:
 def test_a_step_may_leave_parameters_out_where_they_are_looked_for() -> None:
     found = curves.difference(_changing(0, Row("single", 1)), run_distributed(_changing, 2, Row("ddp", 2))[0])
     assert found.within(1e-5), found
-
-
-def test_unused_parameters_under_ddp_and_tensor_are_named() -> None:
-    for message in _messages(Row("ddp+tensor", 4, {"tp": 2}), PartlyUsed):
-        assert "idle" in message and "fsdp" in message
-
-
-@pytest.mark.parametrize("row", [Row("fsdp", 2), Row("tensor", 2)], ids=str)
-def test_unused_parameters_are_fine_elsewhere(row: Row) -> None:
-    assert set(_messages(row, PartlyUsed)) == {"no error"}
 
 
 def test_a_model_with_nothing_to_train() -> None:
@@ -211,25 +210,3 @@ def test_batch_norm_under_a_split_batch_is_said_aloud(row: Row) -> None:
         alone(image_batch(step)[0].chunk(2)[0])
     torch.testing.assert_close(state["norm.running_mean"], alone.norm.running_mean)
     assert state["norm.num_batches_tracked"] == 3
-
-
-@pytest.mark.parametrize(
-    ("given", "precision", "words"),
-    [
-        ({"train_batch_size": 8, "zero_optimization": {"stage": 2}}, "fp32", "sets train_batch_size"),
-        ({"zero_optimization": {"stage": 0}}, "fp32", "stage 0: write 1, 2 or 3"),
-        (None, "fp16", "train.precision=fp16"),
-    ],
-)
-def test_a_deepspeed_configuration_that_cannot_be(given: Any, precision: str, words: str) -> None:
-    with pytest.raises(LayoutError, match=words):
-        check(choose("deepspeed", 2), Options(precision=precision, deepspeed=given))
-
-
-def test_a_deepspeed_configuration_keeps_what_is_the_persons() -> None:
-    """And "auto", as Hugging Face writes, is no claim; clipping is off, for DeepSpeed's own default is 1.0."""
-    given = {"train_batch_size": "auto", "zero_optimization": {"stage": 3, "reduce_bucket_size": 7}}
-    found = deepspeed.configuration(given)
-    assert found["zero_optimization"] == {"stage": 3, "reduce_bucket_size": 7} and "train_batch_size" not in found
-    assert found["gradient_clipping"] == 0.0 and found["gradient_accumulation_steps"] == 1
-    assert given["train_batch_size"] == "auto"

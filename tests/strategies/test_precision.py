@@ -17,7 +17,7 @@ from app.models.gpt import GPT
 from app.run.prepare import check_devices
 from strategies import precision
 from strategies.layout import LayoutError
-from strategies.parallelize import Layout, Options, check, choose, parallelize
+from strategies.parallelize import Layout, Options, choose, parallelize
 from strategies.precision import FORWARD, GRADIENT, Float8Linear, multiply, quantise
 from tests.pool import run_distributed
 
@@ -98,13 +98,6 @@ def test_layers_of_blocks_whose_sizes_16_divides_are_chosen_and_no_others() -> N
     assert list(model.state_dict()) == names
     with pytest.raises(LayoutError, match="no linear layer whose sizes 16 divides"):
         precision.use_float8(nn.ModuleList([nn.Linear(20, 20)]), ["0"])
-
-
-@pytest.mark.parametrize("name", ["tensor", "pipeline", "dp", "deepspeed"])
-def test_a_layout_whose_layers_compute_in_their_own_way_is_refused(name: str) -> None:
-    with pytest.raises(LayoutError, match=f"fp8 does not work with strategy {name}"):
-        check(choose(name, 1 if name == "dp" else 2), Options(precision="fp8"))
-    check(choose("fsdp", 2), Options(precision="fp8"))
 
 
 def test_it_is_refused_without_a_gpu_and_on_one_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,13 +90,6 @@ def test_bubbles_are_what_the_papers_say(name: str) -> None:
             assert found == pytest.approx(formula)
 
 
-@pytest.mark.parametrize("weight", [0.3, 0.6, 1.0])
-def test_a_v_waits_for_nobody_whatever_share_the_weights_have(weight: float) -> None:
-    for stages in (2, 4, 8):
-        schedule = make("zbv", stages, 4 * stages, 2)
-        assert bubble(simulate(schedule, Times(1.0, 1.1, weight))) < 0.07
-
-
 def test_h1_is_drawn_as_in_the_paper() -> None:
     assert str(make("zb_h1", 2, 3)).splitlines() == ["F0 F1 B0 W0 F2 B1 W1 B2 W2", "F0 B0 F1 B1 W0 F2 B2 W1 W2"]
     assert str(make("1f1b", 2, 3)).splitlines() == ["F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"]
@@ -146,12 +139,12 @@ def test_of_equally_good_cuts_the_even_one() -> None:
     ("stages", "options", "facts", "sentence"),
     [
         (4, {}, {"blocks": 3}, "parallel.pp is 4, but the model has only 3 blocks: write at most 3"),
-        (2, {}, {"blocks": 0}, "no repeating blocks, which cannot be divided into stages: .*name.*strategy=fsdp"),
+        (2, {}, {"blocks": 0}, "no repeating blocks, too few to be divided into stages: .*name.*strategy=fsdp"),
         (
             2,
             {"schedule": "interleaved_1f1b", "chunks": 3},
             {"blocks": 4},
-            "2 with 3 chunks each, but .* 4 blocks: write parallel.schedule=1f1b, and a parallel.pp of at most 4",
+            "2 with 3 chunks each, but .* 4 repeating blocks, .* or a smaller parallel.chunks",
         ),
         (4, {"schedule": "zb_h2"}, {"micro_batches": 6}, "needs at least 7 micro-batches.* are 6.*schedule=zb_h1"),
         (4, {"schedule": "interleaved_1f1b", "chunks": 2}, {"micro_batches": 6}, "groups of 4.*has 6.*=1f1b"),

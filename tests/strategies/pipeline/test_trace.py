@@ -145,14 +145,6 @@ def llama() -> nn.Module:
     )
 
 
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"vocab_size": 32, "n_embd": 16, "n_layer": 4, "n_head": 4, "n_positions": 16}
-    quiet = {"bos_token_id": 0, "eos_token_id": 0, "loss_type": "ForCausalLM"}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **quiet, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
-
-
 def t5() -> nn.Module:
     """Encoder and decoder: one table read at three places, the encoder's output read by every decoder block."""
     from transformers import T5Config, T5ForConditionalGeneration
@@ -182,7 +174,6 @@ def translation_loss(model: nn.Module, batch: Any) -> Tensor:
 
 CHAINS: dict[str, tuple[Callable[[], nn.Module], Loss, Callable[[int], Any]]] = {
     "llama": (llama, decoder_loss, language_batch),
-    "gpt2": (gpt2, decoder_loss, language_batch),
     "t5": (t5, translation_loss, language_batch),
     "skips": (Skips, language_loss, language_batch),
     "dicts": (Dicts, classifier_loss, vector_batch),

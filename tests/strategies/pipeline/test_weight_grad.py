@@ -19,7 +19,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-def _gradients(name: str, deferred: bool, recompute: str = "none", half: bool = False) -> tuple[Any, ...]:
+def _gradients(name: str, deferred: bool, recompute: str = "none") -> tuple[Any, ...]:
     make, shape = MODELS[name]
     model, later = seeded(make)(), DeferredWeightGrad()
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1), requires_grad=True)
@@ -28,10 +28,9 @@ def _gradients(name: str, deferred: bool, recompute: str = "none", half: bool = 
         later.wrap(model)
     activation_checkpointing.apply(model, [], recompute)
     for _ in range(2):  # gradients add up
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
-            y = model(x)
+        y = model(x)
         later.waiting = [] if deferred else None
-        y.float().square().sum().backward()
+        y.square().sum().backward()
         waited += [key for key, p in model.named_parameters() if p.grad is None]
         if later.waiting is not None:
             finish(later.waiting)
@@ -47,9 +46,3 @@ def test_both_halves_make_the_whole(name: str, recompute: str) -> None:
     assert halves[2], "some weights had no gradient before they were finished"
     assert all(key.endswith("weight") for key in halves[2])
     assert not whole[2]
-
-
-def test_products_in_sixteen_bits() -> None:
-    whole, halves = _gradients("transformer", False, half=True), _gradients("transformer", True, half=True)
-    torch.testing.assert_close(halves[1], whole[1], rtol=2e-2, atol=2e-2)
-    assert all(gradient.dtype == torch.float32 for gradient in halves[1].values())
