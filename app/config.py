@@ -50,9 +50,6 @@ class ParallelConfig:
     """With ddp: size of a gradient bucket, in MiB; smaller starts communicating earlier."""
     find_unused_parameters: bool = False
     """With ddp: a step may leave parameters out; they are looked for in each, which takes time."""
-    shared_memory: bool = True
-    """With ddp on the CPUs of one machine: average gradients in memory that the workers share, which is several times
-    faster than gloo's sockets. false: always through gloo."""
     accumulate_sharded: Optional[bool] = None
     """With dp_shard and several micro-batches: reduce-scatter each one's gradients instead of keeping whole ones
     until the last (less memory, more communication). null: zero2 yes, zero1 no, fsdp on a GPU of which whole ones

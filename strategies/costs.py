@@ -76,7 +76,7 @@ class UnitSize:
 
 @dataclass(frozen=True)
 class RankSize:
-    """All units that one rank holds, added up; what is not said here is as in UnitSize."""
+    """All units that one rank holds, added up."""
 
     parameters: Number
     gradients: Number

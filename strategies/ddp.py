@@ -79,7 +79,7 @@ def _register_hook(
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif options.reduce_dtype == "bf16":
         wrapped.register_comm_hook(group, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket))
-    elif options.shared_memory and (shared := shared_memory_all_reduce(group, device)) is not None:
+    elif (shared := shared_memory_all_reduce(group, device)) is not None:
         wrapped.register_comm_hook(shared, lambda shared, bucket: _done(shared.average_(bucket.buffer())))
 
 

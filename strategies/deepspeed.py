@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import os
 from contextlib import AbstractContextManager
 from typing import Any
@@ -39,17 +38,6 @@ PACKAGE = "deepspeed"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 OURS = (*_BATCH, "optimizer", "scheduler", "fp16", "bf16")
 """Keys of a DeepSpeed JSON that the experiment decides."""
-
-
-def require() -> Any:
-    """The deepspeed package. Raises LayoutError if it, or what it needs, is missing."""
-    try:
-        return importlib.import_module(PACKAGE)
-    except Exception as error:  # it imports, and builds, a great deal
-        raise LayoutError(
-            f"strategy deepspeed needs the deepspeed package, which does not import ({type(error).__name__}: {error}): "
-            "pip install deepspeed, or write strategy=zero2 or fsdp, which need nothing more"
-        ) from error
 
 
 def configuration(given: dict[str, Any] | None) -> dict[str, Any]:
@@ -84,7 +72,6 @@ def configuration(given: dict[str, Any] | None) -> dict[str, Any]:
 
 def apply(setup: Setup) -> Applied:
     """The module as it is: the engine takes it over once it has the optimizer (`prepare_optimizer`)."""
-    require()
     config = configuration(setup.options.deepspeed)
     setup.load()
     parallel = functools.partial(DeepSpeedParallel, config=config)
@@ -117,7 +104,8 @@ class DeepSpeedParallel(Parallel):
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
-        deepspeed = require()
+        import deepspeed
+
         self.engine = deepspeed.initialize(
             model=self.inner, optimizer=optimizer, config=self.config, dist_init_required=False
         )[0]

@@ -71,8 +71,6 @@ class ParallelDims:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's place along each dimension."""
-        if not 0 <= rank < self.world_size:
-            raise LayoutError(f"rank {rank} is not one of the {self.world_size} workers of {self}")
         place = {}
         for name in reversed(NAMES):
             rank, place[name] = divmod(rank, getattr(self, name))
@@ -198,8 +196,6 @@ class Options:
     """With ddp: gradients on the wire: none or powersgd (lossy)."""
     bucket_mb: float = 25.0
     """With ddp: size of a gradient bucket, MiB."""
-    shared_memory: bool = True
-    """With ddp on the CPUs of one machine: gradients are averaged in memory that they share (cpu_collectives/)."""
     deepspeed: dict[str, Any] | None = None
     """With deepspeed: the contents of a DeepSpeed JSON. None: ZeRO stage 2."""
     find_unused_parameters: bool = False

@@ -79,7 +79,7 @@ def main(
 ) -> None:
     """One step of ours beside one written by hand, in the same processes. (mnist is for ddp only.)
 
-    KEYS: of an experiment, such as parallel.shared_memory=false; they change ours alone.
+    KEYS: of an experiment, such as parallel.bucket_mb=5; they change ours alone.
     """
     from experiments.benchmarks.plain import WRAPS
 
