@@ -85,7 +85,7 @@ def parallelize(
 
     def load() -> None:
         if on_meta:
-            state.materialise(module, device, torch.device("cpu") if options.offload else device)
+            state.materialise(module, device, options.offload)
             source = build() if dist.get_rank() == 0 else None
             state.fill(module, source, device, partly=division is not None)
         else:

@@ -79,12 +79,14 @@ def batch_norm_notes(module: nn.Module, layout: Layout) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def materialise(module: nn.Module, device: torch.device, parameter_device: torch.device | None = None) -> None:
-    """Gives meta tensors memory, uninitialised; a parameter shared by several modules stays shared."""
+def materialise(module: nn.Module, device: torch.device, offload: bool = False) -> None:
+    """Gives meta tensors memory, uninitialised, on the device; with offload, parameters on the host. A parameter shared
+    by several modules stays shared."""
     made: dict[int, torch.Tensor] = {}
 
-    def real(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
+    def real(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in made:
+            place = torch.device("cpu") if offload and isinstance(tensor, nn.Parameter) else device
             empty = torch.empty_like(tensor, device=place) if tensor.is_meta else tensor.to(place)
             if isinstance(tensor, nn.Parameter) and tensor is not empty:
                 empty = nn.Parameter(empty.detach(), requires_grad=tensor.requires_grad)
@@ -94,12 +96,11 @@ def materialise(module: nn.Module, device: torch.device, parameter_device: torch
 
     keep: list[torch.Tensor] = []  # so that ids stay taken
     for owner in module.modules():
-        for name, parameter in _parameters(owner):
-            made_real = real(parameter, parameter_device or device)
-            delattr(owner, name)  # or torch would read it first, which gathers what tensor parallelism has split
-            setattr(owner, name, made_real)
-        for name, value in [*_buffers(owner), *tensor_attributes(owner)]:
-            setattr(owner, name, real(value, device))
+        for name, tensor in _held(owner):
+            found = real(tensor)
+            if isinstance(tensor, nn.Parameter):  # or torch would read it first, which gathers what tp has split
+                delattr(owner, name)
+            setattr(owner, name, found)
 
 
 @torch.no_grad()
@@ -121,13 +122,8 @@ def fill(module: nn.Module, source: nn.Module | None, device: torch.device, part
         if source is not None:
             value.copy_(whole[name])
         dist.broadcast(value, src=0)
-        target = own.get(name)
-        if target is None:
-            continue
-        if isinstance(target, DTensor):
-            target.to_local().copy_(shard_of(value, target))
-        else:
-            target.copy_(value)
+        if (target := own.get(name)) is not None:
+            copy_whole_or_shard(target, value)
 
 
 def _described(whole: dict[str, torch.Tensor]) -> list[tuple[str, tuple[int, ...], torch.dtype, bool]]:
@@ -144,17 +140,12 @@ def _described(whole: dict[str, torch.Tensor]) -> list[tuple[str, tuple[int, ...
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Everything a module holds under the names its modules know it by; aliases too."""
     for prefix, owner in module.named_modules():
-        dot = prefix + "." if prefix else ""
-        held = [*_parameters(owner), *_buffers(owner), *tensor_attributes(owner)]
-        yield from ((dot + name, tensor) for name, tensor in held)
+        yield from ((f"{prefix}.{name}".lstrip("."), tensor) for name, tensor in _held(owner))
 
 
-def _parameters(owner: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(owner.named_parameters(recurse=False, remove_duplicate=False))
-
-
-def _buffers(owner: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return list(owner.named_buffers(recurse=False, remove_duplicate=False))
+def _held(owner: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    own: dict[str, Any] = {"recurse": False, "remove_duplicate": False}
+    return [*owner.named_parameters(**own), *owner.named_buffers(**own), *tensor_attributes(owner)]
 
 
 def tensor_attributes(owner: nn.Module) -> list[tuple[str, torch.Tensor]]:

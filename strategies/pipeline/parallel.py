@@ -56,7 +56,6 @@ class PipelineParallel(Parallel):
         )
         self.has_loss = runtime.placement.parts - 1 in runtime.stage.own
         self._calls, self._measured = calls, Measured()
-        self._schedules: dict[int, Schedule] = {}
         self._gathered = self._profiling = False
 
     @property
@@ -66,12 +65,8 @@ class PipelineParallel(Parallel):
 
     def schedule(self, micro_batches: int) -> Schedule:
         """The instructions of a step of that number of micro-batches."""
-        if micro_batches not in self._schedules:
-            options = self.options
-            self._schedules[micro_batches] = schedules.make(
-                options.schedule, self.layout.dims.pp, micro_batches, options.chunks
-            )
-        return self._schedules[micro_batches]
+        wanted = self.options
+        return schedules.make(wanted.schedule, self.layout.dims.pp, micro_batches, wanted.chunks)
 
     def forward_backward(
         self,

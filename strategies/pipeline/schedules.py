@@ -161,6 +161,7 @@ SPLIT = ("zb_h1", "zb_h2", "zbv")
 FOLDED = ("zbv",)
 
 
+@functools.cache
 def make(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
     """The schedule of that name.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import signal
@@ -98,47 +99,50 @@ def test_ranks_on_several_machines_all_keep_to_gloo() -> None:
     assert run_distributed(_elsewhere, 2) == [(True, 2.0), (True, 2.0)]
 
 
-TRAIN = """
+def _train(rank: int) -> list[str]:
+    from strategies.parallelize import choose, parallelize
+
+    def build() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(7, 33), torch.nn.Tanh(), torch.nn.Linear(33, 3))
+
+    lines = []
+    for name in ("ddp", "fsdp"):
+        parallel = parallelize(build, choose(name, 2), device=torch.device("cpu"))
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.1)
+        for step in range(4):
+            torch.manual_seed(10 * step + rank)
+            loss = parallel.forward_backward([torch.randn(8, 7)], [0.5], lambda module, x: module(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            lines.append(f"{name} {step} {float(parallel.total(loss)):.5f}")
+    return lines
+
+
+SCRIPT = f"""
 import sys
 sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder)]  # only the tree it stands in
 import torch, torch.distributed as dist
-from strategies.parallelize import choose, parallelize
-rank, folder = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
-for number, name in enumerate(("ddp", "fsdp")):
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{number}", 2), rank=rank, world_size=2)
-    def build():
-        torch.manual_seed(0)
-        return torch.nn.Sequential(torch.nn.Linear(7, 33), torch.nn.Tanh(), torch.nn.Linear(33, 3))
-    parallel = parallelize(build, choose(name, 2), device=torch.device("cpu"))
-    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.1)
-    for step in range(4):
-        torch.manual_seed(10 * step + rank)
-        x = torch.randn(8, 7)
-        loss = parallel.forward_backward([x], [0.5], lambda module, x: module(x).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        print(name, step, f"{float(parallel.total(loss)):.5f}")
-    dist.barrier()
-    dist.destroy_process_group()
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+{inspect.getsource(_train)}
+print("\\n".join(_train(rank)))
+dist.barrier()
+dist.destroy_process_group()
 """
-
-
-def _losses(root: Path, scratch: Path) -> list[str]:
-    scratch.mkdir()
-    command = [sys.executable, "-c", TRAIN]
-    with subprocess.Popen([*command, "1", str(scratch)], cwd=root, stdout=subprocess.PIPE):
-        done = subprocess.run([*command, "0", str(scratch)], cwd=root, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
 
 
 @pytest.mark.alone
 def test_the_accelerator_can_be_deleted(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "strategies", tmp_path / "tree" / "strategies", ignore=shutil.ignore_patterns("__pycache__"))
-    with_it = _losses(tmp_path / "tree", tmp_path / "with")
-    shutil.rmtree(tmp_path / "tree" / "strategies" / "cpu_collectives")
-    assert _losses(tmp_path / "tree", tmp_path / "without") == with_it and len(with_it) == 8
+    tree, store = tmp_path / "tree", str(tmp_path / "store")
+    without = shutil.ignore_patterns("__pycache__", "cpu_collectives")
+    shutil.copytree(ROOT / "strategies", tree / "strategies", ignore=without)
+    command = [sys.executable, "-c", SCRIPT]
+    with subprocess.Popen([*command, "1", store], cwd=tree, stdout=subprocess.PIPE):
+        done = subprocess.run([*command, "0", store], cwd=tree, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == run_distributed(_train, 2)[0]
 
 
 def test_it_is_off_with_a_torch_it_was_not_tested_with(monkeypatch: pytest.MonkeyPatch) -> None:
