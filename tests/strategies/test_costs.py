@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import astuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,10 +13,10 @@ from experiments.parity.rows import ROWS, Row
 from strategies import registry
 from strategies.blocks import find_blocks
 from strategies.costs import Cost, ParameterSize, StepShape, model_size, rank_size, unit_size
-from strategies.layout import Layout, ParallelDims
+from strategies.layout import Layout
 from strategies.parallelize import Options, choose, parallelize
 from strategies.tensor.plan import make_plan
-from tests.layout_cost import layout_cost, step_shape
+from tests.layout_cost import layout_cost
 from tests.pool import run_distributed
 from tests.strategies.models import GPT_PLAN, PlainGPT, gpt_trial
 
@@ -105,29 +106,17 @@ def test_freeing_after_forward_holds_two_blocks() -> None:
 
 def test_costs_are_the_same_for_columns_of_layouts() -> None:
     """As the planner asks: every field a numpy array, the answer per row that of the row alone."""
-    np = pytest.importorskip("numpy")
-    rows = [
-        (name, options, pp, micro)
-        for name in ("ddp", "zero1", "zero2", "fsdp", "hsdp")
-        for options in (Options(), Options(precision="bf16", reshard_after_forward=False, accumulate_sharded=True))
-        for pp in (1, 2)
-        for micro in (1, 4)
-    ]
+    unit, ways = unit_size(SIZES, 4), ((4, 4, True, False), (2, 2, False, True))
     for name in ("ddp", "zero1", "zero2", "fsdp", "hsdp"):
-        strategy, own = registry.find(name), [row for row in rows if row[0] == name]
-        steps = [
-            replace(step_shape(Layout(name, ParallelDims(2, 1 if name == "ddp" else 4)), options, micro), pp=pp)
-            for _, options, pp, micro in own
-        ]
-        columns = {f.name: [getattr(step, f.name) for step in steps] for f in fields(StepShape)}
-        together = StepShape(**{key: np.array(v) for key, v in columns.items() if key != "optimizer"})
-        unit = unit_size(SIZES, 4)
+        strategy, shard = registry.find(name), 1 if name == "ddp" else 4
+        steps = [StepShape(2, shard, 1, pp, micro, *way) for pp in (1, 2) for micro in (1, 4) for way in ways]
+        together = StepShape(*(np.array(column) for column in list(zip(*map(astuple, steps)))[:-1]))
         alone = [strategy.cost(rank_size([unit]), step) for step in steps]
         found = strategy.cost(rank_size([unit]), together)
         for part in ("parameters", "gradients", "optimizer", "transient"):
-            assert np.array_equal(np.broadcast_to(getattr(found, part), len(own)), [getattr(c, part) for c in alone])
+            assert np.array_equal(np.broadcast_to(getattr(found, part), len(steps)), [getattr(c, part) for c in alone])
         sent = [[c.bytes * c.times for c in strategy.collectives(unit, step)] for step in steps]
-        columns = [np.broadcast_to(c.bytes * c.times, len(own)) for c in strategy.collectives(unit, together)]
+        columns = [np.broadcast_to(c.bytes * c.times, len(steps)) for c in strategy.collectives(unit, together)]
         assert np.array_equal(np.stack(columns).T, sent)
 
 

@@ -39,10 +39,10 @@ class PartlyUsed(nn.Module):
         return self.used(x)
 
 
-def _message(_: int, row: Row, make: Callable[[], nn.Module], plan: dict[str, str] | None, options: Options) -> str:
+def _message(_: int, row: Row, make: Callable[[], nn.Module], plan: dict[str, str] | None) -> str:
     """Takes one step with accumulation; the sentence it ends with, or "no error"."""
     try:
-        parallel = parallelize(seeded(make), row.layout, options, device=CPU, tensor_plan=plan)
+        parallel = parallelize(seeded(make), row.layout, device=CPU, tensor_plan=plan)
         x = torch.randn(4, 7) if plan is None else torch.randint(0, VOCABULARY, (2, 8))
         for last in (False, True):
             with parallel.micro_step(last):
@@ -53,8 +53,8 @@ def _message(_: int, row: Row, make: Callable[[], nn.Module], plan: dict[str, st
     return "no error"
 
 
-def _messages(row: Row, make: Any, plan: dict[str, str] | None = None, options: Options | None = None) -> list[str]:
-    args = (row, make, plan, options or Options())
+def _messages(row: Row, make: Any, plan: dict[str, str] | None = None) -> list[str]:
+    args = (row, make, plan)
     return [_message(0, *args)] if row.workers == 1 else run_distributed(_message, row.workers, *args)
 
 
