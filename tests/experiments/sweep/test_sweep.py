@@ -158,18 +158,6 @@ def test_schedulers_stop_trials_and_the_target_ends_them(tmp_path: Path, ray_env
     assert ended.json["recommendation"]["values"]["workers"] == 1
 
 
-def test_optuna_goes_on_from_what_it_was_told(tmp_path: Path, ray_environment: dict[str, str]) -> None:
-    arguments = [*write(tmp_path, SHORT), "searcher=optuna", "train.steps=10", "reports=1", "--json"]
-    few = trireme(*arguments, "trials=3", env=ray_environment)
-    assert few.code == 0, few.err
-    first = trials(tmp_path)
-    more = trireme(*arguments, "trials=6", env=ray_environment)
-    assert more.code == 0, more.err
-    found = trials(tmp_path)
-    assert list(found) == list(range(6)) and {i: found[i] for i in range(3)} == first
-    assert len({t["values"]["optimizer.lr"] for t in found.values()}) == 6, "no point twice"
-
-
 def test_population_based_training_copies_the_better_trial(tmp_path: Path, ray_environment: dict[str, str]) -> None:
     text = SHORT.replace("{loguniform: [1.0e-4, 0.3]}", "[0.0, 0.1]").replace("searcher: random", "searcher: grid")
     more = ["scheduler={name: pbt, quantile_fraction: 0.5, resample_probability: 0}", "task_args.step_seconds=0.05"]

@@ -33,7 +33,10 @@ def sweep_of(tmp_path: Path, text: str = BASE, *overrides: str) -> Sweep:
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_grid_is_every_combination(tmp_path: Path) -> None:
+def test_overrides_and_a_grid_of_every_combination(tmp_path: Path) -> None:
+    other = sweep_of(tmp_path, BASE, "searcher=random", "trials=5", "train.steps=7", "scheduler=asha", "target=0.5")
+    assert (other.searcher, other.count, other.scheduler, other.target) == ("random", 5, "asha", 0.5)
+    assert other.experiment.train.steps == 7 and other.longest() == 7
     sweep = sweep_of(tmp_path)
     assert sweep.name == "trial-sweep" and sweep.count == 6
     assert sweep.points is not None
@@ -42,12 +45,6 @@ def test_a_grid_is_every_combination(tmp_path: Path) -> None:
     assert (config.train.global_batch_size, config.optimizer.lr) == (8, 1.0)
     assert (config.run.name, config.run.storage, config.workers) == ("t", "here", "1")
     assert not config.tracking.log_model
-
-
-def test_overrides_reach_sweep_and_experiment(tmp_path: Path) -> None:
-    sweep = sweep_of(tmp_path, BASE, "searcher=random", "trials=5", "train.steps=7", "scheduler=asha", "target=0.5")
-    assert (sweep.searcher, sweep.count, sweep.scheduler, sweep.target) == ("random", 5, "asha", 0.5)
-    assert sweep.experiment.train.steps == 7 and sweep.longest() == 7
 
 
 @pytest.mark.parametrize("name", ["sweep_mnist", "sweep_gpt", "sweep_digits"])
@@ -116,6 +113,15 @@ def test_what_tune_does_not_take(tmp_path: Path, how: str, said: str) -> None:
         scheduler_of(sweep, 64, 4)
 
 
+def test_a_searcher_begins_with_what_is_known_and_goes_on_elsewhere(tmp_path: Path) -> None:
+    known = [{"optimizer.lr": 0.5}, {"optimizer.lr": 0.25}]
+    sweep = sweep_of(tmp_path, RANDOM.replace("searcher: random", "searcher: optuna"))
+    searcher = searcher_of(sweep, known)
+    searcher.set_search_properties("eval/loss", "min", {key: domain.for_tune() for key, domain in sweep.space.items()})
+    found = [searcher.suggest(str(i)) for i in range(4)]
+    assert found[:2] == known and len({point["optimizer.lr"] for point in found}) == 4
+
+
 # --- the store --------------------------------------------------------------------------------------------------------
 
 
@@ -133,12 +139,8 @@ def test_the_store_remembers(tmp_path: Path) -> None:
     assert again.head["uid"] == store.head["uid"]
     assert [t.index for t in again.ended] == [0] and list(again.trials) == ["t000", "t001"], "in their order"
     assert math.isnan(again.trials["t001"].last["metrics"]["eval/loss"])
-
-
-def test_another_sweep_in_the_same_folder_is_refused(tmp_path: Path) -> None:
-    save_head(tmp_path, "sweep", {"about": {"space": {"a": [1]}, "metric": "eval/loss"}})
-    with pytest.raises(UserError, match=r"begun with another space\.a \(\[1\], and now \[2\]\)"):
-        TrialStore(tmp_path, "s", {"space": {"a": [2]}, "metric": "eval/loss"})
+    with pytest.raises(UserError, match=r"begun with another metric \('eval/loss', and now 'eval/x'\)"):
+        TrialStore(tmp_path, "s", {"metric": "eval/x"})
 
 
 # --- what is concluded ------------------------------------------------------------------------------------------------
@@ -216,6 +218,11 @@ def test_what_to_use_by_workers(tmp_path: Path, store: TrialStore) -> None:
         assert row["learning rate"] == pytest.approx(0.002 * row["batch size"] ** 0.5, rel=0.2)
     assert 1 < rows[2]["times faster"] < rows[8]["times faster"] < 8
     assert any(line.startswith("on 8 ") and "predicted" in line for line in answer.sentences)
+    way, times = answer.soonest, {b: LEAST * (1 + NOISE / b) * (0.01 + b * 1e-4) for b in (16, 32, 64, 128, 256)}
+    assert way is not None and times[way["values"][BATCH]] <= 1.1 * min(times.values())
+    then = next_run(sweep, store, answer)
+    assert (then.train.global_batch_size, then.optimizer.lr) == (way["values"][BATCH], way["values"][RATE])
+    assert then.run.name == f"{sweep.name}-next" and then.tracking.log_model == sweep.experiment.tracking.log_model
     answer.critical, answer.noise = None, NOISE
     page = content(sweep, store, answer)
     sections = {section["title"]: section for section in page["sections"]}
@@ -224,30 +231,13 @@ def test_what_to_use_by_workers(tmp_path: Path, store: TrialStore) -> None:
     assert all(word in captions for word in ("best learning rate", "critical batch size", "Samples per second"))
 
 
-def test_the_next_run_is_the_soonest_way(tmp_path: Path, store: TrialStore) -> None:
-    sweep = sweep_of(tmp_path, BASE, "target=0.2")
-    answer = work_out(sweep, store)
-    way = answer.soonest
-    assert way is not None and way["values"].keys() == {BATCH, RATE, "workers"}
-    times = {b: LEAST * (1 + NOISE / b) * (0.01 + b * 1e-4) for b in (16, 32, 64, 128, 256)}
-    assert times[way["values"][BATCH]] <= 1.1 * min(times.values())
-    assert any("critical batch size" in line for line in answer.sentences)
-    then = next_run(sweep, store, answer)
-    assert (then.train.global_batch_size, then.optimizer.lr) == (way["values"][BATCH], way["values"][RATE])
-    assert then.run.name == f"{sweep.name}-next" and then.tracking.log_model == sweep.experiment.tracking.log_model
-
-
-def test_a_target_that_is_never_reached_says_how_near(tmp_path: Path, store: TrialStore) -> None:
-    said = " ".join(work_out(sweep_of(tmp_path, BASE, "target=0.001"), store).sentences)
-    assert "was not reached; the nearest is 0.01" in said
-    assert "worker-seconds of training" in said and "cost" not in said
-
-
 def test_what_a_sweep_cost_is_what_its_runs_have_counted(tmp_path: Path, store: TrialStore) -> None:
     for trial, dollars in zip(world(), (1.5, 2.0)):
         (tmp_path / "s" / trial.name).mkdir(parents=True)
         (tmp_path / "s" / trial.name / "cost.json").write_text(json.dumps({"total": dollars}))
-    assert work_out(sweep_of(tmp_path), store).figures["cost/dollars"] == 3.5
+    answer = work_out(sweep_of(tmp_path, BASE, "target=0.001"), store)
+    assert answer.figures["cost/dollars"] == 3.5
+    assert "was not reached; the nearest is 0.01" in " ".join(answer.sentences)
 
 
 def test_seeds_are_averaged_before_rates_are_compared(tmp_path: Path) -> None:
