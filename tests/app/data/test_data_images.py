@@ -25,11 +25,7 @@ PIXELS = np.arange(6 * 8 * 5, dtype=np.uint8).reshape(6, 8, 5)
 LABELS = np.array([0, 1, 2, 0, 1, 2])
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    return folder
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def idx(array: np.ndarray) -> bytes:

@@ -19,12 +19,7 @@ from app.data import text
 from app.data.text import TokenFile, TokenWindows, find_files, open_tokens, tokenise
 from app.errors import UserError
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    return folder / "trireme"
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def write(path: Path, content: str | bytes) -> Path:
