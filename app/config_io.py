@@ -123,7 +123,7 @@ def explain(config: Config) -> str:
 
     def visit(values: Mapping[str, Any], default: Any, prefix: str, indent: str) -> None:
         for key, value in values.items():
-            lines.extend(f"{indent}# {line}" for line in _wrapped(docs.get(prefix + key, ""), 110 - len(indent)))
+            lines.extend(f"{indent}# {line}" for line in textwrap.wrap(docs.get(prefix + key, ""), 110 - len(indent)))
             if isinstance(value, Mapping) and f"{prefix}{key}." in _SECTIONS:
                 lines.append(f"{indent}{key}:")
                 visit(value, default[key], f"{prefix}{key}.", indent + "  ")
@@ -147,10 +147,6 @@ _SECTIONS = {
 def _flow(value: Any) -> str:
     text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
     return text.removesuffix("...\n").strip()
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------
@@ -211,16 +207,10 @@ def _merge(tree: DictConfig, values: DictConfig, source: str) -> DictConfig:
 
 
 def _nearest_key(key: str) -> str:
-    known = list(documentation())
-    leaf = key.rsplit(".", 1)[-1]
-    near = difflib.get_close_matches(key, known, 1, 0.7) or [k for k in known if k.rsplit(".", 1)[-1] == leaf]
-    near = near or [k for k in known if k.rsplit(".", 1)[-1] in difflib.get_close_matches(leaf, _leaves(), 1, 0.7)]
+    leaves = {known: known.rsplit(".", 1)[-1] for known in documentation()}
+    leaf = difflib.get_close_matches(key.rsplit(".", 1)[-1], leaves.values(), 1, 0.7)
+    near = difflib.get_close_matches(key, leaves, 1, 0.7) or [known for known, last in leaves.items() if last in leaf]
     return f"; did you mean {near[0]!r}?" if near else "; `trireme config` lists the keys"
-
-
-@lru_cache
-def _leaves() -> tuple[str, ...]:
-    return tuple(key.rsplit(".", 1)[-1] for key in documentation())
 
 
 def _wrong_type(error: Exception, values: DictConfig, at: str) -> str:

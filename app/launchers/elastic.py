@@ -98,14 +98,11 @@ class Elastic:
         return next((n for n in counts if self.prepared(n) is not None), 0)
 
     def job(self, job: Job, workers: int) -> Job:
-        """The same run with another number of workers."""
+        """The same run with another number of workers, on the nodes that are not excluded now."""
         prepared = self.prepared(workers)
         assert prepared is not None, f"{workers} workers make no layout"
-        return self.with_nodes(replace(job, config=prepared.config, layout=prepared.layout, stages=None))
-
-    def with_nodes(self, job: Job) -> Job:
-        """The job on the nodes that are not excluded now."""
-        return replace(job, config=with_values(job.config, {"cluster.exclude_nodes": self.excluded_nodes}))
+        config = with_values(prepared.config, {"cluster.exclude_nodes": self.excluded_nodes})
+        return replace(job, config=config, layout=prepared.layout, stages=None)
 
     # --- capacity -------------------------------------------------------------------------------------------------
 

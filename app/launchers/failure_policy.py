@@ -193,30 +193,31 @@ def mean_time_between_failures(failures: int, seconds: float, nodes: int) -> flo
 # --- what to call it --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Death:
-    """What is known of a rank that is gone."""
+def describe_death(
+    who: str,
+    step: int,
+    *,
+    node_lost: bool = False,
+    announced: str = "",
+    oom_kills: int = 0,
+    ray_oom: bool = False,
+    fatal_error: str = "",
+) -> tuple[Kind, str]:
+    """What kind of death it was, and the sentence for a person; the surest sign decides.
 
-    who: str  # "worker 3, process 4711 on 10.0.0.2,"
-    step: int
-    node_lost: bool = False
-    announced: str = ""  # the preemption notice that came before: "AWS takes it back at 12:03"
-    oom_kills: int = 0  # processes that the kernel of its node has ended for memory since the attempt began
-    ray_oom: bool = False  # Ray says that it ended it for memory
-    fatal_error: str = ""  # of its log: "Fatal Python error: Segmentation fault"
-
-
-def describe_death(death: Death) -> tuple[Kind, str]:
-    """What kind of death it was, and the sentence for a person; the surest sign decides."""
-    when = f"after step {death.step:,}" if death.step else "before the first step"
-    if death.node_lost and death.announced:
-        return Kind.PREEMPTED, f"{death.who} went {when} with its node, as announced ({death.announced})"
-    if death.node_lost:
-        return Kind.NODE_LOST, f"{death.who} died {when} with its node"
-    if death.ray_oom:
-        return Kind.OUT_OF_MEMORY, f"{death.who} died {when}, ended by Ray because its node ran out of memory"
-    if death.fatal_error:
-        return Kind.DIED, f"{death.who} died {when}: {death.fatal_error}"
-    if death.oom_kills:
-        return Kind.OUT_OF_MEMORY, f"{death.who} died {when}, killed by the kernel for memory"
-    return Kind.DIED, f"{death.who} died {when}"
+    who: "worker 3, process 4711 on 10.0.0.2,". announced: the preemption notice that came before. oom_kills: processes
+    that the kernel of its node has ended for memory since the attempt began. ray_oom: Ray says that it ended it for
+    memory. fatal_error: of its log, such as "Fatal Python error: Segmentation fault".
+    """
+    when = f"after step {step:,}" if step else "before the first step"
+    if node_lost and announced:
+        return Kind.PREEMPTED, f"{who} went {when} with its node, as announced ({announced})"
+    if node_lost:
+        return Kind.NODE_LOST, f"{who} died {when} with its node"
+    if ray_oom:
+        return Kind.OUT_OF_MEMORY, f"{who} died {when}, ended by Ray because its node ran out of memory"
+    if fatal_error:
+        return Kind.DIED, f"{who} died {when}: {fatal_error}"
+    if oom_kills:
+        return Kind.OUT_OF_MEMORY, f"{who} died {when}, killed by the kernel for memory"
+    return Kind.DIED, f"{who} died {when}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.errors import NonFiniteError, RunFailed, UserError
-from app.launchers.failure_policy import Death, Failure, Kind, describe_death
+from app.launchers.failure_policy import Failure, Kind, describe_death
 from app.launchers.workers import Failures, WorkerInfo, WorkerLost
 from strategies.layout import LayoutError
 
@@ -95,19 +95,17 @@ def _death(rank: int | None, error: WorkerLost, state: State) -> tuple[Kind, str
     ray_oom = "OUT_OF_MEMORY" in error.details or "OutOfMemory" in error.details
     if info is None:
         who = str(error) or (f"worker {rank}" if rank is not None else "a worker")
-        return describe_death(Death(who, state.step, ray_oom=ray_oom))
+        return describe_death(who, state.step, ray_oom=ray_oom)
     lost = "node died" in error.details.lower() or not state.nodes.is_alive(info.node)
     kills = None if lost else state.nodes.oom_kills(info.node)
     return describe_death(
-        Death(
-            str(info),
-            state.step,
-            node_lost=lost,
-            announced=dict(state.nodes.preempted).get(info.node, ""),
-            oom_kills=max(0, kills - info.oom_kills) if kills is not None else 0,
-            ray_oom=ray_oom,
-            fatal_error=fatal_error(state.logs / f"rank-{rank}.log", info.log_bytes),
-        )
+        str(info),
+        state.step,
+        node_lost=lost,
+        announced=dict(state.nodes.preempted).get(info.node, ""),
+        oom_kills=max(0, kills - info.oom_kills) if kills is not None else 0,
+        ray_oom=ray_oom,
+        fatal_error=fatal_error(state.logs / f"rank-{rank}.log", info.log_bytes),
     )
 
 
@@ -116,7 +114,7 @@ def _lost_with_node(workers: Mapping[int, WorkerInfo], state: State) -> tuple[Ki
     for _, info in sorted(workers.items()):
         if not state.nodes.is_alive(info.node):
             announced = dict(state.nodes.preempted).get(info.node, "")
-            return describe_death(Death(str(info), state.step, node_lost=True, announced=announced))
+            return describe_death(str(info), state.step, node_lost=True, announced=announced)
     return None
 
 

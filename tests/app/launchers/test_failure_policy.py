@@ -10,7 +10,6 @@ import pytest
 from app.launchers.failure_policy import (
     Action,
     Capacity,
-    Death,
     Failure,
     Kind,
     Limits,
@@ -151,4 +150,4 @@ WHO = "worker 3, process 47 on 10.0.0.2,"
 )
 def test_the_true_cause_in_one_sentence(known: dict[str, Any], kind: Kind, sentence: str) -> None:
     everything: dict[str, Any] = {"who": WHO, "step": 812} | known
-    assert describe_death(Death(**everything)) == (kind, sentence)
+    assert describe_death(**everything) == (kind, sentence)

@@ -231,15 +231,6 @@ def test_announced_ends_are_not_counted() -> None:
         scene.go(dies(0, 20))
 
 
-def test_the_users_own_error_at_the_same_step_ends_the_run() -> None:
-    def raises(scene: Scene) -> Failures:
-        scene.steps(7)
-        return {0: ValueError("a bug"), 1: RuntimeError("Connection reset by peer")}
-
-    with pytest.raises(RunFailed, match=r"ValueError on worker 0: a bug.*twice at the same step"):
-        Scene().go(raises, raises)
-
-
 def test_a_hang_ends_the_culprit_and_keeps_every_stack() -> None:
     def hangs(scene: Scene) -> Failures | None:
         if scene.killed:
