@@ -78,7 +78,6 @@ prepare(config, read_task(config), 2, devices_per_node=None)"""
 @pytest.mark.parametrize(
     ("code", "not_needed"),
     [
-        ("import strategies", RAY),
         ("import strategies.parallelize", RAY),
         ("import app.loop", RAY),
         ("import app.tracking.tracker, app.tracking.settings", (*RAY, "torch")),

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,27 +41,24 @@ def test_a_kill_at_any_file_operation(tmp_path: Path) -> None:
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["wrong"] == [], report
     assert report["kills"] >= 60, "the killer saw the operations"
-    assert set(report["newest"]) == {"1", "2", "3"}, "there were kills before, between and after the commits"
+    assert report["newest"] == [1, 2, 3], "there were kills before, between and after the commits"
 
 
 def serve(folder: str) -> None:
     """In the subprocess: every kill, and a line of JSON about what was found after them."""
     wrong: list[str] = []
-    newest: dict[str, int] = {}
-    kills = 0
-    while True:
-        here = Path(folder, "c")
+    newest: set[int] = set()
+    kills, killed, here = 0, True, Path(folder, "c")
+    while killed:
         shutil.rmtree(here, ignore_errors=True)
         _save(here, 1)
-        killed = _run_and_kill(_save_twice, here, at=kills + 1)
-        problem, step = _look(here)
-        newest[str(step)] = newest.get(str(step), 0) + 1
-        if problem:
-            wrong.append(f"after operation {kills}: {problem}")
-        if not killed:
-            break
-        kills += 1
-    print(json.dumps({"kills": kills, "wrong": wrong, "newest": newest}))
+        killed = _save_and_die(here, 2, 3, at=kills + 1)
+        try:
+            newest.add(_look(here))
+        except AssertionError as error:
+            wrong.append(f"killed at operation {kills + 1}: {error}")
+        kills += killed
+    print(json.dumps({"kills": kills, "wrong": wrong, "newest": sorted(newest)}))
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -78,30 +76,21 @@ def _save(folder: Path, *steps: int) -> None:
     checkpointer.close()
 
 
-def _save_twice(folder: Path) -> None:
-    _save(folder, 2, 3)
-
-
-def _run_and_kill(do: Callable[[Path], None], folder: Path, at: int) -> bool:
-    """Whether `do`, in a fork, was killed at its `at`-th operation (or ended before it came to that)."""
+def _save_and_die(folder: Path, *steps: int, at: int) -> bool:
+    """Whether saving, in a fork, was killed at its `at`-th operation (or ended before it came to that)."""
     child = os.fork()
     if child == 0:
         try:
             _arm(at)
-            do(folder)
+            _save(folder, *steps)
             os._exit(0)
         except BaseException:
-            import traceback
-
             traceback.print_exc()
         finally:
             os._exit(3)
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
-        return True
-    if os.waitstatus_to_exitcode(status) != 0:
-        raise RuntimeError(f"the saver failed with status {status}")
-    return False
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, -signal.SIGKILL), f"the saver failed: {code}"
+    return code != 0
 
 
 def _arm(at: int) -> None:
@@ -146,31 +135,24 @@ def _arm(at: int) -> None:
     threading.setprofile(profile)
 
 
-def _look(folder: Path) -> tuple[str | None, int | None]:
-    """What is wrong with what a killed saver has left, if anything; and the newest good step."""
+def _look(folder: Path) -> int:
+    """The newest good step of what a killed saver has left. AssertionError: something is wrong with it."""
     import torch
 
     from app import checkpoint
 
-    good, passed = checkpoint.latest_good(str(folder))
-    if good is None or passed:
-        return f"no good checkpoint, or damaged ones were committed: {passed}", None
+    good, skipped = checkpoint.latest_good(str(folder))
+    assert good is not None and not skipped, f"no good checkpoint, or damaged ones were committed: {skipped}"
     listed = [fault for commit in checkpoint.commits(str(folder)) for fault in checkpoint.verify(commit)]
-    if listed:
-        return f"a damaged checkpoint is listed: {listed}", good.step
-    into = _state(0)
+    assert not listed, f"a damaged checkpoint is listed: {listed}"
+    into, right = _state(0), _state(good.step)
     checkpoint.load(good, into)
-    if not all(torch.equal(t, _state(good.step)["model"][name]) for name, t in into["model"].items()):
-        return f"step {good.step} holds another step's tensors", good.step
-    if into["n"] != good.step or checkpoint.load_per_rank(good, 0) != {"step": good.step}:
-        return f"step {good.step} holds another step's numbers", good.step
+    assert torch.equal(into["model"]["w"], right["model"]["w"]) and into["n"] == good.step, "another step's state"
+    assert checkpoint.load_per_rank(good, 0) == {"step": good.step}, "another step's own state"
     checkpoint.sweep(str(folder))
     left = sorted(entry.name for entry in folder.iterdir())
-    if left != sorted(Path(c.path).name for c in checkpoint.commits(str(folder))):
-        return f"sweep left {left}", good.step
-    if sorted(p.name for p in Path(good.path).iterdir()) != sorted([*good.files, "COMMIT.json"]):
-        return f"sweep left something in {good.path}", good.step
+    assert left == sorted(Path(c.path).name for c in checkpoint.commits(str(folder))), f"sweep left {left}"
+    assert sorted(p.name for p in Path(good.path).iterdir()) == sorted([*good.files, "COMMIT.json"]), "sweep left files"
     _save(folder, 9)
-    if [c.step for c in checkpoint.commits(str(folder))] != [9]:
-        return "the following save did not become the only checkpoint", good.step
-    return None, good.step
+    assert [c.step for c in checkpoint.commits(str(folder))] == [9], "the next save is not the only checkpoint"
+    return good.step
