@@ -25,6 +25,7 @@ import psutil
 import pytest
 import torch
 
+from app.cli import main
 from app.launchers import PRELOAD
 
 try:
@@ -45,6 +46,14 @@ class Ended:
     @property
     def json(self) -> dict[str, Any]:
         return json.loads(self.out.strip().splitlines()[-1])
+
+
+def here(patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str], *words: str) -> Ended:
+    """`trireme WORDS` in this process: for what is refused, or only printed, before anything starts."""
+    patch.setattr(sys, "argv", ["trireme", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return Ended(int(ended.value.code or 0), *capture.readouterr())
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -169,12 +169,6 @@ def test_fsdp_survives_a_host_that_is_cut_off(site: Site) -> None:
         lab.mend(victim)
 
 
-def test_a_pipeline_across_hosts(site: Site) -> None:
-    ended = site.submit("pipeline", "workers=2", "strategy=pipeline", "parallel.pp=2", "train.steps=10")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert committed(site.lab.shared / "runs" / "pipeline") == [10]
-
-
 def test_a_pipeline_survives_a_host_with_two_of_its_stages(site: Site) -> None:
     lab, folder = site.lab, site.lab.shared / "runs" / "staged"
     half = f"resources_per_worker.CPU={(os.cpu_count() or 2) / 2:g}"  # two stages on a host

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from ray.job_submission import JobStatus
 
-from app.cli import main
 from app.errors import UserError
 from app.submit import submission
 from app.submit.client import Server as JobServer
@@ -26,6 +25,7 @@ from tests.running import (
     Ended,
     committed,
     environment,
+    here,
     mlflow_run,
     ray_head_with_jobs,
     trireme,
@@ -142,14 +142,6 @@ def test_an_unknown_job_and_a_token_that_expires_end_it() -> None:
         followed(Expired(["one\n", "two\n"]))
 
 
-def here(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    """The exit code of `trireme WORDS` in this process."""
-    monkeypatch.setattr(sys, "argv", ["trireme", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -170,15 +162,13 @@ def test_refused_before_anything_is_sent(
 ) -> None:
     outside = tmp_path / "experiment.yaml"
     outside.write_text("task: tabular\n")
-    code = here(monkeypatch, *(word.format(outside=outside) for word in arguments))
-    printed = capsys.readouterr()
-    assert code == 2 and said in printed.err and "planted" not in printed.out + printed.err
+    ended = here(monkeypatch, capsys, *(word.format(outside=outside) for word in arguments))
+    assert ended.code == 2 and said in ended.err and "planted" not in ended.out + ended.err
 
 
 def test_a_dry_run_says_what_would_go(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "planted")
-    assert here(monkeypatch, "submit", *POINTS, "run.name=x", "--dry-run") == 0
-    out = capsys.readouterr().out
+    out = here(monkeypatch, capsys, "submit", *POINTS, "run.name=x", "--dry-run").out
     assert "ships" in out and "MLFLOW_TRACKING_TOKEN (secret)" in out and "planted" not in out
     assert "task=tests.tasks:Points" in out
 

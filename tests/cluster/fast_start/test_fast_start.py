@@ -24,8 +24,10 @@ from cluster.fast_start import client, server, warm
 from tests.running import POINTS, ROOT, environment, finish, start, trireme, wait_until
 
 SAYS = """
-import json, os, signal, sys
-print(json.dumps({"argv": sys.argv, "pid": os.getpid(), "parent": os.getppid(), "cwd": os.getcwd(),
+import json, os, resource, signal, sys
+fresh = [signal.getsignal(signal.SIGINT) is signal.default_int_handler, len(os.listdir("/proc/self/fd"))]
+print(json.dumps({"core": resource.getrlimit(resource.RLIMIT_CORE), "fresh": fresh, "argv": sys.argv,
+                  "pid": os.getpid(), "parent": os.getppid(), "cwd": os.getcwd(),
                   "own": os.environ.get("OWN"), "name": __name__, "group": os.getpgid(0)}), flush=True)
 print("to stderr", file=sys.stderr)
 sys.exit(int(sys.argv[1]))
@@ -62,23 +64,14 @@ def drawn(path: str, script: Path) -> list[str]:
 def test_a_fork_is_the_process_that_was_asked_for(forker: tuple[str, int], tmp_path: Path) -> None:
     script = tmp_path / "says.py"
     script.write_text(SAYS)
-    out, err = ask(forker[0], script, "7").communicate(timeout=60)
-    said = json.loads(next(line for line in out.splitlines() if line.startswith('{"argv"')))
+    out, err = ask(forker[0], script, "7", limits={"RLIMIT_CORE": [0, 0]}).communicate(timeout=60)
+    said = json.loads(next(line for line in out.splitlines() if line.startswith('{"core"')))
     assert said["argv"] == [str(script), "7"] and said["cwd"] == str(tmp_path) and said["own"] == "yes"
     assert said["name"] == "__main__" and said["parent"] == forker[1]
+    # Three streams, the folder that is being listed, and the connection over which the exit code goes.
+    assert said["core"] == [0, 0] and said["fresh"] == [True, 5], "limits, signals and open files of a new process"
     assert said["group"] == said["pid"], "a raylet ends the process group of a worker: it must not be the server's"
     assert f"{{'pid': {said['pid']}}}" in out and "{'exit': 7}" in out and "to stderr" in err
-
-
-def test_limits_signals_and_open_files_are_those_of_a_new_process(forker: tuple[str, int], tmp_path: Path) -> None:
-    script = tmp_path / "says.py"
-    lines = ["import os, resource, signal", "print('drawn:%s,%s,%s' % (resource.getrlimit(resource.RLIMIT_CORE),"]
-    lines += ["signal.getsignal(signal.SIGINT) is signal.default_int_handler, len(os.listdir('/proc/self/fd'))))"]
-    script.write_text("\n".join(lines).replace(", ", ","))
-    out = ask(forker[0], script, limits={"RLIMIT_CORE": [0, 0]}).communicate(timeout=60)[0]
-    assert "drawn:(0," in out.replace(" ", ""), out
-    # Three streams, the folder that is being listed, and the connection over which the exit code goes.
-    assert "0),True,5" in out.replace(" ", ""), out
 
 
 def test_forks_do_not_draw_the_same_random_numbers(forker: tuple[str, int], tmp_path: Path) -> None:
