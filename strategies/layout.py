@@ -183,27 +183,17 @@ def _check_options(layout: Layout, found: list[Strategy], options: Options) -> N
             record.check(options)
     if options.bucket_mb <= 0:
         raise LayoutError(f"parallel.bucket_mb is {options.bucket_mb:g}: write a size in MiB, such as 25")
-    sharded = any(record.is_sharded for record in found)
-    if options.offload and not sharded:
+    if options.offload and not any(record.is_sharded for record in found):
         raise LayoutError(f"parallel.offload needs sharded parameters, but the strategy is {layout.name}: write fsdp")
-    _check_compression(layout, found, options, sharded)
+    alone = registry.data_strategy(layout).averages and layout.dims.tp * layout.dims.pp == 1
+    if options.compression == "powersgd" and not alone:
+        raise LayoutError(
+            f"parallel.compression=powersgd is for ddp alone, but the strategy is {layout.name}: leave it out, or "
+            "write parallel.reduce_dtype=bf16"
+        )
     if options.reduce_dtype != "fp32":
         written = f"parallel.reduce_dtype={options.reduce_dtype}"
         if reason := next((record.reduce_dtype for record in found if record.reduce_dtype), ""):
             raise LayoutError(f"{written} {reason}")
         if options.compression == "powersgd":
             raise LayoutError(f"{written} does nothing beside parallel.compression=powersgd: leave one of them out")
-
-
-def _check_compression(layout: Layout, found: list[Strategy], options: Options, sharded: bool) -> None:
-    wanted = options.compression
-    if wanted == "none":
-        return
-    if not registry.data_strategy(layout).averages:
-        raise LayoutError(
-            f"parallel.compression={wanted} is for ddp, but the strategy is {layout.name}: leave it out"
-            + (", or write parallel.reduce_dtype=bf16" if sharded else "")
-        )
-    if wanted == "powersgd" and layout.dims.tp * layout.dims.pp > 1:
-        side = "with parallel.tp > 1" if layout.dims.tp > 1 else "in a pipeline"
-        raise LayoutError(f"parallel.compression=powersgd does not work {side}: write bf16 or none")

@@ -81,7 +81,7 @@ FSDP_TENSOR = choose("fsdp", 4, tp=2)
         (choose("ddp", 2), {"activation_checkpointing": "some"}, {}, ["activation_checkpointing", "selective"]),
         (choose("ddp", 2), {"offload": True}, {}, ["parallel.offload", "fsdp"]),
         (choose("fsdp", 2), {"compression": "powersgd"}, {}, ["parallel.compression", "reduce_dtype=bf16"]),
-        (choose("ddp", 4, tp=2), {"compression": "powersgd"}, {}, ["powersgd", "tp"]),
+        (choose("ddp", 4, tp=2), {"compression": "powersgd"}, {}, ["powersgd", "ddp+tensor"]),
         (choose("ddp", 2), {"bucket_mb": 0.0}, {}, ["parallel.bucket_mb"]),
         (choose("dp", 1), {"reduce_dtype": "bf16"}, {}, ["parallel.reduce_dtype=bf16", "float32", "strategy=ddp"]),
         (choose("deepspeed", 2), {"reduce_dtype": "bf16"}, {}, ["communication_data_type"]),

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from strategies.blocks import find_blocks
 from strategies.layout import LayoutError
 from strategies.parallelize import Options, choose, parallelize
+from strategies.pipeline.apply import plan_stages
 from strategies.pipeline.schedules import SCHEDULES
 from strategies.pipeline.simulate import alive_by_formula
+from strategies.pipeline.stage import Stage
 from tests.pool import run_distributed
 from tests.strategies.models import PlainGPT, language_batch, language_loss, seeded
 from tests.strategies.pipeline.test_trace import Experts
@@ -104,19 +107,11 @@ class Pairs(Experts):
         return self.head(self.norm(x[0] if isinstance(x, tuple) else x))
 
 
-def _paired(rank: int) -> str:
-    parallel = parallelize(
-        seeded(Pairs), choose("pipeline", 2), Options(), device=CPU, example=(language_loss, language_batch(0))
-    )
-    if rank:
-        return ""
-    try:
-        parallel.forward_backward([language_batch(0)], [1.0], language_loss)
-    except LayoutError as error:
-        return str(error)
-    return "nothing"
-
-
 def test_a_block_that_returns_other_than_it_was_taken_to_is_named() -> None:
-    said = run_distributed(_paired, 2)[0]
-    assert said.startswith("the block blocks.0 looks at numbers (") and "but it returns a tuple: let it" in said
+    model, batch = Pairs(), language_batch(0)
+    blocks = find_blocks(model)
+    tracer, _, assignment = plan_stages(model, blocks, Options(), 2, (language_loss, batch), CPU)
+    stage = Stage(model, blocks, assignment, tracer, [0])
+    placeholders = stage.placeholders(stage.signature(batch), language_loss, batch)
+    with pytest.raises(LayoutError, match=r"the block blocks\.0 looks at numbers \(.*but it returns a tuple: let it"):
+        stage.run(0, language_loss, batch, placeholders, [])
