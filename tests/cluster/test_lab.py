@@ -184,7 +184,7 @@ def test_a_pipeline_survives_a_host_with_two_of_its_stages(site: Site) -> None:
     sent = site.submit("staged", *four, *long, "--detach")
     assert sent.returncode == 0, sent.stdout + sent.stderr
     wait_until(lambda: committed(folder), 90)
-    stages = {host: [line for line in lab.processes_of(host) if "Member.run" in line] for host in (FIRST, SECOND)}
+    stages = {host: [line for line in lab.processes_of(host) if "WorkerActor" in line] for host in (FIRST, SECOND)}
     victim = max(stages, key=lambda host: len(stages[host]))
     assert len(stages[victim]) == 2, stages
     lab.cut(victim)

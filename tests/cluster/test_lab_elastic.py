@@ -62,7 +62,7 @@ def head(lab: Lab) -> str:
 
 def at_work(lab: Lab) -> set[int]:
     """The hosts on which workers of the run write down what they see."""
-    signs = ("RayTrainWorker", "Member", "WorkerActor")
+    signs = ("RayTrainWorker", "WorkerActor")
     return {h for h in range(HOSTS) if any(s in line for line in lab.processes_of(h) for s in signs)}
 
 
