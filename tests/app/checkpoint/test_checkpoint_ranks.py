@@ -1,7 +1,11 @@
-"""Checkpoints of several ranks: any layout reads any other's, and a failing rank holds nobody up."""
+"""Checkpoints of several ranks: any layout reads any other's; a rank that fails is named on all, and none hangs."""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from app import checkpoint
-from app.checkpoint import Checkpointer, NotFinite
+from app.checkpoint import Checkpointer, CheckpointError, NotFinite
+from app.checkpoint.dcp import HashingStream
 from app.checkpoint.ranks import RankFailed, Ranks
 from app.errors import UserError
-from tests.pool import run_distributed
+from tests.pool import DistributedFailure, run_distributed
 
 LAYOUTS = {"replicas": 2, "rows": 2, "columns": 2, "rows4": 4, "hybrid": 4, "grid": 4, "stages": 2}
 
@@ -191,3 +196,88 @@ def _not_finite(rank: int, folder: str) -> None:
 def test_what_is_not_finite_on_one_rank_is_saved_by_none(tmp_path: Path) -> None:
     run_distributed(_not_finite, 2, str(tmp_path))
     assert [commit.step for commit in checkpoint.commits(str(tmp_path))] == [2]
+
+
+# -- ranks that fail
+
+
+class Unsendable(Exception):
+    """Cannot be pickled, as some libraries' exceptions cannot."""
+
+    def __init__(self, code: int, why: str) -> None:
+        super().__init__("the store said no")
+        self.lock = threading.Lock()
+
+
+BREAKS: dict[str, tuple[Any, str, BaseException]] = {
+    "write": (HashingStream, "write", OSError(28, "No space left on device")),
+    "close": (HashingStream, "finish", Unsendable(1, "")),
+    "folder": (Checkpointer, "_make_folder", PermissionError(13, "Permission denied")),
+    "commit": (Checkpointer, "_commit", OSError(28, "No space left on device")),
+}
+
+
+def _break(kind: str) -> None:
+    """Make one step of a save fail in this process, once."""
+    owner, name, error = BREAKS[kind]
+    original = getattr(owner, name)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        setattr(owner, name, original)
+        raise error
+
+    setattr(owner, name, fail)
+
+
+def _fail(rank: int, folder: str, kind: str, bad: int) -> tuple[str, float]:
+    checkpointer = Checkpointer(folder, keep_last=5)
+    checkpointer.save(state_of("replicas", rank), meta={"step": 1})
+    checkpointer.wait()
+    if rank == bad:
+        _break(kind)
+    checkpointer.save(state_of("replicas", rank, 2.0), meta={"step": 2}, per_rank=rank)
+    started = time.monotonic()
+    with pytest.raises(CheckpointError) as caught:
+        checkpointer.wait()
+    seconds = time.monotonic() - started
+    assert [c.step for c in checkpoint.commits(folder)] == [1]
+    dist.barrier()
+    checkpointer.save(state_of("replicas", rank, 3.0), meta={"step": 3})
+    checkpointer.close()
+    return str(caught.value), seconds
+
+
+@pytest.mark.parametrize(
+    ("kind", "bad", "words"),
+    [
+        ("write", 1, "rank 1: No space left on device"),
+        ("close", 1, "rank 1: Unsendable: the store said no"),
+        ("folder", 0, "rank 0: Permission denied"),
+        ("commit", 0, "rank 0: No space left on device"),
+    ],
+)
+def test_one_rank_fails_and_all_say_so(tmp_path: Path, kind: str, bad: int, words: str) -> None:
+    outcomes = run_distributed(_fail, 2, str(tmp_path), kind, bad, timeout=60)
+    assert len({said for said, _ in outcomes}) == 1
+    assert f"({words})" in outcomes[0][0] and "step 2" in outcomes[0][0] and "\n" not in outcomes[0][0]
+    assert max(seconds for _, seconds in outcomes) < 10
+    assert [c.step for c in checkpoint.commits(str(tmp_path))] == [3, 1]
+    assert checkpoint.latest_good(str(tmp_path))[1] == []
+    assert len(list(tmp_path.iterdir())) == 2, "what the failed save had written is gone"
+
+
+def _die(rank: int, folder: str) -> None:
+    _save(rank, folder, "replicas")
+    if rank == 1:
+        HashingStream.write = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
+    checkpointer = Checkpointer(folder)
+    checkpointer.save(state_of("replicas", rank), meta={"step": 2})
+    checkpointer.close()
+
+
+def test_a_killed_rank_leaves_the_commit_before(tmp_path: Path) -> None:
+    with pytest.raises(DistributedFailure, match="exit code -9") as caught:
+        run_distributed(_die, 2, str(tmp_path), timeout=60)
+    assert "CheckpointError" in str(caught.value), "the other rank is told, not left waiting"
+    good, passed = checkpoint.latest_good(str(tmp_path))
+    assert good is not None and good.step == 1 and passed == []
