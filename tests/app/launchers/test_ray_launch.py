@@ -1,4 +1,4 @@
-"""What a run does while its resources do not come: it waits, says who holds them, shrinks or ends."""
+"""What a run asks for in Ray, and what it does while that does not come: it waits, says why, shrinks or ends."""
 
 from __future__ import annotations
 
@@ -10,10 +10,44 @@ from typing import Any
 import pytest
 
 from app.config import ClusterConfig, Config, TrainConfig
-from app.launchers.ray_launch import when_over
+from app.config_io import load_config
+from app.launchers.ray_launch import resources_to_ask_for, when_over
 from cluster import ClusterError
+from cluster.connect import Cluster
 from cluster.pending import Diagnosis
+from cluster.shape import NodeState, of_nodes
+from strategies.parallelize import choose
 from tests.running import POINTS, trireme
+
+
+def _cluster(nodes: int, **each: float) -> Cluster:
+    found = tuple(
+        NodeState("here", "", each | ({} if n else {"node:__internal_head__": 1.0}), {}) for n in range(nodes)
+    )
+    return Cluster(found, of_nodes(found))
+
+
+EIGHT, NONE = _cluster(2, GPU=4.0, CPU=16.0), _cluster(1, CPU=8.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "cluster", "expected"),
+    [
+        (["strategy=single"], EIGHT, (1, {"GPU": 1.0})),
+        (["strategy=dp"], EIGHT, (1, {"GPU": 4.0})),
+        (["strategy=model_parallel"], EIGHT, (1, {"GPU": 4.0})),
+        (["strategy=dp", "resources_per_worker.GPU=2"], EIGHT, (1, {"GPU": 2.0})),
+        (["strategy=ddp_model_parallel"], EIGHT, (4, {"GPU": 2.0})),
+        (["strategy=ddp"], EIGHT, (8, {"GPU": 1.0})),
+        (["strategy=dp"], NONE, (1, {"CPU": 1.0})),
+        (["strategy=ddp"], NONE, (2, {"CPU": 1.0})),
+    ],
+)
+def test_the_one_key_is_enough(values: list[str], cluster: Cluster, expected: tuple[int, dict[str, float]]) -> None:
+    config = load_config([], ["task=tabular", *values])
+    workers, per_worker = resources_to_ask_for(config, cluster)
+    assert (workers, per_worker) == expected
+    assert choose(config.strategy, workers).dims.world_size == workers
 
 
 def config(**more: Any) -> Config:
