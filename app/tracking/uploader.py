@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import time
+import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -76,11 +77,13 @@ def _make_database(file: Path) -> None:
     """MLflow makes a new database in a hundred steps and without a lock: two processes at once, or a kill, would leave
     one that it can never open again. So it is made beside its place, and whoever is first puts it there."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f"{file.name}.{os.getpid()}.part")
-    MlflowClient(f"sqlite:///{part}")
-    with contextlib.suppress(OSError):  # another process was first; or there are no links on this file system
-        os.link(part, file)
-    part.unlink()
+    part = file.with_name(f"{file.name}.{uuid.uuid4().hex[:8]}.part")
+    try:
+        MlflowClient(f"sqlite:///{part}")
+        with contextlib.suppress(OSError):  # another process was first; or there are no links on this file system
+            os.link(part, file)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 class Uploader:

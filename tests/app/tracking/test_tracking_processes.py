@@ -45,6 +45,7 @@ def test_two_runs_at_once_make_the_database_once(template: Path) -> None:
     store = Store(f"sqlite:///{template}")
     assert store.steps("loss", "uid-8") == store.steps("loss", "uid-9") == [0]
     assert store.query("select count(*) from experiments where name = 'tests'") == [(1,)]
+    assert [path.name for path in template.parent.iterdir()] == ["mlflow.db"]
     location = store.query("select artifact_location from experiments where name = 'tests'")[0][0]
     assert location == (template.parents[1] / "mlartifacts").as_uri()
 
