@@ -79,11 +79,11 @@ def test_a_run_that_ended_otherwise_is_wrong() -> None:
 
 @pytest.mark.alone
 @pytest.mark.slow
-@pytest.mark.parametrize(("layouts", "kills"), [("torchrun,pipeline", "6"), ("ddp actors,fsdp,ray", "16")])
-def test_some_chaos(layouts: str, kills: str, tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+def test_some_chaos(tmp_path: Path) -> None:
     """A few kills of each layout, every one of them survived, and all runs end as if undisturbed."""
-    command = [sys.executable, "-m", "experiments.benchmarks", "chaos", "--seed", "5", "--kills", kills, "--each", "3"]
-    command += ["--layouts", layouts, "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "experiments.benchmarks", "chaos", "--seed", "5", "--kills", "18", "--each", "3"]
+    command += ["--out", str(tmp_path / "out")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=800, env={**os.environ})
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) >= int(kills) // 2
+    assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) >= 9

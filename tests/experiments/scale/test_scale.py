@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import random
 from pathlib import Path
@@ -170,10 +169,5 @@ def test_a_study(tmp_path: Path, ray_environment: dict[str, str]) -> None:
         assert p["workers"] == 2 or p["communication"] == 0
     assert any(p["communication"] > 0 for p in points), "two workers wait for each other"
     assert "The next doubling" in first.json["verdicts"]["ddp"] and first.json["recommended"].startswith("Use ")
-    page = Path(first.json["page"]).read_text()
-    assert "universal scalability" in page and "<svg" in page and "src=" not in page
     kept = mlflow_run(tmp_path, "p-strong-scaling")
     assert kept.info.status == "FINISHED" and "trireme.verdict.ddp" in kept.data.tags
-    again = trireme(*arguments, env=ray_environment)
-    assert again.code == 0 and again.json["points"] == points, "what was measured is not measured again"
-    assert len(json.loads((tmp_path / "p-strong-scaling" / "study.json").read_text())["points"]) == 4
