@@ -74,7 +74,6 @@ def read_checkpoints(folder: Path, name: str) -> None:
     loaded, right = state(0), state(found.step)
     checkpoint.load(found, loaded)
     assert loaded["n"] == found.step and all(torch.equal(loaded["model"][k], right["model"][k]) for k in right["model"])
-    assert checkpoint.load_per_rank(found, 0) == found.step
 
 
 def state(step: int) -> dict[str, Any]:
@@ -116,7 +115,7 @@ def table() -> Files:
 def checkpoints(folder: Path) -> Files:
     saver = Checkpointer(str(folder), keep_last=2, attempt="first")
     for step in (1, 2):
-        saver.save(state(step), meta={"step": step}, per_rank=step)
+        saver.save(state(step), meta={"step": step})
     saver.close()
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 

@@ -2,7 +2,7 @@
 
 from app.checkpoint.commit import Commit, commits, find, latest_good, sweep, verify
 from app.checkpoint.ranks import CheckpointError, NotFinite
-from app.checkpoint.reader import Weights, export, load, load_per_rank
+from app.checkpoint.reader import Weights, export, load
 from app.checkpoint.saver import Checkpointer
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "find",
     "latest_good",
     "load",
-    "load_per_rank",
     "NotFinite",
     "sweep",
     "verify",

@@ -1,6 +1,6 @@
 """What makes a checkpoint exist, its commit marker; finding, verifying, keeping and removing checkpoints.
 
-    <folder>/step-00000100-<attempt>/   .metadata  __0_0.distcp  __1_0.distcp  rank-0.pt  COMMIT.json
+    <folder>/step-00000100-<attempt>/   .metadata  __0_0.distcp  __1_0.distcp  COMMIT.json
 
 COMMIT.json is written last and atomically. It names every file with its size and SHA-256, and carries a SHA-256 of
 itself, so that torn writes, flipped bits and missing shards are found. A folder without a valid marker is not a

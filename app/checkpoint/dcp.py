@@ -241,11 +241,6 @@ class Writer(FileSystemWriter):
         finally:
             torch.serialization.set_crc32_options(before)
 
-    def add(self, name: str, content: bytes) -> None:
-        """Write a file of its own."""
-        with self.files.create_stream(name, "wb") as stream:
-            stream.write(content)
-
 
 class Reader(FileSystemReader):
     """Reads a checkpoint from a storage."""

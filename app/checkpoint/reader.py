@@ -3,7 +3,6 @@ tensors as plain files for others, a file's tensors in memory at a time."""
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Collection
 from dataclasses import replace
@@ -19,7 +18,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from app.checkpoint.commit import Commit, verify, verify_together
 from app.checkpoint.dcp import Reader, flatten
 from app.checkpoint.ranks import Ranks, describe
-from app.checkpoint.saver import own_name
 from app.errors import UserError
 
 _ADVICE = "use another run.name (or checkpoint.load)"
@@ -99,14 +97,6 @@ def _other(commit: Commit, name: str, what: str) -> str:
 
 def _damaged(fault: str) -> str:
     return f"the checkpoint is damaged: {fault}; remove its folder to use the one before"
-
-
-def load_per_rank(commit: Commit, rank: int) -> Any:
-    """What this rank gave to save() as `per_rank`; None if it gave nothing (or there were fewer ranks)."""
-    name = own_name(rank)
-    if name not in commit.files:
-        return None
-    return torch.load(io.BytesIO(commit.storage.read_bytes(name)), map_location="cpu", weights_only=True)
 
 
 # --- plain files

@@ -4,7 +4,7 @@ What the ranks do for one save, each in a thread and over a gloo group of its ow
 with training's collectives:
 
 1. rank 0 chooses the folder and makes it
-2. each rank writes its part (as DCP planned when the layout was last new) and its own state, hashing as it writes
+2. each rank writes its part (as DCP planned when the layout was last new), hashing as it writes
 3. rank 0 learns how it went on each; if well, and `fence()` still lets us, it writes DCP's metadata and the marker: now
    the checkpoint exists
 4. all learn that; then rank 0 removes what is no longer kept
@@ -12,7 +12,6 @@ with training's collectives:
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import math
@@ -23,7 +22,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.storage import WriteResult
 
 from app.checkpoint.commit import MARKER, Commit, File, Mode, encode, folder_name, remove, superfluous, survey
@@ -76,7 +74,6 @@ class Checkpointer:
         state: dict[str, Any],
         *,
         meta: dict[str, Any],
-        per_rank: object = None,
         metric: float | None = None,
         finite: bool = True,
     ) -> None:
@@ -85,7 +82,6 @@ class Checkpointer:
         state: nested dict of tensors, DTensors and numbers. Tensors of one name are the same on all ranks (or DTensors
             of one whole); a name may exist on some ranks only (pipeline stages).
         meta: JSON, with "step".
-        per_rank: what belongs to this rank alone (its generators' states): tensors, numbers, texts, nested.
         metric: what the checkpoint is judged by; rank 0's counts, and only if it is finite.
         finite: whether all numbers of this rank's state are; if not, on any rank, NotFinite is raised on all, and
             nothing was started.
@@ -96,7 +92,6 @@ class Checkpointer:
         self.wait()
         judged = None if metric is None or not math.isfinite(metric) else float(metric)
         commit = Commit(int(meta["step"]), "", json.loads(json.dumps(meta)), {}, judged, self._attempt)
-        own = None if per_rank is None else _serialized(per_rank)
         try:
             staged = self._stager.stage(state, finite)
         except NotFinite:
@@ -104,7 +99,7 @@ class Checkpointer:
         except Exception as error:  # a rank that failed, or is gone
             raise self._failure(commit, error) from error
         self._pending = Future()
-        work = (commit, staged, own, started, self._pending)
+        work = (commit, staged, started, self._pending)
         threading.Thread(target=self._run, args=work, name="checkpoint", daemon=True).start()
         self.last_stall_seconds = time.perf_counter() - started
 
@@ -132,9 +127,9 @@ class Checkpointer:
 
     # --- in the background
 
-    def _run(self, commit: Commit, staged: Staged, own: bytes | None, started: float, outcome: Future[Commit]) -> None:
+    def _run(self, commit: Commit, staged: Staged, started: float, outcome: Future[Commit]) -> None:
         try:
-            result: Any = self._save(commit, staged, own)
+            result: Any = self._save(commit, staged)
         except BaseException as error:  # a thread's exception would be lost
             result = self._failure(commit, error)
         self.last_total_seconds = time.perf_counter() - started
@@ -153,11 +148,11 @@ class Checkpointer:
             superseded=superseded,
         )
 
-    def _save(self, commit: Commit, staged: Staged, own: bytes | None) -> Commit:
+    def _save(self, commit: Commit, staged: Staged) -> Commit:
         here = self._storage.join(self._ranks.first(lambda: self._make_folder(commit.step)))
         try:
             commit = self._ranks.reduce(
-                lambda: self._write(here, staged, own),
+                lambda: self._write(here, staged),
                 lambda parts: self._commit(here, staged, replace(commit, path=here.url), parts),
             )
         except BaseException:
@@ -178,13 +173,11 @@ class Checkpointer:
         self._storage.make(name)
         return name
 
-    def _write(self, here: Storage, staged: Staged, own: bytes | None) -> _Written:
+    def _write(self, here: Storage, staged: Staged) -> _Written:
         """Write this rank's part and say what it is."""
         here.make()
         writer = Writer(here)
         results = writer.write_data(staged.plan, staged).wait()
-        if own is not None:
-            writer.add(own_name(self._ranks.rank), own)
         return writer.files.written, results
 
     def _commit(self, here: Storage, staged: Staged, commit: Commit, parts: list[_Written]) -> Commit:
@@ -218,14 +211,3 @@ class Checkpointer:
                 remove(commit.storage)
             except Exception as error:  # each object store library has its own exceptions
                 _log.warning("the old checkpoint %s could not be removed (%s)", commit.path, describe(error))
-
-
-def own_name(rank: int) -> str:
-    """The file of a rank's own state."""
-    return f"rank-{rank}.pt"
-
-
-def _serialized(value: object) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()

@@ -47,12 +47,12 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def test_save_and_load(folder: str) -> None:
     checkpointer = Checkpointer(folder, attempt="a/1")
     meta = {"step": 3, "samples_seen": 96, "layout": {"tp": 1}}
-    checkpointer.save(state_of(3.0), meta=meta, per_rank={"rng": (1, "x")}, metric=0.5)
+    checkpointer.save(state_of(3.0), meta=meta, metric=0.5)
     checkpointer.close()
     (found,) = checkpoint.commits(folder)
     assert (found.step, found.meta, found.metric, found.attempt) == (3, meta, 0.5, "a/1")
     assert checkpointer.last_total_seconds > 0
-    assert set(found.files) == {".metadata", "__0_0.distcp", "rank-0.pt"}
+    assert set(found.files) == {".metadata", "__0_0.distcp"}
     assert sorted(Storage(found.path).list()) == sorted([*found.files, "COMMIT.json"])
     assert checkpoint.latest_good(folder) == (found, [])
     into = state_of(0.0)
@@ -60,8 +60,6 @@ def test_save_and_load(folder: str) -> None:
     checkpoint.load(found, into)
     assert into["model"]["b"] is tensor, "tensors are filled in place"
     assert json.dumps(_plain(into)) == json.dumps(_plain(state_of(3.0)))
-    assert checkpoint.load_per_rank(found, 0) == {"rng": (1, "x")}
-    assert checkpoint.load_per_rank(found, 1) is None
 
 
 def _plain(state: Any) -> Any:
@@ -76,11 +74,10 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Checkpointer, "_write", lambda self, *args: go.wait(30) and write(self, *args))
     checkpointer = Checkpointer(str(tmp_path))
     state = state_of(1.0)
-    own = {"rng": torch.ones(2)}
     whole = torch.ones(4)
     state["model"]["view"] = whole[:2]
-    checkpointer.save(state, meta={"step": 1}, per_rank=own)
-    for tensor in (state["model"]["b"], state["optimizer"]["state"]["b"]["step"], whole, own["rng"]):
+    checkpointer.save(state, meta={"step": 1})
+    for tensor in (state["model"]["b"], state["optimizer"]["state"]["b"]["step"], whole):
         tensor.fill_(9.0)
     state["scheduler"]["last_epoch"] = 9
     state["optimizer"]["param_groups"]["blocks.0.w"]["betas"][0] = 9
@@ -90,7 +87,6 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pyt
     checkpoint.load(checkpoint.commits(str(tmp_path))[0], into)
     expected = {**state_of(1.0), "model": {**state_of(1.0)["model"], "view": torch.ones(2)}}
     assert _plain(into) == _plain(expected)
-    assert checkpoint.load_per_rank(checkpoint.commits(str(tmp_path))[0], 0)["rng"].tolist() == [1.0, 1.0]
 
 
 def test_torch_reads_it_too(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def state_of(value: float) -> dict[str, Any]:
 def folder(tmp_path: Path) -> Path:
     checkpointer = Checkpointer(str(tmp_path), keep_last=2)
     for step in (1, 2):
-        checkpointer.save(state_of(step), meta={"step": step, "samples_seen": 10 * step}, per_rank=step)
+        checkpointer.save(state_of(step), meta={"step": step, "samples_seen": 10 * step})
     checkpointer.close()
     return tmp_path
 
@@ -48,7 +48,7 @@ DAMAGES = [
 ]
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "rank-0.pt"])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize(("damage", "words"), DAMAGES)
 def test_damage_is_found_and_the_one_before_is_used(folder: Path, name: str, damage: Any, words: str) -> None:
     bad = newest(folder)

@@ -72,7 +72,7 @@ def _save(folder: Path, *steps: int) -> None:
 
     checkpointer = Checkpointer(str(folder), keep_last=1, keep_best=False)
     for step in steps:
-        checkpointer.save(_state(step), meta={"step": step}, per_rank={"step": step})
+        checkpointer.save(_state(step), meta={"step": step})
     checkpointer.close()
 
 
@@ -148,7 +148,6 @@ def _look(folder: Path) -> int:
     into, right = _state(0), _state(good.step)
     checkpoint.load(good, into)
     assert torch.equal(into["model"]["w"], right["model"]["w"]) and into["n"] == good.step, "another step's state"
-    assert checkpoint.load_per_rank(good, 0) == {"step": good.step}, "another step's own state"
     checkpoint.sweep(str(folder))
     left = sorted(entry.name for entry in folder.iterdir())
     assert left == sorted(Path(c.path).name for c in checkpoint.commits(str(folder))), f"sweep left {left}"

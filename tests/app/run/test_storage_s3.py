@@ -49,15 +49,14 @@ def test_checkpoints_on_s3(bucket: str) -> None:
     Storage(bucket).check_writable()
     checkpointer = Checkpointer(folder, keep_last=2, attempt="1")
     for step in (1, 2, 3):
-        checkpointer.save(state_of(step), meta={"step": step}, per_rank={"step": step})
+        checkpointer.save(state_of(step), meta={"step": step})
     checkpointer.close()
     found = checkpoint.commits(folder)
     assert [c.step for c in found] == [3, 2]
-    assert Storage(found[0].path).list() == [".metadata", "COMMIT.json", "__0_0.distcp", "rank-0.pt"]
+    assert Storage(found[0].path).list() == [".metadata", "COMMIT.json", "__0_0.distcp"]
     into = state_of(0.0)
     checkpoint.load(found[0], into)
     assert into["n"] == 3 and torch.equal(into["model"]["w"], state_of(3.0)["model"]["w"])
-    assert checkpoint.load_per_rank(found[0], 0) == {"step": 3}
     storage = Storage(found[0].path)
     storage.write_bytes("__0_0.distcp", storage.read_bytes("__0_0.distcp")[:-1])
     good, passed = checkpoint.latest_good(folder, by="sha256")
