@@ -90,8 +90,7 @@ class Stager:
             raise NotFinite("a number of the state is not finite")
         if changed:
             self._layout = None
-            plans = self._ranks.reduce(planner.create_local_plan, lambda plans: self._divide(planner, plans))
-            self._plan = plans[self._ranks.rank]
+            self._plan = self._ranks.divide(planner.create_local_plan, lambda plans: self._divide(planner, plans))
             self._layout = layout
         with torch.no_grad():
             data = {item.index.fqn: self._copy(item.index.fqn, item.type, flat) for item in self._plan.items}

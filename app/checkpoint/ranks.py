@@ -102,12 +102,28 @@ class Ranks:
     def reduce(self, what: Callable[[], T], then: Callable[[list[T]], R]) -> R:
         """Call `what` on every rank, and if that went well `then` on rank 0 with all results, by rank; give every rank
         what that returned. Raises RankFailed on all ranks."""
-        mine = self._attempt(what)
+        outcomes = self._gather(self._attempt(what))
+        return self.first(lambda: then(self._results(outcomes)))
+
+    def divide(self, what: Callable[[], T], then: Callable[[list[T]], list[R]]) -> R:
+        """As `reduce`, but `then` returns a value for each rank, which gets that one alone."""
+        outcomes = self._gather(self._attempt(what))
+        box, shares = [self._attempt(lambda: then(self._results(outcomes)))], list[_Outcome]()
+        if self.distributed:
+            if self.rank == 0:
+                divided = box[0]
+                shares = [_Outcome(part, {}) for part in divided.result or ()] or [divided] * self.size
+            dist.scatter_object_list(box, shares or None, src=0, group=self.group)
+            return self._results(box)[0]
+        return self._results(box)[0][0]
+
+    def _gather(self, mine: _Outcome) -> list[_Outcome]:
+        """Every rank's, by rank, on rank 0."""
         outcomes: list[Any] = [mine] if self.rank == 0 else []
         if self.distributed:
             outcomes *= self.size
             dist.gather_object(mine, outcomes or None, dst=0, group=self.group)
-        return self.first(lambda: then(self._results(outcomes)))
+        return outcomes
 
     def _attempt(self, what: Callable[[], Any]) -> _Outcome:
         try:

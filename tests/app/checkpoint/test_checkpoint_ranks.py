@@ -178,6 +178,10 @@ def _talk(rank: int) -> None:
         ranks.reduce(lambda: {0: "fine"}[rank], lambda all_: all_)
     with pytest.raises(RankFailed, match=r"^rank 0: KeyError: 'x'$"):
         ranks.reduce(lambda: rank, lambda all_: {}["x"])
+    assert ranks.divide(lambda: rank, lambda all_: [10 * each for each in all_]) == 10 * rank
+    for what, then in ((lambda: {0: 0}[rank], list), (lambda: 1, lambda all_: [1 // 0])):
+        with pytest.raises(RankFailed, match=r"^rank (1: KeyError: 1|0: ZeroDivisionError: .*)$"):
+            ranks.divide(what, then)
 
 
 def test_ranks_exchange_results_and_failures() -> None:
