@@ -1,1 +1,0 @@
-"""Data order and loading: which samples make up a step, and how they get to the device."""

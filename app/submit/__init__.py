@@ -1,1 +1,0 @@
-"""`trireme submit`: `ray job submit` done well."""
