@@ -1,1 +1,0 @@
-"""An accelerator: worker processes forked from a warm one, and a lean private Ray. The folder can be deleted."""
