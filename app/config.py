@@ -191,7 +191,7 @@ class TrackingConfig:
     system_metrics_every: float = 5.0
     """Seconds between two samples of every node's CPU, memory and GPUs; 0: none."""
     flush_timeout: float = 15.0
-    """Seconds to wait at the end for a tracking server that is away; what is left stays spooled on disk."""
+    """Seconds to wait at the end for a tracking server that cannot be reached; what is left stays spooled on disk."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class FaultConfig:
     count, and not those after a node that was announced to go."""
     elastic_seconds: Optional[float] = 30.0
     """Seconds that a lost worker's place may take to come back (cluster.wait_seconds where an autoscaler may add
-    nodes). Then the run goes on with the largest layout there is room for, cluster.min_workers at least, at the same
+    nodes). Then the run continues with the largest layout there is room for, cluster.min_workers at least, at the same
     global batch, and grows again when there is room. null: it waits. Not with parallel.stage_resources."""
     start_seconds: float = 180.0
     """Seconds in which every worker must begin, once it has its place; the attempt is given up and tried again then."""

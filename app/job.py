@@ -30,7 +30,7 @@ class Job:
     stages: tuple[int, ...] | None = None  # blocks per part of a pipeline, as measured; None: the strategy decides
     may_rebalance: bool = True  # whether measured times may move blocks between stages
     mtbf_seconds: float = 30 * 86400.0  # mean time between failures, as far as the driver knows
-    leased: bool = False  # whether its driver keeps a lease in the folder: where none is found, the storage is away
+    leased: bool = False  # whether its driver keeps a lease in the folder: none there, and the storage is not reached
     spot_provider: str = ""  # the cloud whose preemption notices are watched, where its cluster has spot machines
 
     @property

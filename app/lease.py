@@ -57,7 +57,7 @@ def is_current(folder: str, attempt: str) -> bool:
     """
     lease = read_lease(Storage(folder))
     if lease is None:
-        raise FileNotFoundError(errno.ENOENT, "the storage is away", folder)
+        raise FileNotFoundError(errno.ENOENT, "the storage cannot be reached", folder)
     return lease["attempt"] == attempt
 
 

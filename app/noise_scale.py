@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from app.data.loader import map_tensors, rows
 from strategies.parallelize import Parallel
 
-WINDOW = 100  # measured steps that are averaged over: gradients change while training goes on
+WINDOW = 100  # measured steps that are averaged over: gradients change while training continues
 LEAST = 5  # measured steps before a value is reported
 
 

@@ -90,7 +90,7 @@ class Persistence:
         return checkpoint_interval(self.longest_stall, self.checkpointer.last_total_seconds, self.job.mtbf_seconds)
 
     def save(self, progress: Progress) -> None:
-        """Begins a checkpoint of the step just taken; training goes on while it is written.
+        """Begins a checkpoint of the step just taken; training continues while it is written.
 
         Raises:
             NonFiniteError: a weight is not finite; nothing was saved.
@@ -132,7 +132,7 @@ class Persistence:
         self.channel.emit(event | ({"interval": self.interval()} if self.job.config.checkpoint.auto else {}))
 
     def check(self) -> None:
-        """Says so if the last checkpoint could not be written (the disk is full, say): training goes on, and the next
+        """Says so if the last checkpoint could not be written (the disk is full, say): training continues, and the next
         one is tried when it is due. Raises CheckpointError if another start of the run has taken over."""
         try:
             self.checkpointer.check()
@@ -156,7 +156,7 @@ class Persistence:
     def _warn(self, error: CheckpointError) -> None:
         if error.superseded:
             raise error
-        sentence = f"{error}; training goes on, and the next one is tried when it is due"
+        sentence = f"{error}; training continues, and the next one is tried when it is due"
         if self.place.rank == 0 and sentence != self.last_warning:
             self.channel.emit({"type": "warning", "text": sentence})
         self.last_warning = sentence
@@ -195,7 +195,7 @@ class Persistence:
         return progress.step
 
     def _wait_for_storage(self) -> None:
-        """Otherwise a run whose storage is away would find no checkpoint, and begin anew.
+        """Otherwise a run whose storage cannot be reached would find no checkpoint, and begin anew.
 
         Raises:
             UserError: it has not come back for `STORAGE_SECONDS`.
@@ -203,9 +203,13 @@ class Persistence:
         until, warned = time.monotonic() + STORAGE_SECONDS, False
         while self.job.leased and read_lease(Storage(self.job.folder)) is None:
             if time.monotonic() > until:
-                raise UserError(f"the storage {self.job.folder} is away: run the same command again when it is back")
+                raise UserError(
+                    f"the storage {self.job.folder} cannot be reached: run the same command again when it is back"
+                )
             if not warned:
-                self.channel.emit({"type": "warning", "text": f"the storage {self.job.folder} is away: waiting for it"})
+                self.channel.emit(
+                    {"type": "warning", "text": f"the storage {self.job.folder} cannot be reached: waiting for it"}
+                )
             warned = True
             time.sleep(STORAGE_POLL_SECONDS)
 

@@ -1,7 +1,7 @@
 """What Trireme needs of Ray's internals, because Ray documents no way to it. No other file touches them.
 
 Each entry says why there is no public way and what happens where the name is missing (another Ray version): the program
-goes on, slower or with less information. tests/cluster/test_ray_internals.py takes each name away.
+continues, slower or with less information. tests/cluster/test_ray_internals.py takes each name away.
 """
 
 from __future__ import annotations

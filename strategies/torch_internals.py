@@ -1,7 +1,7 @@
 """What Trireme needs of torch's internals, because torch documents no way to it. No other file touches them.
 
 Each entry says why there is no public way and what happens where the name is missing (another torch version): the
-program goes on, slower or with less information. tests/strategies/test_torch_internals.py takes each name away.
+program continues, slower or with less information. tests/strategies/test_torch_internals.py takes each name away.
 """
 
 from __future__ import annotations

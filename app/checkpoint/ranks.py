@@ -67,7 +67,7 @@ class _Outcome(NamedTuple):
 class Ranks:
     """All ranks of the job, or this process alone.
 
-    own_group: they talk over a gloo group of their own, so that a thread may do it while training goes on; making one
+    own_group: they talk over a gloo group of their own, so that a thread may do it while training continues; making one
         is a collective call when torch.distributed is initialised. Else over the default group.
     """
 

@@ -1,4 +1,4 @@
-"""Saving: stage a copy, then write, hash and commit it in the background while training goes on.
+"""Saving: stage a copy, then write, hash and commit it in the background while training continues.
 
 What the ranks do for one save, each in a thread and over a gloo group of its own, so that nothing of it interleaves
 with training's collectives:

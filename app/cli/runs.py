@@ -177,7 +177,7 @@ def _follow(cli: Invocation, server: Server, job_id: str) -> None:
         code = follow(server, job_id, lambda text: None if cli.as_json else click.echo(text, nl=False), cli.console.say)
     except KeyboardInterrupt:
         then = f"`trireme submit logs {job_id}` follows it again, `trireme submit stop {job_id}` stops it"
-        cli.console.say(f"\nthe job goes on: {then}")
+        cli.console.say(f"\nthe job continues: {then}")
         code = 130
     cli.answer({"status": "ended", "job": job_id, "exit_code": code})
     raise click.exceptions.Exit(code)

@@ -126,7 +126,7 @@ class Elastic:
         return self._due() and need_not_wait(self.capacity(workers), self.limits)
 
     def growth(self, workers: int) -> int | None:
-        """While training goes on with fewer workers than wanted: how many there could be, once that is steady."""
+        """While training continues with fewer workers than wanted: how many there could be, once that is steady."""
         if workers >= self.wanted or not self._due():
             return None
         found, now = growth(self.capacity(workers)), time.monotonic()

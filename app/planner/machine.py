@@ -138,7 +138,7 @@ def running(world: int, per_node: int | None = None) -> Machine:
 
 
 def _devices(name: str, world: int | None, asked: Asked) -> Machine:
-    """So many devices of that name; None: all of this machine."""
+    """`world` devices of that name; None: all of this machine."""
     if name == "cpu":
         return cpus(world or 2, asked.per_node, link(asked.interconnect))
     count = torch.cuda.device_count()

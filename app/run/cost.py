@@ -175,7 +175,7 @@ class Meter:
         return first
 
     def save(self) -> None:
-        """Notes what was spent, so that the next start of the run goes on from it."""
+        """Notes what was spent, so that the next start of the run continues from it."""
         self.storage.write_bytes("cost.json", json.dumps(asdict(self.spent)).encode())
 
     def metrics(self, samples: float) -> dict[str, float]:

@@ -198,7 +198,7 @@ class Run:
                 if not is_current(self.folder, self.attempt):
                     return  # a later start has taken over
                 write_lease(self.storage, self.attempt, beat)
-            except OSError:  # the storage is away; the next beat tries again
+            except OSError:  # the storage cannot be reached; the next beat tries again
                 pass
             beat += 1
 

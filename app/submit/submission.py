@@ -214,7 +214,7 @@ def follow(server: Server, job_id: str, write: Callable[[str], None], say: Say) 
                 raise UserError(f"there is no job {job_id} at {server}") from error
             if not lost_at:
                 lost_at = time.monotonic()
-                say(f"the connection is lost; the job goes on, and its log once it is back ({type(error).__name__})")
+                say(f"the connection is lost; the job continues, and its log once it is back ({type(error).__name__})")
             elif time.monotonic() - lost_at > RECONNECT_SECONDS:
                 raise UserError(
                     f"the cluster has not answered for {RECONNECT_SECONDS:.0f} s; the job may be running: "

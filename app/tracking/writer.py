@@ -26,7 +26,7 @@ LINGER_SECONDS = 30.0  # that a writer whose driver is gone waits for MLflow to 
 LOCK_SECONDS = 8.0  # that an earlier writer may take to end its call and make way
 CHILDREN = "*/tracking"  # the spools of a sweep's trials, from the folder that the sweep's spool is in
 ENVIRONMENT = {
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # by default one call to a server that is away blocks for four minutes
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # by default one call to an unreachable server blocks for four minutes
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "CUDA_VISIBLE_DEVICES": "",

@@ -58,7 +58,7 @@ VICTIMS: dict[tuple[str, int], float] = {
 
 @dataclass
 class Kill:
-    """delay: seconds after training goes on, or at once after the last one was found to go on ("starting"). The rest is
+    """delay: seconds after it trains again, or at once after the last one continued ("starting"). The rest is
     what came of it: seconds to the next finished step, the newest commit, and the step that was resumed from."""
 
     victim: str

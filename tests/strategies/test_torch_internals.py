@@ -1,4 +1,4 @@
-"""Each name of torch's that nobody promised is taken away in turn, and the program goes on."""
+"""Each name of torch's that nobody promised is taken away in turn, and the program continues."""
 
 from __future__ import annotations
 

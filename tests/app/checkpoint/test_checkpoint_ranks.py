@@ -65,7 +65,7 @@ def _save(rank: int, folder: str, layout: str) -> None:
     state = state_of(layout, rank)
     checkpointer.save(state, meta={"step": 1})
     for t in [*state["model"].values(), *(s["exp_avg"] for s in state["optimizer"]["state"].values())]:
-        (t.to_local() if isinstance(t, DTensor) else t).fill_(-1.0)  # training goes on at once
+        (t.to_local() if isinstance(t, DTensor) else t).fill_(-1.0)  # training continues at once
         dist.all_reduce(torch.ones(1))  # and so do its collectives
     checkpointer.close()
 

@@ -72,7 +72,7 @@ def test_a_storage_that_is_unmounted_and_then_full_fails_checkpoints_and_not_the
     wait_until(lambda: committed(folder), 60)
     mount.off()
     try:
-        lines.when("the storage is away", 30)
+        lines.when("the storage cannot be reached", 30)
         assert process.poll() is None, lines.text
         assert not list(mount.here.glob("run/checkpoints/*")), "nothing is written where the storage is not"
     finally:
@@ -84,8 +84,8 @@ def test_a_storage_that_is_unmounted_and_then_full_fails_checkpoints_and_not_the
     lines.when("No space left on device", 30)
     mount.empty()
     assert process.wait(90) == 0, lines.text
-    said = [line for line in lines.text.splitlines() if "the storage is away" in line]
-    assert said and all("training goes on, and the next one is tried when it is due" in line for line in said)
+    said = [line for line in lines.text.splitlines() if "the storage cannot be reached" in line]
+    assert said and all("training continues, and the next one is tried when it is due" in line for line in said)
     assert "Traceback" not in lines.text
     good, passed = checkpoint.latest_good(str(folder / "checkpoints"), by="sha256")
     assert good is not None and good.step == 240 and passed == []
@@ -127,10 +127,10 @@ def train(storage: Path, heard: Heard, *more: str, opened: Callable[[], None] = 
 def test_a_start_while_the_storage_is_away_waits_for_it_and_does_not_begin_anew(mount: Mount) -> None:
     """The worker's start, not the driver's: as after the death of a worker."""
     train(mount.here, Heard(), "train.steps=20")
-    heard = Heard(lambda text: mount.on() if "is away: waiting for it" in text else None)
+    heard = Heard(lambda text: mount.on() if "cannot be reached: waiting for it" in text else None)
     summary = train(mount.here, heard, "train.steps=30", opened=mount.off)
     assert summary["resumed_from"] == 20 and summary["step"] == 30
-    assert any("is away: waiting for it" in text for text in heard.warnings)
+    assert any("cannot be reached: waiting for it" in text for text in heard.warnings)
 
 
 @pytest.fixture

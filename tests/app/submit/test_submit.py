@@ -116,7 +116,7 @@ def followed(server: Any) -> tuple[int, str, list[str]]:
 def test_the_log_survives_dropped_connections_without_a_gap_or_a_repetition() -> None:
     code, text, said = followed(Server(["one\n", "two\n", "three\n"]))
     assert text == "one\ntwo\nthree\n" and code == 3
-    assert len(said) == 1 and "the job goes on" in said[0]
+    assert len(said) == 1 and "the job continues" in said[0]
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_stop_saves_a_checkpoint_first_and_the_same_submit_goes_on(tmp_path: Pat
     assert follower.stdout and follower.stdout.readline()  # it follows
     follower.send_signal(signal.SIGINT)
     out, _ = follower.communicate(timeout=30)
-    assert follower.returncode == 130 and f"trireme submit stop {job}" in out, "the job goes on"
+    assert follower.returncode == 130 and f"trireme submit stop {job}" in out, "the job continues"
     assert committed(tmp_path / "long") == []
     stopped = trireme("submit", "stop", job, env=server)
     assert stopped.code == 0 and "has stopped" in stopped.out, stopped.out + stopped.err
