@@ -145,10 +145,12 @@ def is_open(host: str, port: int) -> bool:
 # --- whether Ray can be started there; `trireme doctor` looks at the rest once it runs -------------------------------
 
 PORTS = {6379: "Ray's head", 8265: "Ray's dashboard"}  # looked at on the head; workers choose theirs
+SKEW_SECONDS = 5.0
 # Runs on the other machine, with its Python and nothing but the standard library.
 PROBE = r"""
-import importlib.metadata, json, os, platform, shutil, socket
-facts = {"python": platform.python_version(), "rsync": shutil.which("rsync") is not None, "ray": "", "busy_ports": []}
+import importlib.metadata, json, os, platform, shutil, socket, time
+facts = {"clock": time.time(), "python": platform.python_version(), "ray": "", "busy_ports": []}
+facts["rsync"] = shutil.which("rsync") is not None
 try: facts["ray"] = importlib.metadata.version("ray")
 except importlib.metadata.PackageNotFoundError: pass
 for port in PORTS:
@@ -174,6 +176,7 @@ class HostFacts:
     problem: str = ""
     python: str = ""
     ray: str = ""  # its version; "": none
+    skew: float = 0.0  # seconds its clock is ahead of this machine's
     rsync: bool = True
     busy_ports: Sequence[int] = ()
     ray_running: bool = False
@@ -181,18 +184,20 @@ class HostFacts:
 
 def probe(login: SshLogin, hosts: list[str]) -> list[HostFacts]:
     """Asks every machine at once."""
-    return [
-        read_probe(result) for result in run_on_all(login, hosts, "python -", stdin=f"PORTS={list(PORTS)}\n{PROBE}")
-    ]
+    before = time.time()
+    results = run_on_all(login, hosts, "python -", stdin=f"PORTS={list(PORTS)}\n{PROBE}")
+    return [read_probe(result, before, time.time()) for result in results]
 
 
-def read_probe(result: Result) -> HostFacts:
-    """A machine's output as facts. Pure."""
+def read_probe(result: Result, before: float, after: float) -> HostFacts:
+    """A machine's output as facts. Its clock was read some time between `before` and `after`. Pure."""
     match = re.search(r"^TRIREME(\{.*\})$", result.out, re.MULTILINE)
     missing = f"{result.host} has no usable `python` in a login shell: {last_line(result.err)}"
     if result.problem or not match:
         return HostFacts(result.host, result.problem or missing)
-    return HostFacts(result.host, **json.loads(match[1]))
+    found = json.loads(match[1])
+    clock = found.pop("clock")
+    return HostFacts(result.host, skew=max(0.0, clock - after) or min(0.0, clock - before), **found)
 
 
 def unfit(facts: Sequence[HostFacts]) -> list[str]:
@@ -211,6 +216,9 @@ def unfit(facts: Sequence[HostFacts]) -> list[str]:
         elif (host.python, host.ray) != (first.python, first.ray):
             has, other = f"Python {host.python} and Ray {host.ray}", f"Python {first.python} and Ray {first.ray}"
             found.append(f"{host.host} has {has}, and {first.host} has {other}: Ray needs the same everywhere")
+        if abs(host.skew) > SKEW_SECONDS:
+            wrong = f"{abs(host.skew):.0f} s {'ahead' if host.skew > 0 else 'behind'}"
+            found.append(f"the clock of {host.host} is {wrong}: run chrony or systemd-timesyncd there")
         if not host.rsync:
             found.append(f"{host.host} has no rsync, with which Ray copies files: install it")
     for port in facts[0].busy_ports if not facts[0].ray_running else ():

@@ -27,6 +27,12 @@ def test_every_own_file_has_a_row() -> None:
     assert {name.removesuffix(".yaml") for name in own_files()} == set(OWN)
 
 
+@pytest.mark.parametrize("name", sorted(OWN.keys() - {"laptop"}))
+def test_clusters_of_several_machines_ask_for_a_token(name: str) -> None:
+    text = (FOLDER / f"{name}.yaml").read_text()
+    assert "mode: token" in text or ("RAY_AUTH_MODE=token" in text and "--dashboard-host=127.0.0.1" in text)
+
+
 @pytest.mark.parametrize("name", OWN)
 def test_own_files_are_valid_and_complete(name: str) -> None:
     assert [str(problem) for problem in validate_file(name)] == []

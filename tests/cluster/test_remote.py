@@ -30,6 +30,7 @@ def test_nothing_is_said_of_good_machines() -> None:
         (hosts(python="3.12.0"), "10.0.0.1 has Python 3.12.0 and Ray 2.60.0, and 10.0.0.0 has Python 3.11.7"),
         (hosts(ray="2.59.0"), "10.0.0.1 has Python 3.11.7 and Ray 2.59.0, and"),
         (hosts(ray=""), "10.0.0.1 has no Ray"),
+        (hosts(skew=-60.0), "the clock of 10.0.0.1 is 60 s behind"),
         (hosts(rsync=False), "10.0.0.1 has no rsync"),
         (hosts(ray_running=True), "Ray is running on 10.0.0.1 already"),
         ([replace(hosts()[0], busy_ports=[6379]), *hosts()[1:]], "port 6379 of 10.0.0.0 is taken, and Ray's head"),
@@ -42,10 +43,11 @@ def test_what_is_wrong_with_a_machine_is_named(facts: list[HostFacts], said: str
 
 def test_an_answer_is_read_and_noise_around_it_is_not() -> None:
     answer = {"python": "3.11.7", "ray": "2.60.0", "busy_ports": [8265], "rsync": True, "ray_running": True}
-    facts = read_probe(Result("h", 0, f"Welcome!\nTRIREME{json.dumps(answer)}\nbye\n", ""))
-    assert facts == HostFacts("h", python="3.11.7", ray="2.60.0", busy_ports=[8265], ray_running=True)
-    assert "no usable `python`" in read_probe(Result("h", 127, "", "bash: python: command not found")).problem
-    assert read_probe(Result("h", 255, "", "", "it is off")).problem == "it is off"
+    answer["clock"] = 1030.0
+    facts = read_probe(Result("h", 0, f"Welcome!\nTRIREME{json.dumps(answer)}\nbye\n", ""), 1000.0, 1010.0)
+    assert facts == HostFacts("h", python="3.11.7", ray="2.60.0", skew=20.0, busy_ports=[8265], ray_running=True)
+    assert "no usable `python`" in read_probe(Result("h", 127, "", "bash: python: command not found"), 0, 1).problem
+    assert read_probe(Result("h", 255, "", "", "it is off"), 0, 1).problem == "it is off"
 
 
 @pytest.mark.parametrize(
