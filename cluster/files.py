@@ -71,7 +71,7 @@ def _valid(path: str | Path) -> tuple[list[Document], str]:
 
 def bootstrap_config() -> ClusterShape | None:
     """The shape that `ray up` has given the head it started on this machine; None where there is none."""
-    file = Path("~/raybootstrap_config.yaml").expanduser()
+    file = Path("~/ray_bootstrap_config.yaml").expanduser()
     try:
         return ray_file.shape(yaml.safe_load(file.read_text()), str(file))
     except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError):  # not there, or not of Ray's launcher

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -12,7 +14,9 @@ from pathlib import Path
 from cluster import ClusterError
 from cluster.shape import ClusterShape, NodeState, NodeType, Resources
 
-RAY = str(Path(sys.executable).with_name("ray"))  # its command line, of this Python
+_PLACES = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+RAY = shutil.which("ray", path=_PLACES) or "ray"
+"""Its command line, of this Python where there is one beside it."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ def autoscaler_now() -> AutoscalerReport:
     command = [RAY, "status", "-v", f"--address={ray.get_runtime_context().gcs_address}"]
     try:
         return autoscaler_report(subprocess.run(command, capture_output=True, text=True, timeout=30).stdout)
-    except subprocess.TimeoutExpired:
+    except (OSError, subprocess.TimeoutExpired):
         return AutoscalerReport(True)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster import ClusterError
-from cluster.files import FOLDER, own_files, read_cluster, validate_file
+from cluster.files import FOLDER, bootstrap_config, own_files, read_cluster, validate_file
 from cluster.shape import NodeState, link, of_gpus, of_nodes
 from tests.running import environment, here, trireme
 
@@ -43,6 +43,15 @@ def test_own_files_are_valid_and_complete(name: str) -> None:
         assert kind.gpu and kind.gpus and kind.cpus and kind.memory_bytes, "the planner needs all of it"
         assert kind.link_within and kind.link_across and kind.price_per_hour is not None
         assert 0 <= kind.min_nodes <= kind.max_nodes
+
+
+def test_a_head_knows_the_file_that_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert bootstrap_config() is None
+    shutil.copy(FOLDER / "aws.yaml", tmp_path / "ray_bootstrap_config.yaml")  # as the files' `ray start` lines name it
+    assert "~/ray_bootstrap_config.yaml" in (FOLDER / "aws.yaml").read_text()
+    found = bootstrap_config()
+    assert found is not None and found.max_gpus == OWN["aws"][1]
 
 
 # One planted error per row: file, what is replaced by what, the line's number is that of the replaced text, and what
