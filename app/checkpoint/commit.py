@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -151,7 +152,7 @@ def find(where: str) -> Commit:
             ) from error
     skipped: list[str] = []
     for place in (storage, storage.join("checkpoints")):
-        commit, bad = latest_good(place.url, by="size")
+        commit, bad = _newest_good(survey(place.url), lambda commit: verify(commit, by="size"))  # not with other ranks
         if commit:
             return commit
         skipped += bad
@@ -161,17 +162,20 @@ def find(where: str) -> Commit:
     )
 
 
-def latest_good(folder: str, *, by: Verify = "sha256") -> tuple[Commit | None, list[str]]:
+def latest_good(folder: str) -> tuple[Commit | None, list[str]]:
     """The newest committed checkpoint whose files are as committed, and a sentence for each bad one skipped.
 
     With torch.distributed initialised a collective call: all ranks share the reading, and get the same answer.
-    by: "size" looks at the files' sizes only; "sha256" reads them.
     """
     ranks = Ranks()
     listing = ranks.all(survey(folder) if ranks.rank == 0 else Listing([], {}, []))[0]
+    return _newest_good(listing, lambda commit: verify_together(commit, ranks))
+
+
+def _newest_good(listing: Listing, faults_of: Callable[[Commit], list[str]]) -> tuple[Commit | None, list[str]]:
     skipped = list(listing.damaged.values())
     for commit in listing.commits:
-        faults = verify_together(commit, ranks, by=by)
+        faults = faults_of(commit)
         if not faults:
             return commit, skipped
         more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""

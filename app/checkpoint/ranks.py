@@ -107,15 +107,14 @@ class Ranks:
 
     def divide(self, what: Callable[[], T], then: Callable[[list[T]], list[R]]) -> R:
         """As `reduce`, but `then` returns a value for each rank, which gets that one alone."""
-        outcomes = self._gather(self._attempt(what))
-        box, shares = [self._attempt(lambda: then(self._results(outcomes)))], list[_Outcome]()
+        outcomes, shares, box = self._gather(self._attempt(what)), list[Any](), [None]
+        if self.rank == 0:
+            divided = self._attempt(lambda: then(self._results(outcomes)))
+            shares = [_Outcome(part, {}) for part in divided.result or ()] or [divided] * self.size
+            box = shares[:1]
         if self.distributed:
-            if self.rank == 0:
-                divided = box[0]
-                shares = [_Outcome(part, {}) for part in divided.result or ()] or [divided] * self.size
             dist.scatter_object_list(box, shares or None, src=0, group=self.group)
-            return self._results(box)[0]
-        return self._results(box)[0][0]
+        return self._results(box)[0]
 
     def _gather(self, mine: _Outcome) -> list[_Outcome]:
         """Every rank's, by rank, on rank 0."""

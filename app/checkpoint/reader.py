@@ -159,6 +159,7 @@ def export(
     if to == "torch":
         torch.save({name: weights.read(name) for name in names}, out / "model.pt")
         return [out / "model.pt"]
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     sizes = {
@@ -169,7 +170,10 @@ def export(
     if len(shards) == 1:
         files = [out / "model.safetensors"]
     for file, shard in zip(files, shards, strict=True):
-        save_file({name: weights.read(name) for name in shard}, file, metadata={"format": "pt"})
+        try:
+            save_file({name: weights.read(name) for name in shard}, file, metadata={"format": "pt"})
+        except (SafetensorError, KeyError, ValueError) as error:  # a number type that it does not know
+            raise UserError(f"safetensors cannot hold these weights ({error}): export to torch instead") from error
     if len(shards) > 1:
         where = {name: file.name for file, shard in zip(files, shards, strict=True) for name in shard}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(where.items()))}

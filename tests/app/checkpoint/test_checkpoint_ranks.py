@@ -102,6 +102,18 @@ def test_another_layout_reads_it(tmp_path: Path, saved: str, reader: str) -> Non
     run_distributed(_load, LAYOUTS[reader], folder, reader)
 
 
+def _alone(rank: int, folder: str) -> int:
+    """As under torchrun: rank 0 looks at what a person named, the others wait for what it says."""
+    found = [checkpoint.find(folder).step if rank == 0 else 0]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def test_one_rank_finds_a_checkpoint_while_the_others_wait(tmp_path: Path) -> None:
+    run_distributed(_save, 2, str(tmp_path), "replicas")
+    assert run_distributed(_alone, 2, str(tmp_path)) == [checkpoint.find(str(tmp_path)).step] * 2
+
+
 def _staged(rank: int, folder: str) -> list[int]:
     """Bytes this rank copied in each of four saves; before the third, its layout changes on rank 1 alone."""
     checkpointer = Checkpointer(folder, keep_last=9)
