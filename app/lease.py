@@ -15,11 +15,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from app.storage import Storage
 
 FILE = "lease.json"
 HEARTBEAT_SECONDS = 10.0
-LEASE_SECONDS = 30.0  # a driver on another machine that has been silent for this long is taken for dead
+LEASE_SECONDS = 60.0  # a driver on another machine that has been silent for this long is taken for dead
 LOOK_SECONDS = 0.5
 
 Lease = dict[str, Any]
@@ -83,11 +85,13 @@ def is_alive(storage: Storage, lease: Lease, seconds: float = LEASE_SECONDS) -> 
 def process_started(pid: int) -> float:
     """When a living process began, in clock ticks since this machine did; 0.0 where there is none.
 
-    With its number it tells a process from a later one of the same number. psutil's time of day would change with the
-    clock.
+    With its number it tells a process from a later one of the same number. Without Linux's /proc it is psutil's time of
+    day, which changes with the clock.
     """
     try:
+        if not Path("/proc/self/stat").exists():
+            return float(psutil.Process(pid).create_time())
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return float(fields[19]) if fields[0] not in "ZX" else 0.0
-    except (OSError, IndexError):
+    except (OSError, IndexError, psutil.Error):
         return 0.0

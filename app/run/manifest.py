@@ -24,7 +24,7 @@ from typing import Any
 from app.config import Config
 from app.config_io import flatten, to_dict, to_yaml, with_values
 from app.errors import UserError
-from app.lease import FILE, HEARTBEAT_SECONDS, LEASE_SECONDS, is_alive, is_current, is_here, read_lease, write_lease
+from app.lease import FILE, HEARTBEAT_SECONDS, LEASE_SECONDS, is_alive, is_here, read_lease, write_lease
 from app.masking import mask_tree
 from app.storage import Storage
 
@@ -162,6 +162,9 @@ class Run:
         if summary is not None:
             self.manifest.summary = summary
         self._ended.set()
+        lease = read_lease(self.storage)
+        if lease and lease["attempt"] != self.attempt:
+            return  # a later start has taken over: the folder is its own
         self.save()
         self.storage.remove(FILE)
 
@@ -194,13 +197,17 @@ class Run:
     def _renew(self) -> None:
         beat = 1
         while not self._ended.wait(HEARTBEAT_SECONDS):
-            try:
-                if not is_current(self.folder, self.attempt):
+            with contextlib.suppress(Exception):  # the storage cannot be reached: the next beat tries again
+                lease = read_lease(self.storage)
+                if lease and lease["attempt"] != self.attempt:
                     return  # a later start has taken over
-                write_lease(self.storage, self.attempt, beat)
-            except OSError:  # the storage cannot be reached; the next beat tries again
-                pass
+                if lease or self._is_newest():  # it alone may be gone; a storage that is gone has no run.json either
+                    write_lease(self.storage, self.attempt, beat)
             beat += 1
+
+    def _is_newest(self) -> bool:
+        """Whether no later start has taken this run over, and maybe ended: its number would be higher."""
+        return int(json.loads(self.storage.read_bytes("run.json"))["starts"]) == self.manifest.starts
 
 
 def _difference(key: str, saved: Manifest, now: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from app.config import Config, RunConfig, TrackingConfig
+from app.lease import is_current, write_lease
 from app.run.manifest import Run
 
 
@@ -23,3 +24,17 @@ def test_a_secret_of_the_configuration_stays_out_of_the_runs_folder(tmp_path: Pa
     assert not [name for name, text in written.items() if "planted" in text], written
     assert "pad_token: <pad>" in written["config.yaml"] and "label_key: y" in written["config.yaml"]
     assert start("planted-2").manifest.uid == run.manifest.uid, "the same run, also with a newer token"
+
+
+def test_a_start_that_was_taken_over_leaves_the_folder_to_its_successor(tmp_path: Path) -> None:
+    run = RunConfig(name="kept", storage=str(tmp_path))
+    first, second = (Run(Config(task="image_classification", run=run)) for _ in range(2))
+    first.open(first.config, 5)
+    write_lease(second.storage, second.attempt, 0)
+    second.manifest.starts = 2
+    second.save()
+    first.end("failed")
+    assert is_current(second.folder, second.attempt)
+    assert Run(second.config).manifest.status == second.manifest.status != "failed"
+    second.end("finished")
+    assert Run(second.config).finished and not (tmp_path / "kept" / "lease.json").exists()
