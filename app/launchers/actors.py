@@ -111,9 +111,9 @@ class ActorWorkers(RayWorkers):
     def start(self, job: Job) -> None:
         """Raises UserError: the stages ask for resources that the cluster does not have."""
         dims, excluded = job.layout.dims, job.config.cluster.exclude_nodes
-        nodes = living_nodes(excluded)
         per_stage = resources_of_stages(job.config, dims, self.per_worker)
-        self.begin_attempt(dims.world_size)
+        self.begin_attempt(dims.world_size)  # which gives the places back that the run has kept until now
+        nodes = living_nodes(excluded)
         self.dead = {}
         self.group, bundle_of_rank = self._reserve(dims, per_stage, nodes, excluded)
         job_ref = ray.put(job)

@@ -27,8 +27,11 @@ from cluster.files import read_cluster
 from cluster.pending import Diagnosis, autoscaler_now, check_feasible
 from strategies import registry
 
-LOOK_SECONDS = 3.0
+LOOK_SECONDS = 1.0
+GRACE_SECONDS = 3.0
 """An earlier run's group may be about to go."""
+FREE_SECONDS = 5.0
+REPEAT_SECONDS = 60.0
 ASK_AUTOSCALER_SECONDS = 10.0
 """Asking it is a process of a second or two."""
 
@@ -55,11 +58,15 @@ class RayLaunch:
             self.ray_workers.close()
 
     def give_back(self) -> None:
-        """Frees what has kept the workers' places."""
+        """Frees what has kept the workers' places, and waits a moment until Ray's tables show it."""
         group, self.group = self.group, None
-        if group is not None:
-            with contextlib.suppress(ray.exceptions.RayError):
-                remove_placement_group(group)
+        if group is None:
+            return
+        demand, until = [self.per_worker] * self.workers, time.monotonic() + FREE_SECONDS
+        with contextlib.suppress(ray.exceptions.RayError):
+            remove_placement_group(group)
+            while why_pending(demand, None, self.config.cluster.exclude_nodes) and time.monotonic() < until:
+                time.sleep(0.1)
 
     def wait_for_room(self) -> int:
         """How many workers there will be; waits until there is room for them, and says why there is none. After
@@ -81,15 +88,19 @@ class RayLaunch:
         autoscaling = bool(self.cluster.max_resources)
         if not autoscaling and look() is None:
             return workers
-        self.group, began, said = reserve(demand, "PACK", excluded), time.monotonic(), ""
-        while not self.group.wait(ASK_AUTOSCALER_SECONDS if autoscaling else LOOK_SECONDS):
-            found = look(autoscaler_now() if autoscaling else None)
-            if found is None:
+        self.group, began, report = reserve(demand, "PACK", excluded), time.monotonic(), None
+        said, said_at, asked_at = "", 0.0, 0.0
+        while not self.group.wait(LOOK_SECONDS):
+            now = time.monotonic()
+            if autoscaling and now - asked_at > ASK_AUTOSCALER_SECONDS:
+                report, asked_at = autoscaler_now(), now
+            found = look(report)
+            if found is None or now - began < GRACE_SECONDS:
                 continue
-            if found.sentence != said:
-                said = found.sentence
+            if found.sentence != said or now - said_at > REPEAT_SECONDS:
+                said, said_at = found.sentence, now
                 console.say(f"waiting for resources: {said}")
-            over = time.monotonic() - began > config.cluster.wait_seconds or not found.ever
+            over = now - began > config.cluster.wait_seconds or not found.ever
             if over and (fewer := when_over(config, found, workers)):
                 console.say(f"continuing with {fewer} of {workers} workers: {said}")
                 self.workers = fewer

@@ -85,7 +85,9 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
         micro_batches=_count_micro_batches(config, layout.dims.dp),
     )
     check_model(config, task, layout, module)
-    steps = train.steps_for(samples)
+    steps, trace = train.steps_for(samples), config.parallel.trace_step
+    if trace is not None and layout.dims.pp > 1 and trace > steps:
+        notes = (*notes, f"parallel.trace_step is {trace:,}, but the run has {steps:,} steps: no step is traced")
     return Prepared(config, layout, steps, samples, task.describe(), (*planned, *notes), prediction)
 
 
