@@ -104,8 +104,10 @@ class DeepSpeedParallel(Parallel):
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
-        import deepspeed
-
+        try:
+            import deepspeed
+        except Exception as error:  # it imports, and builds, a great deal
+            raise LayoutError(f"strategy deepspeed: the package does not import here ({error})") from error
         self.engine = deepspeed.initialize(
             model=self.inner, optimizer=optimizer, config=self.config, dist_init_required=False
         )[0]

@@ -26,6 +26,7 @@ BUILT_IN = {
 }
 """Name: (package, file in it, what to install, pixels a side). One row per image, its label last."""
 
+IDX_TYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}  # third byte of a file: its element type
 NAMES = (("images", "labels"), ("x_train", "y_train"), ("x", "y"), ("data", "targets"))  # of arrays in one file
 CHANNELS = (1, 3, 4)
 MOST_CLASSES = 1_000_000  # a larger label is not a class's number: a file of another kind, or a damaged one
@@ -139,19 +140,20 @@ def _idx_part(folder: Path, part: str) -> ImageSet:
 
 
 def _read_idx(path: Path) -> Array:
-    """An IDX file of bytes, .gz or not: 00 00 08, number of dimensions, sizes (big-endian), then the data."""
+    """An IDX file, .gz or not: two zero bytes, type, number of dimensions, sizes (big-endian), then the data."""
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, OSError, zlib.error) as error:
         raise UserError(f"{path} cannot be read: {error}; fetch it again") from error
-    if len(content) < 4 or content[:3] != b"\0\0\x08":
+    if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in IDX_TYPES or content[3] == 0:
         start = content[:4].hex(" ") or "nothing"
-        raise UserError(f"{path} is not an IDX file of bytes: it begins with {start}, not with 00 00 08")
+        raise UserError(f"{path} is not an IDX file: it begins with {start}, not with 00 00, a type and dimensions")
     header = 4 + 4 * content[3]
     if len(content) < header:
         raise UserError(f"{path} ends within its header; fetch it again")
     shape = struct.unpack(f">{content[3]}I", content[4:header])
-    if len(content) != header + math.prod(shape):
-        promised = header + math.prod(shape)
+    dtype = np.dtype(IDX_TYPES[content[2]])
+    promised = header + math.prod(shape) * dtype.itemsize
+    if len(content) != promised:
         raise UserError(f"{path} has {len(content)} bytes, but its header promises {promised}; fetch it again")
-    return np.frombuffer(content, np.uint8, offset=header).reshape(shape).copy()
+    return np.frombuffer(content, dtype, offset=header).reshape(shape).astype(dtype.newbyteorder("="))

@@ -226,8 +226,19 @@ class GradientSums:
     def micro_step(self, inner: Callable[[bool], Any]) -> Callable[[bool], Any]:
         @contextlib.contextmanager
         def context(last: bool) -> Iterator[None]:
-            with inner(last):
-                yield
+            try:
+                with inner(last):
+                    yield
+            except RuntimeError as error:
+                if self.checked or not _is_of_shapes(error):
+                    raise
+                ways = self.split.peers.size
+                raise LayoutError(
+                    f"the model's own code does not fit layers split over parallel.tp={ways} "
+                    f"({str(error).splitlines()[0]}): a colwise layer leaves 1/{ways} of its features, so write a tp "
+                    "that divides the attention heads, or count heads by -1 in forward, or leave the layer out of the "
+                    "tensor plan"
+                ) from error
             self.split.forget()
             if last and torch.is_grad_enabled():
                 self.finish()
@@ -255,6 +266,13 @@ class GradientSums:
                 f"the gradient of {name} differs between tensor-parallel workers, so the model uses it on split "
                 "activations: give its module the value sequence or partial in the tensor plan, or write no plan"
             )
+
+
+def _is_of_shapes(error: RuntimeError) -> bool:
+    """Whether an operation could not work on the shapes it was given."""
+    return any(
+        word in str(error) for word in ("shape", "size of tensor", "unflatten", "mat1 and mat2", "size mismatch")
+    )
 
 
 def _local_gradients(parameters: Any) -> list[Tensor]:

@@ -145,6 +145,23 @@ def test_a_plan_that_forgets_a_norm_ends_in_the_first_step() -> None:
         assert "norm." in message and "sequence or partial" in message
 
 
+class CountsHeads(nn.Module):
+    """Attention as many write it: the number of heads is in the shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.q, self.out = nn.Embedding(VOCABULARY, 12), nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        q = self.q(self.embed(tokens))
+        return self.out(q.view(*tokens.shape, 3, 4).transpose(1, 2).flatten(2).reshape(*tokens.shape, -1))
+
+
+def test_heads_that_tp_does_not_divide_without_a_task_that_knows_them() -> None:
+    for message in _messages(Row("tensor", 2), CountsHeads, {"q": "colwise", "out": "rowwise"}):
+        assert "parallel.tp=2" in message and "divides the attention heads" in message and "\n" not in message
+
+
 def test_blocks_are_checked() -> None:
     with pytest.raises(LayoutError, match=r"'blocks\.2'.*did you mean"):
         find_blocks(PlainGPT(), ["blocks.0", "blocks.2"])

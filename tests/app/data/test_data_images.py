@@ -28,8 +28,8 @@ LABELS = np.array([0, 1, 2, 0, 1, 2])
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-def idx(array: np.ndarray) -> bytes:
-    header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+def idx(array: np.ndarray, kind: int = 8) -> bytes:
+    header = bytes([0, 0, kind, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
     return header + array.tobytes()
 
 
@@ -96,6 +96,12 @@ def test_keras_file_brings_its_own_test_part(tmp_path: Path) -> None:
     assert held is not None and np.array_equal(held.labels, LABELS[:2])
 
 
+def test_idx_files_of_other_number_types(tmp_path: Path) -> None:
+    write_idx(tmp_path)
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(idx(PIXELS.astype(">f4"), kind=13))
+    assert_same(read_images(str(tmp_path))[0], PIXELS[:, None].astype(np.float32))
+
+
 def spoil_idx(name: str, change: Callable[[bytes], bytes | None], compress: bool = False) -> Callable[[Path], str]:
     def make(folder: Path) -> str:
         write_idx(folder, compress=compress)
@@ -121,8 +127,8 @@ BAD: dict[str, tuple[Callable[[Path], str], str]] = {
     "empty folder": (lambda at: str(at), "has no train-images-idx3-ubyte"),
     "no labels": (spoil_idx(LABEL_FILE, lambda b: None), "has no train-labels-idx1-ubyte"),
     "no images": (spoil_idx(IMAGES, lambda b: None), "has no train-images-idx3-ubyte"),
-    "wrong magic": (spoil_idx(IMAGES, lambda b: b"\x89PNG" + b[4:]), "begins with 89 50 4e 47, not with 00 00 08"),
-    "empty file": (spoil_idx(IMAGES, lambda b: b""), "begins with nothing, not with 00 00 08"),
+    "wrong magic": (spoil_idx(IMAGES, lambda b: b"\x89PNG" + b[4:]), "begins with 89 50 4e 47, not with 00 00"),
+    "empty file": (spoil_idx(IMAGES, lambda b: b""), "begins with nothing, not with 00 00"),
     "short header": (spoil_idx(IMAGES, lambda b: b[:10]), "ends within its header"),
     "truncated": (spoil_idx(IMAGES, lambda b: b[:-1]), "has 255 bytes, but its header promises 256"),
     "broken gzip": (spoil_idx(f"{IMAGES}.gz", lambda b: b[:-20], True), "train-images-idx3-ubyte.gz cannot be read"),
