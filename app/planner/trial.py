@@ -1,13 +1,15 @@
 """Functions run on this machine's devices in new processes, and `trireme plan --max-batch`, which tries layouts so.
 
 A try takes a few steps of a run's own loop. Its memory on a GPU is the peak that torch allocated; on a CPU that of the
-process beyond what it took before.
+process beyond what it took before, bounded by the memory that a plan counts with.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import resource
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -56,7 +58,7 @@ def max_batch(plan: Plan) -> tuple[str, Estimate | None, dict[str, Any]]:
 
     def runs(place: int) -> bool:
         tree = _experiment(plan, row, sizes[place])
-        tries[sizes[place]] = trial = run(tree, plan.machine.world)
+        tries[sizes[place]] = trial = run(tree, plan.machine.world, plan.machine.device.capacity)
         return trial.seconds is not None
 
     place = search(max(len(fitting) - 1, 0), sizes, runs)
@@ -112,16 +114,21 @@ def _experiment(plan: Plan, row: Estimate, size: int) -> dict[str, Any]:
     return tree
 
 
-def run(tree: dict[str, Any], workers: int) -> Trial:
-    """Tries a whole configuration on several processes here."""
+def run(tree: dict[str, Any], workers: int, limit: float) -> Trial:
+    """Tries a whole configuration on several processes here. limit: bytes that a process on a CPU may take beside what
+    it has before the model; beyond that it fails, as if memory had ended."""
     try:
-        return Trial(*in_processes(_train, workers, tree, timeout=TIMEOUT))
+        return Trial(*in_processes(_train, workers, tree, limit, timeout=TIMEOUT))
     except RunFailed as error:
         return Trial(failure=str(error))
 
 
-def _train(rank: int, device: Any, tree: dict[str, Any]) -> tuple[float, float]:
+def _train(rank: int, device: Any, tree: dict[str, Any], limit: float) -> tuple[float, float]:
     """Seconds of the last step and bytes of a few: the most of all ranks."""
+    if device.type == "cpu":
+        used = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        most = 1024 * int(used[1]) + int(limit) if used else resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     config, world = from_dict(tree), dist.get_world_size()
     layout = choose(config.strategy, world, **{name: tree["parallel"][name] for name in NAMES})
     with tempfile.TemporaryDirectory() as folder:

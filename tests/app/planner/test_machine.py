@@ -132,10 +132,13 @@ def _hangs(rank: int, own: Any) -> None:
 def test_a_try_is_a_few_real_steps_and_what_fails_or_hangs_is_ended(tiny: Reader) -> None:
     plan = make_plan(load_config([], [*TINY, "strategy=single"]), tiny.task, cpus(1), reader=tiny)
     tree = experiment(plan, plan.rows[0])
-    done = trial.run(tree, 1)
+    limit = 150 * 2**20
+    done = trial.run(tree, 1, limit)
     assert done.seconds is not None and done.seconds > 0 and done.bytes < 1e8
+    tree["task_args"] = {"data": "digits", "model": "mlp", "model_args": {"hidden": [4096, 4096]}}
+    assert "allocate" in trial.run(tree, 1, limit).failure, "it ends by itself, before memory does"
     tree["task_args"] = {"data": "nowhere.npz"}
-    assert "there is no 'nowhere.npz'" in trial.run(tree, 1).failure
+    assert "there is no 'nowhere.npz'" in trial.run(tree, 1, limit).failure
     with pytest.raises(RunFailed, match="took more than 2 s"):
         in_processes(_hangs, 1, timeout=2)
 
@@ -181,7 +184,7 @@ def test_a_catalogue_of_ones_own_that_is_wrong_is_one_sentence(text: str, said: 
 
 
 def test_max_batch_writes_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "run", lambda tree, workers: Trial(0.1, 1e6) if (
+    monkeypatch.setattr(trial, "run", lambda tree, workers, limit: Trial(0.1, 1e6) if (
         tree["train"]["micro_batch_size"] <= 7) else Trial(failure="MemoryError"))  # fmt: skip
     file = tmp_path / "best.yaml"
     arguments = [*TINY, "strategy=ddp", "--gpu", "cpu", "--gpus", "2", "--max-batch", "--write", str(file)]
