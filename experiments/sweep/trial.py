@@ -172,6 +172,7 @@ class TrialRun:
         self.copied = ""  # the checkpoint of another trial to continue from
         self.reported: int = self.last.get("step", 0)  # step of the last report
         self.told = self.reported  # step of the last one that Tune has
+        self.judged = self.last  # that one, by which Tune stops a trial; training continues meanwhile
         self.thread: threading.Thread | None = None
 
     def next(self) -> Result:
@@ -184,7 +185,7 @@ class TrialRun:
             self.thread = threading.Thread(target=self._run, daemon=True, name=self.name)
             self.thread.start()
         result = self.results.get()
-        self.told = result["step"]
+        self.told, self.judged = result["step"], result["report"]
         return result
 
     def copy(self, path: str, step: int) -> None:

@@ -243,4 +243,4 @@ class TrialActor(tune.Trainable):
     def cleanup(self) -> None:
         sweep = self.setting.sweep
         early = "stopped for other values" if sweep.scheduler == "pbt" else f"stopped early by {sweep.scheduler}"
-        self.current.stop(REACHED if sweep.ends_at(self.current.last) else early)
+        self.current.stop(REACHED if sweep.ends_at(self.current.judged) else early)

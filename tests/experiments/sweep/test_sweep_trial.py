@@ -58,8 +58,11 @@ def test_a_trial_reports_every_evaluation_and_ends(tmp_path: Path) -> None:
 def test_a_stopped_trial_says_why_and_continues(tmp_path: Path) -> None:
     found = setting(tmp_path, "task_args.step_seconds=0.02", "train.steps=100", "reports=10")
     first = trial(found, 0)
-    results(first, until=20)
+    heard = results(first, until=20)[-1]
     first.stop(REACHED)
+    assert first.judged == heard["report"] and first.last["step"] >= 20, (
+        "judged by what Tune has, not by what came after"
+    )
     events = (tmp_path / "t000" / "tracking" / "events.jsonl").read_text().splitlines()
     end = [json.loads(line) for line in events if line][-1]
     assert end["type"] == "finish" and end["status"] == "FINISHED" and end["message"].startswith(REACHED)
