@@ -147,7 +147,8 @@ def test_four_three_two_four_workers(tmp_path: Path, nodes: Any, launcher: str) 
     assert workers[:2] == [3.0, 2.0] and workers[-1] == 4.0, "the two nodes that come may be taken one by one"
 
 
-@pytest.mark.parametrize(("launcher", "number"), [("ray", signal.SIGSTOP), ("actors", signal.SIGKILL)])
+@pytest.mark.parametrize("launcher", ["ray", "actors"])
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_worker_that_is_stopped_or_dies_while_it_starts(
     tmp_path: Path, ray_environment: dict[str, str], launcher: str, number: int
 ) -> None:
@@ -210,9 +211,12 @@ def test_a_stopped_rank_under_slurm_ends_all_and_the_same_command_goes_on(tmp_pa
     assert_one_curve(tmp_path)
 
 
-def test_a_rank_that_the_kernel_kills_for_memory(tmp_path: Path, ray_environment: dict[str, str]) -> None:
+@pytest.mark.parametrize("launcher", ["ray", "actors"])
+def test_a_rank_that_the_kernel_kills_for_memory(
+    tmp_path: Path, ray_environment: dict[str, str], launcher: str
+) -> None:
     arguments = ["train", *SLOW, "task=tests.tasks:Hungry", f"task_args.hungry={tmp_path / 'hungry'}", "workers=2"]
-    arguments += ["launcher=ray", "strategy=ddp", "run.name=run", f"run.storage={tmp_path}"]
+    arguments += [f"launcher={launcher}", "strategy=ddp", "run.name=run", f"run.storage={tmp_path}"]
     with memory_group(64 << 20) as group:
         process = start(arguments, env=ray_environment)
         lines, folder = Lines(process), tmp_path / "run"
