@@ -12,10 +12,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from cluster import ClusterError, ray_file
 from cluster.files import read_cluster, read_ray_file
@@ -27,7 +29,6 @@ ASK = (
     "ray list nodes --format=json --limit=10000 --timeout=10 --address=http://127.0.0.1:{dashboard} && "
     "ray status -v --address=127.0.0.1:{gcs}"
 )
-TOKEN_REFUSED = re.compile(r"\b40[13]\b|[Aa]uthentication|[Uu]nauthenticated|[Tt]oken")
 Say = Callable[[str], None]
 
 
@@ -163,30 +164,26 @@ def down(path: str, say: Say, *, timeout: float = 300.0) -> list[str]:
 def _down_here(data: Mapping[str, Any]) -> list[str]:
     """Ends the Ray of this file and no other one of this machine, as `ray stop` would."""
     port = ray_file.gcs_port(data)
-    heads = [c for _, c in _commands() if "gcs_server" in c and f"--gcs_server_port={port}" in c]
+    command = f"--gcs_server_port={port}"
+    heads = [" ".join(process.info["cmdline"]) for process in _processes() if command in process.info["cmdline"]]
     session = re.search(r"session_[\d_-]+", heads[0]) if heads else None
     if session is None:
         raise ClusterError(f"{data['cluster_name']} is not up: nothing listens on port {port} of this machine")
 
-    def left() -> list[int]:
-        return [pid for pid, command in _commands() if session[0] in command and pid != os.getpid()]
+    def left() -> list[psutil.Process]:
+        return [process for process in _processes() if session[0] in " ".join(process.info["cmdline"])]
 
     for number in (signal.SIGTERM, signal.SIGKILL):
-        for pid in left():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-        deadline = time.monotonic() + 10
-        while left() and time.monotonic() < deadline:
-            time.sleep(0.1)
-    return [f"processes {', '.join(map(str, left()))} do not end"] if left() else []
+        for process in (found := left()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        psutil.wait_procs(found, timeout=10)
+    return [f"processes {', '.join(str(process.pid) for process in left())} do not end"] if left() else []
 
 
-def _commands() -> Iterator[tuple[int, str]]:
-    """Processes of this machine that have not ended, and their command lines."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                yield int(folder.name), (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+def _processes() -> list[psutil.Process]:
+    """Processes of this machine that have a command line: those that have ended have none."""
+    return [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"]]
 
 
 # --- status -----------------------------------------------------------------------------------------------------------
@@ -269,9 +266,6 @@ def read_status(name: str, result: Result, shape: ClusterShape) -> Status:
     """What the head's two commands printed, put together. Pure."""
     match = re.search(r"^\[\{.*\}\]$", result.out, re.MULTILINE)
     if result.problem or not match:
-        if TOKEN_REFUSED.search(result.err):
-            problem = "its Ray refuses the token in ~/.ray/auth_token there, which is not the one that it started with"
-            return Status(name, False, problem)
         return Status(name, False, result.problem or f"Ray does not answer on its head ({last_line(result.err)})")
     alive = [
         {

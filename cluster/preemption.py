@@ -84,16 +84,10 @@ def aws(base: str = "") -> Poll:
     https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
     """
     base = base or os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://169.254.169.254").rstrip("/")
-    token: list[str] = []
 
     def poll() -> str | None:
-        if not token:
-            token.append(_get(f"{base}/latest/api/token", "PUT", **{"X-aws-ec2-metadata-token-ttl-seconds": "21600"}))
-        try:
-            found = _get(f"{base}/latest/meta-data/spot/instance-action", **{"X-aws-ec2-metadata-token": token[0]})
-        except urllib.error.HTTPError:  # the token has run out
-            token.clear()
-            return None
+        token = _get(f"{base}/latest/api/token", "PUT", **{"X-aws-ec2-metadata-token-ttl-seconds": "60"})
+        found = _get(f"{base}/latest/meta-data/spot/instance-action", **{"X-aws-ec2-metadata-token": token})
         notice = json.loads(found or "{}")
         words = f"{notice.get('action', 'terminate')} this spot machine at {notice.get('time', 'any moment')}"
         return f"AWS will {words}" if notice else None

@@ -20,19 +20,6 @@ from typing import Any
 from cluster import ClusterError
 
 CONNECT_SECONDS = 5
-# What ssh writes, and what that means for {host}, {user} and {key}.
-SSH_ERRORS = {
-    "Permission denied": "{host} does not let {user} in: add the public half of {key} to ~/.ssh/authorized_keys there, "
-    "or correct auth.ssh_user",
-    "Connection refused": "{host} refuses SSH connections: start its SSH server, or correct the address",
-    "timed out": "{host} does not answer within {seconds} s: it is off, the address is wrong, or a firewall drops port "
-    "22",
-    "No route to host": "there is no way to {host} in the network: it is off, or the address is wrong",
-    "Could not resolve": "the name {host} is not known: correct it, or write its address",
-    "Host key verification failed": "{host} is not the machine it was before (its host key changed): if that is right, "
-    "`ssh-keygen -R {host}`",
-    "dentity file": "the key {key} is not there or cannot be used: correct auth.ssh_private_key",
-}
 
 
 @dataclass(frozen=True)
@@ -88,9 +75,8 @@ def run_on_all(login: SshLogin, hosts: list[str], command: str, **options: Any) 
 
 
 def explain(host: str, login: SshLogin, err: str) -> str:
-    """Why SSH did not get there, and what to do, from what ssh wrote."""
-    text = next((text for sign, text in SSH_ERRORS.items() if sign in err), f"SSH to {{host}} fails: {last_line(err)}")
-    return text.format(host=host, user=login.user, key=login.key or "your key", seconds=CONNECT_SECONDS)
+    """That SSH did not get there, in ssh's words, and what to look at."""
+    return f"SSH to {login.user}@{host} fails ({last_line(err, 2)}): check the address, and `auth` in the cluster file"
 
 
 def last_line(text: str, count: int = 1) -> str:
@@ -145,11 +131,10 @@ def is_open(host: str, port: int) -> bool:
 # --- whether Ray can be started there; `trireme doctor` looks at the rest once it runs -------------------------------
 
 PORTS = {6379: "Ray's head", 8265: "Ray's dashboard"}  # looked at on the head; workers choose theirs
-SKEW_SECONDS = 5.0
 # Runs on the other machine, with its Python and nothing but the standard library.
 PROBE = r"""
-import importlib.metadata, json, os, platform, shutil, socket, time
-facts = {"clock": time.time(), "python": platform.python_version(), "ray": "", "busy_ports": []}
+import importlib.metadata, json, os, platform, shutil, socket
+facts = {"python": platform.python_version(), "ray": "", "busy_ports": []}
 facts["rsync"] = shutil.which("rsync") is not None
 try: facts["ray"] = importlib.metadata.version("ray")
 except importlib.metadata.PackageNotFoundError: pass
@@ -176,7 +161,6 @@ class HostFacts:
     problem: str = ""
     python: str = ""
     ray: str = ""  # its version; "": none
-    skew: float = 0.0  # seconds its clock is ahead of this machine's
     rsync: bool = True
     busy_ports: Sequence[int] = ()
     ray_running: bool = False
@@ -184,20 +168,16 @@ class HostFacts:
 
 def probe(login: SshLogin, hosts: list[str]) -> list[HostFacts]:
     """Asks every machine at once."""
-    before = time.time()
-    results = run_on_all(login, hosts, "python -", stdin=f"PORTS={list(PORTS)}\n{PROBE}")
-    return [read_probe(result, before, time.time()) for result in results]
+    return [read_probe(found) for found in run_on_all(login, hosts, "python -", stdin=f"PORTS={list(PORTS)}\n{PROBE}")]
 
 
-def read_probe(result: Result, before: float, after: float) -> HostFacts:
-    """A machine's output as facts. Its clock was read some time between `before` and `after`. Pure."""
+def read_probe(result: Result) -> HostFacts:
+    """A machine's output as facts. Pure."""
     match = re.search(r"^TRIREME(\{.*\})$", result.out, re.MULTILINE)
     missing = f"{result.host} has no usable `python` in a login shell: {last_line(result.err)}"
     if result.problem or not match:
         return HostFacts(result.host, result.problem or missing)
-    found = json.loads(match[1])
-    clock = found.pop("clock")
-    return HostFacts(result.host, skew=max(0.0, clock - after) or min(0.0, clock - before), **found)
+    return HostFacts(result.host, **json.loads(match[1]))
 
 
 def unfit(facts: Sequence[HostFacts]) -> list[str]:
@@ -216,9 +196,6 @@ def unfit(facts: Sequence[HostFacts]) -> list[str]:
         elif (host.python, host.ray) != (first.python, first.ray):
             has, other = f"Python {host.python} and Ray {host.ray}", f"Python {first.python} and Ray {first.ray}"
             found.append(f"{host.host} has {has}, and {first.host} has {other}: Ray needs the same everywhere")
-        if abs(host.skew) > SKEW_SECONDS:
-            wrong = f"{abs(host.skew):.0f} s {'ahead' if host.skew > 0 else 'behind'}"
-            found.append(f"the clock of {host.host} is {wrong}: run chrony or systemd-timesyncd there")
         if not host.rsync:
             found.append(f"{host.host} has no rsync, with which Ray copies files: install it")
     for port in facts[0].busy_ports if not facts[0].ray_running else ():

@@ -222,7 +222,7 @@ def test_machines_that_are_not_fit_are_named_before_anything_starts(site: Site) 
     shutil.move(keys, f"{keys}.away")
     refused = lab.trireme(DESK, "cluster", "up", str(site.file))
     shutil.move(f"{keys}.away", keys)
-    assert refused.returncode == 2 and f"{lab.address(FIRST)} does not let root in" in refused.stderr, refused.stderr
+    assert refused.returncode == 2 and f"SSH to root@{lab.address(FIRST)} fails" in refused.stderr, refused.stderr
     taker = lab.start(HEAD, [sys.executable, "-m", "http.server", "8265"], quiet=True)
     wait_until(lambda: not lab.run(HEAD, ["bash", "-c", "</dev/tcp/127.0.0.1/8265"]).returncode)
     taken = lab.trireme(DESK, "cluster", "up", str(site.file))

@@ -30,7 +30,6 @@ def test_nothing_is_said_of_good_machines() -> None:
         (hosts(python="3.12.0"), "10.0.0.1 has Python 3.12.0 and Ray 2.60.0, and 10.0.0.0 has Python 3.11.7"),
         (hosts(ray="2.59.0"), "10.0.0.1 has Python 3.11.7 and Ray 2.59.0, and"),
         (hosts(ray=""), "10.0.0.1 has no Ray"),
-        (hosts(skew=-60.0), "the clock of 10.0.0.1 is 60 s behind"),
         (hosts(rsync=False), "10.0.0.1 has no rsync"),
         (hosts(ray_running=True), "Ray is running on 10.0.0.1 already"),
         ([replace(hosts()[0], busy_ports=[6379]), *hosts()[1:]], "port 6379 of 10.0.0.0 is taken, and Ray's head"),
@@ -43,28 +42,15 @@ def test_what_is_wrong_with_a_machine_is_named(facts: list[HostFacts], said: str
 
 def test_an_answer_is_read_and_noise_around_it_is_not() -> None:
     answer = {"python": "3.11.7", "ray": "2.60.0", "busy_ports": [8265], "rsync": True, "ray_running": True}
-    answer["clock"] = 1030.0
-    facts = read_probe(Result("h", 0, f"Welcome!\nTRIREME{json.dumps(answer)}\nbye\n", ""), 1000.0, 1010.0)
-    assert facts == HostFacts("h", python="3.11.7", ray="2.60.0", skew=20.0, busy_ports=[8265], ray_running=True)
-    assert "no usable `python`" in read_probe(Result("h", 127, "", "bash: python: command not found"), 0, 1).problem
-    assert read_probe(Result("h", 255, "", "", "it is off"), 0, 1).problem == "it is off"
+    facts = read_probe(Result("h", 0, f"Welcome!\nTRIREME{json.dumps(answer)}\nbye\n", ""))
+    assert facts == HostFacts("h", python="3.11.7", ray="2.60.0", busy_ports=[8265], ray_running=True)
+    assert "no usable `python`" in read_probe(Result("h", 127, "", "bash: python: command not found")).problem
+    assert read_probe(Result("h", 255, "", "", "it is off")).problem == "it is off"
 
 
-@pytest.mark.parametrize(
-    ("err", "said"),
-    [
-        ("ubuntu@h: Permission denied (publickey).", "does not let ubuntu in"),
-        ("ssh: connect to host h port 22: Connection refused", "refuses SSH connections"),
-        ("ssh: connect to host h port 22: Connection timed out", "does not answer"),
-        ("ssh: connect to host h port 22: No route to host", "no way to h"),
-        ("ssh: Could not resolve hostname h: Name or service not known", "the name h is not known"),
-        ("Host key verification failed.", "ssh-keygen -R h"),
-        ("Warning: Identity file /k not accessible: No such file or directory.", "the key /k is not there"),
-        ("something new", "SSH to h fails: something new"),
-    ],
-)
-def test_why_ssh_did_not_get_there(err: str, said: str) -> None:
-    assert said in explain("h", SshLogin("ubuntu", "/k"), err)
+def test_why_ssh_did_not_get_there() -> None:
+    said = explain("h", SshLogin("ubuntu", "/k"), "Warning: x\nubuntu@h: Permission denied (publickey).\n")
+    assert said.startswith("SSH to ubuntu@h fails (Warning: x / ubuntu@h: Permission denied (publickey).): check the")
 
 
 STATUS = """======== Autoscaler status: 2026-11-23 02:32:57.759385 ========
@@ -107,13 +93,8 @@ def test_the_state_of_a_cluster_in_words() -> None:
     assert autoscaler_report(quiet).starting == ()
 
 
-@pytest.mark.parametrize(
-    ("err", "said"),
-    [
-        ("Error: Failed to make request to http://127.0.0.1:8265", "Ray does not answer on its head (Error: Failed"),
-        ("AuthenticationError: HTTP Error 401: Unauthorized", "refuses the token"),
-    ],
-)
-def test_a_cluster_that_does_not_answer(err: str, said: str) -> None:
-    status = read_status("c", Result("h", 1, "", err), read_cluster("aws"))
-    assert not status.reachable and said in status.problem and "is not up" in status.lines()[0]
+def test_a_cluster_that_does_not_answer() -> None:
+    status = read_status("c", Result("h", 1, "", "AuthenticationError: 401"), read_cluster("aws"))
+    assert not status.reachable and status.lines() == [
+        "c is not up: Ray does not answer on its head (AuthenticationError: 401)"
+    ]
