@@ -18,7 +18,7 @@ Values = dict[str, Any]
 """A point of the space: key → value."""
 
 SEARCHERS = ("grid", "random", "optuna")
-SCHEDULERS = ("none", "asha", "median", "pbt")
+SCHEDULERS = ("none", "asha")
 DISTRIBUTIONS = {
     "choice": "any number of values",
     "uniform": "[low, high]",
@@ -28,9 +28,6 @@ DISTRIBUTIONS = {
     "linspace": "[low, high, number of values]",
     "logspace": "[low, high, number of values]",
 }
-FIXED = ("workers", "strategy", "train.global_batch_size", "train.seed", "task", "optimizer.name")
-"""What population-based training cannot change on the way: the trial would be another run, or at another place in the
-data."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ class Search:
     """One of SEARCHERS, or {name: optuna, ARGUMENT: …}."""
     searcher_args: dict[str, Any] = field(default_factory=dict)
     scheduler: str = "none"
-    """One of SCHEDULERS, or {name: asha, reduction_factor: 4, grace: …}."""
+    """One of SCHEDULERS, or {name: asha, reduction_factor: 4, grace_period: …}."""
     scheduler_args: dict[str, Any] = field(default_factory=dict)
     metric: str = "eval/loss"
     """What is compared, as trials log it: eval/loss, eval/accuracy, train/loss."""
@@ -124,39 +121,16 @@ def scheduler_of(search: Search, longest: int, every: int) -> Any:
     it. Raises UserError: an argument that it does not take."""
     from ray.tune import TuneError, schedulers
 
-    given, own = dict(search.scheduler_args), dict[str, Any]()
-    for key in ("grace", "interval"):
-        if key in given and not (type(given[key]) is int and given[key] > 0):
-            raise UserError(f"scheduler {search.scheduler}: {key} is {given[key]!r}, but it must be a number of steps")
-    kind: Any = schedulers.FIFOScheduler
-    if search.scheduler == "asha":
-        kind, grace = schedulers.ASHAScheduler, given.pop("grace", max(1, every, longest // 16))
-        own = {"max_t": longest + 1, "grace_period": min(grace, longest), "reduction_factor": 4}
-    elif search.scheduler == "median":
-        kind = schedulers.MedianStoppingRule
-        own = {"grace_period": given.pop("grace", max(every, longest // 8)), "min_samples_required": 3}
-    elif search.scheduler == "pbt":
-        kind, interval = schedulers.PopulationBasedTraining, given.pop("interval", every)
-        own = {"perturbation_interval": interval, "hyperparam_mutations": _mutations(search.space)}
-    if own:
-        own |= {"time_attr": search.time, "metric": search.metric, "mode": search.mode}
+    grace = min(max(every, longest // 16), longest)
+    own: dict[str, Any] = {"max_t": longest + 1, "grace_period": grace, "reduction_factor": 4}
+    own |= {"time_attr": search.time, "metric": search.metric, "mode": search.mode}
     try:
-        return kind(**(own | given))
+        if search.scheduler == "none":
+            return schedulers.FIFOScheduler(**search.scheduler_args)
+        return schedulers.ASHAScheduler(**(own | search.scheduler_args))
     except (TypeError, ValueError, AssertionError, TuneError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"scheduler {search.scheduler} does not take these arguments: {reason}") from error
-
-
-def _mutations(space: Mapping[str, Domain]) -> dict[str, Any]:
-    found = {
-        key: list(domain.values) if domain.finite else domain.for_tune()
-        for key, domain in space.items()
-        if key not in FIXED
-    }
-    if not found:
-        fixed = f"and {', '.join(space)} cannot be changed then"
-        raise UserError(f"scheduler pbt changes trials on the way, {fixed}: add optimizer.lr, or use another scheduler")
-    return found
 
 
 def read_space(given: Any) -> dict[str, Domain]:

@@ -175,7 +175,7 @@ def _checked(key: str, value: Any) -> Any:
 
 def _check(sweep: Sweep) -> None:
     """What is wrong with several keys together."""
-    space, grid, pbt = sweep.space, sweep.searcher == "grid", sweep.scheduler == "pbt"
+    space, grid = sweep.space, sweep.searcher == "grid"
     if not RUN_NAME.fullmatch(sweep.name):
         raise UserError(f"name is {sweep.name!r}: use letters, digits, '.', '_' and '-' (at most 128)")
     if {"train.steps", "train.epochs"} <= space.keys():
@@ -187,8 +187,4 @@ def _check(sweep: Sweep) -> None:
             raise UserError(f"searcher grid cannot try all of space.{key}: write a list, or searcher: random")
     if grid and sweep.trials not in (None, sweep.count):
         raise UserError(f"trials is {sweep.trials}, but the grid has {sweep.count} points: leave trials out")
-    if pbt and sweep.searcher not in ("grid", "random"):
-        raise UserError(f"scheduler pbt changes the values itself: write searcher: random, not {sweep.searcher}")
-    if pbt and sweep.time == "samples":
-        raise UserError("scheduler pbt copies trials from one another, which must count steps: write time: step")
     sweep.configs()  # says which value is not valid

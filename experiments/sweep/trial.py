@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import queue
-import shutil
 import threading
 import time
 import traceback
@@ -21,7 +20,6 @@ from typing import Any
 
 import ray
 
-from app import checkpoint
 from app.config import Config
 from app.config_io import with_values
 from app.console import Console
@@ -52,8 +50,6 @@ STOP_FILE = "stop"
 """In the sweep's folder: running trials are to save and stop."""
 LEASE_SECONDS = 90.0
 """For an earlier start of the same trial to end: Ray takes a moment to end the processes of a killed sweep."""
-COMMIT_SECONDS = 20.0
-"""For the checkpoint of a report that another trial is to copy."""
 WORST = 1e30
 """Stands for a value that is not finite: schedulers compare numbers."""
 
@@ -160,19 +156,14 @@ class TrialRun:
         self.config = setting.sweep.config(values, name, str(setting.folder))
         self.last: dict[str, Any] = known.last if known else {}  # report
         self.seconds_before: float = self.last.get("seconds", 0.0)
-        self.repeated: deque[Result] = deque()
-        if known and self.sweep.scheduler != "pbt":  # which compares living trials only
-            self.repeated += [self._result(report) for report in known.reports]
+        self.repeated: deque[Result] = deque(self._result(report) for report in known.reports) if known else deque()
         if known and known.ended:
             self.repeated.append(self._end(known.status, known.message))
         self.results: queue.Queue[Result] = queue.Queue()
         self.console = LogConsole(self.folder / "logs" / "driver.log")
         self.steps = 0
         self.stopping = ""  # why, once something has asked for it
-        self.copied = ""  # the checkpoint of another trial to continue from
-        self.reported: int = self.last.get("step", 0)  # step of the last report
-        self.told = self.reported  # step of the last one that Tune has
-        self.judged = self.last  # that one, by which Tune stops a trial; training continues meanwhile
+        self.judged = self.last  # the last one that Tune has, by which it stops a trial; training continues meanwhile
         self.thread: threading.Thread | None = None
 
     def next(self) -> Result:
@@ -185,13 +176,8 @@ class TrialRun:
             self.thread = threading.Thread(target=self._run, daemon=True, name=self.name)
             self.thread.start()
         result = self.results.get()
-        self.told, self.judged = result["step"], result["report"]
+        self.judged = result["report"]
         return result
-
-    def copy(self, path: str, step: int) -> None:
-        """Has it continue from another trial's checkpoint, which Tune has known up to `step`."""
-        self.repeated.clear()
-        self.copied, self.reported = path, step
 
     def stop(self, why: str) -> None:
         """Saves and stops; returns when the workers are gone."""
@@ -201,14 +187,13 @@ class TrialRun:
 
     def report(self, step: int, seconds: float, metrics: dict[str, float]) -> None:
         """An evaluation after `seconds` of training. Raises WrongMetric."""
-        if step <= self.reported:
+        if step <= self.last.get("step", 0):
             return  # a checkpoint brings those that were made before it
         metric, samples = self.sweep.metric, step * self.config.train.global_batch_size
         if metric not in metrics:
             raise WrongMetric(f"metric is {metric!r}, which trials do not report; they report {', '.join(metrics)}")
         self.last = {"step": step, "samples": samples, "seconds": self.seconds_before + seconds}
         self.last |= {"metrics": dict(metrics), "steps": self.steps, "workers": int(self.config.workers)}
-        self.reported = step
         self.results.put(self._result(self.last))
 
     def _result(self, report: dict[str, Any]) -> Result:
@@ -239,15 +224,9 @@ class TrialRun:
         values: dict[str, Any] = {}
         if self.sweep.reports:
             values["train.eval_every"] = max(1, math.ceil(prepared.steps / self.sweep.reports))
-        if self.sweep.scheduler == "pbt":
-            every = values.get("train.eval_every", self.config.train.eval_every)
-            values |= {"checkpoint.every_steps": every, "checkpoint.keep_last": 4}
         self.config, self.steps = with_values(prepared.config, values), prepared.steps
         run = Run(self.config)
         _wait_for_lease(run)
-        if self.copied:
-            self._copy_checkpoint()
-            run.manifest.status = "stopped"  # it may have finished before it became another
         driver, each = TrialDriver(run, self), resources(self.config, self.setting.gpus)[-1]
         if ray.is_initialized():
             driver.meter = meter_for(self.config, run.storage, workers, each)
@@ -257,37 +236,8 @@ class TrialRun:
         if outcome.status == "already_finished":  # it was killed after that
             summary, self.seconds_before = outcome.summary, 0.0
             self.report(summary["step"], summary["seconds"], summary["metrics"])
-        if not self.last and not self.copied:
+        if not self.last:
             raise WrongMetric(f"metric is {self.sweep.metric!r}, but trials report nothing: the task evaluates nothing")
-
-    # --- population-based training ------------------------------------------------------------------------------------
-
-    def checkpoint_told(self) -> str:
-        """The path of the checkpoint of the report that Tune had last, or of the last before it; waits for one that is
-        being written. "": there is none."""
-        until = time.monotonic() + COMMIT_SECONDS
-        while True:
-            commits = checkpoint.commits(f"{self.folder}/checkpoints")  # the newest first
-            if any(commit.step >= self.told for commit in commits) or time.monotonic() > until:
-                break
-            time.sleep(0.1)
-        last = commits[-1].path if commits else ""
-        return next((commit.path for commit in commits if commit.step <= self.told), last)
-
-    def _copy_checkpoint(self) -> None:
-        """Replaces this trial's checkpoints by a copy of another's: weights, optimizer, place in the data.
-
-        Raises:
-            UserError: that checkpoint is no longer there.
-        """
-        source, own, fresh = Path(self.copied), self.folder / "checkpoints", self.folder / ".copied"
-        shutil.rmtree(fresh, ignore_errors=True)
-        try:
-            shutil.copytree(source, fresh / source.name)
-        except OSError as error:
-            raise UserError(f"the checkpoint {source} cannot be copied: {error}") from error
-        shutil.rmtree(own, ignore_errors=True)
-        fresh.rename(own)
 
 
 @contextlib.contextmanager

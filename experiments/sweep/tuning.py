@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ray import tune
@@ -161,7 +159,6 @@ class Observer(tune.Callback, tune.Stopper):
         record, report = self.store.trials[str(trial)], result["report"]
         if record.ended or not report or report["step"] <= record.last.get("step", 0):
             return  # what an earlier start has reported
-        record.values = dict(trial.config)  # which population-based training changes
         record.reports.append(report)
         self.store.save(record)
 
@@ -220,7 +217,7 @@ class TrialActor(tune.Trainable):
         self.current = TrialRun(self.setting, self.trial_name, values, known)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """The next trial, or the same one with other values."""
+        """The next trial."""
         self.cleanup()
         self._take(new_config)
         return True
@@ -228,19 +225,6 @@ class TrialActor(tune.Trainable):
     def step(self) -> Result:
         return self.current.next()
 
-    def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Population-based training copies trials: what is kept is where the checkpoint of the last report is."""
-        path = self.current.checkpoint_told() if self.setting.sweep.scheduler == "pbt" else ""
-        where = {"trial": self.trial_name, "path": path, "step": self.current.told}
-        (Path(checkpoint_dir) / "where.json").write_text(json.dumps(where))
-
-    def load_checkpoint(self, checkpoint: Any) -> None:
-        """This trial continues in the same sweep: by itself, or from another's checkpoint."""
-        where = json.loads((Path(str(checkpoint)) / "where.json").read_text())
-        if where["trial"] != self.trial_name:
-            self.current.copy(where["path"], where["step"])
-
     def cleanup(self) -> None:
         sweep = self.setting.sweep
-        early = "stopped for other values" if sweep.scheduler == "pbt" else f"stopped early by {sweep.scheduler}"
-        self.current.stop(REACHED if sweep.ends_at(self.current.judged) else early)
+        self.current.stop(REACHED if sweep.ends_at(self.current.judged) else f"stopped early by {sweep.scheduler}")

@@ -1,4 +1,4 @@
-"""One trial in this very process: what it reports, how it is stopped, and how it takes over another's weights."""
+"""One trial in this very process: what it reports, and how it is stopped."""
 
 from __future__ import annotations
 
@@ -81,21 +81,3 @@ def test_a_trial_that_fails_is_a_result(tmp_path: Path) -> None:
     assert "in loss" in (tmp_path / "t000" / "logs" / "driver.log").read_text(), "the log has the traceback"
     last = results(trial(setting(tmp_path, "metric=eval/los"), 1))[-1]
     assert last["status"] == "wrong metric" and "eval/loss" in last["message"]
-
-
-def test_a_copied_trial_goes_on_from_the_others_weights(tmp_path: Path) -> None:
-    """What population-based training does with a good and a bad trial."""
-    found = setting(tmp_path, "scheduler=pbt", "searcher=random", "trials=2")
-    donor = trial(found, 0)
-    known = results(donor, until=20)[-1]
-    path = donor.checkpoint_told()
-    assert "step-00000020" in path or "step-20" in path
-    bad = {"optimizer.lr": 0.0}  # with which its own training changes nothing
-    assert results(trial(found, 1, **bad))[-1]["status"] == "finished", "before Tune has seen that it is a bad one"
-    taken = trial(found, 1, **bad)
-    taken.copy(path, 20)
-    after = results(taken)
-    assert [result["step"] for result in after] == [30, 40, 40] and after[-1]["status"] == "finished"
-    assert after[-1]["eval/loss"] == known["eval/loss"], "what Tune knew, not what came after it"
-    assert "continuing after step 20" in (tmp_path / "t001" / "logs" / "driver.log").read_text()
-    results(donor)
