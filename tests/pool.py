@@ -176,6 +176,7 @@ def _serve(rank: int, pipe: Connection, parent: int) -> None:
         os.environ.update(environment)
         os.chdir(folder)
         gc.collect()
+        gc.freeze()  # what torch's modules hold is not looked at again: a collection would take longer than the call
 
 
 def _answer(rank: int, world_size: int, timeout: float, store: str, work: bytes) -> bytes:

@@ -172,9 +172,9 @@ def classifier_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 ZOO: dict[str, Trial] = {
-    "functional tie": Trial(seeded(FunctionalTie), language_loss, language_batch, steps=5),
-    "recurrent": Trial(seeded(Recurrent), language_loss, language_batch, steps=5),
-    "residual": Trial(seeded(SmallResNet), classifier_loss, image_batch, steps=5),
-    "mlp": Trial(seeded(mlp), classifier_loss, vector_batch, steps=5),
+    "functional tie": Trial(seeded(FunctionalTie), language_loss, language_batch, steps=3),
+    "recurrent": Trial(seeded(Recurrent), language_loss, language_batch, steps=3),
+    "residual": Trial(seeded(SmallResNet), classifier_loss, image_batch, steps=3),
+    "mlp": Trial(seeded(mlp), classifier_loss, vector_batch, steps=3),
 }
 """Models by people who never read our docs."""

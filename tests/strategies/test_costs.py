@@ -27,8 +27,8 @@ def _stored(tensors: list[torch.Tensor]) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local if t.numel()}.values())
 
 
-def _measured(rank: int, row: Row, tied: bool) -> tuple[int, int, int]:
-    trial = gpt_trial(tied=tied)
+def _measured(rank: int, row: Row) -> tuple[int, int, int]:
+    trial = gpt_trial(tied=True, layers=2)
     parallel = parallelize(trial.build, row.layout, device=torch.device("cpu"), tensor_plan=GPT_PLAN)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3, fused=True)
     kept: list[torch.Tensor] = []
@@ -42,17 +42,17 @@ def _measured(rank: int, row: Row, tied: bool) -> tuple[int, int, int]:
     return _stored(list(parallel.parameters())), _stored(kept), _stored(states)
 
 
-def _sizes(tied: bool, layout: Layout) -> tuple[ParameterSize, ...]:
+def _sizes(layout: Layout) -> tuple[ParameterSize, ...]:
     with torch.device("meta"):
-        module = PlainGPT(tied, layers=4)
+        module = PlainGPT(tied=True, layers=2)
     dims = make_plan(module, GPT_PLAN, True).dims if layout.dims.tp > 1 else {}
     return model_size(module, find_blocks(module), dims).parameters
 
 
 @pytest.mark.parametrize("row", [Row("single", 1), *(row for row in ROWS if row.layout.dims.pp == 1)], ids=str)
 def test_memory_is_exact_to_the_byte(row: Row) -> None:
-    measured = _measured(0, row, True) if row.workers == 1 else run_distributed(_measured, row.workers, row, True)[0]
-    expected, _ = layout_cost(row.layout, _sizes(True, row.layout))
+    measured = _measured(0, row) if row.workers == 1 else run_distributed(_measured, row.workers, row)[0]
+    expected, _ = layout_cost(row.layout, _sizes(row.layout))
     assert measured == (expected.parameters, expected.gradients, expected.optimizer)
 
 
