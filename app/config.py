@@ -244,8 +244,8 @@ class Config:
     """Ray resources of one worker. Empty: one GPU where workers use GPUs, else one CPU."""
     launcher: str = "auto"
     """ray (Ray Train's TorchTrainer; Ray actors where pp > 1), actors (Ray actors for any strategy), local (this
-    process), or torchrun (the processes that torchrun or Slurm started). auto: torchrun where its environment is found,
-    else ray."""
+    process), or torchrun (the processes that torchrun or Slurm started). auto: torchrun where its environment is found;
+    actors on this machine's CPUs alone, where fewer processes start sooner; else ray."""
     budget: Optional[float] = None
     """US dollars that this run may cost, over all its starts: it saves and stops before it is overspent. null: no
     limit. Needs prices: of cluster.file, else the list prices of its GPUs (cluster/hardware.yaml)."""

@@ -25,10 +25,12 @@ class Cluster:
     """The Ray cluster that this process is connected to, as it was when it was asked.
 
     shape: with limits and prices where its file is known; else what is alive, and stays so.
+    private: this process has started it, for itself.
     """
 
     nodes: tuple[NodeState, ...]
     shape: ClusterShape
+    private: bool = False
 
     @property
     def gpus(self) -> int:
@@ -191,4 +193,4 @@ def describe(*, private: bool = False) -> Cluster:
 
     nodes, file = living_nodes(), None if private else cluster_file()
     shape = read_cluster(file) if file else None if private else bootstrap_config()
-    return Cluster(tuple(nodes), shape or of_nodes(nodes))
+    return Cluster(tuple(nodes), shape or of_nodes(nodes), private)

@@ -44,7 +44,10 @@ class RayLaunch:
         self.workers, self.per_worker = resources_to_ask_for(config, cluster)
         self.group: PlacementGroup | None = None  # keeps the workers' places until the launcher asks for its own
         self.ray_workers: RayWorkers | None = None
-        if config.launcher != "actors" and (config.parallel.pp or 1) == 1 and "pipeline" not in config.strategy:
+        # On the CPUs of one machine Ray Train's own five processes take longer to start than the workers.
+        laptop = config.launcher == "auto" and cluster.private and not cluster.gpus
+        self.only_actors = laptop or config.launcher == "actors"
+        if not self.only_actors and (config.parallel.pp or 1) == 1 and "pipeline" not in config.strategy:
             from app.launchers.ray_train import RayTrainWorkers
 
             self.ray_workers = RayTrainWorkers(self.per_worker)  # its first process starts while the data is read
@@ -131,7 +134,7 @@ class RayLaunch:
         return Supervisor(workers, driver, elastic, nodes=ray_nodes(), reprice=lambda n: self._reprice(driver, n))
 
     def _workers_for(self, prepared: Prepared) -> RayWorkers:
-        if prepared.layout.dims.pp > 1 or self.config.launcher == "actors":
+        if prepared.layout.dims.pp > 1 or self.only_actors:
             from app.launchers.actors import ActorWorkers
 
             if self.ray_workers is not None:
