@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from cluster import ClusterError, kuberay, ray_file
-from cluster.document import Document, Problem, describe, dotted, read_documents
+from cluster.document import Document, Problem, dotted, read_documents
 from cluster.shape import ClusterShape
 
 FOLDER = Path(__file__).parent
@@ -113,7 +113,7 @@ def _problems(documents: list[Document], file: str) -> list[Problem]:
 def _ray_problems(documents: list[Document]) -> list[Problem]:
     first = documents[0]
     if not isinstance(first.data, dict):
-        return [first.problem((), f"not a cluster file: it holds {describe(first.data)}, not a mapping")]
+        return [first.problem((), f"not a cluster file: it is a {type(first.data).__name__}, not a mapping")]
     if not {"cluster_name", "provider"} & set(first.data):
         known = ", ".join(map(str, list(first.data)[:3]))
         missing = "neither cluster_name and provider nor a Kubernetes kind"

@@ -42,7 +42,6 @@ class Gpu:
     """FLOP/s of dense matrix products by precision: fp32 (vector units), tf32, bf16, fp16, fp8; those it has."""
     link_within: float
     """Bytes/s from one GPU to another of the same node, one direction."""
-    source: str
     watts: float = 0.0
 
     def __hash__(self) -> int:
@@ -68,7 +67,6 @@ class Instance:
     price_per_hour: float
     date: str
     """The month the price was listed."""
-    source: str
 
     @property
     def price_per_gpu_hour(self) -> float:
@@ -93,11 +91,6 @@ def gpu(name: str) -> Gpu:
     return found
 
 
-def all_gpus() -> dict[str, Gpu]:
-    """Every GPU by its name in the catalogue, "cpu" included."""
-    return _catalogue()[0]
-
-
 def all_instances() -> dict[str, Instance]:
     """Every cloud machine with GPUs by name."""
     return _catalogue()[1]
@@ -119,7 +112,7 @@ def own_catalogue() -> Path:
 def add_gpu(name: str, entry: dict[str, Any]) -> Path:
     """Writes a GPU into the file of one's own, in hardware.yaml's words and units; the file."""
     path = own_catalogue()
-    _read_gpu(name, entry, {}, path)
+    _read_gpu(name, entry, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_suffix(".new")
     written.write_text(yaml.safe_dump({"gpus": _own_gpus() | {name: entry}}, sort_keys=False))
@@ -142,8 +135,8 @@ def _own_gpus() -> dict[str, Any]:
 def _catalogue() -> tuple[dict[str, Gpu], dict[str, Instance], dict[str, Gpu]]:
     """GPUs and instances by name, and GPUs by each of their names in plain letters."""
     tree, own = yaml.safe_load(CATALOGUE.read_text()), _own_gpus()
-    gpus = {name: _read_gpu(name, entry, tree["sources"], CATALOGUE) for name, entry in tree["gpus"].items()}
-    gpus |= {name: _read_gpu(name, entry, {}, own_catalogue()) for name, entry in own.items()}
+    gpus = {name: _read_gpu(name, entry, CATALOGUE) for name, entry in tree["gpus"].items()}
+    gpus |= {name: _read_gpu(name, entry, own_catalogue()) for name, entry in own.items()}
     instances = {
         name: _read_instance(name, provider, entry, offers)
         for provider, offers in tree["prices"].items()
@@ -154,8 +147,8 @@ def _catalogue() -> tuple[dict[str, Gpu], dict[str, Instance], dict[str, Gpu]]:
     return gpus, instances, names
 
 
-def _read_gpu(name: str, entry: dict[str, Any], sources: dict[str, str], file: Path) -> Gpu:
-    missing = [key for key in ("memory", "bandwidth", "link", "source", "peak") if key not in entry]
+def _read_gpu(name: str, entry: dict[str, Any], file: Path) -> Gpu:
+    missing = [key for key in ("memory", "bandwidth", "link", "peak") if key not in entry]
     if missing or "fp32" not in entry.get("peak", {}):
         raise HardwareError(f"{file}: the GPU {name} lacks {', '.join(missing) or 'peak.fp32'}")
     try:
@@ -165,7 +158,6 @@ def _read_gpu(name: str, entry: dict[str, Any], sources: dict[str, str], file: P
             memory_bandwidth=float(entry["bandwidth"]) * 1e9,
             peak={precision: float(rate) * 1e12 for precision, rate in entry["peak"].items()},
             link_within=float(entry["link"]) * 1e9,
-            source=sources.get(entry["source"], entry["source"]),
             watts=float(entry.get("watts", 0)),
         )
     except (TypeError, ValueError) as error:
@@ -183,7 +175,6 @@ def _read_instance(name: str, provider: str, entry: dict[str, Any], offers: dict
         link_across=float(entry["network"]) * 1e9 / 8,
         price_per_hour=float(entry["price"]),
         date=str(offers["date"]),
-        source=offers["source"],
     )
 
 

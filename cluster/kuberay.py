@@ -3,8 +3,8 @@
 What Kubernetes does not say stands in annotations of a group's pod template: `trireme/gpu`, `trireme/link-within`,
 `trireme/link-across`, `trireme/price-per-hour` (of one node of the group) and `trireme/spot`.
 
-A manifest's schema is KubeRay's own, made strict (an API server drops unknown fields silently; here they are problems),
-and schemas/objects.yaml for what stands beside a RayCluster; here is what no schema says.
+A manifest's schema is KubeRay's own, made strict (an API server drops unknown fields silently; here they are problems).
+What stands beside a RayCluster is for `kubectl apply` to check.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ from cluster.document import (
     Keys,
     Message,
     Problem,
-    Rule,
     nearest,
     rule_problems,
     schema_problems,
-    schemas,
 )
 from cluster.shape import ClusterShape, check_fact, node_type
 
@@ -40,11 +38,6 @@ ANNOTATIONS = {
     "trireme/spot": "spot",
 }
 GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")
-SPOT_SELECTORS = {
-    "cloud.google.com/gke-spot": "true",
-    "karpenter.sh/capacity-type": "spot",
-    "eks.amazonaws.com/capacitytype": "spot",
-}
 
 
 def is_kubernetes(document: Document) -> bool:
@@ -92,10 +85,7 @@ def pod_facts(template: Mapping[str, Any]) -> dict[str, Any]:
     }
     if "price_per_hour" in facts:
         facts["price_per_hour"] = float(facts["price_per_hour"])
-    selected = {str(k).lower(): str(v).lower() for k, v in (template["spec"].get("nodeSelector") or {}).items()}
-    spot = any(selected.get(key) == value for key, value in SPOT_SELECTORS.items())
-    facts["spot"] = str(facts.get("spot", "")).lower() == "true" or spot
-    return facts
+    return facts | {"spot": facts.get("spot") == "true"}
 
 
 _FACTORS = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
@@ -114,58 +104,35 @@ def quantity(value: Any) -> float:
 def problems(documents: list[Document]) -> list[Problem]:
     """Everything that is wrong in a manifest."""
     found = [problem for document in documents for problem in _object(document)]
-    if found:
-        return found
-    if not any(is_ray(document) for document in documents):
+    if not found and not any(is_ray(document) for document in documents):
         kinds = ", ".join(str(document.data["kind"]) for document in documents)
         message = f"this manifest does not make a Ray cluster: it has {kinds}, but no RayCluster or RayJob"
         return [documents[0].problem((), message)]
-    return list(_references(documents))
+    return found
 
 
 def _object(document: Document) -> list[Problem]:
     if not is_kubernetes(document):
         return [document.problem((), "this document of the manifest has no apiVersion and kind")]
-    data, kind, known = document.data, str(document.data["kind"]), schemas("objects.yaml")
-    if kind not in known and str(data["apiVersion"]).startswith("ray.io/"):
-        return [document.problem(("kind",), f"there is no kind {kind!r}{nearest(kind, RAY_KINDS)}")]
-    found = schema_problems(document, known.get(kind, {}), data)
-    if kind not in RAY_KINDS or found:
-        return found
-    found = schema_problems(document, _kuberay()[kind], data)
+    data, kind = document.data, str(document.data["kind"])
+    if kind not in RAY_KINDS:
+        unknown = document.problem(("kind",), f"there is no kind {kind!r}{nearest(kind, RAY_KINDS)}")
+        return [unknown] if str(data["apiVersion"]).startswith("ray.io/") else []
+    found = schema_problems(document, _schemas()[kind], data)
     if found:
         return found
-    base = "spec" if kind == "RayCluster" else "spec.rayClusterSpec"
     if kind == "RayJob" and not {"rayClusterSpec", "clusterSelector"} & set(data["spec"]):
         return [document.problem(("spec",), "the RayJob has neither a rayClusterSpec nor a clusterSelector")]
-    found = rule_problems(document, CLUSTER_RULES, base)
-    for group in ("headGroupSpec", "workerGroupSpecs.*"):
-        found += rule_problems(document, TEMPLATE_RULES, f"{base}.{group}.template")
-    return found
+    groups = "spec" if kind == "RayCluster" else "spec.rayClusterSpec"
+    annotations = "template.metadata.annotations.*"
+    patterns = (f"{groups}.headGroupSpec.{annotations}", f"{groups}.workerGroupSpecs.*.{annotations}")
+    return rule_problems(document, [(pattern, check_annotation) for pattern in patterns])
 
 
 @functools.cache
-def _kuberay() -> dict[str, Any]:
+def _schemas() -> dict[str, Any]:
     """KubeRay's JSON schemas by kind."""
     return json.loads(gzip.decompress((SCHEMAS / "kuberay-1.7.0.json.gz").read_bytes()))
-
-
-def check_replicas(document: Document, path: Keys, group: Any) -> Iterator[Message]:
-    least, most = group.get("minReplicas", 0), group.get("maxReplicas", 2**31 - 1)
-    count = group.get("replicas", least)
-    if not least <= count <= most:
-        between = f"not between {least} and {most} (minReplicas and maxReplicas)"
-        yield "replicas", f"{group['groupName']} has replicas {count}, which is {between}"
-
-
-def check_pod(document: Document, path: Keys, spec: Any) -> Iterator[Message]:
-    volumes = {volume.get("name") for volume in spec.get("volumes") or []}
-    for number, container in enumerate(spec["containers"]):
-        for at, mount in enumerate(container.get("volumeMounts") or []):
-            name = mount.get("name")
-            if name not in volumes:
-                message = f"the volume {name!r} is mounted, but not among the pod's volumes{nearest(name, volumes)}"
-                yield "containers", number, "volumeMounts", at, message
 
 
 def check_annotation(document: Document, path: Keys, value: Any) -> Iterator[Message]:
@@ -174,16 +141,3 @@ def check_annotation(document: Document, path: Keys, value: Any) -> Iterator[Mes
         yield from check_fact(ANNOTATIONS[key], value)
     elif key.startswith("trireme/"):
         yield f"there is no annotation {key!r}{nearest(key, ANNOTATIONS)}"
-
-
-def _references(documents: list[Document]) -> Iterator[Problem]:
-    """Claims that a manifest both makes and uses must have one name; one that it only uses may exist already."""
-    made = {d.data["metadata"].get("name") for d in documents if d.data["kind"] == "PersistentVolumeClaim"}
-    for document in documents if made else ():
-        for path, name in document.texts():
-            if path[-2:] == ("persistentVolumeClaim", "claimName") and name not in made:
-                yield document.problem(path, f"no PersistentVolumeClaim {name!r} is made here{nearest(name, made)}")
-
-
-CLUSTER_RULES: tuple[Rule, ...] = (("workerGroupSpecs.*", check_replicas),)
-TEMPLATE_RULES: tuple[Rule, ...] = (("spec", check_pod), ("metadata.annotations.*", check_annotation))

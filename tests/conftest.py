@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from app.launchers import PRELOAD
+from cluster.connect import connect, disconnect
 from tests.running import environment, ray_head
 
 
@@ -24,6 +26,16 @@ def ray_environment() -> Iterator[dict[str, str]]:
     """Environment in which `trireme` uses the session's Ray head."""
     with ray_head() as address:
         yield environment(RAY_ADDRESS=address, RAY_AUTH_MODE="disabled")
+
+
+@pytest.fixture
+def connected(ray_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process is connected to the session's Ray head; workers are forks of a process that has torch."""
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_TMPDIR", "PYTHONPATH"):
+        monkeypatch.setenv(name, ray_environment[name])
+    connect(PRELOAD)
+    yield
+    disconnect()
 
 
 @pytest.fixture

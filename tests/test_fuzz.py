@@ -221,7 +221,7 @@ FOUND: list[tuple[str, str, bytes, str]] = [
     ("cluster files", "laptop.yaml", b"a: " + b"[" * 3000 + b"]" * 3000, "nested too deeply"),
     ("cluster files", "laptop.yaml", LAUGHS, "more than 50,000 values"),
     *(
-        ("cluster files", f"{cloud}.yaml", mapped(cloud, key), "must be of type string")
+        ("cluster files", f"{cloud}.yaml", mapped(cloud, key), "is not of type 'string'")
         for cloud, key in (("azure", "vmSize"), ("aws", "InstanceType"), ("gcp", "machineType"))
     ),
     ("tables", "table.csv", b"a,\xc0,y\n1,2,3\n", "is not UTF-8"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from app.console import size
 
-WARNINGS = ("few_files", "unused_gpus", "other_driver", "all_reduce", "slow_all_reduce")
+WARNINGS = ("unused_gpus", "other_driver", "all_reduce", "slow_all_reduce")
 Problem = tuple[str, str, str]
 """Code, the rest of a sentence that begins with the GPU or the node, and what to do."""
 
@@ -54,11 +54,10 @@ class NodeFacts:
     versions: Mapping[str, str] = field(default_factory=dict)  # of Python, packages, NCCL, the driver; "": none
     # limits of the system
     shm_bytes: int = 64 * 2**30
-    open_files: int = 65536
     disk_free: int = 10**12
     disk_path: str = "/tmp"
     # network
-    interfaces: Mapping[str, str] = field(default_factory=dict)  # name -> IPv4 address, those that are up
+    interfaces: Mapping[str, str] = field(default_factory=dict)  # name -> IPv4 address
     gloo_interface: str = ""  # GLOO_SOCKET_IFNAME
     resolves_to: str | None = "?"  # what its host name resolves to there; None: nothing
     unreachable: Mapping[str, str] = field(default_factory=dict)  # ids of nodes that it cannot connect to -> why
@@ -88,9 +87,8 @@ class RingFacts:
 
     @property
     def is_slow(self) -> bool:
-        """Below what tuning explains: half of the hardware's rate, a quarter where a CPU copies."""
-        share = 0.5 if self.backend == "nccl" else 0.25
-        return self.rate is not None and self.expected is not None and self.rate < share * self.expected
+        """Below half of the hardware's rate, which is more than tuning explains."""
+        return self.rate is not None and self.expected is not None and self.rate < 0.5 * self.expected
 
 
 @dataclass(frozen=True)
@@ -172,9 +170,6 @@ def node_problems(node: NodeFacts) -> Iterator[Problem]:
     if node.shm_bytes < 1e9:  # NCCL and data loaders keep their buffers there; Docker gives 64 MB
         remedy = "start its container with --shm-size=16g or --ipc=host (Kubernetes: an emptyDir of medium Memory)"
         yield "small_shm", f"has only {size(node.shm_bytes)} of shared memory (/dev/shm)", remedy
-    if node.open_files < 4096:  # Ray holds a socket per peer and worker
-        remedy = "run `ulimit -n 65536` before `ray start`, or set nofile in /etc/security/limits.conf"
-        yield "few_files", f"lets a process open only {node.open_files:,} files", remedy
     if node.disk_free < 2e9:  # Ray refuses work from 95 % on
         said = f"has {size(node.disk_free)} free in {node.disk_path}, where Ray works"
         yield "disk_full", said, "make room there, or start Ray with --temp-dir on a larger disk"

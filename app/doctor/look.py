@@ -19,7 +19,6 @@ from app.submit.submission import follow, prepare, submit
 from cluster.shape import NodeState, living_nodes
 
 ANSWER_SECONDS = 40.0
-GLOO_MOST = 1e9  # bytes/s: copying through the CPU gives no more on any link
 Rank = tuple[NodeFacts, int | None]  # its node, and the driver's index of its GPU; None: the CPU
 
 
@@ -134,17 +133,17 @@ def _ring(facts: ClusterFacts, members: list[NodeFacts], backend: str, rates: li
 
 def expected_rate(facts: ClusterFacts, nodes: tuple[str, ...], backend: str) -> float | None:
     """Bytes/s that should leave each rank: within a node by the catalogue of GPUs, across nodes by the cluster's file.
-    None where that is not known."""
+    None where that is not known, as on CPUs, which copy more slowly than any link."""
     from cluster.hardware import HardwareError, gpu
 
-    members = [facts.node(node) for node in nodes]
-    if len(members) == 1:
-        try:
-            return min(gpu(each.name).link_within for each in members[0].gpus) if backend == "nccl" else None
-        except HardwareError:
-            return None
-    rate = facts.link_expected
-    return min(rate, GLOO_MOST) if rate and backend == "gloo" else rate
+    if backend == "gloo":
+        return None
+    if len(nodes) > 1:
+        return facts.link_expected
+    try:
+        return min(gpu(each.name).link_within for each in facts.node(nodes[0]).gpus)
+    except HardwareError:
+        return None
 
 
 def ranks_of(facts: ClusterFacts) -> list[Rank]:

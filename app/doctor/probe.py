@@ -10,7 +10,6 @@ import glob
 import os
 import platform
 import re
-import resource
 import shutil
 import socket
 import subprocess
@@ -71,7 +70,6 @@ def machine(disk: str) -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "shm_bytes": shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
-        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "disk_free": shutil.disk_usage(disk).free,
         "disk_path": disk,
     }
@@ -91,17 +89,11 @@ def packages() -> dict[str, str]:
 
 
 def network() -> dict[str, Any]:
-    """Interfaces that are up with their IPv4 addresses, and what the host's own name resolves to."""
-    import fcntl
+    """Interfaces with their IPv4 addresses, and what the host's own name resolves to."""
+    import psutil
 
-    addresses = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(asked, 0x8915, name.encode().ljust(256, b"\0"))  # SIOCGIFADDR
-            except OSError:
-                continue
-            addresses[name] = socket.inet_ntoa(answer[20:24])
+    found = psutil.net_if_addrs()
+    addresses = {name: row.address for name, rows in found.items() for row in rows if row.family == socket.AF_INET}
     try:
         resolved: str | None = socket.gethostbyname(socket.gethostname())
     except OSError:

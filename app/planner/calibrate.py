@@ -23,6 +23,7 @@ from app.planner.device import Device, device, remember
 from app.planner.trial import in_processes
 from cluster.hardware import HardwareError, add_gpu, gpu
 from cluster.remote import free_port
+from cluster.shape import NodeState, living_nodes
 
 TIMEOUT = 180.0
 PATIENCE = 240.0
@@ -53,28 +54,26 @@ def calibrate_cluster(workers: int | None = None) -> dict[str, Any]:
     Raises:
         RunFailed: a node failed, or its devices were not free.
     """
-    import ray
-
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    unit, usual = ("GPU", 10**6) if any(node["Resources"].get("GPU", 0) >= 1 for node in alive) else ("CPU", 4)
-    most = int(max(node["Resources"].get(unit, 0) for node in alive))
-    nodes = [node for node in alive if node["Resources"].get(unit, 0) == most][:2]
+    alive = living_nodes()
+    unit, usual = ("GPU", 10**6) if any(node.total.get("GPU", 0) >= 1 for node in alive) else ("CPU", 4)
+    most = int(max(node.total.get(unit, 0) for node in alive))
+    nodes = [node for node in alive if node.total.get(unit, 0) == most][:2]
     count = min(workers or usual, most)
     (found,) = _on_nodes(lambda _: calibrate(count), nodes[:1], unit, count)
     if len(nodes) > 1:
         (port,) = _on_nodes(lambda _: free_port(), nodes[:1], unit, 1)
-        address = f"tcp://{nodes[0]['NodeManagerAddress']}:{port}"
+        address = f"tcp://{nodes[0].address}:{port}"
         found |= _on_nodes(lambda rank: _link(rank, address), nodes, unit, 1)[0]
     return found
 
 
-def _on_nodes(function: Callable[[int], Any], nodes: list[dict[str, Any]], unit: str, count: int) -> list[Any]:
+def _on_nodes(function: Callable[[int], Any], nodes: list[NodeState], unit: str, count: int) -> list[Any]:
     """What `function(rank)` gives on each of the nodes, at the same time, with `count` of the devices of each."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     demand = {"num_gpus": count, "num_cpus": 0} if unit == "GPU" else {"num_cpus": count}
-    strategies = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
+    strategies = [NodeAffinitySchedulingStrategy(node.id, soft=False) for node in nodes]
     tasks = [
         ray.remote(function).options(**demand, scheduling_strategy=there, max_retries=0).remote(rank)
         for rank, there in enumerate(strategies)

@@ -59,31 +59,26 @@ def test_a_head_knows_the_file_that_started_it(tmp_path: Path, monkeypatch: pyte
 PLANTED = [
     ("onprem", "head_ip: 192", "head_ipp: 192", "did you mean 'head_ip'"),
     ("onprem", "- 192.168.1.12", "- 192.168.1.11", "named twice"),
-    ("onprem", "- 192.168.1.12", "- 192.168.1.300", "neither an address nor a host name"),
     ("onprem", "gpu: rtx-4090", "gpu: rtx-9999", "rtx-9999"),
     ("onprem", "link_across: 10Gb", "link_across: quick", "a link of 'quick'"),
-    ("onprem", "max_workers: 2", "max_workers: two", "max_workers must be of type integer"),
+    ("onprem", "max_workers: 2", "max_workers: two", "max_workers: 'two' is not of type 'integer'"),
     ("onprem", "storage: /mnt", "storrage: /mnt", "did you mean 'storage'"),
     ("aws", "region: us-east-1", "regoin: us-east-1", "did you mean 'region'"),
     ("aws", "type: aws", "type: awss", "there is no provider 'awss'"),
-    ("aws", "Ebs: {VolumeSize: 100,", "Ebs: {VolumeSize: large,", "VolumeSize must be of type integer"),
+    ("aws", "Ebs: {VolumeSize: 100,", "Ebs: {VolumeSize: large,", "VolumeSize: 'large' is not of type 'integer'"),
     ("aws", "GPU: 8}", "GPU: 4}", "a p4d.24xlarge has 8"),
     ("aws", "max_workers: 4", "max_workers: -1", "more than its max_workers"),
     ("aws", "head_node_type: head", "head_node_type: haed", "did you mean 'head'"),
     ("aws", ", Groups: [sg-0123456789abcdef0]}", "}", "lacks the key 'Groups'"),
     ("gcp", "machineType: a2-highgpu-8g", "machinetype: a2-highgpu-8g", "did you mean 'machineType'"),
-    ("gcp", "{onHostMaintenance: TERMINATE, ", "{", "cannot be migrated"),
     ("azure", "vmSize: Standard_ND96asr_v4", "vmSzie: Standard_ND96asr_v4", "did you mean 'vmSize'"),
     ("kuberay-cluster", "rayVersion:", "rayVerson:", "did you mean 'rayVersion'"),
-    ("kuberay-cluster", "maxReplicas: 4", "maxReplicas: four", "must be of type integer"),
-    ("kuberay-cluster", "replicas: 0", "replicas: 9", "not between 0 and 4"),
-    ("kuberay-cluster", "{name: shm, mountPath", "{name: smh, mountPath", "did you mean 'shm'"),
-    ("kuberay-cluster", "claimName: trireme-shared", "claimName: trireme-share", "no PersistentVolumeClaim"),
-    ("kuberay-cluster", "memory: 1900Gi", "memory: 1900Gib", "not a Kubernetes quantity"),
+    ("kuberay-cluster", "maxReplicas: 4", "maxReplicas: four", "'four' is not of type 'integer'"),
+    ("kuberay-cluster", "memory: 1900Gi", "memory: 1900Gib", "'1900Gib' does not match"),
     ("kuberay-job", "entrypoint: >-", "entripoint: >-", "did you mean 'entrypoint'"),
     ("kuberay-job", "kind: RayJob", "kind: RayJobb", "did you mean 'RayJob'"),
     ("kuberay-job", "trireme/gpu: h100-80gb", "trireme/gpu: h100-81tb", "h100-81tb"),
-    ("kuberay-job", 'trireme/price-per-hour: "55.04"', "trireme/price-per-hour: 55.04", "must be"),
+    ("kuberay-job", 'trireme/price-per-hour: "55.04"', "trireme/price-per-hour: 55.04", "55.04 is not of type"),
 ]
 
 
@@ -105,8 +100,7 @@ def test_a_planted_error_is_named_on_its_line(tmp_path: Path, name: str, before:
     ("text", "said"),
     [
         ("", "is empty"),
-        ("- a\n- b\n", "not a cluster file: it holds a list"),
-        ("x" * 500, f"it holds the text '{'x' * 58}…, not a mapping$"),
+        ("- a\n- b\n", "not a cluster file: it is a list"),
         ("task: image_classification\n", "it has task, but neither cluster_name"),
         ("cluster_name: [x\nprovider: {", "this is not YAML"),
         (
@@ -114,7 +108,10 @@ def test_a_planted_error_is_named_on_its_line(tmp_path: Path, name: str, before:
             "provider: {type: local, head_ip: h, worker_ips: []}\nauth: {ssh_user: u}\n",
             "written twice",
         ),
-        ("cluster_name: a\nprovider: {type: local, head_ip: 10.0.0.1, worker_ips: []}\n", "ssh_user"),
+        (
+            "cluster_name: a\nprovider: {type: local, head_ip: 10.0.0.1, worker_ips: []}\nauth: {}\n",
+            "auth lacks the key 'ssh_user'",
+        ),
         ("apiVersion: v1\nkind: Namespace\nmetadata: {name: x}\n", "does not make a Ray cluster"),
     ],
 )
@@ -235,10 +232,10 @@ def test_a_cloud_cluster_that_is_up_already_is_not_started_over(
 ) -> None:
     from cluster import launch
 
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(
-        launch, "status_of", lambda data, file: launch.Status(data["cluster_name"], True, alive=[{}, {}])
-    )
+    monkeypatch.setattr(launch, "make_token", lambda: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    there = launch.Status("trireme-aws", True, alive=[{}, {}])
+    monkeypatch.setattr(launch, "status_of", lambda data, file: there)
     monkeypatch.setattr(launch, "_run", lambda *_: pytest.fail("`ray up` restarts the head and ends its jobs"))
     with pytest.raises(ClusterError, match=r"trireme-aws is up already, with 2 nodes: .*cluster down"):
         launch.up("aws", lambda _: None)

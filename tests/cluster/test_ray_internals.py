@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from cluster import ray_internals
-from tests.running import ROOT
+from tests.running import ROOT, wait_until
 
 ENTRIES = {
     "available_resources_per_node": ("ray._private.state", "available_resources_per_node"),
@@ -44,19 +44,16 @@ def test_every_entry_has_a_row_here() -> None:
     assert all("Why:" in (text or "") and "Missing:" in (text or "") for text in entries.values())
 
 
-@pytest.mark.alone
-def test_ray_itself_answers() -> None:
-    ray.init(address="local", num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False)
-    try:
-        (node,) = ray.nodes()
-        group = ray.util.placement_group([{"GPU": 1}])
-        assert group.wait(30)
-        free = ray_internals.available_resources_per_node()
-        assert free.keys() == {node["NodeID"]} and free[node["NodeID"]]["GPU"] == 1.0
-        assert ray_internals.draining_nodes() == {}
-        assert ray.util.placement_group_table()[group.id.hex()]["bundles_to_node_id"] == {0: node["NodeID"]}
-    finally:
-        ray.shutdown()
+def test_ray_itself_answers(connected: None) -> None:
+    (node,) = ray.nodes()
+    before = ray_internals.available_resources_per_node()
+    group = ray.util.placement_group([{"memory": 2**20}])
+    assert group.wait(30) and before.keys() == {node["NodeID"]}
+    left = before[node["NodeID"]]["memory"] - 2**20
+    wait_until(lambda: ray_internals.available_resources_per_node()[node["NodeID"]]["memory"] == left)
+    assert ray_internals.draining_nodes() == {}
+    assert ray.util.placement_group_table()[group.id.hex()]["bundles_to_node_id"] == {0: node["NodeID"]}
+    ray.util.remove_placement_group(group)
 
 
 @pytest.mark.parametrize("without", ["available_resources_per_node"], indirect=True)

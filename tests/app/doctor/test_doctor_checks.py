@@ -103,7 +103,6 @@ PLANTED: list[tuple[ClusterFacts, str, str, str]] = [
     (cluster(node(1, versions=VERSIONS | {"NCCL": "2.21.5"})), "other_version", "n1", "NCCL 2.21.5"),
     (cluster(node(1, versions=VERSIONS | {"the NVIDIA driver": "535.1"})), "other_driver", "n1", "driver 535.1"),
     (cluster(node(1, shm_bytes=64 * 2**20)), "small_shm", "n1", "67 MB"),
-    (cluster(node(1, open_files=1024)), "few_files", "n1", "1,024 files"),
     (cluster(node(1, disk_free=GB)), "disk_full", "n1", "1.0 GB free"),
     (
         cluster(node(0, unreachable={"n1": "timed out"}), node(2, unreachable={"n1": "timed out"})),
@@ -157,7 +156,7 @@ def test_a_planted_fault_is_named(facts: ClusterFacts, code: str, where: str, sa
 
 
 def test_bad_nodes_are_those_with_critical_findings() -> None:
-    assert bad_nodes(judge(cluster(node(1, shm_bytes=0, disk_free=0), node(2, open_files=1024)))) == ["n1"]
+    assert bad_nodes(judge(cluster(node(1, shm_bytes=0, disk_free=0), node(2, ray_gpus=0.0)))) == ["n1"]
 
 
 def test_who_takes_part_in_an_all_reduce_and_what_should_come() -> None:
@@ -167,6 +166,6 @@ def test_who_takes_part_in_an_all_reduce_and_what_should_come() -> None:
     cut = cluster(bare(0, unreachable={"n1": "timed out"}), bare(1), bare(2))
     assert [node.node_id for node, _ in ranks_of(cut)] == ["n2"], "it would hang"
     assert expected_rate(cluster(link_expected=5e10), ("n0", "n1"), "nccl") == 5e10
-    assert expected_rate(cluster(link_expected=5e10), ("n0", "n1"), "gloo") == 1e9
+    assert expected_rate(cluster(link_expected=5e10), ("n0", "n1"), "gloo") is None
     assert expected_rate(cluster(), ("n0", "n1"), "nccl") is None
     assert expected_rate(cluster(), ("n1",), "nccl") == 4.5e11

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from app.cli import group
@@ -51,11 +52,13 @@ def test_a_gpu_is_known_by_its_names(row: str) -> None:
 
 
 def test_every_entry_of_the_catalogue_is_complete() -> None:
-    for gpu in hardware.all_gpus().values():
-        assert gpu.memory_bytes > 2**30 and gpu.memory_bandwidth > 1e9 and gpu.link_within > 1e9 and gpu.source
-        assert all(rate > 1e10 for rate in gpu.peak.values())
+    written = yaml.safe_load(hardware.CATALOGUE.read_text())
+    for name, entry in written["gpus"].items():
+        gpu = hardware.gpu(name)
+        assert gpu.memory_bytes > 2**30 and gpu.memory_bandwidth > 1e9 and gpu.link_within > 1e9
+        assert all(rate > 1e10 for rate in gpu.peak.values()) and entry["source"] in written["sources"]
     for offer in hardware.all_instances().values():
-        assert offer.gpu in hardware.all_gpus() and offer.price_per_hour > 0.1 and offer.date and offer.source
+        assert hardware.gpu(offer.gpu).name == offer.gpu and offer.price_per_hour > 0.1 and offer.date
 
 
 # --- formulas ---------------------------------------------------------------------------------------------------
