@@ -23,7 +23,6 @@ LAYOUT = ("strategy", "parallel.dp_replicate", "parallel.dp_shard", "parallel.tp
 @click.option("--interconnect", metavar="RATE", help="Between nodes, per node: 400Gb (bits/s) or 50GB (bytes/s).")
 @click.option("--top", default=None, type=int, metavar="N", help="Layouts to show, 0 for all. Default: 8, in JSON 100.")
 @click.option("--write", metavar="FILE", help="Write the best layout as an experiment for `trireme train`.")
-@click.option("--picture", metavar="FILE", help="Draw time against memory of all layouts: PNG, SVG or PDF.")
 @click.option("--max-batch", is_flag=True, help="Find the largest micro-batch that runs here, in new processes.")
 def plan(cli: Invocation, arguments: tuple[str, ...], **options: Any) -> None:
     """Predict which layouts of an experiment fit, how fast they train and at what cost, before anything starts.
@@ -68,9 +67,6 @@ def plan(cli: Invocation, arguments: tuple[str, ...], **options: Any) -> None:
         if row is None and found:
             raise UserError(f"--write {options['write']}: no micro-batch that was tried runs, so nothing is written")
         console.say(output.write(plan, options["write"], row))
-    if options["picture"]:
-        output.picture(plan, options["picture"])
-        console.say(f"drawn: {options['picture']}")
 
 
 def _fixed_by_file(config: Config) -> set[str]:

@@ -213,7 +213,7 @@ def _at_worst(case: Case, gradients: float) -> tuple[float, float]:
     before, after, worst = 0.0, float(gradients), (float("-inf"), 0.0, 0.0)
     for part, unit, count in zip(case.parts, case.units, case.counts):
         own = unit.sharded_gradients if strategy.is_sharded else unit.gradients
-        at_work = part.rebuilt + max(part.extra, part.forward_extra - part.saved - part.rebuilt)
+        at_work = part.rebuilt + part.extra
         for place in {1, count}:  # of alike blocks one after the other the first or the last is worst
             there = gradients if always else max(0.0, after - own * place)
             alive = before + part.saved * place + at_work

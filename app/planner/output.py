@@ -1,5 +1,4 @@
-"""A plan as a table for a terminal with why each strategy won, lost or cannot be, as JSON, as an experiment's file, and
-as a picture of time against memory."""
+"""A plan as a table for a terminal with the reason for each strategy, as JSON, and as an experiment's file."""
 
 from __future__ import annotations
 
@@ -199,38 +198,3 @@ def write(plan: Plan, path: str, row: Estimate | None = None) -> str:
     except OSError as error:
         raise UserError(f"--write {path}: {error.strerror}") from error
     return f"written: {path} (trireme train {path})"
-
-
-def picture(plan: Plan, path: str | Path) -> None:
-    """Time against memory of every layout, with the frontier and the GPU's memory marked.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise UserError("a picture needs matplotlib: pip install matplotlib") from error
-
-    def points(rows: list[Estimate]) -> tuple[list[float], list[float]]:
-        return [row.memory_bytes / GIB for row in rows], [row.step_seconds for row in rows]
-
-    figure, axis = plt.subplots(figsize=(6, 4.5))
-    for i, family in enumerate(dict.fromkeys(sorted(row.candidate.family for row in plan.rows))):
-        rows = [row for row in plan.rows if row.candidate.family == family]
-        axis.scatter(*points(rows[:: max(1, len(rows) // 600)]), s=4, alpha=0.4, label=family, color=f"C{i}")
-    edge: list[Estimate] = []  # the rows that no other beats in both memory and time
-    for row in sorted(plan.rows, key=lambda row: (row.memory_bytes, row.step_seconds)):
-        edge += [row] if not edge or row.step_seconds < edge[-1].step_seconds else []
-    axis.plot(*points(edge), "k-", lw=0.8, label="frontier")
-    axis.axvline(plan.machine.device.capacity / GIB, color="r", ls="--", lw=0.8, label="a GPU's memory")
-    axis.plot(*points([plan.best] if plan.best else []), "k*", ms=9, label="best")
-    title = f"{plan.machine.world} × {plan.machine.device.gpu.name}"
-    axis.set(xscale="log", yscale="log", title=title, xlabel="GiB per GPU", ylabel="s per step")
-    axis.legend(fontsize=6, markerscale=1.5)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)

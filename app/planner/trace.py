@@ -8,8 +8,7 @@ A *part* is what is before the first block, each kind of block, and what is afte
 
 Fused operations are watched as a GPU's memory and arithmetic see them, whatever the device. Without a GPU,
 F.scaled_dot_product_attention would be the products it is made of, with a score for every pair of positions, none of
-which GPUs' kernels keep (Dao et al. 2022, https://arxiv.org/abs/2205.14135). A softmax of 16-bit numbers that is asked
-for in float32 is one operation on GPUs, a cast and an operation elsewhere; RMSNorm is one kernel on GPUs.
+which GPUs' kernels keep (Dao et al. 2022, https://arxiv.org/abs/2205.14135). RMSNorm is one kernel on GPUs.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ BEFORE, AFTER = "before", "after"
 INDEXED = {"gather", "scatter_add", "scatter_add_", "nll_loss_forward"}
 """Operations that touch a few places of their largest tensor: its other tensors are what they move."""
 FREE = {"detach", "alias", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
-Product = tuple[float, float, float, float]
-"""m, n, k, number in a batch: 2·m·n·k·number FLOPs."""
+Product = tuple[float, float, float]
+"""m, n, k: 2·m·n·k FLOPs. A batch of products is one with that many times the rows."""
 
 
 @dataclass
@@ -53,7 +52,7 @@ class PartTrace:
         saved                                    distinct storages kept for backward, parameters excluded
         kept                                     results that `selective` checkpointing keeps
         boundary                                 what flows into a block
-        forward_extra, extra                     alive at the worst moment of forward, of backward, beyond what is saved
+        extra                                    alive at the worst moment of backward, beyond what is saved
         sent, calls                              by one tensor-parallel worker: bytes, and number of collectives
     """
 
@@ -64,8 +63,7 @@ class PartTrace:
 @dataclass
 class Trace:
     parts: dict[str, PartTrace]
-    order: list[str]
-    """The part of each block, in the order they were called."""
+    order: list[str]  # the part of each block, in the order they were called
 
 
 class Watcher(OperationMode):
@@ -92,7 +90,8 @@ class Watcher(OperationMode):
         fresh = [t for t in outputs if self._allocate(t)]
         if packet in flop_registry:
             flops = float(flop_registry[packet](*args, **kwargs, out_val=out))
-            self.parts[self.part].products[self.phase].extend(_products(name, inputs, outputs, flops))
+            like = inputs[0] if name == "convolution_backward" else outputs[0]
+            self.parts[self.part].products[self.phase].append(_product(like, name, flops))
             self.count(f"operations_{self.phase}", 1)
         elif name not in FREE and (fresh or name.endswith("_") or "out" in kwargs):
             self.count(f"moved_{self.phase}", _moved(name, [*inputs, *outputs]))
@@ -117,8 +116,9 @@ class Watcher(OperationMode):
             return False
         self.sizes[key] = float(storage.nbytes())
         self.live += self.sizes[key]
-        values, peak = self.parts[self.part].values, "forward_extra" if self.phase == "forward" else "extra"
-        values[peak] = max(values[peak], self.live)
+        if self.phase == "backward":
+            values = self.parts[self.part].values
+            values["extra"] = max(values["extra"], self.live)
         weakref.finalize(storage, self._free, key)
         return True
 
@@ -158,7 +158,7 @@ def watch(
     templates: dict[Any, Any] = {}
     for block in map(module.get_submodule, blocks):
         block.forward = _watched(block, block.forward, watcher, order, templates)
-    with watcher, Fused(watcher.attended):
+    with watcher, Fused(watcher):
         with saved_tensors_hooks(watcher.pack, lambda t: t):
             value = loss(module)
         watcher.phase, watcher.part = "backward", AFTER if order else BEFORE
@@ -175,7 +175,6 @@ def _beyond_saved(parts: dict[str, PartTrace], order: list[str]) -> dict[str, Pa
     for name in (BEFORE, *dict.fromkeys(order), AFTER):
         if name in parts:
             found[name], values = parts[name], parts[name].values
-            values["forward_extra"] = max(0.0, values["forward_extra"] - held)
             held += values["saved"]
             values["extra"] = max(0.0, values["extra"] - held)
     return found
@@ -235,101 +234,68 @@ def _watched(
 
 def _moved(name: str, tensors: list[Tensor]) -> float:
     """Bytes that an operation reads and writes."""
-    if name.startswith("new_") or name.endswith("_like"):  # looks at shape and type alone
-        return float(tensors[-1].nbytes)
     largest = max((t.numel() for t in tensors), default=0) if name in INDEXED else -1
     return float(sum(t.nbytes for t in tensors if t.numel() != largest))
 
 
-def _products(name: str, inputs: list[Tensor], outputs: list[Tensor], flops: float) -> list[Product]:
-    """Each product that an operation does; their FLOPs are the operation's."""
-    if not outputs or flops <= 0:
-        return []
-    if name in ("mm", "addmm", "bmm", "baddbmm"):
-        *batch, m, n = outputs[0].shape
-        many = batch[0] if batch else 1
-        return [(m, n, flops / (2.0 * many * m * n), many)]
-    parts, like = 1, outputs[0]
-    if name == "convolution_backward":  # gradients of input and of weight, each as large as the forward
-        parts, like = sum(t.dim() > 1 for t in outputs), inputs[0]
-    columns = float(like.shape[1]) if like.dim() > 1 else 1.0
-    return [(like.numel() / columns, columns, flops / parts / (2.0 * like.numel()), 1)] * parts
+def _product(like: Tensor, name: str, flops: float) -> Product:
+    """The product that has as many FLOPs as an operation. like: its result, or what its result is the gradient of."""
+    size, columns = max(like.numel(), 1), max(like.shape[1 if "convolution" in name else -1], 1)
+    return size / columns, columns, flops / (2.0 * size)
 
 
 # --- fused operations ---------------------------------------------------------------------------------------------
-
-Count = Callable[[float, float], None]
-"""Is told the FLOPs of an attention, and the bytes of its results."""
 
 
 class _Attention(torch.autograd.Function):
     """Saves q, k, v, the output and one number per row."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, count: Count, causal: bool) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, watcher: Watcher, causal: bool) -> Tensor:
         output = q.new_empty((*q.shape[:-1], v.shape[-1]))
         rows = q.new_empty(q.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, output, rows)
         products = 2.0 * (q.numel() // q.shape[-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
-        ctx.count, ctx.flops = count, products / 2 if causal else products
-        count(ctx.flops, float(output.nbytes + rows.nbytes))
+        ctx.watcher, ctx.flops = watcher, products / 2 if causal else products
+        watcher.attended(ctx.flops, float(output.nbytes + rows.nbytes))
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, _, _ = ctx.saved_tensors
-        ctx.count(2.5 * ctx.flops, 0.0)
+        ctx.watcher.attended(2.5 * ctx.flops, 0.0)
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None
 
 
-class _RmsNorm(torch.autograd.Function):
-    """Saves its input, its weight and one number per row."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
-        return x + x.new_zeros(1)  # any one operation that reads and writes as much
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
-        x, weight, _ = ctx.saved_tensors
-        return gradient + x, None if weight is None else gradient.flatten(0, -2).sum(0)
-
-
 class Fused(TorchFunctionMode):
-    """While it is active, attention and RMSNorm are the above, and softmax(dtype=…) is one operation."""
+    """While it is active, attention is the above, and RMSNorm one kernel."""
 
-    def __init__(self, count: Count) -> None:
+    def __init__(self, watcher: Watcher) -> None:
         super().__init__()
-        self.count = count
+        self.watcher = watcher
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
-        widens = func in (F.softmax, F.log_softmax) and kwargs.get("dtype") is torch.float32 and args[0].itemsize == 2
-        if widens and not torch.is_grad_enabled():  # any one operation that reads and writes as much
-            return args[0] + args[0].new_zeros((*args[0].shape[:-1], 1), dtype=torch.float32)
-        if func is F.rms_norm:
-            return _norm(func, *args, **kwargs)
-        return func(*args, **kwargs)
+        return (_norm if func is F.rms_norm else func)(*args, **kwargs)
 
     def _attention(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        **kwargs: Any,
+        **_: Any,
     ) -> Tensor:
-        if torch.is_autocast_enabled("cpu") and q.device.type == "cpu":
-            q, k, v = (x.to(torch.get_autocast_dtype("cpu")) for x in (q, k, v))
-        return _Attention.apply(q, k, v, self.count, is_causal and attn_mask is None)
+        if torch.is_autocast_enabled("cpu") and query.device.type == "cpu":
+            query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
+        return _Attention.apply(query, key, value, self.watcher, is_causal and attn_mask is None)
 
 
-def _norm(func: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """One kernel where the last dimension is normalised and types agree; else what torch does."""
-    alike = weight is None or (weight.dtype == x.dtype and weight.dim() == 1)
-    return _RmsNorm.apply(x, weight) if alike and x.dim() > 1 and len(shape) == 1 else func(x, shape, weight, eps)
+def _norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """One kernel, as a LayerNorm is everywhere, where types agree; else what torch does."""
+    alike = weight is None or weight.dtype == x.dtype
+    return F.layer_norm(x, shape, weight) if alike else F.rms_norm(x, shape, weight, eps)

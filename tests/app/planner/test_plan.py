@@ -21,7 +21,7 @@ from app.planner.advice import NoLayoutFits, advice, choose_layout, predict, set
 from app.planner.estimate import Estimate
 from app.planner.layouts import Space, enumerate_layouts
 from app.planner.machine import cpus
-from app.planner.output import cells, families, picture
+from app.planner.output import cells, families
 from app.planner.read import Reader
 from cluster import hardware
 from strategies import registry
@@ -249,11 +249,6 @@ def test_what_is_left_out_says_by_which_key(small: Reader) -> None:
     assert "parallel.tp=2 is fixed" in families(plan)["ddp"]
     plan = plan_of(small, gpus(), "parallel.offload=true", given=("parallel.offload",))
     assert "state in host memory" in settings_text(plan.rows[0]) and "offload" in cells(plan.layout(plan.rows[0]))[1]
-
-
-def test_a_picture_is_drawn(small: Reader, tmp_path: Path) -> None:
-    picture(plan_of(small, gpus(2)), tmp_path / "plan.png")
-    assert 5_000 < (tmp_path / "plan.png").stat().st_size < 60_000
 
 
 # --- command line -----------------------------------------------------------------------------------------------
