@@ -4,16 +4,14 @@
     storage.write_bytes("COMMIT.json", data)
 
 Thin over fsspec. Paths handed to a method are relative to the storage's own place; "" is that place itself.
-A whole file appears at once or not at all: locally by writing beside it, fsync and rename, and on an object
-store by a single put. Local folders go through the operating system directly, because durability needs
-fsync, which fsspec does not know.
+A whole file appears at once or not at all: locally by writing beside it, fsync (which fsspec does not know) and rename,
+and on an object store by a single put.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import uuid
 from pathlib import Path
 from typing import IO, Any, cast
@@ -23,8 +21,6 @@ from app.errors import UserError
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 """Protocols that need one of our optional dependencies."""
-_WITH_FOLDERS = {"sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs"}
-"""Protocols whose folders must be made first. An object store has none, and making one may make a bucket."""
 
 
 class Storage:
@@ -39,13 +35,9 @@ class Storage:
         text = os.fspath(url)
         protocol = urlsplit(text).scheme if "://" in text else "file"
         self.is_local = protocol == "file"
-        self._fs: Any = None
-        if self.is_local:
-            path = text[len("file://") :] if text.startswith("file://") else text
-            self.url = os.path.abspath(os.path.expanduser(path))
-        else:
-            self.url = text.rstrip("/")
-            self._fs, self._root = _file_system(protocol, self.url)
+        path = os.path.abspath(os.path.expanduser(text.removeprefix("file://")))
+        self.url = path if self.is_local else text.rstrip("/")
+        self._fs, self._root = _file_system(protocol, self.url)
 
     def __str__(self) -> str:
         return self.url
@@ -65,34 +57,29 @@ class Storage:
         return Storage(self._at("/".join(parts)))
 
     def _at(self, path: str) -> str:
-        if self.is_local:
-            return os.path.join(self.url, path) if path else self.url
         return f"{self.url}/{path.strip('/')}" if path else self.url
+
+    @property
+    def _fresh(self) -> Any:
+        """The file system, which has forgotten what it has listed before."""
+        self._fs.invalidate_cache()
+        return self._fs
 
     # -- reading
 
     def exists(self, path: str = "") -> bool:
         """Whether there is a file or a folder."""
-        if self.is_local:
-            return os.path.lexists(self._at(path))
-        self._fs.invalidate_cache()
-        return bool(self._fs.exists(self._at(path)))
+        return bool(self._fresh.exists(self._at(path)))
 
     def size(self, path: str) -> int:
         """Size of a file in bytes. Raises FileNotFoundError."""
-        if self.is_local:
-            return os.stat(self._at(path)).st_size
-        self._fs.invalidate_cache()
-        return int(self._fs.size(self._at(path)))
+        return int(self._fresh.size(self._at(path)))
 
     def list(self, path: str = "") -> list[str]:
         """Names of what is in a folder, sorted; [] when it does not exist."""
         try:
-            if self.is_local:
-                return sorted(os.listdir(self._at(path)))
-            self._fs.invalidate_cache()
             here = f"{self._root}/{path}".rstrip("/")
-            found = {str(entry).rstrip("/") for entry in self._fs.ls(here, detail=False)}
+            found = {str(entry).rstrip("/") for entry in self._fresh.ls(here, detail=False)}
             return sorted(entry.rsplit("/", 1)[-1] for entry in found if entry != here)
         except (FileNotFoundError, NotADirectoryError):
             return []
@@ -104,8 +91,6 @@ class Storage:
 
     def open(self, path: str, mode: str = "rb") -> IO[bytes]:
         """An open file; "wb" is not atomic and makes no folders."""
-        if self.is_local:
-            return cast(IO[bytes], open(self._at(path), mode))
         return cast(IO[bytes], self._fs.open(self._at(path), mode))
 
     # -- writing
@@ -114,8 +99,6 @@ class Storage:
         """Make a folder and those above it; nothing happens on an object store, which has no folders."""
         if self.is_local:
             os.makedirs(self._at(path), exist_ok=True)
-        elif urlsplit(self.url).scheme in _WITH_FOLDERS:
-            self._fs.makedirs(self._at(path), exist_ok=True)
 
     def write_bytes(self, path: str, data: bytes) -> None:
         """Write a whole file atomically and durably, making the folders it needs."""
@@ -140,30 +123,17 @@ class Storage:
 
     def rename(self, old: str, new: str) -> None:
         """Rename a file over another. On an object store this copies."""
-        if self.is_local:
-            os.replace(self._at(old), self._at(new))
-        else:
-            self._fs.mv(self._at(old), self._at(new))
+        self._fs.mv(self._at(old), self._at(new))
 
     def remove(self, path: str) -> None:
         """Remove a file; nothing happens if there is none."""
         with contextlib.suppress(FileNotFoundError):
-            if self.is_local:
-                os.unlink(self._at(path))
-            else:
-                self._fs.rm_file(self._at(path))
+            self._fs.rm_file(self._at(path))
 
     def remove_tree(self, path: str = "") -> None:
         """Remove a folder with everything in it, or a file; nothing happens if there is none."""
-        if not self.is_local:
-            self._fs.invalidate_cache()
-            with contextlib.suppress(FileNotFoundError):
-                self._fs.rm(self._at(path), recursive=True)
-        elif os.path.isdir(self._at(path)) and not os.path.islink(self._at(path)):
-            with contextlib.suppress(FileNotFoundError):
-                shutil.rmtree(self._at(path))
-        else:
-            self.remove(path)
+        with contextlib.suppress(FileNotFoundError):
+            self._fresh.rm(self._at(path), recursive=True)
 
     def sync(self, path: str = "") -> None:
         """fsync a local folder, so that names made in it survive a power cut; object stores need no such thing."""
