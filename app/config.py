@@ -72,7 +72,7 @@ class ParallelConfig:
     """With pp: measure compute, waiting and handing over of every this many-th step, and of the fifth (pipeline/… in
     MLflow). 0: never."""
     trace_step: Optional[int] = None
-    """With pp: write this step as a Chrome trace (and as a picture) into the run's folder and MLflow. null: none."""
+    """With pp: write this step as a Chrome trace into the run's folder and MLflow. null: none."""
     deepspeed: Optional[str] = None
     """With strategy deepspeed: path of a DeepSpeed JSON. null: ZeRO stage 2."""
 

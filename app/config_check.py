@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from functools import reduce
 from typing import Any
 
 from app.config import Config
-from app.errors import UserError
+from app.errors import UserError, nearest
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _POSITIVE = (
@@ -52,9 +51,8 @@ def validate(config: Config) -> None:
             raise UserError(f"{key} is {value(key)}, but it must not be negative")
     for key, allowed in CHOICES.items():
         if value(key) not in allowed:
-            near = difflib.get_close_matches(value(key), allowed, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise UserError(f"{key} is {value(key)!r}, but it must be one of {', '.join(allowed)}{hint}")
+            near = nearest(value(key), allowed)
+            raise UserError(f"{key} is {value(key)!r}, but it must be one of {', '.join(allowed)}{near}")
     if config.optimizer.lr_scaling != "none" and config.optimizer.lr_batch_size is None:
         raise UserError(
             f"optimizer.lr_scaling is {config.optimizer.lr_scaling}, but optimizer.lr_batch_size does not say which "

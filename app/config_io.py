@@ -7,7 +7,6 @@ import dataclasses
 import difflib
 import inspect
 import itertools
-import re
 import textwrap
 import typing
 from collections.abc import Iterable, Mapping
@@ -22,7 +21,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationE
 from app import config as schema
 from app.config import Config
 from app.config_check import validate
-from app.errors import UserError
+from app.errors import UserError, nearest
 
 
 def load_config(files: Iterable[str | Path], overrides: Iterable[str] = ()) -> Config:
@@ -155,9 +154,8 @@ def _flow(value: Any) -> str:
 def read_yaml(file: Path) -> DictConfig:
     """The keys in a YAML file. Raises UserError: it cannot be read, or has no keys."""
     if not file.exists():
-        near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.y*ml")], 1)
-        hint = f"; did you mean {file.parent / near[0]}?" if near else "; write the path of a YAML file"
-        raise UserError(f"there is no file {file}{hint}")
+        near = nearest(str(file), file.parent.glob("*.y*ml"))
+        raise UserError(f"there is no file {file}{near}: write the path of a YAML file")
     try:
         values = yaml.safe_load(file.read_text())
         tree = OmegaConf.create(values if values is not None else {})
@@ -201,7 +199,7 @@ def _merge(tree: DictConfig, values: DictConfig, source: str) -> DictConfig:
     except ConfigKeyError as error:
         raise UserError(f"there is no key {error.full_key!r} ({at}){_nearest_key(error.full_key or '')}") from error
     except (ValidationError, OmegaConfBaseException, TypeError, ValueError) as error:
-        raise UserError(_wrong_type(error, values, at)) from error
+        raise UserError(_misfit(error, values, at)) from error
     assert isinstance(merged, DictConfig)
     return merged
 
@@ -213,33 +211,13 @@ def _nearest_key(key: str) -> str:
     return f"; did you mean {near[0]!r}?" if near else "; `trireme config` lists the keys"
 
 
-def _wrong_type(error: Exception, values: DictConfig, at: str) -> str:
-    key = getattr(error, "full_key", None)
-    if not key:  # a section given as a value: OmegaConf does not say which
-        for section in _SECTIONS:
-            given = OmegaConf.select(values, section[:-1])
-            if given is not None and not isinstance(given, DictConfig):
-                return f"{section[:-1]} ({at}) is {given!r}, but it is a section: write {section}KEY=VALUE"
-        return f"the configuration ({at}) does not fit: {str(error).splitlines()[0]}"
-    given = OmegaConf.select(values, re.sub(r"\[\d+\]$", "", key), throw_on_resolution_failure=False)
-    return f"{key} ({at}) is {given!r}, but it must be {_expected(key)}"
-
-
-def _expected(key: str) -> str:
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    hint: Any = Config
-    for part in re.sub(r"\[\d+\]", "", key).split("."):
-        if not dataclasses.is_dataclass(hint):
-            break
-        hint = typing.get_type_hints(hint).get(part, Any)
-    options = [kind for kind in typing.get_args(hint) if kind is not type(None)]
-    if typing.get_origin(hint) is list:
-        return "a list of numbers"
-    if typing.get_origin(hint) is dict:
-        return "a mapping of names to " + ("numbers" if options[1] is float else "values")
-    kind = options[0] if options else hint
-    null = " or null" if typing.get_origin(hint) is typing.Union and type(None) in typing.get_args(hint) else ""
-    return names.get(kind, getattr(kind, "__name__", str(kind))) + null
+def _misfit(error: Exception, values: DictConfig, at: str) -> str:
+    for section in _SECTIONS:  # given as a value: OmegaConf does not say which
+        given = OmegaConf.select(values, section[:-1])
+        if given is not None and not isinstance(given, DictConfig):
+            return f"{section[:-1]} ({at}) is {given!r}, but it is a section: write {section}KEY=VALUE"
+    key = getattr(error, "full_key", None) or "the configuration"
+    return f"{key} ({at}) does not fit: {str(error).splitlines()[0]}"
 
 
 def _finished(tree: DictConfig) -> Config:

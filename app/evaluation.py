@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
+from app.checkpoint.ranks import Ranks
 from app.data.loader import eval_batches
 
 if TYPE_CHECKING:
@@ -51,15 +51,7 @@ def evaluate(
     if parallel.has_loss:
         together = parallel.total(torch.stack([items, *sums.values()]))
         result = dict(zip(sums, (together[1:] / together[0]).tolist(), strict=True))
-    result = _everywhere(result, parallel)
-    return result | task.derived(result)
-
-
-def _everywhere(result: dict[str, float] | None, parallel: Parallel) -> dict[str, float]:
-    """In a pipeline the ranks with the loss tell the others."""
-    if parallel.layout.dims.pp > 1:
-        everyone: list[dict[str, float] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, result)
-        result = next(found for found in everyone if found is not None)
+    if dims.pp > 1:  # the ranks with the loss tell the others
+        result = next(found for found in Ranks().all(result) if found is not None)
     assert result is not None
-    return result
+    return result | task.derived(result)

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from app.checkpoint.ranks import Ranks
 from app.data.loader import fetch, rows, train_batches
 from app.evaluation import evaluate
 from app.job import Channel, Job, Place, memory_bytes, strategy_options
@@ -89,7 +89,7 @@ class Training:
         self.parameters = self._count_parameters()
         self.resumed_from = self.persistence.resume(self.progress)
         self.noise = NoiseScale.of(self.parallel, config.train.noise_scale_every, config.train.global_batch_size)
-        self.sync = StepSync(place.rank, place.world_size, self.dims.tp, self.steps_done + 1)
+        self.sync = StepSync(self.dims.tp, self.steps_done + 1)
         self.monitor = PipelineMonitor.of(job, self.parallel, channel, self.steps_done)
         self.better_stages: tuple[int, ...] | None = None  # blocks per part that a pipeline is to continue with
 
@@ -274,11 +274,8 @@ class Training:
     def _count_parameters(self) -> int:
         """Of the whole model; a stage of a pipeline has a part of them."""
         counts = {name: parameter.numel() for name, parameter in self.parallel.named_parameters()}
-        if self.dims.pp > 1:
-            everyone: list[Any] = [None] * self.place.world_size
-            dist.all_gather_object(everyone, counts)
-            counts = {name: count for part in everyone for name, count in part.items()}
-        return sum(counts.values())
+        parts = Ranks().all(counts) if self.dims.pp > 1 else [counts]
+        return sum({name: count for part in parts for name, count in part.items()}.values())
 
     def _announce(self) -> None:
         for note in self.parallel.notes if self.place.rank == 0 else ():

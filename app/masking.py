@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 
@@ -15,7 +14,6 @@ _VOCABULARY = {"pad", "eos", "bos", "unk", "mask", "sep", "cls", "special", "sta
 """What a tokenizer's tokens are called: `pad_token` is not a secret."""
 _KEYS = {"api", "access", "secret", "private", "auth"}
 """What makes a key a secret one: `label_key` is a column."""
-_ENVIRONMENT = ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "DATABRICKS_TOKEN", "AWS_SECRET_ACCESS_KEY")
 _CREDENTIALS = re.compile(r"(\b[a-zA-Z][a-zA-Z0-9+.-]*://)[^\s/@\"']+(?:@[^\s/@\"']+)*@")
 _QUERY = re.compile(
     r"([?&](?:[\w.-]*[_.-])?(?:password|passwd|pwd|token|secret|key|credential|sig|signature)=)[^&\s\"']+", re.I
@@ -39,21 +37,8 @@ def _words(name: str) -> list[str]:
 
 
 def mask_uri(text: str) -> str:
-    """`scheme://user:password@host` anywhere in the text becomes `scheme://***@host`; likewise `?token=…`, and what
-    MLFLOW_TRACKING_PASSWORD and its like hold."""
-    text = _without_credentials(text)
-    for value in _known_secrets():
-        text = text.replace(value, HIDDEN)
-    return text
-
-
-def _without_credentials(text: str) -> str:
+    """`scheme://user:password@host` anywhere in the text becomes `scheme://***@host`; likewise `?token=…`."""
     return _QUERY.sub(rf"\1{HIDDEN}", _CREDENTIALS.sub(rf"\1{HIDDEN}@", text))
-
-
-def _known_secrets() -> list[str]:
-    values = (os.environ.get(variable, "") for variable in _ENVIRONMENT)
-    return [value for value in values if len(value) >= 4]  # shorter ones would hide ordinary words
 
 
 def mask_text(text: str) -> str:
@@ -66,13 +51,6 @@ def mask_text(text: str) -> str:
     return _ASSIGNMENT.sub(hide, mask_uri(text))
 
 
-def mask_value(name: str, value: object) -> object:
-    """A configuration's value, a parameter or a tag as it may be shown; only texts can be secrets."""
-    if not isinstance(value, str) or not value:
-        return value
-    return HIDDEN if is_secret(name) or value in _known_secrets() else _without_credentials(value)
-
-
 def mask_tree(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """The same nested mapping, its secrets hidden: what a run may write down. Everything else stays as it is."""
 
@@ -81,6 +59,8 @@ def mask_tree(values: Mapping[str, object], prefix: str = "") -> dict[str, objec
             return mask_tree(value, f"{key}.")
         if isinstance(value, (list, tuple)):
             return [masked(key, one) for one in value]
-        return mask_value(key, value)
+        if not isinstance(value, str) or not value:  # only texts can be secrets
+            return value
+        return HIDDEN if is_secret(key) else mask_uri(value)
 
     return {name: masked(f"{prefix}{name}", value) for name, value in values.items()}

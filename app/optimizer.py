@@ -105,7 +105,6 @@ class LossScale:
         self.scale = 2.0**16 if enabled else 1.0
         self.growth_interval = growth_interval
         self.good_steps = 0
-        self.skipped = 0
 
     @torch.no_grad()
     def unscale_(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -128,7 +127,6 @@ class LossScale:
                 self.scale = min(LARGEST, self.scale * 2)
             return True
         self.good_steps = 0
-        self.skipped += 1
         self.scale /= 2
         if self.scale < SMALLEST:
             raise NonFiniteError(
@@ -138,9 +136,9 @@ class LossScale:
         return False
 
     def state(self) -> dict[str, float]:
-        return {"scale": self.scale, "good_steps": self.good_steps, "skipped": self.skipped}
+        return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state(self, state: dict[str, float]) -> None:
         if self.enabled and state:
             self.scale = float(state["scale"])
-            self.good_steps, self.skipped = int(state["good_steps"]), int(state["skipped"])
+            self.good_steps = int(state["good_steps"])

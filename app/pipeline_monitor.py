@@ -9,18 +9,17 @@ checkpoint, which knows whole models and no stages. The driver keeps the distrib
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import astuple
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
-import torch.distributed as dist
 
+from app.checkpoint.ranks import Ranks
 from app.job import Channel, Job
 from strategies import collectives
 from strategies.parallel import Parallel
-from strategies.pipeline.simulate import Span, bubble, figures
+from strategies.pipeline.simulate import Span, figures
 
 if TYPE_CHECKING:
     from strategies.pipeline.parallel import PipelineParallel
@@ -32,8 +31,6 @@ WARM_UP_STEPS = 8
 MEASURED_STEPS = 3
 LAST_PART = 0.1
 """Of a run, in which moving blocks does not pay any more."""
-COLOURS = {"F": "#4c78a8", "B": "#f28e2b", "W": "#59a14f", "idle": "#e8e8e8"}
-NAMES = {"F": "forward", "B": "backward", "W": "weight gradients", "idle": "bubble"}
 
 
 class PipelineMonitor:
@@ -68,8 +65,7 @@ class PipelineMonitor:
     def _profile(
         self, step: int, function: Callable[[], None], report: Callable[[int, dict[str, float]], None]
     ) -> None:
-        everyone: list = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, [astuple(span) for span in self.parallel.profile(function)])
+        everyone = Ranks().all([astuple(span) for span in self.parallel.profile(function)])
         ranks = [[Span(*span) for span in spans] for spans in everyone]
         wanted = self.job.config.parallel
         report(step, figures(ranks, wanted.schedule, wanted.chunks))
@@ -118,31 +114,3 @@ def remembered_stages(job: Job, sizes: list[int] | None) -> tuple[int, ...] | No
     from strategies.pipeline.schedules import chunks_of
 
     return tuple(sizes) if len(sizes) == dims.pp * chunks_of(wanted.schedule, wanted.chunks) else None
-
-
-def draw(spans: Sequence[Span], path: Path, title: str) -> None:
-    """A picture of a step, simulated or measured: stage × time, what is computed when, and the bubbles between."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    computed = [span for span in spans if span.kind in COLOURS]
-    begin, end = min(span.start for span in computed), max(span.end for span in computed)
-    stages = sorted({span.stage for span in computed})
-    figure = Figure(figsize=(12, 0.9 + 0.55 * len(stages)), layout="constrained")
-    axes = figure.subplots()
-    for stage in stages:
-        axes.barh(stage, (end - begin) * 1e3, height=0.84, color=COLOURS["idle"])
-    for span in computed:
-        left, width = (span.start - begin) * 1e3, (span.end - span.start) * 1e3
-        alpha = max(0.45, 1 - 0.35 * span.chunk)  # later chunks are paler
-        axes.barh(span.stage, width, 0.84, left, color=COLOURS[span.kind], edgecolor="white", alpha=alpha)
-        if span.end - span.start > (end - begin) / 90:
-            middle = left + width / 2
-            axes.text(middle, span.stage, str(span.micro), ha="center", va="center", fontsize=7, color="white")
-    axes.invert_yaxis()
-    axes.set_yticks(stages, [f"stage {stage}" for stage in stages])
-    axes.set_xlabel("time in ms")
-    axes.set_title(f"{title}: {bubble(computed):.1%} bubble", loc="left", fontsize=10)
-    marks = [Patch(facecolor=COLOURS[kind], label=name) for kind, name in NAMES.items()]
-    figure.legend(handles=marks, loc="outside upper right", ncols=len(marks), fontsize=8, frameon=False)
-    figure.savefig(path, dpi=150)

@@ -9,14 +9,8 @@ import torch
 
 
 def mix(*values: int) -> int:
-    """A 63-bit number that depends on every value (splitmix64, Steele et al. 2014)."""
-    state = 0
-    for value in values:
-        state = (state + value + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        state ^= state >> 31
-    return state >> 1
+    """A 63-bit number that depends on every value (NumPy's SeedSequence); none may be negative."""
+    return int(np.random.SeedSequence(values).generate_state(1, np.uint64)[0]) >> 1
 
 
 def seed_everything(seed: int) -> None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from app.checkpoint.ranks import Ranks
 from app.errors import NonFiniteError
-from strategies.collectives import shared_memory_all_reduce
 
 PERIOD_SECONDS = 1.0
 MAX_STEPS = 200
@@ -51,14 +51,13 @@ class StepSync:
     loss_copies: how many ranks hold the same loss (tensor-parallel peers).
     """
 
-    def __init__(self, rank: int, world_size: int, loss_copies: int, first_step: int) -> None:
-        self.rank, self.world_size, self.loss_copies = rank, world_size, loss_copies
+    def __init__(self, loss_copies: int, first_step: int) -> None:
+        self.ranks, self.loss_copies = Ranks(), loss_copies
         self.first_step = self.next_step = first_step  # the first step tells how long one takes
         self.last_step = first_step - 1
         self.started = time.perf_counter()
         self.losses: list[torch.Tensor] = []  # one 0-d tensor per step: this rank's part of the global loss
         self.logged: list[tuple[int, float, float, torch.Tensor | None]] = []
-        self.shared = shared_memory_all_reduce(None, torch.device("cpu")) if world_size > 1 else None
 
     def add(self, loss: torch.Tensor) -> None:
         self.losses.append(loss)
@@ -82,10 +81,11 @@ class StepSync:
         elapsed = time.perf_counter() - self.started
         logged_losses = [losses[entry[0] - self.last_step - 1].item() for entry in self.logged]
         sums = torch.tensor([float(stop), float(save), float(bad), elapsed, *logged_losses], dtype=torch.float64)
-        self._sum(sums)
+        if self.ranks.distributed:
+            dist.all_reduce(sums)
         if sums[2] > 0:
             self._raise_non_finite(bad_step)
-        seconds_per_step = sums[3].item() / self.world_size / (step - self.last_step)
+        seconds_per_step = sums[3].item() / self.ranks.size / (step - self.last_step)
         logged = [
             LoggedStep(at, when, rate, loss / self.loss_copies, norm)
             for (at, when, rate, _), loss, norm in zip(self.logged, sums[4:].tolist(), norms)
@@ -95,12 +95,6 @@ class StepSync:
         self.last_step, self.started = step, time.perf_counter()
         self.losses, self.logged = [], []
         return Agreement(step, bool(sums[0] > 0), bool(sums[1] > 0), seconds_per_step, logged)
-
-    def _sum(self, values: torch.Tensor) -> None:
-        if self.shared is not None:  # gloo takes milliseconds where its threads share the cores with training
-            self.shared.sum_(values)
-        elif self.world_size > 1:
-            dist.all_reduce(values)
 
     def _norms(self) -> list[float | None]:
         """Of the logged steps, copied from the device at once."""
@@ -117,13 +111,9 @@ class StepSync:
         return min(in_loss, in_gradient), in_loss > in_gradient
 
     def _raise_non_finite(self, mine: tuple[int, bool]) -> None:
-        found = [mine]
-        if self.world_size > 1:
-            everyone: list = [None] * self.world_size
-            dist.all_gather_object(everyone, mine)
-            found = everyone
+        found = self.ranks.all(mine)
         step, gradient_only = first = min(found)
-        ranks = [rank for rank, theirs in enumerate(found) if theirs == first] if self.world_size > 1 else [self.rank]
+        ranks = [rank for rank, theirs in enumerate(found) if theirs == first]
         where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
         raise NonFiniteError(
             f"the {'gradient' if gradient_only else 'loss'} was not finite at step {step} on {where}; the last good "

@@ -149,8 +149,13 @@ def _under_torchrun(config: Config, console: Console) -> Outcome:
 def _in_ray(run: Run, config: Config, console: Console, settings: Settings) -> Outcome:
     from cluster.connect import connect, disconnect
 
+    def read() -> Task:
+        from app.run.prepare import read_task
+
+        return read_task(config)
+
     console.status("reading the data and starting Ray")
-    reading = _in_background(lambda: _read(config))  # imports torch, while Ray starts its processes
+    reading = _in_background(read)  # imports torch, while Ray starts its processes
     cluster = connect(PRELOAD)
     try:
         from app.launchers.ray_launch import RayLaunch
@@ -171,12 +176,6 @@ def _in_ray(run: Run, config: Config, console: Console, settings: Settings) -> O
             return train_run(driver, prepared, where, launch.supervisor(driver, prepared, task).run)
     finally:
         disconnect()
-
-
-def _read(config: Config) -> Task:
-    from app.run.prepare import read_task
-
-    return read_task(config)
 
 
 def _in_background(function: Callable[[], Any]) -> Future[Any]:

@@ -18,10 +18,10 @@ TESTED = ("2.11", "2.12", "2.13")
 
 
 def shared_memory_all_reduce(group: dist.ProcessGroup | None, device: torch.device) -> Any | None:
-    """What averages, sums and gathers among the processes of one machine's CPUs, in memory that they share; None where
+    """What averages and gathers among the processes of one machine's CPUs, in memory that they share; None where
     `group` is not such a group, on every rank, and the caller uses torch.distributed. Collective over `group`.
 
-    It has average_(tensor), sum_(tensor), which write into a one-dimensional CPU tensor, and gather(tensor).
+    It has average_(tensor), which writes into a one-dimensional CPU tensor, and gather(tensor).
     """
     found = _accelerator("shared_memory")
     return found.shared_memory_all_reduce(group, device) if found else None

@@ -140,7 +140,6 @@ def to_a_server(function: Callable[..., None]) -> Callable[..., None]:
 @verb("run", group=submit)
 @experiment_arguments
 @click.option("--working-dir", "folder", default=".", show_default=True, metavar="FOLDER", help="The folder to ship.")
-@click.option("--exclude", "excludes", multiple=True, metavar="PATTERN", help="Do not ship these; as in .gitignore.")
 @click.option("--env", multiple=True, metavar="NAME", help="Send this environment variable along, by its name.")
 @click.option("--detach", is_flag=True, help="Print the job's id and end, without following its log.")
 @click.option("--dry-run", is_flag=True, help="Show what would be sent, and send nothing.")

@@ -168,17 +168,14 @@ class Driver:
         self.tracker.metrics(event["step"], {"pipeline/rebalance_gain": event["gain"]})
 
     def _on_spans(self, event: dict[str, Any]) -> None:
-        """One step of a pipeline to look at: as a Chrome trace and as a picture."""
-        from app.pipeline_monitor import draw
+        """One step of a pipeline to look at: as a Chrome trace."""
         from strategies.pipeline.simulate import chrome_trace
 
         folder = self.run.local_folder / "pipeline"
         folder.mkdir(parents=True, exist_ok=True)
-        trace, picture = folder / f"step-{event['step']}.json", folder / f"step-{event['step']}.png"
+        trace = folder / f"step-{event['step']}.json"
         trace.write_text(json.dumps(chrome_trace(event["spans"])))
-        draw(event["spans"], picture, f"{self.config.parallel.schedule}, step {event['step']:,} as measured")
         self.tracker.artifact(trace, "pipeline")
-        self.tracker.artifact(picture, "pipeline")
 
     def _on_done(self, event: dict[str, Any]) -> None:
         self.summary = event["summary"]

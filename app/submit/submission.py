@@ -35,8 +35,7 @@ class Submission:
     """A job that is to be sent: everything that is known before it is."""
 
     entrypoint: str
-    folder: Path  # is shipped, without what .gitignore and `excludes` name
-    excludes: tuple[str, ...]
+    folder: Path  # is shipped, without what .gitignore names
     plain: dict[str, str]  # environment variables
     secret: dict[str, str]
     run: str  # its name
@@ -54,7 +53,6 @@ def prepare(
     *,
     run: str,
     folder: str | Path,
-    excludes: tuple[str, ...] = (),
     env: tuple[str, ...] = (),
 ) -> Submission:
     """The job `trireme VERB ARGUMENTS OPTIONS`; arguments: experiment files and key=value.
@@ -67,7 +65,7 @@ def prepare(
         raise UserError(f"there is no folder {folder} to ship: write --working-dir FOLDER")
     words = [word if "=" in word else _inside(word, folder) for word in arguments]
     entrypoint = shlex.join(["python", "-m", "app.submit", verb, *words, *options])
-    return Submission(entrypoint, folder, (*EXCLUDES, *excludes), *_variables(env), run)
+    return Submission(entrypoint, folder, *_variables(env), run)
 
 
 def _inside(file: str, folder: Path) -> str:
@@ -160,7 +158,7 @@ def submit(server: Server, job: Submission, say: Say) -> str:
             f"{sorted(job.secret)[0]} is a secret, and Ray shows a job's environment to whoever may ask: name the "
             "cluster with --cluster FILE, so that it goes over SSH, or set it on the cluster itself"
         )
-    environment = {"working_dir": str(job.folder), "excludes": list(job.excludes), "env_vars": variables}
+    environment = {"working_dir": str(job.folder), "excludes": list(EXCLUDES), "env_vars": variables}
     deadline = time.monotonic() + AGENT_SECONDS
     while True:
         try:
@@ -168,7 +166,7 @@ def submit(server: Server, job: Submission, say: Say) -> str:
         except (RuntimeError, ValueError) as error:
             if "No available agent" not in str(error) or time.monotonic() > deadline:
                 first = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
-                hint = ": leave files out with --exclude or .gitignore" if "size" in first.lower() else ""
+                hint = ": leave files out with .gitignore" if "size" in first.lower() else ""
                 raise UserError(f"the cluster refuses the job: {first[:300]}{hint}") from error
             time.sleep(1.0)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from app.errors import UserError, nearest
+from app.errors import UserError
 from app.masking import mask_uri
 
 _DATABASES = ("postgresql", "mysql", "mssql")
@@ -59,49 +59,20 @@ def resolve_tracking(tracking: Any, storage: Any, environ: Mapping[str, str] = o
 
 def _checked(uri: str, shown: str) -> str:
     """The URI in the form that MLflow is given; UserError if MLflow could not use it."""
-    base, scheme = re.split("[:+]", uri)[0], uri.partition(":")[0]
+    scheme, parts = re.split("[:+]", uri)[0], urlsplit(uri)
     if uri == "databricks" or uri.startswith(("databricks://", "arn:aws:")):
         return uri
-    if base in (*_SERVERS, *_DATABASES):
-        return _checked_server(uri, base, shown)
-    if base == "sqlite":
-        if not uri.startswith("sqlite:///") or uri in ("sqlite:///", "sqlite:///:memory:"):
-            raise UserError(f"{shown} names no database file; write sqlite:///FOLDER/mlflow.db.")
-        return _checked_file(sqlite_path(uri), shown)
-    if base == "file":
-        return _checked_file(Path(unquote(urlsplit(uri).path)) / "mlflow.db", shown)
-    if "://" in uri:
-        hint = nearest(scheme, (*_SERVERS, "sqlite", *_DATABASES, "file", "databricks"))
-        raise UserError(f"{shown} has the unknown scheme {scheme!r}{hint}: {_RIGHT}.")
-    if re.fullmatch(r"[\w.-]+:\d+(/.*)?", uri):
-        raise UserError(f"{shown} lacks its scheme; write http://{uri}.")
-    if not Path(uri).expanduser().is_dir() and not re.match(r"[~./]", uri) and uri != "mlruns":
-        # A bare word is more often a typing mistake than a new folder.
-        raise UserError(f"{shown} is neither a URI nor a folder that exists; {_RIGHT}.")
-    return _checked_file(Path(uri) / "mlflow.db", shown)
-
-
-def _checked_server(uri: str, base: str, shown: str) -> str:
-    right = "http://HOST:PORT" if base in _SERVERS else f"{base}://USER:PASSWORD@HOST/DATABASE"
-    try:
-        host, _ = urlsplit(uri).hostname or (base in _DATABASES and urlsplit(uri).query), urlsplit(uri).port
-    except ValueError as error:
-        raise UserError(f"{shown} is not a server's address ({error}); write {right}.") from None
-    if not host or re.search(r"\s", uri):
-        raise UserError(f"{shown} names no host; write {right}.")
-    return uri.rstrip("/")
-
-
-def _checked_file(path: Path, shown: str) -> str:
-    path = path.expanduser().absolute()
-    parent = next((folder for folder in path.parents if folder.exists()), path)
-    if path.is_dir():
-        raise UserError(f"{shown} is a folder; write sqlite:///{path}/mlflow.db.")
-    if path.is_file() and path.stat().st_size and path.open("rb").read(15) != b"SQLite format 3":
-        raise UserError(f"{shown}: {path} is not a SQLite database; give another file.")
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UserError(f"{shown}: {parent} cannot be written; give a folder of your own.")
-    return f"sqlite:///{path}"
+    if (scheme in _SERVERS and parts.netloc) or (scheme in _DATABASES and (parts.netloc or parts.query)):
+        return uri.rstrip("/")
+    # A bare word is more often a typing mistake than a new folder.
+    if not re.match(r"sqlite:///.|file:|[~./]|mlruns$", uri) and not Path(uri).is_dir():
+        raise UserError(f"{shown} is not an address of MLflow's: {_RIGHT}")
+    folder = Path(unquote(parts.path) if scheme == "file" else uri)
+    file = (sqlite_path(uri) if scheme == "sqlite" else folder / "mlflow.db").expanduser().absolute()
+    parent = next(folder for folder in file.parents if folder.exists())
+    if file.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(f"{shown}: the file {file} cannot be written: {_RIGHT}")
+    return f"sqlite:///{file}"
 
 
 def sqlite_path(uri: str) -> Path:

@@ -68,15 +68,8 @@ class SharedMemoryAllReduce:
         """Replaces a one-dimensional CPU tensor by its average over the ranks. Collective.
 
         Raises ConnectionError if a rank is gone."""
-        return self._reduce(tensor, 1 / self.size)
-
-    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Replaces a one-dimensional CPU tensor by its sum over the ranks. As `average_`."""
-        return self._reduce(tensor, 1)
-
-    def _reduce(self, tensor: torch.Tensor, factor: float) -> torch.Tensor:
         for piece in tensor.split(PIECE_BYTES // tensor.element_size()):
-            first, second, *rest = self._shares(piece, factor)
+            first, second, *rest = self._shares(piece, 1 / self.size)
             torch.add(first, second, out=piece)
             for share in rest:
                 piece.add_(share)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.masking import is_secret, mask_text, mask_tree, mask_uri, mask_value
+from app.masking import is_secret, mask_text, mask_tree, mask_uri
 
 SECRETS = ["password", "db.Password", "hf_token", "apiKey", "AWS_SECRET_ACCESS_KEY", "x.credentials.user"]
 OTHERS = ["tokenizer", "train/tokens_per_second", "monkey", "task_args.d_model", "pad_token", "label_key", "key"]
@@ -12,7 +12,6 @@ OTHERS = ["tokenizer", "train/tokens_per_second", "monkey", "task_args.d_model",
 
 def test_names_of_secrets_and_of_none() -> None:
     assert [name for name in (*SECRETS, *OTHERS, "token.x") if is_secret(name)] == SECRETS
-    assert mask_value("hf_token", "abc") == "***" and mask_value("key", "abc") == "abc"
 
 
 @pytest.mark.parametrize(
@@ -36,12 +35,8 @@ def test_secrets_in_a_text() -> None:
     assert mask_text('{"password": "a b", "n": 1}') == '{"password": ***, "n": 1}'
 
 
-def test_secrets_in_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "runs")
-    assert mask_uri("said runs twice") == "said *** twice"
+def test_secrets_in_a_configuration() -> None:
     inner = {"b": 1, "secret": "x", "none": None, "empty": {}}
-    tree = {"a": inner, "list": ["http://u:p@h", 2], "token": 5, "c": "runs"}
-    masked = mask_tree({**tree, "run": {"storage": "./runs"}})
-    assert masked["run"] == {"storage": "./runs"}, "part of another word is not the password"
+    masked = mask_tree({"a": inner, "list": ["http://u:p@h", 2], "token": 5, "key": "c", "hf_token": "abc"})
     hidden = {"b": 1, "secret": "***", "none": None, "empty": {}}
-    assert masked | {"run": 0} == {"a": hidden, "list": ["http://***@h", 2], "token": 5, "c": "***", "run": 0}
+    assert masked == {"a": hidden, "list": ["http://***@h", 2], "token": 5, "key": "c", "hf_token": "***"}

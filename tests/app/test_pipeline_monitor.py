@@ -15,7 +15,7 @@ from app.console import Console
 from app.job import Job, SilentChannel, strategy_options
 from app.launchers.local import LocalWorkers
 from app.launchers.supervisor import Supervisor
-from app.pipeline_monitor import MEASURED_STEPS, WARM_UP_STEPS, PipelineMonitor, draw, remembered_stages
+from app.pipeline_monitor import MEASURED_STEPS, WARM_UP_STEPS, PipelineMonitor, remembered_stages
 from app.run.driver import Driver
 from app.run.manifest import Run
 from app.tracking.settings import resolve_tracking
@@ -77,11 +77,6 @@ def test_stages_are_kept_once_a_step_was_taken_with_them(tmp_path: Path) -> None
     assert (again.stages, again.may_rebalance) == ((1, 3), True)
     assert Run(made.config).manifest.stages == [1, 3]
     driver.run.end("stopped")
-
-
-def test_the_picture_of_a_step(tmp_path: Path) -> None:
-    draw(simulate(make("1f1b", 2, 4), Times(1.0, 1.0, 1.0)), tmp_path / "x.png", "1f1b")
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zbv", 2)])

@@ -52,7 +52,7 @@ def test_the_same_training_as_on_one_device_and_what_it_leaves(tmp_path: Path, r
 
 
 def check_profile(storage: Path, metrics: dict[str, float]) -> None:
-    """Of the steps 5 and 10, and the picture and trace of step 7."""
+    """Of the steps 5 and 10, and the trace of step 7."""
     assert set(curve(storage, "two", "pipeline/bubble")) == {5, 7, 10}
     assert 0 < metrics["pipeline/bubble_by_formula"] < metrics["pipeline/bubble"] < 1
     assert abs(metrics["pipeline/bubble_by_formula"] - 1 / 9) < 1e-6, "(p-1)/(m+p-1) with p=2, m=8"
@@ -61,7 +61,6 @@ def check_profile(storage: Path, metrics: dict[str, float]) -> None:
         spent = [metrics[f"pipeline/stage_{stage}/{part}_seconds"] for part in parts]
         assert all(seconds >= 0 for seconds in spent) and spent[0] > 0
     folder = storage / "two" / "pipeline"
-    assert (folder / "step-7.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((folder / "step-7.json").read_text())["traceEvents"]
     names = {event["name"] for event in events if event["ph"] == "X" and event["cat"] == "compute"}
     assert names == {f"{kind}{micro}" for kind in "FB" for micro in range(8)}
