@@ -57,14 +57,6 @@ class Document:
             found = [((*path, name), inner) for path, value in found for name, inner in _inside(value, key)]
         yield from found
 
-    def texts(self) -> Iterator[tuple[Keys, str]]:
-        """Every text in it and the path to it."""
-        found: list[tuple[Keys, Any]] = [((), self.data)]
-        for path, value in found:  # which grows
-            found += [((*path, name), inner) for name, inner in _inside(value, "*")]
-            if isinstance(value, str):
-                yield path, value
-
 
 def _inside(value: Any, key: str) -> list[tuple[Any, Any]]:
     rows = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from cluster import ClusterError, kuberay, ray_file
-from cluster.document import Document, Problem, dotted, read_documents
+from cluster.document import Document, Problem, read_documents
 from cluster.shape import ClusterShape
 
 FOLDER = Path(__file__).parent
@@ -97,7 +95,7 @@ def _problems(documents: list[Document], file: str) -> list[Problem]:
     """Everything that is wrong, in the order of its lines."""
     if not documents:
         return [Problem(file, 1, "this file is empty: a cluster file has a cluster_name and a provider, or a kind")]
-    found = [problem for document in documents for problem in (*document.duplicates, *_secrets(document))]
+    found = [problem for document in documents for problem in document.duplicates]
     if any(kuberay.is_kubernetes(document) for document in documents):
         found += kuberay.problems(documents)
     else:
@@ -121,20 +119,3 @@ def _ray_problems(documents: list[Document]) -> list[Problem]:
     if len(documents) > 1:
         return [documents[1].problem((), "a cluster file for Ray is one YAML document, and here a second one begins")]
     return ray_file.problems(first)
-
-
-_SECRET_KEY = re.compile(r"(?i)(^|[_-])(password|passwd|secret|secret_access_key|api_?key|auth_?token|token)$")
-_SECRET_TEXT = re.compile(
-    r"AKIA[0-9A-Z]{16}|-----BEGIN [A-Z ]*PRIVATE KEY-----|\bhf_[A-Za-z0-9]{30,}|\bgh[pousr]_[A-Za-z0-9]{30,}"
-    r"|(?i:(?:secret_access_key|password|_token|api_key))=[^\s$'\"{<][^\s'\"]{7,}"
-)
-
-
-def _secrets(document: Document) -> Iterator[Problem]:
-    """Secrets do not belong into a file that is shown, copied and kept with the code."""
-    manifest = isinstance(document.data, dict) and document.data.get("kind") == "Secret"
-    for path, value in document.texts():
-        named = _SECRET_KEY.search(str(path[-1])) if path and not manifest else None
-        if (named and not value.startswith(("$", "<", "~", "/", "."))) or _SECRET_TEXT.search(value):
-            message = f"{dotted(path)} holds a secret: keep it in the environment or in the cloud's secret store"
-            yield document.problem(path, message)

@@ -1,7 +1,7 @@
 """KubeRay manifests (RayCluster and RayJob): as a ClusterShape, and what is wrong with one.
 
 What Kubernetes does not say stands in annotations of a group's pod template: `trireme/gpu`, `trireme/link-within`,
-`trireme/link-across`, `trireme/price-per-hour` (of one node of the group) and `trireme/spot`.
+`trireme/link-across` and `trireme/price-per-hour` (of one node of the group).
 
 A manifest's schema is KubeRay's own, made strict (an API server drops unknown fields silently; here they are problems).
 What stands beside a RayCluster is for `kubectl apply` to check.
@@ -35,7 +35,6 @@ ANNOTATIONS = {
     "trireme/link-within": "link_within",
     "trireme/link-across": "link_across",
     "trireme/price-per-hour": "price_per_hour",
-    "trireme/spot": "spot",
 }
 GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")
 
@@ -66,14 +65,9 @@ def shape(data: Mapping[str, Any], file: str) -> ClusterShape:
 
 
 def _facts(group: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What a group says of its machines: first what Ray is told to believe, then what the pod has."""
-    told = group.get("rayStartParams") or {}
+    """What a group says of its machines: first what Ray is told to believe, then what its pods' first container has."""
+    told, template = group.get("rayStartParams") or {}, group["template"]
     params = {fact: float(told[key]) for key, fact in (("num-cpus", "cpus"), ("num-gpus", "gpus")) if key in told}
-    return [params, pod_facts(group["template"])]
-
-
-def pod_facts(template: Mapping[str, Any]) -> dict[str, Any]:
-    """What a pod template says of the machine that Ray gets: of its first container, as KubeRay reads it."""
     resources = template["spec"]["containers"][0].get("resources") or {}
     amounts = (resources.get("requests") or {}) | (resources.get("limits") or {})
     annotations = (template.get("metadata") or {}).get("annotations") or {}
@@ -85,7 +79,7 @@ def pod_facts(template: Mapping[str, Any]) -> dict[str, Any]:
     }
     if "price_per_hour" in facts:
         facts["price_per_hour"] = float(facts["price_per_hour"])
-    return facts | {"spot": facts.get("spot") == "true"}
+    return [params, facts]
 
 
 _FACTORS = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}

@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ import psutil
 
 from cluster import ClusterError, ray_file
 from cluster.files import read_cluster, read_ray_file
-from cluster.pending import RAY, autoscaler_report
+from cluster.pending import autoscaler_report, ray_environment
 from cluster.remote import Result, is_open, last_line, login_of, probe, run, run_on_all, unfit
 from cluster.shape import ClusterShape
 
@@ -41,7 +40,7 @@ def up(path: str, say: Say, *, timeout: float = 600.0) -> Status:
     """
     data, file = read_ray_file(path)
     log, environment = _log(data, "up"), ray_environment()
-    commands: list[str | list[str]] = [[RAY, "up", "--yes", "--no-config-cache", "--disable-usage-stats", file]]
+    commands: list[str | list[str]] = [["ray", "up", "--yes", "--no-config-cache", "--disable-usage-stats", file]]
     if any("auth_token" in str(mount) for mount in data.get("file_mounts") or {}):
         make_token()
     if ray_file.is_this_machine(data):
@@ -64,8 +63,8 @@ def make_token() -> None:
     """The token that Ray's processes and users of one cluster share; made once, in ~/.ray/auth_token."""
     path = Path("~/.ray/auth_token").expanduser()
     if not path.exists():
-        environment = os.environ | {"RAY_AUTH_MODE": "token"}
-        done = subprocess.run([RAY, "get-auth-token", "--generate"], capture_output=True, text=True, env=environment)
+        environment = ray_environment() | {"RAY_AUTH_MODE": "token"}
+        done = subprocess.run(["ray", "get-auth-token", "--generate"], capture_output=True, text=True, env=environment)
         if not path.exists():
             raise ClusterError(f"Ray does not make a token in {path}: {done.stderr.strip()[-200:]}")
     path.chmod(0o600)
@@ -138,7 +137,7 @@ def _wait(data: Mapping[str, Any], file: str, say: Say, timeout: float) -> Statu
             )
 
 
-def down(path: str, say: Say, *, timeout: float = 300.0) -> list[str]:
+def down(path: str) -> list[str]:
     """Ends a cluster; nothing of it is left on its machines or on this one. Returns what could not be reached.
 
     Raises:
@@ -148,7 +147,7 @@ def down(path: str, say: Say, *, timeout: float = 300.0) -> list[str]:
     if ray_file.is_this_machine(data):
         return _down_here(data)
     if data["provider"]["type"] != "local":
-        _run([RAY, "down", "--yes", file], ray_environment(), _log(data, "down"), timeout)
+        _run(["ray", "down", "--yes", file], ray_environment(), _log(data, "down"), 300.0)
         return []
     login, machines = login_of(data), ray_file.hosts(data)
     # The head first: its autoscaler would start the workers again. `ray down` stops Ray on the head only.
@@ -241,11 +240,6 @@ def run_on_head(data: Mapping[str, Any], file: str, command: str, *, stdin: str 
     return Result("this machine", done.returncode, done.stdout, done.stderr)
 
 
-def ray_environment() -> dict[str, str]:
-    """This environment with the Python of ours first, so that `ray` is its Ray."""
-    return os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
-
-
 def head_host(data: Mapping[str, Any], file: str) -> str:
     """Address of the head: the file's, or the cloud's answer.
 
@@ -254,7 +248,8 @@ def head_host(data: Mapping[str, Any], file: str) -> str:
     """
     if data["provider"]["type"] == "local":
         return data["provider"]["head_ip"]
-    done = subprocess.run([RAY, "get-head-ip", file], capture_output=True, text=True, timeout=120)
+    command = ["ray", "get-head-ip", file]
+    done = subprocess.run(command, env=ray_environment(), capture_output=True, text=True, timeout=120)
     found = [line.strip() for line in done.stdout.splitlines() if re.fullmatch(r"[\d.]+|[0-9a-f:]{3,}", line.strip())]
     if done.returncode or not found:
         why = last_line(done.stderr or done.stdout)

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cluster import ClusterError
 from cluster.shape import ClusterShape, NodeState, NodeType, Resources
 
-_PLACES = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-RAY = shutil.which("ray", path=_PLACES) or "ray"
-"""Its command line, of this Python where there is one beside it."""
-
-
-@dataclass(frozen=True)
-class JobUsage:
-    """What a job holds."""
-
-    job: str  # "job 02000000 (trireme train experiments/gpt.yaml)"
-    resources: Resources
+Usage = Mapping[str, Resources]
+"""What each job holds, by words for it: "job 02000000 (trireme train experiments/gpt.yaml)"."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +30,17 @@ def autoscaler_now() -> AutoscalerReport:
     """What the autoscaler of the connected cluster reports, as far as it answers. Takes a second or two."""
     import ray
 
-    command = [RAY, "status", "-v", f"--address={ray.get_runtime_context().gcs_address}"]
+    command = ["ray", "status", "-v", f"--address={ray.get_runtime_context().gcs_address}"]
     try:
-        return autoscaler_report(subprocess.run(command, capture_output=True, text=True, timeout=30).stdout)
+        done = subprocess.run(command, env=ray_environment(), capture_output=True, text=True, timeout=30)
+        return autoscaler_report(done.stdout)
     except (OSError, subprocess.TimeoutExpired):
         return AutoscalerReport(True)
+
+
+def ray_environment() -> dict[str, str]:
+    """This environment with the Python of ours first, so that `ray` is its Ray."""
+    return os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
 
 
 def autoscaler_report(text: str) -> AutoscalerReport:
@@ -71,9 +67,9 @@ class Diagnosis:
 def diagnose(
     demand: Sequence[Resources],
     nodes: Sequence[NodeState],
-    usage: Sequence[JobUsage] = (),
-    shape: ClusterShape | None = None,
-    autoscaler: AutoscalerReport = AutoscalerReport(),
+    usage: Usage,
+    shape: ClusterShape | None,
+    autoscaler: AutoscalerReport,
 ) -> Diagnosis | None:
     """What keeps `demand` (one mapping per bundle) from being placed on `nodes`; None if nothing does. Pure.
 
@@ -88,7 +84,9 @@ def diagnose(
     what = f"bundle {missing + 1} of {len(demand)} ({format_resources(bundle)}) cannot be placed"
     unknown = shape is None and autoscaler.active  # what may come is not known here
     if not kinds and not living and not unknown:
-        return Diagnosis(f"{what}: {_never(bundle, nodes, shape)}", placed, False)
+        name = "GPU" if "GPU" in bundle else next(iter(bundle))
+        most = max((node.total.get(name, 0.0) for node in nodes), default=0.0)
+        return Diagnosis(f"{what}: no node has it, the most is {name} {most:g}", placed, False)
     fitting = " or ".join(dict.fromkeys(kinds or [node.address for node in living]))
     where = f"it could be on {fitting}" if fitting else "no node has it"
     reason, ever = _obstacle(bundle, nodes, living, kinds, usage, shape, autoscaler)
@@ -119,21 +117,12 @@ def format_resources(bundle: Resources) -> str:
     return ", ".join(f"{name} {amount:g}" for name, amount in bundle.items() if amount) or "nothing"
 
 
-def _never(bundle: Resources, nodes: Sequence[NodeState], shape: ClusterShape | None) -> str:
-    name = max(bundle, key=lambda key: key == "GPU")
-    if shape and shape.path and name in ("GPU", "CPU"):
-        most = max(float(kind.gpus) if name == "GPU" else kind.cpus for kind in shape.types)
-        return f"no node type of {shape.path} has it, the most is {name} {most:g}"
-    most = max((node.total.get(name, 0.0) for node in nodes), default=0.0)
-    return f"no node has it, the most is {name} {most:g}"
-
-
 def _obstacle(
     bundle: Resources,
     nodes: Sequence[NodeState],
     living: Sequence[NodeState],
     kinds: tuple[str, ...],
-    usage: Sequence[JobUsage],
+    usage: Usage,
     shape: ClusterShape | None,
     autoscaler: AutoscalerReport,
 ) -> tuple[str, bool]:
@@ -177,14 +166,14 @@ def _limit(nodes: Sequence[NodeState], kinds: tuple[str, ...], shape: ClusterSha
     return ""
 
 
-def _held(bundle: Resources, living: Sequence[NodeState], usage: Sequence[JobUsage]) -> str:
+def _held(bundle: Resources, living: Sequence[NodeState], usage: Usage) -> str:
     """Which jobs hold the scarce resource of nodes that could take the bundle; empty if none of it is held."""
     for name in sorted(bundle, key=lambda key: key != "GPU"):
         total = sum(node.total.get(name, 0.0) for node in living)
         used = total - sum(node.available.get(name, 0.0) for node in living)
         if used > 1e-9:
-            jobs = [row.job for row in usage if row.resources.get(name, 0.0) > 0] or [row.job for row in usage]
-            by = f" by {' and '.join(dict.fromkeys(jobs))}" if jobs else ""
+            jobs = [job for job, amounts in usage.items() if amounts.get(name, 0.0) > 0]
+            by = f" by {' and '.join(jobs)}" if jobs else ""
             return f"{used:g} of {total:g} {name} are held{by}"
     return ""
 

@@ -34,7 +34,6 @@ from cluster.document import (
 from cluster.shape import ClusterShape, NodeType, check_fact, instance_facts, node_type
 
 ONPREM_HEAD, ONPREM_WORKER = "head", "worker"  # names of the two node types of an on-prem cluster in `metadata`
-UNCHECKED = {"external", "readonly", "fake_multinode", "fake_multinode_docker", "vsphere", "aliyun", "spark", "kuberay"}
 
 
 def shape(data: Mapping[str, Any], file: str) -> ClusterShape:
@@ -134,9 +133,8 @@ def problems(document: Document) -> list[Problem]:
         return found
     kind, known = data["provider"]["type"], schemas("providers.yaml")
     if kind not in known:
-        names = sorted({*known, *UNCHECKED} - {"facts"})
-        unknown = document.problem(("provider", "type"), f"there is no provider {kind!r}{nearest(kind, names)}")
-        return [] if kind in UNCHECKED else [unknown]
+        message = f"the provider {kind!r} is not supported{nearest(kind, known.keys() - {'facts'})}"
+        return [document.problem(("provider", "type"), message)]
     return schema_problems(document, known[kind], data) + rule_problems(document, RULES)
 
 

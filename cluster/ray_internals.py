@@ -17,8 +17,8 @@ def available_resources_per_node() -> dict[str, dict[str, float]]:
     """Free resources of each living node by its id, in Ray's units.
 
     Why: `ray.available_resources()` is the sum over all nodes, from which it does not follow whether any one node can
-    hold a bundle. Missing: exact on one node; otherwise each node's total less what placement groups hold there, so
-    that actors and tasks outside of a group are not seen.
+    hold a bundle. Missing: each node's total less what placement groups hold there, so that actors and tasks outside
+    of a group are not seen.
     """
     import ray
 
@@ -28,8 +28,6 @@ def available_resources_per_node() -> dict[str, dict[str, float]]:
         return available_resources_per_node()
     except (ImportError, AttributeError):
         free: dict[str, dict[str, float]] = {n["NodeID"]: dict(n["Resources"]) for n in ray.nodes() if n["Alive"]}
-    if len(free) == 1:
-        return {node: dict(ray.available_resources()) for node in free}
     for group in ray.util.placement_group_table().values():
         for number, bundle in group["bundles"].items() if group["state"] == "CREATED" else ():
             room = free.get(group["bundles_to_node_id"][number], {})

@@ -20,6 +20,7 @@ from typing import Any
 from cluster import ClusterError
 
 CONNECT_SECONDS = 5
+TUNNEL_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def last_line(text: str, count: int = 1) -> str:
 
 
 @contextlib.contextmanager
-def tunnel(login: SshLogin, host: str, port: int, *, timeout: float = 15.0) -> Iterator[int]:
+def tunnel(login: SshLogin, host: str, port: int) -> Iterator[int]:
     """A local port that leads to `port` of the host's own loopback; kept open inside the `with`.
 
     Raises:
@@ -98,12 +99,12 @@ def tunnel(login: SshLogin, host: str, port: int, *, timeout: float = 15.0) -> I
     command = login.command(host, *forward, "-L", f"127.0.0.1:{local}:127.0.0.1:{port}")
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + TUNNEL_SECONDS
         while not is_open("127.0.0.1", local):
             if process.poll() is not None:
                 raise ClusterError(explain(host, login, process.stderr.read() if process.stderr else ""))
             if time.monotonic() > deadline:
-                raise ClusterError(f"the SSH tunnel to {host} did not open within {timeout:.0f} s")
+                raise ClusterError(f"the SSH tunnel to {host} did not open within {TUNNEL_SECONDS:.0f} s")
             time.sleep(0.05)
         yield local
     finally:

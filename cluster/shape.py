@@ -117,7 +117,7 @@ def living_nodes(excluded: Collection[str] = ()) -> list[NodeState]:
 def node_type(name: str, sources: Sequence[Mapping[str, Any]], least: int, most: int) -> NodeType:
     """A node type from several sources of facts, the first that has one counting.
 
-    Facts: gpu, gpus, cpus, memory_gb, link_within, link_across, price_per_hour, spot.
+    Facts: gpu, gpus, cpus, memory_gb, link_within, link_across, price_per_hour, spot (as a cloud's file says it).
     """
 
     def fact(key: str, default: Any = None) -> Any:
@@ -191,14 +191,12 @@ def check_fact(name: str, value: Any) -> Iterator[str]:
 
 
 def of_gpus(gpus: int, gpu: str, gpus_per_node: int, interconnect: str | float | None = None) -> ClusterShape:
-    """A hypothetical cluster: `gpus` GPUs, `gpus_per_node` to a node.
+    """A hypothetical cluster: `gpus` GPUs, `gpus_per_node` to a node, both at least 1.
 
     interconnect: of one node to the others, as `link` reads it.
     Raises:
-        ClusterError: the numbers do not make a cluster, or the interconnect cannot be read.
+        ClusterError: the GPUs do not fill nodes, or the interconnect cannot be read.
     """
-    if gpus < 1 or gpus_per_node < 1:
-        raise ClusterError(f"{gpus} GPUs, {gpus_per_node} to a node, do not make a cluster: write numbers above 0")
     if gpus > gpus_per_node and gpus % gpus_per_node:
         raise ClusterError(
             f"{gpus} GPUs do not fill nodes of {gpus_per_node}: write a multiple of {gpus_per_node}, or another number "

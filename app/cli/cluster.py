@@ -96,7 +96,7 @@ def down(cli: Invocation, file: str) -> None:
     """Stop a cluster, and leave nothing of it running."""
     from cluster.launch import down as end
 
-    left = end(file, cli.console.say)
+    left = end(file)
     if left:
         raise RunFailed(f"the cluster is down except for what could not be reached: {left[0]}")
     cli.answer({"status": "down"}, "the cluster is down")

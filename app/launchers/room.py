@@ -12,7 +12,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from app.launchers.recovery import Nodes, oom_kills
-from cluster.pending import AutoscalerReport, Diagnosis, JobUsage, diagnose, place
+from cluster.pending import AutoscalerReport, Diagnosis, Usage, diagnose, place
 from cluster.shape import ClusterShape, living_nodes
 
 ANSWER_SECONDS = 3.0
@@ -47,7 +47,7 @@ def why_pending(
     return diagnose(demand, nodes, _holders(), shape, autoscaler or AutoscalerReport())
 
 
-def _holders() -> list[JobUsage]:
+def _holders() -> Usage:
     """Other jobs that hold resources, by their placement groups, whose ids end with the job's."""
     own = ray.get_runtime_context().get_job_id()
     held: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -58,7 +58,7 @@ def _holders() -> list[JobUsage]:
                 for name, amount in bundle.items():
                     held[job][name] += amount
     names = _job_names() if held else {}
-    return [JobUsage(f"job {job}{names.get(job, '')}", dict(amounts)) for job, amounts in held.items()]
+    return {f"job {job}{names.get(job, '')}": amounts for job, amounts in held.items()}
 
 
 def _job_names() -> dict[str, str]:
