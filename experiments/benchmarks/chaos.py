@@ -2,18 +2,18 @@
 
 On a Ray of its own (a head without CPUs and two nodes of two) one run after another, layouts in turn, is disturbed
 several times: each time the same command again where it has ended. In the end it is compared with an undisturbed one.
-Every kill is a line of OUT/results.jsonl.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
+import math
 import os
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -77,10 +77,11 @@ class Kill:
         return f"{signal.Signals(self.signal).name} of {who}{when} after {self.delay:.2f} s"
 
 
-def draw(seed: int, number: int, count: int, victims: list[str]) -> list[Kill]:
-    """The kills of one run: a function of the seed and the run's number. victims: only these; [] all."""
+def draw(seed: int, number: int, count: int, layout: str) -> list[Kill]:
+    """The kills of one run: a function of the seed, the run's number and its layout. Under torchrun only workers: its
+    own agent is the driver, and there is no Ray."""
     chance = random.Random(f"{seed}-{number}")
-    kinds = {kind: weight for kind, weight in VICTIMS.items() if not victims or kind[0] in victims}
+    kinds = {kind: weight for kind, weight in VICTIMS.items() if kind[0] == "worker" or "torchrun" not in layout}
     kills = []
     for _ in range(count):
         victim, sent = chance.choices(list(kinds), list(kinds.values()))[0]
@@ -90,86 +91,58 @@ def draw(seed: int, number: int, count: int, victims: list[str]) -> list[Kill]:
     return kills
 
 
-class Session:
-    """Ray, the MLflow database, drivers; ends only what it started. folder: of the runs and the database."""
+class Session(RayCluster):
+    """Ray, with an MLflow database, and what is run there. storage: the folder of both."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.database = folder, f"sqlite:///{folder}/mlflow.db"
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, storage: Path) -> None:
+        self.storage, self.database = storage, f"sqlite:///{storage}/mlflow.db"
+        storage.mkdir(parents=True, exist_ok=True)
         drop = ("MLFLOW_", "RAY_ADDRESS", "RANK", "WORLD_SIZE", "LOCAL_RANK")
         kept = {key: value for key, value in os.environ.items() if not key.startswith(drop)}
-        self.env = kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
-        self.ray = RayCluster(self.env | HEALTH, head_cpus=0, nodes=2)
-        self.drivers: list[subprocess.Popen[bytes]] = []
-
-    def close(self) -> None:
-        for driver in self.drivers:
-            end_tree(driver.pid)
-            driver.wait()
-        self.ray.close()
+        kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": self.database}
+        super().__init__(kept | HEALTH, head_cpus=0, nodes=2)
 
     def start(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
         """A driver; what it says is appended to `log`."""
-        env = self.env | {"RAY_ADDRESS": self.ray.address, "MLFLOW_TRACKING_URI": self.database}
+        env = self.env | {"RAY_ADDRESS": self.address}
         with log.open("ab") as out:
-            driver = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out, start_new_session=True)
-        self.drivers.append(driver)
-        return driver
+            return subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out, start_new_session=True)
 
     def raylet_of(self, worker: int) -> int | None:
         """The raylet of a worker's node, if that is one of ours; None for the head's."""
         with contextlib.suppress(psutil.Error, KeyError):
             raylet = int(psutil.Process(worker).environ()["RAY_RAYLET_PID"])  # its parent may be a fork server
-            living = [psutil.Process(node.pid) for node in self.ray.nodes if node.poll() is None]
+            living = [psutil.Process(node.pid) for node in self.nodes if node.poll() is None]
             return raylet if raylet in {child.pid for node in living for child in node.children(True)} else None
         return None
-
-    def curve(self, name: str) -> tuple[list[str], list[tuple[int, float]]]:
-        """The statuses of all MLflow runs of that name, and the points of their losses, by step."""
-        from mlflow.tracking import MlflowClient
-
-        client = MlflowClient(self.database)
-        experiments = [experiment.experiment_id for experiment in client.search_experiments()]
-        runs = client.search_runs(experiments, f"attributes.run_name = '{name}'")
-        points = [(p.step, p.value) for run in runs for p in client.get_metric_history(run.info.run_id, "train/loss")]
-        return [run.info.status for run in runs], sorted(points)
 
 
 class Hung(Exception):
     """The run did not get on within a minute."""
 
 
-@dataclass
-class Left:
-    """What a finished run leaves."""
-
-    weights: dict[str, torch.Tensor]
-    curve: list[tuple[int, float]]
-    problems: list[str]
-
-
 class Trial:
-    """One run in a layout of `LAYOUTS`."""
+    """One run in a layout of `LAYOUTS`, and what it leaves: `weights`, `curve`, and `problems` of its own."""
 
     def __init__(self, session: Session, name: str, layout: str) -> None:
         self.session, self.name = session, name
-        self.folder = session.folder / "trials" / name  # what the task writes
-        self.run = session.folder / "runs" / name  # what Trireme writes
+        self.folder = session.storage / "trials" / name  # what the task writes
+        self.run = session.storage / "runs" / name  # what Trireme writes
         self.log = self.folder / "driver.log"
         self.folder.mkdir(parents=True)
-        own = [f"run.name={name}", f"run.storage={session.folder}/runs"]
+        own = [f"run.name={name}", f"run.storage={session.storage}/runs"]
         own += [f"task_args={{folder: {self.folder}, step_seconds: {STEP_SECONDS}}}"]
         torchrun = [*TORCHRUN[:-1], "--max-restarts=100", "-m"]
         program = torchrun if "torchrun" in layout else [sys.executable, "-m"]
         self.command = [*program, "app", "train", *COMMON, *LAYOUTS[layout], *own]
         self.driver = session.start(self.command, self.log)
+        self.weights: dict[str, torch.Tensor] = {}
+        self.curve: list[tuple[int, float]] = []
+        self.problems: list[str] = []
 
     def disturb(self, kills: list[Kill]) -> None:
-        """Kills one after another and waits for training to go on; those that come after its end have no `time`.
-
-        Raises:
-            Hung: it did not go on.
-        """
+        """Kills one after another and waits for training to go on; those that come after its end have no `time`. Raises
+        Hung."""
         for kill in kills:
             if not self._strike(kill):
                 return
@@ -179,33 +152,27 @@ class Trial:
             kill.seconds = round(resumed - kill.time, 2) if resumed else None
             later = [s.lines[0] for s in chaos_task.read(self.folder) if s.began > kill.time and s.lines]
             kill.resumed_from = later[0][1][0] // BATCH if later else None
-            self.session.ray.mend()
+            self.session.mend()
 
-    def finish(self) -> Left:
+    def finish(self) -> None:
         """Waits for the end, and looks at what is left. Raises Hung."""
+        from mlflow.tracking import MlflowClient
+
         while self._gets_on(time.time()) is not None:
             time.sleep(0.2)
-        problems = chaos_task.lost_or_repeated(chaos_task.read(self.folder), STEPS * BATCH, SAMPLES)
-        statuses, points = self.session.curve(self.name)
-        if statuses != ["FINISHED"]:
-            problems.append(f"MLflow has {len(statuses)} runs of it: {', '.join(statuses)}")
-        if [step for step, _ in points] != list(range(1, STEPS + 1)):
-            problems.append("MLflow has not each step of the curve once")
+        self.problems += chaos_task.lost_or_repeated(chaos_task.read(self.folder), STEPS * BATCH, SAMPLES)
+        client = MlflowClient(self.session.database)
+        experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+        runs = client.search_runs(experiments, f"attributes.run_name = '{self.name}'")
+        points = [p for run in runs for p in client.get_metric_history(run.info.run_id, "train/loss")]
+        self.curve = sorted((point.step, point.value) for point in points)
+        if (statuses := [run.info.status for run in runs]) != ["FINISHED"]:
+            self.problems.append(f"MLflow has {len(statuses)} runs of it: {', '.join(statuses)}")
+        if [step for step, _ in self.curve] != list(range(1, STEPS + 1)):
+            self.problems.append("MLflow has not each step of the curve once")
         if "is passed over" in self.log.read_text():
-            problems.append("a damaged checkpoint was met")
-        return Left(torch.load(self.run / "model" / "weights.pt", weights_only=True), points, problems)
-
-    def give_up(self) -> None:
-        """Ends what is left of the run."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.driver.pid, signal.SIGCONT)
-        end_tree(self.driver.pid)
-        self.driver.wait()
-        for start in chaos_task.read(self.folder):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process = psutil.Process(start.pid)
-                if process.create_time() <= start.began:
-                    process.kill()
+            self.problems.append("a damaged checkpoint was met")
+        self.weights = torch.load(self.run / "model" / "weights.pt", weights_only=True)
 
     def _strike(self, kill: Kill) -> bool:
         """Kills as soon as there is what is to be killed; False if the run had come to its end."""
@@ -249,17 +216,16 @@ class Trial:
                 if len(after) > 4:  # a pipeline's step is four micro-batches
                     return after[4]
             time.sleep(0.03)
-        said = [line for line in self.log.read_text().splitlines() if line.strip("- ")]
-        raise Hung(f"no step within {HANG_SECONDS:.0f} s; the driver said last: {said[-1] if said else 'nothing'}")
+        raise Hung(f"no step within {HANG_SECONDS:.0f} s")
 
 
-def unlike(left: Left, calm: Left, kills: list[Kill]) -> list[str]:
+def unlike(trial: Trial, calm: Trial, kills: list[Kill]) -> list[str]:
     """What is wrong with a disturbed run beside the undisturbed one, a sentence each."""
-    problems = list(left.problems)
-    if left.curve != calm.curve:
+    problems = list(trial.problems)
+    if trial.curve != calm.curve:
         problems.append("the curve is not that of the undisturbed run")
-    same = left.weights.keys() == calm.weights.keys()
-    if not same or not all(torch.equal(left.weights[name], calm.weights[name]) for name in calm.weights):
+    same = trial.weights.keys() == calm.weights.keys()
+    if not same or not all(torch.equal(trial.weights[name], calm.weights[name]) for name in calm.weights):
         problems.append("the final weights are not those of the undisturbed run")
     for kill in kills:
         if kill.resumed_from is not None and kill.resumed_from < kill.committed:
@@ -267,28 +233,19 @@ def unlike(left: Left, calm: Left, kills: list[Kill]) -> list[str]:
     return problems
 
 
-def disturbed(session: Session, number: int, layout: str, kills: list[Kill], calm: dict[str, Left]) -> list[Any]:
-    """A row per kill that was done; of a run that hung at least one. calm: undisturbed runs, by layout."""
-    if layout not in calm:
-        trial = Trial(session, f"calm-{len(calm)}", layout)
-        try:
-            calm[layout] = trial.finish()
-        finally:
-            trial.give_up()
-        if problems := calm[layout].problems:
-            raise click.ClickException(f"undisturbed, {layout} goes wrong: {problems}; see {trial.log}")
-    trial, least = Trial(session, f"run-{number}", layout), list[Kill]()
+def run(session: Session, name: str, layout: str, kills: list[Kill]) -> Trial:
+    """One run, disturbed by these kills; those that were done have a `time`."""
+    trial = Trial(session, name, layout)
     try:
         trial.disturb(kills)
-        problems = unlike(trial.finish(), calm[layout], kills)
+        trial.finish()
     except Hung as error:
-        problems, least = [str(error)], kills[:1]
+        trial.problems.append(str(error))
     finally:
-        trial.give_up()
-        session.ray.mend()
-    about = {"run": number, "layout": layout, "problems": problems}
-    done = [kill for kill in kills if kill.time] or least
-    return [{**asdict(kill), "words": str(kill), **about} for kill in done]
+        end_tree(trial.driver.pid)
+        trial.driver.wait()
+        session.mend()
+    return trial
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
@@ -296,11 +253,10 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
     table = []
     for layout, victim in sorted({(row["layout"], row["victim"]) for row in rows}):
         own = [row for row in rows if (row["layout"], row["victim"]) == (layout, victim)]
-        times = sorted(row["seconds"] for row in own if row["seconds"] is not None)
+        times = [row["seconds"] for row in own if row["seconds"] is not None] or [math.nan]
         wrong = len({row["run"] for row in own if row["problems"]})
         table.append({"layout": layout, "victim": victim, "kills": str(len(own)), "runs wrong": str(wrong)})
-        table[-1] |= {"median s": f"{times[len(times) // 2]:.2f}" if times else "–"}
-        table[-1] |= {"worst s": f"{times[-1]:.2f}" if times else "–"}
+        table[-1] |= {"median s": f"{statistics.median(times):.2f}", "worst s": f"{max(times):.2f}"}
     return table
 
 
@@ -308,39 +264,36 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
 @click.option("--kills", default=40, type=click.IntRange(1), show_default=True, help="In all.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--each", default=10, type=click.IntRange(1), show_default=True, help="Kills of one run.")
-@click.option("--victims", default="", help="Only these, such as driver,raylet.")
-@click.option("--layouts", default="", help=f"Only those that hold one of these words; all: {', '.join(LAYOUTS)}.")
 @click.option("--run", "only", type=int, help="Only this run of the seed's, once more: what a WRONG line says.")
-@click.option("--out", default="", help="Folder of the results; default: runs/chaos-SEED-TIME.")
+@click.option("--out", default="", help="Folder of the runs; default: runs/chaos-SEED-TIME. Kept if one is wrong.")
 @click.option("--json", "as_json", is_flag=True)
-def main(kills: int, seed: int, each: int, only: int | None, out: str, as_json: bool, **words: str) -> None:
+def main(kills: int, seed: int, each: int, only: int | None, out: str, as_json: bool) -> None:
     """Kills worker, stage, raylet and driver, and looks whether anything was lost."""
-    chosen = [layout for layout in LAYOUTS if any(word in layout for word in words["layouts"].split(","))]
-    folder = Path(out or f"runs/chaos-{seed}-{int(time.time())}").absolute()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or what was started would be left behind
-    rows: list[dict[str, Any]] = []
-    calm: dict[str, Left] = {}
-    session = Session(folder / "session")
+    rows, wrong = list[dict[str, Any]](), False
+    calm: dict[str, Trial] = {}
+    session = Session(Path(out or f"runs/chaos-{seed}-{int(time.time())}").absolute())
     try:
         for number in itertools.count() if only is None else [only]:
-            layout = chosen[number % len(chosen)]
-            # torchrun's own agent is the driver, and there is no Ray
-            mine = ["worker"] if "torchrun" in layout else [word for word in words["victims"].split(",") if word]
-            found = disturbed(session, number, layout, draw(seed, number, each, mine), calm)
-            with (folder / "results.jsonl").open("a") as results:
-                results.writelines(json.dumps(row) + "\n" for row in found)
-            rows += found
-            for row in found:
-                click.echo(f"    {row['words']}: on from step {row['resumed_from']}, {row['seconds']} s", err=True)
-            problems = found[0]["problems"] if found else []
+            layout = list(LAYOUTS)[number % len(LAYOUTS)]
+            if layout not in calm:
+                calm[layout] = run(session, f"calm-{len(calm)}", layout, [])
+                if problems := calm[layout].problems:
+                    raise click.ClickException(f"undisturbed, {layout} goes wrong: {problems}; see {session.storage}")
+            drawn = draw(seed, number, each, layout)
+            problems = unlike(run(session, f"run-{number}", layout, drawn), calm[layout], drawn)
+            wrong = wrong or bool(problems)
+            done = [kill for kill in drawn if kill.time]
+            rows += [{**asdict(kill), "run": number, "layout": layout, "problems": problems} for kill in done]
+            for kill in done:
+                click.echo(f"    {kill}: on from step {kill.resumed_from}, {kill.seconds} s", err=True)
             verdict = f"WRONG: {'; '.join(problems)}" if problems else "as undisturbed"
             click.echo(f"{len(rows)} kills; run {number} ({layout}): {verdict}", err=True)
             if len(rows) >= kills:
                 break
     finally:
         session.close()
-    wrong = any(row["problems"] for row in rows)
     if not wrong:
-        shutil.rmtree(session.folder, ignore_errors=True)  # else it is there to be looked at
+        shutil.rmtree(session.storage, ignore_errors=True)
     show("chaos", rows, summary(rows), as_json)
     sys.exit(1 if wrong else 0)

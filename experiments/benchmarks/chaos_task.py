@@ -1,4 +1,4 @@
-"""What is trained while things are killed: a chain of small blocks that writes down which samples it has seen.
+"""What is trained while things are killed: a perceptron that writes down which samples it has seen.
 
 FOLDER/seen/TIME-RANK-PID.jsonl   one line per micro-batch whose loss was computed: [Unix time, positions, samples]
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from app.data.order import Order
+from app.models.feedforward import MLP
 from app.tasks.base import Task
 
 Batch = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -46,15 +47,6 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
         return self.x[picked], self.y[picked], picked, torch.tensor(positions)
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, dropout: float) -> None:
-        super().__init__()
-        self.up, self.down, self.drop = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(self.down(torch.tanh(self.up(x))))
-
-
 class Recorded(Task):
     """folder: where to write down what was seen; "": nowhere. step_seconds: that every micro-batch takes longer.
     dropout: 0 where other numbers of workers are to compute the same."""
@@ -64,7 +56,7 @@ class Recorded(Task):
         self.record: int | None = None
 
     def build_model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(2, 16), *(Block(16, self.dropout) for _ in range(4)), nn.Linear(16, 4))
+        return MLP(2, 4, hidden=[16] * 5, activation="tanh", dropout=self.dropout)
 
     def train_data(self) -> Points:
         if self.folder and dist.is_initialized() and self.record is None:
@@ -138,5 +130,4 @@ def lost_or_repeated(starts: Iterable[Start], total: int, samples: int, seed: in
         "too many": sorted(p for p in last if p >= total),
         "other than the order has": [p for p in range(total) if p in last and last[p][2] != expected[p]],
     }
-    where = {what: found for what, found in kinds.items() if found}
-    return problems + [f"{len(at)} samples {what}, the first at position {at[0]:,}" for what, at in where.items()]
+    return problems + [f"{len(at)} samples {what}, the first at position {at[0]:,}" for what, at in kinds.items() if at]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from app.data.order import Order
-from experiments.benchmarks.chaos import VICTIMS, Kill, Left, draw, summary, unlike
+from experiments.benchmarks.chaos import VICTIMS, Kill, draw, summary, unlike
 from experiments.benchmarks.chaos_task import Start, lost_or_repeated, read
 
 BATCH, STEPS, SAMPLES = 4, 6, 10
@@ -58,22 +61,23 @@ def test_lines_of_before_training_and_half_written_ones_are_left_out(tmp_path: P
 
 
 def test_kills_are_a_function_of_the_seed() -> None:
-    assert draw(3, 7, 6, []) == draw(3, 7, 6, []) != draw(4, 7, 6, [])
-    drawn = [kill for number in range(100) for kill in draw(0, number, 5, [])]
+    assert draw(3, 7, 6, "ddp ray") == draw(3, 7, 6, "ddp ray") != draw(4, 7, 6, "ddp ray")
+    drawn = [kill for number in range(100) for kill in draw(0, number, 5, "ddp ray")]
     assert {(kill.victim, kill.signal) for kill in drawn} == VICTIMS.keys()
-    assert {kill.victim for kill in draw(0, 0, 9, ["driver"])} == {"driver"}
+    assert {kill.victim for kill in draw(0, 0, 99, "ddp torchrun")} == {"worker"}
 
 
 def test_a_run_that_ended_otherwise_is_wrong() -> None:
-    calm = Left({"w": torch.ones(2)}, [(1, 0.5)], [])
+    calm: Any = SimpleNamespace(weights={"w": torch.ones(2)}, curve=[(1, 0.5)], problems=[])
     good, bad = Kill("worker", signal.SIGKILL, 0.5, 0, False), Kill("worker", signal.SIGKILL, 0.5, 0, False)
     bad.committed, bad.resumed_from = 20, 10
     assert unlike(calm, calm, [good]) == []
-    found = unlike(Left({"w": torch.zeros(2)}, [(1, 0.6)], ["lost"]), calm, [good, bad])
+    other: Any = SimpleNamespace(weights={"w": torch.zeros(2)}, curve=[(1, 0.6)], problems=["lost"])
+    found = unlike(other, calm, [good, bad])
     assert len(found) == 4 and "SIGKILL of rank 0 after 0.50 s: went on before step 20" in found[-1]
     rows = [{"layout": "ddp", "victim": "worker", "run": "1", "problems": found, "seconds": s} for s in (1.0, 3.0)]
     assert summary(rows) == [
-        {"layout": "ddp", "victim": "worker", "kills": "2", "runs wrong": "1", "median s": "3.00", "worst s": "3.00"}
+        {"layout": "ddp", "victim": "worker", "kills": "2", "runs wrong": "1", "median s": "2.00", "worst s": "3.00"}
     ]
 
 
@@ -83,7 +87,7 @@ def test_a_run_that_ended_otherwise_is_wrong() -> None:
 def test_some_chaos(tmp_path: Path) -> None:
     """A few kills of each layout, every one of them survived, and all runs end as if undisturbed."""
     command = [sys.executable, "-m", "experiments.benchmarks", "chaos", "--seed", "5", "--kills", "18", "--each", "3"]
-    command += ["--out", str(tmp_path / "out")]
+    command += ["--out", str(tmp_path / "out"), "--json"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=800, env={**os.environ})
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) >= 9
+    assert len(json.loads(ended.stdout)["found"]) >= 18 and not (tmp_path / "out").exists()
