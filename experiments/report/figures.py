@@ -41,7 +41,7 @@ _STYLE: Any = {
 }
 
 
-def new(width: float = WIDTH, height: float = 3.4) -> tuple[Figure, Axes]:
+def new(height: float = 3.4) -> tuple[Figure, Axes]:
     """An empty figure and its axes; inches."""
     import matplotlib
 
@@ -49,7 +49,7 @@ def new(width: float = WIDTH, height: float = 3.4) -> tuple[Figure, Axes]:
     from matplotlib import pyplot
 
     pyplot.rcParams.update(_STYLE)  # read again when legends and the file are drawn
-    figure, axes = pyplot.subplots(figsize=(width, height))
+    figure, axes = pyplot.subplots(figsize=(WIDTH, height))
     return figure, axes
 
 
@@ -78,9 +78,8 @@ def lines(
     x: str,
     y: str,
     log_y: bool = False,
-    rules: Mapping[str, float] | None = None,
 ) -> Figure:
-    """One line per series; a legend where there are several, at most eight named. rules: horizontal lines by name."""
+    """One line per series; a legend where there are several, at most eight named."""
     figure, axes = new()
     finite = {name: [(a, b) for a, b in points if math.isfinite(b)] for name, points in series.items()}
     for i, (name, points) in enumerate(finite.items()):
@@ -93,9 +92,6 @@ def lines(
             markersize=4,
             label=name if i < 8 else None,
         )
-    for name, value in (rules or {}).items():
-        axes.axhline(value, color=INK, linewidth=1, linestyle=(0, (4, 3)))
-        axes.annotate(name, (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=9)
     values = [b for points in finite.values() for _, b in points]
     if log_y and values and max(values) > 3 * min(values):  # over less there would be one tick, or none
         axes.set_yscale("log")
@@ -147,7 +143,7 @@ def heat_map(
     worst = finite[-1]
     if len(finite) > 4 and spread:  # diverged corners would take up the whole range of colours
         worst = min(worst, best + spread) if best_low else max(worst, best - spread)
-    figure, axes = new(WIDTH, max(2.4, 0.42 * len(rows) + 1.2))
+    figure, axes = new(max(2.4, 0.42 * len(rows) + 1.2))
     axes.grid(False)
     table = [[values.get((c, r), math.nan) for c in columns] for r in rows]
     shown = [[value if math.isfinite(value) else math.nan for value in row] for row in table]
