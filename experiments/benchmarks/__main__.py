@@ -8,12 +8,10 @@ import sys
 from app.errors import nearest
 
 BENCHMARKS = {
-    "step": "a step under each strategy, beside the same written by hand",
+    "step": "a step under each strategy or schedule, beside the same written by hand",
     "overhead": "what tracking and saving cost a run, and what each file of strategies/cpu_collectives brings",
     "start": "from the command to the first finished step, under every launcher",
-    "pipeline": "our schedules beside torch.distributed.pipelining's",
     "gpu": "a GPT on one GPU: tokens/s, MFU and memory, beside plain PyTorch and the plan",
-    "published": "the planner's tokens/s and memory beside a table of published runs",
     "chaos": "kills of anything at any moment: what is lost, and seconds to the next step",
 }
 """A module of this folder, and what it measures."""

@@ -105,6 +105,17 @@ def answer(value: Any) -> NoReturn:
     os._exit(0)
 
 
+def trained(program: list[str], keys: Sequence[str], tree: str, env: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """The summary of a whole `trireme train KEYS`, by the code in the folder `tree`. program: what starts Trireme."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["train", *keys, "run.name=benchmark", f"run.storage={folder}", "tracking.log_model=false", "--json"]
+        own = {**env, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": tree}
+        done = subprocess.run([*program, *words], env=own, capture_output=True, text=True, cwd=tree)
+    if done.returncode:
+        raise click.ClickException(f"the run ended with exit code {done.returncode}: {done.stderr[-2000:]}")
+    return dict(json.loads(done.stdout.splitlines()[-1])["summary"])
+
+
 class Ours:
     """What one worker of a run has, in a benchmark's own process: the rank of this process in its process group, or the
     only one. The one place where benchmarks use the application's inside; all others run its commands.

@@ -7,18 +7,15 @@ the thread that writes checkpoints.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import tempfile
 
 import click
 
-from experiments.benchmarks.harness import TORCHRUN, beside, ratio_row, show, tree_without
+from experiments.benchmarks.harness import TORCHRUN, beside, ratio_row, show, trained, tree_without
 from experiments.benchmarks.step import NEVER_SAVED, OURS
 
 STEPS = {"mnist": 2000, "gpt": 150}
-QUIET = ["train.eval_every=null", "tracking.log_model=false", "train.clip_norm=1e9", *NEVER_SAVED]
+QUIET = ["launcher=torchrun", "train.eval_every=null", "train.clip_norm=1e9", *NEVER_SAVED]
 """Clipping on both sides, since it computes the gradient's norm, which `tracking` logs."""
 
 
@@ -41,22 +38,10 @@ def run(thing: str, model: str, runs: int, steps: int) -> dict[str, dict[str, ob
         for number in range(-1, runs):  # the first warms the file cache
             for side in list(times) if number % 2 else list(reversed(times)):
                 own = added if side == "with" else []
-                seconds = _seconds([*words, *own], os.getcwd() if side == "with" else copy)
+                ended = trained([*TORCHRUN, "app"], [*words, *own], os.getcwd() if side == "with" else copy)
                 if number >= 0:
-                    times[side].append(seconds / steps)
+                    times[side].append(ended["seconds"] / steps)
     return beside(times, "without")
-
-
-def _seconds(words: list[str], tree: str) -> float:
-    """Of the training of one run by the code in the folder `tree`."""
-    program = [*TORCHRUN, "app", "train"]
-    with tempfile.TemporaryDirectory() as folder:
-        place = ["run.name=overhead", f"run.storage={folder}", "launcher=torchrun", "--json"]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": tree}
-        done = subprocess.run([*program, *words, *place], env=env, capture_output=True, text=True, cwd=tree)
-        if done.returncode:
-            raise click.ClickException(f"the run ended with exit code {done.returncode}: {done.stderr[-2000:]}")
-    return float(json.loads(done.stdout.strip().splitlines()[-1])["summary"]["seconds"])
 
 
 @click.command()

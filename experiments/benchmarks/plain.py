@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -35,21 +36,22 @@ from app.models.feedforward import CNN
 from app.models.gpt import GPT
 
 LOG_EVERY = 10
+MICRO_BATCHES = 8
 
 
 class Plain:
     """A training that is advanced one step at a time.
 
-    batch: samples per step over all workers. lr: at the start of a cosine over `steps`. wrap: puts a parallelism on the
-    model (see WRAPS).
+    batch: samples per step over all workers. lr: at the start of a cosine over `steps`. wrap: which parallelism, of
+    WRAPS (of SCHEDULES in `Pipelined`).
     """
 
     def __init__(
         self, build: Any, data: tuple[torch.Tensor, torch.Tensor], batch: int, lr: float, steps: int, wrap: str = "ddp"
     ) -> None:
         torch.manual_seed(0)
-        self.model = WRAPS[wrap](build())
-        self.ways = 1 if wrap == "tensor" else dist.get_world_size()
+        self.ways = 1 if wrap in ("tensor", *SCHEDULES) else dist.get_world_size()
+        self.model = self.parallel(build(), wrap)
         decayed = [p for p in self.model.parameters() if p.dim() >= 2]
         others = [p for p in self.model.parameters() if p.dim() < 2]
         groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
@@ -57,6 +59,16 @@ class Plain:
         (self.inputs, self.targets), self.batch, self.lr, self.steps = data, batch, lr, steps
         self.done = 0
         self.indices = self._indices()
+
+    def parallel(self, model: nn.Module, wrap: str) -> nn.Module:
+        return WRAPS[wrap](model)
+
+    def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        with loss_parallel() if self.ways < dist.get_world_size() else contextlib.nullcontext():
+            loss = cross_entropy(self.model(inputs), targets)
+            loss.backward()
+        return loss
 
     def _indices(self) -> Iterator[torch.Tensor]:
         """This rank's share of each batch."""
@@ -72,10 +84,7 @@ class Plain:
         rate = self.lr * (1 + math.cos(math.pi * self.done / self.steps)) / 2
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        with loss_parallel() if self.ways < dist.get_world_size() else contextlib.nullcontext():
-            logits = self.model(self.inputs[index])
-            loss = F.cross_entropy(logits.flatten(0, -2), self.targets[index].flatten())
-            loss.backward()
+        loss = self.forward_backward(self.inputs[index], self.targets[index])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.done += 1
@@ -83,6 +92,30 @@ class Plain:
             value = (loss.full_tensor() if isinstance(loss, DTensor) else loss).detach().clone()
             dist.all_reduce(value)
             value.item()
+
+
+class Pipelined(Plain):
+    """A GPT in stages on two workers, as torch.distributed.pipelining's documentation has it."""
+
+    def parallel(self, model: nn.Module, wrap: str) -> nn.Module:
+        kind, chunks = SCHEDULES[wrap]
+        rank, parts = dist.get_rank(), 2 * chunks
+        own = [rank] if chunks == 1 else [rank, parts - 1 - rank if wrap == "zbv" else 2 + rank]
+        stages = [pipelining.PipelineStage(_part(model, i, parts), i, parts, torch.device("cpu")) for i in own]
+        made = stages if chunks > 1 else stages[0]
+        self.schedule = getattr(pipelining, kind)(made, MICRO_BATCHES, loss_fn=cross_entropy)
+        self.is_first, self.is_last = 0 in own, parts - 1 in own
+        return nn.ModuleList([stage.submod for stage in stages])
+
+    def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        given = (inputs,) if self.is_first else ()
+        self.schedule.step(*given, **({"target": targets, "losses": losses} if self.is_last else {}))
+        return torch.stack(losses).mean() if losses else torch.zeros(())
+
+
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 # --- what a strategy is, by hand --------------------------------------------------------------------------------
@@ -127,6 +160,14 @@ def tensor(model: nn.Module) -> nn.Module:
     return parallelize_module(model, mesh, plan)
 
 
+def _part(model: Any, part: int, parts: int) -> nn.Module:
+    """Its share of the blocks, with the embedding before the first and the head after the last."""
+    size = len(model.blocks) // parts
+    layers = list(model.blocks.values())[part * size : (part + 1) * size]
+    before, after = [model.embed] if part == 0 else [], [model.norm, model.head] if part == parts - 1 else []
+    return nn.Sequential(*before, *layers, *after)
+
+
 WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "single": lambda model: model,
     "ddp": ddp,
@@ -135,6 +176,13 @@ WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp": fsdp,
     "tensor": tensor,
 }
+SCHEDULES = {
+    "gpipe": ("ScheduleGPipe", 1),
+    "1f1b": ("Schedule1F1B", 1),
+    "interleaved_1f1b": ("ScheduleInterleaved1F1B", 2),
+    "zbv": ("ScheduleZBVZeroBubble", 2),
+}
+"""Of a pipeline: torch's class, and stages per worker."""
 
 
 def mnist(steps: int, wrap: str = "ddp") -> Plain:
@@ -151,7 +199,8 @@ def gpt(steps: int, wrap: str = "ddp") -> Plain:
     data = fetch(
         LanguageModelling(data="python", sequence_length=128, **shape).train_data(), [(i, i) for i in range(4096)]
     )
-    return Plain(lambda: GPT(vocab_size=256, **shape), data, 16, 1e-3, steps, wrap)
+    kind = Pipelined if wrap in SCHEDULES else Plain
+    return kind(lambda: GPT(vocab_size=256, **shape), data, 16, 1e-3, steps, wrap)
 
 
 MODELS = {"mnist": mnist, "gpt": gpt}

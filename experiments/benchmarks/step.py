@@ -1,4 +1,4 @@
-"""`step`: one training step of ours beside the same strategy written by hand (plain.py).
+"""`step`: one training step of ours beside the same strategy written by hand (plain.py); a pipeline beside torch's.
 
 Both trainings live in the same torchrun processes and process group and take turns (harness.py). Ours is the loop as a
 worker runs it, its data thread and the agreement between ranks included; `tracking` has what logging adds.
@@ -38,15 +38,23 @@ NEVER_SAVED = ["checkpoint.every_seconds=null", "checkpoint.every_steps=null"]
 def run(model: str, strategy: str, blocks: int, keys: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
     """Milliseconds of "by hand" and "Trireme", and the ratio with a 95 % interval."""
     arguments = (model, strategy, blocks, *keys)
-    times = torchrun("experiments.benchmarks.step", *arguments, processes=_row(strategy).workers)
+    times = torchrun("experiments.benchmarks.step", *arguments, processes=_keys(strategy)[0])
     return beside(times, "by hand")
 
 
-def _row(strategy: str) -> Any:
-    """The parity matrix's smallest row of that strategy: workers and degrees."""
+def _keys(strategy: str) -> tuple[int, list[str]]:
+    """Workers, and the keys of the experiment: of a strategy as in the parity matrix's smallest row, of a schedule of
+    torch's with stages as large."""
+    from experiments.benchmarks.plain import MICRO_BATCHES, SCHEDULES
     from experiments.parity.rows import ROWS, SINGLE
 
-    return next(row for row in (SINGLE, *ROWS) if row.name == strategy)
+    if strategy in SCHEDULES:
+        chunks = SCHEDULES[strategy][1]
+        stages = [4 // (2 * chunks)] * (2 * chunks)
+        words = ["strategy=pipeline", "parallel.pp=2", f"parallel.schedule={strategy}", f"parallel.chunks={chunks}"]
+        return 2, [*words, f"parallel.stages={stages}", f"train.micro_batch_size={16 // MICRO_BATCHES}"]
+    row = next(row for row in (SINGLE, *ROWS) if row.name == strategy)
+    return row.workers, [f"strategy={strategy}", *(f"parallel.{key}={degree}" for key, degree in row.degrees.items())]
 
 
 def _worker(model: str, strategy: str, blocks: int, *keys: str) -> None:
@@ -58,9 +66,8 @@ def _worker(model: str, strategy: str, blocks: int, *keys: str) -> None:
     dist.init_process_group("gloo")
     each = BLOCK_STEPS[model]
     steps = each * (blocks + 2)
-    degrees = [f"parallel.{name}={degree}" for name, degree in _row(strategy).degrees.items()]
     with tempfile.TemporaryDirectory() as folder:
-        words = [*OURS[model], f"strategy={strategy}", *degrees, f"train.steps={steps}", f"run.storage={folder}"]
+        words = [*OURS[model], *_keys(strategy)[1], f"train.steps={steps}", f"run.storage={folder}"]
         ours = Ours(load_config([], [*words, *NEVER_SAVED, "run.name=ours", *keys])).build()
         plain = MODELS[model](steps, strategy)
         times = measured({"by hand": plain.advance, "Trireme": ours.advance}, blocks, each, dist.barrier)
@@ -70,7 +77,7 @@ def _worker(model: str, strategy: str, blocks: int, *keys: str) -> None:
 
 @click.command()
 @click.option("--model", "models", multiple=True, type=click.Choice(list(OURS)), help="Default: all.")
-@click.option("--strategy", "strategies", multiple=True, default=("ddp",), show_default=True, metavar="NAME")
+@click.option("--strategy", "strategies", multiple=True, default=("ddp",), show_default=True, metavar="NAME|SCHEDULE")
 @click.option("--blocks", default=40, type=click.IntRange(1), show_default=True, help="Blocks of steps per side.")
 @click.option("--json", "as_json", is_flag=True)
 @click.argument("keys", nargs=-1)
@@ -81,10 +88,11 @@ def main(
 
     KEYS: of an experiment, such as parallel.bucket_mb=5; they change ours alone.
     """
-    from experiments.benchmarks.plain import WRAPS
+    from experiments.benchmarks.plain import SCHEDULES, WRAPS
 
-    if unknown := set(strategies) - WRAPS.keys():
-        raise click.UsageError(f"{min(unknown)} is not written by hand here: write one of {', '.join(WRAPS)}")
+    if unknown := set(strategies) - WRAPS.keys() - SCHEDULES.keys():
+        choice = ", ".join([*WRAPS, *SCHEDULES])
+        raise click.UsageError(f"{min(unknown)} is not written by hand here: write one of {choice}")
     pairs = [(m, s) for m in models or OURS for s in strategies if m != "mnist" or s == "ddp"]
     if not pairs:
         raise click.UsageError("mnist is for ddp only: write --strategy ddp, or --model gpt")
