@@ -1,12 +1,11 @@
-"""A YAML file that remembers on which line each of its values stands, and how such a file is checked: JSON schemas,
-whose errors become sentences, and rules for what no schema says.
-"""
+"""A YAML file that remembers on which line each of its values stands, and JSON schemas for it, whose errors become
+sentences."""
 
 from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from cluster import ClusterError
 MAX_VALUES = 50_000
 SCHEMAS = Path(__file__).with_name("schemas")
 Keys = tuple[Any, ...]  # keys and indices from a document's root to a value
-Message = str | tuple[Any, ...]  # a sentence, or one after the keys that lead from the rule's value to the line meant
 
 
 @dataclass(frozen=True)
@@ -48,19 +46,6 @@ class Document:
         while whole and whole not in self.lines:
             whole = whole[:-1]
         return Problem(self.file, self.lines.get(whole, 1), message)
-
-    def each(self, pattern: str) -> Iterator[tuple[Keys, Any]]:
-        """Paths and values that `pattern` leads to: keys with dots between them, * for every key or index. Nothing
-        where there is no such value."""
-        found: list[tuple[Keys, Any]] = [((), self.data)]
-        for key in pattern.split("."):
-            found = [((*path, name), inner) for path, value in found for name, inner in _inside(value, key)]
-        yield from found
-
-
-def _inside(value: Any, key: str) -> list[tuple[Any, Any]]:
-    rows = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [(name, inner) for name, inner in rows if key in ("*", name)]
 
 
 def read_documents(path: str | Path) -> list[Document]:
@@ -123,22 +108,6 @@ def nearest(word: object, known: Collection[str]) -> str:
     if near:
         return f": did you mean {near[0]!r}?"
     return f": it may have {', '.join(sorted(known))}" if len(known) <= 12 else ""
-
-
-Rule = tuple[str, Callable[[Document, Keys, Any], Iterator[Message]]]
-"""The pattern (`Document.each`) of the values that a check looks at, and the check: a generator of a message for each
-thing that is wrong with the value at a path."""
-
-
-def rule_problems(document: Document, rules: Sequence[Rule]) -> list[Problem]:
-    """Everything that the rules find."""
-    found = []
-    for pattern, check in rules:
-        for path, value in document.each(pattern):
-            for message in check(document, path, value):
-                keys, sentence = ((), message) if isinstance(message, str) else (message[:-1], message[-1])
-                found.append(document.problem((*path, *keys), sentence))
-    return found
 
 
 @functools.cache

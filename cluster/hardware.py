@@ -13,7 +13,7 @@ import difflib
 import functools
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,11 @@ class Gpu:
     memory_bytes: int
     memory_bandwidth: float
     """Bytes/s of the GPU's own memory."""
-    peak: dict[str, float]
+    peak: dict[str, float] = field(hash=False)
     """FLOP/s of dense matrix products by precision: fp32 (vector units), tf32, bf16, fp16, fp8; those it has."""
     link_within: float
     """Bytes/s from one GPU to another of the same node, one direction."""
     watts: float = 0.0
-
-    def __hash__(self) -> int:
-        return hash(self.name)
 
     def rate(self, precision: str) -> float:
         """Peak FLOP/s at a precision; one that it lacks runs at fp32's."""

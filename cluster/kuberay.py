@@ -17,16 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cluster import ClusterError
-from cluster.document import (
-    SCHEMAS,
-    Document,
-    Keys,
-    Message,
-    Problem,
-    nearest,
-    rule_problems,
-    schema_problems,
-)
+from cluster.document import SCHEMAS, Document, Keys, Problem, nearest, schema_problems
 from cluster.shape import ClusterShape, check_fact, node_type
 
 RAY_KINDS = ("RayCluster", "RayJob")
@@ -112,15 +103,9 @@ def _object(document: Document) -> list[Problem]:
     if kind not in RAY_KINDS:
         unknown = document.problem(("kind",), f"there is no kind {kind!r}{nearest(kind, RAY_KINDS)}")
         return [unknown] if str(data["apiVersion"]).startswith("ray.io/") else []
-    found = schema_problems(document, _schemas()[kind], data)
-    if found:
+    if found := schema_problems(document, _schemas()[kind], data):
         return found
-    if kind == "RayJob" and not {"rayClusterSpec", "clusterSelector"} & set(data["spec"]):
-        return [document.problem(("spec",), "the RayJob has neither a rayClusterSpec nor a clusterSelector")]
-    groups = "spec" if kind == "RayCluster" else "spec.rayClusterSpec"
-    annotations = "template.metadata.annotations.*"
-    patterns = (f"{groups}.headGroupSpec.{annotations}", f"{groups}.workerGroupSpecs.*.{annotations}")
-    return rule_problems(document, [(pattern, check_annotation) for pattern in patterns])
+    return [document.problem(path, sentence) for path, sentence in _mistakes(data)]
 
 
 @functools.cache
@@ -129,9 +114,20 @@ def _schemas() -> dict[str, Any]:
     return json.loads(gzip.decompress((SCHEMAS / "kuberay-1.7.0.json.gz").read_bytes()))
 
 
-def check_annotation(document: Document, path: Keys, value: Any) -> Iterator[Message]:
-    key = path[-1]
-    if key in ANNOTATIONS:
-        yield from check_fact(ANNOTATIONS[key], value)
-    elif key.startswith("trireme/"):
-        yield f"there is no annotation {key!r}{nearest(key, ANNOTATIONS)}"
+def _mistakes(data: Mapping[str, Any]) -> Iterator[tuple[Keys, str]]:
+    """Where no schema sees that something is wrong, and a sentence for it."""
+    base: Keys = ("spec",) if data["kind"] == "RayCluster" else ("spec", "rayClusterSpec")
+    cluster = data["spec"] if data["kind"] == "RayCluster" else data["spec"].get("rayClusterSpec")
+    if cluster is None:
+        if "clusterSelector" not in data["spec"]:
+            yield ("spec",), "the RayJob has neither a rayClusterSpec nor a clusterSelector"
+        return
+    groups: list[tuple[Keys, Any]] = [(("headGroupSpec",), cluster["headGroupSpec"])]
+    groups += [(("workerGroupSpecs", n), group) for n, group in enumerate(cluster.get("workerGroupSpecs") or [])]
+    for where, group in groups:
+        for key, value in ((group["template"].get("metadata") or {}).get("annotations") or {}).items():
+            message = check_fact(ANNOTATIONS[key], value) if key in ANNOTATIONS else ""
+            if key.startswith("trireme/") and key not in ANNOTATIONS:
+                message = f"there is no annotation {key!r}{nearest(key, ANNOTATIONS)}"
+            if message:
+                yield (*base, *where, "template", "metadata", "annotations", key), message

@@ -20,17 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.document import (
-    Document,
-    Keys,
-    Message,
-    Problem,
-    Rule,
-    nearest,
-    rule_problems,
-    schema_problems,
-    schemas,
-)
+from cluster.document import Document, Keys, Problem, nearest, schema_problems, schemas
 from cluster.shape import ClusterShape, NodeType, check_fact, instance_facts, node_type
 
 ONPREM_HEAD, ONPREM_WORKER = "head", "worker"  # names of the two node types of an on-prem cluster in `metadata`
@@ -135,7 +125,8 @@ def problems(document: Document) -> list[Problem]:
     if kind not in known:
         message = f"the provider {kind!r} is not supported{nearest(kind, known.keys() - {'facts'})}"
         return [document.problem(("provider", "type"), message)]
-    return schema_problems(document, known[kind], data) + rule_problems(document, RULES)
+    found = schema_problems(document, known[kind], data)
+    return found or [document.problem(path, sentence) for path, sentence in _mistakes(data)]
 
 
 @functools.cache
@@ -145,46 +136,31 @@ def _schema() -> dict[str, Any]:
     return json.loads(Path(ray.autoscaler.__file__).with_name("ray-schema.json").read_text())
 
 
-def check_hosts(document: Document, path: Keys, given: Any) -> Iterator[Message]:
-    found = [given.get("head_ip"), *(given.get("worker_ips") or ())]
-    for number, host in enumerate(found):
-        if host in found[:number]:
-            yield "worker_ips", number - 1, f"the host {host} is named twice"
-
-
-def check_head(document: Document, path: Keys, head: Any) -> Iterator[Message]:
-    types = document.data.get("available_node_types") or ()
-    if head not in types:
-        yield f"head_node_type is {head!r}{nearest(head, types)}"
-
-
-def check_node_type(document: Document, path: Keys, spec: Any) -> Iterator[Message]:
-    name, machine = path[-1], instance_type(spec)
-    least, most = spec.get("min_workers", 0), spec.get("max_workers", document.data.get("max_workers", 2))
-    if least > most:
-        yield "min_workers", f"{name} has min_workers {least}, more than its max_workers {most}"
-    known, written = instance_facts(machine), (spec.get("resources") or {}).get("GPU")
-    if known and written is not None and written != known["gpus"]:
-        has = f"a {machine} has {known['gpus']} ({known['gpu']})"
-        yield "resources", "GPU", f"{name} says GPU: {written}, but {has}"
-
-
-def check_described_types(document: Document, path: Keys, nodes: Any) -> Iterator[Message]:
-    onprem = document.data["provider"]["type"] == "local"
-    types = (ONPREM_HEAD, ONPREM_WORKER) if onprem else tuple(document.data.get("available_node_types") or ())
-    for name in nodes if isinstance(nodes, dict) else ():
+def _mistakes(data: Mapping[str, Any]) -> Iterator[tuple[Keys, str]]:
+    """Where no schema sees that something is wrong, and a sentence for it."""
+    types: Mapping[str, Any] = data.get("available_node_types") or {}
+    if data["provider"]["type"] == "local":
+        types, found = {ONPREM_HEAD: {}, ONPREM_WORKER: {}}, hosts(data)
+        for number, host in enumerate(found):
+            if host in found[:number]:
+                yield ("provider", "worker_ips", number - 1), f"the host {host} is named twice"
+    elif data["head_node_type"] not in types:
+        yield (
+            ("head_node_type",),
+            f"head_node_type is {data['head_node_type']!r}{nearest(data['head_node_type'], types)}",
+        )
+    for name, spec in types.items():
+        path, machine = ("available_node_types", name), instance_type(spec)
+        least, most = spec.get("min_workers", 0), spec.get("max_workers", data.get("max_workers", 2))
+        if least > most:
+            yield (*path, "min_workers"), f"{name} has min_workers {least}, more than its max_workers {most}"
+        known, written = instance_facts(machine), (spec.get("resources") or {}).get("GPU")
+        if known and written is not None and written != known["gpus"]:
+            has = f"a {machine} has {known['gpus']} ({known['gpu']})"
+            yield (*path, "resources", "GPU"), f"{name} says GPU: {written}, but {has}"
+    for name, facts in (own_metadata(data).get("nodes") or {}).items():
         if name not in types:
-            yield name, f"there is no node type {name!r}{nearest(name, types)}"
-
-
-def check_written_fact(document: Document, path: Keys, value: Any) -> Iterator[Message]:
-    return check_fact(path[-1], value)
-
-
-RULES: tuple[Rule, ...] = (
-    ("provider", check_hosts),
-    ("head_node_type", check_head),
-    ("available_node_types.*", check_node_type),
-    ("metadata.trireme.nodes", check_described_types),
-    ("metadata.trireme.nodes.*.*", check_written_fact),
-)
+            yield ("metadata", "trireme", "nodes", name), f"there is no node type {name!r}{nearest(name, types)}"
+        for key, value in facts.items():
+            if message := check_fact(key, value):
+                yield ("metadata", "trireme", "nodes", name, key), message

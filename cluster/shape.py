@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -175,8 +175,8 @@ def link(value: str | float | None) -> float | None:
     return float(match[1]) * _SCALE[match[2]] * (1.0 if match[3] == "B" else 0.125)
 
 
-def check_fact(name: str, value: Any) -> Iterator[str]:
-    """A message where what a file says of a machine (a fact of `node_type`) cannot be read."""
+def check_fact(name: str, value: Any) -> str:
+    """Why what a file says of a machine (a fact of `node_type`) cannot be read; "" where it can."""
     try:
         if name == "gpu":
             known_gpu(str(value))
@@ -185,9 +185,10 @@ def check_fact(name: str, value: Any) -> Iterator[str]:
         elif name == "price_per_hour":
             float(value)
     except ClusterError as error:
-        yield str(error)
+        return str(error)
     except ValueError:
-        yield f"the price per hour must be a number of dollars, not {value!r}"
+        return f"the price per hour must be a number of dollars, not {value!r}"
+    return ""
 
 
 def of_gpus(gpus: int, gpu: str, gpus_per_node: int, interconnect: str | float | None = None) -> ClusterShape:

@@ -19,7 +19,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,7 +109,6 @@ class Lab:
         return self.folder / f"host{host}"
 
     def _network(self) -> None:
-        _sweep()
         _do("ip", "netns", "add", self.namespace("br"))
         self._ip("br", "link add br0 type bridge")
         self._ip("br", "link set br0 up")
@@ -233,13 +231,6 @@ class Lab:
 def _die_with_parent() -> None:
     """In the new process: it is killed when this one ends, however it ends, and the host with it."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def _sweep() -> None:
-    """Removes the networks of labs of an hour ago, whose processes are gone."""
-    for path in Path("/run/netns").glob("tl?????-*"):
-        if time.time() - path.stat().st_mtime > 3600:
-            subprocess.run(["ip", "netns", "del", path.name], capture_output=True)
 
 
 def onprem(lab: Lab) -> Path:

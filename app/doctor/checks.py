@@ -99,7 +99,6 @@ class ClusterFacts:
     rings: tuple[RingFacts, ...] = ()
     storage: str = ""
     link_expected: float | None = None  # bytes/s across nodes, by the cluster's file
-    seconds: float = 0.0
 
     def node(self, node_id: str) -> NodeFacts:
         return next(node for node in self.nodes if node.node_id == node_id)

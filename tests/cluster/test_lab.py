@@ -148,50 +148,32 @@ def test_ddp_across_hosts_from_another_host_and_no_secret_anywhere(site: Site) -
     assert wrong.returncode == 2 and "does not divide" in wrong.stdout, "the job's own exit status"
 
 
-def test_fsdp_survives_a_host_that_is_cut_off(site: Site) -> None:
-    lab = site.lab
+HALF = f"resources_per_worker.CPU={(os.cpu_count() or 2) / 2:g}"  # two workers on a host
+STAGES = ["task=tests.chain:Chain", HALF, "workers=4", "strategy=pipeline", "parallel.pp=4", "train.micro_batch_size=3"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "process", "on_a_host"),
+    [("fsdp", ["workers=2", "strategy=fsdp"], "RayTrainWorker", 1), ("staged", STAGES, "WorkerActor", 2)],
+)
+def test_a_run_survives_a_host_that_is_cut_off(
+    site: Site, name: str, arguments: list[str], process: str, on_a_host: int
+) -> None:
+    lab, folder = site.lab, site.lab.shared / "runs" / name
     long = ["train.steps=100000", "checkpoint.every_seconds=2", "fault.max_restarts=5"]
-    sent = site.submit("fsdp", "workers=2", "strategy=fsdp", *long, "--detach")
+    sent = site.submit(name, *arguments, *long, "--detach")
     assert sent.returncode == 0, sent.stdout + sent.stderr
     job = sent.stdout.strip().splitlines()[-1]
-    folder = lab.shared / "runs" / "fsdp"
-    wait_until(lambda: committed(folder), 60)
-    victim = FIRST if any("RayTrainWorker" in line for line in lab.processes_of(FIRST)) else SECOND
-    lab.cut(victim)
-    before = committed(folder)[-1]
-    try:
-        wait_until(lambda: committed(folder) and committed(folder)[-1] > before + 50, 90)
-        status = json.loads(lab.trireme(DESK, "cluster", "status", str(site.file), "--json").stdout)
-        assert lab.address(victim) not in {node["ip"] for node in status["alive"]}
-        stopped = lab.trireme(DESK, "submit", "stop", job, "--cluster", str(site.file))
-        assert stopped.returncode == 0 and "has stopped" in stopped.stdout, stopped.stdout + stopped.stderr
-    finally:
-        lab.mend(victim)
-
-
-def test_a_pipeline_survives_a_host_with_two_of_its_stages(site: Site) -> None:
-    lab, folder = site.lab, site.lab.shared / "runs" / "staged"
-    half = f"resources_per_worker.CPU={(os.cpu_count() or 2) / 2:g}"  # two stages on a host
-    four = [
-        "task=tests.chain:Chain",
-        half,
-        "workers=4",
-        "strategy=pipeline",
-        "parallel.pp=4",
-        "train.micro_batch_size=3",
-    ]
-    long = ["train.steps=100000", "checkpoint.every_seconds=2", "fault.max_restarts=5"]
-    sent = site.submit("staged", *four, *long, "--detach")
-    assert sent.returncode == 0, sent.stdout + sent.stderr
     wait_until(lambda: committed(folder), 90)
-    stages = {host: [line for line in lab.processes_of(host) if "WorkerActor" in line] for host in (FIRST, SECOND)}
-    victim = max(stages, key=lambda host: len(stages[host]))
-    assert len(stages[victim]) == 2, stages
+    workers = {host: sum(process in line for line in lab.processes_of(host)) for host in (FIRST, SECOND)}
+    victim = max(workers, key=workers.__getitem__)
+    assert workers[victim] == on_a_host, workers
     lab.cut(victim)
     before = committed(folder)[-1]
     try:
         wait_until(lambda: committed(folder) and committed(folder)[-1] > before + 20, 120)
-        job = sent.stdout.strip().splitlines()[-1]
+        status = json.loads(lab.trireme(DESK, "cluster", "status", str(site.file), "--json").stdout)
+        assert lab.address(victim) not in {node["ip"] for node in status["alive"]}
         stopped = lab.trireme(DESK, "submit", "stop", job, "--cluster", str(site.file))
         assert stopped.returncode == 0 and "has stopped" in stopped.stdout, stopped.stdout + stopped.stderr
     finally:

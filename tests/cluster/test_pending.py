@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from cluster import ClusterError
-from cluster.files import read_cluster
 from cluster.pending import AutoscalerReport, Diagnosis, check_feasible, diagnose
 from cluster.shape import ClusterShape, NodeState, NodeType
 
@@ -92,9 +91,3 @@ def test_what_an_autoscaler_may_grow_to() -> None:
     assert replace(SHAPE, workers=(BIG, small), max_workers=4).max_on_workers(lambda kind: kind.cpus) == 2 * 96 + 2 * 8
     assert replace(SHAPE, workers=(BIG, small), max_workers=1).max_on_workers(lambda kind: kind.gpus) == 8
     assert replace(SHAPE, workers=(), max_workers=4).max_on_workers(lambda kind: kind.gpus) == 0
-
-
-def test_own_files_can_hold_what_they_say() -> None:
-    check_feasible(read_cluster("aws"), "64", {"GPU": 1.0})
-    with pytest.raises(ClusterError, match="room for 64"):
-        check_feasible(read_cluster("aws"), "65", {"GPU": 1.0})

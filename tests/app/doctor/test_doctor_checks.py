@@ -78,15 +78,10 @@ def test_nothing_is_said_where_nothing_is_wrong(facts: ClusterFacts) -> None:
 
 # A planted fault per row: the facts, the code it must be given, the node it must be laid to, and words of the sentence.
 SEES_NONE = {"torch_gpus": 0, "ray_gpus": 0.0}
+NO_N0, NO_N1 = {"n0": "timed out"}, {"n1": "timed out"}
 PLANTED: list[tuple[ClusterFacts, str, str, str]] = [
     (cluster(node(1, visible="0", torch_gpus=1, ray_gpus=1.0)), "hidden_gpus", "n1", "CUDA_VISIBLE_DEVICES='0'"),
-    (cluster(node(1, visible="", **SEES_NONE)), "hidden_gpus", "n1", "shows only 0"),
-    (
-        cluster(node(1, gpus=(), torch_gpus=None, ray_gpus=0.0, smi_error="No devices were found")),
-        "no_driver",
-        "n1",
-        "has 2 NVIDIA GPUs, but the driver shows none (No devices were found)",
-    ),
+    (cluster(node(1, gpus=(), torch_gpus=None, ray_gpus=0.0)), "no_driver", "n1", "driver shows none"),
     (cluster(node(1, torch_cuda=None, **SEES_NONE)), "cpu_torch", "n1", "built for CPUs only"),
     (cluster(node(1, torch_error="driver too old", **SEES_NONE)), "torch_blind", "n1", "sees none (driver too old)"),
     (cluster(node(1, ray_gpus=8.0)), "ray_gpus", "n1", "has 2 usable GPUs, but Ray counts 8"),
@@ -98,43 +93,16 @@ PLANTED: list[tuple[ClusterFacts, str, str, str]] = [
     (cluster(node(1, gpus=gpus_of(processes=("4711 python 10200 MiB",)))), "busy_gpu", "n1", "4711 python"),
     (cluster(node(1, gpus=gpus_of(memory_used=30 * GB))), "memory_taken", "n1", "30.0 GB of 80.0 GB"),
     (cluster(node(1, gpus=gpus_of(flops=4e14))), "slow_gpu", "n1", "400 TFLOP/s, its peers at 700"),
-    (cluster(node(1, versions=VERSIONS | {"torch": "2.12.0"})), "other_version", "n1", "torch 2.12.0"),
     (cluster(node(1, versions=VERSIONS | {"torch": ""})), "other_version", "n1", "torch (none)"),
-    (cluster(node(1, versions=VERSIONS | {"NCCL": "2.21.5"})), "other_version", "n1", "NCCL 2.21.5"),
     (cluster(node(1, versions=VERSIONS | {"the NVIDIA driver": "535.1"})), "other_driver", "n1", "driver 535.1"),
     (cluster(node(1, shm_bytes=64 * 2**20)), "small_shm", "n1", "67 MB"),
     (cluster(node(1, disk_free=GB)), "disk_full", "n1", "1.0 GB free"),
-    (
-        cluster(node(0, unreachable={"n1": "timed out"}), node(2, unreachable={"n1": "timed out"})),
-        "cut_link",
-        "n1",
-        "no other node can connect to 10.0.0.1",
-    ),
-    (
-        cluster(node(0, unreachable={"n1": "timed out"}), node(1, unreachable={"n0": "timed out"})),
-        "cut_link",
-        "n1",
-        "10.0.0.0 (host0) cannot connect to 10.0.0.1",
-    ),
-    (
-        cluster(rings=rings(2e10, n0_n1=2e10, n1_n2=2e10, n2_n0=5e10)),
-        "slow_pair",
-        "n1",
-        "between 10.0.0.1 (host1) and 10.0.0.0 (host0) and 10.0.0.2 (host2) moves 20 GB/s, between others 50 GB/s",
-    ),
+    (cluster(node(0, unreachable=NO_N1), node(2, unreachable=NO_N1)), "cut_link", "n1", "no other node can connect to"),
+    (cluster(node(0, unreachable=NO_N1), node(1, unreachable=NO_N0)), "cut_link", "n1", "(host0) cannot connect to 10"),
+    (cluster(rings=rings(2e10, n0_n1=2e10, n1_n2=2e10, n2_n0=5e10)), "slow_pair", "n1", "between others 50 GB/s"),
     (cluster(rings=rings(2e10, n0_n1=2e10, n1_n2=5e10, n2_n0=5e10)), "slow_pair", "n1", "and 10.0.0.0 (host0) moves"),
-    (
-        cluster(rings=rings(2e10, n0_n1=2e10, n1_n2=2e10, n2_n0=2e10)),
-        "slow_all_reduce",
-        "",
-        "over 6 workers on 3 nodes",
-    ),
-    (
-        cluster(rings=(RingFacts(("n1",), 2, "nccl", 3e10, 4.5e11),)),
-        "slow_all_reduce",
-        "n1",
-        "within 10.0.0.1 (host1) moves 30 GB/s, where the hardware gives 450 GB/s",
-    ),
+    (cluster(rings=rings(2e10, n0_n1=2e10, n1_n2=2e10, n2_n0=2e10)), "slow_all_reduce", "", "6 workers on 3 nodes"),
+    (cluster(rings=(RingFacts(("n1",), 2, "nccl", 3e10, 4.5e11),)), "slow_all_reduce", "n1", "within 10.0.0.1 (host1)"),
     (cluster(rings=(RingFacts(("n0", "n1", "n2"), 6, "", problem="timed out"),)), "all_reduce", "", "timed out"),
     (cluster(node(1, resolves_to="127.0.1.1")), "host_name", "n1", "its own name to 127.0.1.1"),
     (cluster(node(1, resolves_to=None)), "host_name", "n1", "its own name to nothing"),

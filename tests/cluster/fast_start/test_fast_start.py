@@ -55,11 +55,6 @@ def ask(path: str, script: Path, *words: str, **more: object) -> subprocess.Pope
     return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def drawn(path: str, script: Path) -> list[str]:
-    """What each of two forks has printed."""
-    return [next(w for w in ask(path, script).communicate(timeout=60)[0].split() if "drawn:" in w) for _ in range(2)]
-
-
 def test_a_fork_is_the_process_that_was_asked_for(forker: tuple[str, int], tmp_path: Path) -> None:
     script = tmp_path / "says.py"
     script.write_text(SAYS)
@@ -73,20 +68,19 @@ def test_a_fork_is_the_process_that_was_asked_for(forker: tuple[str, int], tmp_p
     assert f"{{'pid': {said['pid']}}}" in out and "{'exit': 7}" in out and "to stderr" in err
 
 
-def test_forks_do_not_draw_the_same_random_numbers(forker: tuple[str, int], tmp_path: Path) -> None:
-    script = tmp_path / "draws.py"
-    script.write_text("import random; print('drawn:%s' % random.random())")
-    first, second = drawn(forker[0], script)
-    assert first != second
-
-
-def test_forks_do_not_draw_the_same_ids_of_ray(tmp_path: Path) -> None:
+def test_forks_do_not_draw_the_same_numbers_or_ids(tmp_path: Path) -> None:
     """Two workers with the same id for their first object kill one another. The real imports, since each class that is
     declared an actor's draws from Ray's own generator."""
     script = tmp_path / "draws.py"
-    script.write_text("from ray._raylet import ObjectID; print('drawn:' + ObjectID.from_random().hex())")
-    first, second = drawn(client.ensure(PRELOAD, os.getpid(), environment()), script)
-    assert first != second
+    draws = (
+        "import random; from ray._raylet import ObjectID; print(f'drawn:{random.random()}:{ObjectID.from_random()}')"
+    )
+    script.write_text(draws)
+    path, drawn = client.ensure(PRELOAD, os.getpid(), environment()), []
+    for _ in range(2):
+        said = ask(path, script).communicate(timeout=60)[0].split()
+        drawn.append(next(word for word in said if "drawn:" in word).split(":")[1:])
+    assert drawn[0][0] != drawn[1][0] and drawn[0][1] != drawn[1][1]
 
 
 def test_when_a_command_is_killed_its_fork_is(forker: tuple[str, int], tmp_path: Path) -> None:
