@@ -60,11 +60,7 @@ class ParallelConfig:
     chunks: int = 1
     """With pp: chunks of the model on each stage; 2 or more for interleaved_1f1b, 2 for zbv."""
     stages: Optional[list[int]] = None
-    """With pp: blocks of each chunk, first to last (their sum is the model's). null: balanced by estimated cost, and
-    again by measured times (rebalance)."""
-    rebalance: bool = True
-    """With pp: after the first steps move blocks between stages, once, if by their times the step would be at least 5 %
-    shorter. Random numbers (dropout) depend on the stages, so train.deterministic turns this off."""
+    """With pp: blocks of each chunk, first to last (their sum is the model's). null: balanced by estimated cost."""
     stage_resources: list[dict[str, float]] = field(default_factory=list)
     """With pp: Ray resources of each stage's workers, first to last, so that unlike GPUs serve in one pipeline.
     Empty: resources_per_worker for all."""

@@ -27,8 +27,6 @@ class Job:
     run_uid: str
     steps: int  # optimizer steps in all
     cwd: str  # the driver's current folder, to which relative paths in the configuration refer
-    stages: tuple[int, ...] | None = None  # blocks per part of a pipeline, as measured; None: the strategy decides
-    may_rebalance: bool = True  # whether measured times may move blocks between stages
     mtbf_seconds: float = 30 * 86400.0  # mean time between failures, as far as the driver knows
     leased: bool = False  # whether its driver keeps a lease in the folder: none there, and the storage is not reached
     spot_provider: str = ""  # the cloud whose preemption notices are watched, where its cluster has spot machines
@@ -88,13 +86,13 @@ class SilentChannel:
         return self.stopping
 
 
-def strategy_options(config: Config, stages: tuple[int, ...] | None = None) -> Options:
-    """The part of the configuration that strategies take. stages: of a pipeline, where the configuration has none."""
+def strategy_options(config: Config) -> Options:
+    """The part of the configuration that strategies take."""
     known = vars(config.train) | vars(config.parallel)  # where they have the names that Options gives them
     values = {field.name: known[field.name] for field in fields(Options) if field.name in known}
     path = config.parallel.deepspeed
-    own = tuple(config.parallel.stages or ()) or stages
-    return replace(Options(**values), stages=own, deepspeed=_deepspeed(path) if path else None)
+    stages = tuple(config.parallel.stages or ()) or None
+    return replace(Options(**values), stages=stages, deepspeed=_deepspeed(path) if path else None)
 
 
 def _deepspeed(path: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from app.job import Channel, Job, Place, memory_bytes, strategy_options
 from app.noise_scale import NoiseScale
 from app.optimizer import LossScale, build_optimizer, learning_rate, set_learning_rate
 from app.persistence import Persistence, Progress
-from app.pipeline_monitor import PipelineMonitor, release_stages
+from app.pipeline_monitor import PipelineMonitor
 from app.randomness import seed_everything, seed_step
 from app.step_sync import Agreement, StepSync
 from app.tasks import load_task
@@ -41,19 +41,11 @@ def train(job: Job, place: Place, channel: Channel) -> Summary:
         NonFiniteError: the loss or gradient stopped being finite.
         UserError: the checkpoint to resume from, or the data, is not usable.
     """
-    summary: Summary | None = None
-    while True:
-        training = Training(job, place, channel)
-        try:
-            summary = training.run(summary)
-        finally:
-            training.close()
-        stages = training.better_stages
-        del training
-        if stages is None:
-            return summary
-        release_stages(job.config.train.compile)
-        job = replace(job, stages=stages, may_rebalance=False)
+    training = Training(job, place, channel)
+    try:
+        return training.run()
+    finally:
+        training.close()
 
 
 class Training:
@@ -75,7 +67,7 @@ class Training:
         self.parallel = parallelize(
             self._build_model,
             job.layout,
-            replace(strategy_options(config, job.stages), float_output=self.task.float_output),
+            replace(strategy_options(config), float_output=self.task.float_output),
             device=place.device,
             blocks=self.task.blocks,
             tensor_plan=self.task.tensor_plan,
@@ -90,8 +82,7 @@ class Training:
         self.resumed_from = self.persistence.resume(self.progress)
         self.noise = NoiseScale.of(self.parallel, config.train.noise_scale_every, config.train.global_batch_size)
         self.sync = StepSync(self.dims.tp, self.steps_done + 1)
-        self.monitor = PipelineMonitor.of(job, self.parallel, channel, self.steps_done)
-        self.better_stages: tuple[int, ...] | None = None  # blocks per part that a pipeline is to continue with
+        self.monitor = PipelineMonitor.of(job, self.parallel, channel)
 
     @property
     def steps_done(self) -> int:
@@ -103,14 +94,9 @@ class Training:
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
-    def run(self, earlier: Summary | None = None) -> Summary:
-        """Trains; earlier: the summary of this start with other stages, which is continued."""
-        began = time.monotonic() - (earlier["seconds"] if earlier else 0.0)
-        if earlier is None:
-            self._announce()
-        else:
-            self.resumed_from = earlier["resumed_from"]
-        stopped = False
+    def run(self) -> Summary:
+        began, stopped = time.monotonic(), False
+        self._announce()
         batches = self.batches()
         try:
             while self.steps_done < self.job.steps and not stopped:
@@ -194,8 +180,7 @@ class Training:
     def _is_boundary(self) -> bool:
         step, save, check = self.steps_done, self.config.checkpoint.every_steps, self.config.train.eval_every
         scheduled = (save and step % save == 0) or (check and step % check == 0)
-        measured = self.monitor is not None and self.monitor.due(step)
-        return bool(scheduled) or measured or step == self.job.steps or self.sync.due(step)
+        return bool(scheduled) or step == self.job.steps or self.sync.due(step)
 
     def _boundary(self) -> bool:
         """Agrees with the other ranks on what happened and what to do now; true when the run is to stop."""
@@ -209,16 +194,13 @@ class Training:
         last = step == self.job.steps
         if last or (config.train.eval_every and step % config.train.eval_every == 0):
             self._evaluate()
-        if self.monitor is not None and self.monitor.due(step) and not agreed.stop:
-            self.better_stages = self.monitor.better_stages(step)
-        stop_here = agreed.stop or self.better_stages is not None
         every = config.checkpoint.every_steps
-        if last or agreed.save or stop_here or (every and step % every == 0):
+        if last or agreed.save or agreed.stop or (every and step % every == 0):
             self.heartbeat.phase = "saving"
             self.persistence.save(self.progress)
         self.persistence.check()
         self.heartbeat.phase = "training"
-        return stop_here and not last
+        return agreed.stop and not last
 
     def _report(self, agreed: Agreement) -> None:
         """Metrics of the steps since the last boundary, and how far the run is."""

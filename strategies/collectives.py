@@ -47,12 +47,6 @@ def keep_freed_memory() -> bool:
     return found.keep_freed_memory() if found else False
 
 
-def release() -> None:
-    """Lets go of all memory that is shared with other ranks: the process groups are gone."""
-    if found := _accelerator("shared_memory"):
-        found.release()
-
-
 def _accelerator(name: str) -> Any | None:
     """The module of cpu_collectives/, where it is there and torch is one it was tested with."""
     if not torch.__version__.startswith(tuple(f"{version}." for version in TESTED)):

@@ -10,34 +10,25 @@ from torch import Tensor, nn
 
 from tests.tasks import Points
 
-UNLIKE = ["task=tests.chain:Chain", "task_args.n_blocks=8", "task_args.dropout=0.0", "task_args.slow_blocks=2"]
-UNLIKE += ["task_args.slow_seconds=0.004", "train.global_batch_size=16", "train.micro_batch_size=4"]
-UNLIKE += ["train.log_every=1", "train.eval_every=11", "checkpoint.every_steps=5", "tracking.log_model=false"]
-"""Two of its eight blocks are slow, in which no estimate believes: both are on the first of two stages."""
-
 
 class Block(nn.Module):
-    def __init__(self, width: int, dropout: float, pause: float = 0.0, hang: str = "") -> None:
+    def __init__(self, width: int, dropout: float, hang: str = "") -> None:
         super().__init__()
-        self.pause, self.hang = pause, hang
+        self.hang = hang
         self.up, self.down, self.drop = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.hang and Path(self.hang).exists():
             Path(self.hang).unlink()
             time.sleep(3600)
-        if self.pause and self.training:
-            time.sleep(self.pause)
         return x + self.drop(self.down(torch.tanh(self.up(x))))
 
 
 class Net(nn.Module):
-    def __init__(self, width: int, blocks: int, dropout: float, slow: int, pause: float, hang: str = "") -> None:
+    def __init__(self, width: int, blocks: int, dropout: float, hang: str = "") -> None:
         super().__init__()
         self.entry, self.head = nn.Linear(2, width), nn.Linear(width, 4)
-        self.blocks = nn.ModuleList(
-            Block(width, dropout, pause if i < slow else 0.0, hang if i == blocks - 1 else "") for i in range(blocks)
-        )
+        self.blocks = nn.ModuleList(Block(width, dropout, hang if i == blocks - 1 else "") for i in range(blocks))
         self.fork = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,9 +41,8 @@ class Net(nn.Module):
 
 
 class Chain(Points):
-    """Points, classified by a few residual blocks; each micro-batch takes `step_seconds` more on every stage, and
-    `slow_seconds` more in each of the first `slow_blocks` blocks, which no estimate knows of. Once the file `hang` is
-    there the last block takes it away and sleeps for an hour."""
+    """Points, classified by a few residual blocks; each micro-batch takes `step_seconds` more on every stage. Once the
+    file `hang` is there the last block takes it away and sleeps for an hour."""
 
     def __init__(
         self,
@@ -61,16 +51,14 @@ class Chain(Points):
         dropout: float = 0.1,
         step_seconds: float = 0.0,
         width: int = 16,
-        slow_blocks: int = 0,
-        slow_seconds: float = 0.0,
         hang: str = "",
     ) -> None:
         super().__init__(width=width, step_seconds=step_seconds)
         self.hang = hang
-        self.n_blocks, self.dropout, self.slow_blocks, self.slow_seconds = n_blocks, dropout, slow_blocks, slow_seconds
+        self.n_blocks, self.dropout = n_blocks, dropout
 
     def build_model(self) -> nn.Module:
-        return Net(self.width, self.n_blocks, self.dropout, self.slow_blocks, self.slow_seconds, self.hang)
+        return Net(self.width, self.n_blocks, self.dropout, self.hang)
 
 
 class Wrong(Chain):
@@ -83,7 +71,7 @@ class Wrong(Chain):
     def build_model(self) -> nn.Module:
         if self.what == "empty":
             return nn.Sequential(nn.Flatten(), nn.Flatten())
-        model = Net(self.width, self.n_blocks, 0.0, 0, 0.0)
+        model = Net(self.width, self.n_blocks, 0.0)
         model.fork = self.what == "fork"
         if self.what == "iterator":
             model.blocks[1].forward = lambda x: iter([x])

@@ -123,7 +123,7 @@ def checkpoints(folder: Path) -> Files:
 def run_folder() -> Files:
     identity = {"task": "", "task_args": {}, "train.seed": 0, "optimizer.name": "adamw"}
     manifest = {"name": "run", "uid": "0" * 32, "created": 1.0, "identity": identity, "status": "failed", "starts": 2}
-    manifest |= {"steps": 10, "mlflow_run_id": None, "stages": [1, 2], "summary": {"step": 3}}
+    manifest |= {"steps": 10, "mlflow_run_id": None, "summary": {"step": 3}}
     lease = {"attempt": "a", "host": "elsewhere", "pid": 1, "process_started": 1.0, "time": time.time() - 3600}
     return {"run.json": json.dumps(manifest, indent=1).encode(), "lease.json": json.dumps(lease).encode()}
 

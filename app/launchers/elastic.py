@@ -102,7 +102,7 @@ class Elastic:
         prepared = self.prepared(workers)
         assert prepared is not None, f"{workers} workers make no layout"
         config = with_values(prepared.config, {"cluster.exclude_nodes": self.excluded_nodes})
-        return replace(job, config=config, layout=prepared.layout, stages=None)
+        return replace(job, config=config, layout=prepared.layout)
 
     # --- capacity -------------------------------------------------------------------------------------------------
 

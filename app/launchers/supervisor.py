@@ -71,15 +71,12 @@ class Supervisor:
             raise Interrupted(f"stopped after step {driver.summary['step']:,}")
 
     def _next(self, job: Job) -> Job:
-        """The job for the next attempt: with the stages it came to, and without another try of stages that failed
-        before their first step."""
+        """The job for the next attempt, which knows how often the run has failed."""
         driver = self.driver
         nodes = len({info.node for info in self.infos.values()})
         failures = sum(failure.kind is not Kind.NO_CAPACITY for failure in self.history)
         return replace(
             job,
-            stages=None if driver.resized else driver.stages or job.stages,
-            may_rebalance=job.may_rebalance and driver.new_stages is None,
             mtbf_seconds=mean_time_between_failures(failures, time.monotonic() - driver.began, nodes),
         )
 

@@ -39,8 +39,6 @@ class Driver:
         self.progressed = False  # whether the present attempt has taken a step
         self.rewinds: list[str] = []  # "812→800": the step that had been taken, and the one continued after
         self.summary: dict[str, Any] = {}
-        self.stages: tuple[int, ...] | None = None  # blocks per part of a pipeline that a step was taken with
-        self.new_stages: tuple[int, ...] | None = None  # the same, before its first step
         self.lost_at: float | None = None  # when workers were lost that are not yet replaced
         self.resized = False  # whether the run has continued with another number of workers
         self.utilization = UtilizationMonitor()
@@ -134,10 +132,6 @@ class Driver:
             self.first_step_at = time.time()
         self.step, self.progressed = event["step"], True
         self.seconds_per_step = event["seconds_per_step"]
-        if self.new_stages is not None:  # a step has been taken with them, so they work: the next start uses them
-            self.stages, self.new_stages = self.new_stages, None
-            self.run.manifest.stages = list(self.stages)
-            self.run.save()
         if self.lost_at is not None:
             self.tracker.metrics(self.step, {"fault/recovery_seconds": time.monotonic() - self.lost_at})
             self.lost_at = None
@@ -160,12 +154,6 @@ class Driver:
 
     def _on_warning(self, event: dict[str, Any]) -> None:
         self.note(event["text"])
-
-    def _on_rebalance(self, event: dict[str, Any]) -> None:
-        self.new_stages = tuple(event["sizes"])
-        self.console.say(event["text"])
-        self.tracker.tags({"trireme.stages": "+".join(map(str, event["sizes"]))})
-        self.tracker.metrics(event["step"], {"pipeline/rebalance_gain": event["gain"]})
 
     def _on_spans(self, event: dict[str, Any]) -> None:
         """One step of a pipeline to look at: as a Chrome trace."""

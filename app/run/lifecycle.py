@@ -11,7 +11,6 @@ from dataclasses import replace
 from app.console import duration, quantity
 from app.errors import Interrupted
 from app.job import Job
-from app.pipeline_monitor import remembered_stages
 from app.run.driver import Driver
 from app.run.manifest import Outcome, Run
 from app.run.prepare import Prepared
@@ -49,7 +48,7 @@ def _job(run: Run, prepared: Prepared) -> Job:
     config = prepared.config
     job = Job(config, prepared.layout, run.folder, run.attempt, run.manifest.uid, prepared.steps, os.getcwd())
     spot = provider_of(cluster_file(config.cluster.file))
-    return replace(job, stages=remembered_stages(job, run.manifest.stages), spot_provider=spot, leased=True)
+    return replace(job, spot_provider=spot, leased=True)
 
 
 def _compare_with_plan(driver: Driver, prepared: Prepared) -> None:

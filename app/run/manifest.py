@@ -54,7 +54,6 @@ class Manifest:
     starts: int = 0
     steps: int = 0  # optimizer steps that the latest start was to reach
     mlflow_run_id: str | None = None
-    stages: list[int] | None = None  # the cut of a pipeline that measured times led to
     summary: dict[str, Any] = field(default_factory=dict)
 
 

@@ -39,7 +39,7 @@ COMMON += ["checkpoint.every_steps=10", f"workers={WORKERS}", "tracking.log_mode
 COMMON += ["tracking.system_metrics_every=0", "fault.max_restarts=100", "fault.hang_seconds=2", f"train.steps={STEPS}"]
 LAYOUTS: dict[str, list[str]] = {
     "ddp actors": ["strategy=ddp", "launcher=actors"],
-    "pipeline actors": ["strategy=pipeline", "parallel.pp=2", "parallel.rebalance=false", "train.micro_batch_size=4"],
+    "pipeline actors": ["strategy=pipeline", "parallel.pp=2", "train.micro_batch_size=4"],
     "fsdp actors": ["strategy=fsdp", "launcher=actors"],
     "ddp ray": ["strategy=ddp", "launcher=ray"],
     "fsdp ray": ["strategy=fsdp", "launcher=ray"],

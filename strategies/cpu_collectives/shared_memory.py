@@ -29,7 +29,6 @@ import select
 import socket
 import sys
 import time
-import weakref
 from typing import Any
 
 import torch
@@ -45,7 +44,6 @@ SPINS = 100
 NAP_SECONDS = (2e-4, 2e-3)
 """The shortest and the longest; between them, an eighth of what has been waited."""
 LOOK_SECONDS = 0.05
-OPEN: weakref.WeakSet[SharedMemoryAllReduce] = weakref.WeakSet()
 
 
 class SharedMemoryAllReduce:
@@ -62,7 +60,6 @@ class SharedMemoryAllReduce:
         places = ((HEAD + (turn * self.size + r) * PIECE_BYTES) for turn in range(2) for r in range(self.size))
         shares = [torch.frombuffer(memory, dtype=torch.uint8, count=PIECE_BYTES, offset=place) for place in places]
         self._areas = (shares[: self.size], shares[self.size :])
-        OPEN.add(self)
 
     def average_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replaces a one-dimensional CPU tensor by its average over the ranks. Collective.
@@ -135,13 +132,6 @@ def shared_memory_all_reduce(group: dist.ProcessGroup | None, device: torch.devi
         memory, called = found
         calling = [port.accept()[0] for _ in range(rank + 1, size)]  # who has answered has called
         return SharedMemoryAllReduce(memory, rank, [*called, *calling], port.dup())
-
-
-def release() -> None:
-    """Leaves every group that is still open: the process group is gone."""
-    for each in list(OPEN):
-        each.close()
-        OPEN.discard(each)
 
 
 @contextlib.contextmanager

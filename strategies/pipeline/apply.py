@@ -101,7 +101,6 @@ class Division:
             options,
             stage_group=stage_group,
             counted=counted,
-            calls=[(call.name, call.is_block) for call in self.trace.calls],
             after_step=tensor_parallel.GradientSums(module, split).finish if split is not None else lambda: None,
             group=setup.group,
             notes=(*notes, *_whole_backward(options)),

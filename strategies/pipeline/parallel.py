@@ -15,7 +15,6 @@ from strategies.dims import Layout, Options
 from strategies.grad_sync import Named, ShardedGradients, add_over_stages
 from strategies.parallel import Loss, Parallel
 from strategies.pipeline import schedules
-from strategies.pipeline.partition import BetterPartition, Measured, better_partition
 from strategies.pipeline.runtime import Runtime, Step
 from strategies.pipeline.schedules import Schedule
 from strategies.pipeline.simulate import Span
@@ -24,8 +23,7 @@ T = TypeVar("T")
 
 
 class PipelineParallel(Parallel):
-    """One stage of a pipeline. calls: of the
-    model's blocks and what is around them, in order, and whether it is a block. group: data-parallel workers."""
+    """One stage of a pipeline. group: data-parallel workers."""
 
     def __init__(
         self,
@@ -38,7 +36,6 @@ class PipelineParallel(Parallel):
         *,
         stage_group: dist.ProcessGroup,
         counted: list[nn.Parameter],
-        calls: Sequence[tuple[str, bool]],
         after_step: Callable[[], None],
         group: dist.ProcessGroup | None = None,
         notes: tuple[str, ...] = (),
@@ -55,13 +52,7 @@ class PipelineParallel(Parallel):
             also=[p for p in trained if id(p) not in chosen],
         )
         self.has_loss = runtime.placement.parts - 1 in runtime.stage.own
-        self._calls, self._measured = calls, Measured()
         self._gathered = self._profiling = False
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Blocks per part."""
-        return self.runtime.stage.assignment.sizes
 
     def schedule(self, micro_batches: int) -> Schedule:
         """The instructions of a step of that number of micro-batches."""
@@ -120,24 +111,6 @@ class PipelineParallel(Parallel):
         finally:
             self._profiling = False
         return self.runtime.spans or []
-
-    def measure(self, step: Callable[[], None]) -> None:
-        """Takes a step and notes what every part, and every call in it, took of it: for `better_partition`."""
-        stage = self.runtime.stage
-        stage.clock, stage.seconds = self.runtime.now, {}
-        try:
-            spans = self.profile(step)
-        finally:
-            stage.clock = None
-        self._measured.add(spans, self.runtime.placement.own(self.runtime.comm.stage), stage.seconds)
-
-    def better_partition(self) -> BetterPartition | None:
-        """A partition whose slowest stage takes at least 5 % less, by the measured steps; None if there is none,
-        or no step was measured. Collective over all workers, who all get the same answer."""
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, self._measured)
-        stages = [self.runtime.placement.stage(part) for part in range(self.runtime.placement.parts)]
-        return better_partition(everyone, self.sizes, self._calls, self.runtime.stage.assignment.part_of, stages)
 
     # --- state --------------------------------------------------------------------------------------------------
 

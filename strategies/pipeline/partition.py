@@ -2,29 +2,15 @@
 
 Shared by the pipeline, whose slowest part sets the pace of all, and by model_parallel, whose devices should be filled
 alike: the textbook dynamic programme over (how many items, how many pieces), O(n² · parts) for n items; blocks are few.
-
-The first partition is by estimates, and an estimate does not know what a block does outside of tensors, nor how well
-its matrix products suit the machine. A few measured steps do (`better_partition`). Of a part's time for one micro-batch
-
-- the calls of its blocks, and of the modules around them, are timed one by one in forward: they move;
-- the rest is the code between modules, which every stage runs: it does not move. What the first and the last have of it
-  beyond the others (preparing inputs; the loss) stays with them;
-- backward is timed as a whole and shared out as forward is.
-
-Medians over micro-batches and steps, so that a process that was interrupted for a moment does not decide.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import fmean, median
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from strategies.dims import LayoutError
-from strategies.pipeline.simulate import COMPUTE, Span
 
 
 def balanced_partition(costs: Sequence[float], parts: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
@@ -56,27 +42,6 @@ def balanced_partition(costs: Sequence[float], parts: int, first: float = 0.0, l
         return min(found)
 
     return best(count, parts)[2]
-
-
-def max_cost(
-    costs: Sequence[float],
-    sizes: Sequence[int],
-    first: float = 0.0,
-    last: float = 0.0,
-    *,
-    every: float = 0.0,
-    stage_of: Sequence[int] | None = None,
-) -> float:
-    """The cost of the most costly piece; with stage_of, a number for each piece, of the most costly stage.
-
-    every: what a piece costs whatever is in it.
-    """
-    bounds = [0, *itertools.accumulate(sizes)]
-    sums = [sum(costs[start:end]) + every for start, end in itertools.pairwise(bounds)]
-    sums[0] += first
-    sums[-1] += last
-    stages = stage_of or range(len(sums))
-    return max(sum(cost for cost, at in zip(sums, stages, strict=True) if at == stage) for stage in set(stages))
 
 
 def costs_around_blocks(calls: Iterable[tuple[float, bool]], after: float = 0.0) -> tuple[float, list[float], float]:
@@ -124,81 +89,3 @@ def require_sizes(sizes: Sequence[int], blocks: int, parts: int) -> tuple[int, .
             f"write {parts} numbers of at least 1 that add up to {blocks}"
         )
     return tuple(sizes)
-
-
-# --- by measured times ------------------------------------------------------------------------------------------------
-
-WORTH = 0.05
-"""A new partition must shorten the slowest stage by this share."""
-
-
-@dataclass
-class Measured:
-    """What one worker took, in seconds, once for each micro-batch of each measured step."""
-
-    ops: dict[tuple[int, str], list[float]] = field(default_factory=dict)
-    """By part and kind of instruction: F, B, W."""
-    calls: dict[str, list[float]] = field(default_factory=dict)
-    """Forward, by call."""
-
-    def add(self, spans: Sequence[Span], parts: Sequence[int], calls: Mapping[str, list[float]]) -> None:
-        for span in spans:
-            if span.kind in COMPUTE:
-                self.ops.setdefault((parts[span.chunk], span.kind), []).append(span.end - span.start)
-        for name, seconds in calls.items():
-            self.calls.setdefault(name, []).extend(seconds)
-
-
-@dataclass(frozen=True)
-class BetterPartition:
-    """sizes: blocks per part, now `before`. seconds: of the slowest stage with one micro-batch, expected, now
-    `seconds_before`."""
-
-    before: tuple[int, ...]
-    sizes: tuple[int, ...]
-    seconds_before: float
-    seconds: float
-
-    @property
-    def gain(self) -> float:
-        return 1 - self.seconds / self.seconds_before
-
-
-def better_partition(
-    everyone: Sequence[Measured],
-    sizes: tuple[int, ...],
-    calls: Sequence[tuple[str, bool]],
-    part_of: Mapping[str, int],
-    stage_of: Sequence[int],
-) -> BetterPartition | None:
-    """A partition that is worth the change, if there is one.
-
-    everyone: of all workers. sizes: as they are. calls: in order, and whether each is a block. part_of: each call's
-    part. stage_of: each part's stage.
-    """
-    ops = _typical([worker.ops for worker in everyone])
-    inside = _typical([worker.calls for worker in everyone])
-    parts = range(len(sizes))
-    if any((part, "F") not in ops for part in parts) or any(name not in inside for name, block in calls if block):
-        return None
-    forward = [ops[part, "F"] for part in parts]
-    called = [sum(inside.get(name, 0.0) for name, _ in calls if part_of[name] == part) for part in parts]
-    rest = [max(0.0, whole - some) for whole, some in zip(forward, called)]
-    every = min(rest)
-    factors = [
-        max(0.0, sum(ops.get((part, kind), 0.0) for kind in COMPUTE) - every) / max(forward[part] - every, 1e-30)
-        for part in parts
-    ]
-    seconds = ((inside.get(name, 0.0) * factors[part_of[name]], block) for name, block in calls)
-    first, costs, last = costs_around_blocks(seconds, (rest[-1] - every) * factors[-1])
-    first += (rest[0] - every) * factors[0]
-    found = balanced_partition(costs, len(sizes), first, last)
-    now, then = (max_cost(costs, chosen, first, last, every=every, stage_of=stage_of) for chosen in (sizes, found))
-    answer = BetterPartition(sizes, found, now, then)
-    return answer if now > 0 and answer.gain >= WORTH else None
-
-
-def _typical(everyone: Sequence[Mapping[Any, list[float]]]) -> dict[Any, float]:
-    """The median of each worker, and their mean where several (copies of the model, say) did the same."""
-    keys = dict.fromkeys(key for worker in everyone for key in worker)
-    return {key: fmean(median(worker[key]) for worker in everyone if key in worker) for key in keys}

@@ -215,11 +215,6 @@ class Runtime:
         self.spans.append(Span(self.comm.stage, kind, op.micro, op.chunk, start, end))
         return result
 
-    def now(self) -> float:
-        """Seconds on this worker's clock, once its device has done what it was given."""
-        self._wait_for_device()
-        return time.perf_counter()
-
     def _wait_for_device(self) -> None:
         if self.comm.device.type == "cuda":
             torch.cuda.synchronize(self.comm.device)

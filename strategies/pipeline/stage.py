@@ -149,9 +149,6 @@ class Stage:
         self.own = frozenset(own)
         self.traced: dict[Any, dict[str, Any]] = {}
         self.assumed: dict[str, str] = {}
-        self.clock: Callable[[], float] | None = None
-        """Set to have `seconds` filled: of every call of this worker's parts, forward, one for each time."""
-        self.seconds: dict[str, list[float]] = {}
         self._forward: _Forward | None = None
         torch.backends.mha.set_fastpath_enabled(False)  # it would read the parameters of layers of other stages
         for path in traced_modules(module, blocks):
@@ -222,11 +219,8 @@ class Stage:
             own = part_of.get(name) == forward.part
             if holds and not own:
                 return forward.placeholders[name]
-            began = self.clock() if own and self.clock else 0.0
             output = module_forward(*args, **kwargs)
             if own:
-                if self.clock:
-                    self.seconds.setdefault(name, []).append(self.clock() - began)
                 if name in self.assumed:
                     self._require_assumed(name, output)
                 if name in forward.sends:

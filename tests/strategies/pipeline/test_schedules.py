@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -18,6 +19,8 @@ from strategies.pipeline.simulate import (
     alive_by_formula,
     bubble,
     bubble_by_formula,
+    chrome_trace,
+    figures,
     simulate,
 )
 
@@ -111,7 +114,24 @@ def test_places_and_parts_are_inverse() -> None:
     assert [Placement(2, 2, True).stage(part) for part in range(4)] == [0, 1, 1, 0], "a V"
 
 
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zbv", 2)])
+def test_a_step_that_ran_as_simulated_has_the_simulated_bubble(name: str, chunks: int) -> None:
+    spans = simulate(make(name, 2, 8, chunks), Times(0.01, 0.01, 0.01))
+    ranks = [[span for span in spans if span.stage == stage] for stage in (0, 1)]
+    found = figures(ranks, name, chunks)
+    assert abs(found["pipeline/bubble"] - bubble(spans)) < 1e-9
+    assert abs(found["pipeline/bubble_by_simulation"] - bubble(spans)) < 1e-9
+    assert abs(found["pipeline/stage_1/compute_seconds"] - 8 * chunks * 0.03) < 1e-9
+    trace = json.loads(json.dumps(chrome_trace(spans)))["traceEvents"]
+    assert sum(event["ph"] == "X" for event in trace) == len(spans)
+
+
 # --- cuts -------------------------------------------------------------------------------------------------------
+
+
+def _most(costs: list[float], sizes: Sequence[int]) -> float:
+    """What the most costly piece costs."""
+    return max(sum(costs[end - size : end]) for size, end in zip(sizes, itertools.accumulate(sizes)))
 
 
 def test_no_cut_is_better_than_the_one_found() -> None:
@@ -120,10 +140,13 @@ def test_no_cut_is_better_than_the_one_found() -> None:
         count = draw.randint(1, 9)
         parts = draw.randint(1, count)
         costs, (first, last) = [draw.uniform(0.1, 5) for _ in range(count)], (draw.uniform(0, 4), draw.uniform(0, 4))
-        found = partition.max_cost(costs, partition.balanced_partition(costs, parts, first, last), first, last)
+        costs_of = costs[:]  # with what the ends cost beside
+        costs_of[0] += first
+        costs_of[-1] += last
+        found = _most(costs_of, partition.balanced_partition(costs, parts, first, last))
         for bounds in itertools.combinations(range(1, count), parts - 1):
             other = [b - a for a, b in itertools.pairwise((0, *bounds, count))]
-            assert found <= partition.max_cost(costs, other, first, last) + 1e-9
+            assert found <= _most(costs_of, other) + 1e-9
 
 
 def test_of_equally_good_cuts_the_even_one() -> None:
