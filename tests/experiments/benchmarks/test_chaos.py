@@ -32,14 +32,10 @@ def judged(*starts: Start) -> list[str]:
     return lost_or_repeated(starts, STEPS * BATCH, SAMPLES)
 
 
-def test_a_rewind_to_a_checkpoint_loses_nothing() -> None:
-    assert judged(steps(0, 0, 1, 6), steps(1, 0, 1, 6)) == []
-    again = [steps(0, 0, 1, 4), steps(1, 0, 1, 3), Start(50, 0, 2, []), steps(0, 100, 3, 6), steps(1, 100, 3, 6)]
-    assert judged(*again) == []
-
-
 def test_samples_that_were_lost_or_repeated_are_named() -> None:
     whole = [steps(0, 0, 1, 6), steps(1, 0, 1, 6)]
+    again = [steps(0, 0, 1, 4), steps(1, 0, 1, 3), Start(50, 0, 2, []), steps(0, 100, 3, 6), steps(1, 100, 3, 6)]
+    assert judged(*whole) == judged(*again) == [], "going back to a checkpoint loses nothing"
     assert judged(whole[0])[0].endswith("samples lost, the first at position 2")
     twice = steps(0, 0, 1, 6)
     twice.lines.append(twice.lines[2])
@@ -76,9 +72,7 @@ def test_a_run_that_ended_otherwise_is_wrong() -> None:
     found = unlike(other, calm, [good, bad])
     assert len(found) == 4 and "SIGKILL of rank 0 after 0.50 s: went on before step 20" in found[-1]
     rows = [{"layout": "ddp", "victim": "worker", "run": "1", "problems": found, "seconds": s} for s in (1.0, 3.0)]
-    assert summary(rows) == [
-        {"layout": "ddp", "victim": "worker", "kills": "2", "runs wrong": "1", "median s": "2.00", "worst s": "3.00"}
-    ]
+    assert list(summary(rows)[0].values()) == ["ddp", "worker", "2", "1", "2.00", "3.00"]
 
 
 @pytest.mark.alone

@@ -26,18 +26,11 @@ from experiments.scale.run import Plan
 from tests.running import POINTS, mlflow_run, trireme
 
 
-def machine(sigma: float, kappa: float, counts: tuple[int, ...], noise: float = 0.01) -> dict[int, list[float]]:
-    """Samples per second."""
-    draw = random.Random(0)
-    found = {}
-    for n in counts:
-        gain = n / (1 + sigma * (n - 1) + kappa * n * (n - 1))
-        found[n] = [100 * gain * (1 + draw.gauss(0, noise)) for _ in range(5)]
-    return found
-
-
 def test_the_law_finds_its_constants() -> None:
-    speeds = machine(0.05, 0.002, (1, 2, 4, 8, 16))
+    draw, speeds = random.Random(0), {}
+    for n in (1, 2, 4, 8, 16):
+        gain = n / (1 + 0.05 * (n - 1) + 0.002 * n * (n - 1))
+        speeds[n] = [100 * gain * (1 + draw.gauss(0, 0.01)) for _ in range(5)]
     law = answer.fit(speeds)
     assert law is not None
     for name, true in (("sigma", 0.05), ("kappa", 0.002)):
@@ -106,7 +99,6 @@ def test_a_pipelines_waiting_is_bubble_as_far_as_its_schedule_is_to_blame() -> N
         ("1,x", "write numbers with commas"),
         ("1,3", "cannot share evenly"),
         ("0,1", "greater than 0"),
-        ("1,2 --repeats 0", "not in the range x>=1"),
         ("1,2 --strategy dpd", "'dpd' is not known"),
     ],
 )
@@ -116,7 +108,7 @@ def test_bad_input(tmp_path: Path, workers: str, said: str) -> None:
     assert ended.exit_code == 2 and said in ended.output
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_the_loops_steps_run_with_nothing_sent(tmp_path: Path, strategy: str) -> None:
     """The second of two workers, by itself."""
     config = load_config([], [*POINTS, f"strategy={strategy}", "workers=2", "train.steps=20"])
