@@ -44,8 +44,6 @@ class ParallelConfig:
     """With dp_shard: keep parameters and optimizer state in host memory."""
     reduce_dtype: str = "fp32"
     """Type that gradients are reduced in: fp32 or bf16."""
-    compression: str = "none"
-    """With ddp: compress gradients on the wire: none or powersgd (lossy). reduce_dtype=bf16 halves them."""
     bucket_mb: float = 25.0
     """With ddp: size of a gradient bucket, in MiB; smaller starts communicating earlier."""
     find_unused_parameters: bool = False

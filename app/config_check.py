@@ -28,7 +28,6 @@ CHOICES = {
     "launcher": ("auto", "ray", "actors", "local", "torchrun"),
     "train.precision": ("fp32", "bf16", "fp16", "fp8"),
     "parallel.reduce_dtype": ("fp32", "bf16"),
-    "parallel.compression": ("none", "powersgd"),
     "parallel.schedule": ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv"),
     "optimizer.lr_scaling": ("none", "linear", "sqrt"),
     "schedule.name": ("constant", "linear", "cosine"),

@@ -18,8 +18,7 @@ Choose it whenever the whole training state fits on a device: nothing is faster.
 - *BatchNorm* normalises with the statistics of one worker's micro-batch, so it is not the same training on another
   number of workers; running statistics are those of rank 0, broadcast before each forward. GroupNorm or SyncBatchNorm
   do not depend on the split.
-- *Compression*: parallel.reduce_dtype=bf16 sends gradients in half the bytes; parallel.compression=powersgd sends
-  rank-1 products, with error feedback (Vogels et al. 2019, https://arxiv.org/abs/1905.13727), and is lossy by design.
+- *Compression*: parallel.reduce_dtype=bf16 sends gradients in half the bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from strategies import grad_sync
@@ -74,10 +73,7 @@ def _register_hook(
 ) -> None:
     """What averages a bucket, where it is not DDP's own all-reduce. (Lambdas, because DDP refuses torch's bfloat16 hook
     by its name anywhere but on NCCL.)"""
-    if options.compression == "powersgd":
-        state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2)
-        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    elif options.reduce_dtype == "bf16":
+    if options.reduce_dtype == "bf16":
         wrapped.register_comm_hook(group, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket))
     elif (shared := shared_memory_all_reduce(group, device)) is not None:
         wrapped.register_comm_hook(shared, lambda shared, bucket: _done(shared.average_(bucket.buffer())))

@@ -161,7 +161,6 @@ class Layout:
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 REDUCE_DTYPES = ("fp32", "bf16")
-COMPRESSIONS = ("none", "powersgd")
 
 
 @dataclass(frozen=True)
@@ -192,8 +191,6 @@ class Options:
     ones would take an eighth or more."""
     float_output: bool = True
     """With dp_shard and 16 bits: the module's output comes back as float32. False: as it was computed."""
-    compression: str = "none"
-    """With ddp: gradients on the wire: none or powersgd (lossy)."""
     bucket_mb: float = 25.0
     """With ddp: size of a gradient bucket, MiB."""
     deepspeed: dict[str, Any] | None = None

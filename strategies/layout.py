@@ -14,7 +14,6 @@ import math
 from strategies import registry
 from strategies.activation_checkpointing import checkpoint_every
 from strategies.dims import (
-    COMPRESSIONS,
     NAMES,
     PRECISIONS,
     REDUCE_DTYPES,
@@ -171,7 +170,6 @@ def _check_pipeline(layout: Layout, options: Options, blocks: int | None, micro_
 def _check_options(layout: Layout, found: list[Strategy], options: Options) -> None:
     one_of("train.precision", options.precision, PRECISIONS)
     one_of("parallel.reduce_dtype", options.reduce_dtype, REDUCE_DTYPES)
-    one_of("parallel.compression", options.compression, COMPRESSIONS)
     checkpoint_every(options.activation_checkpointing)
     if any(options.precision not in record.precisions for record in found):
         raise LayoutError(
@@ -185,15 +183,6 @@ def _check_options(layout: Layout, found: list[Strategy], options: Options) -> N
         raise LayoutError(f"parallel.bucket_mb is {options.bucket_mb:g}: write a size in MiB, such as 25")
     if options.offload and not any(record.is_sharded for record in found):
         raise LayoutError(f"parallel.offload needs sharded parameters, but the strategy is {layout.name}: write fsdp")
-    alone = registry.data_strategy(layout).averages and layout.dims.tp * layout.dims.pp == 1
-    if options.compression == "powersgd" and not alone:
-        raise LayoutError(
-            f"parallel.compression=powersgd is for ddp alone, but the strategy is {layout.name}: leave it out, or "
-            "write parallel.reduce_dtype=bf16"
-        )
-    if options.reduce_dtype != "fp32":
-        written = f"parallel.reduce_dtype={options.reduce_dtype}"
-        if reason := next((record.reduce_dtype for record in found if record.reduce_dtype), ""):
-            raise LayoutError(f"{written} {reason}")
-        if options.compression == "powersgd":
-            raise LayoutError(f"{written} does nothing beside parallel.compression=powersgd: leave one of them out")
+    reason = next((record.reduce_dtype for record in found if record.reduce_dtype), "")
+    if options.reduce_dtype != "fp32" and reason:
+        raise LayoutError(f"parallel.reduce_dtype={options.reduce_dtype} {reason}")

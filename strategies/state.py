@@ -61,22 +61,13 @@ def require_parameters(module: nn.Module) -> None:
 def batch_norm_notes(module: nn.Module, layout: Layout) -> tuple[str, ...]:
     """What a person should hear if the model normalises over a batch that the layout splits."""
     norms = [type(m).__name__ for m in module.modules() if isinstance(m, BATCH_NORMS) and m.training]
-    notes: list[str] = []
-    if norms and layout.dims.pp > 1:
-        notes.append(
-            f"{norms[0]} normalises over one micro-batch, so a pipeline trains as one device does with the same "
-            "micro-batches, and differently with others: GroupNorm does not depend on them"
-        )
-    if norms and layout.dims.dp > 1:
-        whose = (
-            "each worker's own, saved from rank 0" if layout.dims.dp_shard > 1 else "those of rank 0's micro-batches"
-        )
-        notes.append(
-            f"{norms[0]} normalises over one worker's micro-batch, so this run differs from one on another number of "
-            f"workers, and its running statistics are {whose}: GroupNorm, or torch.nn.SyncBatchNorm on GPUs, do not "
-            "depend on the split"
-        )
-    return tuple(notes)
+    if not norms or layout.dims.dp * layout.dims.pp == 1:
+        return ()
+    return (
+        f"{norms[0]} normalises over one worker's micro-batch, so this run differs from one with micro-batches of "
+        "another size, and its running statistics are those of one worker (rank 0 of its stage): GroupNorm, or torch.nn.SyncBatchNorm on "
+        "GPUs, do not depend on the split",
+    )
 
 
 def materialise(module: nn.Module, device: torch.device, offload: bool = False) -> None:

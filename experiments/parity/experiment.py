@@ -62,7 +62,7 @@ def measure(config: Config, *, steps: int, rows: Iterable[Row], checkpoints: boo
     """Every row beside one device; with `checkpoints` also every ordered pair of rows.
 
     Precision, clipping, recomputation and what train.* and parallel.* say of how layouts behave are the experiment's,
-    but for what is lossy by design (compression, reduce_dtype) and what a row decides itself (schedule, stages).
+    but for what is lossy by design (reduce_dtype) and what a row decides itself (schedule, stages).
     """
     least = 2 if checkpoints else 1
     if steps < least:
@@ -70,9 +70,7 @@ def measure(config: Config, *, steps: int, rows: Iterable[Row], checkpoints: boo
     task = load_task(config.task, config.task_args)
     if task.items_vary:
         raise UserError(f"task {config.task} has batches of varying size, which parity cannot split: use another task")
-    own = replace(
-        strategy_options(config), compression="none", reduce_dtype="fp32", stages=None, float_output=task.float_output
-    )
+    own = replace(strategy_options(config), reduce_dtype="fp32", stages=None, float_output=task.float_output)
     return run(functools.partial(make_trial, to_dict(config), steps), rows, options=own, checkpoints=checkpoints)
 
 

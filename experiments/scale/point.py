@@ -152,8 +152,7 @@ class Bench:
     def alone(self, job: Job, told: Told) -> None:
         """The same steps, with nothing sent: what they compute means nothing, and takes as long. Where a strategy
         cannot do without answers, what it sends stays unknown."""
-        values = {"parallel.compression": "none", "parallel.reduce_dtype": "fp32"}
-        job = replace(job, config=with_values(job.config, values))
+        job = replace(job, config=with_values(job.config, {"parallel.reduce_dtype": "fp32"}))
         torch.set_flush_denormal(True)  # what was never received may be tiny numbers, which are slow
         try:
             with self._training(job, replace(self.place, rank=0), "fake", None) as (training, batches):

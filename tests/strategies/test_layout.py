@@ -77,11 +77,8 @@ FSDP_TENSOR = choose("fsdp", 4, tp=2)
         (FSDP_TENSOR, {}, {"sequence_length": 7}, ["parallel.tp is 2", "7", "sequence_parallel=false"]),
         (choose("pipeline", 1), {}, {}, ["pipeline", "parallel.pp=2"]),
         (choose("ddp", 2), {"precision": "bf61"}, {}, ["train.precision", "bf16"]),
-        (choose("ddp", 2), {"compression": "power"}, {}, ["parallel.compression", "powersgd"]),
         (choose("ddp", 2), {"activation_checkpointing": "some"}, {}, ["activation_checkpointing", "selective"]),
         (choose("ddp", 2), {"offload": True}, {}, ["parallel.offload", "fsdp"]),
-        (choose("fsdp", 2), {"compression": "powersgd"}, {}, ["parallel.compression", "reduce_dtype=bf16"]),
-        (choose("ddp", 4, tp=2), {"compression": "powersgd"}, {}, ["powersgd", "ddp+tensor"]),
         (choose("ddp", 2), {"bucket_mb": 0.0}, {}, ["parallel.bucket_mb"]),
         (choose("dp", 1), {"reduce_dtype": "bf16"}, {}, ["parallel.reduce_dtype=bf16", "float32", "strategy=ddp"]),
         (choose("deepspeed", 2), {"reduce_dtype": "bf16"}, {}, ["communication_data_type"]),
@@ -92,7 +89,6 @@ FSDP_TENSOR = choose("fsdp", 4, tp=2)
             (choose(name, n), {"precision": "fp8"}, {}, [f"fp8 does not work with strategy {name}"])
             for name, n in NO_FP8
         ),
-        (choose("ddp", 2), {"reduce_dtype": "bf16", "compression": "powersgd"}, {}, ["powersgd", "one of them"]),
     ],
 )
 def test_check_refuses_in_one_sentence(
