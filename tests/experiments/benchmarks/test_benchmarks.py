@@ -37,28 +37,26 @@ SMALLEST = {
     "overhead": "--of saving --of allocator --runs 1 --steps 60",
     "start": "--rounds 1",
     "gpu": "--model tiny --blocks 1 --steps 2 --no-compile",
+    "chaos": "--seed 5 --kills 18 --each 3",
 }
 
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.parametrize("name", SMALLEST)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_benchmark_runs(name: str) -> None:
-    """In a process of its own, in which `gpu` finds neither Ray nor MLflow."""
+    """In a process of its own, in which `gpu` finds neither Ray nor MLflow; chaos ends with 1 if anything is lost."""
     program = f"import sys; sys.modules.update(dict.fromkeys({('ray', 'mlflow') if name == 'gpu' else ()}))"
     program += f"; sys.argv = {['benchmarks', name, *SMALLEST[name].split(), '--json']}"
     program += "; from experiments.benchmarks.__main__ import main; main()"
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["benchmark"] == name and said["versions"]["torch"] == torch.__version__
     assert said["command"].startswith(f"python -m experiments.benchmarks {name}") and "cores" in said["machine"]
     assert said["found"] and "NaN" not in json.dumps(said["found"])
-
-
-def test_each_benchmark_is_tested() -> None:
-    assert BENCHMARKS.keys() == SMALLEST.keys() | {"chaos"}
 
 
 @pytest.mark.gpu

@@ -1,17 +1,12 @@
-"""The chaos harness judges rightly, and some of its kills."""
+"""Chaos judges rightly."""
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from app.data.order import Order
@@ -73,15 +68,3 @@ def test_a_run_that_ended_otherwise_is_wrong() -> None:
     assert len(found) == 4 and "SIGKILL of rank 0 after 0.50 s: went on before step 20" in found[-1]
     rows = [{"layout": "ddp", "victim": "worker", "run": "1", "problems": found, "seconds": s} for s in (1.0, 3.0)]
     assert list(summary(rows)[0].values()) == ["ddp", "worker", "2", "1", "2.00", "3.00"]
-
-
-@pytest.mark.alone
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_some_chaos(tmp_path: Path) -> None:
-    """A few kills of each layout, every one of them survived, and all runs end as if undisturbed."""
-    command = [sys.executable, "-m", "experiments.benchmarks", "chaos", "--seed", "5", "--kills", "18", "--each", "3"]
-    command += ["--out", str(tmp_path / "out"), "--json"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=800, env={**os.environ})
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert len(json.loads(ended.stdout)["found"]) >= 18 and not (tmp_path / "out").exists()
