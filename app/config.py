@@ -211,9 +211,9 @@ class ClusterConfig:
     file: Optional[str] = None
     """The file that the cluster was made from: its limits and prices. null: TRIREME_CLUSTER, else none."""
     wait_seconds: float = 600.0
-    """Seconds to wait for the workers' resources before cluster.when_pending decides."""
+    """Seconds to wait for the workers' resources, saying why, before cluster.when_pending decides."""
     when_pending: str = "end"
-    """When the resources have not come: end, wait (on, saying why), or shrink (to the workers there is room for)."""
+    """When the resources have not come: end, or shrink (to the workers there is room for)."""
     min_workers: int = 1
     """With cluster.when_pending=shrink or fault.elastic_seconds: with fewer workers than this nothing is trained."""
     exclude_nodes: list[str] = field(default_factory=list)

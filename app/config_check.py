@@ -32,7 +32,7 @@ CHOICES = {
     "optimizer.lr_scaling": ("none", "linear", "sqrt"),
     "schedule.name": ("constant", "linear", "cosine"),
     "checkpoint.mode": ("min", "max"),
-    "cluster.when_pending": ("end", "wait", "shrink"),
+    "cluster.when_pending": ("end", "shrink"),
 }
 
 

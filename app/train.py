@@ -60,7 +60,7 @@ Launch = Callable[[Run, Config, Console, Settings], Outcome]
 def _in_a_run(config: Config, console: Console, verbose: bool, launch: Launch) -> Outcome:
     """In the run's folder, its output in the folder's logs."""
     run = Run(config)
-    settings = resolve_tracking(config.tracking, run.parent_folder)
+    settings = resolve_tracking(config.tracking, run.folder.rpartition("/")[0])
     run.storage.check_writable()
     log = run.local_folder / "logs" / "driver.log"
     try:
@@ -105,13 +105,10 @@ def _without_ray(
     from app.launchers.supervisor import Supervisor
     from app.run.driver import Driver
     from app.run.lifecycle import train_run
-    from app.run.prepare import check_devices, gpus_of_this_machine, prepare, read_task, with_remarks
+    from app.run.prepare import prepare, read_task
 
-    gpus = torch.cuda.device_count()
-    check_devices(config, gpus)
-    prepared = prepare(config, read_task(config), world_size, devices_per_node=here if world_size > 1 else gpus or None)
-    used = gpus_of_this_machine(prepared.layout, here, gpus)
-    prepared = with_remarks(prepared, workers=world_size, gpus=gpus, gpus_used=used, pool="this machine")
+    per_node = here if world_size > 1 else torch.cuda.device_count() or None
+    prepared = prepare(config, read_task(config), world_size, devices_per_node=per_node)
     driver = Driver(run, prepared.config, console, settings)
     return train_run(driver, prepared, where, Supervisor(workers, driver).run)
 
@@ -160,17 +157,14 @@ def _in_ray(run: Run, config: Config, console: Console, settings: Settings) -> O
     try:
         from app.launchers.ray_launch import RayLaunch
 
-        with RayLaunch(cluster, config, console) as launch:
+        with contextlib.closing(RayLaunch(cluster, config, console)) as launch:
             task = reading.result()
             from app.run.driver import Driver
             from app.run.lifecycle import train_run
-            from app.run.prepare import check_devices, with_remarks
 
             workers = launch.wait_for_room()
             gpus = launch.per_worker.get("GPU", 0)
-            check_devices(config, gpus)
             prepared = launch.prepare(task, workers)
-            prepared = with_remarks(prepared, workers=workers, gpus=cluster.gpus, gpus_used=workers * gpus)
             driver = Driver(run, prepared.config, console, settings)
             where = f"{workers} {'GPU' if gpus else 'CPU'} worker{'s' if workers > 1 else ''} in Ray"
             return train_run(driver, prepared, where, launch.supervisor(driver, prepared, task).run)

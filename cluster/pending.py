@@ -14,7 +14,7 @@ from cluster import ClusterError
 from cluster.shape import ClusterShape, NodeState, NodeType, Resources
 
 Usage = Mapping[str, Resources]
-"""What each job holds, by words for it: "job 02000000 (trireme train experiments/gpt.yaml)"."""
+"""What each job holds, by words for it: "job 02000000"."""
 
 
 @dataclass(frozen=True)

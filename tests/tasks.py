@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -14,10 +15,14 @@ from app.tasks.base import Task
 
 
 class Points(Task):
-    """Classifies points of the plane by quadrant; with dropout, so that randomness is part of what must resume."""
+    """Classifies points of the plane by quadrant; with dropout, so that randomness is part of what must resume.
 
-    def __init__(self, *, samples: int = 256, width: int = 16, step_seconds: float = 0.0) -> None:
-        self.samples, self.width, self.step_seconds = samples, width, step_seconds
+    step_seconds: that a step sleeps. slow_while: a file without which it does not."""
+
+    def __init__(
+        self, *, samples: int = 256, width: int = 16, step_seconds: float = 0.0, slow_while: str = "/"
+    ) -> None:
+        self.samples, self.width, self.step_seconds, self.slow_while = samples, width, step_seconds, slow_while
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(2, self.width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(self.width, 4))
@@ -34,7 +39,7 @@ class Points(Task):
         return TensorDataset(x, (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long())
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        if self.step_seconds and model.training:
+        if self.step_seconds and model.training and os.path.exists(self.slow_while):
             time.sleep(self.step_seconds)
         inputs, targets = batch
         return F.cross_entropy(model(inputs), targets)

@@ -2,7 +2,7 @@
 
 Ray places, watches and ends the processes; tensors go from worker to worker directly. A run is one Ray call for each
 rank. Where the ranks are placed (bundles of a placement group) is decided by pure functions: what communicates most is
-kept together, a whole copy of the model on one node where it fits, copies on different nodes; else a stage (its shards
+kept together, a whole copy of the model on one node where it fits; else a stage (its shards
 and tensor-parallel peers) on one node, the stages close; else each rank by itself.
 """
 
@@ -24,9 +24,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from app.config import Config
 from app.errors import UserError
 from app.job import Job, Place
-from app.launchers.ray_workers import POLL_SECONDS, RayChannel, RayWorkers, enter, surroundings
+from app.launchers.ray_workers import POLL_SECONDS, RayChannel, RayWorkers, enter, error_of, surroundings
 from app.launchers.room import reserve
-from app.launchers.workers import Failures, WorkerLost
+from app.launchers.workers import Failures
 from cluster.connect import Cluster
 from cluster.pending import format_resources, place
 from cluster.shape import NodeState, living_nodes
@@ -112,7 +112,7 @@ class ActorWorkers(RayWorkers):
         """Raises UserError: the stages ask for resources that the cluster does not have."""
         dims, excluded = job.layout.dims, job.config.cluster.exclude_nodes
         per_stage = resources_of_stages(job.config, dims, self.per_worker)
-        self.begin_attempt(dims.world_size)  # which gives the places back that the run has kept until now
+        self.begin_attempt(dims.world_size)
         nodes = living_nodes(excluded)
         self.dead = {}
         self.group, bundle_of_rank = self._reserve(dims, per_stage, nodes, excluded)
@@ -139,7 +139,7 @@ class ActorWorkers(RayWorkers):
             node_of = placement_group_table(self.reserved)["bundles_to_node_id"]
             return self.reserved, sorted(node_of, key=lambda bundle: (node_of[bundle], bundle))
         chosen = placement(dims, per_stage, nodes, self.cluster.max_resources)
-        return reserve(chosen.bundles, chosen.strategy, excluded), chosen.bundle_of_rank
+        return reserve(chosen.bundles, excluded), chosen.bundle_of_rank
 
     def stop(self) -> None:
         if self.group is None:
@@ -159,12 +159,8 @@ class ActorWorkers(RayWorkers):
         ready = ray.wait(list(self.calls), num_returns=len(self.calls), timeout=0)[0] if self.calls else []
         for call in ready:
             rank = self.calls.pop(call)
-            try:
-                ray.get(call)
-            except ray.exceptions.RayTaskError as error:  # the rank has told its own exception, if it could
-                self.dead[rank] = getattr(error, "cause", None) or error
-            except ray.exceptions.RayError as error:
-                self.dead[rank] = WorkerLost(details=str(error))
+            if error := error_of(call):  # the rank has told its own exception, if it could
+                self.dead[rank] = error
         return self.dead
 
 
@@ -181,7 +177,6 @@ class Placement:
 
     bundles: list[Resources]
     bundle_of_rank: list[int]
-    strategy: str
 
 
 def placement(
@@ -223,16 +218,14 @@ def _grouped(dims: ParallelDims, per_stage: list[Resources], sides: tuple[str, .
     bundles: list[Counter[str]] = [Counter() for _ in order]
     for where, own in zip(places, keys, strict=True):
         bundles[order.index(own)].update(per_stage[where["pp"]])
-    # Copies of one worker each exchange whole gradients and nothing else: they, too, are best close.
-    strategy = "SPREAD" if len(sides) == 1 and dims.pp > 1 else "PACK"
-    return Placement([dict(bundle) for bundle in bundles], [order.index(own) for own in keys], strategy)
+    return Placement([dict(bundle) for bundle in bundles], [order.index(own) for own in keys])
 
 
 def _missing(bundles: Sequence[Resources], nodes: Sequence[NodeState]) -> int | None:
-    """The first bundle that finds no room, in the order given and with the largest first; None: all find some."""
+    """The first bundle that finds no room, the largest first; None: all find some."""
     order = sorted(range(len(bundles)), key=lambda i: -sum(bundles[i].values()))
     first = place([bundles[i] for i in order], nodes)[1]
-    return None if first is None else place(bundles, nodes)[1]
+    return None if first is None else order[first]
 
 
 def resources_of_stages(config: Config, dims: ParallelDims, per_worker: Resources) -> list[Resources]:

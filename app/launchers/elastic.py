@@ -15,13 +15,14 @@ from app.config import Config
 from app.config_io import with_values
 from app.errors import UserError
 from app.job import Job
-from app.launchers.failure_policy import Capacity, Limits, growth, need_not_wait
+from app.launchers.failure_policy import Capacity, Limits, fewer_workers, growth
 from app.run.prepare import Prepared
 from strategies.layout import LayoutError
 
 LOOK_SECONDS = 1.0
 STEADY_SECONDS = 3.0
-"""The same room for more workers must have been there this long before training is interrupted to use it."""
+"""The same room for more workers must have been there this long before training is interrupted to use it; and too
+little room before excluded nodes are used again."""
 
 FreeByNode = Mapping[str, Mapping[str, float]]
 """What each living node has for this run, by its id: free, or held by the run itself."""
@@ -92,10 +93,7 @@ class Elastic:
         """The most workers, of at most `available`, that make a layout; 0: none."""
         if available >= self.wanted:
             return self.wanted
-        dims = self.first.layout.dims
-        group = dims.tp * dims.pp if self.config.strategy != "auto" else 1
-        counts = range(available - available % group, 0, -group)
-        return next((n for n in counts if self.prepared(n) is not None), 0)
+        return next((n for n in range(available, 0, -1) if self.prepared(n) is not None), 0)
 
     def job(self, job: Job, workers: int) -> Job:
         """The same run with another number of workers, on the nodes that are not excluded now."""
@@ -113,17 +111,24 @@ class Elastic:
         without = {
             node: count_workers(self.per_worker, {n: r for n, r in nodes.items() if n != node}) for node in nodes
         }
-        with_excluded = available
-        if self.excluded:
-            with_excluded = count_workers(self.per_worker, self.free(self.config.cluster.exclude_nodes))
-        valid = {self.largest(limit) for limit in (available, with_excluded, *without.values())} - {0}
         self.missing_since = None if available >= workers else self.missing_since or now
         missing = now - self.missing_since if self.missing_since else 0.0
-        return Capacity(workers, self.wanted, available, tuple(sorted(valid)), without, missing, with_excluded)
+        if self.excluded and missing >= STEADY_SECONDS:  # a node that has failed is better than none
+            self.excluded = ()
+            return self.capacity(workers)
+        valid = {self.largest(limit) for limit in (available, *without.values())} - {0}
+        return Capacity(workers, self.wanted, available, tuple(sorted(valid)), without, missing)
 
-    def need_not_wait(self, workers: int) -> bool:
+    def excludes_others(self, job: Job) -> bool:
+        """Whether an attempt should now keep off other nodes than this job does."""
+        return self.excluded_nodes != job.config.cluster.exclude_nodes
+
+    def need_not_wait(self, job: Job) -> bool:
         """While the places of an attempt are waited for: whether to decide anew."""
-        return self._due() and need_not_wait(self.capacity(workers), self.limits)
+        if not self._due():
+            return False
+        found = self.capacity(job.layout.dims.world_size)
+        return fewer_workers(found, self.limits) > 0 or self.excludes_others(job)
 
     def growth(self, workers: int) -> int | None:
         """While training continues with fewer workers than wanted: how many there could be, once that is steady."""

@@ -1,6 +1,5 @@
-"""What to do after a failure, and how to call it: pure functions, whose decisions the supervisor carries out.
+"""What to do after a failure: pure functions, whose decisions the supervisor carries out.
 
-describe_death(what is known of a rank that is gone)       -> a kind and one sentence
 decide(all failures so far, the capacity there is, limits) -> retry, resize, wait, exclude a node, or give up
 growth(the capacity there is)                              -> how many workers to continue with when there is room again
 """
@@ -15,8 +14,6 @@ from enum import Enum
 WINDOW_SECONDS = 3600.0
 """Failures longer ago than this do not count: a run of weeks loses more nodes than any limit would allow."""
 MAX_PAUSE_SECONDS = 60.0
-SURE_SECONDS = 3.0
-"""Capacity must have been missing this long before excluded nodes are used again: Ray may be moving bundles."""
 EXCLUDE_AFTER = 2
 """A node at which this many of the counted failures began is excluded, where there is room on other nodes."""
 
@@ -42,7 +39,6 @@ class Failure:
     progressed: bool  # whether the attempt had taken a step of its own
     node: str = ""  # the id of the node it began at, where that is known
     at: float = 0.0  # seconds of a monotonic clock
-    inferred: bool = False  # only its peers told of it, and it is not known yet whom they lost
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,6 @@ class Capacity:
     valid: tuple[int, ...] = ()  # numbers of workers that make a layout
     without: Mapping[str, int] = field(default_factory=dict)  # what would be available without a node, by its id
     missing_seconds: float = 0.0  # since when less has been available than there are workers
-    with_excluded: int = 0  # what would be available with the nodes that were excluded for their failures
 
 
 class Action(Enum):
@@ -72,7 +67,6 @@ class Action(Enum):
     RESIZE = "retry with fewer workers"
     WAIT = "wait"
     EXCLUDE_NODE = "exclude a node"
-    READMIT_NODES = "use excluded nodes again"
     GIVE_UP = "give up"
 
 
@@ -81,7 +75,7 @@ class Decision:
     action: Action
     reason: str
     pause: float = 0.0  # seconds before the next attempt
-    workers: int = 0  # RESIZE, EXCLUDE_NODE, READMIT_NODES: with how many
+    workers: int = 0  # RESIZE, EXCLUDE_NODE: with how many
     node: str = ""  # EXCLUDE_NODE: which
 
 
@@ -101,39 +95,22 @@ def decide(history: list[Failure], limits: Limits, capacity: Capacity | None = N
     if capacity.available >= capacity.workers:
         return Decision(Action.RETRY, newest.sentence, pause)
     missing = f"{newest.sentence}; there is room for {capacity.available} of {capacity.workers} workers"
-    if _excluded_needed(capacity):
-        reason = f"{missing} without the excluded nodes"
-        return Decision(Action.READMIT_NODES, reason, pause, capacity.workers)
-    if _waited(capacity, limits):
-        fewer = _fitting(max(capacity.available, capacity.with_excluded), capacity, limits)
-        if fewer:
-            action = Action.RESIZE if fewer <= capacity.available else Action.READMIT_NODES
-            return Decision(action, missing, pause, fewer)
+    if fewer := fewer_workers(capacity, limits):
+        return Decision(Action.RESIZE, missing, pause, fewer)
     return Decision(Action.WAIT, missing, pause)
 
 
-def need_not_wait(capacity: Capacity, limits: Limits) -> bool:
-    """Whether waiting for the missing places is over: `decide` would not say WAIT."""
-    if _excluded_needed(capacity):
-        return True
-    most = max(capacity.available, capacity.with_excluded)
-    return _waited(capacity, limits) and _fitting(most, capacity, limits) > 0
+def fewer_workers(capacity: Capacity, limits: Limits) -> int:
+    """How many workers to continue with once missing places were waited for long enough; 0: wait on."""
+    if limits.elastic_seconds is None or capacity.missing_seconds < limits.elastic_seconds:
+        return 0
+    return _fitting(capacity.available, capacity, limits)
 
 
 def growth(capacity: Capacity) -> int | None:
     """How many workers to continue with, where there is room for more than there are; None: no more."""
     most = max((n for n in capacity.valid if n <= min(capacity.available, capacity.wanted)), default=0)
     return most if most > capacity.workers else None
-
-
-def _waited(capacity: Capacity, limits: Limits) -> bool:
-    return limits.elastic_seconds is not None and capacity.missing_seconds >= limits.elastic_seconds
-
-
-def _excluded_needed(capacity: Capacity) -> bool:
-    """Whether excluded nodes would give room that there is not: a node that has failed is better than none."""
-    enough_with = capacity.with_excluded >= capacity.workers > capacity.available
-    return enough_with and capacity.missing_seconds >= SURE_SECONDS
 
 
 def _fitting(available: int, capacity: Capacity, limits: Limits) -> int:
@@ -188,36 +165,3 @@ def mean_time_between_failures(failures: int, seconds: float, nodes: int) -> flo
     """Seconds: as observed, with one failure per node and month as the prior."""
     prior = 30 * 86400.0 / max(1, nodes)
     return (seconds + prior) / (failures + 1)
-
-
-# --- what to call it --------------------------------------------------------------------------------------------
-
-
-def describe_death(
-    who: str,
-    step: int,
-    *,
-    node_lost: bool = False,
-    announced: str = "",
-    oom_kills: int = 0,
-    ray_oom: bool = False,
-    fatal_error: str = "",
-) -> tuple[Kind, str]:
-    """What kind of death it was, and the sentence for a person; the surest sign decides.
-
-    who: "worker 3, process 4711 on 10.0.0.2,". announced: the preemption notice that came before. oom_kills: processes
-    that the kernel of its node has ended for memory since the attempt began. ray_oom: Ray says that it ended it for
-    memory. fatal_error: of its log, such as "Fatal Python error: Segmentation fault".
-    """
-    when = f"after step {step:,}" if step else "before the first step"
-    if node_lost and announced:
-        return Kind.PREEMPTED, f"{who} went {when} with its node, as announced ({announced})"
-    if node_lost:
-        return Kind.NODE_LOST, f"{who} died {when} with its node"
-    if ray_oom:
-        return Kind.OUT_OF_MEMORY, f"{who} died {when}, ended by Ray because its node ran out of memory"
-    if fatal_error:
-        return Kind.DIED, f"{who} died {when}: {fatal_error}"
-    if oom_kills:
-        return Kind.OUT_OF_MEMORY, f"{who} died {when}, killed by the kernel for memory"
-    return Kind.DIED, f"{who} died {when}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
@@ -17,7 +17,7 @@ from app.launchers.elastic import Elastic
 from app.launchers.ray_workers import RayWorkers
 from app.launchers.room import free_by_node, ray_nodes, reserve, why_pending
 from app.launchers.supervisor import Supervisor
-from app.run.cost import Prices, meter_for
+from app.run.cost import meter_for
 from app.run.driver import Driver
 from app.run.prepare import Prepared, prepare
 from app.tasks.base import Task
@@ -28,21 +28,18 @@ from cluster.pending import Diagnosis, autoscaler_now, check_feasible
 from strategies import registry
 
 LOOK_SECONDS = 1.0
-GRACE_SECONDS = 3.0
-"""An earlier run's group may be about to go."""
 FREE_SECONDS = 5.0
-REPEAT_SECONDS = 60.0
 ASK_AUTOSCALER_SECONDS = 10.0
 """Asking it is a process of a second or two."""
 
 
 class RayLaunch:
-    """A context: at its end the workers are gone, and their resources given back."""
+    """One start's workers, until `close`."""
 
     def __init__(self, cluster: Cluster, config: Config, console: Console) -> None:
         self.cluster, self.config, self.console = cluster, config, console
         self.workers, self.per_worker = resources_to_ask_for(config, cluster)
-        self.group: PlacementGroup | None = None  # keeps the workers' places until the launcher asks for its own
+        self.group: PlacementGroup | None = None  # keeps the workers' places while the run is prepared
         self.ray_workers: RayWorkers | None = None
         # On the CPUs of one machine Ray Train's own five processes take longer to start than the workers.
         laptop = config.launcher == "auto" and cluster.private and not cluster.gpus
@@ -52,10 +49,8 @@ class RayLaunch:
 
             self.ray_workers = RayTrainWorkers(self.per_worker)  # its first process starts while the data is read
 
-    def __enter__(self) -> RayLaunch:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Ends the workers, and gives their resources back."""
         self.give_back()
         if self.ray_workers is not None:
             self.ray_workers.close()
@@ -73,10 +68,10 @@ class RayLaunch:
 
     def wait_for_room(self) -> int:
         """How many workers there will be; waits until there is room for them, and says why there is none. After
-        `cluster.wait_seconds` it does what `cluster.when_pending` says: waits on, shrinks, or ends.
+        `cluster.wait_seconds` it does what `cluster.when_pending` says: shrinks, or ends.
 
-        The whole group is asked for meanwhile, so that an autoscaling cluster grows to it; there it is kept, since
-        machines that stood idle while a run prepares would be taken away again.
+        The whole group is asked for meanwhile, so that an autoscaling cluster grows to it, and kept, since machines
+        that stood idle while a run prepares would be taken away again.
 
         Raises:
             ClusterError: the places can never come, or did not come in time; one sentence that says which and why.
@@ -91,31 +86,31 @@ class RayLaunch:
         autoscaling = bool(self.cluster.max_resources)
         if not autoscaling and look() is None:
             return workers
-        self.group, began, report = reserve(demand, "PACK", excluded), time.monotonic(), None
-        said, said_at, asked_at = "", 0.0, 0.0
+        self.group, began, report = reserve(demand, excluded), time.monotonic(), None
+        said, asked_at = "", 0.0
         while not self.group.wait(LOOK_SECONDS):
             now = time.monotonic()
             if autoscaling and now - asked_at > ASK_AUTOSCALER_SECONDS:
                 report, asked_at = autoscaler_now(), now
             found = look(report)
-            if found is None or now - began < GRACE_SECONDS:
+            if found is None:
                 continue
-            if found.sentence != said or now - said_at > REPEAT_SECONDS:
-                said, said_at = found.sentence, now
+            if found.sentence != said:
+                said = found.sentence
                 console.say(f"waiting for resources: {said}")
-            over = now - began > config.cluster.wait_seconds or not found.ever
-            if over and (fewer := when_over(config, found, workers)):
-                console.say(f"continuing with {fewer} of {workers} workers: {said}")
-                self.workers = fewer
+            if now - began > config.cluster.wait_seconds or not found.ever:
+                self.workers = when_over(config, found, workers)
+                console.say(f"continuing with {self.workers} of {workers} workers: {said}")
+                self.give_back()
                 break
-        if not autoscaling or self.workers < workers:
-            self.give_back()
         return self.workers
 
     def prepare(self, task: Task, workers: int, config: Config | None = None) -> Prepared:
         gpus = self.per_worker.get("GPU", 0)
         per_node = int(self.cluster.gpus_of_largest / gpus) if gpus else None
-        return prepare(config or self.config, task, workers, devices_per_node=per_node)
+        prepared = prepare(config or self.config, task, workers, devices_per_node=per_node)
+        idle = idle_gpus(workers, gpus, self.cluster.gpus)
+        return replace(prepared, notes=(*prepared.notes, idle)) if idle else prepared
 
     def supervisor(self, driver: Driver, prepared: Prepared, task: Task) -> Supervisor:
         """What trains with workers of Ray Train, or with actors where there are stages or they are asked for."""
@@ -130,8 +125,8 @@ class RayLaunch:
                 autoscaling=bool(self.cluster.max_resources),
             )
         driver.meter = meter_for(self.config, driver.run.storage, self.workers, self.per_worker)
-        workers: Any = self._workers_for(prepared)
-        return Supervisor(workers, driver, elastic, nodes=ray_nodes(), reprice=lambda n: self._reprice(driver, n))
+        self.give_back()
+        return Supervisor(self._workers_for(prepared), driver, elastic, nodes=ray_nodes())
 
     def _workers_for(self, prepared: Prepared) -> RayWorkers:
         if prepared.layout.dims.pp > 1 or self.only_actors:
@@ -141,16 +136,21 @@ class RayLaunch:
                 self.ray_workers.close()
             self.ray_workers = ActorWorkers(self.per_worker, self.cluster)
         assert self.ray_workers is not None
-        self.ray_workers.give_back = self.give_back
         return self.ray_workers
 
-    def _reprice(self, driver: Driver, workers: int) -> None:
-        if driver.meter is not None:
-            driver.meter.rate = Prices(self.config).rate(workers, self.per_worker) or driver.meter.rate
+
+def idle_gpus(workers: int, each: float, gpus: float) -> str:
+    """A remark where the cluster has `gpus` GPUs, and the workers with `each` of them leave some; "" else."""
+    if gpus and not each:
+        return f"this run computes on CPUs, but the cluster has {gpus:g} GPUs: write resources_per_worker.GPU=1"
+    left = gpus - workers * each
+    if left < 1:
+        return ""
+    return f"{left:g} of the cluster's {gpus:g} GPUs are not used: workers={workers} takes {workers * each:g}"
 
 
 def when_over(config: Config, found: Diagnosis, workers: int) -> int:
-    """What to do when the time is over: workers to continue with, or 0 to wait on.
+    """With how many workers to continue when the time is over.
 
     Raises:
         ClusterError: to end.
@@ -161,13 +161,7 @@ def when_over(config: Config, found: Diagnosis, workers: int) -> int:
         smaller = next((n for n in range(min(found.placed, workers - 1), 0, -1) if batch % n == 0), 0)
         if smaller >= config.cluster.min_workers:
             return smaller
-        raise ClusterError(
-            f"there is room for {found.placed} of {workers} workers {after}, fewer than cluster.min_workers="
-            f"{config.cluster.min_workers} allows: {found.sentence}"
-        )
-    if config.cluster.when_pending == "wait" and found.ever:
-        return 0
-    raise ClusterError(f"there is no room for {workers} workers {after}: {found.sentence}")
+    raise ClusterError(f"there is room for {found.placed} of {workers} workers {after}: {found.sentence}")
 
 
 def resources_to_ask_for(config: Config, cluster: Cluster) -> tuple[int, dict[str, float]]:

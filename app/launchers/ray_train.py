@@ -14,9 +14,9 @@ import ray
 
 from app.job import Job, Place
 from app.launchers.driver_actors import TrainerHost, start_here
-from app.launchers.ray_workers import POLL_SECONDS, RayChannel, RayWorkers, enter, surroundings
+from app.launchers.ray_workers import POLL_SECONDS, RayChannel, RayWorkers, enter, error_of, surroundings
 from app.launchers.room import node_selector
-from app.launchers.workers import Failures, WorkerLost
+from app.launchers.workers import Failures
 from app.storage import Storage
 
 
@@ -79,11 +79,7 @@ class RayTrainWorkers(RayWorkers):
 
     def lost(self) -> Failures:
         if not self.failures and not self.finished and ray.wait([self.call], timeout=0)[0]:
-            try:
-                ray.get(self.call)
-                self.finished = True
-            except ray.exceptions.RayTaskError as error:
-                return {None: getattr(error, "cause", None) or error}
-            except ray.exceptions.RayError as error:
-                return {None: WorkerLost("the process of Ray Train's trainer", str(error))}
+            if error := error_of(self.call, "the process of Ray Train's trainer"):
+                return {None: error}
+            self.finished = True
         return {}

@@ -11,8 +11,8 @@ import os
 import sys
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from abc import abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -25,7 +25,7 @@ from app.launchers.driver_actors import EventQueue, start_here
 from app.launchers.heartbeats import Beat, HeartbeatThread, Reply
 from app.launchers.recovery import oom_kills
 from app.launchers.room import is_placed, on_node
-from app.launchers.workers import Event, Failures, Poll, Status, WorkerInfo, WorkerLost, kill_process
+from app.launchers.workers import Event, Failures, Poll, Status, WorkerInfo, WorkerLost, Workers, kill_process
 from app.storage import Storage
 
 POLL_SECONDS = 0.05
@@ -34,31 +34,22 @@ GATHER_SECONDS = 3.0
 """After the first failure, for the others' exceptions: one of them may be the cause."""
 
 
-class RayWorkers(ABC):
+class RayWorkers(Workers):
     """Base of both launchers; a subclass starts and ends the processes."""
 
     restartable = True
 
     def __init__(self) -> None:
         self.queue: Any = start_here(EventQueue)
-        self.give_back: Callable[[], None] = lambda: None
-        """Frees what has kept the workers' places until now; called before the first attempt asks for them."""
         self.attempt = 0
-        self._begin(0)
-
-    def _begin(self, world_size: int) -> None:
-        self.world_size = world_size
-        self.infos: dict[int, WorkerInfo] = {}
         self.group: Any = None  # the placement group of the attempt, as soon as it is known
+
+    def begin_attempt(self, world_size: int) -> None:
+        self.attempt, self.world_size = self.attempt + 1, world_size
+        self.infos: dict[int, WorkerInfo] = {}
         self.failures: dict[int | None, BaseException] = {}
         self.failed_at: float | None = None
         self.finished = False
-
-    def begin_attempt(self, world_size: int) -> None:
-        self.give_back()
-        self.give_back = lambda: None
-        self.attempt += 1
-        self._begin(world_size)
         self.queue.begin.remote(self.attempt)
 
     # --- the interface ------------------------------------------------------------------------------------------
@@ -91,12 +82,6 @@ class RayWorkers(ABC):
         ray.kill(self.queue)
 
     # --- for subclasses -----------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def start(self, job: Job) -> None: ...
-
-    @abstractmethod
-    def stop(self) -> None: ...
 
     @abstractmethod
     def wait(self) -> None:
@@ -136,6 +121,17 @@ class RayWorkers(ABC):
         if self.group is not None and not keep_group:
             remove_placement_group(self.group)
         self.group = None
+
+
+def error_of(call: Any, who: str = "") -> BaseException | None:
+    """With what a call that has ended did so: its own exception, or a WorkerLost of `who`."""
+    try:
+        ray.get(call)
+    except ray.exceptions.RayTaskError as error:
+        return getattr(error, "cause", None) or error
+    except ray.exceptions.RayError as error:
+        return WorkerLost(who, str(error))
+    return None
 
 
 # --- in a worker ------------------------------------------------------------------------------------------------------
@@ -225,8 +221,6 @@ def enter(job: Job, channel: RayChannel, label: str = "") -> WorkerInfo:
         if job.cwd not in sys.path:
             sys.path.insert(0, job.cwd)
     _set_threads()
-    storage = Storage(job.folder)
-    log = storage.local_path / "logs" / f"rank-{channel.rank}.log" if storage.is_local else None
     info = WorkerInfo(
         channel.rank,
         os.getpid(),
@@ -234,7 +228,6 @@ def enter(job: Job, channel: RayChannel, label: str = "") -> WorkerInfo:
         ray.get_runtime_context().get_node_id(),
         label,
         oom_kills(),
-        log.stat().st_size if log is not None and log.exists() else 0,
     )
     channel.emit({"type": "worker", "info": info, "group": ray.util.get_current_placement_group()})
     return info

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from app.errors import NonFiniteError, RunFailed, UserError
-from app.launchers.failure_policy import Failure, Kind, describe_death
+from app.launchers.failure_policy import Failure, Kind
 from app.launchers.workers import Failures, WorkerInfo, WorkerLost
 from strategies.layout import LayoutError
 
@@ -21,8 +21,6 @@ NON_RETRYABLE = (UserError, LayoutError, NonFiniteError)
 """What another attempt cannot mend, and says so in a sentence of its own."""
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """What a rank's exception says when its peer is gone, and can have no other cause."""
-LAST_BYTES = 8192
-FATAL = "Fatal Python error: "
 
 
 class Hung(Exception):
@@ -39,7 +37,7 @@ class Nodes:
 
     is_alive: Callable[[str], bool] = lambda node: True
     oom_kills: Callable[[str], int | None] = lambda node: oom_kills()
-    preempted: Mapping[str, str] = ()  # type: ignore[assignment]  # notices so far, by node
+    preempted: dict[str, str] = field(default_factory=dict)  # notices so far, by node
 
 
 @dataclass(frozen=True)
@@ -47,75 +45,67 @@ class State:
     """What the supervisor knows of the attempt that has ended."""
 
     workers: Mapping[int, WorkerInfo]  # as they said when they began
-    earlier: Mapping[int, WorkerInfo]  # of the attempt before
     step: int
     progressed: bool
     logs: Path  # folder of rank-N.log on this machine
     nodes: Nodes
 
+    @property
+    def when(self) -> str:
+        return f"after step {self.step:,}" if self.step else "before the first step"
+
 
 def classify(failures: Failures, state: State, history: list[Failure]) -> Failure:
     """The failure that an attempt ended with."""
     rank, error = first_cause(failures)
-    kind, sentence, inferred = _cause(rank, error, state)
+    kind, sentence = _cause(rank, error, state)
     if kind is Kind.NO_CAPACITY and history:
-        before = history[-1]
-        sentence, inferred = before.sentence, before.inferred
-        # Peers notice at once that a worker is gone, Ray some seconds later that its node is.
-        if before.inferred and (lost := _lost_with_node(state.earlier, state)):
-            sentence, inferred = lost[1], False
+        sentence = history[-1].sentence
     info = state.workers.get(rank) if rank is not None and not _lost_peer(error) else None
     node = info.node if info else ""
-    return Failure(kind, sentence, state.step, state.progressed, node, time.monotonic(), inferred)
+    return Failure(kind, sentence, state.step, state.progressed, node, time.monotonic())
 
 
-def _cause(rank: int | None, error: BaseException, state: State) -> tuple[Kind, str, bool]:
+def _cause(rank: int | None, error: BaseException, state: State) -> tuple[Kind, str]:
     if isinstance(error, NON_RETRYABLE) or (isinstance(error, RunFailed) and not _lost_peer(error)):
-        return Kind.NON_RETRYABLE, str(error), False
+        return Kind.NON_RETRYABLE, str(error)
     if isinstance(error, NoCapacity):
-        return Kind.NO_CAPACITY, str(error), False
+        return Kind.NO_CAPACITY, str(error)
     if isinstance(error, Hung):
-        return Kind.HUNG, str(error), False
+        return Kind.HUNG, str(error)
     if isinstance(error, WorkerLost):
-        return *_death(rank, error, state), False
+        return _death(rank, error, state)
     if _lost_peer(error):
-        if lost := _lost_with_node(state.workers, state):
-            return *lost, False
-        when = f"after step {state.step:,}" if state.step else "before the first step"
-        return Kind.DIED, f"a worker that worker {rank} was connected to died {when}", True
+        gone = (info for _, info in sorted(state.workers.items()) if not state.nodes.is_alive(info.node))
+        if lost := next(gone, None):
+            return _lost_with_node(lost, state)
+        return Kind.DIED, f"a worker that worker {rank} was connected to died {state.when}"
     text = (str(error).strip().splitlines() or [""])[0]
     where = f" on worker {rank}" if rank is not None else ""
-    log = f" (see {state.logs}/rank-{rank}.log)" if rank is not None else ""
-    return Kind.EXCEPTION, f"{type(error).__name__}{where}: {text}{log}", False
+    return Kind.EXCEPTION, f"{type(error).__name__}{where}: {text}{_see_log(rank, state)}"
 
 
 def _death(rank: int | None, error: WorkerLost, state: State) -> tuple[Kind, str]:
-    """With what its node, its log and the launcher know of a rank's end."""
+    """What kind of death it was, from what the launcher and the worker's node know; the surest sign decides."""
     info = state.workers.get(rank) if rank is not None else None
-    ray_oom = "OUT_OF_MEMORY" in error.details or "OutOfMemory" in error.details
-    if info is None:
-        who = str(error) or (f"worker {rank}" if rank is not None else "a worker")
-        return describe_death(who, state.step, ray_oom=ray_oom)
-    lost = "node died" in error.details.lower() or not state.nodes.is_alive(info.node)
-    kills = None if lost else state.nodes.oom_kills(info.node)
-    return describe_death(
-        str(info),
-        state.step,
-        node_lost=lost,
-        announced=dict(state.nodes.preempted).get(info.node, ""),
-        oom_kills=max(0, kills - info.oom_kills) if kills is not None else 0,
-        ray_oom=ray_oom,
-        fatal_error=fatal_error(state.logs / f"rank-{rank}.log", info.log_bytes),
-    )
+    who = str(info or error) or (f"worker {rank}" if rank is not None else "a worker")
+    if info and ("node died" in error.details.lower() or not state.nodes.is_alive(info.node)):
+        return _lost_with_node(info, state)
+    if "OUT_OF_MEMORY" in error.details or "OutOfMemory" in error.details:
+        return Kind.OUT_OF_MEMORY, f"{who} died {state.when}, ended by Ray because its node ran out of memory"
+    if info and (state.nodes.oom_kills(info.node) or 0) > info.oom_kills:
+        return Kind.OUT_OF_MEMORY, f"{who} died {state.when}, killed by the kernel for memory"
+    return Kind.DIED, f"{who} died {state.when}{_see_log(rank, state)}"
 
 
-def _lost_with_node(workers: Mapping[int, WorkerInfo], state: State) -> tuple[Kind, str] | None:
-    """The death of the first of these workers whose node is gone."""
-    for _, info in sorted(workers.items()):
-        if not state.nodes.is_alive(info.node):
-            announced = dict(state.nodes.preempted).get(info.node, "")
-            return describe_death(str(info), state.step, node_lost=True, announced=announced)
-    return None
+def _lost_with_node(info: WorkerInfo, state: State) -> tuple[Kind, str]:
+    if notice := state.nodes.preempted.get(info.node):
+        return Kind.PREEMPTED, f"{info} went {state.when} with its node, as announced ({notice})"
+    return Kind.NODE_LOST, f"{info} died {state.when} with its node"
+
+
+def _see_log(rank: int | None, state: State) -> str:
+    return f" (see {state.logs}/rank-{rank}.log)" if rank is not None else ""
 
 
 def first_cause(failures: Failures) -> tuple[int | None, BaseException]:
@@ -149,7 +139,7 @@ def _lost_peer(error: BaseException) -> bool:
     return not isinstance(error, WorkerLost) and any(sign in str(error) for sign in LOST_PEER)
 
 
-# --- what a node and a log know ---------------------------------------------------------------------------------
+# --- what a node knows --------------------------------------------------------------------------------------
 
 
 def oom_kills() -> int:
@@ -160,14 +150,3 @@ def oom_kills() -> int:
                 if line.startswith("oom_kill "):
                     return int(line.split()[1])
     return 0
-
-
-def fatal_error(log: Path, since: int) -> str:
-    """What Python wrote into a worker's log, after `since` bytes, when a segmentation fault or the like ended it."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(since, log.stat().st_size - LAST_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line.strip() for line in reversed(lines) if line.startswith(FATAL)), "")

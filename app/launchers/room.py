@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,12 +23,11 @@ def node_selector(excluded: Sequence[str]) -> dict[str, str] | None:
     return {"ray.io/node-id": f"!in({','.join(excluded)})"} if excluded else None
 
 
-def reserve(bundles: Sequence[Resources], strategy: str, excluded: Sequence[str]) -> PlacementGroup:
+def reserve(bundles: Sequence[Resources], excluded: Sequence[str]) -> PlacementGroup:
     """Asks for a placement group off these nodes."""
     only = node_selector(excluded)
     return placement_group(
         [dict(bundle) for bundle in bundles],
-        strategy=strategy,
         bundle_label_selector=[only] * len(bundles) if only else None,
     )
 
@@ -57,18 +55,7 @@ def _holders() -> Usage:
             for bundle in entry["bundles"].values():
                 for name, amount in bundle.items():
                     held[job][name] += amount
-    names = _job_names() if held else {}
-    return {f"job {job}{names.get(job, '')}": amounts for job, amounts in held.items()}
-
-
-def _job_names() -> dict[str, str]:
-    """What a job runs, in parentheses, by its id; empty where Ray's dashboard does not run."""
-    with contextlib.suppress(Exception):
-        from ray.util.state import list_jobs
-
-        jobs = list_jobs(limit=10_000, timeout=5)
-        return {job.job_id: f" ({job.entrypoint[:120]})" for job in jobs if job.job_id and job.entrypoint}
-    return {}
+    return {f"job {job}": amounts for job, amounts in held.items()}
 
 
 def free_by_node(excluded: Sequence[str]) -> dict[str, Counter[str]]:

@@ -8,7 +8,6 @@ so another attempt is new workers that find the newest commit by themselves.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,25 +25,14 @@ END_SECONDS = 10.0
 
 
 class Supervisor:
-    """elastic: how to continue with other numbers of workers; None: their number stays what it is.
-
-    reprice: called when the number of workers changes, for what the run costs an hour.
-    """
+    """elastic: how to continue with other numbers of workers; None: their number stays what it is."""
 
     def __init__(
-        self,
-        workers: Workers,
-        driver: Driver,
-        elastic: Elastic | None = None,
-        *,
-        nodes: Nodes | None = None,
-        reprice: Callable[[int], None] = lambda workers: None,
+        self, workers: Workers, driver: Driver, elastic: Elastic | None = None, *, nodes: Nodes | None = None
     ) -> None:
-        self.workers, self.driver, self.elastic, self.reprice = workers, driver, elastic, reprice
+        self.workers, self.driver, self.elastic = workers, driver, elastic
         self.nodes = nodes or Nodes()
-        self.preempted: dict[str, str] = {}  # notices so far, by node
         self.infos: dict[int, WorkerInfo] = {}  # of the present attempt, by rank
-        self.earlier: dict[int, WorkerInfo] = {}  # of the one before
         self.more: int | None = None  # workers there is room for, when training is to pause for them
         self.history: list[Failure] = []
 
@@ -85,7 +73,7 @@ class Supervisor:
     def _attempt(self, job: Job) -> Failures:
         """From the start of the workers to their end, and what ended them."""
         driver, fault = self.driver, job.config.fault
-        self.infos, self.earlier, self.more = {}, self.infos or self.earlier, None
+        self.infos, self.more = {}, None
         self.placed_at: float | None = None
         driver.progressed = False
         least = fault.hang_seconds * (COMPILED if job.config.train.compile else 1.0)
@@ -119,7 +107,7 @@ class Supervisor:
             if event["type"] == "worker":
                 self.infos[event["info"].rank] = event["info"]
             elif event["type"] == "preemption":
-                self.preempted[event["node"]] = event["why"]
+                self.nodes.preempted[event["node"]] = event["why"]
                 self.driver.note(event["text"])
             else:
                 self.driver.handle(event)
@@ -132,7 +120,7 @@ class Supervisor:
         missing = sorted(set(range(world)) - found.statuses.keys())
         if not found.placed:
             self.placed_at = None
-            waits = self.elastic is None or not self.elastic.need_not_wait(world)
+            waits = self.elastic is None or not self.elastic.need_not_wait(job)
             return {} if waits else {None: NoCapacity("the workers' places have not come back")}
         self.placed_at = self.placed_at or now
         if not missing or now - self.placed_at <= seconds:
@@ -166,9 +154,8 @@ class Supervisor:
         """
         driver, elastic = self.driver, self.elastic
         driver.lost()
-        nodes = replace(self.nodes, preempted=self.preempted)
         logs = driver.run.local_folder / "logs"
-        state = State(self.infos, self.earlier, driver.step, driver.progressed, logs, nodes)
+        state = State(self.infos, driver.step, driver.progressed, logs, self.nodes)
         self.history.append(classify(failures, state, self.history))
         capacity = elastic.capacity(job.layout.dims.world_size) if elastic else None
         limits = elastic.limits if elastic else limits_of(job.config)
@@ -183,16 +170,12 @@ class Supervisor:
         driver, elastic = self.driver, self.elastic
         count = sum(failure.kind is not Kind.NO_CAPACITY for failure in self.history)
         tags: dict[str, Any] = {"trireme.restarts": str(count), "trireme.last_failure": self.history[-1].sentence}
-        resized = decision.action in (Action.RESIZE, Action.EXCLUDE_NODE, Action.READMIT_NODES)
-        if elastic is not None and resized:
+        driver.tracker.tags(tags)
+        if elastic is not None:
             if decision.action is Action.EXCLUDE_NODE:
                 elastic.excluded = (*elastic.excluded, decision.node)
-            elif decision.action is Action.READMIT_NODES:
-                elastic.excluded = ()
-            tags["trireme.excluded_nodes"] = ",".join(elastic.excluded_nodes)
-        driver.tracker.tags(tags)
-        if resized:
-            return self._resize(job, decision.workers, decision.reason)
+            if decision.workers or elastic.excludes_others(job):
+                return self._resize(job, decision.workers or job.layout.dims.world_size, decision.reason)
         waits = decision.action is Action.WAIT
         then = "waiting for their places" if waits else "starting again from the last checkpoint"
         after = f" in {decision.pause:g} s" if decision.pause > 1 and not waits else ""
@@ -209,10 +192,12 @@ class Supervisor:
             f"{reason}; continuing with {workers} of {elastic.wanted} workers{layout} after the last save"
         )
         driver.tracker.metrics(driver.step, {"fault/workers": float(workers)})
-        driver.tracker.tags({"trireme.workers": str(workers)})
+        excluded = ",".join(elastic.excluded_nodes)
+        driver.tracker.tags({"trireme.workers": str(workers), "trireme.excluded_nodes": excluded})
         driver.resized = True
         driver.stop_requested()  # counts the cost at the rate until now
-        self.reprice(workers)
+        if driver.meter is not None:
+            driver.meter.resize(workers)
         return job
 
     def _pause(self, seconds: float) -> None:

@@ -177,8 +177,7 @@ class StoreHeartbeat:
         while not self.over.wait(1.0):
             if time.monotonic() - self.first[1] > self.patience:
                 said = f"worker 0 is stopped or cannot be reached for {self.patience:.0f} s: ending"
-                for stream in (self.stderr, 2):
-                    os.write(stream, f"trireme: {said}; run the same command again to continue\n".encode())
+                os.write(self.stderr, f"trireme: {said}; run the same command again to continue\n".encode())
                 if self.first_info is not None and self.first_info.ip == self.info.ip:
                     kill_process(self.first_info.pid)
                 os._exit(1)
@@ -204,7 +203,6 @@ class TorchrunWorkers:
         self.training = TrainingThread(job, self.ranks.place, self.channel)
         self.heartbeat = StoreHeartbeat(job, self.ranks, self.channel.heartbeat, self.training.thread.ident)
         self.store = _watch_store(job, self.ranks)  # a connection for each thread
-        self.watched = job.config.fault.hang_seconds > 0 and self.world_size > 1
 
     def poll(self, stop: bool) -> Poll:
         assert self.training is not None
@@ -212,11 +210,11 @@ class TorchrunWorkers:
         ended = self.training.ended()  # asked first, so that no event comes after the last
         events: list[Event] = self.channel.drain(POLL_SECONDS if ended is None else 0.0)
         now = time.monotonic()
-        if ended is None and self.watched and now - self.looked > 0.25 + self.world_size / 1000:
+        if ended is None and now - self.looked > 0.25 + self.world_size / 1000:
             self.looked = now
             events += self._read(now)
         statuses = {rank: Status(*beat, now - at) for rank, (_, at, beat) in self.beats.items()}
-        return Poll(events, statuses, ended, placed=self.watched)
+        return Poll(events, statuses, ended)
 
     def _read(self, now: float) -> list[Event]:
         """Heartbeats, and events for ranks that are new."""

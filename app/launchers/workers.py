@@ -30,7 +30,6 @@ class WorkerInfo:
     node: str  # Ray's id of the node; "" without Ray
     label: str = ""  # "stage 2 of 4"
     oom_kills: int = 0  # that the kernel of its node had counted then
-    log_bytes: int = 0  # of its log then
 
     def __str__(self) -> str:
         label = f" ({self.label})" if self.label else ""
@@ -55,9 +54,7 @@ class Poll:
     events: list[Event] = field(default_factory=list)
     statuses: dict[int, Status] = field(default_factory=dict)  # of every rank that has begun
     ended: Failures | None = None  # None: they run
-    # Whether every worker has its place, so that it must begin within `fault.start_seconds`; False, too, where nothing
-    # is known of the workers until they end.
-    placed: bool = False
+    placed: bool = False  # whether every worker has its place in Ray, so that it must begin within fault.start_seconds
 
 
 class WorkerLost(Exception):

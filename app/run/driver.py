@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 import time
-from collections import defaultdict, deque
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from app.config import Config
@@ -23,9 +19,6 @@ from app.tracking.environment import environment_text
 from app.tracking.settings import Settings
 from app.tracking.tracker import Tracker
 
-STEADY_SAMPLES = 4  # of a GPU's utilization, before anything is concluded from them
-IDLE, BUSY = 5.0, 40.0  # per cent of a device's time
-
 
 class Driver:
     """One object for one start of a run."""
@@ -37,11 +30,9 @@ class Driver:
         self.step = 0
         self.seconds_per_step: float | None = None  # as of the newest progress event
         self.progressed = False  # whether the present attempt has taken a step
-        self.rewinds: list[str] = []  # "812→800": the step that had been taken, and the one continued after
         self.summary: dict[str, Any] = {}
         self.lost_at: float | None = None  # when workers were lost that are not yet replaced
         self.resized = False  # whether the run has continued with another number of workers
-        self.utilization = UtilizationMonitor()
         self.meter: Meter | None = None  # counts what the run costs, where prices are known
         self.stopping = False  # whether it is to save and stop
         self.tracker = Tracker(
@@ -60,8 +51,7 @@ class Driver:
     # --- stopping -----------------------------------------------------------------------------------------------
 
     def stop_requested(self) -> bool:
-        if self._budget_is_spent():
-            assert self.meter is not None
+        if self._budget_is_spent() and self.meter and not self.stopping:
             how = "stopping before training begins" if self.starting else "saving a checkpoint and stopping"
             self.console.say(f"{self.meter.sentence()}: {how}")
             self.stopping = True
@@ -90,9 +80,8 @@ class Driver:
     # --- cost ---------------------------------------------------------------------------------------------------
 
     def _budget_is_spent(self) -> bool:
-        """Counts the cost since the last look; True, once, when the budget is spent."""
-        going, started = not self.starting, self.first_step_at is not None
-        return self.meter is not None and self.meter.look(stepping=going, started=started)
+        """Counts the cost since the last look."""
+        return self.meter is not None and self.meter.look(stepping=not self.starting)
 
     def settle_cost(self) -> None:
         """Counts the cost until now, and keeps it."""
@@ -105,7 +94,7 @@ class Driver:
 
     def _log_cost(self) -> None:
         if self.meter:
-            self.tracker.metrics(self.step, self.meter.metrics(self.step * self.config.train.global_batch_size))
+            self.tracker.metrics(self.step, self.meter.metrics())
 
     # --- events of the workers ----------------------------------------------------------------------------------
 
@@ -118,14 +107,9 @@ class Driver:
         if event["resumed_from"] is not None:
             self.console.say(f"continuing after step {event['resumed_from']:,} of {event['steps']:,}")
             self.tracker.tags({"trireme.resumed_from": str(event["resumed_from"])})
-        self._mark_rewind(event["resumed_from"] or 0)
-
-    def _mark_rewind(self, step: int) -> None:
-        """Marks in MLflow that steps are taken again; what they log again is not sent, so curves stay unbroken."""
-        if step < self.step:
-            self.rewinds.append(f"{self.step}→{step}")
-            self.tracker.metrics(self.step, {"fault/rewind_steps": float(self.step - step)})
-            self.tracker.tags({"trireme.rewinds": ", ".join(self.rewinds[-50:])})
+        rewind = self.step - (event["resumed_from"] or 0)
+        if rewind > 0:  # steps are taken again; what they log again is not sent, so curves stay unbroken
+            self.tracker.metrics(self.step, {"fault/rewind_steps": float(rewind)})
 
     def _on_progress(self, event: dict[str, Any]) -> None:
         if self.first_step_at is None:
@@ -143,8 +127,6 @@ class Driver:
 
     def _on_system(self, event: dict[str, Any]) -> None:
         self.tracker.emit(event["event"])
-        for sentence in self.utilization.observe(event["event"].get("values", {})) if self.progressed else ():
-            self.note(sentence)
 
     def _on_checkpoint(self, event: dict[str, Any]) -> None:
         values = {"checkpoint/stall_seconds": event["stall"]}
@@ -168,10 +150,9 @@ class Driver:
     def _on_done(self, event: dict[str, Any]) -> None:
         self.summary = event["summary"]
 
-    def lost(self) -> float:
-        """Notes that training is interrupted until the next step; the Unix time since when it is."""
+    def lost(self) -> None:
+        """Notes that training is interrupted until the next step."""
         self.lost_at = self.lost_at or time.monotonic()
-        return time.time() - (time.monotonic() - self.lost_at)
 
     # --- the run as a whole -------------------------------------------------------------------------------------
 
@@ -192,34 +173,3 @@ class Driver:
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(kept.read_bytes("weights.pt"))
         return copy
-
-
-class UtilizationMonitor:
-    """Reports a GPU that is idle while others work, or all of them idle while CPUs work; from system metrics."""
-
-    def __init__(self) -> None:
-        self._gpus: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=STEADY_SAMPLES))
-        self._cpus: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=STEADY_SAMPLES))
-        self._said = False
-
-    def observe(self, values: Mapping[str, float]) -> list[str]:
-        """A sentence, once, after a node's sample such as {"system/node-0/gpu_1_utilization_percentage": 97.0}."""
-        for name, value in values.items():
-            if match := re.fullmatch(r"system/(.+)/(cpu|gpu_(\d+))_utilization_percentage", name):
-                found = self._cpus[match[1]] if match[2] == "cpu" else self._gpus[f"GPU {match[3]} of {match[1]}"]
-                found.append(value)
-        if any(len(rows) < STEADY_SAMPLES for rows in (*self._gpus.values(), *self._cpus.values())):
-            return []
-        idle = sorted(name for name, rows in self._gpus.items() if fmean(rows) < IDLE)
-        sentence = ""
-        if idle and any(fmean(rows) > BUSY for rows in self._gpus.values()):
-            sentence = f"{', '.join(idle[:4])} {'is' if len(idle) == 1 else 'are'} idle while others train"
-        elif idle and len(idle) == len(self._gpus) and any(fmean(rows) > BUSY for rows in self._cpus.values()):
-            sentence = (
-                "every GPU is idle while the CPUs work: the data or the model is on the CPU, or loading data takes "
-                "most of the time (raise train.data_workers)"
-            )
-        if not sentence or self._said:
-            return []
-        self._said = True
-        return [sentence]

@@ -125,7 +125,7 @@ def _print_summary(driver: Driver, outcome: Outcome) -> None:
         f"  speed     {quantity(rate)} {unit}/s; {duration(summary['seconds'])} of training in "
         f"{duration(summary['total_seconds'])} (first step after {summary['first_step_seconds']:.1f} s)"
     )
-    if driver.meter and driver.meter.rate.dollars_per_hour:
+    if driver.meter and driver.meter.rate:
         console.say(f"  cost      {driver.meter.total()}")
     console.say(f"  stored    {outcome.folder}")
     if driver.config.tracking.enabled:

@@ -28,7 +28,7 @@ from app.lease import FILE, HEARTBEAT_SECONDS, LEASE_SECONDS, is_alive, is_here,
 from app.masking import mask_tree
 from app.storage import Storage
 
-IDENTITY = ("task", "task_args", "train.seed", "optimizer.name")  # what a run cannot change and remain itself
+IDENTITY = ("task", "train.seed", "optimizer.name")  # what a run cannot change and remain itself; and task_args
 
 
 @dataclass
@@ -60,23 +60,10 @@ class Manifest:
 def run_folder(config: Config) -> Storage:
     """Where a run lives. Relative paths are under the current folder; in a Ray job, whose current folder is a
     temporary copy of what was shipped, under ~/trireme."""
-    storage = config.run.storage
-    if "://" not in storage and not os.path.isabs(os.path.expanduser(storage)) and in_shipped_folder():
+    storage, shipped = config.run.storage, "runtime_resources" in Path.cwd().parts
+    if shipped and "://" not in storage and not os.path.isabs(os.path.expanduser(storage)):
         storage = os.path.join("~", "trireme", storage)
     return Storage(storage).join(config.run.name)
-
-
-def local_folder(storage: Storage, name: str, uid: str) -> Path:
-    """Of a run in `storage`: where its logs and its tracking spool are on this machine."""
-    if storage.is_local:
-        return storage.local_path
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-    return cache / "trireme" / "runs" / f"{name}-{uid[:8]}"
-
-
-def in_shipped_folder() -> bool:
-    """Whether this process runs in a folder that Ray unpacked for a job."""
-    return "runtime_resources" in Path.cwd().parts
 
 
 class Run:
@@ -94,14 +81,12 @@ class Run:
         return self.storage.url
 
     @property
-    def parent_folder(self) -> str:
-        """The storage that the run's folder is in."""
-        return self.folder.rsplit("/", 1)[0]
-
-    @property
     def local_folder(self) -> Path:
         """A folder on this machine for logs and the tracking spool, also when the storage is an object store."""
-        return local_folder(self.storage, self.manifest.name, self.manifest.uid)
+        if self.storage.is_local:
+            return self.storage.local_path
+        cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+        return cache / "trireme" / "runs" / f"{self.manifest.name}-{self.manifest.uid[:8]}"
 
     @property
     def finished(self) -> bool:
@@ -122,18 +107,19 @@ class Run:
             raise UserError(
                 f"the storage {self.storage.url} cannot be read ({said}): use another run.storage"
             ) from error
-        for key, value in identity.items():
-            if saved.identity.get(key) != value:
+        for key in identity | saved.identity:
+            before, now = saved.identity.get(key), identity.get(key)
+            if before != now:
                 raise UserError(
-                    f"the run {saved.name!r} in {self.storage.url} was started with {_difference(key, saved, value)}; "
-                    "to train something else use another run.name"
+                    f"the run {saved.name!r} in {self.storage.url} was started with {key}={before}, and this is "
+                    f"{key}={now}; to train something else use another run.name"
                 )
         return saved
 
     def _identity(self) -> dict[str, Any]:
-        tree = to_dict(self.config)
-        flat = flatten(tree) | {"task_args": tree["task_args"]}
-        return json.loads(json.dumps(mask_tree({key: flat[key] for key in IDENTITY}), default=str))
+        flat = flatten(mask_tree(to_dict(self.config)))
+        kept = {key: value for key, value in flat.items() if key in IDENTITY or key.startswith("task_args.")}
+        return json.loads(json.dumps(kept, default=str))
 
     def open(self, config: Config, steps: int, say: Callable[[str], None] = lambda text: None) -> None:
         """Takes the lease: from now on this start, and no earlier one, may write to the run's folder.
@@ -207,14 +193,6 @@ class Run:
     def _is_newest(self) -> bool:
         """Whether no later start has taken this run over, and maybe ended: its number would be higher."""
         return int(json.loads(self.storage.read_bytes("run.json"))["starts"]) == self.manifest.starts
-
-
-def _difference(key: str, saved: Manifest, now: Any) -> str:
-    before = saved.identity.get(key)
-    if isinstance(before, dict) and isinstance(now, dict):
-        inner = next(k for k in [*before, *now] if before.get(k) != now.get(k))
-        return f"{key}.{inner}={before.get(inner)}, and this is {key}.{inner}={now.get(inner)}"
-    return f"{key}={before}, and this is {key}={now}"
 
 
 def free_name(config: Config) -> str:

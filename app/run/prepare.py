@@ -6,7 +6,8 @@ group; here it is one sentence at once. What can only be seen with numbers stays
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,7 @@ from app.job import strategy_options
 from app.optimizer import optimizer_class
 from app.tasks import load_task
 from app.tasks.base import Task
-from strategies import precision, registry
+from strategies import registry
 from strategies.blocks import find_blocks
 from strategies.layout import LayoutError
 from strategies.parallelize import Layout, ParallelDims, check, choose
@@ -38,7 +39,6 @@ class Prepared:
     config: Config  # with what was left open in it decided
     layout: Layout
     steps: int
-    samples: int  # to train on
     description: str
     notes: tuple[str, ...] = ()  # what was decided and a person should hear, one sentence each
     prediction: Estimate | None = None  # of the planner, where it chose the layout
@@ -85,10 +85,8 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
         micro_batches=_count_micro_batches(config, layout.dims.dp),
     )
     check_model(config, task, layout, module)
-    steps, trace = train.steps_for(samples), config.parallel.trace_step
-    if trace is not None and layout.dims.pp > 1 and trace > steps:
-        notes = (*notes, f"parallel.trace_step is {trace:,}, but the run has {steps:,} steps: no step is traced")
-    return Prepared(config, layout, steps, samples, task.describe(), (*planned, *notes), prediction)
+    notes = (*planned, *notes, *_remarks(train.global_batch_size, layout.dims.dp, samples))
+    return Prepared(config, layout, train.steps_for(samples), task.describe(), notes, prediction)
 
 
 def _split_length(task: Task, layout: Layout, module: nn.Module | None) -> int | None:
@@ -111,12 +109,8 @@ def _layout(
         from app.planner.advice import choose_layout
 
         found = choose_layout(config, task, workers, per_node=devices_per_node)
-        return (
-            with_values(config, found.values),
-            found.layout,
-            (found.sentence,) if found.sentence else (),
-            found.prediction,
-        )
+        said = (found.sentence,) if found.sentence else ()
+        return with_values(config, found.values), found.layout, said, found.prediction
     wanted = config.parallel
     layout = choose(
         config.strategy,
@@ -139,6 +133,17 @@ def _check_batch(config: Config, dp: int) -> None:
             f"train.global_batch_size is {batch}, which does not divide by the {dp} data-parallel workers: "
             f"write {nearest}"
         )
+
+
+def _remarks(batch: int, dp: int, samples: int) -> Iterator[str]:
+    """What will be slow, or is not as it may be meant."""
+    if dp > 1 and batch // dp == 1:
+        yield (
+            f"each of the {dp} data-parallel workers computes one sample per step, so most of its time is "
+            "communication: raise train.global_batch_size"
+        )
+    if samples < batch:
+        yield f"a step takes {batch} samples, but the data has {samples}: each step repeats some"
 
 
 def _count_micro_batches(config: Config, dp: int) -> int:
@@ -185,28 +190,17 @@ def looked_at(task: Task, layout: Layout) -> nn.Module | None:
     """
     if layout.dims.world_size == 1:
         return None
-    module = _structure(task, layout.dims.pp > 1)
-    if module is not None:
-        require_parameters(module)
-        find_blocks(module, task.blocks(module))
+    if layout.dims.pp > 1:
+        module = structure(task.build_model)[0]
+    else:
+        try:
+            with torch.device("meta"):
+                module = task.build_model()
+        except Exception:  # whatever a model's own code does with values; the workers build it for real
+            return None
+    require_parameters(module)
+    find_blocks(module, task.blocks(module))
     return module
-
-
-def _structure(task: Task, needed: bool) -> nn.Module | None:
-    if needed:
-        return structure(task.build_model)[0]
-    try:
-        with torch.device("meta"):
-            return task.build_model()
-    except Exception:  # whatever a model's own code does with values; the workers build it for real
-        return None
-
-
-def check_devices(config: Config, gpus: float | None) -> None:
-    """Raises LayoutError if the workers cannot compute as asked. gpus: how many each has; which, they look at
-    themselves."""
-    if config.train.precision == "fp8" and not gpus:
-        precision.require_float8(torch.device("cpu"))
 
 
 def check_model(config: Config, task: Task, layout: Layout, module: nn.Module | None) -> None:
@@ -225,34 +219,3 @@ def check_model(config: Config, task: Task, layout: Layout, module: nn.Module | 
             raise
         except Exception:  # what the model's own code raises without numbers the workers meet too: their logs say where
             pass
-
-
-# --- remarks ----------------------------------------------------------------------------------------------------------
-
-
-def with_remarks(
-    prepared: Prepared, *, workers: int, gpus: int, gpus_used: float, pool: str = "the cluster"
-) -> Prepared:
-    """`prepared`, its notes with what will be slow or idle; gpus: how many the pool (cluster or machine) has."""
-    batch, samples, dp = prepared.config.train.global_batch_size, prepared.samples, prepared.layout.dims.dp
-    found = list(prepared.notes)
-    if gpus and not gpus_used:
-        found.append(f"this run computes on CPUs, but {pool} has {gpus} GPUs: write resources_per_worker.GPU=1")
-    elif gpus - gpus_used >= 1:
-        left = gpus - gpus_used
-        found.append(f"{left:g} of {pool}'s {gpus} GPUs are not used: workers={workers} takes {gpus_used:g}")
-    if dp > 1 and batch // dp == 1:
-        found.append(
-            f"each of the {dp} data-parallel workers computes one sample per step, so most of its time is "
-            "communication: raise train.global_batch_size"
-        )
-    if samples < batch:
-        found.append(f"a step takes {batch} samples, but the data has {samples}: each step repeats some")
-    return replace(prepared, notes=tuple(found))
-
-
-def gpus_of_this_machine(layout: Layout, processes: int, visible: int) -> int:
-    """How many of the visible GPUs `processes` processes of this layout compute on."""
-    several = any(record.several_devices for record in registry.records(layout.name))
-    each = max(1, visible // processes) if several else 1
-    return min(visible, processes * each)

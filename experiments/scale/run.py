@@ -14,7 +14,7 @@ from app.console import Console
 from app.errors import UserError
 from app.job import Job
 from app.launchers import PRELOAD
-from app.run.cost import Prices
+from app.run.cost import rate_here
 from app.run.prepare import Prepared, prepare, read_task
 from app.tracking.tracker import Tracker
 from cluster.connect import connect, disconnect
@@ -118,8 +118,7 @@ def _measure(
         most = max(plan.workers)
         each = dict(config.resources_per_worker) or ({"GPU": 1.0} if cluster.gpus >= most else {"CPU": 1.0})
         check_feasible(cluster.shape, most, each)
-        rate = Prices(config).rate(1, each)
-        head["price"] = rate and rate.dollars_per_hour
+        head["price"] = rate_here(config, 1, each)
         for number in range(plan.repeats):
             for key in plan.keys if number % 2 == 0 else plan.keys[::-1]:
                 if (*key, number) in ((p["strategy"], p["workers"], p["repeat"]) for p in head["points"]):

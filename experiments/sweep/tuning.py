@@ -14,7 +14,7 @@ from ray import tune
 from app.console import Console, duration, stop_signals
 from app.errors import Interrupted, RunFailed, UserError
 from app.masking import mask_uri
-from app.run.cost import Prices, check_budget
+from app.run.cost import check_budget, rate_here
 from app.tracking.settings import resolve_tracking
 from cluster.connect import Cluster
 from cluster.pending import check_feasible
@@ -47,7 +47,7 @@ def prepare(found: Sweep, store: TrialStore, cluster: Cluster, longest: int) -> 
     for config in found.configs():
         each = resources(config, gpus)[-1]
         check_feasible(shape, int(config.workers), each)
-    check_budget(experiment.budget, Prices(experiment).rate(int(config.workers), each))
+    check_budget(experiment.budget, rate_here(experiment, int(config.workers), each))
     return searcher, scheduler_of(found, longest, every), gpus
 
 

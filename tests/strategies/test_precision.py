@@ -12,9 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from app.config_io import load_config
 from app.models.gpt import GPT
-from app.run.prepare import check_devices
 from strategies import precision
 from strategies.layout import LayoutError
 from strategies.parallelize import Layout, Options, choose, parallelize
@@ -101,10 +99,8 @@ def test_layers_of_blocks_whose_sizes_16_divides_are_chosen_and_no_others() -> N
 
 
 def test_it_is_refused_without_a_gpu_and_on_one_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config([], ["task=tabular", "train.precision=fp8"])
     with pytest.raises(LayoutError, match="needs GPUs, but the workers have none"):
-        check_devices(config, 0)
-    check_devices(config, 1)
+        precision.require_float8(CPU)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     with pytest.raises(LayoutError, match=r"8\.9 or newer .*, but NVIDIA A100 has 8\.0"):

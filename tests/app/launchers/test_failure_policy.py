@@ -1,23 +1,14 @@
-"""What is decided after a failure, and what it is called: tables of pure functions."""
+"""What is decided after a failure, and what it is called: tables of functions that start no process."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import pytest
 
-from app.launchers.failure_policy import (
-    Action,
-    Capacity,
-    Failure,
-    Kind,
-    Limits,
-    decide,
-    describe_death,
-    growth,
-    need_not_wait,
-)
+from app.launchers.failure_policy import Action, Capacity, Failure, Kind, Limits, decide, fewer_workers, growth
+from app.launchers.recovery import Nodes, State, classify
+from app.launchers.workers import WorkerInfo, WorkerLost
 
 
 def failure(
@@ -95,11 +86,6 @@ ELASTIC = Limits(9, elastic_seconds=30.0)
         ([OOM_ON_A, ON_B, OOM_ON_A], ELASTIC, capacity(4, 4, a=2), Action.EXCLUDE_NODE, 2),
         ([ON_A, ON_A], Limits(9, None), capacity(4, 4, a=3), Action.RETRY, 0),
         ([ON_A, ON_A], ELASTIC, capacity(4, 4, a=0), Action.RETRY, 0),  # there is no other
-        # and then the others are gone: as many as there were at once, fewer when nothing else comes
-        ([ON_A, ON_A, ON_B], ELASTIC, replace(capacity(4, 0, 3.0), with_excluded=4), Action.READMIT_NODES, 4),
-        ([ON_A, ON_A, ON_B], ELASTIC, replace(capacity(4, 0, 2.9), with_excluded=4), Action.WAIT, 0),
-        ([ON_A, ON_A, ON_B], ELASTIC, replace(capacity(4, 1, 99.0), with_excluded=2), Action.READMIT_NODES, 2),
-        ([ON_A, ON_A, ON_B], ELASTIC, replace(capacity(4, 2, 99.0), with_excluded=2), Action.RESIZE, 2),
         ([ON_A, failure(Kind.EXCEPTION, node="a")], ELASTIC, capacity(4, 4, a=4), Action.RETRY, 0),
         ([ON_A, failure(Kind.DIED, node="a", at=3601.0)], ELASTIC, capacity(4, 4, a=4), Action.RETRY, 0),
     ],
@@ -110,8 +96,8 @@ def test_with_what_to_continue(
     decision = decide(history, limits, found)
     assert (decision.action, decision.workers) == (action, workers)
     assert decision.node == ("a" if action is Action.EXCLUDE_NODE else "")
-    if action in (Action.READMIT_NODES, Action.RESIZE, Action.WAIT):
-        assert need_not_wait(found, limits) is (action is not Action.WAIT), "waiting ends when there is another answer"
+    if action in (Action.RESIZE, Action.WAIT):
+        assert fewer_workers(found, limits) == workers, "waiting ends when there is another answer"
 
 
 def test_growing_again() -> None:
@@ -125,29 +111,20 @@ WHO = "worker 3, process 47 on 10.0.0.2,"
 
 
 @pytest.mark.parametrize(
-    ("known", "kind", "sentence"),
+    ("details", "kills", "alive", "notice", "kind", "sentence"),
     [
-        ({"step": 0}, Kind.DIED, f"{WHO} died before the first step"),
-        ({"oom_kills": 1}, Kind.OUT_OF_MEMORY, f"{WHO} died after step 812, killed by the kernel for memory"),
-        (
-            {"ray_oom": True},
-            Kind.OUT_OF_MEMORY,
-            f"{WHO} died after step 812, ended by Ray because its node ran out of memory",
-        ),
-        ({"node_lost": True}, Kind.NODE_LOST, f"{WHO} died after step 812 with its node"),
-        ({"announced": "spot"}, Kind.DIED, f"{WHO} died after step 812"),
-        (
-            {"node_lost": True, "announced": "spot", "oom_kills": 1},
-            Kind.PREEMPTED,
-            f"{WHO} went after step 812 with its node, as announced (spot)",
-        ),
-        (
-            {"fatal_error": "Fatal Python error: Segmentation fault", "oom_kills": 1},
-            Kind.DIED,
-            f"{WHO} died after step 812: Fatal Python error: Segmentation fault",
-        ),
+        ("", 1, True, "spot", Kind.DIED, f"{WHO} died after step 812 (see logs/rank-3.log)"),
+        ("", 2, True, "", Kind.OUT_OF_MEMORY, f"{WHO} died after step 812, killed by the kernel for memory"),
+        ("OUT_OF_MEMORY", 1, True, "", Kind.OUT_OF_MEMORY, "ended by Ray because its node ran out of memory"),
+        ("", 2, False, "", Kind.NODE_LOST, f"{WHO} died after step 812 with its node"),
+        ("", 1, False, "spot", Kind.PREEMPTED, f"{WHO} went after step 812 with its node, as announced (spot)"),
     ],
 )
-def test_the_true_cause_in_one_sentence(known: dict[str, Any], kind: Kind, sentence: str) -> None:
-    everything: dict[str, Any] = {"who": WHO, "step": 812} | known
-    assert describe_death(**everything) == (kind, sentence)
+def test_the_true_cause_in_one_sentence(
+    details: str, kills: int, alive: bool, notice: str, kind: Kind, sentence: str
+) -> None:
+    info = WorkerInfo(3, 47, "10.0.0.2", "n", oom_kills=1)
+    nodes = Nodes(lambda node: alive, lambda node: kills, {"n": notice} if notice else {})
+    state = State({3: info}, 812, True, Path("logs"), nodes)
+    found = classify({1: RuntimeError("Connection closed by peer"), 3: WorkerLost(details=details)}, state, [])
+    assert found.kind is kind and found.sentence.endswith(sentence) and found.node == "n"

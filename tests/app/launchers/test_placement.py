@@ -24,42 +24,39 @@ def node(name: str = "10.0.0.1", free: dict[str, float] | None = None, **total: 
 
 
 @pytest.mark.parametrize(
-    ("dims", "cpus", "bundles", "bundle_of_rank", "strategy"),
+    ("dims", "cpus", "bundles", "bundle_of_rank"),
     [
         # a copy fits on a node: its stages together, the copies apart
-        (ParallelDims(dp_replicate=2, pp=2), [2, 2], [2, 2], [0, 1, 0, 1], "SPREAD"),
-        (ParallelDims(pp=4), [4], [4], [0, 0, 0, 0], "SPREAD"),
+        (ParallelDims(dp_replicate=2, pp=2), [2, 2], [2, 2], [0, 1, 0, 1]),
+        (ParallelDims(pp=4), [4], [4], [0, 0, 0, 0]),
         # it does not: a stage with its shards together
-        (ParallelDims(dp_shard=2, pp=2), [2, 2], [2, 2], [0, 0, 1, 1], "PACK"),
-        (ParallelDims(tp=2, pp=2), [3, 3], [2, 2], [0, 0, 1, 1], "PACK"),
+        (ParallelDims(dp_shard=2, pp=2), [2, 2], [2, 2], [0, 0, 1, 1]),
+        (ParallelDims(tp=2, pp=2), [3, 3], [2, 2], [0, 0, 1, 1]),
         # one would, but not both: stages 3 + 3 on nodes of 4 and 2
-        (ParallelDims(dp_replicate=2, pp=3), [4, 2], [1] * 6, [0, 3, 1, 4, 2, 5], "PACK"),
+        (ParallelDims(dp_replicate=2, pp=3), [4, 2], [1] * 6, [0, 3, 1, 4, 2, 5]),
         # not even that
-        (ParallelDims(tp=2, pp=2), [1, 1, 1, 1], [1, 1, 1, 1], [0, 1, 2, 3], "PACK"),
+        (ParallelDims(tp=2, pp=2), [1, 1, 1, 1], [1, 1, 1, 1], [0, 1, 2, 3]),
     ],
 )
 def test_what_talks_most_is_placed_together(
-    dims: ParallelDims, cpus: list[int], bundles: list[int], bundle_of_rank: list[int], strategy: str
+    dims: ParallelDims, cpus: list[int], bundles: list[int], bundle_of_rank: list[int]
 ) -> None:
     found = placement(dims, [ONE] * dims.pp, [node(CPU=count) for count in cpus])
     assert [bundle["CPU"] for bundle in found.bundles] == bundles
     together = [{r for r, b in enumerate(found.bundle_of_rank) if b == own} for own in found.bundle_of_rank]
     assert together == [{r for r, b in enumerate(bundle_of_rank) if b == own} for own in bundle_of_rank]
-    assert found.strategy == strategy
 
 
 def test_unlike_stages_get_what_they_ask_for() -> None:
-    asked, dims = (
-        config("parallel.stage_resources=[{big: 1}, {small: 2, CPU: 0.5}]"),
-        ParallelDims(pp=2, dp_replicate=2),
-    )
+    asked = config("parallel.stage_resources=[{big: 1}, {small: 2, CPU: 0.5}]")
+    dims = ParallelDims(pp=2, dp_replicate=2)
     stages = resources_of_stages(asked, dims, ONE)
     assert stages == [{"CPU": 1.0, "big": 1.0}, {"CPU": 0.5, "small": 2.0}]
     chosen = placement(dims, stages, [node(CPU=4, big=1, small=2)] * 2)
     assert chosen.bundles == [{"CPU": 1.5, "big": 1.0, "small": 2.0}] * 2
     # No node has both kinds, though each resource by itself is on one: a whole copy would wait for ever.
     apart = [node("a", CPU=8, big=1), node("b", CPU=8, small=2)]
-    assert placement(ParallelDims(pp=2), stages, apart) == Placement(stages, [0, 1], "PACK")
+    assert placement(ParallelDims(pp=2), stages, apart) == Placement(stages, [0, 1])
 
 
 def test_room_that_others_hold_just_now_counts_only_if_there_is_no_other() -> None:

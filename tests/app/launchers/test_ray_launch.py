@@ -11,7 +11,7 @@ import pytest
 
 from app.config import ClusterConfig, Config, TrainConfig
 from app.config_io import load_config
-from app.launchers.ray_launch import resources_to_ask_for, when_over
+from app.launchers.ray_launch import idle_gpus, resources_to_ask_for, when_over
 from cluster import ClusterError
 from cluster.connect import Cluster
 from cluster.pending import Diagnosis
@@ -54,17 +54,20 @@ def config(**more: Any) -> Config:
     return Config(train=TrainConfig(global_batch_size=12), cluster=ClusterConfig(**more))
 
 
-def test_at_the_deadline_it_waits_shrinks_or_ends() -> None:
+def test_at_the_deadline_it_shrinks_or_ends() -> None:
     held = Diagnosis("bundle 6 of 8 is held", 5, True)
-    with pytest.raises(ClusterError, match=r"there is no room for 8 workers after 600 s: bundle 6 of 8"):
-        when_over(config(), held, 8)
-    assert when_over(config(when_pending="wait"), held, 8) == 0
     assert when_over(config(when_pending="shrink"), held, 8) == 4, "the most that the batch divides by"
-    with pytest.raises(ClusterError, match="min_workers=5"):
-        when_over(config(when_pending="shrink", min_workers=5), held, 8)
-    never = Diagnosis("at its limit", 0, False)
+    for more in ({}, {"when_pending": "shrink", "min_workers": 5}):
+        with pytest.raises(ClusterError, match=r"there is room for 5 of 8 workers after 600 s: bundle 6 of 8"):
+            when_over(config(**more), held, 8)
     with pytest.raises(ClusterError, match="waiting would not help"):
-        when_over(config(when_pending="wait"), never, 8)
+        when_over(config(), Diagnosis("at its limit", 0, False), 8)
+
+
+def test_gpus_left_idle_are_named() -> None:
+    assert "computes on CPUs, but the cluster has 8 GPUs" in idle_gpus(8, 0, 8)
+    assert "4 of the cluster's 8 GPUs are not used: workers=4 takes 4" in idle_gpus(4, 1.0, 8)
+    assert idle_gpus(8, 1.0, 8) == idle_gpus(2, 0, 0) == ""
 
 
 @pytest.mark.slow
@@ -80,7 +83,7 @@ def test_a_run_says_who_holds_what_it_waits_for(tmp_path: Path, ray_environment:
         run = ["train", *POINTS, "train.steps=4", f"run.storage={tmp_path}", "workers=2", "cluster.wait_seconds=4"]
         ended = trireme(*run, "run.name=ends", env=ray_environment)
         assert ended.code == 2, ended.out + ended.err
-        assert "there is no room for 2 workers after 4 s: bundle 2 of 2 (CPU 1) cannot be placed" in ended.err
+        assert "there is room for 1 of 2 workers after 4 s: bundle 2 of 2 (CPU 1) cannot be placed" in ended.err
         assert "3 of 4 CPU are held by job " in ended.err
         smaller = trireme(*run, "run.name=shrinks", "cluster.when_pending=shrink", env=ray_environment)
         assert smaller.code == 0, smaller.out + smaller.err

@@ -36,20 +36,22 @@ from tests.running import (
 pytestmark = pytest.mark.alone
 
 STEPS = 60
-SLOW = [*POINTS, f"train.steps={STEPS}", "task_args.step_seconds=0.05"]
-SLOW += ["checkpoint.every_steps=10", "train.log_every=1"]
+SLOW = [*POINTS, f"train.steps={STEPS}", "task_args.step_seconds=0.1", "checkpoint.every_steps=5", "train.log_every=1"]
+IN_RAY = ["workers=2", "strategy=ddp"]
 
 
 def command(storage: Path, *more: str) -> list[str]:
-    return ["train", *SLOW, "run.name=run", f"run.storage={storage}", *more]
+    """A run whose steps are slow as long as there is a file `slow` in its storage."""
+    pace = f"task_args.slow_while={storage}/slow"
+    return ["train", *SLOW, pace, "run.name=run", f"run.storage={storage}", *more]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The storages of runs that were not stopped: of one worker, and of two."""
+    """The storages of runs that were not stopped: of one worker, and of two under torchrun."""
     storages = {name: tmp_path_factory.mktemp(name) for name in ("one", "two")}
-    one = trireme(*command(storages["one"], "launcher=local", "task_args.step_seconds=0"))
-    two = torchrun(*command(storages["two"], "task_args.step_seconds=0"))
+    one = trireme(*command(storages["one"], "launcher=local"))
+    two = torchrun(*command(storages["two"]))
     assert (one.code, two.code) == (0, 0), one.err + two.err
     return storages
 
@@ -61,53 +63,55 @@ def assert_unbroken(storage: Path, truth: Path) -> None:
     assert mlflow_run(storage, "run").info.status == "FINISHED"
 
 
-IN_RAY = ["workers=2", "strategy=ddp"]
-
-
 @pytest.mark.parametrize(
-    ("more", "number"),
+    ("more", "kill_worker", "number"),
     [
-        (["launcher=local"], signal.SIGTERM),
-        (["launcher=local"], signal.SIGKILL),
-        ([*IN_RAY, "launcher=ray"], signal.SIGINT),
-        pytest.param([*IN_RAY, "launcher=ray"], signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param([*IN_RAY, "launcher=actors"], signal.SIGINT, marks=pytest.mark.slow),
+        (["launcher=local"], False, signal.SIGKILL),
+        ([*IN_RAY, "launcher=ray"], True, signal.SIGINT),
+        pytest.param(["launcher=local"], False, signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param([*IN_RAY, "launcher=ray"], False, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param([*IN_RAY, "launcher=actors"], True, signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
-def test_the_command_stopped_or_killed_and_run_again(
-    tmp_path: Path, undisturbed: dict[str, Path], ray_environment: dict[str, str], more: list[str], number: int
+def test_a_worker_is_killed_then_the_command_and_run_again(
+    tmp_path: Path,
+    undisturbed: dict[str, Path],
+    ray_environment: dict[str, str],
+    more: list[str],
+    kill_worker: bool,
+    number: int,
 ) -> None:
-    arguments = command(tmp_path, *more)
+    """To the last bit as the undisturbed run, which for two workers is one of another launcher."""
+    arguments, folder = command(tmp_path, *more), tmp_path / "run"
+    (tmp_path / "slow").touch()
     process = start(arguments, env=ray_environment)
-    wait_until(lambda: committed(tmp_path / "run"), 90)
+    lines = Lines(process)
+    wait_until(lambda: committed(folder), 90)
+    if kill_worker:
+        disturb(folder, 1, signal.SIGKILL)
+        lines.when("starting again from the last checkpoint", 60)
+        before = committed(folder)[-1]
+        wait_until(lambda: committed(folder)[-1] > before, 60)
     process.send_signal(number)
-    stopped = finish(process)
-    at = committed(tmp_path / "run")[-1]
+    process.wait(60)
+    at = committed(folder)[-1]
     if number != signal.SIGKILL:
-        assert stopped.code == 130 and "run the same command again" in stopped.err, stopped.err
-        assert at < STEPS and f"stopped after step {at}" in stopped.err, "it saved where it was asked to stop"
+        assert process.returncode == 130 and at < STEPS, lines.text
+        lines.when(f"stopped after step {at}: run the same command again")
         assert mlflow_run(tmp_path, "run").info.status == "KILLED"
+    assert not kill_worker or "died after step" in lines.text, lines.text
+    (tmp_path / "slow").unlink()
     again = trireme(*arguments, env=ray_environment)
     said = "continuing after step" if number == signal.SIGKILL else f"continuing after step {at}"
     assert again.code == 0 and said in again.out, again.out + again.err
     assert_unbroken(tmp_path, undisturbed["one" if "launcher=local" in more else "two"])
 
 
-def test_a_killed_ray_worker_is_replaced_without_the_command_being_run_again(
-    tmp_path: Path, undisturbed: dict[str, Path], ray_environment: dict[str, str]
-) -> None:
-    process = start(command(tmp_path, *IN_RAY), env=ray_environment)
-    lines = Lines(process)
-    wait_until(lambda: committed(tmp_path / "run"), 90)
-    disturb(tmp_path / "run", 1, signal.SIGKILL)
-    assert process.wait(120) == 0 and "died" in lines.text, lines.text
-    assert_unbroken(tmp_path, undisturbed["two"])
-
-
 @pytest.mark.slow
 def test_all_of_ray_killed_with_its_driver(tmp_path: Path, undisturbed: dict[str, Path]) -> None:
     """The driver started Ray itself; every process of both is killed at once."""
     arguments = command(tmp_path, *IN_RAY, "resources_per_worker.CPU=0.5")
+    (tmp_path / "slow").touch()
     process = start(arguments)
     wait_until(lambda: committed(tmp_path / "run"), 90)
     end_tree(process.pid)
@@ -119,7 +123,7 @@ def test_all_of_ray_killed_with_its_driver(tmp_path: Path, undisturbed: dict[str
 
 
 def test_a_run_is_trained_by_one_command_and_once_finished_trained_further(tmp_path: Path) -> None:
-    quick = ["launcher=local", "task_args.step_seconds=0", "train.steps=6", "tracking.enabled=false"]
+    quick = ["launcher=local", "train.steps=6", "tracking.enabled=false"]
 
     def train(*more: str) -> Any:
         return CliRunner().invoke(group, [*command(tmp_path, *quick, *more), "--json"])

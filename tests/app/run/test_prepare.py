@@ -13,7 +13,6 @@ from app.config_io import load_config
 from app.job import strategy_options
 from app.run.prepare import default_micro_batch_size, prepare, read_task
 from strategies.layout import LayoutError, check, choose
-from tests.running import trireme
 
 INTERLEAVED = ["parallel.pp=2", "parallel.schedule=interleaved_1f1b", "parallel.chunks=2", "train.micro_batch_size=6"]
 
@@ -37,6 +36,16 @@ def test_micro_batches_that_nobody_decided(share: int, stages: int, schedule: st
 
 
 @pytest.mark.parametrize(
+    ("batch", "said"),
+    [(16, []), (2, ["computes one sample per step"]), (10_000, ["but the data has"])],
+)
+def test_remarks_on_the_batch(batch: int, said: list[str]) -> None:
+    wanted = config("strategy=ddp", f"train.global_batch_size={batch}")
+    notes = prepare(wanted, read_task(wanted), 2, devices_per_node=None).notes
+    assert len(notes) == len(said) and all(part in note for part, note in zip(said, notes, strict=True))
+
+
+@pytest.mark.parametrize(
     ("more", "said"),
     [
         (["parallel.pp=5"], "parallel.pp is 5, but the model has only 4 blocks: write at most 4"),
@@ -57,6 +66,7 @@ def test_pipelines_that_cannot_work(more: list[str], said: str) -> None:
         (["task_args.what=empty", "strategy=ddp"], "Sequential has no parameters"),
         (["task_args.what=misnamed", "strategy=fsdp"], r"names the block 'bloks.1'.*did you mean blocks.1"),
         (["task_args.what=fork", "strategy=tensor"], r"'blocks.\*.upp' matches no module of Net"),
+        (["task_args.what=iterator", "strategy=pipeline", "parallel.pp=2"], "blocks.1 returns a list_iterator, which"),
         (["task_args.what=fork", "strategy=pipeline", "parallel.pp=2"], "blocks.1 does not use what blocks.0 puts out"),
         (["strategy=pipeline", "parallel.pp=2", "parallel.schedule=zbv", "task_args.what=misnamed"], "names the block"),
     ],
@@ -74,12 +84,3 @@ def test_a_deepspeed_file_is_read_before_a_worker_starts(tmp_path: Path) -> None
     layout = dataclasses.replace(choose("ddp", 2), name="deepspeed")
     with pytest.raises(LayoutError, match="the DeepSpeed configuration sets optimizer, which the experiment decides"):
         check(layout, strategy_options(wanted))
-
-
-def test_a_model_that_is_no_chain_through_the_command_line(tmp_path: Path, ray_environment: dict[str, str]) -> None:
-    task = ["task=tests.chain:Wrong", "task_args.what=iterator", "train.steps=5", "train.global_batch_size=16"]
-    layout = ["strategy=pipeline", "parallel.pp=2", "run.name=x", f"run.storage={tmp_path}"]
-    ended = trireme("train", *task, *layout, env=ray_environment)
-    said = "the block blocks.1 returns a list_iterator, which cannot be sent to the next stage"
-    assert ended.code == 2 and ended.err.startswith(f"trireme: {said}"), ended.err
-    assert not (tmp_path / "x").exists(), "nothing was started"

@@ -130,7 +130,7 @@ def test_what_a_study_says_of_its_points(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(run, "connect", lambda _: SimpleNamespace(gpus=0, shape=None))
     monkeypatch.setattr(run, "check_feasible", lambda *_: None)
-    monkeypatch.setattr(run.Prices, "rate", lambda *_: SimpleNamespace(dollars_per_hour=3.6))
+    monkeypatch.setattr(run, "rate_here", lambda *_: 3.6)
     monkeypatch.setattr("experiments.scale.point.run", points)
     more = ["train.steps=100", "run.name=p", f"run.storage={tmp_path}", "tracking.enabled=false"]
     plan = Plan((1, 2), ("ddp",), False, 2, 1, 1)
