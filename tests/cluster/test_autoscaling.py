@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
@@ -12,21 +13,51 @@ from tests.running import POINTS, committed, wait_until
 WHY_NOT = unavailable()
 pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there is a lab"), pytest.mark.slow]
 
-GROW = """
-from ray.cluster_utils import AutoscalingCluster
-small = {"resources": {"CPU": 2}, "node_config": {}, "min_workers": 0, "max_workers": 3}
-# Idle for longer than Ray Train takes to its own placement group; until it begins, the run keeps its places itself.
-more = {"max_workers": 3, "idle_timeout_minutes": 0.3}
-AutoscalingCluster({"CPU": 0, "object_store_memory": 10**8}, {"small": small}, autoscaler_v2=True, **more).start()
-"""
-ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+FAKE_HEAD = "fffffffffffffffffffffffffffffffffffffffffffffffffff00000"  # what Ray's fake provider calls the head
+CONFIG = {
+    "cluster_name": "fake",
+    "max_workers": 3,
+    # Longer than Ray Train takes to its own placement group; until it begins, the run keeps its places itself.
+    "idle_timeout_minutes": 0.3,
+    "upscaling_speed": 8,
+    "provider": {
+        "type": "external",
+        "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
+        "disable_node_updaters": True,
+        "disable_launch_config_check": True,
+        "launch_multiple": True,
+        "head_node_id": FAKE_HEAD,
+    },
+    "available_node_types": {
+        "small": {"resources": {"CPU": 2}, "node_config": {}, "min_workers": 0, "max_workers": 3},
+        "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+    },
+    "head_node_type": "ray.head.default",
+    "auth": {},
+}
+ENVIRONMENT = {
+    "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+    "RAY_FAKE_CLUSTER": "1",
+    "RAY_enable_autoscaler_v2": "1",
+    "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD,
+    "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD,
+    "RAY_AUTH_MODE": "disabled",
+}
 ALIVE = "import ray; ray.init(address='auto', log_to_driver=False); print(sum(n['Alive'] for n in ray.nodes()))"
+
+
+def start_growing(lab: Lab) -> None:
+    """Starts a head without CPUs, and the stand-in for a cloud, on the lab's first host."""
+    config = lab.folder / "autoscaling.json"
+    config.write_text(json.dumps(CONFIG))
+    flags = [f"--autoscaling-config={config}", "--num-cpus=0", "--object-store-memory=100000000"]
+    started = lab.run(0, ["ray", "start", "--head", "--disable-usage-stats", *flags], ENVIRONMENT)
+    assert started.returncode == 0, started.stdout + started.stderr
 
 
 def test_a_run_makes_the_cluster_grow_and_its_end_makes_it_shrink() -> None:
     with Lab(1) as lab:
-        started = lab.run(0, [sys.executable, "-c", GROW], ENVIRONMENT)
-        assert started.returncode == 0, started.stdout + started.stderr
+        start_growing(lab)
 
         def alive() -> int:
             return int(lab.run(0, [sys.executable, "-c", ALIVE], ENVIRONMENT).stdout.split()[-1])

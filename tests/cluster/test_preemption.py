@@ -36,25 +36,23 @@ class Answer(BaseHTTPRequestHandler):
         self._say("t1" if "X-aws-ec2-metadata-token-ttl-seconds" in self.headers else None)
 
     def do_GET(self) -> None:
-        going, path, headers = self.server.going, self.path.partition("?")[0], self.headers
+        going, path = self.server.going, self.path.partition("?")[0]
         self.server.asked.append(path)
-        if path == "/latest/meta-data/spot/instance-action":
-            if headers.get("X-aws-ec2-metadata-token") != "t1":
-                return self._say("", 401)
-            self._say('{"action": "terminate", "time": "2026-11-21T18:02:00Z"}' if going else None)
-        elif path == "/computeMetadata/v1/instance/preempted" and headers.get("Metadata-Flavor") == "Google":
-            self._say("TRUE" if going else "FALSE")
-        elif path == "/metadata/instance/compute/name" and headers.get("Metadata") == "true":
-            self._say("me")
-        elif path == "/metadata/scheduledevents" and headers.get("Metadata") == "true":
-            event = {"EventType": "Preempt", "Resources": ["other"], "NotBefore": ""}
-            mine = event | {"Resources": ["me"], "NotBefore": "Sat, 21 Nov 2026 18:02:00 GMT"}
-            self._say(json.dumps({"Events": [event, *([mine] if going else [])]}))
-        else:
-            self._say(None)
+        event = {"EventType": "Preempt", "Resources": ["other"], "NotBefore": ""}
+        mine = event | {"Resources": ["me"], "NotBefore": "Sat, 21 Nov 2026 18:02:00 GMT"}
+        notice = '{"action": "terminate", "time": "2026-11-21T18:02:00Z"}'
+        aws, google, azure = ("X-aws-ec2-metadata-token", "t1"), ("Metadata-Flavor", "Google"), ("Metadata", "true")
+        answers = {  # to whom the header is right
+            "/latest/meta-data/spot/instance-action": (aws, notice if going else None),
+            "/computeMetadata/v1/instance/preempted": (google, "TRUE" if going else "FALSE"),
+            "/metadata/instance/compute/name": (azure, "me"),
+            "/metadata/scheduledevents": (azure, json.dumps({"Events": [event, *([mine] if going else [])]})),
+        }
+        (header, value), text = answers[path]
+        self._say(text if self.headers.get(header) == value else None)
 
-    def _say(self, text: str | None, code: int = 200) -> None:
-        self.send_response(404 if text is None else code)
+    def _say(self, text: str | None) -> None:
+        self.send_response(404 if text is None else 200)
         self.end_headers()
         self.wfile.write((text or "").encode())
 
