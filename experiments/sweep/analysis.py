@@ -61,6 +61,11 @@ class CriticalBatch:
     """95 % interval."""
     least_steps: float
 
+    @property
+    def interval(self) -> str:
+        known = self.high < 1e4 * self.low
+        return f"95 %: {self.low:.0f} to {self.high:.0f}" if known else "too few points for an interval"
+
     def steps(self, batch: float) -> float:
         return self.least_steps * (1 + self.batch / batch)
 

@@ -33,8 +33,7 @@ def content(sweep: Sweep, store: TrialStore, answer: Answer) -> dict[str, Any]:
     if answer.rule:
         facts.append(("learning rate ∝", f"batch^{answer.rule.exponent:.2f}", answer.rule.name))
     if answer.critical:
-        interval = f"95 %: {answer.critical.low:.0f} to {answer.critical.high:.0f}"
-        facts.append(("critical batch size", f"{answer.critical.batch:.0f}", interval))
+        facts.append(("critical batch size", f"{answer.critical.batch:.0f}", answer.critical.interval))
     if answer.noise:
         facts.append(("gradient noise scale", f"{answer.noise:.0f}", "samples, measured in training"))
     scored = [(analysis.best_value(trial, sweep), trial) for trial in trials]

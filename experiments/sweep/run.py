@@ -186,9 +186,8 @@ def _sentences(sweep: Sweep, store: TrialStore, answer: Answer) -> list[str]:
     if answer.rule:
         lines.append(f"rule      {_rule(answer.rule, answer.rates)}")
     noise = f"gradient noise scale {answer.noise:.0f} samples" if answer.noise else ""
-    if answer.critical:
-        c = answer.critical
-        found = f"critical batch size {c.batch:.0f} (95 %: {c.low:.0f} to {c.high:.0f}), from steps to {target}"
+    if c := answer.critical:
+        found = f"critical batch size {c.batch:.0f} ({c.interval}), from steps to {target}"
         lines.append(f"batch     {found}{f'; {noise}' if noise else ''}")
     elif noise:
         lines.append(f"batch     {noise}")

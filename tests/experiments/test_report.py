@@ -6,13 +6,12 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from mlflow.tracking import MlflowClient
 
 from app.errors import UserError
-from experiments.report import figures, page
+from experiments.report import page
 from experiments.report.runs import RunRecord, content, report
 from tests.running import POINTS, mlflow_run, trireme
 
@@ -85,14 +84,6 @@ def test_the_page_of_a_study_is_the_one_that_it_wrote(tmp_path: Path) -> None:
     assert not re.search(r"<[bnyzw]>", text) and "<svg>a</svg>" in text
     assert "noted" in text and "Nothing" not in text and "of nothing" not in text
     assert re.search(r"class=n>2</td><td class=n>0\.5</td><td>–</td></tr>\s*<tr class=\"best\">", text)
-
-
-def test_figures_are_xml() -> None:
-    drawn = figures.svg(figures.lines({"a<b": [(0, 1.0), (1, 20.0)], "c": [(0, 1.0)]}, x="x & y", y="y", log_y=True))
-    ElementTree.fromstring(drawn)
-    values = {(1, 0.1): 1.0, (2, 0.1): 0.5, (2, 0.2): float("inf")}
-    ElementTree.fromstring(figures.svg(figures.heat_map([1, 2], [0.1, 0.2], values, x="b", y="r", best_low=True)))
-    assert figures.one_two_five([0.3, 4]) == [0.2, 0.5, 1, 2, 5]
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="no browser is installed")

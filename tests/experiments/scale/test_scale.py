@@ -41,11 +41,10 @@ def test_the_law_finds_its_constants() -> None:
 
 
 def test_two_points_tell_contention_only() -> None:
-    law = answer.fit({1: [1.0, 1.02, 0.98], 2: [1 / 0.62, 1 / 0.63, 1 / 0.61]})
+    law, good = answer.fit({1: [1.0, 1.02, 0.98], 2: [1 / 0.62, 1 / 0.63, 1 / 0.61]}), answer.fit({1: [1.0], 2: [1.96]})
     assert law is not None and law["kappa"] == (0, 0, 0) and answer.speedup(law, 2) == pytest.approx(1 / 0.62, rel=1e-6)
     assert law["sigma"][1] < 0.24 < law["sigma"][2]
     assert answer.verdict(law, 2).startswith("The next doubling does not pay: 4 workers would do 1.4")
-    good = answer.fit({1: [1.0], 2: [1 / 0.51]})
     assert good is not None and "doubling pays" in answer.verdict(good, 2)
     assert answer.fit({2: [1.0], 4: [1.6]}) is None, "without one worker there is nothing to compare with"
 

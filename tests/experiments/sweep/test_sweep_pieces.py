@@ -6,6 +6,7 @@ import json
 import math
 import random
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -183,6 +184,9 @@ def test_the_critical_batch_size_is_found(tmp_path: Path) -> None:
     assert found is not None
     assert abs(found.batch / NOISE - 1) < 0.15 and found.low < NOISE < found.high
     assert abs(found.least_steps / LEAST - 1) < 0.15
+    assert found.interval.startswith("95 %: ")
+    few = analysis.critical_batch({16: 100.0, 32: 52.0, 64: 45.0})
+    assert few is not None and few.interval == "too few points for an interval"
     assert analysis.critical_batch({16: 100.0, 32: 50.0}) is None
     assert analysis.critical_batch({16: 100.0, 32: 200.0, 64: 400.0}) is None, "steps that grow know no such thing"
 
@@ -224,7 +228,9 @@ def test_what_to_use_by_workers(tmp_path: Path, store: TrialStore) -> None:
     page = content(sweep, store, answer)
     sections = {section["title"]: section for section in page["sections"]}
     assert len(sections["What to use, by workers"]["tables"][0]["rows"]) == 4
-    captions = " ".join(caption for _, caption in sections["Plots"]["plots"])
+    plots = sections["Plots"]["plots"]
+    assert all(ElementTree.fromstring(drawing) for drawing, _ in plots), "they are XML"
+    captions = " ".join(caption for _, caption in plots)
     assert all(word in captions for word in ("best learning rate", "critical batch size", "Samples per second"))
 
 
