@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from app.data.files import cached, digest, existing, package_file
+from app.data.files import cached, existing, identity, package_file
 from app.errors import UserError
 
 Array = npt.NDArray[Any]
@@ -119,7 +119,7 @@ def _built_in(name: str) -> ImageSet:
         with open(path, "wb") as out:
             np.save(out, table.astype(np.uint8))
 
-    table = np.load(cached(f"{name}-{digest(source)}.npy", parse))
+    table = np.load(cached(f"{name}-{identity(source)}.npy", parse))
     return _image_set(table[:, :-1].reshape(-1, size, size), table[:, -1], name)
 
 

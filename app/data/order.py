@@ -104,16 +104,10 @@ def shares(count: int, parts: int) -> list[slice]:
 # --- holding out --------------------------------------------------------------------------------------------------
 
 
-def held_out(total: int, eval_fraction: float | None, eval_samples: int | None, default_fraction: float) -> int:
-    """How many of `total` samples to hold out, at least one being left to train on.
-
-    `eval_samples` counts before `eval_fraction`; with neither, `default_fraction` is taken.
-    """
+def held_out(total: int, eval_samples: int | None, default_fraction: float) -> int:
+    """How many of `total` samples to hold out, at least one being left to train on: `eval_samples`, or a fraction."""
     if eval_samples is None:
-        chosen = default_fraction if eval_fraction is None else eval_fraction
-        if isinstance(chosen, bool) or not isinstance(chosen, (int, float)) or not 0 <= chosen < 1:
-            raise UserError(f"task_args.eval_fraction is {chosen!r}; it must be a number from 0 to less than 1")
-        return min(round(total * chosen), total - 1)
+        return min(round(total * default_fraction), total - 1)
     if isinstance(eval_samples, bool) or not isinstance(eval_samples, int) or not 0 <= eval_samples < total:
         raise UserError(
             f"task_args.eval_samples is {eval_samples!r}; write a whole number below {total}, the number of samples"

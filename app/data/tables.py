@@ -22,6 +22,7 @@ Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
 
 BUILT_IN = {"diamonds": ("plotnine", "data/diamonds.csv", "plotnine")}  # name: (package, file in it, what to install)
+MOST_CATEGORIES = 64  # of a text column, that get an input of their own
 MISSING = ["", "NA", "N/A", "NaN", "nan", "null", "NULL", "?"]  # what stands for a missing value in a CSV file
 
 
@@ -41,12 +42,6 @@ class Column:
         if self.numeric:
             return np.isnan(self.values)
         return np.array([value is None for value in self.values], dtype=bool)
-
-    def as_text(self) -> Column:
-        """The column with its numbers as names."""
-        if not self.numeric:
-            return self
-        return Column(self.name, np.array([None if np.isnan(v) else f"{v:g}" for v in self.values], dtype=object))
 
     def classes(self, rows: Indices, source: str) -> tuple[list[str], npt.NDArray[np.int64]]:
         """(names of the classes in order, class of each of the rows, none of which is missing)."""
@@ -120,15 +115,15 @@ def _values(column: pa.ChunkedArray) -> Array:
     return values
 
 
-def encoded(columns: Sequence[Column], train: Indices, max_categories: int) -> Floats:
+def encoded(columns: Sequence[Column], train: Indices) -> Floats:
     """All rows of the columns as one matrix (n, width) of inputs, with statistics of the training rows only.
 
     A numeric column becomes one number of mean 0 and deviation 1, missing (and infinite) values 0, and, if any is
     missing in the training rows, a second number that is 1 where it is. A text column becomes one number per
-    category of the training rows (1 where it is this one), of the most frequent `max_categories`; others, unknown
+    category of the training rows (1 where it is this one), of the most frequent `MOST_CATEGORIES`; others, unknown
     and missing values share one more where there are any.
     """
-    parts = [_numbers(c.values, train) if c.numeric else _categories(c.values, train, max_categories) for c in columns]
+    parts = [_numbers(c.values, train) if c.numeric else _categories(c.values, train) for c in columns]
     return np.concatenate(parts, axis=1)
 
 
@@ -141,9 +136,9 @@ def _numbers(values: Array, train: Indices) -> Floats:
     return np.stack(marked, axis=1).astype(np.float32)
 
 
-def _categories(values: Array, train: Indices, most: int) -> Floats:
+def _categories(values: Array, train: Indices) -> Floats:
     counts = Counter(value for value in values[train] if value is not None)
-    frequent = sorted(counts, key=lambda name: (-counts[name], name))[:most]
+    frequent = sorted(counts, key=lambda name: (-counts[name], name))[:MOST_CATEGORIES]
     codes = {name: code for code, name in enumerate(sorted(frequent))}
     one_hot = np.eye(len(codes) + 1, dtype=np.float32)[[codes.get(value, len(codes)) for value in values]]
     share_one = sum(counts.values()) < len(train) or len(frequent) < len(counts)

@@ -1,4 +1,4 @@
-"""Text as token files: found, tokenised once, kept in the cache by its content, read a few windows at a time.
+"""Text as token files: found, tokenised once, kept in the cache, read a few windows at a time.
 
 A corpus may be far larger than memory. Windows are read with pread instead of a mapping (np.memmap), whose pages pile
 up in the process's resident memory, and which ends the process with SIGBUS where the file becomes unreadable.
@@ -7,8 +7,6 @@ up in the process's resident memory, and which ends the process with SIGBUS wher
 from __future__ import annotations
 
 import glob
-import hashlib
-import json
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -22,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from app.data.files import cached, digest, existing
+from app.data.files import cached, existing, identity
 from app.errors import UserError
 
 if TYPE_CHECKING:
@@ -99,16 +97,16 @@ def _python_library() -> list[Path]:
 def tokenise(files: Sequence[Path], tokenizer: str = BYTES) -> tuple[TokenFile, int, int]:
     """(the files' tokens one after another, size of the vocabulary, bytes of text).
 
-    The tokens are kept in the cache under a hash of the files' contents and the tokenizer, and made only if
-    they are not there. `tokenizer` is "bytes" or the path of a Hugging Face tokenizers file (tokenizer.json).
+    The tokens are kept in the cache, and made anew only where the files or the tokenizer have changed. `tokenizer` is
+    "bytes" or the path of a Hugging Face tokenizers file (tokenizer.json).
     """
     if tokenizer == BYTES:
-        vocab_size, key = 256, _content_key(files)
+        vocab_size, key = 256, identity(*files)
         chunks = _byte_chunks(files)
     else:
         path = existing(tokenizer, "task_args.tokenizer")
         model = load_tokenizer(path)
-        vocab_size, key = model.get_vocab_size(), f"{_content_key(files)}-{digest(path)}"
+        vocab_size, key = model.get_vocab_size(), identity(*files, path)
         chunks = _encoded_chunks(files, model)
     dtype = "uint8" if vocab_size <= 1 << 8 else "uint16" if vocab_size <= 1 << 16 else "uint32"
 
@@ -123,13 +121,6 @@ def tokenise(files: Sequence[Path], tokenizer: str = BYTES) -> tuple[TokenFile, 
         others = f" and {len(files) - 1} other files" if len(files) > 1 else ""
         raise UserError(f"task_args.data: there is no text in {files[0]}{others}; give files with text")
     return TokenFile(made, dtype, length), vocab_size, sum(file.stat().st_size for file in files)
-
-
-def _content_key(files: Sequence[Path]) -> str:
-    """The files' digest, remembered by their paths, sizes and times so that it is computed once."""
-    stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    name = hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]
-    return cached(f"digest-{name}.txt", lambda path: path.write_text(digest(*files))).read_text()
 
 
 def _byte_chunks(files: Sequence[Path]) -> Iterator[Any]:

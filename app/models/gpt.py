@@ -1,7 +1,7 @@
 """A decoder-only transformer.
 
 Pre-norm blocks (Radford et al. 2019), rotary position embeddings (Su et al. 2021), RMSNorm (Zhang and Sennrich
-2019) or LayerNorm, a SwiGLU feed-forward (Shazeer 2020), no biases in the linear layers: the shape of LLaMA.
+2019), a SwiGLU feed-forward (Shazeer 2020), no biases in the linear layers: the shape of LLaMA.
 
 Shapes: B sequences in the batch, T tokens, D model width, H heads of size K, V vocabulary. The number of heads is read
 off the projections' output, so a block works unchanged when it holds only some of the heads.
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from app.errors import UserError
 from app.models.cross_entropy import linear_cross_entropy
 
-NORMS: dict[str, type[nn.Module]] = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm}
 ROTARY_BASE = 10_000.0
 NORM_EPS = 1e-5
 TENSOR_PLAN = {
@@ -74,11 +73,11 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Attention, then feed-forward, each on the normalised input and added to it: (B, T, D) to (B, T, D)."""
 
-    def __init__(self, d_model: int, n_heads: int, d_hidden: int, norm: str, dropout: float) -> None:
+    def __init__(self, d_model: int, n_heads: int, d_hidden: int, dropout: float) -> None:
         super().__init__()
-        self.attn_norm = NORMS[norm](d_model, eps=NORM_EPS)
+        self.attn_norm = nn.RMSNorm(d_model, eps=NORM_EPS)
         self.attn = Attention(d_model, n_heads, dropout)
-        self.mlp_norm = NORMS[norm](d_model, eps=NORM_EPS)
+        self.mlp_norm = nn.RMSNorm(d_model, eps=NORM_EPS)
         self.mlp = FeedForward(d_model, d_hidden)
         self.dropout = nn.Dropout(dropout)
 
@@ -101,7 +100,6 @@ class GPT(nn.Module):
         n_layers: int = 4,
         n_heads: int = 4,
         d_hidden: int | None = None,
-        norm: str = "rmsnorm",
         tie_weights: bool = False,
         dropout: float = 0.0,
     ) -> None:
@@ -111,15 +109,13 @@ class GPT(nn.Module):
                 f"d_model {d_model} cannot be split into {n_heads} heads of an even size (rotary embeddings turn "
                 f"pairs of numbers); write a multiple of {2 * n_heads}"
             )
-        if norm not in NORMS:
-            raise UserError(f"there is no norm {norm!r} for a GPT; write {' or '.join(NORMS)}")
         # Two thirds of the usual 4·D, since SwiGLU has three matrices; rounded up so that tp divides it.
         d_hidden = d_hidden or 64 * math.ceil(8 * d_model / 3 / 64)
         self.tied = tie_weights
         self.embed = nn.Embedding(vocab_size, d_model)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleDict({str(i): Block(d_model, n_heads, d_hidden, norm, dropout) for i in range(n_layers)})
-        self.norm = NORMS[norm](d_model, eps=NORM_EPS)
+        self.blocks = nn.ModuleDict({str(i): Block(d_model, n_heads, d_hidden, dropout) for i in range(n_layers)})
+        self.norm = nn.RMSNorm(d_model, eps=NORM_EPS)
         self.head = nn.Linear(d_model, vocab_size, bias=False)
         self._initialise(n_layers)
         self.tie_weights()

@@ -12,7 +12,7 @@ from app.data.order import held_out
 from app.data.text import BYTES, TOKEN_DTYPES, TokenWindows, read_tokens
 from app.errors import UserError
 from app.models.cross_entropy import LARGE_VOCABULARY, cross_entropy
-from app.models.gpt import GPT, NORMS, TENSOR_PLAN
+from app.models.gpt import GPT, TENSOR_PLAN
 from app.tasks.base import Batch
 from app.tasks.parts import InParts, checked_model, one_of, whole
 
@@ -28,12 +28,11 @@ class LanguageModelling(InParts):
         in the cache.
     token_dtype: `uint16`, `uint32` or `uint8`: the numbers in a .bin file.
     vocab_size: size of the vocabulary; needed with token files, else at least the tokenizer's (its default).
-    sequence_length, d_model, n_layers, n_heads, d_hidden, norm (`rmsnorm` or `layernorm`), tie_weights, dropout:
-        the model; see app/models/gpt.py.
+    sequence_length, d_model, n_layers, n_heads, d_hidden, tie_weights, dropout: the model; see app/models/gpt.py.
     linear_loss: compute the loss from the last layer's input, so that all logits never exist at once
         (app/models/cross_entropy.py), where this process has the last layer whole. null (the default): on a GPU with
         a vocabulary of 8,192 or more; true: on a CPU too.
-    eval_samples or eval_fraction: sequences held out at the end of the text (default: a tenth, at most 256).
+    eval_samples: sequences held out at the end of the text (default: a tenth, at most 256).
 
     One sample is one sequence; `items` and the throughput count tokens.
     """
@@ -53,15 +52,12 @@ class LanguageModelling(InParts):
         n_layers: int = 4,
         n_heads: int = 4,
         d_hidden: int | None = None,
-        norm: str = "rmsnorm",
         tie_weights: bool = False,
         dropout: float = 0.0,
         linear_loss: bool | None = None,
         eval_samples: int | None = None,
-        eval_fraction: float | None = None,
     ) -> None:
         one_of("token_dtype", token_dtype, TOKEN_DTYPES)
-        one_of("norm", norm, NORMS)
         self.sequence_length = whole("sequence_length", sequence_length)
         self.n_heads = whole("n_heads", n_heads)
         model_args: dict[str, Any] = {
@@ -69,7 +65,6 @@ class LanguageModelling(InParts):
             "n_layers": whole("n_layers", n_layers),
             "n_heads": n_heads,
             "d_hidden": None if d_hidden is None else whole("d_hidden", d_hidden),
-            "norm": norm,
             "tie_weights": tie_weights,
             "dropout": dropout,
         }
@@ -91,9 +86,8 @@ class LanguageModelling(InParts):
                 f"task_args.data: {sum(file.length for file in files)} tokens do not fill one sequence of "
                 f"{self.sequence_length} and its next token; give more text, or a smaller sequence_length"
             )
-        count = held_out(total, eval_fraction, eval_samples, DEFAULT_EVAL_FRACTION)
-        if eval_samples is None and eval_fraction is None:
-            count = min(count, DEFAULT_EVAL_SEQUENCES)
+        count = held_out(total, eval_samples, DEFAULT_EVAL_FRACTION)
+        count = min(count, DEFAULT_EVAL_SEQUENCES) if eval_samples is None else count
         self._train = windows.part(0, total - count)
         self._eval = windows.part(total - count, total) if count else None
 

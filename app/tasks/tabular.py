@@ -15,7 +15,7 @@ from app.data.tables import Array, Column, column_of, encoded, read_table
 from app.errors import UserError
 from app.models.feedforward import MLP
 from app.tasks.base import Batch
-from app.tasks.parts import Classification, checked_model, one_of, whole
+from app.tasks.parts import Classification, checked_model, one_of
 
 DEFAULT_EVAL_FRACTION = 0.2
 DEFAULT_TARGETS = {"diamonds": "price"}
@@ -29,9 +29,8 @@ class Tabular(Classification):
     target: the column to predict (diamonds: price). Rows without it are left out.
     kind: `regression`, `classification`, or `auto`: classification if the target is text or at most 10 different
         whole numbers.
-    ignore: columns to leave out. categorical: numeric columns whose numbers are names.
-    max_categories: a text column's categories that get an input of their own; rarer ones share one.
-    eval_samples or eval_fraction: rows held out, always the same, class by class (default: a fifth).
+    ignore: columns to leave out.
+    eval_samples: rows held out, always the same, class by class (default: a fifth).
     model_args: arguments of app/models/feedforward.py: hidden, activation, dropout.
 
     Numbers are standardised with the training rows' mean and deviation, a regression's target too; its metrics
@@ -45,10 +44,7 @@ class Tabular(Classification):
         target: str | None = None,
         kind: str = "auto",
         ignore: list[str] | None = None,
-        categorical: list[str] | None = None,
-        max_categories: int = 64,
         eval_samples: int | None = None,
-        eval_fraction: float | None = None,
         model_args: dict[str, Any] | None = None,
     ) -> None:
         one_of("kind", kind, ("auto", "regression", "classification"))
@@ -57,24 +53,19 @@ class Tabular(Classification):
         if target is None:
             raise UserError(f"task_args.target is needed: a column of {data} to predict; it has {', '.join(columns)}")
         goal = column_of(columns, target, "task_args.target", data)
-        for key, names in (("ignore", ignore or []), ("categorical", categorical or [])):
-            for name in names:
-                column_of(columns, name, f"task_args.{key}", data)
+        for name in ignore or []:
+            column_of(columns, name, "task_args.ignore", data)
         rows = np.flatnonzero(~goal.missing())
         if len(rows) < 2:
             raise UserError(f"{path} has {len(rows)} rows with a value in {target!r}; at least two are needed")
-        inputs = [
-            column.as_text() if name in (categorical or []) else column
-            for name, column in columns.items()
-            if name not in (target, *(ignore or []))
-        ]
+        inputs = [column for name, column in columns.items() if name not in (target, *(ignore or []))]
         if not inputs:
             raise UserError(f"{path} has no column besides the target {target!r}; there is nothing to predict from")
         self.source, self.target = data, target
         self.classes, goals = _goals(goal, rows, kind, path.name)
-        count = held_out(len(rows), eval_fraction, eval_samples, DEFAULT_EVAL_FRACTION)
+        count = held_out(len(rows), eval_samples, DEFAULT_EVAL_FRACTION)
         train_at, eval_at = hold_out(len(rows), count, goals if self.classes else None)
-        matrix = encoded(inputs, rows[train_at], whole("max_categories", max_categories))
+        matrix = encoded(inputs, rows[train_at])
         self.mean, self.std, self.eval_variance = 0.0, 1.0, 0.0
         if not self.classes:
             self.mean, self.std = float(goals[train_at].mean()), float(goals[train_at].std()) or 1.0

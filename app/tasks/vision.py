@@ -27,8 +27,8 @@ class ImageClassification(Classification):
         of IDX files named as MNIST's (.gz too), or a .npz or .pt file with images and labels.
     model: `cnn`, `resnet` or `mlp`; model_args: its arguments (see app/models).
     classes: number of classes (default: the largest label + 1).
-    eval_samples or eval_fraction: how much is held out, class by class and always the same images (default: a
-        fifth, or the data's own test part where it has one).
+    eval_samples: how many are held out, class by class and always the same images (default: a fifth, or the data's
+        own test part where it has one).
     augment_shift: move training images at random by up to this many pixels, as their position in the run decides.
 
     Images are brought to mean 0 and deviation 1 per channel, as measured on the training part.
@@ -42,7 +42,6 @@ class ImageClassification(Classification):
         model_args: dict[str, Any] | None = None,
         classes: int | None = None,
         eval_samples: int | None = None,
-        eval_fraction: float | None = None,
         augment_shift: int = 0,
     ) -> None:
         one_of("model", model, ("cnn", "resnet", "mlp"))
@@ -51,8 +50,8 @@ class ImageClassification(Classification):
         self.classes = int(first.labels.max()) + 1 if classes is None else whole("classes", classes)
         for part in filter(None, (first, test)):
             _check_labels(part, self.classes)
-        if test is None or eval_samples is not None or eval_fraction is not None:
-            count = held_out(len(first.labels), eval_fraction, eval_samples, DEFAULT_EVAL_FRACTION)
+        if test is None or eval_samples is not None:
+            count = held_out(len(first.labels), eval_samples, DEFAULT_EVAL_FRACTION)
             parts = hold_out(len(first.labels), count, first.labels)
             train, held = (ImageSet(first.images[at], first.labels[at], first.source) for at in parts)
         else:

@@ -184,7 +184,6 @@ class LabelledText(Classification):
         tokenizer: Any,
         longest: int,
         eval_samples: int | None,
-        eval_fraction: float | None,
     ) -> None:
         if not isinstance(data, str):
             raise UserError(f"task_args.data is {data!r}; write the path of a .csv or .parquet file")
@@ -198,7 +197,7 @@ class LabelledText(Classification):
         if len(at) < 2:
             raise UserError(f"{data} has {len(at)} rows with a text and a label; at least two are needed")
         self.classes, numbers = labels.classes(at, data)
-        count = held_out(len(at), eval_fraction, eval_samples, DEFAULT_EVAL_FRACTION)
+        count = held_out(len(at), eval_samples, DEFAULT_EVAL_FRACTION)
         train, held = hold_out(len(at), count, numbers)
         self._train = Texts(list(texts.values[at][train]), numbers[train], tokenizer, longest)
         self._eval = Texts(list(texts.values[at][held]), numbers[held], tokenizer, longest) if count else None

@@ -16,7 +16,7 @@ from app.errors import UserError
 from app.tasks.base import Batch
 from app.tasks.huggingface import plan
 from app.tasks.huggingface.data import chosen_tokenizer, images, labelled_text, running_text, tokenizer_of
-from app.tasks.huggingface.model import KINDS, Recipe, choose_kind, find, position_tables, settle, trial
+from app.tasks.huggingface.model import KINDS, Recipe, choose_kind, find, settle, trial
 from app.tasks.parts import InParts, one_of, whole
 
 GENERATION = "generation_config.json"
@@ -41,7 +41,7 @@ class HuggingFace(InParts):
     kind: `causal_lm`, `sequence_classification`, `image_classification`, or `auto`: what the configuration says.
     pretrained: begin from the weights in the folder (or on the hub) instead of new ones. A classifier gets a new head.
     attention: `sdpa`, `eager`, `flash_attention_2`, … (default: the library's choice).
-    eval_samples or eval_fraction: how much of the data is held out.
+    eval_samples: how many samples are held out.
 
     causal_lm: data, token_dtype and sequence_length (default 256) as for language_modelling; tokenizer: `bytes` or a
         tokenizers file (default: the folder's own tokenizer.json, else bytes).
@@ -70,7 +70,6 @@ class HuggingFace(InParts):
         label: str | None = None,
         augment_shift: int | None = None,
         eval_samples: int | None = None,
-        eval_fraction: float | None = None,
     ) -> None:
         one_of("kind", kind, ("auto", *KINDS))
         if not isinstance(pretrained, bool):
@@ -87,7 +86,7 @@ class HuggingFace(InParts):
             if self.kind not in ONLY_FOR[name]:
                 kinds = " and ".join(ONLY_FOR[name])
                 raise UserError(f"task_args.{name} is for {kinds}, but this model is for {self.kind}; leave it out")
-        own |= {"data": data, "eval_samples": eval_samples, "eval_fraction": eval_fraction}
+        own |= {"data": data, "eval_samples": eval_samples}
         base = settle(found, {}, written)  # so that what is wrong there is known before the data is read
         self.tokenizer: Any = None  # the library's, for the export
         if self.kind == "image_classification":
@@ -111,22 +110,6 @@ class HuggingFace(InParts):
         cached = "use_cache" in inspect.signature(structure.forward).parameters
         self._keywords: dict[str, Any] = {"use_cache": False} if cached else {}
         self._heads = plan.heads(self.config, self.tensor_plan(structure))
-        self._check(structure, own.get("sequence_length"))
-
-    def _check(self, structure: nn.Module, longest: int | None) -> None:
-        """Raises UserError for sizes that would fail, or be cut without a word, in the first step."""
-        able = min(position_tables(structure), default=None)
-        if able is not None and longest is not None and longest > able:
-            raise UserError(
-                f"task_args.sequence_length is {longest}, but the model has {able} positions; write at most {able}, or "
-                "a larger task_args.config.max_position_embeddings"
-            )
-        patch, sides = getattr(self.config, "patch_size", None), _sides(self.config)
-        if isinstance(patch, int) and sides and any(side % patch for side in sides):
-            raise UserError(
-                f"task_args.config.patch_size is {patch}, which does not divide images of {sides[0]}×{sides[1]}; write "
-                "one that does"
-            )
 
     # --- the task ----------------------------------------------------------------------------------------------
 
@@ -215,13 +198,20 @@ class Called:
 
 
 def _length(kind: str, written: int | None, base: Any) -> int:
-    """Tokens in a sample: as written, else the kind's default, or less where the model has fewer positions."""
-    if written is not None:
-        return whole("sequence_length", written)
-    tables = position_tables(trial(Recipe(kind, base, None)))
-    positions = getattr(base, "max_position_embeddings", None)
-    known = [positions] if isinstance(positions, int) and positions > 0 else []
-    return min([DEFAULT_LENGTHS[kind], *tables, *known])
+    """Tokens in a sample: as written, else the kind's default, or less where the model has fewer positions.
+
+    Raises UserError where more is written than the model has."""
+    able = getattr(base, "max_position_embeddings", None)
+    known = [able] if isinstance(able, int) and able > 0 else []
+    if written is None:
+        return min([DEFAULT_LENGTHS[kind], *known])
+    whole("sequence_length", written)
+    if min([written, *known]) < written:
+        raise UserError(
+            f"task_args.sequence_length is {written}, but the model has {able} positions; write at most {able}, or a "
+            "larger task_args.config.max_position_embeddings"
+        )
+    return written
 
 
 def _sides(config: Any) -> tuple[int, int] | None:

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from app.data import tables
 from app.data.tables import Column, encoded, read_table
 from app.errors import UserError
 
@@ -63,7 +64,7 @@ def test_encoding_uses_the_training_rows_only() -> None:
     number = Column("n", np.array([1.0, 3.0, np.nan, 100.0, np.inf]))
     complete = Column("c", np.array([1.0, 1.0, 1.0, 2.0, np.nan]))
     names = Column("t", np.array(["a", "b", "a", "new", None], dtype=object))
-    assert encoded([number, complete, names], np.array([0, 1, 2]), max_categories=9).tolist() == [
+    assert encoded([number, complete, names], np.array([0, 1, 2])).tolist() == [
         [-1, 0, 0, 1, 0],
         [1, 0, 0, 0, 1],
         [0, 1, 0, 1, 0],
@@ -72,15 +73,16 @@ def test_encoding_uses_the_training_rows_only() -> None:
     ]
 
 
-def test_rare_and_missing_categories_share_an_input() -> None:
+def test_rare_and_missing_categories_share_an_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "MOST_CATEGORIES", 2)
     names = Column("t", np.array(["a", "a", "b", "b", "c", None, "never seen"], dtype=object))
-    found = encoded([names], np.arange(6), max_categories=2)
+    found = encoded([names], np.arange(6))
     assert found.argmax(axis=1).tolist() == [0, 0, 1, 1, 2, 2, 2] and found.sum(axis=1).tolist() == [1] * 7
 
 
 def test_columns_without_any_value_do_no_harm() -> None:
     nothing = [Column("n", np.full(3, np.nan)), Column("t", np.array([None] * 3, dtype=object))]
-    assert np.isfinite(encoded(nothing, np.arange(3), 5)).all()
+    assert np.isfinite(encoded(nothing, np.arange(3))).all()
 
 
 def not_parquet(folder: Path) -> str:

@@ -381,7 +381,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"augment_shift": 2}, "task_args.augment_shift is for image_classification"),
     ({"model": "gpt2", "config": {**GPT2, "n_positions": 4}, "sequence_length": 8}, "has 4 positions"),
     ({"model": "bert", "data": "reviews.csv", "config": SMALL, "text": "txt"}, r"did you mean 'text'\?"),
-    ({"model": "vit", "data": "digits", "config": {**SMALL, "patch_size": 5}}, "patch_size is 5"),
     ({"model": "vit", "data": "digits", "sequence_length": 8}, "sequence_length is for causal_lm"),
 ]
 
