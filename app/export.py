@@ -22,7 +22,7 @@ from app.errors import UserError, nearest
 from app.storage import Storage
 
 if TYPE_CHECKING:
-    from app.tasks.huggingface import HuggingFace
+    from app.tasks.huggingface.task import HuggingFace
 
 FORMATS = ("safetensors", "huggingface", "torch")
 FILE_BYTES = 5_000_000_000  # of one safetensors file, as on the hub
@@ -112,7 +112,7 @@ def _hugging_face(storage: Storage) -> HuggingFace:
     """The run's task, if it is one whose model transformers can load."""
     from app.config_io import from_dict
     from app.tasks import load_task
-    from app.tasks.huggingface import HuggingFace
+    from app.tasks.huggingface.task import HuggingFace
 
     config = from_dict(yaml.safe_load(storage.read_bytes("config.yaml")), f"{storage.url}/config.yaml")
     task = load_task(config.task, config.task_args)

@@ -233,15 +233,21 @@ def _of_node(node: NodeState) -> NodeType:
     return found if gpu or not gpus else replace(found, gpu=node.gpu)
 
 
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines with columns as wide as their widest cell."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
 def table(shape: ClusterShape) -> str:
     """Node types in rows: how many, what GPUs, how fast the links, what price."""
     rows: list[tuple[str, ...]] = [("node type", "nodes", "GPUs", "CPUs", "memory", "within", "across", "$/hour")]
     rows += [_row(kind) for kind in shape.types]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
     most = shape.max_workers if shape.max_workers is not None else sum(kind.max_nodes for kind in shape.workers)
     head = f"{shape.name} ({shape.provider}): up to {shape.max_gpus} GPUs, the head and at most {most} workers"
-    return "\n".join([head, "", *lines, "", "links: one direction, within a node per GPU, across nodes per node"])
+    return "\n".join(
+        [head, "", *aligned(rows), "", "links: one direction, within a node per GPU, across nodes per node"]
+    )
 
 
 def _row(kind: NodeType) -> tuple[str, ...]:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from app.errors import UserError
 
-ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh}
 DEPTHS = {18: (False, (2, 2, 2, 2)), 34: (False, (3, 4, 6, 3)), 50: (True, (3, 4, 6, 3))}
 """Depth of a ResNet: (whether blocks are bottlenecks, blocks per stage)."""
 SMALL_IMAGE = 64  # up to this many pixels a side the stem keeps the resolution, as is usual for CIFAR and MNIST
@@ -22,12 +21,12 @@ Norm = Callable[[int], nn.Module]
 
 
 class Layer(nn.Module):
-    """Linear, activation, dropout: (N, in) to (N, out)."""
+    """Linear, ReLU, dropout: (N, in) to (N, out)."""
 
-    def __init__(self, in_features: int, out_features: int, activation: str, dropout: float) -> None:
+    def __init__(self, in_features: int, out_features: int, dropout: float) -> None:
         super().__init__()
         self.linear = nn.Linear(in_features, out_features)
-        self.activation = ACTIVATIONS[activation]()
+        self.activation = nn.ReLU()
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,13 +42,12 @@ class MLP(nn.Module):
         out_features: int,
         *,
         hidden: Sequence[int] = (256, 256),
-        activation: str = "relu",
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
         widths = [in_features, *hidden]
         pairs = enumerate(itertools.pairwise(widths))
-        self.blocks = nn.ModuleDict({str(i): Layer(before, after, activation, dropout) for i, (before, after) in pairs})
+        self.blocks = nn.ModuleDict({str(i): Layer(before, after, dropout) for i, (before, after) in pairs})
         self.head = nn.Linear(widths[-1], out_features)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.config import Config
-from app.console import size
 from app.errors import UserError
 from app.planner.device import device
 from app.planner.estimate import Estimate
@@ -17,12 +16,24 @@ from app.planner.plan import GIB, Plan, estimator_of, make_plan, ranked, reader_
 from app.planner.read import Reader
 from app.tasks.base import Task
 from cluster.hardware import all_instances
-from strategies import registry
 from strategies.dims import NAMES, Layout
 from strategies.layout import choose
 from strategies.pipeline.schedules import chunks_of
 
 COMMUNICATION = ("tensor", "shard", "replicate", "pipeline_send", "contention")
+PARTS = {
+    "compute": "computation (smaller matrix products, or recomputation)",
+    "tensor": "tensor parallelism's communication, which nothing hides",
+    "shard": "gathering parameters and scattering gradients, which computation does not hide",
+    "replicate": "the all-reduce that backward does not hide",
+    "pipeline_send": "activations sent between stages",
+    "contention": "computation slowed by communication beside it",
+    "bubble": "stages waiting for the pipeline to fill and drain",
+    "optimizer": "the optimizer, whose state is not sharded",
+    "data": "copying samples to the GPU",
+    "rest": "the fixed cost of a step",
+}
+"""timing.py's parts of a step in words."""
 
 
 def predict(
@@ -107,7 +118,8 @@ def _planned(config: Config, task: Task, machine: Machine, given: set[str]) -> C
         values["parallel.stages"] = list(row.stages or ())
     sentence = (
         f"strategy auto is {candidate.layout}, micro-batches of {candidate.micro_batch}, activation checkpointing "
-        f"{candidate.checkpointing}: predicted {row.step_seconds:.3g} s per step, {size(row.memory_bytes)} per worker"
+        f"{candidate.checkpointing}: predicted {row.step_seconds:.3g} s per step, {size_text(row.memory_bytes)} per "
+        "worker"
     )
     return Choice(candidate.layout, sentence, values, row)
 
@@ -152,18 +164,8 @@ def advice(plan: Plan) -> list[str]:
     if best is None:
         return infeasible(plan)
     sentences = _from_one_gpu(plan, best)
-    if machine.world > machine.per_node:
-        within, across = machine.device.gpu.link_within, machine.across / machine.per_node
-        sentences.append(
-            f"A GPU has {within / 1e9:.0f} GB/s to the others of its machine and {across / 1e9:.1f} GB/s (its share of "
-            f"{machine.across / 1e9:.0f}) to other machines."
-        )
     sentences.append(f"Use {best.candidate.layout.name}: {settings_text(best)}: {figures(best)}.")
-    copies = registry.by_degrees("dp_replicate").name
-    least = min((row.memory_bytes for row in plan.rows if row.candidate.family == copies), default=0.0)
-    if best.candidate.strategy.is_sharded and least > best.capacity:
-        sentences.append(f"With {least / GIB:.0f} GiB per GPU {copies} would fit, which sends a third less.")
-    return [*sentences, *_waiting(best), *_fewer(plan, best), *([machine.assumed] if machine.assumed else [])]
+    return [*sentences, *_waiting(best), *([machine.assumed] if machine.assumed else [])]
 
 
 def _best(rows: list[Estimate]) -> Estimate | None:
@@ -189,14 +191,12 @@ def _from_one_gpu(plan: Plan, best: Estimate) -> list[str]:
 
 def _waiting(best: Estimate) -> list[str]:
     """What a step waits for, where that is more than a tenth of it."""
-    found, parts = [], best.communication
-    talk, bubble = sum(best.seconds[part] for part in COMMUNICATION), best.seconds["bubble"]
-    if talk > 0.1 * best.step_seconds and parts:
-        name, _, link = max(parts, key=lambda key: parts[key]).partition(".")
-        where = "between machines" if link == "across" else "within a machine"
+    found, talk, bubble = [], sum(best.seconds[part] for part in COMMUNICATION), best.seconds["bubble"]
+    if talk > 0.1 * best.step_seconds:
+        most = max(COMMUNICATION, key=lambda part: best.seconds[part])
         found.append(
-            f"Communication takes {100 * talk / best.step_seconds:.0f} % of the step, mostly {name.replace('_', '-')} "
-            f"{where}: faster links, a larger train.global_batch_size or parallel.reduce_dtype=bf16 would shorten it."
+            f"Communication takes {100 * talk / best.step_seconds:.0f} % of the step, mostly {PARTS[most]}: faster "
+            "links, a larger train.global_batch_size or parallel.reduce_dtype=bf16 would shorten it."
         )
     if bubble > 0.1 * best.step_seconds:
         found.append(
@@ -204,19 +204,6 @@ def _waiting(best: Estimate) -> list[str]:
             "larger train.global_batch_size) or a zero-bubble parallel.schedule would shorten it."
         )
     return found
-
-
-def _fewer(plan: Plan, best: Estimate) -> list[str]:
-    """What a step costs on a half, a quarter, … of the GPUs; on a given number of them cost is time."""
-    price, world = plan.machine.price_per_hour, plan.machine.world
-    if price is None or world == 1:
-        return []
-    counts = [world // 2**power for power in range(7) if world >= 2**power]
-    rows = {n: best if n == world else _best(plan.on_gpus(n, {})) for n in counts}
-    seconds = {n: row.step_seconds for n, row in rows.items() if row is not None and row.fits}
-    costs = {n: price * n * step / 3600 for n, step in seconds.items()}
-    told = ", ".join(f"{n} GPUs ${cost:.3g} in {seconds[n]:.3g} s" for n, cost in costs.items())
-    return [f"Cost of a step: {told}."]
 
 
 def infeasible(plan: Plan) -> list[str]:

@@ -39,8 +39,6 @@ class Estimate:
     """Bytes on the fullest device: parameters, gradients, optimizer, activations, communication, buffers, margin."""
     seconds: dict[str, float]
     """Of one optimizer step; timing.py names the parts."""
-    communication: dict[str, float]
-    """Exposed seconds by collective and link, such as all_gather.across; they are among `seconds`."""
     flops: float  # of the whole step, without what is computed again
     reduces_each: bool | None
     """Whether every micro-batch's gradients are reduced (parallel.accumulate_sharded); None: it is no question."""
@@ -119,9 +117,9 @@ class Estimator:
         if may_reduce_each and sum(memory.values()) > machine.device.capacity:  # then it does, at some cost of time
             case = replace(case, step=replace(step, reduce_scatter_each_microbatch=True))
             memory = self._memory(case, stages)
-        seconds, communication, flops = timing(case, self.reader.sample_bytes, self.clips)
+        seconds, flops = timing(case, self.reader.sample_bytes, self.clips)
         each = case.step.reduce_scatter_each_microbatch if decides else None
-        return Estimate(candidate, machine.device.capacity, memory, seconds, communication, flops, each, stages.sizes)
+        return Estimate(candidate, machine.device.capacity, memory, seconds, flops, each, stages.sizes)
 
     # --- what layouts share -------------------------------------------------------------------------------------
 

@@ -46,7 +46,6 @@ class Route(NamedTuple):
     per_byte: float  # seconds
     hops: float  # seconds of all hops of a ring
     tree: float  # seconds of all hops of a tree
-    link: str  # "within" a node or "across" nodes: the slower one
 
 
 class Links:
@@ -86,7 +85,6 @@ class Links:
             max(inside, outside),
             (members - 1) * self.hop_within + (nodes - 1) * self.hop_across,
             math.log2(members) * self.hop_within + math.log2(nodes) * self.hop_across,
-            "across" if nodes > 1 and outside >= inside else "within",
         )
 
 

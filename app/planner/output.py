@@ -11,28 +11,15 @@ import yaml
 from app.config_io import to_dict
 from app.console import quantity
 from app.errors import UserError
-from app.planner.advice import advice, figures, settings_text
+from app.planner.advice import PARTS, advice, figures, settings_text
 from app.planner.estimate import Estimate
 from app.planner.layouts import Fixed, enumerate_layouts
 from app.planner.plan import GIB, NEAR, Plan
+from cluster.shape import aligned
 from strategies import registry
 from strategies.dims import NAMES
 
 COLUMNS = ("strategy", "degrees", "micro", "recompute", "precision", "GiB", "s/step", "per second", "MFU", "$/step")
-
-PARTS = {
-    "compute": "computation (smaller matrix products, or recomputation)",
-    "tensor": "tensor parallelism's communication, which nothing hides",
-    "shard": "gathering parameters and scattering gradients, which computation does not hide",
-    "replicate": "the all-reduce that backward does not hide",
-    "pipeline_send": "activations sent between stages",
-    "contention": "computation slowed by communication beside it",
-    "bubble": "stages waiting for the pipeline to fill and drain",
-    "optimizer": "the optimizer, whose state is not sharded",
-    "data": "copying samples to the GPU",
-    "rest": "the fixed cost of a step",
-}
-"""timing.py's parts of a step in words."""
 
 
 def text(plan: Plan, top: int = 8) -> str:
@@ -87,12 +74,6 @@ def cells(layout: dict[str, Any]) -> tuple[str, ...]:
         f"{100 * layout['mfu']:.0f} %",
         "-" if cost is None else f"{cost:.3g}",
     )
-
-
-def aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    """Lines with columns as wide as their widest cell."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
 def families(plan: Plan) -> dict[str, str]:

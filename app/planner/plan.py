@@ -85,7 +85,6 @@ class Plan:
             "memory": {name: int(value) for name, value in row.memory.items()},
             "step_seconds": row.step_seconds,
             "seconds": row.seconds,
-            "communication": row.communication,
             "samples_per_second": samples,
             f"{unit}_per_second": samples * self.reader.items_per_sample,
             "mfu": row.flops / (row.step_seconds * peak),
@@ -93,20 +92,7 @@ class Plan:
             "cost_per_run": None if cost is None else cost * self.steps,
             "energy_kwh_per_run": machine.device.gpu.watts * machine.world * row.step_seconds * self.steps / 3.6e6,
             "fits": row.fits,
-            "why_not": None if row.fits else why_not(row),
         }
-
-
-def why_not(row: Estimate) -> str:
-    """Why a layout does not fit, with the part that takes most."""
-    largest = max(row.memory, key=lambda name: row.memory[name])
-    sentence = (
-        f"needs {row.memory_bytes / GIB:.1f} GiB per GPU, of {row.capacity / GIB:.1f} available; the largest part: "
-        f"{largest} ({row.memory[largest] / GIB:.1f} GiB)"
-    )
-    if row.reduces_each is False and largest == "communication":
-        sentence += ": whole gradients wait for the last micro-batch; parallel.accumulate_sharded=true keeps shards"
-    return sentence
 
 
 def make_plan(

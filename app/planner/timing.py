@@ -15,7 +15,6 @@ a node; the other ranks of the node run the same collective in groups of their o
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 
 from app.planner.device import PartCost, Work
@@ -48,28 +47,17 @@ class Case:
     options: Options
 
 
-class Exposed:
-    """Seconds of communication that nothing hides, by part of the step and by collective and link."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = dict.fromkeys(("tensor", "shard", "replicate", "pipeline_send"), 0.0)
-        self.by_link: dict[str, float] = defaultdict(float)
-        self.hidden = 0.0  # seconds that computing hides
-
-    def add(self, part: str, seconds: float, where: str, *collectives: str) -> None:
-        """where: "within" or "across"; several collectives share the seconds evenly."""
-        self.seconds[part] += seconds
-        for name in collectives:
-            self.by_link[f"{name}.{where}"] += seconds / len(collectives)
+Exposed = dict[str, float]
+"""Seconds of communication that nothing hides, by part of the step; `hidden`: those that computing hides."""
 
 
-def timing(case: Case, sample_bytes: float, clips: bool) -> tuple[dict[str, float], dict[str, float], float]:
-    """Seconds by part; exposed communication by collective and link; FLOPs of the whole step, computed once.
+def timing(case: Case, sample_bytes: float, clips: bool) -> tuple[dict[str, float], float]:
+    """Seconds by part; FLOPs of the whole step, computed once.
 
     sample_bytes: of one sample, which goes to the device. clips: whether gradients are, which takes an all-reduce."""
     candidate, device, dims = case.candidate, case.machine.device, case.candidate.dims
     many = candidate.micro_batches
-    exposed = Exposed()
+    exposed: Exposed = dict.fromkeys(("tensor", "shard", "replicate", "pipeline_send", "hidden"), 0.0)
     compute = sum((part.forward + part.backward) * n for part, n in zip(case.parts, case.counts))
     lost = device.stage + device.split * (candidate.schedule in SPLIT) if dims.pp > 1 else 0.0
     _tensor(case, exposed)
@@ -79,20 +67,20 @@ def timing(case: Case, sample_bytes: float, clips: bool) -> tuple[dict[str, floa
     elif dims.dp > 1:
         _average(case, exposed)
     _sends(case, exposed)
-    talk = exposed.seconds
-    talk["pipeline_send"] += lost * compute * many
-    of_each = compute + (talk["tensor"] + talk["shard"] + talk["pipeline_send"]) / many
+    hidden = exposed.pop("hidden")
+    exposed["pipeline_send"] += lost * compute * many
+    of_each = compute + (exposed["tensor"] + exposed["shard"] + exposed["pipeline_send"]) / many
     seconds = {
         "compute": compute * many,
-        **talk,
-        "contention": exposed.hidden * device.contention,
+        **exposed,
+        "contention": hidden * device.contention,
         "bubble": _bubbles(candidate) * of_each,
         "optimizer": _optimizer(case, clips),
         "data": 0.0 if device.is_cpu else candidate.micro_batch * many * sample_bytes / HOST_LINK,
         "rest": device.step,
     }
     flops = sum(part.flops * part.count for part in case.parts) * dims.tp * many * dims.dp
-    return seconds, dict(exposed.by_link), flops
+    return seconds, flops
 
 
 def _tensor(case: Case, exposed: Exposed) -> None:
@@ -103,8 +91,7 @@ def _tensor(case: Case, exposed: Exposed) -> None:
     calls = sum(part.calls * n for part, n in zip(case.parts, case.counts))
     hops = (tp - 1) * (link.hop_across if tp > link.per_node else link.hop_within)
     seconds = link.gather(sent * tp / (tp - 1), tp, 1) + max(calls - 1, 0) * hops
-    names = ("all_gather", "reduce_scatter") if case.options.sequence_parallel else ("all_reduce",)
-    exposed.add("tensor", seconds * case.candidate.micro_batches, link.route(tp, 1).link, *names)
+    exposed["tensor"] += seconds * case.candidate.micro_batches
 
 
 def _unit(case: Case, part: PartCost, unit: UnitSize, count: int, exposed: Exposed) -> None:
@@ -116,48 +103,42 @@ def _unit(case: Case, part: PartCost, unit: UnitSize, count: int, exposed: Expos
         ("forward", part.forward, part.launch_forward),
         ("backward", part.backward, part.launch_backward),
     ):
-        own = [(c, *_seconds(case, c)) for c in found if c.phase == phase and c.times]
+        own = [c for c in found if c.phase == phase and c.times]
         room = computing * device.hidden if part.is_block else 0.0
         if own and part.is_block:  # what the host does for it, where launching is what a block waits for
-            waits = min(max(launch + host - computing, 0.0), host) * many
-            exposed.add("shard", waits * count, own[0][2], own[0][0].name)
+            exposed["shard"] += min(max(launch + host - computing, 0.0), host) * many * count
         before = 0
-        for times in sorted({c.times for c, _, _ in own}):  # with some micro-batches all of them go, with others a few
-            going = [one for one in own if one[0].times >= times]
-            total = sum(seconds for _, seconds, _ in going)
-            share = max(total - room, 0.0) / total if total else 0.0
-            for collective, seconds, where in going:
-                exposed.add("shard", seconds * share * (times - before) * count, where, collective.name)
-            exposed.hidden += min(total, room) * (times - before) * count
+        for times in sorted({c.times for c in own}):  # with some micro-batches all of them go, with others a few
+            total = sum(_seconds(case, c) for c in own if c.times >= times)
+            exposed["shard"] += max(total - room, 0.0) * (times - before) * count
+            exposed["hidden"] += min(total, room) * (times - before) * count
             before = times
 
 
-def _seconds(case: Case, collective: Collective) -> tuple[float, str]:
-    """Of one such collective, and the link that it waits for."""
+def _seconds(case: Case, collective: Collective) -> float:
+    """Of one such collective."""
     dims, link = case.candidate.dims, case.machine.links
     ways = getattr(dims, collective.over)
     stride = dims.tp * (dims.dp_shard if collective.over == "dp_replicate" else 1)
     take = link.reduce if collective.name == "all_reduce" else link.gather
-    return take(collective.bytes, ways, stride), link.route(ways, stride).link
+    return take(collective.bytes, ways, stride)
 
 
 def _average(case: Case, exposed: Exposed) -> None:
     """All parts' gradients in buckets, behind the last backward."""
     dims, link, device = case.candidate.dims, case.machine.links, case.machine.device
-    found = [
-        (collective, n)
+    size = sum(
+        float(collective.bytes) * n
         for unit, n in zip(case.units, case.counts)
         for collective in case.candidate.strategy.collectives(unit, case.step)
         if collective.over == "dp_replicate"
-    ]
-    size = sum(float(collective.bytes) * n for collective, n in found)
+    )
     bucket = min(size, case.options.bucket_mb * 2**20)
     backward = sum(part.backward * n for part, n in zip(case.parts, case.counts))
     seconds, last = (link.reduce(each, dims.dp_replicate, dims.tp) for each in (size, bucket))
     left = min(seconds, max(seconds - device.hidden * backward, last))
-    exposed.hidden += seconds - left
-    names = {collective.name for collective, _ in found}
-    exposed.add("replicate", left, link.route(dims.dp_replicate, dims.tp).link, *names)
+    exposed["hidden"] += seconds - left
+    exposed["replicate"] += left
 
 
 def _sends(case: Case, exposed: Exposed) -> None:
@@ -166,8 +147,7 @@ def _sends(case: Case, exposed: Exposed) -> None:
     if candidate.dims.pp > 1:
         stride = candidate.dims.dp * candidate.dims.tp
         seconds = link.send(max(part.boundary for part in case.parts), stride) * candidate.chunks
-        where = "across" if stride >= link.per_node else "within"
-        exposed.add("pipeline_send", seconds * candidate.micro_batches, where, "send")
+        exposed["pipeline_send"] += seconds * candidate.micro_batches
 
 
 def _bubbles(candidate: Candidate) -> float:

@@ -17,7 +17,7 @@ BUILT_IN = {
     "image_classification": "app.tasks.vision:ImageClassification",
     "language_modelling": "app.tasks.language:LanguageModelling",
     "tabular": "app.tasks.tabular:Tabular",
-    "huggingface": "app.tasks.huggingface:HuggingFace",
+    "huggingface": "app.tasks.huggingface.task:HuggingFace",
 }
 
 

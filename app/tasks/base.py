@@ -101,7 +101,7 @@ class Task:
         return (batch[0],) if isinstance(batch, (tuple, list)) else (batch,)
 
     def describe(self) -> str:
-        """The data in a few words, such as "5,000 images of 10 classes, 4,000 to train on"."""
+        """The data in a few words."""
         held_out = self.eval_data()
         held_out_size = 0 if held_out is None else len(held_out)  # type: ignore[arg-type]
-        return f"{len(self.train_data()):,} samples to train on, {held_out_size:,} held out"  # type: ignore[arg-type]
+        return f"{len(self.train_data()):,} samples, {held_out_size:,} held out"  # type: ignore[arg-type]

@@ -69,7 +69,6 @@ class LanguageModelling(InParts):
             "dropout": dropout,
         }
         self.linear_loss = linear_loss
-        self.data = data
         if vocab_size is not None:
             whole("vocab_size", vocab_size)
         files, least, self.bytes_per_token = read_tokens(data, tokenizer, token_dtype, vocab_size)
@@ -123,11 +122,3 @@ class LanguageModelling(InParts):
 
     def heads(self) -> int | None:
         return self.n_heads
-
-    def describe(self) -> str:
-        named = self.data if isinstance(self.data, str) else ", ".join(self.data)
-        train, held = self.sizes()
-        return (
-            f"{named}: {(train + held) * self.sequence_length:,} tokens of a vocabulary of {self.vocab_size:,} in "
-            f"sequences of {self.sequence_length}, {train:,} sequences to train on and {held:,} held out"
-        )

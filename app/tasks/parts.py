@@ -33,10 +33,6 @@ class InParts(Task):
     def eval_data(self) -> Dataset[Any] | None:
         return self._eval
 
-    def sizes(self) -> tuple[int, int]:
-        """How many samples there are to train on, and held out."""
-        return len(self._train), 0 if self._eval is None else len(self._eval)
-
 
 class Classification(InParts):
     """Batches are (inputs, int64 class); the model gives logits (batch, classes)."""

@@ -31,7 +31,7 @@ class Tabular(Classification):
         whole numbers.
     ignore: columns to leave out.
     eval_samples: rows held out, always the same, class by class (default: a fifth).
-    model_args: arguments of app/models/feedforward.py: hidden, activation, dropout.
+    model_args: arguments of app/models/feedforward.py: hidden, dropout.
 
     Numbers are standardised with the training rows' mean and deviation, a regression's target too; its metrics
     `mae`, `mse` and `rmse` are in the target's own units, and `r2` is 1 - mse / variance of the held-out target.
@@ -61,7 +61,6 @@ class Tabular(Classification):
         inputs = [column for name, column in columns.items() if name not in (target, *(ignore or []))]
         if not inputs:
             raise UserError(f"{path} has no column besides the target {target!r}; there is nothing to predict from")
-        self.source, self.target = data, target
         self.classes, goals = _goals(goal, rows, kind, path.name)
         count = held_out(len(rows), eval_samples, DEFAULT_EVAL_FRACTION)
         train_at, eval_at = hold_out(len(rows), count, goals if self.classes else None)
@@ -79,7 +78,6 @@ class Tabular(Classification):
         self._train, self._eval = parts[0], parts[1] if count else None
         outputs = len(self.classes) if self.classes else 1
         self._build = checked_model(MLP, {"in_features": matrix.shape[1], "out_features": outputs}, model_args)
-        self._columns = (sum(column.numeric for column in inputs), sum(not column.numeric for column in inputs))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         inputs, targets = batch
@@ -99,15 +97,6 @@ class Tabular(Classification):
 
     def derived(self, means: dict[str, float]) -> dict[str, float]:
         return {"rmse": means["mse"] ** 0.5} if "mse" in means else {}
-
-    def describe(self) -> str:
-        train, held = self.sizes()
-        goal = f"{self.target} in {len(self.classes)} classes" if self.classes else f"{self.target}, a number"
-        numeric, text = self._columns
-        return (
-            f"{self.source}: {train + held:,} rows, {numeric} numeric and {text} text columns to predict {goal}; "
-            f"{train:,} rows to train on"
-        )
 
 
 def _goals(goal: Column, rows: Indices, kind: str, file: str) -> tuple[list[str], Array]:

@@ -64,14 +64,7 @@ class ImageClassification(Classification):
         mean, std = _statistics(train.images)
         self._train = Images(train, mean, std, augment_shift)
         self._eval = Images(held, mean, std) if len(held.labels) else None
-        self._source = first.source
         self._build = _model(model, model_args, train.images.shape[1:], self.classes)
-
-    def describe(self) -> str:
-        channels, height, width = self._train.images.shape[1:]
-        train, held = self.sizes()
-        size = f"{height}×{width}" + (f"×{channels}" if channels > 1 else "")
-        return f"{self._source}: {train + held:,} images of {size} in {self.classes} classes, {train:,} to train on"
 
 
 class Images(Dataset[Any]):

@@ -201,11 +201,6 @@ class LabelledText(Classification):
         train, held = hold_out(len(at), count, numbers)
         self._train = Texts(list(texts.values[at][train]), numbers[train], tokenizer, longest)
         self._eval = Texts(list(texts.values[at][held]), numbers[held], tokenizer, longest) if count else None
-        self._source = data
-
-    def describe(self) -> str:
-        train, held = self.sizes()
-        return f"{self._source}: {train + held:,} texts in {len(self.classes)} classes, {train:,} to train on"
 
 
 class Texts(Dataset[Any]):

@@ -165,9 +165,6 @@ class HuggingFace(InParts):
         tokens, mask = inputs
         return (tokens[:, : int(mask.sum())],)  # one text needs no mask, which models do not all take as the second
 
-    def describe(self) -> str:
-        return f"{self.config.model_type} ({self.kind}), {self._data.describe()}"
-
     # --- for the export ----------------------------------------------------------------------------------------
 
     def structure(self) -> nn.Module:

@@ -31,7 +31,7 @@ def gpt(**changes: Any) -> GPT:
 
 
 MODELS: dict[str, tuple[Build, Tensor, tuple[int, ...]]] = {
-    "mlp of images": (lambda: MLP(48, 3, hidden=(8,), activation="gelu"), images(5, 3, 4, 4), (5, 3)),
+    "mlp of images": (lambda: MLP(48, 3, hidden=(8,)), images(5, 3, 4, 4), (5, 3)),
     "mlp without hidden layers": (lambda: MLP(12, 3, hidden=()), images(5, 12), (5, 3)),
     "cnn of small colour images": (lambda: CNN(3, 8, 9, 4, widths=(4, 8, 8)), images(2, 3, 8, 9), (2, 4)),
     "resnet18": (lambda: ResNet(1, 28, 10, width=8), images(2, 1, 28, 28), (2, 10)),

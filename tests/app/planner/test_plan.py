@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +68,7 @@ def test_a_collective_waits_for_the_slowest_link() -> None:
     link, device = machine.links, machine.device
     within = link.gather(1e9, 8, 1)
     assert within == pytest.approx(1e9 * 7 / 8 / (450e9 * device.within), rel=0.02)
-    assert link.gather(1e9, 16, 1) > within and link.route(16, 8).link == "across" and link.route(8, 1).link == "within"
+    assert link.gather(1e9, 16, 1) > within
     # eight groups of two nodes share each node's link: eight times the bytes
     assert link.gather(1e9, 2, 8) == pytest.approx(8e9 / 2 / (400e9 * device.across), rel=0.02)
     assert link.reduce(1e9, 8, 1) == pytest.approx(2 * within, rel=0.02) and link.gather(1e9, 1, 1) == 0
@@ -192,16 +191,6 @@ def test_gradients_are_reduced_each_time_only_where_memory_asks_for_it(large: Re
     assert _predicted(large, "fsdp", "train.micro_batch_size=8").reduces_each is None, "one micro-batch is no question"
 
 
-def test_exposed_communication_is_told_by_collective_and_link(large: Reader) -> None:
-    plan = plan_of(large, gpus(16, across="100Gb"), "train.precision=bf16", "train.global_batch_size=64")
-    for row in plan.rows:
-        if row.candidate.dims.pp == 1:
-            parts = sum(row.seconds[name] for name in ("tensor", "shard", "replicate"))
-            assert sum(row.communication.values()) == pytest.approx(parts)
-    sharded = next(row for row in plan.rows if row.candidate.dims.dp_shard == 16)
-    assert sharded.communication["reduce_scatter.across"] > 0 and "reduce_scatter.within" not in sharded.communication
-
-
 def test_sixteen_thousand_gpus_are_planned(large: Reader) -> None:
     plan = plan_of(large, gpus(16384), "train.global_batch_size=16384", "train.precision=bf16")
     assert len(plan.rows) > 5000 and plan.best is not None
@@ -216,9 +205,7 @@ def test_strategies_say_why_with_figures(large: Reader) -> None:
     assert "GiB per GPU, of 38.9 available; the least sharded layout that fits" in said["ddp"]
     assert sum(sentence.startswith("the best") for sentence in said.values()) == 1
     words = " ".join(advice(plan))
-    assert "does not fit one GPU" in words and "Use " in words and "ddp would fit" in words
-    words = " ".join(advice(plan_of(large, gpus(), "train.precision=bf16", "train.global_batch_size=64")))
-    assert re.search(r"Cost of a step: 8 GPUs \$\S+ in \S+ s, 4 GPUs \$", words)
+    assert "does not fit one GPU" in words and "Use " in words
 
 
 def test_a_model_that_fits_nowhere_is_told_what_would_do(large: Reader) -> None:
@@ -227,8 +214,7 @@ def test_a_model_that_fits_nowhere_is_told_what_would_do(large: Reader) -> None:
     words = " ".join(advice(plan))
     assert plan.best is None and "No layout fits" in words and "smallest cluster of the catalogue" in words
     assert "$" in words and "What would fit: 8 × rtx-3060" in words
-    layout = plan.layout(plan.rows[0])
-    assert not layout["fits"] and "of 10.9 available" in layout["why_not"]
+    assert not plan.layout(plan.rows[0])["fits"]
     plan = plan_of(large, gpus(8, "rtx-3060"), "strategy=ddp", *precision, given=("strategy",))
     assert "What would fit: " in (words := " ".join(advice(plan))) and "s per step" in words
 
@@ -237,8 +223,11 @@ def test_a_small_model_on_one_machine_is_told_ddp_and_slow_links_are_told(small:
     plan = plan_of(small, gpus(8, "t4"), "train.precision=fp16", given=("train.precision",))
     assert plan.best and plan.best.candidate.layout.name == "ddp" and "Use ddp: " in " ".join(advice(plan))
     assert "The model fits one GPU (" in " ".join(advice(plan_of(small, gpus(1))))
-    plan = plan_of(large, gpus(64, across="100Gb"), "train.precision=bf16", "train.global_batch_size=64")
-    assert "450 GB/s" in (words := " ".join(advice(plan))) and "1.6 GB/s" in words
+    slow = gpus(16, across="10Gb")
+    plan = plan_of(
+        large, slow, "strategy=fsdp", "train.precision=bf16", "train.global_batch_size=64", given=("strategy",)
+    )
+    assert "% of the step, mostly gathering parameters" in " ".join(advice(plan))
 
 
 def test_what_is_left_out_says_by_which_key(small: Reader) -> None:
@@ -270,7 +259,7 @@ def test_json_has_the_layouts_best_first(tmp_path: Path) -> None:
         assert layout["memory_bytes"] == pytest.approx(sum(layout["memory"].values()), abs=20)
         assert layout["step_seconds"] == pytest.approx(sum(layout["seconds"].values()))
         assert layout["tokens_per_second"] > 0 and layout["precision"] == "bf16" and 0 < layout["mfu"] < 1
-        assert layout["fits"] and layout["why_not"] is None and layout["cost_per_step"] > 0
+        assert layout["fits"] and layout["cost_per_step"] > 0
     times = [layout["step_seconds"] for layout in layouts]
     assert times[0] <= 1.03 * min(times) and all(b >= 0.998 * a for a, b in itertools.pairwise(times[1:]))
     config, best = load_config([written]), layouts[0]

@@ -169,5 +169,5 @@ def test_a_user_may_leave_everything_but_three_methods_out() -> None:
     assert task.items(batch) == 4 and task.unit == "samples" and not task.items_vary
     assert set(task.metrics(model, batch)) == {"loss"} and task.derived({"loss": 1.0}) == {}
     assert task.eval_data() is None and task.blocks(model) is None and task.tensor_plan(model) is None
-    assert task.heads() is None and task.describe() == "4 samples to train on, 0 held out"
+    assert task.heads() is None and task.describe() == "4 samples, 0 held out"
     assert [x.shape for x in task.example_input()] == [(1, 3)]

@@ -99,7 +99,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (IMAGES, {"data": "good.npz", "model_args": {"classes": 3}}, "task_args.model_args.classes: the model has no such"),
     (IMAGES, {"data": "good.npz", "model_args": {"hidden": "many"}}, "do not make a model"),
     (IMAGES, {"data": "good.npz", "model_args": [1]}, "it must be a mapping"),
-    (IMAGES, {"data": "good.npz", "model": "mlp", "model_args": {"activation": "rely"}}, "do not make a model"),
     (IMAGES, {"data": "good.npz", "eval_samples": 8}, "write a whole number below 8, the number of samples"),
     (IMAGES, {"data": "good.npz", "augment_shift": -1}, "task_args.augment_shift is -1"),
     # language

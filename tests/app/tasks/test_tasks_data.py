@@ -26,7 +26,6 @@ def test_mnist_holds_out_a_thousand_class_by_class_always_the_same() -> None:
     held, held_labels = fetch(held_out, [(i, i) for i in range(1000)])
     assert torch.bincount(train_labels).tolist() == [400] * 10
     assert torch.bincount(held_labels).tolist() == [100] * 10
-    assert "5,000 images of 28×28 in 10 classes, 4,000 to train on" in first.describe()
     assert images.mean().abs() < 1e-4 and (images.std() - 1).abs() < 1e-4
     assert not (images.flatten(1)[:, None] == held.flatten(1)[None, :20]).all(-1).any()
 
@@ -122,9 +121,9 @@ def test_regression_figures_are_in_the_targets_units(table: str) -> None:
 def test_table_columns_and_kinds(table: str) -> None:
     """`kind` auto; rows without a target are left out."""
     regression = load_task("tabular", {"data": table, "target": "y", "ignore": ["class", "code"]})
-    assert "199 rows, 1 numeric and 1 text columns to predict y, a number" in regression.describe()
+    assert regression.describe() == "159 samples, 40 held out"
     assert one_batch(regression, 1)[0].shape == (1, 2 + 2)  # a, its missing mark; kinds x and z
-    few = load_task("tabular", {"data": table, "target": "code"})
-    assert "code in 3 classes" in few.describe()
-    forced = load_task("tabular", {"data": table, "target": "code", "kind": "regression"})
-    assert "code, a number" in forced.describe()
+    few: Any = load_task("tabular", {"data": table, "target": "code"})
+    assert few.classes == ["0", "1", "2"]
+    forced: Any = load_task("tabular", {"data": table, "target": "code", "kind": "regression"})
+    assert not forced.classes

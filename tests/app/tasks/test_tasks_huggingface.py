@@ -16,9 +16,9 @@ from app.data.loader import fetch
 from app.errors import UserError
 from app.randomness import seed_everything
 from app.tasks import load_task
-from app.tasks.huggingface import HuggingFace
 from app.tasks.huggingface.data import Texts, byte_tokenizer
 from app.tasks.huggingface.plan import tensor_plan
+from app.tasks.huggingface.task import HuggingFace
 from experiments.parity.curves import Curve, Trial, difference, train
 from strategies.parallelize import Options, choose
 from strategies.tensor.plan import make_plan
