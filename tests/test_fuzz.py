@@ -55,7 +55,6 @@ def training(task: str, **arguments: Any) -> Callable[[Path, str], None]:
 
     def read(place: Path, name: str) -> None:
         made = load_task(task, {"data": str(place / name), **arguments})
-        made.describe()
         data = made.train_data()
         batch = fetch(data, [(index % len(data), index) for index in range(4)])  # type: ignore[arg-type]
         torch.manual_seed(0)

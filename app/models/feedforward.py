@@ -21,33 +21,25 @@ Norm = Callable[[int], nn.Module]
 
 
 class Layer(nn.Module):
-    """Linear, ReLU, dropout: (N, in) to (N, out)."""
+    """Linear, ReLU: (N, in) to (N, out)."""
 
-    def __init__(self, in_features: int, out_features: int, dropout: float) -> None:
+    def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
         self.linear = nn.Linear(in_features, out_features)
         self.activation = nn.ReLU()
-        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.activation(self.linear(x)))
+        return self.activation(self.linear(x))
 
 
 class MLP(nn.Module):
     """Hidden layers and a linear output: (N, …) with `in_features` numbers per row, to (N, out_features)."""
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        hidden: Sequence[int] = (256, 256),
-        dropout: float = 0.0,
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, *, hidden: Sequence[int] = (256, 256)) -> None:
         super().__init__()
         widths = [in_features, *hidden]
         pairs = enumerate(itertools.pairwise(widths))
-        self.blocks = nn.ModuleDict({str(i): Layer(before, after, dropout) for i, (before, after) in pairs})
+        self.blocks = nn.ModuleDict({str(i): Layer(before, after) for i, (before, after) in pairs})
         self.head = nn.Linear(widths[-1], out_features)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -86,7 +78,6 @@ class CNN(nn.Module):
         *,
         widths: Sequence[int] = (16, 32),
         hidden: int = 128,
-        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         height_left, width_left = height >> len(widths), width >> len(widths)
@@ -99,14 +90,12 @@ class CNN(nn.Module):
         self.blocks = nn.ModuleDict({str(i): ConvBlock(before, after) for i, (before, after) in pairs})
         self.hidden = nn.Linear(widths[-1] * height_left * width_left, hidden)
         self.activation = nn.ReLU()
-        self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(hidden, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks.values():
             x = block(x)
-        x = self.activation(self.hidden(x.flatten(1)))
-        return self.head(self.dropout(x))
+        return self.head(self.activation(self.hidden(x.flatten(1))))
 
 
 # --- residual networks (He et al. 2015, "Deep residual learning for image recognition") ----------------------------

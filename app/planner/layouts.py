@@ -19,8 +19,6 @@ from strategies.strategy import Strategy
 
 CHECKPOINTING = ("none", "selective", "full")
 """Activation checkpointing that is looked at, unless it is fixed."""
-LARGEST = 256
-"""Samples of a micro-batch that are looked at, beside a worker's whole share."""
 
 
 class Candidate(NamedTuple):
@@ -117,7 +115,7 @@ def enumerate_layouts(space: Space, fixed: Fixed) -> list[Candidate]:
         share, rest = divmod(space.global_batch, dims.dp)
         if rest or not share:
             continue
-        sizes = [min(size, share) for size in _wanted(fixed, "train.micro_batch_size")] or _sizes(share)
+        sizes = [min(size, share) for size in _wanted(fixed, "train.micro_batch_size")] or _divisors(share)
         for strategy in _strategies(dims):
             layout = Layout(_name(strategy, dims), dims)
             if "strategy" in fixed and set(layout.parts) - free != parts:
@@ -202,10 +200,6 @@ def _offloads(strategy: Strategy, dims: ParallelDims, space: Space, fixed: Fixed
     if "parallel.offload" in fixed:
         return (fixed["parallel.offload"],) if able or not fixed["parallel.offload"] else ()
     return (False, True) if able and space.offload and _is_plain(strategy) else (False,)
-
-
-def _sizes(share: int) -> list[int]:
-    return [size for size in _divisors(share) if size <= LARGEST or size == share]
 
 
 def _divisors(number: int) -> list[int]:

@@ -118,13 +118,12 @@ def _absent(plan: Plan, family: str) -> str:
         return f"left out, because {' and '.join(keys)} {'is' if len(keys) == 1 else 'are'} fixed"
     if "tp" in degrees and not space.splits:
         return "the model has no layers that can be split over its heads"
-    if "tp" in degrees:
-        heads = f"the model's {space.heads} heads and its sequence" if space.heads else "the sequence"
-        return f"no number of GPUs within a node of {space.per_node} divides the {space.world} workers and {heads}"
     if "pp" in degrees and space.blocks < 2:
         return "the model has no chain of blocks to cut into stages"
     return (
-        f"{space.world} workers have no {' × '.join(degrees)} that divides train.global_batch_size {space.global_batch}"
+        f"no {' × '.join(degrees)} of {space.world} workers, {space.per_node} to a node, goes with "
+        f"train.global_batch_size {space.global_batch} and the model's {space.heads or 'number of'} heads and "
+        f"{space.blocks} blocks"
     )
 
 

@@ -29,7 +29,7 @@ def train_run(driver: Driver, prepared: Prepared, where: str, train: Callable[[J
     if run.finished and run.manifest.steps >= prepared.steps:
         return _already_finished(driver)
     run.open(prepared.config, prepared.steps, console.say)
-    console.say(f"training {run.manifest.name} on {prepared.description}")
+    console.say(f"training {run.manifest.name} on {prepared.samples:,} samples")
     console.say(
         f"{prepared.layout} on {where}; {prepared.steps:,} steps; everything else is in {run.local_folder / 'logs'}"
     )

@@ -39,7 +39,7 @@ class Prepared:
     config: Config  # with what was left open in it decided
     layout: Layout
     steps: int
-    description: str
+    samples: int  # to train on
     notes: tuple[str, ...] = ()  # what was decided and a person should hear, one sentence each
     prediction: Estimate | None = None  # of the planner, where it chose the layout
 
@@ -86,7 +86,7 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
     )
     check_model(config, task, layout, module)
     notes = (*planned, *notes, *_remarks(train.global_batch_size, layout.dims.dp, samples))
-    return Prepared(config, layout, train.steps_for(samples), task.describe(), notes, prediction)
+    return Prepared(config, layout, train.steps_for(samples), samples, notes, prediction)
 
 
 def _split_length(task: Task, layout: Layout, module: nn.Module | None) -> int | None:

@@ -99,9 +99,3 @@ class Task:
         """One row of what the model is called with, as positional arguments."""
         batch = fetch(self.train_data(), [(0, 0)])
         return (batch[0],) if isinstance(batch, (tuple, list)) else (batch,)
-
-    def describe(self) -> str:
-        """The data in a few words."""
-        held_out = self.eval_data()
-        held_out_size = 0 if held_out is None else len(held_out)  # type: ignore[arg-type]
-        return f"{len(self.train_data()):,} samples, {held_out_size:,} held out"  # type: ignore[arg-type]

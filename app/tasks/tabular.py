@@ -18,20 +18,17 @@ from app.tasks.base import Batch
 from app.tasks.parts import Classification, checked_model, one_of
 
 DEFAULT_EVAL_FRACTION = 0.2
-DEFAULT_TARGETS = {"diamonds": "price"}
-FEW = 10  # a target of at most this many different whole numbers is taken for classes
 
 
 class Tabular(Classification):
     """Predict one column of a table from the others, with a multi-layer perceptron.
 
     data: a .csv (.gz too) or .parquet file, or `diamonds` (53,940 diamonds, from the plotnine wheel).
-    target: the column to predict (diamonds: price). Rows without it are left out.
-    kind: `regression`, `classification`, or `auto`: classification if the target is text or at most 10 different
-        whole numbers.
+    target: the column to predict. Rows without it are left out.
+    kind: `regression`, `classification`, or `auto`: classification if the target is text.
     ignore: columns to leave out.
     eval_samples: rows held out, always the same, class by class (default: a fifth).
-    model_args: arguments of app/models/feedforward.py: hidden, dropout.
+    model_args: arguments of app/models/feedforward.py: hidden.
 
     Numbers are standardised with the training rows' mean and deviation, a regression's target too; its metrics
     `mae`, `mse` and `rmse` are in the target's own units, and `r2` is 1 - mse / variance of the held-out target.
@@ -49,7 +46,6 @@ class Tabular(Classification):
     ) -> None:
         one_of("kind", kind, ("auto", "regression", "classification"))
         columns, path = read_table(data)
-        target = target or DEFAULT_TARGETS.get(data)
         if target is None:
             raise UserError(f"task_args.target is needed: a column of {data} to predict; it has {', '.join(columns)}")
         goal = column_of(columns, target, "task_args.target", data)
@@ -108,7 +104,6 @@ def _goals(goal: Column, rows: Indices, kind: str, file: str) -> tuple[list[str]
         raise UserError(
             f"{file}: column {goal.name!r} holds text such as {values[0]!r}; write task_args.kind=classification"
         )
-    few_whole = goal.numeric and (values == np.floor(values)).all() and len(np.unique(values)) <= FEW
-    if kind == "regression" or (kind == "auto" and goal.numeric and not few_whole):
+    if kind == "regression" or (kind == "auto" and goal.numeric):
         return [], values
     return goal.classes(rows, file)

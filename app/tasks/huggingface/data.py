@@ -150,20 +150,15 @@ def byte_tokenizer(padded: bool) -> Tokenizer:
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    vocabulary = {letter: byte + padded for byte, letter in enumerate(_letters())}
+    # the letter of a byte: itself where it can be seen, else one from 256 on (GPT-2, Radford et al. 2019)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    unseen = (letter for letter in alphabet if ord(letter) > 255)
+    vocabulary = {chr(b) if chr(b) in alphabet else next(unseen): b + padded for b in range(256)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary | ({"<pad>": 0} if padded else {}), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<pad>"] if padded else [])
     return tokenizer
-
-
-def _letters() -> list[str]:
-    """The letter that stands for each byte in byte-level vocabularies: itself where it can be seen, else one from 256
-    on (GPT-2, Radford et al. 2019)."""
-    seen = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in seen]
-    return [chr(byte) if byte in seen else chr(256 + hidden.index(byte)) for byte in range(256)]
 
 
 class LabelledText(Classification):

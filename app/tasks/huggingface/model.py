@@ -10,8 +10,9 @@ import contextlib
 import copy
 import dataclasses
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,6 @@ class Found:
     base: Any
 
     @property
-    def model_type(self) -> str:
-        return str(self.base.model_type)
-
-    @property
     def tokenizer(self) -> Path | None:
         """The folder's own tokenizer file."""
         path = self.folder / "tokenizer.json" if self.folder else None
@@ -88,13 +85,7 @@ def find(named: Any, *, weights: bool) -> Found:
                 f"task_args.pretrained is true, but {named!r} is a model type without weights: write a folder or an "
                 "id on the hub as task_args.model"
             )
-        try:
-            return Found(None, library().AutoConfig.for_model(named))
-        except Exception as error:  # a few have no configuration that is good for itself
-            raise UserError(
-                f"task_args.model: {named} has no configuration of its own to begin with ({last_line(error)}); give a "
-                "folder with a config.json"
-            ) from error
+        return Found(None, _configuration(named, library().AutoConfig.for_model))
     if named.startswith((".", "/", "~")) or named.count("/") != 1:
         raise UserError(
             f"task_args.model: there is no folder and no model type {named!r}{nearest(named, types)}; write a folder "
@@ -111,13 +102,17 @@ def _in_folder(folder: Path, weights: bool) -> Found:
             f"task_args.pretrained is true, but {folder} has no weights ({WEIGHTS[0]}); write pretrained: false to "
             "begin from none"
         )
+    read = partial(library().AutoConfig.from_pretrained, local_files_only=True, trust_remote_code=False)
+    return Found(folder, _configuration(folder, read))
+
+
+def _configuration(source: Any, make: Callable[[Any], Any]) -> Any:
     try:
-        base = library().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return make(source)
     except Exception as error:  # the library raises many kinds
         raise UserError(
-            f"task_args.model: {folder}/config.json describes no model that transformers has ({last_line(error)})"
+            f"task_args.model: {source} has no configuration that makes a model of transformers ({last_line(error)})"
         ) from error
-    return Found(folder, base)
 
 
 def _from_hub(named: str, weights: bool) -> Path:
@@ -155,19 +150,21 @@ def choose_kind(found: Found, wanted: str) -> str:
 
     Raises UserError, also for a model of several that is not trained as one.
     """
-    has = [kind for kind in KINDS if _is_in(f"MODEL_FOR_{kind.upper()}_MAPPING_NAMES", found.model_type)]
+    has = [kind for kind in KINDS if _is_in(f"MODEL_FOR_{kind.upper()}_MAPPING_NAMES", found.base.model_type)]
     if not has or wanted not in ("auto", *has):
         made_for = " or ".join(has) or "none of the kinds"
-        raise UserError(f"task_args.kind is {wanted}, but {found.model_type} is made for {made_for}; write another")
+        raise UserError(
+            f"task_args.kind is {wanted}, but {found.base.model_type} is made for {made_for}; write another"
+        )
     built = (found.base.architectures or [""])[0].replace("LMHeadModel", "ForCausalLM")
     named = [kind for kind in has if built.endswith(KINDS[kind].removeprefix("AutoModel"))]
-    encoder = _is_in("MODEL_FOR_MASKED_LM_MAPPING_NAMES", found.model_type)  # looks at a text from both sides
+    encoder = _is_in("MODEL_FOR_MASKED_LM_MAPPING_NAMES", found.base.model_type)  # looks at a text from both sides
     usual = [kind for kind in has if kind == "sequence_classification" and encoder]
     kind = wanted if wanted != "auto" else (named + usual + has)[0]
     if kind != "image_classification" and not hasattr(found.base, "vocab_size"):
         parts = ", ".join(found.base.sub_configs) or "others"
         raise UserError(
-            f"task_args.model: {found.model_type} is made of several models ({parts}); give the one of the text"
+            f"task_args.model: {found.base.model_type} is made of several models ({parts}); give the one of the text"
         )
     return kind
 
@@ -186,7 +183,7 @@ def settle(found: Found, derived: Mapping[str, Any], written: Mapping[str, Any])
     for key in written:
         if key not in known:
             raise UserError(
-                f"task_args.config.{key}: the configuration of {found.model_type} has no such "
+                f"task_args.config.{key}: the configuration of {found.base.model_type} has no such "
                 f"key{nearest(key, known)}; it has {', '.join(sorted(own)[:12])}, …"
             )
     given = {aliases.get(key, key): value for key, value in {**derived, **written}.items() if key in known}
@@ -195,12 +192,12 @@ def settle(found: Found, derived: Mapping[str, Any], written: Mapping[str, Any])
             given[key] = {**own[key], **value}
     try:
         if found.folder is None:
-            return library().AutoConfig.for_model(found.model_type, **given)
+            return library().AutoConfig.for_model(found.base.model_type, **given)
         if "num_labels" in given:  # the names of another number of labels would contradict it
             own = {key: value for key, value in own.items() if key not in ("id2label", "label2id")}
         return type(found.base).from_dict({**own, **given})
     except Exception as error:
-        raise UserError(f"task_args.config does not make a {found.model_type}: {last_line(error)}") from error
+        raise UserError(f"task_args.config does not make a {found.base.model_type}: {last_line(error)}") from error
 
 
 @dataclass(frozen=True)

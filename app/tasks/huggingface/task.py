@@ -27,7 +27,6 @@ ONLY_FOR = {
     "sequence_length": ("causal_lm", "sequence_classification"),
     "text": ("sequence_classification",),
     "label": ("sequence_classification",),
-    "augment_shift": ("image_classification",),
 }
 """Arguments that only some kinds have a use for."""
 
@@ -47,8 +46,8 @@ class HuggingFace(InParts):
         tokenizers file (default: the folder's own tokenizer.json, else bytes).
     sequence_classification: data: a .csv or .parquet file with columns `text` and `label`; tokenizer as above;
         sequence_length: tokens of a text that are used (default: 512, or what the model can).
-    image_classification: data and augment_shift as for image_classification. A model type gets the images'
-        size and channels; with a folder or a hub id images are resized to what its configuration says.
+    image_classification: data as for image_classification. A model type gets the images' size and channels; with a
+        folder or a hub id images are resized to what its configuration says.
 
     What the data decides (the vocabulary's size, the number of classes, the padding token) is set in the
     configuration unless written there. Weights are float32.
@@ -68,7 +67,6 @@ class HuggingFace(InParts):
         sequence_length: int | None = None,
         text: str | None = None,
         label: str | None = None,
-        augment_shift: int | None = None,
         eval_samples: int | None = None,
     ) -> None:
         one_of("kind", kind, ("auto", *KINDS))
@@ -80,7 +78,7 @@ class HuggingFace(InParts):
         self.found = found = find(model, weights=pretrained)
         self.kind = choose_kind(found, kind)
         given = {"tokenizer": tokenizer, "token_dtype": token_dtype, "sequence_length": sequence_length}
-        given |= {"text": text, "label": label, "augment_shift": augment_shift}
+        given |= {"text": text, "label": label}
         own: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         for name in own:
             if self.kind not in ONLY_FOR[name]:

