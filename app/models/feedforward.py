@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from app.errors import UserError
 
+ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh}
 DEPTHS = {18: (False, (2, 2, 2, 2)), 34: (False, (3, 4, 6, 3)), 50: (True, (3, 4, 6, 3))}
 """Depth of a ResNet: (whether blocks are bottlenecks, blocks per stage)."""
 SMALL_IMAGE = 64  # up to this many pixels a side the stem keeps the resolution, as is usual for CIFAR and MNIST
@@ -21,25 +22,34 @@ Norm = Callable[[int], nn.Module]
 
 
 class Layer(nn.Module):
-    """Linear, ReLU: (N, in) to (N, out)."""
+    """Linear, activation, dropout: (N, in) to (N, out)."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
+    def __init__(self, in_features: int, out_features: int, activation: str, dropout: float) -> None:
         super().__init__()
         self.linear = nn.Linear(in_features, out_features)
-        self.activation = nn.ReLU()
+        self.activation = ACTIVATIONS[activation]()
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.activation(self.linear(x))
+        return self.dropout(self.activation(self.linear(x)))
 
 
 class MLP(nn.Module):
     """Hidden layers and a linear output: (N, …) with `in_features` numbers per row, to (N, out_features)."""
 
-    def __init__(self, in_features: int, out_features: int, *, hidden: Sequence[int] = (256, 256)) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        hidden: Sequence[int] = (256, 256),
+        activation: str = "relu",
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
         widths = [in_features, *hidden]
         pairs = enumerate(itertools.pairwise(widths))
-        self.blocks = nn.ModuleDict({str(i): Layer(before, after) for i, (before, after) in pairs})
+        self.blocks = nn.ModuleDict({str(i): Layer(before, after, activation, dropout) for i, (before, after) in pairs})
         self.head = nn.Linear(widths[-1], out_features)
 
     def forward(self, x: Tensor) -> Tensor:

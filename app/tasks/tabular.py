@@ -28,7 +28,7 @@ class Tabular(Classification):
     kind: `regression`, `classification`, or `auto`: classification if the target is text.
     ignore: columns to leave out.
     eval_samples: rows held out, always the same, class by class (default: a fifth).
-    model_args: arguments of app/models/feedforward.py: hidden.
+    model_args: arguments of app/models/feedforward.py: hidden, activation, dropout.
 
     Numbers are standardised with the training rows' mean and deviation, a regression's target too; its metrics
     `mae`, `mse` and `rmse` are in the target's own units, and `r2` is 1 - mse / variance of the held-out target.
