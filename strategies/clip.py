@@ -82,7 +82,12 @@ def _over(norm: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """This rank's shards of the gradients that there are."""
-    shards = [local(p.grad) for p in parameters if p.grad is not None]
+    shards = []
+    for p in parameters:
+        if isinstance(p, DTensor) and isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
+            p.grad = p.grad.redistribute(placements=p.placements)  # torch 2.11 leaves terms of a sum (Partial)
+        if p.grad is not None:
+            shards.append(local(p.grad))
     return [shard for shard in shards if shard.numel()]
 
 

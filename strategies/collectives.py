@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-TESTED = ("2.11", "2.12", "2.13")
+TESTED = ("2.11", "2.12", "2.13", "2.15")
 """Versions of torch."""
 
 
