@@ -96,7 +96,7 @@ def table() -> Files:
 
 
 def run_folder() -> Files:
-    identity = {"task": "", "task_args": {}, "train.seed": 0, "optimizer.name": "adamw"}
+    identity = {"task": "", "train.seed": 0, "optimizer.name": "adamw"}
     manifest = {"name": "run", "uid": "0" * 32, "created": 1.0, "identity": identity, "status": "failed", "starts": 2}
     manifest |= {"steps": 10, "mlflow_run_id": None, "summary": {"step": 3}}
     lease = {"attempt": "a", "host": "elsewhere", "pid": 1, "process_started": 1.0, "time": time.time() - 3600}

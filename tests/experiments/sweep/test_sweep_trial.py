@@ -56,7 +56,7 @@ def test_a_trial_reports_every_evaluation_and_ends(tmp_path: Path) -> None:
 
 
 def test_a_stopped_trial_says_why_and_continues(tmp_path: Path) -> None:
-    found = setting(tmp_path, "task_args.step_seconds=0.02", "train.steps=100", "reports=10")
+    found = setting(tmp_path, "task_args.step_seconds=0.02", "train.steps=50", "reports=10")
     first = trial(found, 0)
     heard = results(first, until=20)[-1]
     first.stop(REACHED)
@@ -67,7 +67,7 @@ def test_a_stopped_trial_says_why_and_continues(tmp_path: Path) -> None:
     end = [json.loads(line) for line in events if line][-1]
     assert end["type"] == "finish" and end["status"] == "FINISHED" and end["message"].startswith(REACHED)
     stopped = committed(tmp_path / "t000")[-1]
-    assert 20 <= stopped < 100
+    assert 20 <= stopped < 50
     (tmp_path / STOP_FILE).touch()
     assert results(trial(found, 0))[-1]["status"] == "stopped", "none begins while the sweep is being stopped"
     (tmp_path / STOP_FILE).unlink()
