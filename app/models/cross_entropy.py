@@ -26,9 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-LARGE_VOCABULARY = (
-    8192  # from here on chunks are worth it; of the vocabulary alone, so that memory grows with the batch
-)
+LARGE_VOCABULARY = 8192  # from here on chunks are worth it, whatever the batch: memory grows with it
 CHUNK_NUMBERS = 1 << 24  # logits of a chunk that are given: 64 MiB in float32, large enough to fill a GPU
 CHUNKS = 8  # of logits that are made: a chunk's product should be large
 VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")

@@ -46,9 +46,7 @@ class Device:
     latency_across: float = 8e-6
     contention: float = 0.15  # of the time that communication overlaps computing, what is lost to it
     hidden: float = 0.9  # share of computing behind which communication can hide
-    unit_operations: float = (
-        40.0  # launches' worth of a sharded unit, in forward and in backward: copies, events, hooks
-    )
+    unit_operations: float = 40.0  # launches' worth of a sharded unit in each pass: copies, events, hooks
     compiled_bytes: float = 0.45  # share of a block's element-wise bytes that torch.compile's fused kernels still move
     compiled_operations: float = 0.3  # share of a block's operations that are still launched
     stage: float = 0.05  # share of computing that a pipeline loses beside its bubble: stops, starts, sends

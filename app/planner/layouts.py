@@ -17,8 +17,7 @@ from strategies.layout import check, choose
 from strategies.pipeline import schedules
 from strategies.strategy import Strategy
 
-CHECKPOINTING = ("none", "selective", "full")
-"""Activation checkpointing that is looked at, unless it is fixed."""
+CHECKPOINTING = ("none", "selective", "full")  # what is looked at, unless it is fixed
 
 
 class Candidate(NamedTuple):

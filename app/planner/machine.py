@@ -200,8 +200,7 @@ def _of_cluster(shape: ClusterShape, asked: Asked, world: int | None) -> Machine
     if asked.gpu == "cpu" or (not shape.max_gpus and not asked.cluster and asked.gpu is None):
         node = max(shape.types, key=lambda n: n.cpus * n.max_nodes)
         found = cpus(world or 2, max(1, int(node.cpus)), across)  # two, as `train` does with workers=auto
-        said = "" if asked.gpu else "This cluster has no GPUs: the plan is for CPUs like those of this machine."
-        return replace(found, name=shape.name, assumed=said or found.assumed)
+        return replace(found, name=shape.name)
     return of_shape(shape, world, asked.gpu, across)
 
 

@@ -62,7 +62,6 @@ class Plan:
     def layout(self, row: Estimate) -> dict[str, Any]:
         """One layout as a dictionary that is ready for JSON."""
         candidate, machine, unit = row.candidate, self.machine, self.reader.task.unit
-        dims, piped = candidate.dims, candidate.dims.pp > 1
         samples = self.config.train.global_batch_size / row.step_seconds
         price = machine.price_per_hour
         cost = None if price is None else price * machine.world * row.step_seconds / 3600
@@ -70,9 +69,9 @@ class Plan:
         return {
             "strategy": candidate.layout.name,
             "parallel": {
-                **{name: getattr(dims, name) for name in NAMES},
-                "schedule": candidate.schedule if piped else None,
-                "chunks": candidate.chunks if piped else None,
+                **{name: getattr(candidate.dims, name) for name in NAMES},
+                "schedule": candidate.schedule or None,
+                "chunks": candidate.chunks if candidate.schedule else None,
                 "stages": list(row.stages) if row.stages else None,
                 "offload": candidate.offload,
                 "accumulate_sharded": row.reduces_each,

@@ -85,10 +85,6 @@ def test_columns_without_any_value_do_no_harm() -> None:
     assert np.isfinite(encoded(nothing, np.arange(3))).all()
 
 
-def not_parquet(folder: Path) -> str:
-    return write(folder / "a.parquet", "no")
-
-
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -99,7 +95,7 @@ def not_parquet(folder: Path) -> str:
         (lambda at: write(at / "a.csv", "a,b\n1,2\n3\n"), "cannot be read as CSV"),
         (lambda at: write(at / "a.csv", "a,a\n1,2\n"), "more than one column 'a'"),
         (lambda at: write(at / "a.csv.gz", "not gzip"), "cannot be read as CSV"),
-        (not_parquet, "cannot be read as Parquet"),
+        (lambda at: write(at / "a.parquet", "no"), "cannot be read as Parquet"),
     ],
 )
 def test_bad_tables_are_one_sentence(tmp_path: Path, make: Callable[[Path], str], says: str) -> None:

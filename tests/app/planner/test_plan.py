@@ -125,12 +125,12 @@ def test_every_layout_multiplies_to_the_workers_is_runnable_and_there_once() -> 
     assert {one.schedule for one in found} == {*SCHEDULES, ""}
 
 
-def test_float8_is_planned_only_where_it_can_be() -> None:
+def test_float8_is_planned_only_where_it_can_be(tiny: Reader) -> None:
     found = enumerate_layouts(dataclasses.replace(SPACE, precisions=("bf16", "fp8")), {})
     narrow = [one.dims for one in found if one.precision == "fp8"]
     assert narrow and all(dims.tp == dims.pp == 1 for dims in narrow)
     with pytest.raises(LayoutError, match="cpu has no float8"):
-        plan_of(Reader(loaded(TINY)), cpus(2), *TINY, "train.precision=fp8")
+        plan_of(tiny, cpus(2), *TINY, "train.precision=fp8")
 
 
 @pytest.mark.parametrize(
