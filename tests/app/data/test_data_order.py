@@ -12,22 +12,14 @@ from hypothesis import strategies as st
 
 from app.data.order import SORT_UP_TO, Order, hold_out, shares
 
-SIZES = [1, 2, 97, 4000, SORT_UP_TO - 1, SORT_UP_TO, SORT_UP_TO + 1, 200_003]
 
-
-@pytest.mark.parametrize("n", SIZES)
-def test_every_sample_exactly_once_per_epoch(n: int) -> None:
-    order = Order(n, seed=3)
-    for epoch in range(3):
-        assert np.array_equal(np.sort(order.indices(epoch * n, n)), np.arange(n))
-
-
-@pytest.mark.parametrize("n", [64, 4000, SORT_UP_TO + 1])
-def test_epochs_and_seeds_differ(n: int) -> None:
-    first, second = Order(n, 0).indices(0, n), Order(n, 0).indices(n, n)
-    other_seed = Order(n, 1).indices(0, n)
-    for other in (second, other_seed, np.arange(n)):
-        assert (first == other).mean() < 0.1
+@pytest.mark.parametrize("n", [1, 2, 97, 4000, SORT_UP_TO, SORT_UP_TO + 1, 200_003])
+def test_every_sample_exactly_once_per_epoch_in_another_order(n: int) -> None:
+    epochs = [Order(n, seed=3).indices(epoch * n, n) for epoch in range(2)]
+    for epoch in epochs:
+        assert np.array_equal(np.sort(epoch), np.arange(n))
+    for other in (epochs[1], Order(n, 1).indices(0, n), np.arange(n)):
+        assert n < 64 or (epochs[0] == other).mean() < 0.1
 
 
 @settings(max_examples=50, deadline=None)
@@ -89,12 +81,7 @@ def test_hold_out_is_class_balanced_disjoint_and_complete(sizes: tuple[int, ...]
     for label, size in enumerate(sizes):
         assert abs((labels[held] == label).sum() - size * count / len(labels)) <= 1
     assert np.array_equal(train, hold_out(len(labels), count, labels)[0]), "always the same"
-
-
-def test_hold_out_is_shuffled() -> None:
-    labels = np.repeat(np.arange(10), 500)
-    train, held = hold_out(5000, 1000, labels)
-    for part in (held, train):
-        assert len(set(labels[part[:20]])) > 4 and len(set(labels[part[-20:]])) > 4
-    plain_train, plain_held = hold_out(5000, 1000)
-    assert sorted([*plain_train, *plain_held]) == list(range(5000))
+    for part in (held, train) if len(sizes) == 10 else ():
+        assert len(set(labels[part[:20]])) > 4 and len(set(labels[part[-20:]])) > 4, "shuffled"
+    plain = hold_out(len(labels), count)
+    assert sorted(np.concatenate(plain)) == list(range(len(labels)))

@@ -100,30 +100,6 @@ def test_the_search_finds_the_largest(count: int) -> None:
             assert asked[0] == first and len(asked) == len(set(asked)) <= 2 * count.bit_length() + 1
 
 
-def test_the_largest_micro_batch_is_sought_upwards_too(tiny: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, given = load_config([], [*TINY, "strategy=ddp"]), frozenset({"strategy", "train.activation_checkpointing"})
-    plan = make_plan(config, tiny.task, cpus(2), given=given, reader=tiny)
-    machine = with_memory(cpus(2), trial._with_size(plan, plan.rows[0], 5).memory_bytes)
-    plan = make_plan(config, tiny.task, machine, given=given, reader=tiny)
-    tried: list[dict[str, Any]] = []
-
-    def attempt(tree: dict[str, Any], *_: float) -> Trial:
-        tried.append(tree)
-        size = tree["train"]["micro_batch_size"]
-        return Trial(0.1, 1e9) if size <= 21 else Trial(failure="OutOfMemoryError: too much")
-
-    monkeypatch.setattr(trial, "run", attempt)
-    said, row, found = max_batch(plan)
-    assert (found["predicted"], found["largest"], found["share"]) == (5, 21, 32)
-    assert row is not None and experiment(plan, row)["train"]["micro_batch_size"] == 21
-    assert "predicted 5, tried: 21 is the largest" in said and "22 does not (OutOfMem" in said
-    assert [one["micro_batch_size"] for one in found["tries"]][:2] == [5, 10]
-    assert all(tree["strategy"] == "ddp" for tree in tried)
-    assert tried[0]["train"]["global_batch_size"] == 2 * 2 * 5, "two micro-batches tell the memory of many"
-    monkeypatch.setattr(trial, "run", lambda *_: Trial(failure="no"))
-    assert max_batch(plan)[1] is None
-
-
 def _hangs(rank: int, own: Any) -> None:
     time.sleep(600)
 
@@ -188,4 +164,16 @@ def test_max_batch_writes_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     arguments = [*TINY, "strategy=ddp", "--gpu", "cpu", "--gpus", "2", "--max-batch", "--write", str(file)]
     result = CliRunner().invoke(group, ["plan", *arguments])
     assert result.exit_code == 0 and "7 is the largest that runs" in result.output, result.output
+    assert "8 does not (MemoryError)" in result.output
     assert load_config([file]).train.micro_batch_size == 7 and load_config([file]).strategy == "ddp"
+
+
+def test_a_try_has_two_micro_batches_and_none_may_run(tiny: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, given = load_config([], [*TINY, "strategy=ddp"]), frozenset({"strategy", "train.activation_checkpointing"})
+    plan = make_plan(config, tiny.task, cpus(2), given=given, reader=tiny)
+    machine = with_memory(cpus(2), trial._with_size(plan, plan.rows[0], 5).memory_bytes)
+    plan, tried = make_plan(config, tiny.task, machine, given=given, reader=tiny), list[dict[str, Any]]()
+    monkeypatch.setattr(trial, "run", lambda tree, *_: tried.append(tree) or Trial(failure="no"))
+    _, row, found = max_batch(plan)
+    assert row is None and (found["predicted"], found["largest"], found["share"]) == (5, 0, 32)
+    assert tried[0]["train"]["global_batch_size"] == 2 * 2 * 5, "two micro-batches tell the memory of many"

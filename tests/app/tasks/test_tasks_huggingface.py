@@ -410,7 +410,7 @@ def test_wrong_folders(folder: Path, data: Path, tmp_path: Path) -> None:
     assert "cannot be read" in refused(tmp_path, **given)
 
 
-def test_a_hub_that_does_not_answer(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_hub_or_the_library(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     def unreachable(*_: Any, **options: Any) -> None:
@@ -419,9 +419,6 @@ def test_a_hub_that_does_not_answer(data: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
     with pytest.raises(UserError, match=r"'somebody/else' cannot be fetched from the hub .* does not answer"):
         load_task("huggingface", {"model": "somebody/else", "data": str(data / "text.txt")})
-
-
-def test_without_transformers(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(UserError, match=r"pip install 'trireme\[huggingface\]'"):
         load_task("huggingface", {"model": "llama", "data": str(data / "text.txt")})
