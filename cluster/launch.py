@@ -25,6 +25,7 @@ from cluster.remote import Result, is_open, last_line, login_of, probe, run, run
 from cluster.shape import ClusterShape
 
 ASK = (
+    'test ! -f ~/.ray/auth_token || export RAY_AUTH_MODE="${{RAY_AUTH_MODE:-token}}"; '
     "ray list nodes --format=json --limit=10000 --timeout=10 --address=http://127.0.0.1:{dashboard} && "
     "ray status -v --address=127.0.0.1:{gcs}"
 )

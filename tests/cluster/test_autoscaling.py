@@ -48,7 +48,7 @@ ALIVE = "import ray; ray.init(address='auto', log_to_driver=False); print(sum(n[
 
 def start_growing(lab: Lab) -> None:
     """Starts a head without CPUs, and the stand-in for a cloud, on the lab's first host."""
-    config = lab.folder / "autoscaling.json"
+    config = lab.home(0) / "root" / "ray_bootstrap_config.yaml"  # where `ray up` leaves it on a head
     config.write_text(json.dumps(CONFIG))
     flags = [f"--autoscaling-config={config}", "--num-cpus=0", "--object-store-memory=100000000"]
     started = lab.run(0, ["ray", "start", "--head", "--disable-usage-stats", *flags], ENVIRONMENT)
