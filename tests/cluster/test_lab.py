@@ -39,7 +39,7 @@ class Site:
         run = [*POINTS, "train.global_batch_size=12", f"run.name={name}", CPUS, *more]
         return self.lab.trireme(
             DESK,
-            *("submit", "--cluster", str(self.file), "--exclude", "runs", *run),
+            *("submit", "--cluster", str(self.file), *run),
             timeout=timeout,
             MLFLOW_TRACKING_URI=f"http://{self.lab.address(DESK)}:5000",
             MLFLOW_TRACKING_TOKEN=SECRET,

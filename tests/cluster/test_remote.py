@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.files import read_cluster
-from cluster.launch import read_status
+from cluster.launch import ASK, read_status
 from cluster.pending import autoscaler_report
 from cluster.remote import HostFacts, Result, SshLogin, explain, read_probe, unfit
 
@@ -98,3 +100,17 @@ def test_a_cluster_that_does_not_answer() -> None:
     assert not status.reachable and status.lines() == [
         "c is not up: Ray does not answer on its head (AuthenticationError: 401)"
     ]
+
+
+def test_a_heads_token_is_used_where_there_is_one(tmp_path: Path) -> None:
+    (tmp_path / "ray").write_text("#!/bin/sh\necho mode=$RAY_AUTH_MODE")
+    (tmp_path / "ray").chmod(0o755)
+
+    def mode(**more: str) -> str:
+        env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path), **more}
+        return subprocess.check_output(ASK.format(dashboard=1, gcs=2), shell=True, env=env, text=True)
+
+    assert mode() == "mode=\nmode=\n"
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").touch()
+    assert mode() == "mode=token\nmode=token\n" and mode(RAY_AUTH_MODE="disabled") == "mode=disabled\n" * 2
