@@ -26,36 +26,31 @@ ALL: list[dict[str, Any]] = [{"schedule": name, "chunks": 2 if name == "interlea
 """Every schedule."""
 
 
-def _trial(steps: int, layers: int = 4) -> Trial:
+def _trial(layers: int = 4) -> Trial:
     """Tied embeddings, accumulation, clipping."""
-    return gpt_trial(tied=True, layers=layers, micro_batches=4, clip=0.5, steps=steps)
+    return gpt_trial(tied=True, layers=layers, micro_batches=4, clip=0.5, steps=2)
 
 
 @functools.cache
-def _truth(steps: int, layers: int = 4) -> Curve:
-    return curves.train(_trial(steps, layers), Layout("single"), Options(), CPU)
+def _truth(layers: int = 4) -> Curve:
+    return curves.train(_trial(layers), Layout("single"), Options(), CPU)
 
 
-def _train_all(_: int, name: str, workers: int, degrees: dict[str, int], steps: int, options: list[Any]) -> Any:
+def _train_all(_: int, name: str, workers: int, pp: int, options: list[Any]) -> list[Curve]:
     """The curve under each of the options, in one set of processes."""
-    found = []
-    for given in options:
-        layout, chosen = choose(name, workers, **degrees), Options(**given)
-        layers = 8 if chosen.schedule == "interleaved_1f1b" and layout.dims.pp == 4 else 4
-        layers = 8 if chosen.schedule == "zbv" and layout.dims.pp == 4 else layers
-        trial = _trial(steps, layers)
-        parallel = curves.begin(trial, layout, chosen, CPU)
-        optimizer = trial.optimizer(parallel.parameters())
-        losses, norms = curves.run_steps(trial, parallel, optimizer, range(steps))
-        curve = Curve(losses, norms, parallel.full_model_state())
-        found.append((curve, layers))
-    return found
+    layout = choose(name, workers, pp=pp)
+    return [curves.train(_trial(_layers(given, pp)), layout, Options(**given), CPU) for given in options]
 
 
-def _assert_all(name: str, workers: int, degrees: dict[str, int], steps: int, options: list[Any]) -> None:
-    answers = run_distributed(_train_all, workers, name, workers, degrees, steps, options, timeout=240)
-    for (curve, layers), given in zip(answers[0], options):
-        found = curves.difference(_truth(steps, layers), curve)
+def _layers(given: dict[str, Any], pp: int) -> int:
+    """One for each part, and no fewer than 4."""
+    return 8 if pp == 4 and given["schedule"] in ("interleaved_1f1b", "zbv") else 4
+
+
+def _assert_all(name: str, workers: int, pp: int, options: list[Any]) -> None:
+    answers = run_distributed(_train_all, workers, name, workers, pp, options, timeout=240)
+    for curve, given in zip(answers[0], options):
+        found = curves.difference(_truth(_layers(given, pp)), curve)
         assert found.loss <= TOLERANCE and found.norm <= 10 * TOLERANCE and found.weights <= 1e-3, (given, found)
 
 
@@ -76,7 +71,7 @@ def _some(*names: str) -> list[dict[str, Any]]:
 )
 def test_every_schedule_alone_and_combined(name: str, workers: int, options: list[Any]) -> None:
     """Others are rows of tests/strategies/test_parity.py; all of them for twenty steps: `trireme parity`."""
-    _assert_all(name, workers, {} if name == "pipeline" else {"pp": 2}, 4, options)
+    _assert_all(name, workers, workers if name == "pipeline" else 2, options)
 
 
 def test_recomputation_and_sixteen_bits() -> None:
@@ -84,10 +79,11 @@ def test_recomputation_and_sixteen_bits() -> None:
         {"schedule": schedule, "activation_checkpointing": mode}
         for schedule, mode in (("1f1b", "selective"), ("zb_h1", "full"), ("zb_h1", "every_2"))
     ]
-    _assert_all("pipeline", 2, {}, 4, [*recomputed, {"compile": True, "compile_backend": "aot_eager"}])
+    compiled = {"schedule": "1f1b", "compile": True, "compile_backend": "aot_eager"}
+    _assert_all("pipeline", 2, 2, [*recomputed, compiled])
     halves = [{"schedule": schedule, "precision": "bf16"} for schedule in ("1f1b", "zb_h1")]
-    for curve, _ in run_distributed(_train_all, 2, "pipeline", 2, {}, 4, halves)[0]:
-        assert 1e-6 < curves.difference(_truth(4), curve).loss < 3e-3, "computed in 16 bits, and not far off"
+    for curve in run_distributed(_train_all, 2, "pipeline", 2, 2, halves)[0]:
+        assert 1e-6 < curves.difference(_truth(), curve).loss < 3e-3, "computed in 16 bits, and not far off"
 
 
 @pytest.mark.parametrize(("stages", "names"), [(2, list(CHAINS)), (4, ["skips", "t5"])])

@@ -187,7 +187,7 @@ CHAINS: dict[str, tuple[Callable[[], nn.Module], Loss, Callable[[int], Any]]] = 
 
 def chain_trial(name: str) -> Trial:
     build, loss, batch = CHAINS[name]
-    return Trial(seeded(build), loss, batch, steps=4, micro_batches=4, clip=0.5)
+    return Trial(seeded(build), loss, batch, steps=2, micro_batches=4, clip=0.5)
 
 
 # --- what a trace finds --------------------------------------------------------------------------------------------
