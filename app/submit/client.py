@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from app.errors import UserError
 
-T = TypeVar("T")
 DEFAULT = "http://127.0.0.1:8265"
 
 
@@ -18,10 +16,6 @@ def allow_token() -> None:
     """With a token in ~/.ray/auth_token, uses it, unless RAY_AUTH_MODE says otherwise. Ray reads this when imported."""
     if os.path.exists(os.path.expanduser("~/.ray/auth_token")) or os.environ.get("RAY_AUTH_TOKEN"):
         os.environ.setdefault("RAY_AUTH_MODE", "token")
-
-
-class TokenRefused(UserError):
-    """Trying again would not help."""
 
 
 class Server:
@@ -55,7 +49,7 @@ class Server:
         """Connects, or connects again.
 
         Raises:
-            UserError, ClusterError: no server answers, or it refuses the token; one sentence.
+            UserError, ClusterError: no server answers, or it refuses us, in Ray's words; one sentence.
         """
         self._tunnel.close()
         allow_token()
@@ -65,8 +59,8 @@ class Server:
             logging.getLogger(name).setLevel(logging.ERROR)
         address = self._open_tunnel() if self.cluster else self.address
         try:
-            self.client = self.ask(lambda: JobSubmissionClient(address))
-        except (ConnectionError, RuntimeError, OSError, ValueError) as error:
+            self.client = JobSubmissionClient(address)
+        except Exception as error:
             self._tunnel.close()
             first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             raise UserError(
@@ -86,16 +80,3 @@ class Server:
         if not is_this_machine(data):
             port = self._tunnel.enter_context(tunnel(login_of(data), head_host(data, file), port))
         return f"http://127.0.0.1:{port}"
-
-    def ask(self, question: Callable[[], T]) -> T:
-        """The answer of a call to the server; a refused token becomes a sentence."""
-        try:
-            return question()
-        except Exception as error:
-            text = f"{type(error).__name__} {error}"
-            if not any(word in text for word in ("Authentication", "401", "403", "Unauthorized")):
-                raise
-            raise TokenRefused(
-                f"the cluster at {self} refuses the token (missing, wrong or expired): put its token into "
-                "~/.ray/auth_token or RAY_AUTH_TOKEN, and set RAY_AUTH_MODE=token"
-            ) from error

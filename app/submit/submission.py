@@ -7,6 +7,7 @@ variables go over SSH into a file on the head that only its owner reads, and the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shlex
@@ -19,7 +20,7 @@ from typing import Any
 
 from app.config import Config
 from app.errors import UserError
-from app.submit.client import Server, TokenRefused
+from app.submit.client import Server
 
 EXCLUDES = (".git", ".venv", "venv", "__pycache__", "*.pyc", ".*_cache", ".hypothesis")
 """Never wanted on a cluster, as .gitignore would write it."""
@@ -162,31 +163,13 @@ def submit(server: Server, job: Submission, say: Say) -> str:
     deadline = time.monotonic() + AGENT_SECONDS
     while True:
         try:
-            return server.ask(lambda: server.client.submit_job(**asked, runtime_env=environment))
+            return server.client.submit_job(**asked, runtime_env=environment)
         except (RuntimeError, ValueError) as error:
             if "No available agent" not in str(error) or time.monotonic() > deadline:
                 first = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
                 hint = ": leave files out with .gitignore" if "size" in first.lower() else ""
                 raise UserError(f"the cluster refuses the job: {first[:300]}{hint}") from error
             time.sleep(1.0)
-
-
-@dataclass
-class Log:
-    """A job's log as it has been written out so far."""
-
-    write: Callable[[str], None]
-    written: int = 0  # characters
-
-    async def tail(self, server: Server, job_id: str) -> None:
-        """Writes what is new until the job ends. Every connection sends the log from its beginning."""
-        seen = 0
-        async for text in server.client.tail_job_logs(job_id):
-            fresh = text[max(0, self.written - seen) :]
-            seen += len(text)
-            if fresh:
-                self.write(fresh)
-                self.written = seen
 
 
 def follow(server: Server, job_id: str, write: Callable[[str], None], say: Say) -> int:
@@ -197,13 +180,23 @@ def follow(server: Server, job_id: str, write: Callable[[str], None], say: Say) 
         UserError: there is no such job, or the cluster has not answered for `RECONNECT_SECONDS`.
     """
     _status(server, job_id)
-    log, lost_at = Log(write), 0.0
+    written, lost_at = 0, 0.0  # characters of the log
+
+    async def tail() -> None:
+        """Writes what is new until the job ends. Every connection sends the log from its beginning."""
+        nonlocal written
+        seen = 0
+        async for text in server.client.tail_job_logs(job_id):
+            write(text[max(0, written - seen) :])
+            seen += len(text)
+            written = max(written, seen)
+
     while True:
         try:
-            asyncio.run(log.tail(server, job_id))
+            asyncio.run(tail())
             info = server.client.get_job_info(job_id)
             if info.status.is_terminal():
-                if not log.written or (str(info.status) == "FAILED" and info.driver_exit_code is None):
+                if not written or (str(info.status) == "FAILED" and info.driver_exit_code is None):
                     say(f"Ray says: {info.message}")  # the job did not get as far as a log
                 return {"SUCCEEDED": 0, "STOPPED": 130}.get(str(info.status), info.driver_exit_code or 1)
             lost_at = 0.0
@@ -218,12 +211,8 @@ def follow(server: Server, job_id: str, write: Callable[[str], None], say: Say) 
                     f"the cluster has not answered for {RECONNECT_SECONDS:.0f} s; the job may be running: "
                     f"`trireme submit logs {job_id}` follows it again"
                 ) from error
-            try:
+            with contextlib.suppress(Exception):  # tried again at the next turn
                 server.connect()
-            except TokenRefused:
-                raise
-            except Exception:
-                pass  # tried again at the next turn
         time.sleep(0.5)
 
 
@@ -236,7 +225,7 @@ def stop(server: Server, job_id: str, say: Say) -> str:
     status = _status(server, job_id)
     if status.is_terminal():
         raise UserError(f"the job {job_id} has ended already: {status.value.lower()}")
-    server.ask(lambda: server.client.stop_job(job_id))
+    server.client.stop_job(job_id)
     say("asked to save a checkpoint and stop")
     deadline = time.monotonic() + STOP_SECONDS
     while not (status := _status(server, job_id)).is_terminal():
@@ -248,6 +237,6 @@ def stop(server: Server, job_id: str, say: Say) -> str:
 
 def _status(server: Server, job_id: str) -> Any:
     try:
-        return server.ask(lambda: server.client.get_job_status(job_id))
+        return server.client.get_job_status(job_id)
     except RuntimeError as error:
-        raise UserError(f"there is no job {job_id} at {server}") from error
+        raise UserError(f"the job {job_id} cannot be found at {server}: {str(error).strip()[:200]}") from error
