@@ -159,15 +159,11 @@ def read_yaml(file: Path) -> DictConfig:
     try:
         values = yaml.safe_load(file.read_text())
         tree = OmegaConf.create(values if values is not None else {})
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError, RecursionError) as error:
         where = getattr(error, "problem_mark", None)
         place = f" at line {where.line + 1}" if where else ""
         what = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise UserError(f"{file} is not valid YAML{place}: {what}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from error
-    except RecursionError as error:
-        raise UserError(f"{file} is nested too deeply: a configuration has sections with keys in them") from error
+        raise UserError(f"{file} cannot be read as YAML{place}: {what}") from error
     if not isinstance(tree, DictConfig):
         raise UserError(f"{file} holds no keys: write lines such as `task: image_classification`")
     return tree

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from app.tasks.huggingface.task import HuggingFace
 
 FORMATS = ("safetensors", "huggingface", "torch")
-FILE_BYTES = 5_000_000_000  # of one safetensors file, as on the hub
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,6 @@ def export_run(
     to: str,
     out: str | None = None,
     step: int | None = None,
-    file_bytes: int = FILE_BYTES,
     warn: Callable[[str], None] = lambda sentence: None,
 ) -> Exported:
     """Writes the newest good checkpoint of the run's folder (or that of `step`) into the folder `out`.
@@ -58,19 +56,15 @@ def export_run(
         raise UserError(f"--to {what}; it can be {', '.join(FORMATS)}")
     storage = Storage(run)
     if not storage.exists("run.json"):
-        known = "://" not in run and Storage(os.path.join("runs", run)).exists("run.json")
-        hint = (
-            f"did you mean runs/{run}?" if known else "write the folder that `trireme train` named, such as runs/mnist"
-        )
-        raise UserError(f"{run} is not a run's folder: {hint}")
+        raise UserError(f"{run} is not a run's folder: write the one that `trireme train` named, such as runs/mnist")
     commit = _commit(storage, step, warn)
     folder = _out(storage, to, commit.step, out)
     task = _hugging_face(storage) if to == "huggingface" else None
     with _appears(folder) as made:
         if task is not None:
-            _write_model_folder(task, commit, made, file_bytes)
+            _write_model_folder(task, commit, made)
         else:
-            export(commit, to="torch" if to == "torch" else "safetensors", out=made, max_file_bytes=file_bytes)
+            export(commit, to="torch" if to == "torch" else "safetensors", out=made)
         sizes = {path.name: path.stat().st_size for path in sorted(made.iterdir())}
     return Exported(commit.step, to, folder, list(sizes), sum(sizes.values()))
 
@@ -123,7 +117,7 @@ def _hugging_face(storage: Storage) -> HuggingFace:
     return task
 
 
-def _write_model_folder(task: HuggingFace, commit: Commit, folder: Path, file_bytes: int) -> None:
+def _write_model_folder(task: HuggingFace, commit: Commit, folder: Path) -> None:
     model, held = task.structure(), Weights(commit).shapes()
     for name, tensor in model.state_dict().items():
         if held.get(name) != tuple(tensor.shape):
@@ -133,7 +127,7 @@ def _write_model_folder(task: HuggingFace, commit: Commit, folder: Path, file_by
             )
     task.write_folder(folder)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})  # names of parameters that are another's too
-    export(commit, to="safetensors", out=folder, max_file_bytes=file_bytes, leave_out=tied)
+    export(commit, to="safetensors", out=folder, leave_out=tied)
 
 
 @contextmanager

@@ -188,7 +188,7 @@ def mapped(cloud: str, key: str) -> bytes:
 FOUND: list[tuple[str, str, bytes, str]] = [
     ("arguments", "arguments", b"task=a\ntrain.steps=${x}", "cannot be resolved"),
     ("arguments", "arguments", b"task=a\nresources_per_worker.CPU={a: {b: 1}}", "must be"),
-    ("configuration", "gpt.yaml", b"task: " + b"[" * 2000 + b"]" * 2000, "nested too deeply"),
+    ("configuration", "gpt.yaml", b"task: " + b"[" * 2000 + b"]" * 2000, "recursion"),
     ("cluster files", "laptop.yaml", b"cluster_name: a\x0c", "YAML"),
     ("cluster files", "laptop.yaml", b"cluster_name: &a\n  x: *a\n", "aml:2: "),
     ("cluster files", "laptop.yaml", b"a: &a\n  <<: *a\n", "contain itself"),

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from app.masking import mask_text, mask_uri
 
 _log = logging.getLogger(__name__)
@@ -49,26 +51,24 @@ def environment_text() -> str:
 
 
 def _revision() -> dict[str, str]:
-    """The git revision of the current folder (a user's own task), else of our own sources."""
-    for folder in (Path.cwd(), Path(__file__).parents[2]):
-        # One command tells commit, branch and changes; it must not take the index lock from another `git commit`.
-        status = _git(["status", "--porcelain=v2", "--branch", "--untracked-files=no"], folder)
-        found = dict(re.findall(r"^# branch\.(oid|head) (.+)$", status, re.M))
-        if re.fullmatch(r"[0-9a-f]{40,64}", found.get("oid", "")):
-            return {
-                "mlflow.source.git.commit": found["oid"],
-                "mlflow.source.git.branch": found.get("head", "").replace("(detached)", ""),
-                "mlflow.source.git.repoURL": mask_uri(_git(["config", "--get", "remote.origin.url"], folder).strip()),
-                "mlflow.source.git.dirty": str(any(not line.startswith("#") for line in status.splitlines())).lower(),
-            }
-    return {}
+    """The git revision of the current folder."""
+    # One command tells commit, branch and changes; it must not take the index lock from another `git commit`.
+    status = _git("status", "--porcelain=v2", "--branch", "--untracked-files=no")
+    found = dict(re.findall(r"^# branch\.(oid|head) (.+)$", status, re.M))
+    if not re.fullmatch(r"[0-9a-f]{40,64}", found.get("oid", "")):
+        return {}
+    return {
+        "mlflow.source.git.commit": found["oid"],
+        "mlflow.source.git.branch": found.get("head", "").replace("(detached)", ""),
+        "mlflow.source.git.repoURL": mask_uri(_git("config", "--get", "remote.origin.url").strip()),
+        "mlflow.source.git.dirty": str(any(not line.startswith("#") for line in status.splitlines())).lower(),
+    }
 
 
-def _git(arguments: list[str], folder: Path) -> str:
+def _git(*arguments: str) -> str:
     """What git prints; "" if it fails."""
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
-    command = ["git", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1).stdout
+    return subprocess.run(["git", *arguments], env=environment, capture_output=True, text=True, timeout=1).stdout
 
 
 @functools.cache
@@ -111,12 +111,11 @@ class SystemSampler:
 
 
 class Sample:
-    """Takes one sample after another; rates and sums count from construction. Raises ImportError without psutil."""
+    """Takes one sample after another; rates and sums count from construction."""
 
     def __init__(self) -> None:
-        self._psutil = importlib.import_module("psutil")
-        self._psutil.cpu_percent()  # the next call's answer is the share since this one
-        self._network = self._psutil.net_io_counters()
+        psutil.cpu_percent()  # the next call's answer is the share since this one
+        self._network = psutil.net_io_counters()
         try:
             self._nvml = importlib.import_module("pynvml")
             self._nvml.nvmlInit()
@@ -126,10 +125,10 @@ class Sample:
 
     def take(self) -> dict[str, float]:
         """Under the names of MLflow's own system metrics; percentages 0 to 100, megabytes of 10^6 bytes, watts."""
-        memory, disk = self._psutil.virtual_memory(), self._psutil.disk_usage(os.sep)
-        network = self._psutil.net_io_counters()
+        memory, disk = psutil.virtual_memory(), psutil.disk_usage(os.sep)
+        network = psutil.net_io_counters()
         values = {
-            "cpu_utilization_percentage": self._psutil.cpu_percent(),
+            "cpu_utilization_percentage": psutil.cpu_percent(),
             "system_memory_usage_megabytes": memory.used / 1e6,
             "system_memory_usage_percentage": memory.used / memory.total * 100,
             "disk_usage_percentage": disk.percent,

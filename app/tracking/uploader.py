@@ -165,11 +165,6 @@ class Uploader:
             kind = {"mlflow.experimentKind": "custom_model_development"}
             self.client.create_experiment(about["experiment"], about["artifact_location"], kind)
             return self._find_or_create(about)
-        if experiment.lifecycle_stage != "active":
-            raise TransientError(
-                f"the MLflow experiment {about['experiment']!r} was deleted: restore it with `mlflow experiments "
-                f"restore --experiment-id {experiment.experiment_id}`, or set tracking.experiment to another name."
-            )
         where = [experiment.experiment_id], f"tags.`{UID_TAG}` = '{about['run_uid']}'"
         if found := self.client.search_runs(*where, max_results=1):
             return found[0]

@@ -136,7 +136,8 @@ def test_what_cannot_be_delivered_yet_is_told_and_waits(uri: str, tmp_path: Path
     run.metrics(3, {"loss": 1.0})
     delivery = run.finish("FINISHED")
     assert not delivery.complete and delivery.run_id is None
-    assert f"mlflow experiments restore --experiment-id {experiment}" in delivery.problem == State.load(folder).problem
+    assert f"The experiment {experiment} must be in the 'active' state" in delivery.problem
+    assert delivery.problem == State.load(folder).problem
     client.restore_experiment(experiment)
     assert sync(folder).complete and State.load(folder).problem == ""
     assert Store(uri).status() == "FINISHED" and Store(uri).steps("loss") == [3]
