@@ -204,18 +204,16 @@ class WriterProcess:
         return ""
 
 
-def sync(folder: Path, *, uri: str | None = None, timeout: float = 30.0) -> Delivery:
-    """Deliver what an earlier run left in its spool.
-
-    uri: tracking URI, if it is another one now; by default the one of the run (with credentials from
-    MLFLOW_TRACKING_URI where the two differ in nothing else). timeout: seconds to wait while nothing can be delivered.
+def sync(folder: Path, *, timeout: float = 30.0) -> Delivery:
+    """Deliver what an earlier run left in its spool, to where it was tracked (with credentials from MLFLOW_TRACKING_URI
+    where the two differ in nothing else). timeout: seconds to wait while nothing can be delivered.
     """
     folder = Path(folder).absolute()
     start = last_start(folder)
     if not start:
         return Delivery(None, "", True)
     environment = os.environ.get("MLFLOW_TRACKING_URI", "")
-    uri = uri or (environment if mask_uri(environment) == start["uri"] else start["uri"])
+    uri = environment if mask_uri(environment) == start["uri"] else start["uri"]
     settings, attempt = Settings(uri, start["experiment"]), uuid.uuid4().hex
     driver = take_lock(folder, "driver", 1.0, attempt)  # an earlier start's writer that still tries makes way
     if driver is None:

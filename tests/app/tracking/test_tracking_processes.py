@@ -50,7 +50,7 @@ def test_two_runs_at_once_make_the_database_once(template: Path) -> None:
     assert location == (template.parents[1] / "mlartifacts").as_uri()
 
 
-def test_a_killed_driver_ends_as_killed_and_a_new_one_continues(uri: str, tmp_path: Path) -> None:
+def test_a_killed_driver_ends_as_killed_and_a_killed_writer_is_replaced(uri: str, tmp_path: Path) -> None:
     store, folder = Store(uri), tmp_path / "spool"
     process = driver(folder, uri, 0, 3000)
     said = time.time()  # its last word; that the writer is at work takes until it has imported MLflow
@@ -65,64 +65,36 @@ def test_a_killed_driver_ends_as_killed_and_a_new_one_continues(uri: str, tmp_pa
         file.write('{"type":"metr')
     second = tracker(folder, uri)
     second.start()
-    for step in range(2900, 3200):
-        second.metrics(step, {"loss": 0.5})
-    assert second.finish("FINISHED", timeout=20).complete
-    assert store.status() == "FINISHED" and store.steps("loss") == list(range(3200))
-
-
-def test_a_killed_writer_is_replaced_and_every_point_arrives_once(uri: str, tmp_path: Path) -> None:
-    store, folder = Store(uri), tmp_path / "spool"
-    run = tracker(folder, uri)
-    run.start()
-    for step in range(3_000):
-        run.metrics(step, {f"m{n}": float(step + n) for n in range(10)})
-    wait_until(lambda: store.runs() and store.steps("m9"))  # in the middle of its delivery
+    for step in range(2900, 6000):
+        second.metrics(step, {"loss": 0.5} | {f"m{n}": float(step + n) for n in range(10)})
+    wait_until(lambda: store.steps("m9"))  # in the middle of its delivery
     kill(State.load(folder).writer)
-    delivery = run.finish("FINISHED", timeout=30)
-    assert delivery.complete and store.status() == "FINISHED"
+    assert second.finish("FINISHED", timeout=30).complete
+    assert store.status() == "FINISHED" and store.steps("loss") == list(range(6000))
     counts = store.query("select count(*), count(distinct key || ' ' || step) from metrics where key like 'm%'")
-    assert counts == [(30_000, 30_000)]
-    assert store.history("m9") == [(step, step + 9.0) for step in range(3_000)]
-
-
-def test_a_lingering_writer_makes_way_and_sync_delivers_what_the_dead_left(uri: str, tmp_path: Path) -> None:
-    folder, nowhere = tmp_path / "spool", "http://127.0.0.1:9"
-    first = driver(folder, nowhere, 0, 10)
-    lingering = wait_until(lambda: State.load(folder).problem and State.load(folder).writer)
-    kill(first.pid)
-    first.wait()
-    assert alive(lingering)
-    second = driver(folder, nowhere, 5, 20)
-    wait_until(lambda: (pid := State.load(folder).writer) != lingering and pid)
-    wait_until(lambda: not alive(lingering))
-    going_on = sync(folder, uri=uri)
-    assert not going_on.complete and going_on.problem == "the run is going on, and its own writer delivers it"
-    kill(second.pid)
-    second.wait()
-    assert sync(folder, uri=uri).complete
-    assert Store(uri).status() == "KILLED" and Store(uri).steps("loss") == list(range(20))
+    assert counts == [(31_000, 31_000)]
+    assert store.history("m9") == [(step, step + 9.0) for step in range(2900, 6000)]
 
 
 def test_one_writer_delivers_a_run_and_its_children(uri: str, tmp_path: Path) -> None:
     """As of a sweep: children come and go, and only spool; one is killed."""
+
+    def child(number: int) -> Tracker:
+        run = tracker(tmp_path / f"t{number}" / "tracking", uri, run_uid=f"child-{number}", parent=parent.folder)
+        run.start()
+        run.metrics(1, {"loss": float(number)})
+        return run
+
     store, parent = Store(uri), tracker(tmp_path / "tracking", uri)
     parent.start()
-    children: list[Tracker] = []
-    for number in range(2):
-        child = tracker(tmp_path / f"t{number}" / "tracking", uri, run_uid=f"child-{number}", parent=parent.folder)
-        child.start()
-        child.metrics(1, {"loss": float(number)})
-        children.append(child)
-    delivery = children[0].finish("FAILED", message="diverged")
-    assert delivery.complete and not (children[0].folder / "writer.log").exists()
+    first = child(0)
+    assert first.finish("FAILED", message="diverged").complete and not (first.folder / "writer.log").exists()
     wait_until(lambda: store.runs("child-0") and store.status("child-0") == "FAILED")
-    wait_until(lambda: store.runs("child-1") and store.steps("loss", "child-1") == [1])
-    assert store.status("child-1") == "RUNNING"
-    os.close(children[1]._driver or -1)  # as the kernel does for a process that was killed
-    wait_until(lambda: store.status("child-1") == "KILLED")
+    os.close(child(1)._driver or -1)  # as the kernel does for a process that was killed
     parent.metrics(7, {"best": 0.5})
     assert parent.finish("FINISHED", timeout=20).complete and store.steps("best") == [7]
+    wait_until(lambda: store.runs("child-1") and store.status("child-1") == "KILLED")
+    assert store.steps("loss", "child-1") == [1]
     sql = "select count(*) from tags where key = 'mlflow.parentRunId' and value = ?"
     assert store.query(sql, store.run()) == [(2,)]
 
@@ -130,12 +102,7 @@ def test_one_writer_delivers_a_run_and_its_children(uri: str, tmp_path: Path) ->
 @contextlib.contextmanager
 def mlflow_server(folder: Path, port: int) -> Iterator[None]:
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += [
-        "--backend-store-uri",
-        f"sqlite:///{folder}/server.db",
-        "--artifacts-destination",
-        f"{folder}/artifacts",
-    ]
+    command += ["--backend-store-uri", f"sqlite:///{folder}/server.db", "--artifacts-destination", f"{folder}/files"]
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     with (folder / "server.log").open("ab") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
@@ -146,26 +113,31 @@ def mlflow_server(folder: Path, port: int) -> Iterator[None]:
         process.wait()
 
 
-def test_a_server_that_is_late_gets_everything(tmp_path: Path) -> None:
+def test_a_server_that_is_late_gets_everything_from_the_newest_writer(tmp_path: Path) -> None:
     (tmp_path / "figure.txt").write_text("bars")
-    port, store = free_port(), Store(f"sqlite:///{tmp_path}/server.db")
-    run = tracker(tmp_path / "spool", f"http://127.0.0.1:{port}")
+    port, store, folder = free_port(), Store(f"sqlite:///{tmp_path}/server.db"), tmp_path / "spool"
+    killed = driver(folder, f"http://127.0.0.1:{port}", 0, 10)
+    lingering = wait_until(lambda: State.load(folder).problem and State.load(folder).writer)
+    assert "does not answer (refused)" in State.load(folder).problem and not State.load(folder).run_id
+    assert sync(folder).problem == "the run is going on, and its own writer delivers it"
+    kill(killed.pid)
+    killed.wait()
+    assert alive(lingering)
+    run = tracker(folder, f"http://127.0.0.1:{port}")
     run.start()
+    wait_until(lambda: not alive(lingering))
     run.artifact(tmp_path / "figure.txt", "plots")
-    for step in range(1500):
-        run.metrics(step, {"loss": float(step), "nan": float("nan"), "up": float("inf")})
-    problem = wait_until(lambda: State.load(run.folder).problem)
-    assert "does not answer (refused)" in problem and not State.load(run.folder).run_id
+    for step in range(5, 1500):
+        run.metrics(step, {"loss": 1 / (step + 1), "nan": float("nan"), "up": float("inf")})
     with mlflow_server(tmp_path, port):
-        wait_until(lambda: State.load(run.folder).run_id and State.load(run.folder).offset == size(run.folder))
-        assert State.load(run.folder).problem == "" and State.load(run.folder).run_id == store.run()
+        wait_until(lambda: State.load(folder).run_id and State.load(folder).offset == size(folder))
+        assert State.load(folder).problem == "" and State.load(folder).run_id == store.run()
         assert store.status() == "RUNNING"
-        run.metrics(1500, {"loss": 1500.0})
         delivery = run.finish("FINISHED", timeout=20)
     assert delivery.complete and delivery.url == f"http://127.0.0.1:{port}/#/experiments/1/runs/{delivery.run_id}"
     assert store.status() == "FINISHED"
-    assert store.history("loss") == [(step, float(step)) for step in range(1501)]
-    assert store.history("nan") == [(step, None) for step in range(1500)] and store.history("up")[0][1] > 1e308
+    assert store.history("loss") == [(step, 1 / (step + 1)) for step in range(1500)]
+    assert store.history("nan") == [(step, None) for step in range(5, 1500)] and store.history("up")[0][1] > 1e308
     times = store.query("select timestamp from metrics where key = 'loss' order by step")
     assert times == sorted(times)
-    assert [path.read_text() for path in (tmp_path / "artifacts").rglob("plots/figure.txt")] == ["bars"]
+    assert [path.read_text() for path in (tmp_path / "files").rglob("plots/figure.txt")] == ["bars"]
