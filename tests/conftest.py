@@ -11,6 +11,9 @@ from app.launchers import PRELOAD
 from cluster.connect import connect, disconnect
 from tests.running import environment, ray_head
 
+hypothesis.settings.register_profile("busy", deadline=None)  # a machine with other work on it is slow at times
+hypothesis.settings.load_profile("busy")
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -151,7 +151,7 @@ def test_mutated_input_ends_in_a_sentence_or_a_good_reading(name: str, tmp_path:
     (files, read), folder, refused = TARGETS[name], tmp_path / "read", []
 
     @seed(11)
-    @settings(max_examples=EXAMPLES, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES, database=None, suppress_health_check=list(HealthCheck))
     @given(mutated(files))
     def once(change: tuple[str, bytes | None]) -> None:
         changed, content = change

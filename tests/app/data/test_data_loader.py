@@ -86,7 +86,7 @@ def test_every_sample_once_per_epoch_however_it_is_fetched(kind: Callable[[int],
     assert [flat(step) for step in steps] == [flat(step) for step in load(Plain(20), batch=5, steps=8)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     n=st.integers(1, 40),
     share=st.integers(1, 6),
@@ -210,7 +210,7 @@ def test_data_workers_draw_random_numbers_by_position_and_leave_the_global_gener
     assert torch.equal(before, torch.get_rng_state())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(n=st.integers(0, 30), batch=st.integers(1, 9), dp_size=st.integers(1, 5))
 def test_evaluation_counts_every_sample_once(n: int, batch: int, dp_size: int) -> None:
     ranks = [

@@ -22,7 +22,7 @@ def test_every_sample_exactly_once_per_epoch_in_another_order(n: int) -> None:
         assert n < 64 or (epochs[0] == other).mean() < 0.1
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(n=st.integers(1, 150_000), seed=st.integers(-(2**70), 2**70), start=st.integers(0, 10**12), data=st.data())
 def test_any_range_is_the_same_however_it_is_asked_for(n: int, seed: int, start: int, data: st.DataObject) -> None:
     count = data.draw(st.integers(0, 300))

@@ -55,7 +55,8 @@ class Nothing:  # only mlflow, torch and what they need
         if name.split(".")[0] in ("ray", "omegaconf", "fsspec"):
             raise ImportError(name)
 
-sys.meta_path.insert(0, Nothing())
+# Nor Trireme, which an editable install would find.
+sys.meta_path[:] = [Nothing(), *(finder for finder in sys.meta_path if "editable" not in repr(finder))]
 import mlflow, torch
 mlflow.set_tracking_uri(sys.argv[1])
 model = mlflow.pytorch.load_model(f"runs:/{sys.argv[2]}/model")
