@@ -30,18 +30,13 @@ OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.trun
 
 
 def test_a_kill_at_any_file_operation(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-c",
-        f"from tests.app.checkpoint.test_checkpoint_kills import serve; serve({str(tmp_path)!r})",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    code = f"from tests.app.checkpoint.test_checkpoint_kills import serve; serve({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["wrong"] == [], report
-    assert report["kills"] >= 60, "the killer saw the operations"
-    assert report["newest"] == [1, 2, 3], "there were kills before, between and after the commits"
+    assert report["kills"] >= 30, "the killer saw the operations"
+    assert report["newest"] == [1, 2], "there were kills before and after the commit"
 
 
 def serve(folder: str) -> None:
@@ -52,7 +47,7 @@ def serve(folder: str) -> None:
     while killed:
         shutil.rmtree(here, ignore_errors=True)
         _save(here, 1)
-        killed = _save_and_die(here, 2, 3, at=kills + 1)
+        killed = _save_and_die(here, 2, at=kills + 1)
         try:
             newest.add(_look(here))
         except AssertionError as error:
@@ -67,22 +62,21 @@ def _state(step: int) -> dict[str, Any]:
     return {"model": {"w": torch.full((64,), float(step))}, "n": step}
 
 
-def _save(folder: Path, *steps: int) -> None:
+def _save(folder: Path, step: int) -> None:
     from app.checkpoint import Checkpointer
 
     checkpointer = Checkpointer(str(folder), keep_last=1, keep_best=False)
-    for step in steps:
-        checkpointer.save(_state(step), meta={"step": step})
+    checkpointer.save(_state(step), meta={"step": step})
     checkpointer.close()
 
 
-def _save_and_die(folder: Path, *steps: int, at: int) -> bool:
+def _save_and_die(folder: Path, step: int, at: int) -> bool:
     """Whether saving, in a fork, was killed at its `at`-th operation (or ended before it came to that)."""
     child = os.fork()
     if child == 0:
         try:
             _arm(at)
-            _save(folder, *steps)
+            _save(folder, step)
             os._exit(0)
         except BaseException:
             traceback.print_exc()

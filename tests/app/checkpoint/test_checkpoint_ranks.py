@@ -22,7 +22,7 @@ from app.checkpoint.ranks import RankFailed, Ranks
 from app.errors import UserError
 from tests.pool import DistributedFailure, run_distributed
 
-LAYOUTS = {"replicas": 2, "rows": 2, "columns": 2, "rows4": 4, "hybrid": 4, "grid": 4, "stages": 2}
+LAYOUTS = {"replicas": 2, "rows": 2, "columns": 2, "hybrid": 4, "grid": 4, "stages": 2}
 
 
 def whole(scale: float = 1.0) -> dict[str, torch.Tensor]:
@@ -39,7 +39,6 @@ def lay_out(layout: str, rank: int, tensors: dict[str, torch.Tensor]) -> dict[st
     placements: dict[str, tuple[tuple[int, ...], list[Any]]] = {
         "rows": ((2,), [Shard(0)]),
         "columns": ((2,), [Shard(1)]),
-        "rows4": ((4,), [Shard(0)]),
         "hybrid": ((2, 2), [Replicate(), Shard(0)]),
         "grid": ((2, 2), [Shard(0), Shard(1)]),
     }
@@ -85,12 +84,10 @@ def _load(rank: int, folder: str, layout: str) -> None:
 @pytest.mark.parametrize(
     ("saved", "reader"),
     [
-        ("replicas", "columns"),
         ("rows", "grid"),
         ("columns", "stages"),
-        ("rows4", "rows"),
         ("hybrid", "replicas"),
-        ("grid", "rows4"),
+        ("grid", "rows"),
         ("stages", "hybrid"),
     ],
 )
@@ -100,18 +97,6 @@ def test_another_layout_reads_it(tmp_path: Path, saved: str, reader: str) -> Non
     assert checkpoint.latest_good(folder)[1] == []
     _load(0, folder, "one")
     run_distributed(_load, LAYOUTS[reader], folder, reader)
-
-
-def _alone(rank: int, folder: str) -> int:
-    """As under torchrun: rank 0 looks at what a person named, the others wait for what it says."""
-    found = [checkpoint.find(folder).step if rank == 0 else 0]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
-
-
-def test_one_rank_finds_a_checkpoint_while_the_others_wait(tmp_path: Path) -> None:
-    run_distributed(_save, 2, str(tmp_path), "replicas")
-    assert run_distributed(_alone, 2, str(tmp_path)) == [checkpoint.find(str(tmp_path)).step] * 2
 
 
 def _staged(rank: int, folder: str) -> list[int]:
@@ -143,6 +128,10 @@ def test_replicas_copy_only_what_they_write(tmp_path: Path) -> None:
 
 
 def _refused(rank: int, folder: str) -> str:
+    """First as under torchrun: rank 0 looks at what a person named, the others wait for what it says."""
+    found = [checkpoint.find(folder).step if rank == 0 else 0]
+    dist.broadcast_object_list(found, src=0)
+    assert found == [1]
     state = state_of("stages", rank, 0.0)
     if rank == 1:
         state["model"]["blocks.1.w"] = torch.zeros(2, 2)
@@ -152,7 +141,7 @@ def _refused(rank: int, folder: str) -> str:
     return str(caught.value)
 
 
-def test_a_difference_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
+def test_one_rank_finds_a_checkpoint_and_a_difference_on_one_is_refused_on_all(tmp_path: Path) -> None:
     run_distributed(_save, 2, str(tmp_path), "stages")
     first, second = run_distributed(_refused, 2, str(tmp_path))
     assert first == second and "blocks.1.w is (7, 6) there and (2, 2) here" in first
@@ -180,7 +169,7 @@ def test_a_flipped_bit_is_found_by_the_ranks_together(tmp_path: Path) -> None:
     assert "__1_0.distcp does not have the content" in answers[0][1][0]
 
 
-def _talk(rank: int) -> None:
+def _talk(rank: int, folder: str) -> None:
     ranks = Ranks(own_group=True)
     assert ranks.any(rank == 1, False) == [True, False]
     assert ranks.all(rank) == [0, 1]
@@ -195,12 +184,6 @@ def _talk(rank: int) -> None:
         with pytest.raises(RankFailed, match=r"^rank (1: KeyError: 1|0: ZeroDivisionError: .*)$"):
             ranks.divide(what, then)
 
-
-def test_ranks_exchange_results_and_failures() -> None:
-    run_distributed(_talk, 2)
-
-
-def _not_finite(rank: int, folder: str) -> None:
     checkpointer = Checkpointer(folder)
     with pytest.raises(NotFinite):
         checkpointer.save(state_of("replicas", rank), meta={"step": 1}, finite=rank == 0)
@@ -208,8 +191,8 @@ def _not_finite(rank: int, folder: str) -> None:
     checkpointer.close()
 
 
-def test_what_is_not_finite_on_one_rank_is_saved_by_none(tmp_path: Path) -> None:
-    run_distributed(_not_finite, 2, str(tmp_path))
+def test_ranks_exchange_results_and_failures_and_save_nothing_that_is_not_finite_on_one(tmp_path: Path) -> None:
+    run_distributed(_talk, 2, str(tmp_path))
     assert [commit.step for commit in checkpoint.commits(str(tmp_path))] == [2]
 
 
