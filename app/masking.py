@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 
@@ -14,6 +15,7 @@ _VOCABULARY = {"pad", "eos", "bos", "unk", "mask", "sep", "cls", "special", "sta
 """What a tokenizer's tokens are called: `pad_token` is not a secret."""
 _KEYS = {"api", "access", "secret", "private", "auth"}
 """What makes a key a secret one: `label_key` is a column."""
+_ENVIRONMENT = ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "DATABRICKS_TOKEN", "AWS_SECRET_ACCESS_KEY")
 _CREDENTIALS = re.compile(r"(\b[a-zA-Z][a-zA-Z0-9+.-]*://)[^\s/@\"']+(?:@[^\s/@\"']+)*@")
 _QUERY = re.compile(
     r"([?&](?:[\w.-]*[_.-])?(?:password|passwd|pwd|token|secret|key|credential|sig|signature)=)[^&\s\"']+", re.I
@@ -41,13 +43,21 @@ def mask_uri(text: str) -> str:
     return _QUERY.sub(rf"\1{HIDDEN}", _CREDENTIALS.sub(rf"\1{HIDDEN}@", text))
 
 
+def _known_secrets() -> list[str]:
+    values = (os.environ.get(variable, "") for variable in _ENVIRONMENT)
+    return [value for value in values if len(value) >= 4]  # shorter ones would hide ordinary words
+
+
 def mask_text(text: str) -> str:
-    """Like `mask_uri`, and the value of every `key=value` or `key: value` whose key is a secret's. For sentences, logs
+    """Like `mask_uri`, and the value of every `key=value` or `key: value` whose key is a secret's, and what
+    MLFLOW_TRACKING_PASSWORD and its like hold. For sentences, logs
     and command lines; a configuration is masked before it becomes text, by `mask_tree`."""
 
     def hide(match: re.Match[str]) -> str:
         return f"{match['name']}{match['sign']}{HIDDEN}" if is_secret(match["name"]) else match[0]
 
+    for value in _known_secrets():
+        text = text.replace(value, HIDDEN)
     return _ASSIGNMENT.sub(hide, mask_uri(text))
 
 
@@ -61,6 +71,6 @@ def mask_tree(values: Mapping[str, object], prefix: str = "") -> dict[str, objec
             return [masked(key, one) for one in value]
         if not isinstance(value, str) or not value:  # only texts can be secrets
             return value
-        return HIDDEN if is_secret(key) else mask_uri(value)
+        return HIDDEN if is_secret(key) or value in _known_secrets() else mask_uri(value)
 
     return {name: masked(f"{prefix}{name}", value) for name, value in values.items()}

@@ -21,6 +21,8 @@ from app.errors import UserError
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 """Protocols that need one of our optional dependencies."""
+_WITH_FOLDERS = {"file", "sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs"}
+"""Protocols whose folders must be made first. An object store has none, and making one may make a bucket."""
 
 
 class Storage:
@@ -33,7 +35,7 @@ class Storage:
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
         text = os.fspath(url)
-        protocol = urlsplit(text).scheme if "://" in text else "file"
+        self._protocol = protocol = urlsplit(text).scheme if "://" in text else "file"
         self.is_local = protocol == "file"
         path = os.path.abspath(os.path.expanduser(text.removeprefix("file://")))
         self.url = path if self.is_local else text.rstrip("/")
@@ -97,8 +99,8 @@ class Storage:
 
     def make(self, path: str = "") -> None:
         """Make a folder and those above it; nothing happens on an object store, which has no folders."""
-        if self.is_local:
-            os.makedirs(self._at(path), exist_ok=True)
+        if self._protocol in _WITH_FOLDERS:
+            self._fs.makedirs(self._at(path), exist_ok=True)
 
     def write_bytes(self, path: str, data: bytes) -> None:
         """Write a whole file atomically and durably, making the folders it needs."""

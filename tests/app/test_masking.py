@@ -35,7 +35,12 @@ def test_secrets_in_a_text() -> None:
     assert mask_text('{"password": "a b", "n": 1}') == '{"password": ***, "n": 1}'
 
 
-def test_secrets_in_a_configuration() -> None:
+def test_secrets_in_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "runs")
+    assert mask_text("said runs twice") == "said *** twice"
+    assert mask_tree({"a": "runs", "storage": "./runs"}) == {"a": "***", "storage": "./runs"}, (
+        "part of a word is not it"
+    )
     inner = {"b": 1, "secret": "x", "none": None, "empty": {}}
     masked = mask_tree({"a": inner, "list": ["http://u:p@h", 2], "token": 5, "key": "c", "hf_token": "abc"})
     hidden = {"b": 1, "secret": "***", "none": None, "empty": {}}
