@@ -12,6 +12,7 @@ BENCHMARKS = {
     "overhead": "what tracking and saving cost a run, and what each file of strategies/cpu_collectives brings",
     "start": "from the command to the first finished step, under every launcher",
     "gpu": "a GPT on one GPU: tokens/s, MFU and memory, beside plain PyTorch and the plan",
+    "published": "the planner's tokens/s and memory beside a table of published runs",
     "chaos": "kills of anything at any moment: what is lost, and seconds to the next step",
 }
 """A module of this folder, and what it measures."""

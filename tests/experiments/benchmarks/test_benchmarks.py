@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
+from torch.utils.flop_counter import FlopCounterMode
 
-from experiments.benchmarks import gpu, harness
-from experiments.benchmarks.__main__ import BENCHMARKS
+from app.models.gpt import GPT
+from experiments.benchmarks import gpu, harness, published
 from tests.running import ROOT, environment
 
 
@@ -32,6 +35,36 @@ def test_a_ratio_is_that_of_neighbouring_blocks_whatever_the_machine_does_meanwh
     assert low == pytest.approx(1.0) and high == pytest.approx(1.4), "half of the blocks say this, half that"
 
 
+def test_a_tree_without_a_folder_does_not_find_it_in_the_checkout() -> None:
+    with harness.tree_without("cluster/fast_start") as tree:
+        program = "import cluster.connect, cluster.fast_start"
+        env = environment(PYTHONPATH=tree)
+        said = subprocess.run([sys.executable, "-c", program], cwd=tree, env=env, capture_output=True, text=True).stderr
+    assert said.strip().endswith("No module named 'cluster.fast_start'")
+
+
+def test_the_flops_of_a_step_are_what_the_model_computes() -> None:
+    shape = gpu.SHAPES["124m"]
+    with torch.device("meta"):
+        model = GPT(vocab_size=shape.vocab_size, **shape.model())  # type: ignore[arg-type]
+        tokens = torch.zeros(shape.batch, shape.sequence_length, dtype=torch.long)
+    with FlopCounterMode(display=False) as counted:
+        model(tokens).sum().backward()
+    parameters = sum(p.numel() for p in model.parameters()) - model.embed.weight.numel()
+    assert counted.get_total_flops() == pytest.approx(shape.flops(parameters), rel=0.02)
+
+
+def test_a_table_of_published_runs_is_compared(tmp_path: Path) -> None:
+    columns = "d_model,n_layers,n_heads,vocab_size,seq_len,gpus,micro_batch_size,grad_accum,model,gpu,precision"
+    values = "1024,6,16,1000,512,8,8,2,x,a100_80gb,bf16"
+    table = tmp_path / "runs.csv"
+    table.write_text(
+        f"{columns},sharding,activation_checkpointing,tokens_per_s_per_gpu\n{values},FULL_SHARD,True,50000\n"
+    )
+    found = json.loads(CliRunner().invoke(published.main, [str(table), "--json"]).stdout)["found"]
+    assert found["rows"] == 1 and found["not_fitting"] == 0 and -1 < found["median error"]["held out"] < 10
+
+
 SMALLEST = {
     "step": "--model gpt --strategy zbv --blocks 1",
     "overhead": "--of saving --of allocator --runs 1 --steps 60",
@@ -44,7 +77,7 @@ SMALLEST = {
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize("name", SMALLEST)
 def test_a_benchmark_runs(name: str) -> None:
     """In a process of its own, in which `gpu` finds neither Ray nor MLflow; chaos ends with 1 if anything is lost."""
     program = f"import sys; sys.modules.update(dict.fromkeys({('ray', 'mlflow') if name == 'gpu' else ()}))"
