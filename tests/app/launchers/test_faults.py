@@ -77,6 +77,25 @@ def test_torchrun_starts_again_by_itself(tmp_path: Path, rank: int, number: int)
         assert json.loads(record)["entries"], "and what it did last"
 
 
+def test_a_stopped_worker_of_ray_train_is_found_and_replaced(tmp_path: Path, ray_environment: dict[str, str]) -> None:
+    arguments = ["train", *SLOW, HANG, "launcher=ray", "workers=2", "run.name=run", f"run.storage={tmp_path}"]
+    process = start(arguments, env=ray_environment)
+    lines, folder = Lines(process), tmp_path / "run"
+    wait_until(lambda: max(committed(folder), default=0) >= 10, 60)
+    stopped = disturb(folder, 1, signal.SIGSTOP)
+    assert lines.when("does not answer", 40) - stopped >= 1.5
+    assert process.wait(60) == 0, lines.text
+    assert "worker 1, process" in lines.text and "starting again from the last checkpoint" in lines.text
+    assert_one_curve(tmp_path)
+    run = mlflow_run(tmp_path, "run")
+    (stacks,) = mlflow_text(tmp_path, run.info.run_id, "hangs")
+    assert "does not answer" in stacks and "loop.py" in stacks
+    (record,) = mlflow_text(tmp_path, run.info.run_id, "hangs", ".json")
+    last = json.loads(record)["entries"][-1]
+    assert last["profiling_name"].startswith("gloo:"), "the collective that rank 0 waits in; rank 1 cannot answer"
+    assert "worker 1" in run.data.tags["trireme.last_failure"] and run.data.metrics["fault/recovery_seconds"] > 0
+
+
 @pytest.fixture
 def nodes() -> Iterator[Any]:
     """A Ray cluster of a head without CPUs and four nodes with one each, on this machine."""

@@ -20,7 +20,11 @@ from tests.running import (
     committed,
     curve,
     disturb,
+    end_tree,
+    environment,
+    finish,
     mlflow_run,
+    ray_head,
     same_bits,
     start,
     torchrun,
@@ -101,6 +105,21 @@ def test_a_worker_is_killed_then_the_command_and_run_again(
     said = "continuing after step" if number == signal.SIGKILL else f"continuing after step {at}"
     assert again.code == 0 and said in again.out, again.out + again.err
     assert_unbroken(tmp_path, undisturbed["one" if "launcher=local" in more else "two"])
+
+
+@pytest.mark.slow
+def test_all_of_ray_killed_with_its_driver(tmp_path: Path, undisturbed: dict[str, Path]) -> None:
+    """The driver started Ray itself; every process of both is killed at once."""
+    arguments = command(tmp_path, *IN_RAY, "resources_per_worker.CPU=0.5")
+    (tmp_path / "slow").touch()
+    process = start(arguments)
+    wait_until(lambda: committed(tmp_path / "run"), 90)
+    end_tree(process.pid)
+    finish(process)
+    with ray_head() as address:
+        again = trireme(*arguments, env=environment(RAY_ADDRESS=address, RAY_AUTH_MODE="disabled"))
+    assert again.code == 0, again.err
+    assert_unbroken(tmp_path, undisturbed["two"])
 
 
 def test_a_run_is_trained_by_one_command_and_once_finished_trained_further(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_the_meter_goes_on_over_starts_and_knows_what_was_wasted(
 def test_a_run_stops_with_a_checkpoint_when_its_budget_is_spent(
     tmp_path: Path, ray_environment: dict[str, str]
 ) -> None:
-    run = ["train", *POINTS, "train.steps=100000", "run.name=dear", f"run.storage={tmp_path}", "workers=2"]
+    run = ["train", *POINTS, "train.steps=1000000", "run.name=dear", f"run.storage={tmp_path}", "workers=2"]
     run += [f"cluster.file={priced(tmp_path)}", "budget=25"]
     ended = trireme(*run, env=ray_environment, timeout=300)
     assert ended.code == 130, ended.out + ended.err
@@ -80,6 +80,25 @@ def test_a_run_stops_with_a_checkpoint_when_its_budget_is_spent(
     assert 22 < metrics["cost/dollars"] <= 25 and 0 < metrics["cost/wasted_dollars"] < metrics["cost/dollars"]
     again = trireme(*run, env=ray_environment, timeout=300)
     assert again.code == 2 and "budget is spent" in again.err, again.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["ray", "actors"])
+def test_workers_that_are_still_starting_spend_no_more_than_the_budget(
+    tmp_path: Path, ray_environment: dict[str, str], launcher: str
+) -> None:
+    run = ["train", *POINTS, "train.steps=9", "run.name=slow", f"run.storage={tmp_path}", "workers=2"]
+    run += [f"cluster.file={priced(tmp_path)}", "budget=8", f"launcher={launcher}", "task_args.step_seconds=300"]
+    run += ["strategy=ddp"]  # the planner would measure a step
+    ended = trireme(*run, env=ray_environment, timeout=300)
+    assert ended.code == 130 and "stopped before training began" in ended.err, ended.out + ended.err
+    assert "of a budget of $8.00: stopping before training begins" in ended.out
+    assert not committed(tmp_path / "slow")
+    metrics = mlflow_run(tmp_path, "slow").data.metrics
+    assert 7 < metrics["cost/dollars"] <= 8 and metrics["cost/wasted_dollars"] == metrics["cost/dollars"]
+    run = ["train", *POINTS, "train.steps=2", "run.name=next", f"run.storage={tmp_path}", "workers=4"]
+    after = trireme(*run, env=ray_environment)
+    assert after.code == 0, f"all four CPUs are free again: {after.out + after.err}"
 
 
 def priced(folder: Path) -> str:
