@@ -105,8 +105,9 @@ def _without_ray(
     from app.launchers.supervisor import Supervisor
     from app.run.driver import Driver
     from app.run.lifecycle import train_run
-    from app.run.prepare import prepare, read_task
+    from app.run.prepare import check_devices, prepare, read_task
 
+    check_devices(config, "cuda" if torch.cuda.is_available() else "cpu")
     per_node = here if world_size > 1 else torch.cuda.device_count() or None
     prepared = prepare(config, read_task(config), world_size, devices_per_node=per_node)
     driver = Driver(run, prepared.config, console, settings)

@@ -19,7 +19,7 @@ from app.launchers.room import free_by_node, ray_nodes, reserve, why_pending
 from app.launchers.supervisor import Supervisor
 from app.run.cost import meter_for
 from app.run.driver import Driver
-from app.run.prepare import Prepared, prepare
+from app.run.prepare import Prepared, check_devices, prepare
 from app.tasks.base import Task
 from cluster import ClusterError
 from cluster.connect import Cluster
@@ -107,6 +107,7 @@ class RayLaunch:
 
     def prepare(self, task: Task, workers: int, config: Config | None = None) -> Prepared:
         gpus = self.per_worker.get("GPU", 0)
+        check_devices(config or self.config, "cuda" if gpus else "cpu")
         per_node = int(self.cluster.gpus_of_largest / gpus) if gpus else None
         prepared = prepare(config or self.config, task, workers, devices_per_node=per_node)
         idle = idle_gpus(workers, gpus, self.cluster.gpus)

@@ -22,7 +22,7 @@ from app.job import strategy_options
 from app.optimizer import optimizer_class
 from app.tasks import load_task
 from app.tasks.base import Task
-from strategies import registry
+from strategies import precision, registry
 from strategies.blocks import find_blocks
 from strategies.layout import LayoutError
 from strategies.parallelize import Layout, ParallelDims, check, choose
@@ -201,6 +201,12 @@ def looked_at(task: Task, layout: Layout) -> nn.Module | None:
     require_parameters(module)
     find_blocks(module, task.blocks(module))
     return module
+
+
+def check_devices(config: Config, device: str) -> None:
+    """Raises LayoutError if the workers' type of device (cuda, cpu) cannot compute as asked."""
+    if config.train.precision == "fp8" and device == "cpu":
+        precision.require_float8(torch.device(device))
 
 
 def check_model(config: Config, task: Task, layout: Layout, module: nn.Module | None) -> None:
