@@ -14,6 +14,7 @@ import click
 
 from app.cli.common import Invocation, experiment_arguments, read, verb
 from app.errors import RunFailed
+from app.versions import TESTED
 
 
 @click.group("cluster")
@@ -209,4 +210,5 @@ def report(facts: Any, findings: list[Any]) -> list[str]:
         lines += [f"{'✗' if finding.critical else '!'} {finding.sentence}", f"    {finding.remedy}"]
     count = f"{len(findings)} finding{'s' if len(findings) != 1 else ''}" if findings else "nothing is wrong"
     nodes = f"{len(facts.nodes)} node{'s' if len(facts.nodes) != 1 else ''}"
-    return [*lines, f"{nodes} checked: {count}"]
+    tested = ", ".join(f"{name} {oldest} to {newest}" for name, (oldest, newest) in TESTED.items())
+    return [*lines, f"{nodes} checked: {count}", f"tested with {tested}"]

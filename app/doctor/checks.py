@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from app.console import size
+from app.versions import newer
 
-WARNINGS = ("unused_gpus", "other_driver", "all_reduce", "slow_all_reduce")
+WARNINGS = ("unused_gpus", "other_driver", "newer_version", "all_reduce", "slow_all_reduce")
 Problem = tuple[str, str, str]
 """Code, the rest of a sentence that begins with the GPU or the node, and what to do."""
 
@@ -210,6 +211,8 @@ def versions(facts: ClusterFacts) -> Iterator[Finding]:
         having = [(node, node.versions[name]) for node in facts.answered if name in node.versions]
         of_the_head = next((found for node, found in having if node.head), "")
         usual = of_the_head or Counter(found for _, found in having).most_common(1)[0][0]
+        for said in newer({name: usual}):
+            yield Finding("newer_version", said, "if something breaks, install the tested one: constraints.txt")
         for node, found in having:
             if found != usual:
                 said = f"{node} has {name} {found or '(none)'}, other nodes have {usual}"

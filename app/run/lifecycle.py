@@ -16,6 +16,7 @@ from app.run.manifest import Outcome, Run
 from app.run.prepare import Prepared
 from app.tracking.settings import ui_command
 from app.tracking.tracker import Delivery
+from app.versions import newer
 from cluster.files import cluster_file
 from cluster.preemption import provider_of
 
@@ -33,7 +34,7 @@ def train_run(driver: Driver, prepared: Prepared, where: str, train: Callable[[J
     console.say(
         f"{prepared.layout} on {where}; {prepared.steps:,} steps; everything else is in {run.local_folder / 'logs'}"
     )
-    for note in prepared.notes:
+    for note in (*newer(), *prepared.notes):
         driver.note(note)
     driver.begin_tracking()
     # Signals stay caught until the end is written down: torchrun sends SIGTERM as soon as one rank has failed.

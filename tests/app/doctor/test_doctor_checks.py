@@ -91,6 +91,12 @@ PLANTED: list[tuple[ClusterFacts, str, str, str]] = [
     (cluster(node(1, gpus=gpus_of(flops=4e14))), "slow_gpu", "n1", "400 TFLOP/s, its peers at 700"),
     (cluster(node(1, versions=VERSIONS | {"torch": ""})), "other_version", "n1", "torch (none)"),
     (cluster(node(1, versions=VERSIONS | {"the NVIDIA driver": "535.1"})), "other_driver", "n1", "driver 535.1"),
+    (
+        cluster(*(node(n, versions=VERSIONS | {"ray": "2.99.1"}) for n in (0, 1, 2))),
+        "newer_version",
+        "",
+        "ray 2.99.1 is newer",
+    ),
     (cluster(node(1, shm_bytes=64 * 2**20)), "small_shm", "n1", "67 MB"),
     (cluster(node(1, disk_free=GB)), "disk_full", "n1", "1.0 GB free"),
     (cluster(node(0, unreachable=NO_N1), node(2, unreachable=NO_N1)), "cut_link", "n1", "no other node can connect to"),
