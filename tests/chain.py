@@ -8,7 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from app.config import Config
+from app.config_io import load_config
 from tests.tasks import Points
+
+
+def config(*more: str) -> Config:
+    """Of an experiment with `Chain`, unless `more` names another task."""
+    return load_config([], ["task=tests.chain:Chain", "train.steps=5", "train.global_batch_size=16", *more])
 
 
 class Block(nn.Module):
@@ -62,7 +69,7 @@ class Chain(Points):
 
 
 class Wrong(Chain):
-    """A model that cannot be what it is asked to be; what: fork, iterator, empty, misnamed, norm."""
+    """A model that cannot be what it is asked to be; what: fork, empty, misnamed."""
 
     def __init__(self, *, what: str = "fork") -> None:
         super().__init__()
@@ -73,8 +80,6 @@ class Wrong(Chain):
             return nn.Sequential(nn.Flatten(), nn.Flatten())
         model = Net(self.width, self.n_blocks, 0.0)
         model.fork = self.what == "fork"
-        if self.what == "iterator":
-            model.blocks[1].forward = lambda x: iter([x])
         return model
 
     def blocks(self, model: nn.Module) -> list[str] | None:

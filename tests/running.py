@@ -158,6 +158,13 @@ def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+def flip(path: Path) -> None:
+    """Flips a bit in the middle of a file; a second time it is as before."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
 class Lines:
     """What a process says, and when; it is read to its end."""
 

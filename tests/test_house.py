@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -21,18 +22,16 @@ MAY_NOT = {
 }
 
 
-def imported(file: Path, *, everywhere: bool = True) -> set[str]:
-    """Top-level names of the modules a file imports; with everywhere=False only those at module level."""
-    tree = ast.parse(file.read_text())
-    nodes = ast.walk(tree) if everywhere else iter(tree.body)
+def imported(nodes: Iterable[ast.AST]) -> set[str]:
+    """Whole names of the modules that these nodes import, and of what they take from them; also by a string."""
     names: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.add(node.module.split(".")[0])
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
-            names |= {str(word.value).split(".")[0] for word in node.args if isinstance(word, ast.Constant)}
+            names |= {str(word.value) for word in node.args if isinstance(word, ast.Constant)}
     return names
 
 
@@ -43,27 +42,18 @@ def test_imports_run_one_way(package: str) -> None:
     wrong = {}
     for file in files:
         # The command line loads the verbs of experiments/ when they are called.
-        rim = file.is_relative_to(ROOT / "app" / "cli")
-        if bad := imported(file, everywhere=not rim) & set(MAY_NOT[package]):
+        tree = ast.parse(file.read_text())
+        nodes = tree.body if file.is_relative_to(ROOT / "app" / "cli") else ast.walk(tree)
+        if bad := {name.split(".")[0] for name in imported(nodes)} & set(MAY_NOT[package]):
             wrong[str(file.relative_to(ROOT))] = bad
     assert not wrong
-
-
-def modules(file: Path) -> set[str]:
-    """Whole names of the modules that a file imports, and of what it takes from them."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
 
 
 def test_fast_start_is_touched_from_one_place() -> None:
     files = {file.relative_to(ROOT) for package in MAY_NOT for file in (ROOT / package).rglob("*.py")}
     outside = [file for file in files if "fast_start" not in file.parts]
-    found = {str(file) for file in outside if any("fast_start" in name for name in modules(ROOT / file))}
+    names = {str(file): imported(ast.walk(ast.parse((ROOT / file).read_text()))) for file in outside}
+    found = {file for file, taken in names.items() if any("fast_start" in name for name in taken)}
     assert found == {"cluster/connect.py"}
 
 
@@ -91,9 +81,13 @@ def test_what_is_not_needed_is_not_imported(code: str, not_needed: tuple[str, ..
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def tracked(*patterns: str) -> list[str]:
+    listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
+    return listed.stdout.split()
+
+
 def test_every_folder_has_a_readme() -> None:
-    tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
-    folders = {str(Path(name).parent) for name in tracked.stdout.split()}
+    folders = {str(Path(name).parent) for name in tracked("*.py")}
     assert folders
     folders = {folder for folder in folders if not folder.startswith("tests/")}
     assert not [folder for folder in sorted(folders) if not (ROOT / folder / "README.md").exists()]
@@ -138,12 +132,11 @@ def test_the_wheel_ships_no_benchmarks() -> None:
     assert not [name for name in packages if "benchmarks" in name or name.startswith("tests")]
 
 
-RESULTS = (".csv", ".html", ".json", ".jsonl", ".md", ".png", ".svg")
+RESULTS = ("*.csv", "*.html", "*.json", "*.jsonl", "*.md", "*.png", "*.svg")
 
 
 def test_reports_and_results_stay_small() -> None:
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    sizes = {name: (ROOT / name).stat().st_size for name in tracked if name.endswith(RESULTS)}
+    sizes = {name: (ROOT / name).stat().st_size for name in tracked(*RESULTS)}
     assert sum(sizes.values()) <= 300_000, sorted(sizes.items(), key=lambda item: -item[1])[:9]
 
 
@@ -158,20 +151,11 @@ def all_modules() -> dict[str, Path]:
 
 def imports_of(file: Path, known: dict[str, Path]) -> set[str]:
     """Modules of ours that a file imports: anywhere in it, also by a string, but not for its types alone."""
-    tree, found = ast.parse(file.read_text()), set()
+    tree = ast.parse(file.read_text())
     typed = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
     skipped = {id(node) for block in typed for node in ast.walk(block)}
-    for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if name in known else node.module for name in names}
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
-            found |= {str(word.value) for word in node.args if isinstance(word, ast.Constant)}
-    return found & known.keys()
+    names = imported(node for node in ast.walk(tree) if id(node) not in skipped)
+    return {name if name in known else name.rpartition(".")[0] for name in names} & known.keys()
 
 
 def circles(arrows: dict[str, set[str]]) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from app.cli import group
-from tests.running import committed, torchrun, trireme
+from tests.running import committed, flip, torchrun, trireme
 
 
 @dataclass(frozen=True)
@@ -139,12 +139,11 @@ def test_damaged_checkpoints_are_skipped_and_only_damaged_ones_end_it(
     shutil.copytree(trained / "a", tmp_path / "a")
     train = ["train", *BASE, "run.name=a", f"run.storage={tmp_path}", "tracking.enabled=false"]
     last, first = (next(tmp_path.glob(f"a/checkpoints/step-0000000{step}*/*.distcp")) for step in (4, 2))
-    whole = first.read_bytes()
     last.write_bytes(last.read_bytes()[:-10])
-    first.write_bytes(bytes(byte ^ (at == len(whole) // 2) for at, byte in enumerate(whole)))
+    flip(first)
     result = CliRunner().invoke(group, train)
     assert result.exit_code == 2 and "step-0000000" in result.stderr and "Traceback" not in result.output
-    first.write_bytes(whole)
+    flip(first)
     assert CliRunner().invoke(group, train).exit_code == 0
     said = capfd.readouterr().out
     assert last.name in said and "continuing after step 2" in said

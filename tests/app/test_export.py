@@ -17,7 +17,7 @@ from app.config_io import from_dict, to_yaml
 from app.export import export_run
 from app.randomness import seed_everything
 from app.tasks import load_task
-from tests.running import same_bits, trireme, weights
+from tests.running import flip, same_bits, trireme, weights
 
 GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4}
 BERT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
@@ -56,16 +56,15 @@ def refused(*arguments: str | Path) -> str:
     return sentence
 
 
-def test_trained_llama_loads_in_transformers(tmp_path: Path) -> None:
+def test_trained_llama_loads_in_transformers(tmp_path: Path, text: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    (tmp_path / "text.txt").write_text("a penny saved is a penny earned; " * 40)
     changes = ["num_hidden_layers=2", "hidden_size=16", "intermediate_size=32"]
     ended = trireme(
         "train",
         "experiments/llama.yaml",
         *[f"task_args.config.{change}" for change in changes],
-        *[f"task_args.data={tmp_path}/text.txt", "task_args.sequence_length=16", "task_args.eval_samples=4"],
+        *[f"task_args.data={text}", "task_args.sequence_length=16", "task_args.eval_samples=4"],
         *["launcher=local", "strategy=single", "train.steps=3", "train.global_batch_size=4"],
         *[f"run.storage={tmp_path}", "tracking.enabled=false"],
     )
@@ -87,11 +86,10 @@ def test_trained_llama_loads_in_transformers(tmp_path: Path) -> None:
     assert model.generate(tokens, max_new_tokens=2, do_sample=False).shape[1] == tokens.shape[1] + 2
 
 
-def test_tied_weights_are_written_once(tmp_path: Path) -> None:
+def test_tied_weights_are_written_once(tmp_path: Path, text: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    (tmp_path / "text.txt").write_text("a penny saved is a penny earned; " * 40)
-    args = {"model": "gpt2", "config": GPT2, "data": str(tmp_path / "text.txt"), "sequence_length": 8}
+    args = {"model": "gpt2", "config": GPT2, "data": text, "sequence_length": 8}
     (trained,) = a_run(tmp_path / "gpt2", "huggingface", args)
     done = export_run(str(tmp_path / "gpt2"), to="huggingface")
     assert set(load_file(done.folder / "model.safetensors")) == set(trained.state_dict()) - {"lm_head.weight"}
@@ -137,9 +135,7 @@ def test_any_task_its_newest_good_checkpoint_or_the_one_asked_for(to: str, tmp_p
     assert_exported("step 2 of", second)
     assert_exported("step 1 of", first, "--step", "1")
     (file,) = run.glob("checkpoints/step-00000002*/__0_0.distcp")
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(bytes(content))
+    flip(file)
     assert "the checkpoint of step 2 is damaged" in refused(run, "--to", to, "--step", "2")
     assert_exported("is skipped", first)
 

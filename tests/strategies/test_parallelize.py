@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from experiments.parity import curves
 from experiments.parity.rows import Row
 from strategies.blocks import find_blocks
-from strategies.parallelize import LayoutError, Options, Parallel, choose, parallelize
+from strategies.parallelize import LayoutError, Options, choose, parallelize
 from strategies.tensor import plan as tensor_plan
 from tests.pool import run_distributed
 from tests.strategies.models import (
@@ -53,24 +53,13 @@ def _message(_: int, row: Row, make: Callable[[], nn.Module], plan: dict[str, st
     return "no error"
 
 
-def _messages(row: Row, make: Any, plan: dict[str, str] | None = None) -> list[str]:
+def _messages(row: Row, make: Any, plan: dict[str, str] | None) -> list[str]:
     args = (row, make, plan)
     return [_message(0, *args)] if row.workers == 1 else run_distributed(_message, row.workers, *args)
 
 
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        (Row("ddp", 2), "idle.weight and 3 more, .*fsdp.*parallel.find_unused_parameters=true"),
-        (Row("ddp+tensor", 4, {"tp": 2}), "idle.*fsdp"),
-        (Row("fsdp", 2), "no error"),
-        (Row("tensor", 2), "no error"),
-    ],
-    ids=str,
-)
-def test_unused_parameters_are_named_where_they_would_be_waited_for(row: Row, words: str) -> None:
-    for message in _messages(row, PartlyUsed):
-        assert re.search(words, message) and "\n" not in message
+def frozen() -> nn.Module:
+    return nn.Linear(7, 3).requires_grad_(False)
 
 
 class Changing(nn.Module):
@@ -100,14 +89,6 @@ def test_a_step_may_leave_parameters_out_where_they_are_looked_for() -> None:
     assert found.within(1e-5), found
 
 
-def test_a_model_with_nothing_to_train() -> None:
-    for row in (Row("single", 1), Row("fsdp", 2)):
-        for message in _messages(row, nn.Tanh):
-            assert "Tanh has no parameters" in message and "nothing to train" in message
-    frozen = nn.Linear(7, 3).requires_grad_(False)
-    assert "requires_grad=False" in _messages(Row("single", 1), lambda: frozen)[0]
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -117,32 +98,20 @@ def test_a_model_with_nothing_to_train() -> None:
         ({"norm": "colwise"}, ["norm", "nn.Linear".removeprefix("nn."), "LayerNorm"]),
         ({"*.q": "colwise"}, ["matches no module"]),  # a star is one component
         ({"embed": "replicate"}, ["sequence modules", "split"]),
+        ({"head": "rowwise"}, ["head.weight and embed.weight are one tied weight"]),
     ],
 )
 def test_a_plan_that_does_not_fit(change: dict[str, str], words: list[str]) -> None:
     with pytest.raises(LayoutError) as caught:
-        tensor_plan.make_plan(PlainGPT(), GPT_PLAN | change, True)
+        tensor_plan.make_plan(PlainGPT(tied=True), GPT_PLAN | change, True)
     for word in words:
         assert word in str(caught.value)
-
-
-def test_a_tied_weight_split_apart() -> None:
-    plan = GPT_PLAN | {"head": "rowwise"}
-    with pytest.raises(LayoutError, match=r"head\.weight and embed\.weight are one tied weight"):
-        tensor_plan.make_plan(PlainGPT(tied=True), plan, True)
 
 
 def test_a_tied_embedding_outside_the_plan_is_split_with_its_head() -> None:
     plan = tensor_plan.make_plan(PlainGPT(tied=True), {"head": "colwise_rep"}, True)
     assert plan.dims == {"embed.weight": 0, "head.weight": 0}
     assert plan.styles["embed"] == "embedding" and plan.styles["head"] == "colwise_gather"
-
-
-def test_a_plan_that_forgets_a_norm_ends_in_the_first_step() -> None:
-    """The norm works on a part of the sequence, so its gradient differs between workers."""
-    plan = {key: value for key, value in GPT_PLAN.items() if key != "norm"}
-    for message in _messages(Row("tensor", 2), PlainGPT, plan):
-        assert "norm." in message and "sequence or partial" in message
 
 
 class CountsHeads(nn.Module):
@@ -157,9 +126,33 @@ class CountsHeads(nn.Module):
         return self.out(q.view(*tokens.shape, 3, 4).transpose(1, 2).flatten(2).reshape(*tokens.shape, -1))
 
 
-def test_heads_that_tp_does_not_divide_without_a_task_that_knows_them() -> None:
-    for message in _messages(Row("tensor", 2), CountsHeads, {"q": "colwise", "out": "rowwise"}):
-        assert "parallel.tp=2" in message and "divides the attention heads" in message and "\n" not in message
+FORGETS_NORM = {key: value for key, value in GPT_PLAN.items() if key != "norm"}
+"""The norm works on a part of the sequence, so its gradient differs between workers."""
+
+
+@pytest.mark.parametrize(
+    ("row", "make", "plan", "words"),
+    [
+        (Row("ddp", 2), PartlyUsed, None, "idle.weight and 3 more, .*fsdp.*parallel.find_unused_parameters=true"),
+        (Row("ddp+tensor", 4, {"tp": 2}), PartlyUsed, None, "idle.*fsdp"),
+        (Row("fsdp", 2), PartlyUsed, None, "no error"),
+        (Row("tensor", 2), PartlyUsed, None, "no error"),
+        (Row("single", 1), nn.Tanh, None, "Tanh has no parameters.*nothing to train"),
+        (Row("fsdp", 2), nn.Tanh, None, "Tanh has no parameters.*nothing to train"),
+        (Row("single", 1), frozen, None, "requires_grad=False"),
+        (Row("tensor", 2), PlainGPT, FORGETS_NORM, r"norm\..*sequence or partial"),
+        (
+            Row("tensor", 2),
+            CountsHeads,
+            {"q": "colwise", "out": "rowwise"},
+            "parallel.tp=2.*divides the attention heads",
+        ),
+    ],
+    ids=str,
+)
+def test_a_model_that_does_not_fit_is_named_by_every_worker(row: Row, make: Any, plan: Any, words: str) -> None:
+    for message in _messages(row, make, plan):
+        assert re.search(words, message) and "\n" not in message
 
 
 def test_blocks_are_checked() -> None:
@@ -174,12 +167,8 @@ def test_no_such_compile_backend() -> None:
         parallelize(mlp, choose("single", 1), Options(compile=True, compile_backend="fast"), device=CPU)
 
 
-def _single() -> Parallel:
-    return parallelize(seeded(mlp), choose("single", 1), device=CPU)
-
-
-def test_state_of_another_model() -> None:
-    parallel = _single()
+def test_state_of_another_model_or_optimizer() -> None:
+    parallel = parallelize(seeded(mlp), choose("single", 1), device=CPU)
     state = parallel.model_state()
     with pytest.raises(LayoutError, match=r"lacks '0\.bias'"):
         parallel.load_model_state({k: v for k, v in state.items() if k != "0.bias"})
@@ -187,10 +176,6 @@ def test_state_of_another_model() -> None:
         parallel.load_model_state(state | {"extra": torch.zeros(1)})
     with pytest.raises(LayoutError, match=r"0\.bias is \(2,\) in the state and \(13,\) in the model"):
         parallel.load_model_state(state | {"0.bias": torch.zeros(2)})
-
-
-def test_optimizer_state_of_another_optimizer() -> None:
-    parallel = _single()
     sgd = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
     adam = torch.optim.AdamW(parallel.parameters())
     with pytest.raises(LayoutError, match=r"does not fit '0\.weight'"):

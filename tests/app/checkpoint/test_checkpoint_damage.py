@@ -12,6 +12,7 @@ import torch
 from app import checkpoint
 from app.checkpoint import Checkpointer, Commit, commit
 from app.errors import UserError
+from tests.running import flip
 
 
 def state_of(value: float) -> dict[str, Any]:
@@ -33,12 +34,6 @@ def newest(folder: Path) -> Commit:
 
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
 
 
 DAMAGES = [

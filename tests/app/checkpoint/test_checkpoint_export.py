@@ -14,20 +14,7 @@ from app import checkpoint
 from app.checkpoint import Checkpointer, Commit, export
 from app.errors import UserError
 
-TYPES = [
-    "float64",
-    "float32",
-    "float16",
-    "bfloat16",
-    "float8_e4m3fn",
-    "int64",
-    "int32",
-    "int16",
-    "int8",
-    "uint8",
-    "bool",
-    "complex64",
-]
+TYPES = ["float64", "bfloat16", "float8_e4m3fn", "int64", "uint8", "bool", "complex64"]
 
 
 def model() -> dict[str, torch.Tensor]:

@@ -15,28 +15,19 @@ from experiments.parity.curves import Trial, run_steps
 from experiments.parity.rows import Row
 from strategies.parallelize import Options, Parallel, parallelize
 from tests.pool import run_distributed
+from tests.strategies.models import classifier_loss, seeded, vector_batch
 
 CPU = torch.device("cpu")
 SINGLE, DDP, FSDP, TENSOR = Row("single", 1), Row("ddp", 2), Row("fsdp", 2), Row("tensor", 2)
 ZERO1, HSDP, BOTH = Row("zero1", 2), Row("hsdp", 4, {"dp_shard": 2}), Row("fsdp+tensor", 4, {"tp": 2})
-SAVED_AND_READ = [(DDP, FSDP), (HSDP, ZERO1), (ZERO1, TENSOR), (BOTH, SINGLE)]
+SAVED_AND_READ = [(DDP, FSDP), (HSDP, ZERO1), (ZERO1, TENSOR), (BOTH, SINGLE), (FSDP, BOTH)]
 
 
 def _build() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 3))
+    return nn.Sequential(nn.Linear(7, 16), nn.GELU(), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 3))
 
 
-def _batch(step: int) -> torch.Tensor:
-    return torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
-
-
-def _loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    out = model(batch)
-    return (out.full_tensor() if hasattr(out, "full_tensor") else out).square().mean()
-
-
-TRIAL = Trial(_build, _loss, _batch, tensor_plan={"0": "colwise", "2": "rowwise"})
+TRIAL = Trial(seeded(_build), classifier_loss, vector_batch, tensor_plan={"0": "colwise", "2": "rowwise"})
 
 
 def _start(row: Row) -> tuple[Parallel, torch.optim.Optimizer]:

@@ -26,41 +26,31 @@ ON_A, HUNG_ON_A, OOM_ON_A, ON_B = (
 
 
 @pytest.mark.parametrize(
-    ("history", "limit", "action", "says"),
+    ("history", "limit", "action", "says", "pause"),
     [
-        ([DIED] * 3, 3, Action.RETRY, "it broke"),
-        ([DIED] * 4, 3, Action.GIVE_UP, "fault.max_restarts=3 is used up"),
-        ([DIED], 0, Action.GIVE_UP, "fault.max_restarts is 0"),
-        ([DIED] * 3 + [failure(Kind.DIED, at=3601.0)], 3, Action.RETRY, "it broke"),  # an hour later
-        ([DIED] * 3 + [failure(Kind.DIED, at=3599.0)], 3, Action.GIVE_UP, "used up"),
-        ([ANNOUNCED] * 50 + [DIED], 1, Action.RETRY, "it broke"),
-        ([DIED] + [failure(Kind.NO_CAPACITY)] * 9, 1, Action.RETRY, "it broke"),
-        ([failure(Kind.NON_RETRYABLE)], 3, Action.GIVE_UP, "it broke"),
-        ([failure(Kind.EXCEPTION, progressed=False)], 3, Action.GIVE_UP, "it broke"),
-        ([BUG], 3, Action.RETRY, "it broke"),
-        ([BUG, BUG], 3, Action.GIVE_UP, "twice at the same step"),
-        ([BUG, DIED, BUG], 9, Action.GIVE_UP, "twice at the same step"),
-        ([failure(Kind.EXCEPTION, 10), failure(Kind.EXCEPTION, 20)], 3, Action.RETRY, "it broke"),
-        ([BUG, failure(Kind.EXCEPTION, sentence="another")], 3, Action.RETRY, "another"),
-        ([DIED, BUG], 3, Action.RETRY, "it broke"),
+        ([DIED] * 3, 3, Action.RETRY, "it broke", 0),
+        ([DIED] * 4, 3, Action.GIVE_UP, "fault.max_restarts=3 is used up", 0),
+        ([DIED] * 3 + [failure(Kind.DIED, at=3601.0)], 3, Action.RETRY, "it broke", 0),  # an hour later
+        ([DIED] * 3 + [failure(Kind.DIED, at=3599.0)], 3, Action.GIVE_UP, "used up", 0),
+        ([ANNOUNCED] * 50 + [DIED], 1, Action.RETRY, "it broke", 0),
+        ([DIED] + [failure(Kind.NO_CAPACITY)] * 9, 1, Action.RETRY, "it broke", 0),
+        ([failure(Kind.NON_RETRYABLE)], 3, Action.GIVE_UP, "it broke", 0),
+        ([failure(Kind.EXCEPTION, progressed=False)], 3, Action.GIVE_UP, "it broke", 0),
+        ([BUG, DIED, BUG], 9, Action.GIVE_UP, "twice at the same step", 0),
+        ([failure(Kind.EXCEPTION, 10), failure(Kind.EXCEPTION, 20)], 3, Action.RETRY, "it broke", 0),
+        ([BUG, failure(Kind.EXCEPTION, sentence="another")], 3, Action.RETRY, "another", 0),
+        ([DIED, BUG], 3, Action.RETRY, "it broke", 0),
+        # the pause doubles while no step is taken
+        ([DIED, STILLBORN, STILLBORN], 99, Action.RETRY, "it broke", 2),
+        ([STILLBORN] * 30, 99, Action.RETRY, "it broke", 60),
+        ([STILLBORN, failure(Kind.NO_CAPACITY, progressed=False)], 99, Action.RETRY, "it broke", 1),
     ],
 )
-def test_whether_to_start_again(history: list[Failure], limit: int, action: Action, says: str) -> None:
+def test_whether_and_when_to_start_again(
+    history: list[Failure], limit: int, action: Action, says: str, pause: float
+) -> None:
     decision = decide(history, Limits(limit))
-    assert decision.action is action and says in decision.reason
-
-
-@pytest.mark.parametrize(
-    ("history", "pause"),
-    [
-        ([DIED], 0),
-        ([DIED, STILLBORN, STILLBORN], 2),
-        ([STILLBORN] * 30, 60),
-        ([STILLBORN, failure(Kind.NO_CAPACITY, progressed=False)], 1),
-    ],
-)
-def test_the_pause_doubles_while_no_step_is_taken(history: list[Failure], pause: float) -> None:
-    assert decide(history, Limits(99)).pause == pause
+    assert (decision.action, decision.pause) == (action, pause) and says in decision.reason
 
 
 def capacity(

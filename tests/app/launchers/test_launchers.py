@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from app.errors import UserError
+from app.launchers.torchrun import Environment
 from tests.running import POINTS, close, committed, curve, mlflow_run, same_bits, trireme, weights
 
 pytestmark = pytest.mark.alone
@@ -29,6 +31,16 @@ def test_two_workers_and_uneven_micro_batches_one_curve(tmp_path: Path, ray_envi
     for metric, tolerance in (("train/loss", 1e-5), ("train/grad_norm", 1e-4), ("eval/accuracy", 1e-6)):
         single = curve(tmp_path, "one", metric)
         assert single and all(close(curve(tmp_path, name, metric), single, tolerance) for name in ("uneven", "two"))
+
+
+def test_who_has_started_a_process_of_torchrun_or_slurm() -> None:
+    """Its ranks that stop and die: test_faults.py."""
+    ours = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert Environment.read(ours) == Environment(3, 4, 1, 2)
+    slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}
+    assert Environment.read(slurm) == Environment(3, 4, 1, 4)
+    with pytest.raises(UserError, match="finds neither RANK nor SLURM_PROCID"):
+        Environment.read({"RANK": "3"})
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from app.config import Config
-from app.config_io import load_config
 from app.errors import UserError
 from app.launchers.actors import Placement, placement, resources_of_stages
 from cluster.shape import NodeState
 from strategies.layout import ParallelDims
+from tests.chain import config
 
 ONE = {"CPU": 1.0}
 EVERYTHING = ("CPU", "GPU", "disk", "net")
-
-
-def config(*more: str) -> Config:
-    return load_config([], ["task=tests.chain:Chain", "train.steps=5", "train.global_batch_size=16", *more])
 
 
 def node(name: str = "10.0.0.1", free: dict[str, float] | None = None, **total: float) -> NodeState:

@@ -1,8 +1,8 @@
-"""The supervisor around attempts, with stand-ins for workers and nodes: no process is started."""
+"""The supervisor, and how many workers it continues with: workers and nodes are stand-ins, no process is started."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,18 +10,33 @@ from typing import Any
 import pytest
 
 from app.checkpoint import CheckpointError
-from app.config_io import load_config
+from app.config import Config
 from app.errors import Interrupted, RunFailed
 from app.job import Job
-from app.launchers.elastic import Elastic
+from app.launchers.elastic import Elastic, count_workers, limits_of
+from app.launchers.failure_policy import Limits
 from app.launchers.recovery import Nodes
 from app.launchers.supervisor import Supervisor
 from app.launchers.workers import Failures, Poll, Status, WorkerInfo, WorkerLost
 from app.run.driver import Driver
-from app.run.prepare import prepare, read_task
+from app.run.prepare import Prepared, prepare, read_task
 from app.tracking.settings import resolve_tracking
+from tests.chain import config
 
 PROGRESS = {"type": "progress", "seconds_per_step": 0.1}
+
+
+def elastic(
+    *more: str, free: Callable[[Sequence[str]], Mapping[str, Mapping[str, float]]] = lambda excluded: {}
+) -> Elastic:
+    """Of four workers with a CPU each; free: as `Elastic` takes it."""
+    wanted = config("workers=4", "train.global_batch_size=12", "tracking.enabled=false", *more)
+    task = read_task(wanted)
+
+    def prepared(config: Config, workers: int) -> Prepared:
+        return prepare(config, task, workers, devices_per_node=None)
+
+    return Elastic(wanted, prepared(wanted, 4), {"CPU": 1.0}, prepared, free)
 
 
 class Scene:
@@ -41,19 +56,9 @@ class Scene:
         self.sizes: list[int] = []
         self.killed: list[int] = []
         self.never_begin: list[Any] = []  # attempts whose workers find no place
-        fault = {"elastic_seconds": 0.0} | fault
-        keys = [f"fault.{key}={value}" for key, value in fault.items()]
-        arguments = ["task=tests.chain:Chain", "train.steps=5", "workers=4", "strategy=ddp", *keys]
-        self.config = load_config([], [*arguments, "tracking.enabled=false", "train.global_batch_size=12"])
-        task = read_task(self.config)
-        prepared = prepare(self.config, task, 4, devices_per_node=None)
-        self.elastic = Elastic(
-            self.config,
-            prepared,
-            {"CPU": 1.0},
-            prepare=lambda config, workers: prepare(config, task, workers, devices_per_node=None),
-            free=lambda excluded: {name: has for name, has in self.nodes.items() if name not in excluded},
-        )
+        keys = [f"fault.{key}={value}" for key, value in ({"elastic_seconds": 0.0} | fault).items()]
+        self.elastic = elastic("strategy=ddp", *keys, free=self.free)
+        prepared = self.elastic.first
         self.job = Job(prepared.config, prepared.layout, "/nowhere", "x", "y", 5, "/")
         run: Any = SimpleNamespace(local_folder=Path("/nowhere"), manifest=SimpleNamespace(name="x", uid="y"))
         console: Any = SimpleNamespace(say=self.said.append, progress=lambda event: None)
@@ -69,6 +74,9 @@ class Scene:
     def go(self, *attempts: Callable[[Scene], Failures]) -> None:
         self.left = iter(attempts)
         self.supervisor.run(self.job)
+
+    def free(self, excluded: Sequence[str]) -> dict[str, dict[str, float]]:
+        return {name: has for name, has in self.nodes.items() if name not in excluded}
 
     # --- Workers --------------------------------------------------------------------------------------------------
 
@@ -247,3 +255,57 @@ def test_rewinds_are_marked() -> None:
     for step in (15, 15):
         scene.driver.handle(start | {"resumed_from": step, "step": step})
     assert scene.logged[0] == {"fault/rewind_steps": 2.0}
+
+
+# --- numbers of workers: which make a layout, how many find room, and when to use it --------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "sizes"),
+    [
+        (["strategy=ddp"], [0, 1, 2, 3, 4, 4]),
+        (["strategy=fsdp", "train.global_batch_size=16"], [0, 1, 2, 2, 4, 4]),  # 16 does not divide by 3
+        (["strategy=ddp+pipeline", "parallel.pp=2"], [0, 0, 2, 2, 4, 4]),
+        (["strategy=ddp", "parallel.dp_replicate=4"], [0, 1, 2, 3, 4, 4]),
+    ],
+)
+def test_whole_groups_and_the_same_global_batch(more: list[str], sizes: list[int]) -> None:
+    found = elastic(*more)
+    assert [found.largest(n) for n in range(len(sizes))] == sizes
+    most = max(n for n in sizes if 0 < n < 4)
+    prepared = found.prepared(most)
+    assert prepared is not None
+    config = prepared.config
+    dims, first = prepared.layout.dims, found.first.layout.dims
+    assert (dims.world_size, dims.pp, dims.tp) == (most, first.pp, first.tp)
+    assert config.train.global_batch_size == found.first.config.train.global_batch_size
+    share = config.train.global_batch_size // first.dp
+    assert config.train.micro_batch_size is not None and config.train.micro_batch_size <= share, "more accumulation"
+    assert prepared.steps == found.first.steps
+
+
+def test_nodes_that_come_back_one_after_another_cost_one_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, nodes = [100.0], {"a": {"CPU": 2.0}}
+    monkeypatch.setattr("app.launchers.elastic.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("app.launchers.elastic.STEADY_SECONDS", 3.0)
+    found = elastic("strategy=ddp", free=lambda excluded: nodes)
+    said: dict[float, int | None] = {}
+    for second in range(100, 112):
+        now[0] = float(second)
+        nodes |= {"b": {"CPU": 1.0}} if second >= 102 else {}
+        nodes |= {"c": {"CPU": 1.0}} if second >= 104 else {}
+        said[second] = found.growth(2)
+    assert {second for second, more in said.items() if more is None} == set(range(100, 107))
+    assert {more for second, more in said.items() if second >= 107} == {4}, "never 3"
+
+
+def test_room_is_counted_by_node() -> None:
+    nodes = {"a": {"CPU": 1.5, "GPU": 2.0}, "b": {"CPU": 0.9}, "c": {"CPU": 8.0, "GPU": 1.0}}
+    assert count_workers({"CPU": 0.5}, nodes) == 3 + 1 + 16
+    assert count_workers({"CPU": 1.0, "GPU": 1.0}, nodes) == 1 + 0 + 1
+
+
+def test_where_an_autoscaler_may_add_nodes_it_has_the_time_for_it() -> None:
+    wanted = config("cluster.min_workers=2")
+    assert limits_of(wanted) == Limits(3, 30.0, 2)
+    assert limits_of(wanted, autoscaling=True) == Limits(3, 600.0, 2)

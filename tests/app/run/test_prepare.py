@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from pathlib import Path
 
 import pytest
 
-from app.config import Config
-from app.config_io import load_config
 from app.job import strategy_options
 from app.run.prepare import default_micro_batch_size, prepare, read_task
 from strategies.layout import LayoutError, check, choose
+from tests.chain import config
 
-INTERLEAVED = ["parallel.pp=2", "parallel.schedule=interleaved_1f1b", "parallel.chunks=2", "train.micro_batch_size=6"]
-
-
-def config(*more: str) -> Config:
-    return load_config([], ["task=tests.chain:Chain", "train.steps=5", "train.global_batch_size=16", *more])
+PIPELINE = ["strategy=pipeline", "parallel.pp=2"]
+INTERLEAVED = ["parallel.schedule=interleaved_1f1b", "parallel.chunks=2", "train.micro_batch_size=6"]
+WRONG = "task=tests.chain:Wrong"
 
 
 @pytest.mark.parametrize(
@@ -48,39 +43,25 @@ def test_remarks_on_the_batch(batch: int, said: list[str]) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["parallel.pp=5"], "parallel.pp is 5, but the model has only 4 blocks: write at most 4"),
-        (INTERLEAVED, "in groups of 2, one per stage, but a step has 3: .*parallel.schedule=1f1b, which takes any"),
-        (["parallel.pp=2", "parallel.schedule=zb_h2", "train.micro_batch_size=8"], "needs at least 3.*=zb_h1"),
-        (["parallel.pp=2", "parallel.stages=[1,2]"], "adds up to 3 blocks, but the model has 4"),
+        ([*PIPELINE, "parallel.pp=5"], "parallel.pp is 5, but the model has only 4 blocks: write at most 4"),
+        ([*PIPELINE, *INTERLEAVED], "groups of 2, one per stage, but a step has 3: .*schedule=1f1b, which takes any"),
+        ([*PIPELINE, "parallel.stages=[1,2]"], "adds up to 3 blocks, but the model has 4"),
+        ([WRONG, "task_args.what=empty", "strategy=ddp"], "Sequential has no parameters"),
+        ([WRONG, "task_args.what=misnamed", "strategy=fsdp"], r"names the block 'bloks.1'.*did you mean blocks.1"),
+        ([WRONG, "task_args.what=fork", "strategy=tensor"], r"'blocks.\*.upp' matches no module of Net"),
+        ([WRONG, "task_args.what=fork", *PIPELINE], "blocks.1 does not use what blocks.0 puts out"),
+        ([WRONG, "task_args.what=misnamed", *PIPELINE, "parallel.schedule=zbv"], "names the block"),
     ],
 )
-def test_pipelines_that_cannot_work(more: list[str], said: str) -> None:
-    wanted = config("strategy=pipeline", *more)
+def test_what_does_not_fit_the_model_is_known_before_a_worker_starts(more: list[str], said: str) -> None:
+    wanted = config(*more)
     with pytest.raises(LayoutError, match=said):
-        prepare(wanted, read_task(wanted), wanted.parallel.pp or 1, devices_per_node=None)
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (["task_args.what=empty", "strategy=ddp"], "Sequential has no parameters"),
-        (["task_args.what=misnamed", "strategy=fsdp"], r"names the block 'bloks.1'.*did you mean blocks.1"),
-        (["task_args.what=fork", "strategy=tensor"], r"'blocks.\*.upp' matches no module of Net"),
-        (["task_args.what=iterator", "strategy=pipeline", "parallel.pp=2"], "blocks.1 returns a list_iterator, which"),
-        (["task_args.what=fork", "strategy=pipeline", "parallel.pp=2"], "blocks.1 does not use what blocks.0 puts out"),
-        (["strategy=pipeline", "parallel.pp=2", "parallel.schedule=zbv", "task_args.what=misnamed"], "names the block"),
-    ],
-)
-def test_models_that_do_not_fit_the_layout_are_known_before_a_worker_starts(more: list[str], said: str) -> None:
-    wanted = config("task=tests.chain:Wrong", *more)
-    with pytest.raises(LayoutError, match=said):
-        prepare(wanted, read_task(wanted), 2, devices_per_node=None)
+        prepare(wanted, read_task(wanted), wanted.parallel.pp or 2, devices_per_node=None)
 
 
 def test_a_deepspeed_file_is_read_before_a_worker_starts(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
-    file.write_text(json.dumps({"zero_optimization": {"stage": 2}, "optimizer": {"type": "Adam"}}))
+    file.write_text('{"zero_optimization": {"stage": 2}, "optimizer": {"type": "Adam"}}')
     wanted = config(f"parallel.deepspeed={file}", "strategy=ddp")
-    layout = dataclasses.replace(choose("ddp", 2), name="deepspeed")
     with pytest.raises(LayoutError, match="the DeepSpeed configuration sets optimizer, which the experiment decides"):
-        check(layout, strategy_options(wanted))
+        check(choose("deepspeed", 2), strategy_options(wanted))

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.job_submission import JobStatus
+from ray.job_submission import JobStatus, JobSubmissionClient
 
 from app.errors import UserError
 from app.submit import submission
@@ -40,8 +40,6 @@ def test_variables_go_by_name_and_secrets_apart(monkeypatch: pytest.MonkeyPatch)
     plain, secret = submission._variables(("HF_TOKEN", "NCCL_DEBUG"))
     assert plain == {"NCCL_DEBUG": "INFO"}
     assert set(secret) == {"HF_TOKEN", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_URI"}
-    with pytest.raises(UserError, match="takes a variable's name"):
-        submission._variables(("HF_TOKEN=planted",))
     with pytest.raises(UserError, match="NOT_THERE, which --env names, is not set"):
         submission._variables(("NOT_THERE",))
 
@@ -115,21 +113,12 @@ def test_it_ends_with_the_jobs_own_exit_code(status: str, exit_code: int | None,
     assert followed(Server(["one"], status, exit_code))[0] == wanted
 
 
-def test_an_unknown_job_ends_it() -> None:
-    class Without(Server):
-        def get_job_status(self, job_id: str) -> Any:
-            raise RuntimeError("Request failed with status code 404: Job job does not exist.")
-
-    with pytest.raises(UserError, match=r"the job job cannot be found at .*does not exist"):
-        followed(Without(["one"]))
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["submit"], "no experiment is given"),
         (["submit", "{outside}"], f"experiment.yaml is not in {ROOT}"),
-        (["submit", *POINTS, "--env", "A=b"], "takes a variable's name"),
+        (["submit", *POINTS, "--env", "A=planted"], "takes a variable's name"),
         (["submit", *POINTS, "--working-dir", "/nowhere"], "there is no folder /nowhere"),
         (["submit", *POINTS, "--cluster", "aws", "workers=65", "resources_per_worker.GPU=1"], "room for 64"),
         (["submit", *POINTS, "--address", "http://127.0.0.1:9"], "no Ray job server answers"),
@@ -191,8 +180,6 @@ def test_a_job_is_followed_to_its_own_end(tmp_path: Path, server: dict[str, str]
     tags = mlflow_run(tmp_path, "good").data.tags
     job = next(line.split()[1] for line in good.out.splitlines() if line.startswith("job "))
     assert job in json.dumps(tags), "the MLflow run names its Ray job"
-    from ray.job_submission import JobSubmissionClient
-
     info = JobSubmissionClient(server["RAY_ADDRESS"]).get_job_info(job)
     assert info.metadata["trireme_run"] == "good", "and the Ray job its run"
     bad = submit(server, tmp_path, "bad", "train.steps=10", "train.global_batch_size=3", "strategy=ddp")
@@ -204,7 +191,8 @@ def test_stop_saves_a_checkpoint_first_and_the_same_submit_goes_on(tmp_path: Pat
     long = ["train.steps=100000", "checkpoint.every_seconds=null"]
     sent = submit(server, tmp_path, "long", *long, "--detach", "--json")
     job = sent.json["job"]
-    wait_until(lambda: "step 1/" in _log(server, job), 90)
+    client = JobSubmissionClient(server["RAY_ADDRESS"])
+    wait_until(lambda: "step 1/" in client.get_job_logs(job), 90)
     follower = subprocess.Popen(
         [sys.executable, "-m", "app", "submit", "logs", job], cwd=ROOT, env=server, stdout=subprocess.PIPE, text=True
     )
@@ -221,10 +209,4 @@ def test_stop_saves_a_checkpoint_first_and_the_same_submit_goes_on(tmp_path: Pat
     twice = trireme("submit", "stop", job, env=server)
     assert twice.code == 2 and "has ended already: stopped" in twice.err
     unknown = trireme("submit", "logs", "raysubmit_unknown", env=server)
-    assert unknown.code == 2 and "the job raysubmit_unknown cannot be found" in unknown.err
-
-
-def _log(server: dict[str, str], job: str) -> str:
-    from ray.job_submission import JobSubmissionClient
-
-    return JobSubmissionClient(server["RAY_ADDRESS"]).get_job_logs(job)
+    assert unknown.code == 2 and "the job raysubmit_unknown cannot be found at" in unknown.err

@@ -19,7 +19,6 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     uri = f"sqlite:///{folder / 'deep' / 'mlflow.db'}"
     runs = [tracker(folder / f"spool-{number}", uri, run_uid=f"uid-{number}") for number in (8, 9)]
     for run in runs:
-        run.start()
         run.metrics(0, {"loss": 1.0})
     deliveries = [run.finish("FINISHED", timeout=60) for run in runs]
     assert all(delivery.complete for delivery in deliveries), (runs[0].folder / "writer.log").read_text()

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-import signal
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from app.tracking.settings import Settings
 from app.tracking.tracker import Tracker
-from tests.running import ROOT
 
 
 def tracker(folder: Path, uri: str, **changes: Any) -> Tracker:
+    """At work already."""
     settings = Settings(uri, "tests", None if uri.startswith("http") else (folder.parent / "mlartifacts").as_uri())
-    return Tracker(folder, settings, **({"run_name": "a-run", "run_uid": "uid-1"} | changes))
+    run = Tracker(folder, settings, **({"run_name": "a-run", "run_uid": "uid-1"} | changes))
+    run.start()
+    return run
 
 
 class Store:
@@ -63,23 +62,6 @@ class Store:
     def artifacts(self) -> Path:
         uri = self.query("select artifact_uri from runs where run_uuid = ?", self.run())[0][0]
         return Path(uri.removeprefix("file://"))
-
-
-def python(code: str, *arguments: object, **changes: Any) -> subprocess.Popen[str]:
-    """A Python process that can import the application."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **changes,
-    )
-
-
-def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
 
 
 def alive(pid: int) -> bool:

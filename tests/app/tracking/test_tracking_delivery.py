@@ -76,7 +76,6 @@ def test_a_run_and_its_continuation_are_one_run(
     (tmp_path / "tree" / "leaf").mkdir(parents=True)
     (tmp_path / "tree" / "leaf" / "a").write_text("a")
     first = tracker(folder, uri, tags={"mlflow.parentRunId": "p"})
-    first.start()
     begun = time.time()
     first.params({"lr": 0.1, "task.hf_token": "sesame", "task.bad key!": 1, **{f"p{n}": n for n in range(150)}})
     first.tags({"color": "green", "long": "x" * 9000})
@@ -96,16 +95,11 @@ def test_a_run_and_its_continuation_are_one_run(
     assert store.status() == "FAILED" and abs(store.end_seconds() - time.time()) < 30
     assert store.history("loss") == [(step, 1 / (step + 1)) for step in range(1500)]
     assert store.steps("bad_key_") == list(range(1500))
-    assert (
-        store.history("nan") == [(1500, None)]
-        and store.history("down")[0][1] < -1e308 < 1e308 < store.history("up")[0][1]
-    )
+    assert store.history("nan") == [(1500, None)]
+    assert store.history("down")[0][1] < -1e308 < 1e308 < store.history("up")[0][1]
     assert store.steps("system/n/cpu") == [7]
-    assert (
-        store.params()["task.hf_token"] == "***"
-        and store.params()["task.bad key_"] == "1"
-        and store.params()["p149"] == "149"
-    )
+    params = store.params()
+    assert (params["task.hf_token"], params["task.bad key_"], params["p149"]) == ("***", "1", "149")
     tags = store.tags()
     assert (tags["color"], tags["trireme.message"], tags["mlflow.parentRunId"]) == ("green", "one sentence", "p")
     assert len(tags["long"]) == 5000 and tags["mlflow.runName"] == "a-run"
@@ -115,7 +109,6 @@ def test_a_run_and_its_continuation_are_one_run(
     assert "missing is no longer there" in caplog.text
 
     again = tracker(folder, uri)
-    again.start()
     again.params({"lr": 0.2, "p0": 0})
     for step in range(1400, 1600):  # from the last checkpoint
         again.metrics(step, {"loss": 1 / (step + 1)})
@@ -133,7 +126,6 @@ def test_what_cannot_be_delivered_yet_is_told_and_waits(uri: str, tmp_path: Path
     experiment = client.get_experiment_by_name("tests").experiment_id
     client.delete_experiment(experiment)
     run = tracker(folder, uri)
-    run.start()
     run.metrics(3, {"loss": 1.0})
     delivery = run.finish("FINISHED")
     assert not delivery.complete and delivery.run_id is None
@@ -157,7 +149,6 @@ def test_a_deleted_run_is_filled_anew_and_what_forgot_how_far_it_was_doubles_not
         if first == 25:
             (tmp_path / "spool" / "delivered.json").unlink()
         run = tracker(tmp_path / folder, uri)
-        run.start()
         run.params({"lr": 1})
         for step in range(first, last):
             run.metrics(step, {"loss": float(step)})
@@ -175,7 +166,6 @@ def test_lost_answers_double_nothing(uri: str, tmp_path: Path, inline: None, mon
     from mlflow import MlflowClient
 
     run = tracker(tmp_path / "spool", uri)
-    run.start()
     for step in range(2500):
         run.metrics(step, {"loss": float(step)})
     log_batch, calls = MlflowClient.log_batch, []
@@ -208,7 +198,6 @@ def test_the_model_loads_where_there_is_only_mlflow_and_torch(
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     recipe = {"task": "toys.tracked:Toy", "weights": str(tmp_path / "weights.pt")}
     run = tracker(tmp_path / "spool", uri)
-    run.start()
     run.params({"width": 5})
     run.metrics(7, {"eval/loss": 0.25})
     run.model(recipe | {"task_args": {"width": 5, "token": "sesame"}, "metrics": {"eval/loss": 0.25}})
@@ -241,7 +230,6 @@ def test_a_model_that_ends_the_writer_is_left_out(
     """As one that fills the memory."""
     monkeypatch.setattr("app.tracking.model.upload", lambda *args: sys.exit(1))
     run = tracker(tmp_path / "spool", uri)
-    run.start()
     run.model({"task": "toys:Task", "task_args": {}, "weights": "none.pt"})
     with pytest.raises(SystemExit):
         run.finish("FINISHED")

@@ -16,8 +16,8 @@ import pytest
 
 from app.tracking.spool import State, size
 from app.tracking.tracker import Tracker, sync
-from tests.app.tracking.kit import Store, alive, kill, python, tracker
-from tests.running import free_port, wait_until
+from tests.app.tracking.kit import Store, alive, tracker
+from tests.running import end_tree, free_port, start, wait_until
 
 pytestmark = pytest.mark.alone
 
@@ -26,7 +26,6 @@ import sys, time
 from pathlib import Path
 from tests.app.tracking.kit import tracker
 tracker = tracker(Path(sys.argv[1]), sys.argv[2], run_uid="uid-1")
-tracker.start()
 for step in range(int(sys.argv[3]), int(sys.argv[4])):
     tracker.metrics(step, {"loss": 1 / (step + 1)})
 print("ready", flush=True)
@@ -36,7 +35,7 @@ time.sleep(60)
 
 def driver(folder: Path, uri: str, first: int, last: int) -> subprocess.Popen[str]:
     """A driver process that logs the steps, says so, and sleeps until it is killed."""
-    process = python(DRIVER, folder, uri, first, last)
+    process = start([DRIVER, str(folder), uri, str(first), str(last)], program=[sys.executable, "-c"])
     assert process.stdout and process.stdout.readline() == "ready\n", process.communicate()
     return process
 
@@ -56,7 +55,7 @@ def test_a_killed_driver_ends_as_killed_and_a_killed_writer_is_replaced(uri: str
     said = time.time()  # its last word; that the writer is at work takes until it has imported MLflow
     writer = wait_until(lambda: State.load(folder).writer)
     wait_until(lambda: not psutil.Process(process.pid).children(recursive=True))  # whom `ray job stop` would kill
-    kill(process.pid)
+    process.kill()
     process.wait()
     wait_until(lambda: store.runs() and store.status() == "KILLED")
     assert store.steps("loss") == list(range(3000)) and abs(store.end_seconds() - said) < 5
@@ -64,11 +63,10 @@ def test_a_killed_driver_ends_as_killed_and_a_killed_writer_is_replaced(uri: str
     with (folder / "events.jsonl").open("a") as file:  # torn by the kill
         file.write('{"type":"metr')
     second = tracker(folder, uri)
-    second.start()
     for step in range(2900, 6000):
         second.metrics(step, {"loss": 0.5} | {f"m{n}": float(step + n) for n in range(10)})
     wait_until(lambda: store.steps("m9"))  # in the middle of its delivery
-    kill(State.load(folder).writer)
+    end_tree(State.load(folder).writer)
     assert second.finish("FINISHED", timeout=30).complete
     assert store.status() == "FINISHED" and store.steps("loss") == list(range(6000))
     counts = store.query("select count(*), count(distinct key || ' ' || step) from metrics where key like 'm%'")
@@ -81,12 +79,10 @@ def test_one_writer_delivers_a_run_and_its_children(uri: str, tmp_path: Path) ->
 
     def child(number: int) -> Tracker:
         run = tracker(tmp_path / f"t{number}" / "tracking", uri, run_uid=f"child-{number}", parent=parent.folder)
-        run.start()
         run.metrics(1, {"loss": float(number)})
         return run
 
     store, parent = Store(uri), tracker(tmp_path / "tracking", uri)
-    parent.start()
     first = child(0)
     assert first.finish("FAILED", message="diverged").complete and not (first.folder / "writer.log").exists()
     wait_until(lambda: store.runs("child-0") and store.status("child-0") == "FAILED")
@@ -120,11 +116,10 @@ def test_a_server_that_is_late_gets_everything_from_the_newest_writer(tmp_path: 
     lingering = wait_until(lambda: State.load(folder).problem and State.load(folder).writer)
     assert "does not answer (refused)" in State.load(folder).problem and not State.load(folder).run_id
     assert sync(folder).problem == "the run is going on, and its own writer delivers it"
-    kill(killed.pid)
+    killed.kill()
     killed.wait()
     assert alive(lingering)
     run = tracker(folder, f"http://127.0.0.1:{port}")
-    run.start()
     wait_until(lambda: not alive(lingering))
     run.artifact(tmp_path / "figure.txt", "plots")
     for step in range(5, 1500):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from app.tracking.settings import Settings
 from app.tracking.spool import Spool, look_at_lock, read, take_lock
 from app.tracking.tracker import Tracker
-from tests.app.tracking.kit import kill, python
+from tests.running import end_tree, start
 
 pytestmark = pytest.mark.alone
 
@@ -73,16 +74,16 @@ if os.fork() == 0:
     print(os.getpid(), flush=True)
 time.sleep(60)
 """
-    process = python(code, tmp_path)
+    process = start([code, str(tmp_path)], program=[sys.executable, "-c"])
     assert process.stdout
     child = int(process.stdout.readline())
     try:
         assert look_at_lock(tmp_path, "a") == (True, "mine") and take_lock(tmp_path, "a") is None
-        kill(process.pid)
+        process.kill()
         process.wait()
         assert look_at_lock(tmp_path, "a") == (False, "mine") and take_lock(tmp_path, "a") is not None
     finally:
-        kill(child)
+        end_tree(child)
 
 
 def test_a_disabled_tracker_leaves_nothing(tmp_path: Path) -> None:
