@@ -67,6 +67,8 @@ def test_choose_refuses_in_one_sentence(name: str, workers: int, degrees: dict[s
 
 NO_FP8 = (("tensor", 2), ("pipeline", 2), ("dp", 1), ("deepspeed", 2))
 FSDP_TENSOR = choose("fsdp", 4, tp=2)
+TWO, FOUR = choose("pipeline", 2), choose("pipeline", 4)
+INTERLEAVED = {"schedule": "interleaved_1f1b", "chunks": 2}
 
 
 @pytest.mark.parametrize(
@@ -85,6 +87,17 @@ FSDP_TENSOR = choose("fsdp", 4, tp=2)
         (choose("deepspeed", 2), {"precision": "fp16"}, {}, ["train.precision=fp16"]),
         (choose("deepspeed", 2), {"deepspeed": {"train_batch_size": 8}}, {}, ["sets train_batch_size"]),
         (choose("deepspeed", 2), {"deepspeed": {"zero_optimization": {"stage": 0}}}, {}, ["stage 0: write 1, 2 or 3"]),
+        (FOUR, {}, {"blocks": 3}, ["parallel.pp is 4", "only 3 blocks: write at most 3"]),
+        (TWO, {}, {"blocks": 0}, ["no repeating blocks, too few", "name", "strategy=fsdp"]),
+        (TWO, INTERLEAVED | {"chunks": 3}, {"blocks": 4}, ["2 with 3 chunks each", "4 repeating", "parallel.chunks"]),
+        (FOUR, {"schedule": "zb_h2"}, {"micro_batches": 6}, ["at least 7 micro-batches", "are 6", "schedule=zb_h1"]),
+        (FOUR, INTERLEAVED, {"micro_batches": 6}, ["groups of 4", "has 6", "=1f1b"]),
+        (TWO, INTERLEAVED | {"chunks": 1}, {}, ["several chunks per stage: write parallel.chunks=2"]),
+        (TWO, {"chunks": 2}, {}, ["one chunk per stage, but parallel.chunks is 2", "interleaved_1f1b"]),
+        (TWO, {"schedule": "1F1B"}, {}, ["parallel.schedule is '1F1B'"]),
+        (TWO, {"stages": (1, 2, 3)}, {"blocks": 6}, ["names 3 parts", "has 2: write 2 numbers"]),
+        (TWO, {"stages": (1, 2)}, {"blocks": 6}, ["adds up to 3 blocks, but the model has 6"]),
+        (TWO, {"offload": True}, {}, ["parallel.offload"]),
         *(
             (choose(name, n), {"precision": "fp8"}, {}, [f"fp8 does not work with strategy {name}"])
             for name, n in NO_FP8
