@@ -211,4 +211,4 @@ def report(facts: Any, findings: list[Any]) -> list[str]:
     count = f"{len(findings)} finding{'s' if len(findings) != 1 else ''}" if findings else "nothing is wrong"
     nodes = f"{len(facts.nodes)} node{'s' if len(facts.nodes) != 1 else ''}"
     tested = ", ".join(f"{name} {oldest} to {newest}" for name, (oldest, newest) in TESTED.items())
-    return [*lines, f"{nodes} checked: {count}", f"tested with {tested}"]
+    return [*lines, f"Trireme was tested with {tested}", f"{nodes} checked: {count}"]

@@ -1,0 +1,83 @@
+"""`make test-versions`: what matters most, with the oldest and the newest releases that Trireme says it works with.
+
+Each end has a virtual environment of its own under .venv-versions, kept for the next time. The table that it prints is
+the README's *Works with*.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+from app.versions import TESTED
+
+ROOT = Path(__file__).parents[1]
+ROOMS = {
+    "the main job: Ray Train, actors, torchrun, one process": "tests/app/launchers/test_launchers.py",
+    "parity of every strategy": "tests/strategies/test_parity.py",
+    "every schedule of the pipeline": "tests/strategies/pipeline",
+    "pipeline in Ray": "tests/app/launchers/test_pipeline_in_ray.py",
+    "killed and resumed": "tests/app/launchers/test_resume.py",
+    "checkpoints": "tests/app/checkpoint",
+    "tracking in MLflow": "tests/app/tracking",
+    "names that are not documented": "tests/strategies/test_torch_internals.py tests/cluster/test_ray_internals.py",
+}
+
+
+def requirements() -> list[str]:
+    """The project's own lines, without what an environment for tests does not need."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [
+        line for name in ("examples", "dev", "s3", "huggingface") for line in project["optional-dependencies"][name]
+    ]
+    return [line for line in (*project["dependencies"], *extras) if not line.startswith("trireme[")]
+
+
+def environment(name: str, release: int) -> Path:
+    """Python of the environment. release: 0 for the oldest of each package, 1 for the newest."""
+    folder = ROOT / ".venv-versions" / name
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    pins = [f"{package}=={ends[release]}.*" for package, ends in TESTED.items()]
+    install = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
+    subprocess.run([*install, *requirements(), *pins], check=True)
+    return python
+
+
+def installed(python: Path) -> str:
+    code = f"from importlib.metadata import version\nprint(', '.join(f'{{n}} {{version(n)}}' for n in {[*TESTED]}))"
+    return subprocess.run([str(python), "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def tested(python: Path, room: str) -> tuple[bool, str]:
+    """Whether a room's tests pass there, and the counts."""
+    begun = time.monotonic()
+    env = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", *room.split()]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    if done.returncode:
+        print(done.stdout[-6000:], done.stderr[-2000:], file=sys.stderr)
+    counts = re.findall(r"\d+ (?:passed|failed|error|skipped)\w*", (done.stdout.splitlines() or [""])[-1])
+    return not done.returncode, f"{', '.join(counts) or 'nothing ran'} in {time.monotonic() - begun:.0f} s"
+
+
+def main() -> None:
+    passed = True
+    for release, name in enumerate(("oldest", "newest")):
+        python = environment(name, release)
+        print(f"\n{name}: {installed(python)}", flush=True)
+        for what, room in ROOMS.items():
+            right, said = tested(python, room)
+            passed = passed and right
+            print(f"  {what:55} {said}", flush=True)
+    sys.exit(not passed)
+
+
+if __name__ == "__main__":
+    main()
