@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow test-deepspeed lint setup clean
+.PHONY: demo test test-versions test-slow test-deepspeed lint setup clean
 
 demo: setup
 	$(BIN)/trireme train experiments/mnist.yaml --again
@@ -13,6 +13,11 @@ demo: setup
 test: setup lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow and not alone"
 	$(BIN)/python -m pytest -m "not slow and alone"
+
+# The main job, parity, resume, pipeline and tracking with the oldest and the newest releases that Trireme was tested
+# with, each in an environment of its own under .venv-versions: half an hour or more, and its table.
+test-versions: setup
+	$(BIN)/python -m tests.versions
 
 # What takes minutes: several hosts in a lab of network namespaces, autoscaling, whole studies.
 test-slow: setup
@@ -30,10 +35,11 @@ lint: setup
 
 setup: $(VENV)/.installed
 
-# Installs the tested versions (constraints.txt); again only when what is to be installed has changed.
+# Installs the tested versions (constraints.txt); again only when what is to be installed has changed. Python compiles
+# a module when it is first imported: most of what is installed never is, and compiling it all takes longer than the rest.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "python3 cannot make a virtual environment here: apt-get install python3-venv" >&2; exit 1; }
-	$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[examples,dev]'
+	$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[examples,dev]'
 	touch $@
 
 clean:
