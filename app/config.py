@@ -47,7 +47,7 @@ class ParallelConfig:
     bucket_mb: float = 25.0
     """With ddp: size of a gradient bucket, in MiB; smaller starts communicating earlier."""
     find_unused_parameters: bool = False
-    """With ddp: a step may leave parameters out; they are looked for in each, which takes time."""
+    """With ddp: a step may leave parameters unused; each step then searches for them, which takes time."""
     accumulate_sharded: Optional[bool] = None
     """With dp_shard and several micro-batches: reduce-scatter each one's gradients instead of keeping whole ones
     until the last (less memory, more communication). null: zero2 yes, zero1 no, fsdp on a GPU of which whole ones
@@ -60,10 +60,10 @@ class ParallelConfig:
     stages: Optional[list[int]] = None
     """With pp: blocks of each chunk, first to last (their sum is the model's). null: balanced by estimated cost."""
     stage_resources: list[dict[str, float]] = field(default_factory=list)
-    """With pp: Ray resources of each stage's workers, first to last, so that unlike GPUs serve in one pipeline.
+    """With pp: Ray resources of each stage's workers, first to last, so that different GPUs serve in one pipeline.
     Empty: resources_per_worker for all."""
     profile_every: int = 100
-    """With pp: measure compute, waiting and handing over of every this many-th step, and of the fifth (pipeline/… in
+    """With pp: measure computing, waiting and transfers once every this many steps, and in the fifth (pipeline/… in
     MLflow). 0: never."""
     trace_step: Optional[int] = None
     """With pp: write this step as a Chrome trace into the run's folder and MLflow. null: none."""
@@ -102,9 +102,9 @@ class TrainConfig:
     eval_batch_size: Optional[int] = None
     """Samples one worker evaluates at once. null: as in training."""
     log_every: int = 10
-    """Log the metrics of every this many-th step."""
+    """Log metrics once every this many steps."""
     noise_scale_every: Optional[int] = None
-    """Measure the gradient noise scale at every this many-th step, and log it: the batch size up to which a larger one
+    """Measure and log the gradient noise scale once every this many steps: the batch size up to which a larger one
     saves steps. 50 costs less than 1 % of the time. null: never."""
     data_workers: int = 0
     """Processes per worker that load data, for datasets whose samples are costly to make. 0: a thread."""
@@ -244,7 +244,7 @@ class Config:
     """US dollars that this run may cost, over all its starts: it saves and stops before it is overspent. null: no
     limit. Needs prices: of cluster.file, else the list prices of its GPUs (cluster/hardware.yaml)."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    """What is asked of the cluster, and what happens when it does not come."""
+    """What is asked of the cluster, and what happens when its resources do not come."""
     run: RunConfig = field(default_factory=RunConfig)
     """Name and place of the run."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

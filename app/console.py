@@ -37,7 +37,7 @@ class Console:
             try:
                 yield
             except BaseException:
-                with log.open("a") as file:  # for whoever wants to know where
+                with log.open("a") as file:  # where it happened
                     traceback.print_exc(file=file)
                 raise
             finally:
@@ -113,14 +113,14 @@ def stop_signals(ask: Callable[[], object]) -> Iterator[None]:
     """The first Ctrl-C or SIGTERM calls `ask`; a second one ends everything at once, by KeyboardInterrupt."""
     asked = False
 
-    def heard(number: int, frame: object) -> None:
+    def on_signal(number: int, frame: object) -> None:
         nonlocal asked
         if asked:
             raise KeyboardInterrupt
         asked = True
         ask()
 
-    before = {number: signal.signal(number, heard) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:

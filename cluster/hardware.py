@@ -1,6 +1,6 @@
 """The hardware catalogue: what GPUs can do and what they cost in clouds, read from hardware.yaml beside this file.
 
-The figures are datasheets': peaks that nothing reaches. Whoever plans with them multiplies by an efficiency that was
+The figures are datasheets': peaks that nothing reaches. The planner multiplies them by an efficiency that was
 fitted or measured (app/planner). Units here are plain: bytes, bytes/s, FLOP/s, USD per hour, watts.
 
 A GPU that is not in it can be put in a file of one's own, with the same `gpus:` (TRIREME_HARDWARE, else

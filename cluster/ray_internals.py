@@ -40,7 +40,7 @@ def draining_nodes() -> dict[str, float]:
     """Ids of the nodes that Ray drains, each with the Unix time at which it ends; 0 where no time was given.
 
     Why: no documented call says that a node is drained before it is dead. Missing: none is known to be drained; a
-    machine that its cloud takes back is still heard of from the cloud (`cluster/preemption.py`).
+    machine that its cloud takes back is still announced by the cloud (`cluster/preemption.py`).
     """
     try:
         from ray._private.state import state

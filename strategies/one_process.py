@@ -90,7 +90,7 @@ def home(several: bool, rank: int, workers: int, visible: int) -> int:
 
 
 def remark(name: str, devices: list[torch.device], used: int) -> tuple[str, ...]:
-    """What a person should hear about a strategy that spreads a model or batch over devices and cannot."""
+    """Remarks for the user about a strategy that spreads a model or batch over devices and cannot."""
     if devices[0].type != "cuda":
         return (f"strategy {name} spreads over the GPUs of a machine and this one has none: everything is on the CPU",)
     if len(devices) == 1:

@@ -23,7 +23,7 @@ Loss = Callable[[nn.Module, Any], torch.Tensor]
 class Parallel:
     """A model under a layout.
 
-    module: what to call. inner: the same without a wrapper, whose names are plain. notes: what a person should hear,
+    module: what to call. inner: the same without a wrapper, whose names are plain. notes: remarks for the user,
     one sentence each. micro_step and autocast are plain functions, so that one device pays nothing for them.
     """
 

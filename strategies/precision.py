@@ -98,7 +98,7 @@ def require_float8(device: torch.device) -> None:
 
 def use_float8(module: nn.Module, blocks: list[str]) -> tuple[str, ...]:
     """Lets the linear layers of the blocks (of the whole module if there are none) compute in float8, in place: names
-    and parameters stay. What a person should hear.
+    and parameters stay. Returns remarks for the user.
 
     Raises:
         LayoutError: none of them can.

@@ -1,6 +1,6 @@
 """The same weights under every layout: where they begin, and how they are saved and loaded, under plain names.
 
-**The beginning.** `build()` is seeded, so whoever calls it gets the same weights. Replicated layouts call it on every
+**The beginning.** `build()` is seeded, so every caller gets the same weights. Replicated layouts call it on every
 rank. Sharded ones build the structure on `meta` (no memory), split it, give every rank memory for its own shards, and
 then stream the weights out of the one real model that rank 0 built on its host: one tensor at a time is broadcast and
 every rank keeps its part. A rank needs its shards and the largest single tensor; a model of 7 billion parameters needs
@@ -59,7 +59,7 @@ def require_parameters(module: nn.Module) -> None:
 
 
 def batch_norm_notes(module: nn.Module, layout: Layout) -> tuple[str, ...]:
-    """What a person should hear if the model normalises over a batch that the layout splits."""
+    """Remarks for the user if the model normalises over a batch that the layout splits."""
     norms = [type(m).__name__ for m in module.modules() if isinstance(m, BATCH_NORMS) and m.training]
     if not norms or layout.dims.dp * layout.dims.pp == 1:
         return ()

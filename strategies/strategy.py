@@ -1,6 +1,6 @@
 """What a strategy is to the rest of the program: one record, declared in the strategy's own file.
 
-Whoever needs to know something of a strategy asks its record, and never compares names: `layout.py` which degrees it
+Code that needs to know something of a strategy asks its record, and never compares names: `layout.py` which degrees it
 chooses and what it combines with, `parallelize.py` for `apply`, the planner for `cost` and `collectives`. Records are
 collected in registry.py.
 
@@ -64,7 +64,7 @@ class Setup:
 @dataclass(frozen=True)
 class Applied:
     """What `apply` returns. module: what to call; setup.module still has the plain names. casts: whether it casts to 16
-    bits itself, so that forward needs no autocast. notes: what a person should hear, one sentence each. parallel: makes
+    bits itself, so that forward needs no autocast. notes: remarks for the user, one sentence each. parallel: makes
     the Parallel, where it is not the plain one."""
 
     module: nn.Module

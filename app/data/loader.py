@@ -232,7 +232,7 @@ def _produce(
                 out.put((moved, None if stream is None else stream.record_event()))
         out.put(None)
     except BaseException as error:  # whatever it is, it belongs to the consumer
-        # Whoever keeps the error must not keep what its frames hold alive, such as DataLoader's processes.
+        # A caller that keeps the error must not keep what its frames hold alive, such as DataLoader's processes.
         traceback.clear_frames(error.__traceback__)
         out.put(error)
 

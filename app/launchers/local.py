@@ -42,7 +42,7 @@ class QueueChannel:
 
 
 class TrainingThread:
-    """Trains in a thread, so that the process's main thread supervises and hears signals."""
+    """Trains in a thread, so that the process's main thread supervises and receives signals."""
 
     def __init__(self, job: Job, place: Place, channel: QueueChannel) -> None:
         self.error: BaseException | None = None

@@ -1,4 +1,4 @@
-"""Trains a job to its end: starts the workers, hears them, notices what breaks, and starts them again.
+"""Trains a job to its end: starts the workers, reads their events, notices what breaks, and starts them again.
 
 One mechanism for every launcher, over the small `Workers` interface. What to do after a failure is decided by
 `failure_policy.decide`; whether a rank hangs by `heartbeats.HangDetector`. An attempt's checkpoints are the run's,

@@ -268,9 +268,9 @@ def train_as_other_rank(ranks: Ranks) -> dict[str, Any] | None:
 
     Raises: what rank 0 has told, or training raises; Interrupted when asked to stop.
     """
-    heard: list[Any] = [None]
-    dist.broadcast_object_list(heard, src=0)
-    job = heard[0]
+    received: list[Any] = [None]
+    dist.broadcast_object_list(received, src=0)
+    job = received[0]
     if isinstance(job, Exception):
         raise job
     if job is None:

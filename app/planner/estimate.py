@@ -41,7 +41,7 @@ class Estimate:
     """Of one optimizer step; timing.py names the parts."""
     flops: float  # of the whole step, without what is computed again
     reduces_each: bool | None
-    """Whether every micro-batch's gradients are reduced (parallel.accumulate_sharded); None: it is no question."""
+    """Whether every micro-batch's gradients are reduced (parallel.accumulate_sharded); None: does not apply."""
     stages: tuple[int, ...] | None  # blocks of each chunk of a pipeline
 
     def __post_init__(self) -> None:

@@ -63,7 +63,7 @@ class Driver:
         return not self.progressed or self.lost_at is not None
 
     def check_start(self) -> None:
-        """Raises Interrupted if the workers are to stop and still start: they cannot hear of it themselves."""
+        """Raises Interrupted if the workers are to stop and still start: they cannot be told yet."""
         if self.starting and self.stop_requested():
             again = "" if self.first_step_at is None else " again"
             raise Interrupted(f"stopped before training began{again}")

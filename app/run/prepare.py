@@ -40,7 +40,7 @@ class Prepared:
     layout: Layout
     steps: int
     samples: int  # to train on
-    notes: tuple[str, ...] = ()  # what was decided and a person should hear, one sentence each
+    notes: tuple[str, ...] = ()  # remarks for the user on what was decided, one sentence each
     prediction: Estimate | None = None  # of the planner, where it chose the layout
 
 
@@ -101,7 +101,7 @@ def _split_length(task: Task, layout: Layout, module: nn.Module | None) -> int |
 def _layout(
     config: Config, task: Task, workers: int, devices_per_node: int | None
 ) -> tuple[Config, Layout, tuple[str, ...], Estimate | None]:
-    """The layout that the configuration means, what a person should hear of it, and what the planner expects of it.
+    """The layout that the configuration means, remarks for the user, and what the planner expects of it.
 
     auto asks the planner, which also sets what of the configuration is open. Under torchrun rank 0 alone is here.
     """

@@ -1,6 +1,6 @@
 """Sends an experiment to a cluster as a Ray job, follows its log, and stops it with a checkpoint.
 
-Ray keeps a job's runtime environment, values and all, and shows it to whoever may ask for it. So secret environment
+Ray keeps a job's runtime environment, values and all, and shows it to all who may ask for it. So secret environment
 variables go over SSH into a file on the head that only its owner reads, and the job removes it when it has read it.
 """
 
@@ -156,7 +156,7 @@ def submit(server: Server, job: Submission, say: Say) -> str:
         variables["TRIREME_SECRETS"] = _leave_secrets(server.cluster, job.secret)
     elif job.secret:
         raise UserError(
-            f"{sorted(job.secret)[0]} is a secret, and Ray shows a job's environment to whoever may ask: name the "
+            f"{sorted(job.secret)[0]} is a secret, and Ray shows a job's environment to everyone who may ask: name the "
             "cluster with --cluster FILE, so that it goes over SSH, or set it on the cluster itself"
         )
     environment = {"working_dir": str(job.folder), "excludes": list(EXCLUDES), "env_vars": variables}

@@ -75,7 +75,7 @@ def connect(uri: str) -> MlflowClient:
 
 def _make_database(file: Path) -> None:
     """MLflow makes a new database in a hundred steps and without a lock: two processes at once, or a kill, would leave
-    one that it can never open again. So it is made beside its place, and whoever is first puts it there."""
+    one that it can never open again. So it is made beside its place, and the first writer moves it there."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f"{file.name}.{uuid.uuid4().hex[:8]}.part")
     try:

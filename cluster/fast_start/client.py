@@ -81,7 +81,7 @@ def answer(connection: socket.socket, seconds: float | None = None) -> dict[str,
 
 
 def inherited() -> dict[str, Any]:
-    """What a process has from whoever started it, and a fork is to have from whoever asked for it."""
+    """What a process has from its parent, and a fork is to have from the process that asked for it."""
     limits = [name for name in dir(resource) if name.startswith("RLIMIT_")]
     with open("/proc/self/oom_score_adj") as score:
         return {

@@ -73,7 +73,7 @@ class Server:
             connection.settimeout(LOOK_SECONDS)
             first, streams, _, _ = socket.recv_fds(connection, 1, 3)
             if first and sources() != self.sources:
-                os.unlink(self.path)  # whoever asks next starts another server
+                os.unlink(self.path)  # the next caller starts another server
             elif first:  # else it only looked whether there is a server
                 with connection.makefile("rb") as lines:
                     request = json.loads(lines.readline())

@@ -5,7 +5,7 @@
     W   the weights' gradients that B left (schedules that split backward)
 
 Waiting happens only where an instruction needs what has not arrived. Gradients add up in the parameters over
-micro-batches; `sync` hears of a chunk's last backward before and after it, so that reducing them over data-parallel
+micro-batches; `sync` is told of a chunk's last backward before and after it, so that reducing them over data-parallel
 workers overlaps with what is still computed.
 """
 
