@@ -31,13 +31,14 @@ def idx(array: np.ndarray, kind: int = 8) -> bytes:
     return header + array.tobytes()
 
 
-def write_idx(folder: Path, *, part: str = "train", compress: bool = False, dotted: bool = False) -> None:
-    for name, array in ((f"{part}-images-idx3-ubyte", PIXELS), (f"{part}-labels-idx1-ubyte", LABELS.astype(np.uint8))):
-        content = idx(array)
-        path = folder / (name.replace("-idx", ".idx") if dotted else name)
+def write_idx(folder: Path, images: bytes = idx(PIXELS), part: str = "train", compress: bool = False) -> None:
+    """Compressed files have the other names that are in use."""
+    labels = idx(LABELS.astype(np.uint8))
+    for name, content in ((f"{part}-images-idx3-ubyte", images), (f"{part}-labels-idx1-ubyte", labels)):
         if compress:
-            path, content = path.with_name(path.name + ".gz"), gzip.compress(content)
-        path.write_bytes(content)
+            (folder / f"{name.replace('-idx', '.idx')}.gz").write_bytes(gzip.compress(content))
+        else:
+            (folder / name).write_bytes(content)
 
 
 def assert_same(found: ImageSet, images: np.ndarray = PIXELS[:, None]) -> None:
@@ -45,19 +46,17 @@ def assert_same(found: ImageSet, images: np.ndarray = PIXELS[:, None]) -> None:
     assert found.labels.dtype == np.int64 and np.array_equal(found.labels, LABELS)
 
 
-@pytest.mark.parametrize(("compress", "dotted"), [(False, False), (True, True)])
-def test_idx_folders(tmp_path: Path, compress: bool, dotted: bool) -> None:
-    write_idx(tmp_path, compress=compress, dotted=dotted)
+@pytest.mark.parametrize("compress", [False, True])
+def test_idx_folders(tmp_path: Path, compress: bool) -> None:
+    write_idx(tmp_path, compress=compress)
     train, held = read_images(str(tmp_path))
     assert_same(train)
     assert held is None
-    write_idx(tmp_path, part="t10k", compress=compress, dotted=dotted)
+    write_idx(tmp_path, part="t10k", compress=compress)
     held = read_images(str(tmp_path))[1]
     assert held is not None
     assert_same(held)
-    other = tmp_path / ("train-images.idx3-ubyte.gz" if compress else "train-images-idx3-ubyte")
-    content = idx(PIXELS.astype(">f4"), kind=13)
-    other.write_bytes(gzip.compress(content) if compress else content)
+    write_idx(tmp_path, idx(PIXELS.astype(">f4"), kind=13), compress=compress)
     assert_same(read_images(str(tmp_path))[0], PIXELS[:, None].astype(np.float32))
 
 
@@ -90,9 +89,9 @@ def test_array_files(tmp_path: Path, name: str) -> None:
     assert held is None
 
 
-def spoil_idx(name: str, change: Callable[[bytes], bytes | None], compress: bool = False) -> Callable[[Path], str]:
+def spoil_idx(name: str, change: Callable[[bytes], bytes | None]) -> Callable[[Path], str]:
     def make(folder: Path) -> str:
-        write_idx(folder, compress=compress)
+        write_idx(folder, compress=name.endswith(".gz"))
         path = folder / name
         content = change(path.read_bytes())
         path.unlink() if content is None else path.write_bytes(content)
@@ -117,7 +116,10 @@ BAD: dict[str, tuple[Callable[[Path], str], str]] = {
     "wrong magic": (spoil_idx(IMAGES, lambda b: b"\x89PNG" + b[4:]), "begins with 89 50 4e 47, not with 00 00"),
     "short header": (spoil_idx(IMAGES, lambda b: b[:10]), "ends within its header"),
     "truncated": (spoil_idx(IMAGES, lambda b: b[:-1]), "has 255 bytes, but its header promises 256"),
-    "broken gzip": (spoil_idx(f"{IMAGES}.gz", lambda b: b[:-20], True), "train-images-idx3-ubyte.gz cannot be read"),
+    "broken gzip": (
+        spoil_idx("train-images.idx3-ubyte.gz", lambda b: b[:-20]),
+        "train-images.idx3-ubyte.gz cannot be read",
+    ),
     "counts differ": (spoil_idx(LABEL_FILE, lambda b: idx(LABELS[:5].astype(np.uint8))), "6 images but 5 labels"),
     "no images in it": (lambda at: save(at / "a.npz", {"images": PIXELS[:0], "labels": LABELS[:0]}), "no images"),
     "wrong names": (lambda at: save(at / "a.npz", {"pixels": PIXELS}), "holds pixels; it must hold images and labels"),

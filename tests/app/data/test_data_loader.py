@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import threading
-import time
 from collections import UserDict, namedtuple
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
@@ -21,6 +20,7 @@ from torch.utils.data import Dataset
 from app.data import loader
 from app.data.loader import eval_batches, map_tensors, prefetched, rows, tensors, train_batches
 from app.errors import UserError
+from tests.running import wait_until
 
 CPU = torch.device("cpu")
 
@@ -62,9 +62,13 @@ class Positioned(Plain):
         return torch.tensor(positions).float()[:, None], torch.tensor(indices)
 
 
-def load(dataset: Dataset[Any], *, batch: int, steps: int, **changes: Any) -> list[list[Any]]:
+def begun(dataset: Dataset[Any], *, batch: int, steps: int, **changes: Any) -> Generator[Any]:
     arguments = {"seed": 7, "micro_batch_size": None, "dp_rank": 0, "dp_size": 1, "samples_seen": 0, "device": CPU}
-    return list(train_batches(dataset, global_batch_size=batch, steps=steps, **(arguments | changes)))
+    return train_batches(dataset, global_batch_size=batch, steps=steps, **(arguments | changes))
+
+
+def load(dataset: Dataset[Any], **arguments: Any) -> list[list[Any]]:
+    return list(begun(dataset, **arguments))
 
 
 def numbers(step: list[Any]) -> list[list[int]]:
@@ -128,57 +132,33 @@ def test_positions_run_on_over_epochs_and_ranks() -> None:
     assert positions == [[[0, 1], [2]], [[6, 7], [8]], [[3, 4], [5]], [[9, 10], [11]]]
 
 
-def training(dataset: Dataset[Any], steps: int, data_workers: int, ahead: int) -> Generator[Any]:
-    """As train_batches gives on a CPU, or, with `ahead`, on a GPU: from a thread."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loader, "prefetched", partial(prefetched, ahead=ahead))
-        return train_batches(
-            dataset, seed=0, global_batch_size=2, micro_batch_size=1, dp_rank=0, dp_size=1,
-            samples_seen=0, steps=steps, device=CPU, data_workers=data_workers,
-        )  # fmt: skip
+@pytest.mark.parametrize(("data_workers", "ahead"), [(0, 0), (0, 2), (1, 2)])
+def test_an_exception_surfaces_in_next_and_no_thread_or_process_is_left(
+    data_workers: int, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a CPU, or, with `ahead`, on a GPU: from a thread."""
+    monkeypatch.setattr(loader, "prefetched", partial(prefetched, ahead=ahead))
+    others = set(multiprocessing.active_children())  # the session's warm pool
 
+    def training(dataset: Dataset[Any]) -> Generator[Any]:
+        return begun(dataset, batch=2, steps=10_000, micro_batch_size=1, data_workers=data_workers)
 
-WAYS = pytest.mark.parametrize(("data_workers", "ahead"), [(0, 0), (0, 2), (1, 2)])
-
-
-@WAYS
-def test_an_exception_surfaces_in_next_and_no_thread_or_process_is_left(data_workers: int, ahead: int) -> None:
-    batches: Generator[Any] | None = training(Plain(10, broken=3), 100, data_workers, ahead)
-    assert batches is not None
+    batches = training(Plain(10, broken=3))
     with pytest.raises(UserError, match="sample 3 is broken"):
         for _ in range(30):
             next(batches)
     with pytest.raises(StopIteration):
         next(batches)
-    batches = training(Plain(10), 10_000, data_workers, ahead)
+    batches = training(Plain(10))
     next(batches)
     batches.close()
     assert list(batches) == []
-    batches = training(Plain(10), 10_000, data_workers, ahead)
+    batches = training(Plain(10))
     next(batches)
-    batches = None
+    del batches
     gc.collect()
-    assert_nothing_left()
-
-
-@pytest.fixture(autouse=True)
-def _others() -> None:
-    """Processes that were there before the test: the session's warm pool."""
-    OTHERS.update(multiprocessing.active_children())
-
-
-OTHERS: set[Any] = set()
-
-
-def assert_nothing_left() -> None:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        threads = [thread for thread in threading.enumerate() if thread.name == "trireme-prefetch"]
-        children = set(multiprocessing.active_children()) - OTHERS
-        if not threads and not children:
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"left: {threads}, {children}")
+    wait_until(lambda: "trireme-prefetch" not in {thread.name for thread in threading.enumerate()}, 30)
+    wait_until(lambda: set(multiprocessing.active_children()) <= others, 30)
 
 
 def test_a_thread_makes_items_a_few_ahead() -> None:
@@ -191,9 +171,7 @@ def test_a_thread_makes_items_a_few_ahead() -> None:
 
     batches = prefetched(make, CPU, ahead=2)
     next(batches)
-    deadline = time.monotonic() + 30
-    while len(made) < 4 and time.monotonic() < deadline:  # read, two waiting in the queue, one in the thread's hand
-        time.sleep(0.005)
+    wait_until(lambda: len(made) >= 4, 30)  # read, two waiting in the queue, one in the thread's hand
     assert len(made) == 4 and made[0] == "trireme-prefetch"
     batches.close()
 
@@ -234,12 +212,9 @@ def test_evaluation_counts_every_sample_once(n: int, batch: int, dp_size: int) -
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_batches_arrive_on_the_gpu_unharmed() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    steps = train_batches(
-        ReadyBatches(1000), seed=0, global_batch_size=64, micro_batch_size=16, dp_rank=0, dp_size=1,
-        samples_seen=0, steps=200, device=device,
-    )  # fmt: skip
-    wanted = load(ReadyBatches(1000), batch=64, steps=200, seed=0, micro_batch_size=16)
-    for step, expected in zip(steps, wanted, strict=True):
+    given: dict[str, Any] = {"batch": 64, "steps": 200, "micro_batch_size": 16}
+    wanted = load(ReadyBatches(1000), **given)
+    for step, expected in zip(begun(ReadyBatches(1000), device=device, **given), wanted, strict=True):
         assert step[0][0].device == device
         assert numbers(step) == numbers(expected)
 

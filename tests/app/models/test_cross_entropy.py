@@ -3,24 +3,26 @@ kind of layout."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from app.config_io import load_config, to_dict
 from app.data.loader import fetch
 from app.models import cross_entropy as module
 from app.models.cross_entropy import CHUNKS, cross_entropy, linear_cross_entropy
 from app.models.gpt import GPT
 from app.tasks.language import LanguageModelling
 from experiments.parity import curves
-from experiments.parity.curves import Curve, Trial
-from strategies.layout import Layout
+from experiments.parity.curves import Curve
+from experiments.parity.experiment import make_trial
 from strategies.parallelize import Options, choose
 from tests.pool import run_distributed
 
@@ -122,35 +124,20 @@ def test_logits_are_written_over_only_where_no_backward_needs_them(last: Callabl
 # --- in the task ------------------------------------------------------------------------------------------------
 
 
-def _task(folder: str, linear: bool | None, tied: bool = True) -> LanguageModelling:
-    text = Path(folder) / "text.txt"
-    if not text.exists():  # the test's own process writes it; its ranks only read
-        text.write_text("".join(chr(97 + (i * i + i // 7) % 26) for i in range(4000)))
-    return LanguageModelling(
-        data=str(text), sequence_length=16, d_model=32, n_layers=2, n_heads=2, tie_weights=tied, linear_loss=linear
-    )
+SHAPE: dict[str, Any] = {"sequence_length": 16, "d_model": 32, "n_layers": 2, "n_heads": 2}
 
 
-def _trial(folder: str, linear: bool, tied: bool, steps: int) -> Trial:
-    task = _task(folder, linear, tied)
-
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return task.build_model()
-
-    def batch(step: int) -> Any:
-        return fetch(task.train_data(), [(8 * step + i, 8 * step + i) for i in range(8)])
-
-    return Trial(build, task.loss, batch, steps, 2, 0.5, task.blocks, task.tensor_plan, 2)
+def _values(text: str, linear: bool, tied: bool) -> dict[str, Any]:
+    args = json.dumps(SHAPE | {"data": text, "linear_loss": linear, "tie_weights": tied})
+    given = ["task=language_modelling", f"task_args={args}", "train.global_batch_size=8", "train.clip_norm=0.5"]
+    return to_dict(load_config([], [*given, "optimizer.lr=0.01"]))
 
 
-def _train(
-    _: int, name: str, workers: int, folder: str, linear: bool, tied: bool, options: dict[str, Any]
-) -> tuple[Curve, int]:
+def _train(_: int, name: str, workers: int, values: dict[str, Any], options: dict[str, Any]) -> tuple[Curve, int]:
     """The curve, and how many micro-batches' losses the model gave."""
-    layout = choose(name, workers) if workers > 1 else Layout("single")
+    trial = replace(make_trial(values, steps=4), micro_batches=2)
     with mock.patch("app.models.gpt.linear_cross_entropy", wraps=linear_cross_entropy) as called:
-        curve = curves.train(_trial(folder, linear, tied, 4), layout, Options(**options), CPU)
+        curve = curves.train(trial, choose(name, workers), Options(**options), CPU)
     return curve, called.call_count
 
 
@@ -158,21 +145,18 @@ ROWS = [("ddp", {}, 8), ("fsdp", {}, 8), ("tensor", {}, 0), ("pipeline", {"sched
 
 
 @pytest.mark.parametrize(("name", "options", "losses"), ROWS, ids=[name for name, *_ in ROWS])
-def test_a_layout_trains_the_same_with_it_asked_for(
-    tmp_path: Path, name: str, options: dict[str, Any], losses: int
-) -> None:
+def test_a_layout_trains_the_same_with_it_asked_for(text: str, name: str, options: dict[str, Any], losses: int) -> None:
     for tied in (False, True):
-        truth, none = _train(0, "single", 1, str(tmp_path), False, tied, {})
-        found, given = run_distributed(_train, 2, name, 2, str(tmp_path), True, tied, options)[0]
+        truth, none = _train(0, "single", 1, _values(text, False, tied), {})
+        found, given = run_distributed(_train, 2, name, 2, _values(text, True, tied), options)[0]
         assert (none, given) == (0, losses)
         differs = curves.difference(truth, found)
         assert differs.loss <= 5e-6 and differs.norm <= 5e-5 and differs.weights <= 1e-3, (name, differs)
 
 
-def test_it_serves_where_it_is_asked_for_and_only_a_head_of_its_own(tmp_path: Path) -> None:
-    batch = fetch(_task(str(tmp_path), None).train_data(), [(0, 0)])
-    asked, left = _task(str(tmp_path), True), _task(str(tmp_path), None)
-    model = asked.build_model()
+def test_it_serves_where_it_is_asked_for_and_only_a_head_of_its_own(text: str) -> None:
+    asked, left = (LanguageModelling(data=text, linear_loss=linear, **SHAPE) for linear in (True, None))
+    batch, model = fetch(left.train_data(), [(0, 0)]), asked.build_model()
     assert isinstance(model, GPT)
     with mock.patch("app.models.gpt.linear_cross_entropy", wraps=linear_cross_entropy) as called:
         torch.testing.assert_close(asked.loss(model, batch), left.loss(model, batch), rtol=1e-6, atol=0)

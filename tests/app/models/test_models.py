@@ -84,34 +84,17 @@ def test_the_same_seed_and_the_same_state_give_the_same_model(name: str) -> None
     assert torch.allclose(model(inputs)[:1], model(inputs[:1]), atol=1e-5)
 
 
-def test_a_gpt_cannot_see_the_future() -> None:
+def test_a_gpt_starts_at_chance_and_cannot_see_the_future() -> None:
     torch.manual_seed(0)
     model = gpt()
+    inputs = tokens(4, 16)
+    loss = F.cross_entropy(model(inputs).flatten(0, 1), inputs.flatten().roll(1))
+    assert loss.item() == pytest.approx(3.912, abs=0.1), "ln 50"
     before = tokens(1, 9)
     after = before.clone()
     after[0, 5:] = (after[0, 5:] + 1) % 50
     assert torch.allclose(model(before)[0, :5], model(after)[0, :5], atol=1e-6)
     assert not torch.allclose(model(before)[0, 5:], model(after)[0, 5:], atol=1e-3)
-
-
-def test_a_gpt_starts_at_chance_and_learns_what_came_before() -> None:
-    """Steps on "the next token is the previous one": far below chance, which attention alone can do."""
-    torch.manual_seed(0)
-    model = gpt()
-    inputs = tokens(4, 16)
-    loss = F.cross_entropy(model(inputs).flatten(0, 1), inputs.flatten().roll(1))
-    assert loss.item() == pytest.approx(3.912, abs=0.1), "it starts at chance: ln 50"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(60):
-        half = torch.randint(0, 50, (16, 6), generator=generator)
-        sequence = half.repeat_interleave(2, dim=1)
-        logits = model(sequence[:, :-1])
-        loss = F.cross_entropy(logits[:, 0::2].flatten(0, 1), sequence[:, 1::2].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss.item() < 1.0
 
 
 def test_rotary_attention_depends_on_distance_only() -> None:

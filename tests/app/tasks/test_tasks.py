@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from app.data.loader import eval_batches, fetch, train_batches
+from app.data.loader import fetch, train_batches
+from app.evaluation import evaluate
+from app.job import Heartbeat
 from app.tasks import Task, load_task
+from strategies.parallelize import choose, parallelize
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -110,21 +113,14 @@ def train(task: Task, steps: int, lr: float, batch: int = 32) -> dict[str, float
         optimizer.zero_grad()
         task.loss(model, micro).backward()
         optimizer.step()
-    return evaluate(task, model.eval(), batch_size=64)
+    return evaluated(task, model)
 
 
-@torch.no_grad()
-def evaluate(task: Task, model: nn.Module, batch_size: int) -> dict[str, float]:
+def evaluated(task: Task, model: nn.Module) -> dict[str, float]:
     held_out = task.eval_data()
     assert held_out is not None
-    sums: dict[str, float] = {}
-    count = 0.0
-    for batch, weight in eval_batches(held_out, batch_size=batch_size, dp_rank=0, dp_size=1, device=CPU):
-        for name, figure in task.metrics(model, batch).items():
-            sums[name] = sums.get(name, 0.0) + weight * figure.item()
-        count += weight
-    means = {name: value / count for name, value in sums.items()}
-    return means | task.derived(means)
+    parallel = parallelize(lambda: model, choose("single", 1), device=CPU)
+    return evaluate(task, parallel, held_out, 7, 0, CPU, Heartbeat())
 
 
 @pytest.mark.parametrize(
@@ -141,7 +137,7 @@ def test_tasks_learn(name: str, steps: int, lr: float, figure: str, at_least: fl
 
 def test_language_is_learnt(text: str) -> None:
     figures = train(load_task("language_modelling", {"data": text, **SIXTEEN}), steps=120, lr=1e-2)
-    assert figures["loss"] < 1.0  # chance: ln 256 = 5.5
+    assert figures["loss"] < 0.6  # chance: ln 256 = 5.5; from the last byte alone, so without attention: 0.86
     assert figures["bits_per_byte"] == pytest.approx(figures["loss"] / math.log(2))
     assert figures["perplexity"] == pytest.approx(math.exp(figures["loss"]))
 

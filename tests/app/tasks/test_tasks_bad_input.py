@@ -12,6 +12,7 @@ import pytest
 
 from app.errors import UserError
 from app.tasks import load_task
+from tests.app.tasks.test_tasks_huggingface import GPT2, GROUPED, SMALL
 
 OWN = """
 from app.tasks.base import Task
@@ -66,7 +67,8 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             del sys.modules[name]
 
 
-IMAGES, TEXT, TABLE = "image_classification", "language_modelling", "tabular"
+IMAGES, TEXT, TABLE, MODEL = "image_classification", "language_modelling", "tabular", "huggingface"
+LLAMA = {"model": "llama", "config": GROUPED, "data": "text.txt"}
 PRICE = {"data": "table.csv", "target": "price"}
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
@@ -121,6 +123,24 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (TABLE, PRICE | {"target": "only"}, "has one value only, x"),
     (TABLE, {"data": "lonely.csv", "target": "price"}, "no column besides the target"),
     (TABLE, {"data": "bare.csv", "target": "price"}, "has 1 rows with a value in 'price'"),
+    # models of Hugging Face
+    (MODEL, LLAMA | {"model": "lama"}, "no model type 'lama' (did you mean 'llama'?)"),
+    (MODEL, LLAMA | {"model": "./nowhere"}, "there is no folder"),
+    (MODEL, LLAMA | {"model": 3}, "task_args.model is 3"),
+    (MODEL, LLAMA | {"pretrained": "yes"}, "true or false"),
+    (MODEL, LLAMA | {"attention": "fast"}, "fast"),
+    (MODEL, LLAMA | {"kind": "translation"}, "task_args.kind is 'translation'"),
+    (MODEL, LLAMA | {"kind": "image_classification"}, "llama is made for causal_lm or sequence_classification"),
+    (MODEL, LLAMA | {"model": "sam", "config": {}}, "sam is made for none of"),
+    (MODEL, LLAMA | {"model": "gemma3", "config": {}}, "is made of several models (text_config, vision_config)"),
+    (MODEL, LLAMA | {"model": "gemma4_assistant", "config": {}}, "gemma4_assistant has no configuration that makes"),
+    (MODEL, LLAMA | {"config": {"hidden_siz": 3}}, "did you mean 'hidden_size'?"),
+    (MODEL, LLAMA | {"config": {"hidden_size": "wide"}}, "expected int, got str"),
+    (MODEL, LLAMA | {"config": GROUPED | {"vocab_size": 100}}, "vocab_size is 100, but the tokenizer has 256"),
+    (MODEL, LLAMA | {"pretrained": True}, "'llama' is a model type without weights"),
+    (MODEL, LLAMA | {"model": "gpt2", "config": GPT2 | {"n_positions": 4}, "sequence_length": 8}, "has 4 positions"),
+    (MODEL, {"model": "bert", "data": "table.csv", "config": SMALL, "text": "shp"}, "did you mean 'shop'?"),
+    (MODEL, {"model": "vit", "data": "digits", "sequence_length": 8}, "sequence_length is for causal_lm"),
 ]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from app.data.loader import fetch, train_batches
 from app.tasks import load_task
 from app.tasks.vision import shifted
-from tests.app.tasks.test_tasks import CPU, SIXTEEN, built, evaluate, one_batch
+from tests.app.tasks.test_tasks import CPU, SIXTEEN, built, evaluated, one_batch
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -30,24 +30,18 @@ def test_mnist_holds_out_a_thousand_class_by_class_always_the_same() -> None:
     assert not (images.flatten(1)[:, None] == held.flatten(1)[None, :20]).all(-1).any()
 
 
-def test_held_out_sizes() -> None:
-    def sizes(**changes: Any) -> tuple[int, int]:
-        task = load_task("image_classification", {"data": "digits", **changes})
-        held_out = task.eval_data()
-        return len(task.train_data()), 0 if held_out is None else len(held_out)  # type: ignore[arg-type]
+def test_held_out_sizes(tmp_path: Path) -> None:
+    def sizes(data: str, **changes: Any) -> tuple[int, int]:
+        task: Any = load_task("image_classification", {"data": data, **changes})
+        return len(task.train_data()), len(task.eval_data() or ())
 
-    assert sizes() == (1438, 359)
-    assert sizes(eval_samples=97) == (1700, 97)
-    assert sizes(eval_samples=0) == (1797, 0)
-
-
-def test_a_test_part_of_the_data_is_used(tmp_path: Path) -> None:
-    images, labels = np.zeros((9, 8, 8), dtype=np.uint8), np.arange(9) % 3
-    np.savez(tmp_path / "a.npz", x_train=images, y_train=labels, x_test=images[:4], y_test=labels[:4])
-    task = load_task("image_classification", {"data": str(tmp_path / "a.npz")})
-    assert (len(task.train_data()), len(task.eval_data())) == (9, 4)  # type: ignore[arg-type]
-    split = load_task("image_classification", {"data": str(tmp_path / "a.npz"), "eval_samples": 3})
-    assert (len(split.train_data()), len(split.eval_data())) == (6, 3)  # type: ignore[arg-type]
+    assert sizes("digits") == (1438, 359)
+    assert sizes("digits", eval_samples=97) == (1700, 97)
+    assert sizes("digits", eval_samples=0) == (1797, 0)
+    images, labels, own = np.zeros((9, 8, 8), dtype=np.uint8), np.arange(9) % 3, str(tmp_path / "a.npz")
+    np.savez(own, x_train=images, y_train=labels, x_test=images[:4], y_test=labels[:4])
+    assert sizes(own) == (9, 4), "its own test part"
+    assert sizes(own, eval_samples=3) == (6, 3)
 
 
 def test_shifts_move_images_and_are_a_function_of_the_position() -> None:
@@ -107,11 +101,11 @@ def test_regression_figures_are_in_the_targets_units(table: str) -> None:
     targets = torch.stack([held_out[i][1] for i in range(len(held_out))])  # type: ignore[arg-type]
     in_units = targets * task.std + task.mean  # type: ignore[attr-defined]
 
-    class Mean(nn.Module):
+    class Mean(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return targets.mean().expand(len(x), 1)
 
-    figures = evaluate(task, Mean(), batch_size=7)
+    figures = evaluated(task, Mean(1, 1))
     assert figures["r2"] == pytest.approx(0, abs=1e-5)
     assert figures["mse"] == pytest.approx(in_units.var(unbiased=False).item(), rel=1e-5)
     assert figures["rmse"] == pytest.approx(in_units.std(unbiased=False).item(), rel=1e-5)
