@@ -6,12 +6,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import huggingface_hub
 import numpy as np
 import pytest
 
 from app.errors import UserError
 from app.tasks import load_task
+from app.tasks.huggingface.task import HuggingFace
 from tests.app.tasks.test_tasks_huggingface import GPT2, GROUPED, SMALL
 
 OWN = """
@@ -68,7 +71,7 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 IMAGES, TEXT, TABLE, MODEL = "image_classification", "language_modelling", "tabular", "huggingface"
-LLAMA = {"model": "llama", "config": GROUPED, "data": "text.txt"}
+LLAMA: dict[str, Any] = {"model": "llama", "config": GROUPED, "data": "text.txt"}
 PRICE = {"data": "table.csv", "target": "price"}
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
@@ -151,6 +154,36 @@ def test_bad_input_is_one_sentence(name: str, task_args: dict[str, Any], says: s
     sentence = str(raised.value)
     assert says in sentence
     assert "\n" not in sentence and len(sentence) < 400 and not sentence.endswith(".")
+
+
+def test_wrong_folders_of_a_model() -> None:
+    def refused(**more: Any) -> str:
+        with pytest.raises(UserError) as caught:
+            HuggingFace(model="saved", data="text.txt", **more).build_model()
+        return str(caught.value)
+
+    saved, given = Path("saved"), {"pretrained": True, "tokenizer": "bytes"}
+    HuggingFace(**LLAMA).build_model().save_pretrained(saved)  # type: ignore[operator]
+    assert "no tokenizer.json" in refused(pretrained=True)
+    assert "are of another model: model.layers.2." in refused(**given, config={"num_hidden_layers": 3})
+    (saved / "model.safetensors").write_bytes(b"damaged")
+    assert "cannot be read" in refused(**given)
+    (saved / "model.safetensors").unlink()
+    assert "has no weights" in refused(pretrained=True)
+    (saved / "config.json").write_text('{"model_type": "nonesuch"}')
+    assert "has no configuration that makes a model" in refused()
+    (saved / "config.json").unlink()
+    assert "has no config.json" in refused()
+
+
+def test_without_the_hub_or_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    unreachable = mock.Mock(side_effect=huggingface_hub.errors.LocalEntryNotFoundError("no route"))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(UserError, match=r"'somebody/else' cannot be fetched from the hub .* does not answer"):
+        HuggingFace(**LLAMA | {"model": "somebody/else"})
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UserError, match=r"pip install 'trireme\[huggingface\]'"):
+        HuggingFace(**LLAMA)
 
 
 def test_a_task_of_ones_own_is_found_where_trireme_was_started() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import nn
 
 from app.config_io import load_config, to_dict
 from app.data.loader import fetch
-from app.errors import UserError
 from app.randomness import seed_everything
 from app.tasks.huggingface.data import Texts, byte_tokenizer
 from app.tasks.huggingface.plan import tensor_plan
@@ -87,12 +85,12 @@ def built(task: HuggingFace) -> Any:
     return task.build_model()
 
 
-def a_batch(task: HuggingFace, rows: int = 4, start: int = 0) -> Any:
-    return fetch(task.train_data(), [(i, i) for i in range(start, start + rows)])
+def a_batch(task: HuggingFace) -> Any:
+    return fetch(task.train_data(), [(i, i) for i in range(4)])
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_builds_and_learns(name: str, data: Path) -> None:
+def test_builds_and_has_gradients(name: str, data: Path) -> None:
     task = made(name, data)
     model, again = built(task), built(task)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
@@ -111,13 +109,6 @@ def test_builds_and_learns(name: str, data: Path) -> None:
     assert classes == expected and loss.item() == pytest.approx(math.log(classes), rel=0.35)
     figures = task.metrics(model, batch)
     assert "loss" in figures and all(value.dim() == 0 for value in figures.values())
-    before = loss.item()
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    for _ in range(8):
-        optimizer.zero_grad()
-        task.loss(model, batch).backward()
-        optimizer.step()
-    assert task.loss(model, batch).item() < before
     blocks = task.blocks(model)
     assert blocks is None or (len(blocks) == 2 and all(model.get_submodule(block) for block in blocks))
 
@@ -212,20 +203,13 @@ def test_gpt2s_transposed_layers_are_split(data: Path) -> None:
 
 def test_half_a_pair_is_gathered() -> None:
     """A colwise layer must not stay split where what follows it is split in a way that we have no equal for."""
-
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            part = {"up": nn.Linear(4, 8), "down": nn.Linear(8, 4), "norm": nn.LayerNorm(8)}
-            self.parts, self.table = nn.ModuleList([nn.ModuleDict(part)]), nn.Embedding(4, 4)
-            self.tp_plan = {"parts.*.up": "colwise", "parts.*.down": "packed_rowwise"}
-            self.tp_plan["parts.*.norm"] = "replicated_with_grad_allreduce"
-
-        def get_input_embeddings(self) -> nn.Module:
-            return self.table
-
-    plan = tensor_plan(Whole(), parallel_head=False)
-    assert plan == {"parts.0.up": "colwise_gather", "table": "embedding"}
+    part = {"up": nn.Linear(4, 8), "down": nn.Linear(8, 4), "norm": nn.LayerNorm(8)}
+    model: Any = nn.Module()
+    model.parts, model.table = nn.ModuleList([nn.ModuleDict(part)]), nn.Embedding(4, 4)
+    model.tp_plan = {"parts.*.up": "colwise", "parts.*.down": "packed_rowwise"}
+    model.tp_plan["parts.*.norm"] = "replicated_with_grad_allreduce"
+    model.get_input_embeddings = lambda: model.table
+    assert tensor_plan(model, parallel_head=False) == {"parts.0.up": "colwise_gather", "table": "embedding"}
 
 
 def _curves(rank: int, rows: list[dict[str, Any]], strategy: str, workers: int, degrees: dict[str, int]) -> list[Curve]:
@@ -326,39 +310,3 @@ def test_images_are_fitted_to_a_folders_model(data: Path, tmp_path: Path) -> Non
     (pixels,) = task.example_input()
     assert pixels.shape == (1, 3, 12, 12) and torch.equal(pixels[:, 0], pixels[:, 2])
     assert built(task)(pixels).logits.shape == (1, 10)
-
-
-# --- wrong input ----------------------------------------------------------------------------------------------------
-
-
-def test_wrong_folders(folder: Path, data: Path, tmp_path: Path) -> None:
-    def refused(path: Path, **more: Any) -> str:
-        with pytest.raises(UserError) as caught:
-            HuggingFace(model=str(path), data=str(data / "text.txt"), sequence_length=8, **more).build_model()
-        return str(caught.value)
-
-    assert "has no config.json" in refused(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nonesuch"}))
-    assert "has no configuration that makes a model" in refused(tmp_path)
-    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    assert "has no weights" in refused(tmp_path, pretrained=True)
-    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    assert "no tokenizer.json" in refused(tmp_path, pretrained=True)
-    given = {"pretrained": True, "tokenizer": "bytes"}
-    assert "are of another model: model.layers.2." in refused(tmp_path, **given, config={"num_hidden_layers": 3})
-    (tmp_path / "model.safetensors").write_bytes(b"damaged")
-    assert "cannot be read" in refused(tmp_path, **given)
-
-
-def test_without_the_hub_or_the_library(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    def unreachable(*_: Any, **options: Any) -> None:
-        raise huggingface_hub.errors.LocalEntryNotFoundError("no route")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    with pytest.raises(UserError, match=r"'somebody/else' cannot be fetched from the hub .* does not answer"):
-        HuggingFace(model="somebody/else", data=str(data / "text.txt"))
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UserError, match=r"pip install 'trireme\[huggingface\]'"):
-        HuggingFace(model="llama", data=str(data / "text.txt"))
