@@ -102,11 +102,12 @@ def test_tied_weights_are_written_once(tmp_path: Path, text: str) -> None:
 
 
 def test_classifier_keeps_its_classes_and_its_padding(tmp_path: Path) -> None:
+    """The number of classes comes from the data; another number would make another model."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    rows = [f"{'good' if i % 2 else 'bad'} day,{'yes' if i % 2 else 'no'}" for i in range(20)]
-    (tmp_path / "reviews.csv").write_text("\n".join(["text,label", *rows]) + "\n")
-    args = {"model": "bert", "config": BERT, "data": str(tmp_path / "reviews.csv")}
+    table = tmp_path / "reviews.csv"
+    table.write_text("text,label\n" + "good day,yes\nbad day,no\n" * 10)
+    args = {"model": "bert", "config": BERT, "data": str(table)}
     (trained,) = a_run(tmp_path / "bert", "huggingface", args)
     assert exported(tmp_path / "bert", "--to", "huggingface", "--out", tmp_path / "out").exit_code == 0
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
@@ -117,6 +118,10 @@ def test_classifier_keeps_its_classes_and_its_padding(tmp_path: Path) -> None:
     assert mask[0].sum() == 4
     theirs, ours = (each(input_ids=ids, attention_mask=mask).logits for each in (model, trained))
     assert torch.allclose(theirs, ours, atol=1e-7)
+    table.write_text("text,label\n" + "good,yes\nbad,no\nso so,perhaps\n" * 9)
+    said = refused(tmp_path / "bert", "--to", "huggingface", "--out", tmp_path / "other")
+    assert "classifier.weight is (2, 16) in the checkpoint and (3, 16) now" in said
+    assert not (tmp_path / "other").exists() and not list(tmp_path.glob(".*.tmp"))
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch"])
@@ -159,14 +164,3 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path.unlink() if path.is_file() else path.rmdir()
     assert "there is no good checkpoint" in refused(run, *to)
     assert not (run / "export").exists() and not list(tmp_path.glob(".*.tmp"))
-
-
-def test_data_that_has_changed(tmp_path: Path) -> None:
-    """The number of classes comes from the data; another number would make another model."""
-    table = tmp_path / "reviews.csv"
-    table.write_text("text,label\n" + "good,yes\nbad,no\n" * 9)
-    a_run(tmp_path / "bert", "huggingface", {"model": "bert", "config": BERT, "data": str(table)})
-    table.write_text("text,label\n" + "good,yes\nbad,no\nso so,perhaps\n" * 9)
-    said = refused(tmp_path / "bert", "--to", "huggingface", "--out", tmp_path / "out")
-    assert "classifier.weight is (2, 16) in the checkpoint and (3, 16) now" in said
-    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*.tmp"))

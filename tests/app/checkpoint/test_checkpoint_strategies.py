@@ -64,14 +64,10 @@ def _continue(_: int, row: Row, folder: str) -> dict[str, torch.Tensor]:
     return parallel.full_model_state()
 
 
-def _on_ranks(func: Any, row: Row, folder: str) -> dict[str, torch.Tensor]:
-    return func(0, row, folder) if row.workers == 1 else run_distributed(func, row.workers, row, folder)[0]
-
-
 @pytest.mark.parametrize(("row", "reader"), SAVED_AND_READ, ids=str)
 def test_what_one_strategy_saves_another_continues(tmp_path: Path, row: Row, reader: Row) -> None:
-    expected = _on_ranks(_begin, row, str(tmp_path))
-    got = _on_ranks(_continue, reader, str(tmp_path))
+    expected = run_distributed(_begin, row.workers, row, str(tmp_path))[0]
+    got = run_distributed(_continue, reader.workers, reader, str(tmp_path))[0]
     assert set(got) == set(expected)
     for name, tensor in expected.items():
         torch.testing.assert_close(got[name], tensor, rtol=1e-4, atol=1e-6, msg=f"{name}: {row} → {reader}")

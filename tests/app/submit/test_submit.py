@@ -70,7 +70,7 @@ def test_which_job_server(monkeypatch: pytest.MonkeyPatch) -> None:
 class Server:
     """A job server whose connection breaks after each piece of the log, and is then away for a while."""
 
-    def __init__(self, pieces: list[str], status: str = "FAILED", exit_code: int | None = 3) -> None:
+    def __init__(self, pieces: list[str], status: str, exit_code: int | None) -> None:
         self.pieces, self.sent, self.tries = pieces, 0, 0
         self.status, self.exit_code = status, exit_code
         self.client: Any = self
@@ -93,24 +93,23 @@ class Server:
         return SimpleNamespace(status=JobStatus(self.status), driver_exit_code=self.exit_code, message="it ended")
 
 
-def followed(server: Any) -> tuple[int, str, list[str]]:
-    written, said = [], []
-    code = submission.follow(server, "job", written.append, said.append)
-    return code, "".join(written), said
-
-
-def test_the_log_survives_dropped_connections_without_a_gap_or_a_repetition() -> None:
-    code, text, said = followed(Server(["one\n", "two\n", "three\n"]))
-    assert text == "one\ntwo\nthree\n" and code == 3
-    assert len(said) == 1 and "the job continues" in said[0]
-
-
 @pytest.mark.parametrize(
-    ("status", "exit_code", "wanted"),
-    [("SUCCEEDED", 0, 0), ("FAILED", 7, 7), ("FAILED", None, 1), ("STOPPED", None, 130)],
+    ("pieces", "status", "exit_code", "wanted", "says"),
+    [
+        (["one\n", "two\n", "three\n"], "FAILED", 3, 3, ["the job continues"]),
+        (["one\n"], "SUCCEEDED", 0, 0, []),
+        (["one\n"], "FAILED", None, 1, ["Ray says: it ended"]),
+        (["one\n"], "STOPPED", None, 130, []),
+    ],
 )
-def test_it_ends_with_the_jobs_own_exit_code(status: str, exit_code: int | None, wanted: int) -> None:
-    assert followed(Server(["one"], status, exit_code))[0] == wanted
+def test_the_log_survives_dropped_connections_and_ends_with_the_jobs_own_exit_code(
+    pieces: list[str], status: str, exit_code: int | None, wanted: int, says: list[str]
+) -> None:
+    server: Any = Server(pieces, status, exit_code)
+    written, said = [], []
+    assert submission.follow(server, "job", written.append, said.append) == wanted
+    assert "".join(written) == "".join(pieces), "without a gap or a repetition"
+    assert len(said) == len(says) and all(part in line for part, line in zip(says, said, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,28 @@
+"""A bucket of a real S3 server on the loopback interface: s3fs against moto's."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    """The URL of a folder in it."""
+    s3fs, moto = pytest.importorskip("s3fs"), pytest.importorskip("moto.server")
+    with pytest.MonkeyPatch.context() as patch:
+        s3 = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        s3.start()
+        host, port = s3.get_host_and_port()
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        patch.setenv("AWS_ACCESS_KEY_ID", "key")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        s3fs.S3FileSystem.clear_instance_cache()  # instances remember the endpoint they were made with
+        name = f"bucket-{uuid.uuid4().hex}"  # servers of one process share what they hold
+        s3fs.S3FileSystem().mkdir(name)
+        yield f"s3://{name}/runs"
+        s3fs.S3FileSystem.clear_instance_cache()
+        s3.stop()
