@@ -18,26 +18,7 @@ from app.checkpoint import Checkpointer, CheckpointError, Commit, commit
 from app.checkpoint.dcp import Writer
 from app.errors import RunFailed, UserError
 from app.storage import Storage
-
-
-def state_of(value: float) -> dict[str, Any]:
-    """A small training state whose every tensor tells `value`."""
-    value = float(value)
-    model = {"blocks.0.w": torch.full((4, 3), value), "b": torch.full((3,), value, dtype=torch.bfloat16)}
-    moments = {name: {"exp_avg": w * 2, "step": torch.tensor(value)} for name, w in model.items()}
-    optimizer = {"state": moments, "param_groups": {"blocks.0.w": {"lr": value, "betas": [0.9, 0.99]}}}
-    return {"model": model, "optimizer": optimizer, "scheduler": {"last_epoch": int(value)}}
-
-
-def save(folder: str | Path, *steps: int, metrics: dict[int, float] | None = None, **options: Any) -> None:
-    checkpointer = Checkpointer(str(folder), **options)
-    for step in steps:
-        checkpointer.save(state_of(step), meta={"step": step}, metric=(metrics or {}).get(step))
-    checkpointer.close()
-
-
-def steps(folder: str | Path) -> list[int]:
-    return [c.step for c in checkpoint.commits(str(folder))]
+from tests.app.checkpoint.kit import plain, save, state_of, steps
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -61,13 +42,7 @@ def test_save_and_load(folder: str) -> None:
     tensor = into["model"]["b"]
     checkpoint.load(found, into)
     assert into["model"]["b"] is tensor, "tensors are filled in place"
-    assert json.dumps(_plain(into)) == json.dumps(_plain(state_of(3.0)))
-
-
-def _plain(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _plain(value) for key, value in state.items()}
-    return [str(state.dtype), state.tolist()] if isinstance(state, torch.Tensor) else state
+    assert json.dumps(plain(into)) == json.dumps(plain(state_of(3.0)))
 
 
 def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +63,7 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pyt
     into = {**state_of(0.0), "model": {**state_of(0.0)["model"], "view": torch.zeros(2)}}
     checkpoint.load(checkpoint.commits(str(tmp_path))[0], into)
     expected = {**state_of(1.0), "model": {**state_of(1.0)["model"], "view": torch.ones(2)}}
-    assert _plain(into) == _plain(expected)
+    assert plain(into) == plain(expected)
 
 
 def test_torch_reads_it_too(tmp_path: Path) -> None:
@@ -97,7 +72,7 @@ def test_torch_reads_it_too(tmp_path: Path) -> None:
 
     save(tmp_path / "c", 2)
     dcp_to_torch_save(checkpoint.commits(str(tmp_path / "c"))[0].path, tmp_path / "out.pt")
-    assert _plain(torch.load(tmp_path / "out.pt")) == _plain(state_of(2.0))
+    assert plain(torch.load(tmp_path / "out.pt")) == plain(state_of(2.0))
 
 
 # -- keeping and pruning

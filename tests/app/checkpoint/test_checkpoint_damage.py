@@ -7,24 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from app import checkpoint
-from app.checkpoint import Checkpointer, Commit, commit
+from app.checkpoint import Commit, commit, export
 from app.errors import UserError
+from tests.app.checkpoint.kit import save, state_of
 from tests.running import flip
-
-
-def state_of(value: float) -> dict[str, Any]:
-    return {"model": {"w": torch.full((50,), value)}, "n": value}
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    checkpointer = Checkpointer(str(tmp_path), keep_last=2)
-    for step in (1, 2):
-        checkpointer.save(state_of(step), meta={"step": step, "samples_seen": 10 * step})
-    checkpointer.close()
+    save(tmp_path, 1, 2, keep_last=2)
     return tmp_path
 
 
@@ -54,9 +47,10 @@ def test_damage_is_found_and_the_one_before_is_used(folder: Path, name: str, dam
     assert skipped.startswith(f"{bad.path} is skipped") and name in skipped and words in skipped
     assert checkpoint.verify(bad) == [f"{bad.path}/{name} {skipped.split(name + ' ')[1]}"]
     if damage is not flip:
-        with pytest.raises(UserError, match="the checkpoint is damaged") as caught:
-            checkpoint.load(bad, state_of(0.0))
-        assert f"{bad.path}/{name} " in str(caught.value) and "\n" not in str(caught.value)
+        for read in (lambda: checkpoint.load(bad, state_of(0.0)), lambda: export(bad, to="torch", out=folder / "out")):
+            with pytest.raises(UserError, match="the checkpoint is damaged") as caught:
+                read()
+            assert f"{bad.path}/{name} " in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_flipped_bit_that_stops_reading_is_named(folder: Path) -> None:
@@ -65,7 +59,7 @@ def test_a_flipped_bit_that_stops_reading_is_named(folder: Path) -> None:
     path = Path(bad.path, "__0_0.distcp")
     whole = path.read_bytes()
     refused = 0
-    for index in range(0, len(whole), 61):
+    for index in range(0, len(whole), 261):
         path.write_bytes(whole[:index] + bytes([whole[index] ^ 255]) + whole[index + 1 :])
         try:
             checkpoint.load(bad, state_of(0.0))

@@ -11,8 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from app import checkpoint
-from app.checkpoint import Checkpointer, Commit, export
+from app.checkpoint import export
 from app.errors import UserError
+from tests.app.checkpoint.kit import save
 
 TYPES = ["float64", "bfloat16", "float8_e4m3fn", "int64", "uint8", "bool", "complex64"]
 
@@ -22,13 +23,6 @@ def model() -> dict[str, torch.Tensor]:
     tensors = {f"typed.{name}": (torch.randn(3, 5) * 9).to(getattr(torch, name)) for name in TYPES}
     tensors |= {"empty": torch.empty(0, 4), "scalar": torch.tensor(2.5), "turned": torch.randn(4, 6).t()}
     return tensors | {f"blocks.{i}.w": torch.randn(10, 10) for i in range(4)}
-
-
-def saved(folder: Path, state: dict[str, dict[str, torch.Tensor]]) -> Commit:
-    checkpointer = Checkpointer(str(folder))
-    checkpointer.save(state, meta={"step": 1})
-    checkpointer.close()
-    return checkpoint.commits(str(folder))[0]
 
 
 def same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
@@ -41,7 +35,8 @@ def same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> boo
 
 def test_what_is_exported_is_what_was_saved(tmp_path: Path) -> None:
     """As one file, as shards with an index, and as a torch file; the optimizer's tensors are not in it."""
-    commit = saved(tmp_path / "c", {"model": model(), "optimizer": {"exp_avg": torch.ones(3)}})
+    save(tmp_path / "c", 1, state={"model": model(), "optimizer": {"exp_avg": torch.ones(3)}})
+    commit = checkpoint.find(str(tmp_path / "c"))
     (whole,) = export(commit, to="safetensors", out=tmp_path / "one")
     assert [whole] == list((tmp_path / "one").iterdir()) and whole.name == "model.safetensors"
     assert same(load_file(whole), model())
@@ -59,10 +54,8 @@ def test_what_is_exported_is_what_was_saved(tmp_path: Path) -> None:
     assert same(torch.load(path, weights_only=True), model())
 
 
-def test_refusals(tmp_path: Path) -> None:
-    commit = saved(tmp_path / "c", {"model": {"w": torch.randn(3)}})
-    Path(commit.path, "__0_0.distcp").write_bytes(b"")
-    with pytest.raises(UserError, match=r"the checkpoint is damaged: .*__0_0\.distcp has 0 bytes"):
-        export(commit, to="torch", out=tmp_path / "out")
+def test_a_checkpoint_without_a_model(tmp_path: Path) -> None:
+    """A damaged one: test_checkpoint_damage.py."""
+    save(tmp_path / "c", 1, state={"optimizer": {"w": torch.ones(1)}})
     with pytest.raises(UserError, match="holds no model"):
-        export(saved(tmp_path / "d", {"optimizer": {"w": torch.ones(1)}}), to="torch", out=tmp_path / "out")
+        export(checkpoint.find(str(tmp_path / "c")), to="torch", out=tmp_path / "out")
