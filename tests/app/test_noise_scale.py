@@ -1,8 +1,8 @@
-"""The gradient noise scale against its closed form, and what measuring it must not change."""
+"""The gradient noise scale against its closed form, and what measuring it must not change.
+
+Measured in a run: launchers/test_launchers.py."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from torch import nn
 from app.noise_scale import Estimate, NoiseScale
 from strategies.parallelize import Options, choose, parallelize
 from tests.pool import run_distributed
-from tests.running import POINTS, curve, trireme
 
 pytestmark = pytest.mark.alone
 
@@ -90,11 +89,3 @@ def test_no_value_without_enough_or_without_signal() -> None:
     assert estimate.value() is None
     parallel = parallelize(Line, choose("single", 1), Options(), device=torch.device("cpu"))
     assert NoiseScale.of(parallel, 10, 1) is None and NoiseScale.of(parallel, 10, 2) is not None
-
-
-def test_measuring_in_a_run_is_logged(tmp_path: Path) -> None:
-    run = [*POINTS, "task=tests.tasks:Plain", "train.steps=40", "launcher=local", f"run.storage={tmp_path}"]
-    ended = trireme("train", *run, "run.name=with", "train.noise_scale_every=2")
-    assert ended.code == 0, ended.err
-    found = curve(tmp_path, "with", "train/noise_scale")
-    assert found and all(value > 0 for value in found.values())
