@@ -11,12 +11,12 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
-from app.checkpoint import Checkpointer
 from app.cli import group
 from app.config_io import from_dict, to_yaml
 from app.export import export_run
 from app.randomness import seed_everything
 from app.tasks import load_task
+from tests.app.checkpoint.kit import save
 from tests.running import flip, same_bits, trireme, weights
 
 GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4}
@@ -37,9 +37,7 @@ def a_run(folder: Path, task: str, task_args: dict[str, Any], steps: tuple[int, 
     for step in steps:
         seed_everything(step)
         made.append(load_task(task, task_args).build_model().eval())
-        checkpointer = Checkpointer(str(folder / "checkpoints"), keep_last=len(steps))
-        checkpointer.save({"model": made[-1].state_dict()}, meta={"step": step})
-        checkpointer.close()
+        save(folder / "checkpoints", step, state={"model": made[-1].state_dict()}, keep_last=len(steps))
     return made
 
 

@@ -38,11 +38,6 @@ def samples() -> torch.Tensor:
     return 0.35 + spread * torch.randn(SAMPLES, DIM, generator=draw)
 
 
-def closed_form(data: torch.Tensor) -> float:
-    data = data.double()
-    return float(data.var(0).sum() / data.mean(0).square().sum())
-
-
 def measure(rank: int, world: int, strategy: str, micro_batches: int) -> tuple[float, float, float, bool]:
     layout = choose(strategy, world)
     parallel = parallelize(Line, layout, Options(), device=torch.device("cpu"))
@@ -71,7 +66,8 @@ def measure(rank: int, world: int, strategy: str, micro_batches: int) -> tuple[f
 @pytest.mark.parametrize(("strategy", "world", "micro_batches"), [("single", 1, 7), ("ddp", 2, 1), ("fsdp", 2, 2)])
 def test_within_five_percent_of_the_closed_form(strategy: str, world: int, micro_batches: int) -> None:
     results = run_distributed(measure, world, world, strategy, micro_batches)
-    true = closed_form(samples())
+    data = samples().double()
+    true = float(data.var(0).sum() / data.mean(0).square().sum())
     for value, low, high, same in results:
         assert abs(value / true - 1) < 0.05, (value, true)
         assert low < true < high and (high - low) < 0.4 * true, "the spread holds the truth, and says something"

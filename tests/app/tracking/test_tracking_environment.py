@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,8 +18,6 @@ pytestmark = pytest.mark.alone
 
 
 def git(folder: Path, *arguments: str) -> None:
-    import subprocess
-
     identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
     subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
 
@@ -53,23 +53,17 @@ def test_provenance_never_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_gpu_tells_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    class NVMLError(Exception):
-        pass
-
-    def no_power(handle: object) -> int:
-        raise NVMLError
-
     nvml = SimpleNamespace(
-        NVMLError=NVMLError,
+        NVMLError=LookupError,
         nvmlInit=lambda: None,
         nvmlDeviceGetCount=lambda: 2,
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=20e9, total=80e9),
         nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=91 + handle),
-        nvmlDeviceGetPowerUsage=no_power,
+        nvmlDeviceGetPowerUsage=lambda handle: {}["no power"],
         nvmlDeviceGetEnforcedPowerLimit=lambda handle: 700_000,
     )
-    monkeypatch.setitem(__import__("sys").modules, "pynvml", nvml)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
     gpus = {key: value for key, value in Sample().take().items() if key.startswith("gpu_1")}
     assert gpus == {
         "gpu_1_memory_usage_percentage": 25.0,
