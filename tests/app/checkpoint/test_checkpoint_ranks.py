@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -20,8 +21,13 @@ from app.checkpoint import Checkpointer, CheckpointError, NotFinite
 from app.checkpoint.dcp import HashingStream
 from app.checkpoint.ranks import RankFailed, Ranks
 from app.errors import UserError
+from experiments.parity.curves import Trial, run_steps
+from experiments.parity.rows import Row
+from strategies.parallelize import Options, Parallel, parallelize
+from tests.app.checkpoint.kit import save, steps
 from tests.pool import DistributedFailure, run_distributed
 from tests.running import flip
+from tests.strategies.models import classifier_loss, seeded, vector_batch
 
 
 def whole(scale: float = 1.0) -> dict[str, torch.Tensor]:
@@ -50,13 +56,7 @@ def state_of(layout: str, rank: int, scale: float = 1.0) -> dict[str, Any]:
 
 
 def _save(rank: int, folder: str, layout: str) -> None:
-    checkpointer = Checkpointer(folder)
-    state = state_of(layout, rank)
-    checkpointer.save(state, meta={"step": 1})
-    for t in [*state["model"].values(), *(s["exp_avg"] for s in state["optimizer"]["state"].values())]:
-        (t.to_local() if isinstance(t, DTensor) else t).fill_(-1.0)  # training continues at once
-        dist.all_reduce(torch.ones(1))  # and so do its collectives
-    checkpointer.close()
+    save(folder, 1, state=state_of(layout, rank))
 
 
 def _load(rank: int, folder: str, layout: str) -> None:
@@ -73,7 +73,7 @@ def _load(rank: int, folder: str, layout: str) -> None:
 
 @pytest.mark.parametrize(("saved", "reader"), [("rows", "stages"), ("stages", "rows")])
 def test_another_layout_reads_it(tmp_path: Path, saved: str, reader: str) -> None:
-    """Layouts over two dimensions: test_checkpoint_strategies.py."""
+    """Layouts over two dimensions: below."""
     folder = str(tmp_path)
     run_distributed(_save, 2, folder, saved)
     assert checkpoint.latest_good(folder)[1] == []
@@ -110,10 +110,7 @@ def test_replicas_copy_only_what_they_write(tmp_path: Path) -> None:
 
 
 def _refused(rank: int, folder: str) -> tuple[str, int, list[str]]:
-    checkpointer = Checkpointer(folder)
-    for step in (1, 2):
-        checkpointer.save(state_of("stages", rank), meta={"step": step})
-    checkpointer.close()
+    save(folder, 1, 2, state=state_of("stages", rank))
     # As under torchrun: rank 0 looks at what a person named, the others wait for what it says.
     found = [checkpoint.find(folder) if rank == 0 else None]
     dist.broadcast_object_list(found, src=0)
@@ -121,9 +118,11 @@ def _refused(rank: int, folder: str) -> tuple[str, int, list[str]]:
     state = state_of("stages", rank, 0.0)
     if rank == 1:
         state["model"]["blocks.1.w"] = torch.zeros(2, 2)
-        flip(Path(folder, "step-00000002", "__1_0.distcp"))
     with pytest.raises(UserError) as caught:
         checkpoint.load(found[0], state)
+    if rank == 1:
+        flip(Path(folder, "step-00000002", "__1_0.distcp"))
+    dist.barrier()
     good, skipped = checkpoint.latest_good(folder)
     assert good is not None
     return str(caught.value), good.step, skipped
@@ -160,7 +159,7 @@ def _talk(rank: int, folder: str) -> None:
 
 def test_ranks_exchange_results_and_failures_and_save_nothing_that_is_not_finite_on_one(tmp_path: Path) -> None:
     run_distributed(_talk, 2, str(tmp_path))
-    assert [commit.step for commit in checkpoint.commits(str(tmp_path))] == [2]
+    assert steps(tmp_path) == [2]
 
 
 # -- ranks that fail
@@ -194,7 +193,7 @@ def _fail(rank: int, folder: str, case: int) -> str:
         checkpointer.save(state_of("replicas", rank, 2.0), meta={"step": 2})
         with pytest.raises(CheckpointError) as caught:
             checkpointer.wait()
-    assert [c.step for c in checkpoint.commits(folder)] == [1]
+    assert steps(folder) == [1]
     dist.barrier()
     checkpointer.save(state_of("replicas", rank, 3.0), meta={"step": 3})
     checkpointer.close()
@@ -205,7 +204,7 @@ def _fail(rank: int, folder: str, case: int) -> str:
 def test_one_rank_fails_and_all_say_so(tmp_path: Path, case: int) -> None:
     said, other = run_distributed(_fail, 2, str(tmp_path), case, timeout=60)
     assert said == other and f"({BREAKS[case][-1]})" in said and "step 2" in said and "\n" not in said
-    assert [c.step for c in checkpoint.commits(str(tmp_path))] == [3, 1]
+    assert steps(tmp_path) == [3, 1]
     assert checkpoint.latest_good(str(tmp_path))[1] == []
     assert len(list(tmp_path.iterdir())) == 2, "what the failed save had written is gone"
 
@@ -214,9 +213,7 @@ def _die(rank: int, folder: str) -> None:
     _save(rank, folder, "replicas")
     if rank == 1:
         HashingStream.write = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
-    checkpointer = Checkpointer(folder)
-    checkpointer.save(state_of("replicas", rank), meta={"step": 2})
-    checkpointer.close()
+    save(folder, 2, state=state_of("replicas", rank))
 
 
 def test_a_killed_rank_leaves_the_commit_before(tmp_path: Path) -> None:
@@ -225,3 +222,61 @@ def test_a_killed_rank_leaves_the_commit_before(tmp_path: Path) -> None:
     assert "CheckpointError" in str(caught.value), "the other rank is told, not left waiting"
     good, passed = checkpoint.latest_good(str(tmp_path))
     assert good is not None and good.step == 1 and passed == []
+
+
+# -- real strategies: what one has trained, another continues, optimizer and all
+
+CPU = torch.device("cpu")
+SINGLE, DDP, FSDP, TENSOR = Row("single", 1), Row("ddp", 2), Row("fsdp", 2), Row("tensor", 2)
+ZERO1, HSDP, BOTH = Row("zero1", 2), Row("hsdp", 4, {"dp_shard": 2}), Row("fsdp+tensor", 4, {"tp": 2})
+SAVED_AND_READ = [(DDP, FSDP), (HSDP, ZERO1), (ZERO1, TENSOR), (BOTH, SINGLE), (FSDP, BOTH)]
+
+
+def _build() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 16), nn.GELU(), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 3))
+
+
+TRIAL = Trial(seeded(_build), classifier_loss, vector_batch, tensor_plan={"0": "colwise", "2": "rowwise"})
+
+
+def _start(row: Row) -> tuple[Parallel, torch.optim.Optimizer]:
+    parallel = parallelize(
+        TRIAL.build, row.layout, Options(), device=CPU, blocks=TRIAL.blocks, tensor_plan=TRIAL.tensor_plan
+    )
+    return parallel, parallel.prepare_optimizer(TRIAL.optimizer(parallel.parameters()))
+
+
+def _state(parallel: Parallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": parallel.model_state(), "optimizer": parallel.optimizer_state(optimizer)}
+
+
+def _begin(_: int, row: Row, folder: str) -> dict[str, torch.Tensor]:
+    """Two steps, a checkpoint, and while it is written one step more, after which rank 0 has these weights."""
+    parallel, optimizer = _start(row)
+    run_steps(TRIAL, parallel, optimizer, range(2))
+    checkpointer = Checkpointer(folder)
+    checkpointer.save(_state(parallel, optimizer), meta={"step": 2})
+    run_steps(TRIAL, parallel, optimizer, range(2, 3))
+    checkpointer.close()
+    return parallel.full_model_state()
+
+
+def _continue(_: int, row: Row, folder: str) -> dict[str, torch.Tensor]:
+    parallel, optimizer = _start(row)
+    state = _state(parallel, optimizer)
+    commit, _passed = checkpoint.latest_good(folder)
+    assert commit is not None
+    checkpoint.load(commit, state)
+    parallel.load_model_state(state["model"])
+    parallel.load_optimizer_state(optimizer, state["optimizer"])
+    run_steps(TRIAL, parallel, optimizer, range(2, 3))
+    return parallel.full_model_state()
+
+
+@pytest.mark.parametrize(("row", "reader"), SAVED_AND_READ, ids=str)
+def test_what_one_strategy_saves_another_continues(tmp_path: Path, row: Row, reader: Row) -> None:
+    expected = run_distributed(_begin, row.workers, row, str(tmp_path))[0]
+    got = run_distributed(_continue, reader.workers, reader, str(tmp_path))[0]
+    assert set(got) == set(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-4, atol=1e-6, msg=f"{name}: {row} → {reader}")

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from app.checkpoint import Checkpointer, CheckpointError
+from app.checkpoint import CheckpointError
 from app.checkpoint.dcp import HashedFiles
 from app.errors import UserError
 from app.storage import Storage
+from tests.app.checkpoint.kit import save
 
 
 @pytest.fixture(params=["local", "file", "memory", "s3"])
@@ -83,7 +84,5 @@ def test_failures_on_s3(bucket: str) -> None:
     """In a sentence; those of other places: test_bad_input.py."""
     with pytest.raises(UserError, match=r"s3://absent/runs cannot be written \(The specified bucket does not exist\)"):
         Storage("s3://absent/runs").check_writable()
-    checkpointer = Checkpointer("s3://absent/runs")
-    checkpointer.save({"n": 1.0}, meta={"step": 1})
     with pytest.raises(CheckpointError, match="The specified bucket does not exist"):
-        checkpointer.close()
+        save("s3://absent/runs", 1)
