@@ -98,10 +98,9 @@ def _start(count: int) -> None:
         close()
     fresh = [_spawn(rank) for rank in range(len(_workers), count)]
     _workers.extend(fresh)
-    deadline = time.monotonic() + START_TIMEOUT
     for worker in fresh:
         try:
-            ready = worker.pipe.poll(max(0.0, deadline - time.monotonic())) and worker.pipe.recv_bytes() == b"ready"
+            ready = worker.pipe.poll(START_TIMEOUT) and worker.pipe.recv_bytes() == b"ready"
         except EOFError:
             ready = False
         if not ready:
@@ -124,14 +123,12 @@ def _collect(workers: list[_Worker], timeout: float) -> tuple[dict[int, Any], li
     results: dict[int, Any] = {}
     failures: list[str] = []
     waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
-    late = time.monotonic() + timeout
-    deadline = late + GRACE
+    deadline = time.monotonic() + timeout + GRACE
     while waiting:
         ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            if not failures:
-                failures = [f"--- rank {rank} did not end within {timeout:g} s" for rank in waiting.values()]
-            break
+            late = f"did not end within {timeout:g} s, or {GRACE:g} s after another had failed"
+            return results, failures + [f"--- rank {rank}\n{late}" for rank in waiting.values()]
         for pipe in ready:
             assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)
@@ -140,8 +137,6 @@ def _collect(workers: list[_Worker], timeout: float) -> tuple[dict[int, Any], li
             except (EOFError, ConnectionResetError):
                 workers[rank].process.join(GRACE)
                 ok, value = False, f"the process ended with exit code {workers[rank].process.exitcode}"
-                if time.monotonic() >= late:
-                    value = f"did not end within {timeout:g} s; its stacks are on the standard error"
             if ok:
                 results[rank] = value
             else:
@@ -150,8 +145,7 @@ def _collect(workers: list[_Worker], timeout: float) -> tuple[dict[int, Any], li
     return results, failures
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# In the processes
+# --- in the processes -------------------------------------------------------------------------------------------------
 
 
 def _serve(rank: int, pipe: Connection, parent: int) -> None:
@@ -181,7 +175,7 @@ def _serve(rank: int, pipe: Connection, parent: int) -> None:
 
 def _answer(rank: int, world_size: int, timeout: float, store: str, work: bytes) -> bytes:
     """The pickled pair (True, result) or (False, traceback)."""
-    faulthandler.dump_traceback_later(timeout, exit=True)
+    faulthandler.dump_traceback_later(timeout)
     try:
         func, args = pickle.loads(work)
         with _process_group(rank, world_size, timeout, store):
@@ -197,8 +191,8 @@ def _process_group(rank: int, world_size: int, timeout: float, store: str) -> It
     import torch
     import torch.distributed as dist
 
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    os.environ.update(LOCAL_WORLD_SIZE=str(world_size))
+    size = str(world_size)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     torch.manual_seed(0)
     files = dist.FileStore(store, world_size)
     patience = datetime.timedelta(seconds=timeout)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 import pytest
@@ -27,6 +25,7 @@ import torch
 
 from app.cli import main
 from app.launchers import PRELOAD
+from cluster.remote import free_port, is_open
 
 try:
     from cluster.fast_start import client
@@ -60,15 +59,13 @@ def environment(**more: str) -> dict[str, str]:
     """This environment without what would send a test's metrics, or its Ray, elsewhere."""
     drop = ("MLFLOW_", "RAY_ADDRESS", "RANK", "WORLD_SIZE", "LOCAL_RANK")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RAY_TMPDIR": _ray_folder()} | more
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RAY_TMPDIR": _ray_folder().name} | more
 
 
 @functools.cache
-def _ray_folder() -> str:
+def _ray_folder() -> tempfile.TemporaryDirectory[str]:
     """Where Ray notes which cluster runs on this machine: a test must not find another program's."""
-    folder = tempfile.mkdtemp(prefix="tests-", dir="/tmp")  # short: sockets lie in it
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+    return tempfile.TemporaryDirectory(prefix="tests-", dir="/tmp", ignore_cleanup_errors=True)  # short: for sockets
 
 
 def start(arguments: list[str], *, env: dict[str, str] | None = None, program: list[str] | None = None) -> Any:
@@ -89,22 +86,17 @@ def trireme(*arguments: str, env: dict[str, str] | None = None, timeout: float =
     if client is None or client.key(PRELOAD, whole) != client.key(PRELOAD, environment()):
         return finish(start(list(arguments), env=whole), timeout)
     server = client.ensure(PRELOAD, os.getpid(), environment())  # it ends with this process
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull) as nothing:
+    with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err, open(os.devnull) as nothing:
         more = client.inherited() | {"cwd": str(ROOT), "env": whole, "wait": True}
         streams = (nothing.fileno(), out.fileno(), err.fileno())
         with client.ask(server, {"argv": ["-m", "app", *arguments], **more}, streams) as connection:
             begun, ended = client.answer(connection, timeout), client.answer(connection, timeout)
             if ended is None and begun is not None:
                 end_tree(begun["pid"])
-        said = [_all_of(file) for file in (out, err)]
+        said = [Path(file.name).read_text() for file in (out, err)]
     assert begun is not None, "the code has changed while the tests ran"
     assert ended is not None, f"did not end within {timeout} s:\n" + "\n".join(said)
     return Ended(ended["exit"], said[0], said[1])
-
-
-def _all_of(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read().decode()
 
 
 def torchrun(*arguments: str) -> Ended:
@@ -236,42 +228,26 @@ def curve(storage: Path, name: str, metric: str = "train/loss") -> dict[int, flo
 
 def close(ours: dict[int, float], theirs: dict[int, float], tolerance: float = 1e-5) -> bool:
     """Whether two curves are the same to rounding."""
-    return ours.keys() == theirs.keys() and all(
-        abs(ours[at] - theirs[at]) <= tolerance * abs(theirs[at]) for at in ours
-    )
+    return ours == pytest.approx(theirs, rel=tolerance, abs=0)
 
 
 @contextlib.contextmanager
-def ray_head() -> Iterator[str]:
+def ray_head(*flags: str) -> Iterator[str]:
     """A Ray head of our own with four CPUs, ended by its own process; yields its address."""
-    with _head("--include-dashboard=false") as address:
-        yield address
-
-
-@contextlib.contextmanager
-def ray_head_with_jobs() -> Iterator[tuple[str, str]]:
-    """The same with Ray's job server; yields both addresses."""
-    port = free_port()
-    own = [f"--dashboard-port={port}", f"--dashboard-agent-listen-port={free_port()}"]
-    with _head("--include-dashboard=true", *own) as address:
-        wait_until(lambda: _answers(port), 60)
-        yield address, f"http://127.0.0.1:{port}"
-
-
-@contextlib.contextmanager
-def _head(*flags: str) -> Iterator[str]:
     port, folder = free_port(), Path(tempfile.mkdtemp(prefix="trireme-ray-", dir="/tmp"))
-    program = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}", *flags]
+    program = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}"]
+    program += flags or ["--include-dashboard=false"]
     program += ["--num-cpus=4", "--num-gpus=0", "--object-store-memory=100000000", f"--temp-dir={folder}"]
+    program += ["--node-ip-address=127.0.0.1"]
     process = subprocess.Popen(
-        [*program, "--node-ip-address=127.0.0.1"],
+        program,
         env=environment(RAY_AUTH_MODE="disabled"),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
     try:
-        wait_until(lambda: _answers(port), 60)
+        wait_until(lambda: is_open("127.0.0.1", port), 60)
         yield f"127.0.0.1:{port}"
     finally:
         end_tree(process.pid)
@@ -279,16 +255,14 @@ def _head(*flags: str) -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def _answers(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-        return True
-    return False
+@contextlib.contextmanager
+def ray_head_with_jobs() -> Iterator[tuple[str, str]]:
+    """The same with Ray's job server; yields both addresses."""
+    port = free_port()
+    own = [f"--dashboard-port={port}", f"--dashboard-agent-listen-port={free_port()}"]
+    with ray_head("--include-dashboard=true", *own) as address:
+        wait_until(lambda: is_open("127.0.0.1", port), 60)
+        yield address, f"http://127.0.0.1:{port}"
 
 
 @contextlib.contextmanager

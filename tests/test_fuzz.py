@@ -7,7 +7,6 @@ import gzip
 import io
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -176,13 +175,8 @@ def test_mutated_input_ends_in_a_sentence_or_a_good_reading(name: str, tmp_path:
 # --- what was found: each input here once ended in a traceback ----------------------------------------------------
 
 TENFOLD = [f"a{i}: &a{i} [" + ",".join([f"*a{i - 1}"] * 10) + "]" for i in range(1, 9)]
+FAR = saved(lambda f: np.savez(f, images=np.zeros((2, 2, 2), np.uint8), labels=np.array([0, 10**16])))
 LAUGHS = "\n".join(["a0: &a0 [x, x]", *TENFOLD]).encode()
-
-
-def mapped(cloud: str, key: str) -> bytes:
-    """The shipped file of a cloud, with a mapping where a machine's name belongs."""
-    text = (ROOT / "cluster" / f"{cloud}.yaml").read_text()
-    return re.sub(f"{key}: [^,}}\n]+", f"{key}: {{a: b}}", text, count=1).encode()
 
 
 FOUND: list[tuple[str, str, bytes, str]] = [
@@ -194,17 +188,8 @@ FOUND: list[tuple[str, str, bytes, str]] = [
     ("cluster files", "laptop.yaml", b"a: &a\n  <<: *a\n", "contain itself"),
     ("cluster files", "laptop.yaml", b"a: " + b"[" * 3000 + b"]" * 3000, "nested too deeply"),
     ("cluster files", "laptop.yaml", LAUGHS, "more than 50,000 values"),
-    *(
-        ("cluster files", f"{cloud}.yaml", mapped(cloud, key), "is not of type 'string'")
-        for cloud, key in (("azure", "vmSize"), ("aws", "InstanceType"), ("gcp", "machineType"))
-    ),
     ("tables", "table.csv", b"a,\xc0,y\n1,2,3\n", "is not UTF-8"),
-    (
-        "arrays",
-        "a.npz",
-        saved(lambda f: np.savez(f, images=np.zeros((2, 2, 2), np.uint8), labels=np.array([0, 10**16]))),
-        "label 1e\\+16",
-    ),
+    ("arrays", "a.npz", FAR, "label 1e\\+16"),
 ]
 
 

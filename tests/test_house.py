@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import graphlib
 import re
 import subprocess
 import sys
@@ -16,10 +18,18 @@ import setuptools
 from tests.running import ROOT
 
 MAY_NOT = {
-    "strategies": ("ray", "mlflow", "omegaconf", "app", "cluster", "experiments"),
-    "cluster": ("app", "strategies", "experiments", "torch", "mlflow"),
-    "app": ("experiments",),
+    "strategies": {"ray", "mlflow", "omegaconf", "app", "cluster", "experiments"},
+    "cluster": {"app", "strategies", "experiments", "torch", "mlflow"},
+    "app": {"experiments"},
+    "experiments": set(),
 }
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Every file outside of tests/, parsed."""
+    files = [file for package in MAY_NOT for file in sorted((ROOT / package).rglob("*.py"))]
+    return {str(file.relative_to(ROOT)): ast.parse(file.read_text()) for file in files}
 
 
 def imported(nodes: Iterable[ast.AST]) -> set[str]:
@@ -35,25 +45,19 @@ def imported(nodes: Iterable[ast.AST]) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("package", MAY_NOT)
-def test_imports_run_one_way(package: str) -> None:
-    files = sorted((ROOT / package).rglob("*.py"))
-    assert files
+def test_imports_run_one_way() -> None:
     wrong = {}
-    for file in files:
+    for name, tree in trees().items():
         # The command line loads the verbs of experiments/ when they are called.
-        tree = ast.parse(file.read_text())
-        nodes = tree.body if file.is_relative_to(ROOT / "app" / "cli") else ast.walk(tree)
-        if bad := {name.split(".")[0] for name in imported(nodes)} & set(MAY_NOT[package]):
-            wrong[str(file.relative_to(ROOT))] = bad
+        nodes = tree.body if name.startswith("app/cli/") else ast.walk(tree)
+        if bad := {taken.split(".")[0] for taken in imported(nodes)} & MAY_NOT[name.split("/")[0]]:
+            wrong[name] = bad
     assert not wrong
 
 
 def test_fast_start_is_touched_from_one_place() -> None:
-    files = {file.relative_to(ROOT) for package in MAY_NOT for file in (ROOT / package).rglob("*.py")}
-    outside = [file for file in files if "fast_start" not in file.parts]
-    names = {str(file): imported(ast.walk(ast.parse((ROOT / file).read_text()))) for file in outside}
-    found = {file for file, taken in names.items() if any("fast_start" in name for name in taken)}
+    outside = {name: imported(ast.walk(tree)) for name, tree in trees().items() if "fast_start" not in name}
+    found = {name for name, others in outside.items() if any("fast_start" in other for other in others)}
     assert found == {"cluster/connect.py"}
 
 
@@ -105,24 +109,19 @@ STRATEGY_NAMES = frozenset(
     {"ddp", "ddp_model_parallel", "deepspeed", "fsdp", "hsdp", "model_parallel", "zero1", "zero2", "zero3"}
 )
 """Those that are no other word as well."""
-MAY_NAME_STRATEGIES = {
-    "strategies": {f"{name}.py" for name in ("registry", "ddp", "deepspeed", "fsdp", "one_process")},
-    "app": set(),
-    "cluster": set(),
-    "experiments": {"parity/rows.py", "parity/experiment.py"},
-}
-"""A file in which a strategy's name may stand; benchmarks are rows. To be shrunk to strategies' and parity's rows."""
+MAY_NAME_STRATEGIES = {f"strategies/{name}.py" for name in ("registry", "ddp", "deepspeed", "fsdp", "one_process")}
+MAY_NAME_STRATEGIES |= {"experiments/parity/rows.py", "experiments/parity/experiment.py"}
+"""A file in which a strategy's name may stand; benchmarks are rows."""
 
 
-@pytest.mark.parametrize("package", MAY_NAME_STRATEGIES)
-def test_a_strategys_name_stands_in_its_file_and_in_the_registry(package: str) -> None:
+def test_a_strategys_name_stands_in_its_file_and_in_the_registry() -> None:
     found = set()
-    for file in sorted((ROOT / package).rglob("*.py")):
-        words = {n.value for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Constant)}
+    for name, tree in trees().items():
+        words = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)}
         names = {part for word in words if isinstance(word, str) for part in word.split("+")}
-        if names & STRATEGY_NAMES and not file.is_relative_to(ROOT / "experiments" / "benchmarks"):
-            found.add(str(file.relative_to(ROOT / package)))
-    assert found <= MAY_NAME_STRATEGIES[package]
+        if names & STRATEGY_NAMES and not name.startswith("experiments/benchmarks/"):
+            found.add(name)
+    assert found <= MAY_NAME_STRATEGIES
 
 
 def test_the_wheel_ships_no_benchmarks() -> None:
@@ -143,49 +142,28 @@ def test_reports_and_results_stay_small() -> None:
 # --- circles ----------------------------------------------------------------------------------------------------------
 
 
-def all_modules() -> dict[str, Path]:
-    """Every module outside of tests/, by its dotted name."""
-    files = [file for package in MAY_NAME_STRATEGIES for file in (ROOT / package).rglob("*.py")]
-    return {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
-
-
-def imports_of(file: Path, known: dict[str, Path]) -> set[str]:
+def imports_of(tree: ast.Module, known: dict[str, str]) -> set[str]:
     """Modules of ours that a file imports: anywhere in it, also by a string, but not for its types alone."""
-    tree = ast.parse(file.read_text())
     typed = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
     skipped = {id(node) for block in typed for node in ast.walk(block)}
     names = imported(node for node in ast.walk(tree) if id(node) not in skipped)
     return {name if name in known else name.rpartition(".")[0] for name in names} & known.keys()
 
 
-def circles(arrows: dict[str, set[str]]) -> list[str]:
-    """Those from which a way leads back to themselves."""
-
-    def reached(begin: str) -> set[str]:
-        seen, left = set[str](), [*arrows[begin]]
-        while left:
-            if (here := left.pop()) not in seen:
-                seen.add(here)
-                left += arrows[here]
-        return seen
-
-    return [name for name in arrows if name in reached(name)]
-
-
 def test_no_circle_of_imports() -> None:
     """Neither of files, nor of folders beside each other (a file beside a folder counts as one)."""
-    known = all_modules()
-    files = {name: imports_of(file, known) - {name} for name, file in known.items()}
-    assert circles(files) == []
+    known = {name.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): name for name in trees()}
+    files = {module: imports_of(trees()[name], known) - {module} for module, name in known.items()}
+    graphlib.TopologicalSorter(files).prepare()  # an error of its own names a circle
 
-    def room(name: str) -> str:
-        file = known[name]
-        return name if len(file.relative_to(ROOT).parts) <= 2 else str(file.relative_to(ROOT).parent)
+    def room(module: str) -> str:
+        path = Path(known[module])
+        return module if len(path.parts) <= 2 else str(path.parent)
 
-    rooms: dict[str, set[str]] = {room(name): set() for name in known}
-    for name, others in files.items():
-        rooms[room(name)] |= {room(other) for other in others} - {room(name)}
-    assert circles(rooms) == []
+    rooms: dict[str, set[str]] = {room(module): set() for module in known}
+    for module, others in files.items():
+        rooms[room(module)] |= {room(other) for other in others} - {room(module)}
+    graphlib.TopologicalSorter(rooms).prepare()
 
 
 # --- internals --------------------------------------------------------------------------------------------------------
@@ -199,16 +177,14 @@ INTERNAL = re.compile(
 
 
 def test_internals_of_dependencies_stand_in_two_files_of_at_most_12_entries() -> None:
-    texts = {str(file.relative_to(ROOT)): file.read_text() for file in all_modules().values()}
-    wrong = [name for name, text in texts.items() if name not in ADAPTERS and INTERNAL.search(text)]
-    assert wrong == []
-    entries = [
-        node.name
-        for name in ADAPTERS
-        for node in ast.parse(texts[name]).body
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and "Missing:" in (ast.get_docstring(node) or "")
-    ]
+    others = trees().keys() - set(ADAPTERS)
+    assert not [name for name in others if INTERNAL.search((ROOT / name).read_text())]
+    nodes = [node for name in ADAPTERS for node in trees()[name].body]
+    parts = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    said = {node.name: ast.get_docstring(node) or "" for node in parts}
+    entries = [name for name, text in said.items() if not name.startswith("_") or "Missing:" in text]
     assert 0 < len(entries) <= 12, entries
+    assert not [name for name in entries if "Why:" not in said[name] or "Missing:" not in said[name]]
     tests = "".join((ROOT / name).read_text() for name in TESTS_OF_ADAPTERS)
     assert not [name for name in entries if name.strip("_") not in tests]
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster import ClusterError
-from cluster.files import FOLDER, bootstrap_config, own_files, read_cluster, validate_file
+from cluster import ClusterError, launch
+from cluster.connect import connect
+from cluster.files import FOLDER, bootstrap_config, read_cluster, validate_file
+from cluster.remote import free_port, is_open
 from cluster.shape import NodeState, link, of_gpus, of_nodes
 from tests.running import environment, here, trireme
 
@@ -21,10 +23,6 @@ OWN = {
     "kuberay-cluster": ("kuberay", 64),
     "kuberay-job": ("kuberay", 16),
 }
-
-
-def test_every_own_file_has_a_row() -> None:
-    assert {name.removesuffix(".yaml") for name in own_files()} == set(OWN)
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -67,8 +65,11 @@ PLANTED = [
     ("aws", "max_workers: 4", "max_workers: -1", "more than its max_workers"),
     ("aws", "head_node_type: head", "head_node_type: haed", "did you mean 'head'"),
     ("aws", ", Groups: [sg-0123456789abcdef0]}", "}", "lacks the key 'Groups'"),
+    ("aws", "InstanceType: m7i.xlarge", "InstanceType: {a: b}", "is not of type 'string'"),
+    ("gcp", "machineType: n2-standard-4", "machineType: {a: b}", "is not of type 'string'"),
     ("gcp", "machineType: a2-highgpu-8g", "machinetype: a2-highgpu-8g", "did you mean 'machineType'"),
     ("azure", "vmSize: Standard_ND96asr_v4", "vmSzie: Standard_ND96asr_v4", "did you mean 'vmSize'"),
+    ("azure", "vmSize: Standard_D4s_v5", "vmSize: {a: b}", "is not of type 'string'"),
     ("kuberay-cluster", "rayVersion:", "rayVerson:", "did you mean 'rayVersion'"),
     ("kuberay-cluster", "maxReplicas: 4", "maxReplicas: four", "'four' is not of type 'integer'"),
     ("kuberay-cluster", "memory: 1900Gi", "memory: 1900Gib", "'1900Gib' does not match"),
@@ -93,6 +94,9 @@ def test_a_planted_error_is_named_on_its_line(tmp_path: Path, name: str, before:
     assert any(abs(problem.line - line) <= 5 for problem in named), (line, [str(problem) for problem in named])
 
 
+LOCAL = "cluster_name: a\nprovider: {type: local, head_ip: 10.0.0.1, worker_ips: []}\nauth: {}\n"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -100,15 +104,8 @@ def test_a_planted_error_is_named_on_its_line(tmp_path: Path, name: str, before:
         ("- a\n- b\n", "not a cluster file: it is a list"),
         ("task: image_classification\n", "it has task, but neither cluster_name"),
         ("cluster_name: [x\nprovider: {", "this is not YAML"),
-        (
-            "cluster_name: a\ncluster_name: b\n"
-            "provider: {type: local, head_ip: h, worker_ips: []}\nauth: {ssh_user: u}\n",
-            "written twice",
-        ),
-        (
-            "cluster_name: a\nprovider: {type: local, head_ip: 10.0.0.1, worker_ips: []}\nauth: {}\n",
-            "auth lacks the key 'ssh_user'",
-        ),
+        (f"cluster_name: b\n{LOCAL}", "written twice"),
+        (LOCAL, "auth lacks the key 'ssh_user'"),
         ("apiVersion: v1\nkind: Namespace\nmetadata: {name: x}\n", "does not make a Ray cluster"),
     ],
 )
@@ -166,8 +163,6 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 
 @pytest.mark.slow
 def test_this_machine_is_brought_up_and_down_and_no_other_ray_with_it(tmp_path: Path) -> None:
-    from cluster.remote import free_port, is_open
-
     port, dashboard = free_port(), free_port()
     temporary = f"/tmp/ray-{port}"  # short: Ray makes sockets in it, whose paths may have 107 characters
     text = (FOLDER / "laptop.yaml").read_text()
@@ -200,20 +195,13 @@ def test_this_machine_is_brought_up_and_down_and_no_other_ray_with_it(tmp_path: 
     ],
 )
 def test_an_address_where_no_cluster_is(address: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cluster.connect import connect
-
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ClusterError, match=said):
         connect()
 
 
-def test_a_cloud_cluster_that_is_up_already_is_not_started_over(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from cluster import launch
-
+def test_a_cloud_cluster_that_is_up_is_not_started_over(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
     monkeypatch.setattr(launch, "make_token", lambda: None)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     there = launch.Status("trireme-aws", True, alive=[{}, {}])
     monkeypatch.setattr(launch, "status_of", lambda data, file: there)
     monkeypatch.setattr(launch, "_run", lambda *_: pytest.fail("`ray up` restarts the head and ends its jobs"))

@@ -34,15 +34,22 @@ sys.exit(int(sys.argv[1]))
 
 
 @pytest.fixture
-def forker(tmp_path: Path) -> Iterator[tuple[str, int]]:
-    """A fork server of ours that has imported next to nothing: its socket and process."""
+def owner() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that servers end with."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def forker(tmp_path: Path, owner: subprocess.Popen[bytes]) -> Iterator[tuple[str, psutil.Process]]:
+    """A fork server of ours that has imported next to nothing: its socket and process; it ends with its owner."""
     path = str(tmp_path / "socket")
-    pid = client.start(path, "json", os.getpid(), environment())
-    yield path, pid
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, 0)
+    process = psutil.Process(client.start(path, "json", owner.pid, environment()))
+    yield path, process
+    assert process.status() != psutil.STATUS_ZOMBIE
+    owner.kill()
+    assert process.wait(60) == 0 and not Path(path).exists()
 
 
 def ask(path: str, script: Path, *words: str, **more: object) -> subprocess.Popen[str]:
@@ -55,13 +62,13 @@ def ask(path: str, script: Path, *words: str, **more: object) -> subprocess.Pope
     return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_fork_is_the_process_that_was_asked_for(forker: tuple[str, int], tmp_path: Path) -> None:
+def test_a_fork_is_the_process_that_was_asked_for(forker: tuple[str, psutil.Process], tmp_path: Path) -> None:
     script = tmp_path / "says.py"
     script.write_text(SAYS)
     out, err = ask(forker[0], script, "7", limits={"RLIMIT_CORE": [0, 0]}).communicate(timeout=60)
     said = json.loads(next(line for line in out.splitlines() if line.startswith('{"core"')))
     assert said["argv"] == [str(script), "7"] and said["cwd"] == str(tmp_path) and said["own"] == "yes"
-    assert said["name"] == "__main__" and said["parent"] == forker[1]
+    assert said["name"] == "__main__" and said["parent"] == forker[1].pid
     # Three streams, the folder that is being listed, and the connection over which the exit code goes.
     assert said["core"] == [0, 0] and said["fresh"] == [True, 5], "limits, signals and open files of a new process"
     assert said["group"] == said["pid"], "a raylet ends the process group of a worker: it must not be the server's"
@@ -72,18 +79,15 @@ def test_forks_do_not_draw_the_same_numbers_or_ids(tmp_path: Path) -> None:
     """Two workers with the same id for their first object kill one another. The real imports, since each class that is
     declared an actor's draws from Ray's own generator."""
     script = tmp_path / "draws.py"
-    draws = (
-        "import random; from ray._raylet import ObjectID; print(f'drawn:{random.random()}:{ObjectID.from_random()}')"
-    )
-    script.write_text(draws)
+    script.write_text("import random, ray; print('drawn', random.random(), ray.ObjectID.from_random())")
     path, drawn = client.ensure(PRELOAD, os.getpid(), environment()), []
     for _ in range(2):
-        said = ask(path, script).communicate(timeout=60)[0].split()
-        drawn.append(next(word for word in said if "drawn:" in word).split(":")[1:])
-    assert drawn[0][0] != drawn[1][0] and drawn[0][1] != drawn[1][1]
+        said = ask(path, script).communicate(timeout=60)[0].splitlines()
+        drawn.append(next(line for line in said if line.startswith("drawn")).split())
+    assert drawn[0][1] != drawn[1][1] and drawn[0][2] != drawn[1][2]
 
 
-def test_when_a_command_is_killed_its_fork_is(forker: tuple[str, int], tmp_path: Path) -> None:
+def test_when_a_command_is_killed_its_fork_is(forker: tuple[str, psutil.Process], tmp_path: Path) -> None:
     script = tmp_path / "sleeps.py"
     script.write_text(f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)")
     process = ask(forker[0], script)
@@ -92,16 +96,6 @@ def test_when_a_command_is_killed_its_fork_is(forker: tuple[str, int], tmp_path:
     process.kill()
     process.communicate()
     wait_until(lambda: not psutil.pid_exists(pid), 20)
-
-
-def test_a_server_ends_with_its_owner(tmp_path: Path) -> None:
-    owner = subprocess.Popen(["sleep", "600"])
-    pid = client.start(str(tmp_path / "held"), "json", owner.pid, environment())
-    wait_until(lambda: client.is_listening(str(tmp_path / "held")))
-    assert os.waitpid(pid, os.WNOHANG)[0] == 0
-    owner.kill()
-    owner.wait()
-    assert os.waitpid(pid, 0)[0] == pid and not (tmp_path / "held").exists()
 
 
 def test_a_server_ends_when_it_has_lost_its_socket(tmp_path: Path) -> None:
@@ -128,12 +122,11 @@ def test_a_server_that_was_killed_is_replaced(monkeypatch: pytest.MonkeyPatch, r
     os.unlink(first)
 
 
-def test_a_server_whose_code_has_changed_is_replaced(tmp_path: Path) -> None:
+def test_a_server_whose_code_has_changed_is_replaced(tmp_path: Path, owner: subprocess.Popen[bytes]) -> None:
     """In a copy of this package, where a file is newer than the server: the stub runs the worker, or has it forked."""
     shutil.copytree(ROOT / "cluster", tmp_path / "cluster", ignore=shutil.ignore_patterns("__pycache__"))
     script = tmp_path / "default_worker.py"
     script.write_text("import os\nprint('parent', os.getppid(), flush=True)")
-    owner = subprocess.Popen(["sleep", "600"])
     words = [sys.executable, str(tmp_path / "cluster" / "fast_start" / "client.py"), "json", str(script)]
     env = environment(RAY_RAYLET_PID=str(owner.pid))
 
@@ -142,16 +135,12 @@ def test_a_server_whose_code_has_changed_is_replaced(tmp_path: Path) -> None:
             subprocess.run(words, env=env, stdout=out, check=True, timeout=60)
         return int(wait_until(lambda: (tmp_path / "out").read_text()).split()[1])
 
-    try:
-        first = parent()
-        assert parent() == first != os.getpid()
-        later = time.time() + 5
-        os.utime(tmp_path / "cluster" / "hardware.py", (later, later))
-        assert parent() == os.getpid(), "itself, as Ray would have started it"
-        assert parent() not in (first, os.getpid())
-    finally:
-        owner.kill()
-        owner.wait()
+    first = parent()
+    assert parent() == first != os.getpid()
+    later = time.time() + 5
+    os.utime(tmp_path / "cluster" / "hardware.py", (later, later))
+    assert parent() == os.getpid(), "itself, as Ray would have started it"
+    assert parent() not in (first, os.getpid())
 
 
 def test_without_a_server_the_worker_is_what_ray_would_have_started(tmp_path: Path) -> None:
