@@ -8,15 +8,15 @@ of which half is still written), for k = 1, 2, … until it gets through.
 from __future__ import annotations
 
 import io
-import json
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ import torch
 from app import checkpoint
 from app.checkpoint.dcp import HashingStream
 from tests.app.checkpoint.kit import plain, save, steps
-from tests.running import ROOT
 
 pytestmark = pytest.mark.alone
 
@@ -34,20 +33,18 @@ OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.trun
 
 
 def test_a_kill_at_any_file_operation(tmp_path: Path) -> None:
-    code = f"from tests.app.checkpoint.test_checkpoint_kills import serve; serve({str(tmp_path)!r})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
-    assert report["wrong"] == [], report
-    assert report["kills"] >= 30, "the killer saw the operations"
-    assert report["newest"] == [1, 2], "there were kills before and after the commit"
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
+        kills, wrong, newest = alone.submit(serve, tmp_path / "c").result()
+    assert wrong == []
+    assert kills >= 30, "the killer saw the operations"
+    assert newest == {1, 2}, "there were kills before and after the commit"
 
 
-def serve(folder: str) -> None:
-    """In the subprocess: every kill, and a line of JSON about what was found after them."""
+def serve(here: Path) -> tuple[int, list[str], set[int]]:
+    """In a process of its own: how many kills, what was found wrong after them, and the newest steps."""
     wrong: list[str] = []
     newest: set[int] = set()
-    kills, killed, here = 0, True, Path(folder, "c")
+    kills, killed = 0, True
     while killed:
         shutil.rmtree(here, ignore_errors=True)
         _save(here, 1)
@@ -57,7 +54,7 @@ def serve(folder: str) -> None:
         except AssertionError as error:
             wrong.append(f"killed at operation {kills + 1}: {error}")
         kills += killed
-    print(json.dumps({"kills": kills, "wrong": wrong, "newest": sorted(newest)}))
+    return kills, wrong, newest
 
 
 def _state(step: int) -> dict[str, Any]:
