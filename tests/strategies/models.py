@@ -1,15 +1,17 @@
-"""Small plain models, written as somebody would who never heard of strategies, and trials over them."""
+"""Small plain models, written as somebody would who never heard of strategies, trials over them, refusals."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.parity.curves import Trial
+from strategies.layout import LayoutError
 
 VOCABULARY, WIDTH, HEADS, SEQUENCE, BATCH = 30, 16, 4, 8, 8
 
@@ -63,6 +65,14 @@ class PlainGPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+def assert_refused(words: list[str], function: Callable[..., object], *arguments: Any, **named: Any) -> None:
+    """The call ends in one sentence that has all these words."""
+    with pytest.raises(LayoutError) as caught:
+        function(*arguments, **named)
+    said = str(caught.value)
+    assert "\n" not in said and all(word in said for word in words), said
 
 
 def seeded(make: Callable[[], nn.Module], seed: int = 7) -> Callable[[], nn.Module]:

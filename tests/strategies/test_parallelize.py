@@ -20,6 +20,7 @@ from tests.strategies.models import (
     GPT_PLAN,
     VOCABULARY,
     PlainGPT,
+    assert_refused,
     classifier_loss,
     image_batch,
     mlp,
@@ -30,13 +31,10 @@ from tests.strategies.models import (
 CPU = torch.device("cpu")
 
 
-class PartlyUsed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.idle, self.idler = nn.Linear(7, 3), nn.Linear(7, 3), nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.used(x)
+def partly_used() -> nn.Module:
+    model = nn.Linear(7, 3)
+    model.idle, model.idler = nn.Linear(7, 3), nn.Linear(7, 3)
+    return model
 
 
 def _message(_: int, row: Row, make: Callable[[], nn.Module], plan: dict[str, str] | None) -> str:
@@ -102,10 +100,7 @@ def test_a_step_may_leave_parameters_out_where_they_are_looked_for() -> None:
     ],
 )
 def test_a_plan_that_does_not_fit(change: dict[str, str], words: list[str]) -> None:
-    with pytest.raises(LayoutError) as caught:
-        tensor_plan.make_plan(PlainGPT(tied=True), GPT_PLAN | change, True)
-    for word in words:
-        assert word in str(caught.value)
+    assert_refused(words, tensor_plan.make_plan, PlainGPT(tied=True), GPT_PLAN | change, True)
 
 
 def test_a_tied_embedding_outside_the_plan_is_split_with_its_head() -> None:
@@ -133,10 +128,10 @@ FORGETS_NORM = {key: value for key, value in GPT_PLAN.items() if key != "norm"}
 @pytest.mark.parametrize(
     ("row", "make", "plan", "words"),
     [
-        (Row("ddp", 2), PartlyUsed, None, "idle.weight and 3 more, .*fsdp.*parallel.find_unused_parameters=true"),
-        (Row("ddp+tensor", 4, {"tp": 2}), PartlyUsed, None, "idle.*fsdp"),
-        (Row("fsdp", 2), PartlyUsed, None, "no error"),
-        (Row("tensor", 2), PartlyUsed, None, "no error"),
+        (Row("ddp", 2), partly_used, None, "idle.weight and 3 more, .*fsdp.*parallel.find_unused_parameters=true"),
+        (Row("ddp+tensor", 4, {"tp": 2}), partly_used, None, "idle.*fsdp"),
+        (Row("fsdp", 2), partly_used, None, "no error"),
+        (Row("tensor", 2), partly_used, None, "no error"),
         (Row("single", 1), nn.Tanh, None, "Tanh has no parameters.*nothing to train"),
         (Row("fsdp", 2), nn.Tanh, None, "Tanh has no parameters.*nothing to train"),
         (Row("single", 1), frozen, None, "requires_grad=False"),
@@ -156,44 +151,35 @@ def test_a_model_that_does_not_fit_is_named_by_every_worker(row: Row, make: Any,
 
 
 def test_blocks_are_checked() -> None:
-    with pytest.raises(LayoutError, match=r"'blocks\.2'.*did you mean"):
-        find_blocks(PlainGPT(), ["blocks.0", "blocks.2"])
-    with pytest.raises(LayoutError, match=r"'blocks\.0\.q', which is inside the block 'blocks\.0'"):
-        find_blocks(PlainGPT(), ["blocks.0", "blocks.0.q"])
+    assert_refused(["'blocks.2'", "did you mean"], find_blocks, PlainGPT(), ["blocks.0", "blocks.2"])
+    inside = "'blocks.0.q', which is inside the block 'blocks.0'"
+    assert_refused([inside], find_blocks, PlainGPT(), ["blocks.0", "blocks.0.q"])
 
 
 def test_no_such_compile_backend() -> None:
-    with pytest.raises(LayoutError, match="aot_eager"):
-        parallelize(mlp, choose("single", 1), Options(compile=True, compile_backend="fast"), device=CPU)
+    options = Options(compile=True, compile_backend="fast")
+    assert_refused(["aot_eager"], parallelize, mlp, choose("single", 1), options, device=CPU)
 
 
 def test_state_of_another_model_or_optimizer() -> None:
     parallel = parallelize(seeded(mlp), choose("single", 1), device=CPU)
     state = parallel.model_state()
-    with pytest.raises(LayoutError, match=r"lacks '0\.bias'"):
-        parallel.load_model_state({k: v for k, v in state.items() if k != "0.bias"})
-    with pytest.raises(LayoutError, match="has unknown 'extra'"):
-        parallel.load_model_state(state | {"extra": torch.zeros(1)})
-    with pytest.raises(LayoutError, match=r"0\.bias is \(2,\) in the state and \(13,\) in the model"):
-        parallel.load_model_state(state | {"0.bias": torch.zeros(2)})
+    lacking = {name: tensor for name, tensor in state.items() if name != "0.bias"}
+    short = "0.bias is (2,) in the state and (13,) in the model"
+    assert_refused(["lacks '0.bias'"], parallel.load_model_state, lacking)
+    assert_refused(["has unknown 'extra'"], parallel.load_model_state, state | {"extra": torch.zeros(1)})
+    assert_refused([short], parallel.load_model_state, state | {"0.bias": torch.zeros(2)})
     sgd = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
     adam = torch.optim.AdamW(parallel.parameters())
-    with pytest.raises(LayoutError, match=r"does not fit '0\.weight'"):
-        parallel.load_optimizer_state(adam, parallel.optimizer_state(sgd))
+    assert_refused(["does not fit '0.weight'"], parallel.load_optimizer_state, adam, parallel.optimizer_state(sgd))
 
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
-        self.fc = nn.Linear(4, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(self.norm(self.conv(x)).mean((2, 3)))
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 6), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 5))
 
 
 def _batch_norm(_: int, row: Row) -> tuple[tuple[str, ...], dict[str, Tensor]]:
-    parallel = parallelize(seeded(Normed), row.layout, device=CPU)
+    parallel = parallelize(seeded(normed), row.layout, device=CPU)
     rank = row.layout.dims.data_rank(torch.distributed.get_rank())
     for step in range(3):
         x, _ = image_batch(step)
@@ -207,8 +193,8 @@ def test_batch_norm_under_a_split_batch_is_said_aloud(row: Row) -> None:
     """And its running statistics are those of rank 0's batches, as the sentence says."""
     notes, state = run_distributed(_batch_norm, 2, row)[0]
     assert len(notes) == 1 and "BatchNorm2d" in notes[0] and "rank 0" in notes[0]
-    alone = seeded(Normed)()
+    alone = seeded(normed)()
     for step in range(3):
         alone(image_batch(step)[0].chunk(2)[0])
-    torch.testing.assert_close(state["norm.running_mean"], alone.norm.running_mean)
-    assert state["norm.num_batches_tracked"] == 3
+    torch.testing.assert_close(state["1.running_mean"], alone.state_dict()["1.running_mean"])
+    assert state["1.num_batches_tracked"] == 3

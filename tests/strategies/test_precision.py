@@ -8,16 +8,18 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.models.gpt import GPT
+from experiments.parity import curves
+from experiments.parity.curves import Trial
 from strategies import precision
 from strategies.layout import LayoutError
-from strategies.parallelize import Layout, Options, choose, parallelize
+from strategies.parallelize import Options, choose
 from strategies.precision import FORWARD, GRADIENT, Float8Linear, multiply, quantise
 from tests.pool import run_distributed
+from tests.strategies.models import language_loss, seeded
 
 CPU = torch.device("cpu")
 DATA = ("ddp", "fsdp")
@@ -127,28 +129,15 @@ def test_it_is_refused_without_a_gpu_and_on_one_too_old(monkeypatch: pytest.Monk
 
 def _losses(_: int, name: str, workers: int, kind: str) -> list[float]:
     """Of fifteen steps, with recomputation. On the CPU, which is refused only because it is slow."""
-
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return GPT(64, d_model=64, n_layers=2, n_heads=2)
-
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
-
-    layout = choose(name, workers) if workers > 1 else Layout("single")
+    tokens = torch.arange(4 * 17).view(4, 17) * 7 % 64
+    build = seeded(lambda: GPT(64, d_model=64, n_layers=2, n_heads=2))
+    trial = Trial(build, language_loss, lambda _: (tokens[:, :-1], tokens[:, 1:]))
+    options = Options(precision=kind, activation_checkpointing="selective")
     with mock.patch.object(precision, "require_float8"):
-        options = Options(precision=kind, activation_checkpointing="selective")
-        parallel = parallelize(build, layout, options, device=CPU)
+        parallel = curves.begin(trial, choose(name, workers), options, CPU)
     used = any(isinstance(module, Float8Linear) for module in parallel.inner.modules())
     assert used == (kind == "fp8")
-    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
-    tokens = (torch.arange(4 * 17).view(4, 17) * 7 % 64).chunk(workers)[dist.get_rank() if workers > 1 else 0]
-    found = []
-    for _ in range(15):
-        found.append(parallel.total(parallel.forward_backward([tokens], [1 / workers], loss)).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
+    return curves.run_steps(trial, parallel, trial.optimizer(parallel.parameters()), range(15))[0]
 
 
 @product

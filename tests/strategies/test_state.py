@@ -39,14 +39,6 @@ from tests.strategies.models import (
 CPU = torch.device("cpu")
 
 
-def tied(module: nn.Module) -> list[list[str]]:
-    """Names of each parameter that has several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [several for several in names.values() if len(several) > 1]
-
-
 class Rotary(nn.Module):
     """Tensors in every place a module can keep one."""
 
@@ -99,22 +91,26 @@ def test_a_model_that_cannot_be_built_on_meta_is_built_everywhere_and_that_is_sa
     assert len(notes) == 1 and "meta" in notes[0]
 
 
+class Watch(OperationMode):
+    """Every operation's name, with the bytes of the plain tensor that it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        plain = isinstance(out, Tensor) and not out.is_meta and type(out) is Tensor
+        self.seen.append((str(func), out.untyped_storage().nbytes() if plain else 0))
+        return out
+
+
 def _largest_tensor(rank: int) -> int:
-    """The largest storage that a rank other than 0 makes while a sharded model starts."""
-    largest = 0
-
-    class Watch(OperationMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, Tensor) and not out.is_meta and type(out) is Tensor:
-                largest = max(largest, out.untyped_storage().nbytes())
-            return out
-
+    """The largest storage that this rank makes while a sharded model starts."""
     wide = seeded(lambda: nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(10))))
-    with Watch():
+    with Watch() as watch:
         parallelize(wide, choose("fsdp", 4), device=CPU)
-    return largest
+    return max(size for _, size in watch.seen)
 
 
 def test_no_rank_but_the_first_holds_more_than_one_whole_tensor() -> None:
@@ -123,18 +119,18 @@ def test_no_rank_but_the_first_holds_more_than_one_whole_tensor() -> None:
 
 @pytest.mark.parametrize("row", [Row("ddp", 2), Row("fsdp", 2), Row("tensor", 2)], ids=str)
 def test_names_are_plain_and_ties_stay(row: Row) -> None:
-    names, tied_names = run_distributed(_names, row.workers, row)[0]
+    """A table that were no longer tied would be a parameter twice."""
     module = PlainGPT(True)
-    assert names == (list(module.state_dict()), [name for name, _ in module.named_parameters()])
-    assert tied_names == tied(module)
+    expected = (list(module.state_dict()), [name for name, _ in module.named_parameters()])
+    assert run_distributed(_names, row.workers, row)[0] == expected
 
 
-def _names(_: int, row: Row) -> Any:
+def _names(_: int, row: Row) -> tuple[list[str], list[str]]:
     options = Options(activation_checkpointing="full", compile=True, compile_backend="eager")
     parallel = parallelize(seeded(lambda: PlainGPT(True)), row.layout, options, device=CPU)
     with parallel.micro_step(True):
         parallel.module(torch.zeros(2, 8, dtype=torch.long)).sum().backward()
-    return (list(parallel.model_state()), [n for n, _ in parallel.named_parameters()]), tied(parallel.inner)
+    return list(parallel.model_state()), [name for name, _ in parallel.named_parameters()]
 
 
 # --- clipping ---------------------------------------------------------------------------------------------------
@@ -241,26 +237,18 @@ def test_a_gradient_that_is_still_a_sum_over_ranks_is_measured_whole() -> None:
         assert clipped == pytest.approx([0.5 * 2 / norm, 0.5 * 3 / norm], rel=1e-5)
 
 
-class _Reductions(OperationMode):
-    """Counts how often gradients are reduced, by gloo's own operator or by what cpu_collectives exchanges instead."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += any(word in str(func) for word in ("reduce_scatter", "alltoall"))
-        return func(*args, **(kwargs or {}))
-
-
 def _collectives(_: int) -> dict[str, list[int]]:
-    """Reductions of gradients in a step of one and of four micro-batches."""
+    """Reductions of gradients in a step of one and of four micro-batches, by gloo's own operator or by what
+    cpu_collectives exchanges instead."""
     found: dict[str, list[int]] = {"fsdp": [], "zero1": [], "zero2": []}
     for name in found:
         for micro_batches in (1, 4):
             trial = gpt_trial(micro_batches=micro_batches, layers=2)
             parallel = parallelize(trial.build, choose(name, 2), device=CPU)
-            with _Reductions() as reductions:
+            with Watch() as watch:
                 curves.run_steps(trial, parallel, trial.optimizer(parallel.parameters()), range(1))
-            found[name].append(reductions.count)
+            seen = [operation for operation, _ in watch.seen]
+            found[name].append(sum("reduce_scatter" in each or "alltoall" in each for each in seen))
     return found
 
 

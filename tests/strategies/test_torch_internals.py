@@ -6,6 +6,8 @@ import ast
 import importlib
 import json
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -40,26 +42,18 @@ def test_watching_operations(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.zeros(1)
 
 
-def _collectives(rank: int, plain: bool) -> list[list[float]]:
-    group = dist.group.WORLD
-    if plain:
-        reduce, gather, scatter = (
-            torch_internals._all_reduce,
-            torch_internals._all_gather,
-            torch_internals._reduce_scatter,
-        )
-    else:
-        reduce, gather, scatter, _ = torch_internals.functional_collectives()
-    x = torch.arange(4.0) + rank
+def _collectives(rank: int, operators: Any) -> list[list[float]]:
+    with mock.patch.object(torch, "ops", operators or torch.ops):
+        reduce, gather, scatter, found = torch_internals.functional_collectives()
+    assert (found == ()) == bool(operators)
+    group, x = dist.group.WORLD, torch.arange(4.0) + rank
     found = [reduce(x, "sum", group), reduce(x, "max", group), gather(x, group), scatter(x, group)]
     assert torch.equal(x, torch.arange(4.0) + rank)
     return [t.tolist() for t in found]
 
 
-def test_collectives_that_write_nothing_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_distributed(_collectives, 2, True) == run_distributed(_collectives, 2, False)
-    monkeypatch.setattr(torch, "ops", object())
-    assert torch_internals.functional_collectives()[3] == ()
+def test_collectives_that_write_nothing_over() -> None:
+    assert run_distributed(_collectives, 2, "lacks them") == run_distributed(_collectives, 2, None)
 
 
 def _records(rank: int) -> str:

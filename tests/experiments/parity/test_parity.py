@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +16,12 @@ from app.config_io import load_config
 from app.errors import UserError
 from experiments.parity import curves, matrix
 from experiments.parity import experiment as parity
-from experiments.parity.curves import Difference, Trial
+from experiments.parity.curves import Curve, Difference, Trial
 from experiments.parity.experiment import table
 from experiments.parity.matrix import EVERYTHING, Result, run
 from experiments.parity.rows import ROWS, THREE, Row
 from strategies.parallelize import LayoutError, Options
-from tests.strategies.models import gpt_trial, seeded
+from tests.strategies.models import gpt_trial, language_loss
 
 GOOD = Result(Row("ddp", 2), "plain", Difference(1e-7, 1e-6, 1e-6), 1.0)
 FAR = Result(Row("fsdp", 2), "plain", Difference(1e-3, 1e-6, 1e-6), 1.0)
@@ -68,21 +69,15 @@ def test_a_row_trains_as_the_experiment_says(experiment: list[str], monkeypatch:
         parity.measure(config, steps=1, rows=[], checkpoints=True)
 
 
-class Crashes(torch.nn.Module):
+def planted(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     """On the worker that holds no first row: one rank raises while the other waits for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if os.environ["LOCAL_RANK"] == "1":
-            raise ValueError("planted")
-        return self.layer(x)
+    if os.environ["LOCAL_RANK"] == "1":
+        raise ValueError("planted")
+    return language_loss(model, batch)
 
 
 def crashing() -> Trial:
-    return Trial(seeded(Crashes), lambda model, x: model(x).square().mean(), lambda step: torch.ones(4, 2), steps=2)
+    return dataclasses.replace(gpt_trial(steps=2), loss=planted)
 
 
 def test_a_row_that_raises_has_failed_and_the_next_ones_run() -> None:
@@ -134,11 +129,23 @@ def test_exit_codes(
     assert ended.exit_code == code and words in ended.output and "Traceback" not in ended.output
 
 
-@pytest.mark.parametrize("figures", [(1e-6,) * 3, (1e-3, 0, 0), (0, 1e-3, 0), (0, 0, 1e-3), (float("nan"), 0, 0)])
-def test_a_difference_is_seen_in_losses_norms_and_weights(figures: tuple[float, float, float]) -> None:
-    result = Result(Row("ddp", 2), "plain", Difference(*figures), 1.0)
-    assert result.verdict == ("ok" if max(figures) == 1e-6 else "DIFFERS")
-    assert ("DIFFERS" in table([result])) == (not result.passed)
+@pytest.mark.parametrize(
+    ("changed", "verdict"),
+    [
+        ({"losses": [1.000001, 2.0]}, "ok"),
+        ({"losses": [1.0, 2.002]}, "DIFFERS"),
+        ({"losses": [1.0, float("nan")]}, "DIFFERS"),
+        ({"losses": [1.0]}, "DIFFERS"),
+        ({"norms": [3.003, 4.0]}, "DIFFERS"),
+        ({"weights": {"w": torch.full((2,), 1.001)}}, "DIFFERS"),
+        ({"weights": {}}, "DIFFERS"),
+    ],
+    ids=str,
+)
+def test_a_difference_is_seen_in_losses_norms_and_weights(changed: dict[str, Any], verdict: str) -> None:
+    truth = Curve([1.0, 2.0], [3.0, 4.0], {"w": torch.ones(2)})
+    result = Result(Row("ddp", 2), "plain", curves.difference(truth, dataclasses.replace(truth, **changed)), 1.0)
+    assert result.verdict == verdict and ("DIFFERS" in table([result])) == (not result.passed)
 
 
 def test_the_table_has_the_worst_checkpoint_of_a_row_and_all_that_differ() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from experiments.parity import curves
 from experiments.parity.curves import Curve, Trial
 from strategies.layout import Layout
-from strategies.parallelize import Options, choose, parallelize
+from strategies.parallelize import Options, choose
 from strategies.pipeline.schedules import SCHEDULES
 from tests.pool import run_distributed
 from tests.strategies.models import PlainGPT, gpt_trial, language_loss, seeded
@@ -54,7 +54,7 @@ def _assert_all(name: str, workers: int, pp: int, options: list[Any]) -> None:
         assert found.loss <= TOLERANCE and found.norm <= 10 * TOLERANCE and found.weights <= 1e-3, (given, found)
 
 
-def _some(*names: str) -> list[dict[str, Any]]:
+def some(*names: str) -> list[dict[str, Any]]:
     return [given for given in ALL if given["schedule"] in names]
 
 
@@ -62,10 +62,10 @@ def _some(*names: str) -> list[dict[str, Any]]:
     ("name", "workers", "options"),
     [
         ("pipeline", 2, ALL),
-        ("pipeline", 4, _some("interleaved_1f1b", "zbv")),
-        ("ddp+pipeline", 4, _some("zb_h1", "zbv")),
-        ("fsdp+pipeline", 4, _some("gpipe", "interleaved_1f1b", "zbv")),
-        ("tensor+pipeline", 4, _some("zb_h1", "interleaved_1f1b")),
+        ("pipeline", 4, some("interleaved_1f1b", "zbv")),
+        ("ddp+pipeline", 4, some("zb_h1", "zbv")),
+        ("fsdp+pipeline", 4, some("gpipe", "interleaved_1f1b", "zbv")),
+        ("tensor+pipeline", 4, some("zb_h1", "interleaved_1f1b")),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -112,13 +112,7 @@ def _batches(rows: list[int]) -> list[Any]:
 
 
 def _one_step(rank: int, rows: list[int], options: dict[str, Any]) -> dict[str, Any]:
-    parallel = parallelize(
-        seeded(lambda: PlainGPT(True, 4)),
-        choose("pipeline", 2),
-        Options(**options),
-        device=CPU,
-        example=(language_loss, _batches([1])[0]),
-    )
+    parallel = curves.begin(_trial(), choose("pipeline", 2), Options(**options), CPU)
     batches = _batches(rows)
     weights = [n / sum(rows) for n in rows]
     answers = []
@@ -144,11 +138,11 @@ def _logits(model: nn.Module, batch: Any) -> torch.Tensor:
     return model(batch[0])
 
 
-@pytest.mark.parametrize("options", _some("1f1b", "interleaved_1f1b", "zb_h1", "zbv"), ids=str)
+@pytest.mark.parametrize("options", some("1f1b", "interleaved_1f1b", "zb_h1", "zbv"), ids=str)
 def test_a_smaller_last_micro_batch_evaluation_and_a_profile(options: dict[str, Any]) -> None:
     rows = [2, 2, 2, 1]
     stages = run_distributed(_one_step, 2, rows, options)
-    model, batches = seeded(lambda: PlainGPT(True, 4))(), _batches(rows)
+    model, batches = _trial().build(), _batches(rows)
     total = sum(n / sum(rows) * language_loss(model, batch) for n, batch in zip(rows, batches))
     (4.0 * total).backward()
     found = [loss for stage in stages if stage["has_loss"] for loss in stage["losses"]]
