@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -42,9 +43,7 @@ def _message(_: int, row: Row, make: Callable[[], nn.Module], plan: dict[str, st
     try:
         parallel = parallelize(seeded(make), row.layout, device=CPU, tensor_plan=plan)
         x = torch.randn(4, 7) if plan is None else torch.randint(0, VOCABULARY, (2, 8))
-        for last in (False, True):
-            with parallel.micro_step(last):
-                parallel.module(x).square().mean().backward()
+        parallel.forward_backward([x, x], [0.5, 0.5], lambda module, inputs: module(inputs).square().mean())
         parallel.grad_norm_(None)
     except LayoutError as error:
         return str(error)
@@ -178,23 +177,20 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 6), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 5))
 
 
-def _batch_norm(_: int, row: Row) -> tuple[tuple[str, ...], dict[str, Tensor]]:
-    parallel = parallelize(seeded(normed), row.layout, device=CPU)
-    rank = row.layout.dims.data_rank(torch.distributed.get_rank())
-    for step in range(3):
-        x, _ = image_batch(step)
-        with parallel.micro_step(True):
-            parallel.module(x.chunk(row.layout.dims.dp)[rank]).square().mean().backward()
-    return parallel.notes, parallel.full_model_state()
+def _batch_norm(_: int, row: Row) -> curves.Curve:
+    """Of steps that move no weight."""
+    still = functools.partial(torch.optim.SGD, lr=0.0)
+    trial = curves.Trial(seeded(normed), classifier_loss, image_batch, steps=3, optimizer=still)
+    return curves.train(trial, row.layout, Options(), CPU)
 
 
 @pytest.mark.parametrize("row", [Row("ddp", 2), Row("fsdp", 2)], ids=str)
 def test_batch_norm_under_a_split_batch_is_said_aloud(row: Row) -> None:
     """And its running statistics are those of rank 0's batches, as the sentence says."""
-    notes, state = run_distributed(_batch_norm, 2, row)[0]
-    assert len(notes) == 1 and "BatchNorm2d" in notes[0] and "rank 0" in notes[0]
+    found = run_distributed(_batch_norm, 2, row)[0]
+    assert len(found.notes) == 1 and "BatchNorm2d" in found.notes[0] and "rank 0" in found.notes[0]
     alone = seeded(normed)()
     for step in range(3):
         alone(image_batch(step)[0].chunk(2)[0])
-    torch.testing.assert_close(state["1.running_mean"], alone.state_dict()["1.running_mean"])
-    assert state["1.num_batches_tracked"] == 3
+    torch.testing.assert_close(found.weights["1.running_mean"], alone.state_dict()["1.running_mean"])
+    assert found.weights["1.num_batches_tracked"] == 3

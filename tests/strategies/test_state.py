@@ -40,11 +40,12 @@ CPU = torch.device("cpu")
 
 
 class Rotary(nn.Module):
-    """Tensors in every place a module can keep one."""
+    """Tensors in every place a module can keep one, one of them in two."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 5))
+        self.body = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        self.body[1].weight = self.body[0].weight  # type: ignore[union-attr]
         self.register_buffer("table", torch.randn(5), persistent=False)
         self.register_buffer("count", torch.arange(3))
         self.plain = torch.randn(5)
@@ -59,10 +60,12 @@ class NotOnMeta(nn.Linear):
         self.scale = float(torch.linspace(0.1, 0.9, 3)[1].item())
 
 
-def _begin(_: int, row: Row, make: Any) -> tuple[dict[str, Tensor], list[Tensor], tuple[str, ...]]:
-    parallel = parallelize(seeded(make), row.layout, device=CPU)
+def _begin(_: int, row: Row, make: Any) -> tuple[dict[str, Tensor], list[Tensor], list[str], tuple[str, ...]]:
+    options = Options(activation_checkpointing="full", compile=True, compile_backend="eager")
+    parallel = parallelize(seeded(make), row.layout, options, device=CPU)
     rest = [getattr(parallel.inner, name) for name in ("table", "plain") if hasattr(parallel.inner, name)]
-    return parallel.full_model_state(), rest, parallel.notes
+    names = [name for name, _ in parallel.named_parameters()]
+    return parallel.full_model_state(), rest, names, parallel.notes
 
 
 STARTS = [
@@ -74,10 +77,12 @@ STARTS = [
 
 
 @pytest.mark.parametrize("row", STARTS, ids=str)
-def test_identical_start(row: Row) -> None:
-    """Bit for bit what one device begins with: weights, buffers, unsaved buffers, plain attributes."""
+def test_identical_start_under_plain_names(row: Row) -> None:
+    """Bit for bit what one device begins with: weights, buffers, unsaved buffers, plain attributes. A weight that were
+    no longer tied would be a parameter twice."""
     truth = seeded(Rotary)()
-    for rank, (weights, rest, _) in enumerate(run_distributed(_begin, row.workers, row, Rotary)):
+    for rank, (weights, rest, names, _) in enumerate(run_distributed(_begin, row.workers, row, Rotary)):
+        assert names == [name for name, _ in truth.named_parameters()]
         torch.testing.assert_close(rest, [truth.table, truth.plain], rtol=0, atol=0)
         if rank == 0:
             torch.testing.assert_close(weights, dict(truth.state_dict()), rtol=0, atol=0)
@@ -86,7 +91,7 @@ def test_identical_start(row: Row) -> None:
 
 
 def test_a_model_that_cannot_be_built_on_meta_is_built_everywhere_and_that_is_said() -> None:
-    weights, _, notes = run_distributed(_begin, 2, Row("fsdp", 2), NotOnMeta)[0]
+    weights, *_, notes = run_distributed(_begin, 2, Row("fsdp", 2), NotOnMeta)[0]
     torch.testing.assert_close(weights, dict(seeded(NotOnMeta)().state_dict()), rtol=0, atol=0)
     assert len(notes) == 1 and "meta" in notes[0]
 
@@ -115,22 +120,6 @@ def _largest_tensor(rank: int) -> int:
 
 def test_no_rank_but_the_first_holds_more_than_one_whole_tensor() -> None:
     assert max(run_distributed(_largest_tensor, 4)[1:]) == 64 * 64 * 4
-
-
-@pytest.mark.parametrize("row", [Row("ddp", 2), Row("fsdp", 2), Row("tensor", 2)], ids=str)
-def test_names_are_plain_and_ties_stay(row: Row) -> None:
-    """A table that were no longer tied would be a parameter twice."""
-    module = PlainGPT(True)
-    expected = (list(module.state_dict()), [name for name, _ in module.named_parameters()])
-    assert run_distributed(_names, row.workers, row)[0] == expected
-
-
-def _names(_: int, row: Row) -> tuple[list[str], list[str]]:
-    options = Options(activation_checkpointing="full", compile=True, compile_backend="eager")
-    parallel = parallelize(seeded(lambda: PlainGPT(True)), row.layout, options, device=CPU)
-    with parallel.micro_step(True):
-        parallel.module(torch.zeros(2, 8, dtype=torch.long)).sum().backward()
-    return list(parallel.model_state()), [name for name, _ in parallel.named_parameters()]
 
 
 # --- clipping ---------------------------------------------------------------------------------------------------

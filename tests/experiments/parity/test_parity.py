@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,10 +29,9 @@ REFUSED = Result(Row("tensor", 2), "plain", None, 1.0, refused="parallel.tp is 2
 
 
 @pytest.fixture
-def experiment(tmp_path: Path) -> list[str]:
-    (tmp_path / "text.txt").write_text("a penny saved is a penny earned; " * 60)
+def experiment(text: str) -> list[str]:
     model = "sequence_length: 8, d_model: 16, n_layers: 1, n_heads: 2"
-    task = ["task=language_modelling", f"task_args={{data: {tmp_path / 'text.txt'}, {model}}}"]
+    task = ["task=language_modelling", f"task_args={{data: {text}, {model}}}"]
     return [*task, "train.global_batch_size=4"]
 
 

@@ -71,6 +71,10 @@ BAD = {
     "a target": ("target: low", "must be a number"),
     "steps and epochs": ("space: {train.steps: [1, 2], train.epochs: [1, 2]}", "contradict each other"),
     "a trial's own name": ("space: {run.name: [a, b]}", "which the sweep sets itself"),
+    "an argument that asha lacks": ("scheduler: {name: asha, reduction: 3}", "does not take these arguments"),
+    "an argument too small": ("scheduler: {name: asha, reduction_factor: 0}", "arguments: Reduction Factor not valid"),
+    "an argument of no number": ("scheduler: {name: asha, grace_period: soon}", "does not take these arguments"),
+    "an argument that optuna lacks": ("searcher: {name: optuna, colour: red}", "does not take these arguments"),
 }
 
 
@@ -80,40 +84,19 @@ def test_bad_input_is_one_sentence(tmp_path: Path, case: str) -> None:
     key = text.split(":")[0]
     kept = [line for line in BASE.strip().splitlines() if not line.startswith(f"{key}:")]
     with pytest.raises(UserError) as error:
-        sweep_of(tmp_path, "\n".join([*kept, text]))
+        sweep = sweep_of(tmp_path, "\n".join([*kept, text]))
+        searcher_of(sweep, [])
+        scheduler_of(sweep, 64, 4)
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-RANDOM = """
-experiment: {task: "tests.tasks:Points", train: {steps: 64, global_batch_size: 16}}
-space: {optimizer.lr: {loguniform: [1.0e-3, 1.0]}}
-searcher: random
-"""
-
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("scheduler={name: asha, reduction: 3}", "does not take these arguments"),
-        ("scheduler={name: asha, reduction_factor: 0}", "does not take these arguments: Reduction Factor not valid"),
-        ("scheduler={name: asha, grace_period: soon}", "does not take these arguments"),
-        ("searcher={name: optuna, colour: red}", "does not take these arguments"),
-    ],
-)
-def test_what_tune_does_not_take(tmp_path: Path, how: str, said: str) -> None:
-    sweep = sweep_of(tmp_path, RANDOM, how)
-    with pytest.raises(UserError, match=said):
-        searcher_of(sweep, [])
-        scheduler_of(sweep, 64, 4)
-
-
 def test_a_searcher_begins_with_what_is_known_and_goes_on_elsewhere(tmp_path: Path) -> None:
-    known = [{"optimizer.lr": 0.5}, {"optimizer.lr": 0.25}]
-    sweep = sweep_of(tmp_path, RANDOM.replace("searcher: random", "searcher: optuna"))
+    known = [{BATCH: 8, RATE: 0.5}, {BATCH: 8, RATE: 0.25}]
+    sweep = sweep_of(tmp_path, BASE.replace("[0.01, 0.1, 1.0]", "{loguniform: [1.0e-3, 1.0]}"), "searcher=optuna")
     searcher = searcher_of(sweep, known)
     searcher.set_search_properties("eval/loss", "min", {key: domain.for_tune() for key, domain in sweep.space.items()})
     found = [searcher.suggest(str(i)) for i in range(4)]
-    assert found[:2] == known and len({point["optimizer.lr"] for point in found}) == 4
+    assert found[:2] == known and len({point[RATE] for point in found}) == 4
 
 
 # --- the store --------------------------------------------------------------------------------------------------------

@@ -64,10 +64,10 @@ class Watch:
         self.tensors.setdefault(self.now, []).extend(ref for ref in refs if ref.cdata not in others)
 
 
-def _held(rank: int, stages: int, layers: int, micros: int, all_options: list[dict[str, Any]]) -> list[Any]:
-    found = []
+def _held(rank: int, stages: int, all_options: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    found, micros = [], 2 * stages
     for options in all_options:
-        parallel: Any = curves.begin(gpt_trial(layers=layers), choose("pipeline", stages), Options(**options), CPU)
+        parallel: Any = curves.begin(gpt_trial(layers=2 * stages), choose("pipeline", stages), Options(**options), CPU)
         tokens, targets = language_batch(0)
         batches = [(tokens[:1], targets[:1])] * micros
         watch = Watch(parallel)
@@ -80,8 +80,7 @@ def _held(rank: int, stages: int, layers: int, micros: int, all_options: list[di
 @pytest.mark.parametrize("stages", [2, 4])
 def test_activations_in_memory_are_as_many_as_the_formula_says(stages: int) -> None:
     options = ALL if stages == 2 else some("1f1b", "interleaved_1f1b", "zbv")
-    layers, micros = 2 * stages, 2 * stages
-    for rank, answer in enumerate(run_distributed(_held, stages, stages, layers, micros, options)):
+    for rank, answer in enumerate(run_distributed(_held, stages, stages, options)):
         for given, (held, formula) in zip(options, answer):
             assert held == formula, (given["schedule"], rank)
 
