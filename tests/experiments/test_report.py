@@ -49,24 +49,20 @@ def test_a_run_and_two_runs(runs: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_page_is_refused(tmp_path: Path) -> None:
-    folders = {
-        "empty": {},
-        "study": {"study.json": "{}"},
-        "damaged": {"run.json": "{", "config.yaml": "{}"},
+    files = {"other/text": "", "study/study.json": "{}", "damaged/run.json": "{", "damaged/config.yaml": "{}"}
+    for file, text in files.items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(text)
+    refused = {
+        "other": "is not the folder of a run, sweep or study",
+        "study": "has no answer yet",
+        "damaged": "is damaged",
+        "gone": "there is no folder",
+        "damaged study": "report on it alone",
     }
-    for name, files in folders.items():
-        (tmp_path / name).mkdir()
-        for file, text in files.items():
-            (tmp_path / name / file).write_text(text)
-    for names, said in (
-        (["empty"], "is not the folder of a run, sweep or study"),
-        (["study"], "has no answer yet"),
-        (["damaged"], "is damaged"),
-        (["gone"], "there is no folder"),
-        (["damaged", "study"], "report on it alone"),
-    ):
+    for names, said in refused.items():
         with pytest.raises(UserError, match=said):
-            report([str(tmp_path / name) for name in names], None)
+            report([str(tmp_path / name) for name in names.split()], None)
 
 
 def test_the_page_of_a_study_is_the_one_that_it_wrote(tmp_path: Path) -> None:

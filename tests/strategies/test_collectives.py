@@ -55,21 +55,17 @@ def test_all_ranks_get_the_same_bits_in_order_of_rank_and_two_get_gloos(
         assert everyones == list(range(ranks))
 
 
-def _left_alone(rank: int) -> str:
+def _left_alone(rank: int) -> None:
     shared = shared_memory_all_reduce(None, CPU)
     assert shared is not None
     shared.average_(torch.ones(10))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        shared.average_(torch.ones(10))
-    except ConnectionError as error:  # what is returned would be lost with the other rank
-        raise AssertionError(f"noticed: {error}") from None
-    return "went on"
+    shared.average_(torch.ones(10))
 
 
 def test_a_rank_that_is_killed_ends_the_others_waiting() -> None:
-    with pytest.raises(DistributedFailure, match="Connection closed by peer"):
+    with pytest.raises(DistributedFailure, match="the ranks cannot go on together"):
         run_distributed(_left_alone, 2, timeout=60)
 
 

@@ -122,6 +122,7 @@ class CountsHeads(nn.Module):
 
 FORGETS_NORM = {key: value for key, value in GPT_PLAN.items() if key != "norm"}
 """The norm works on a part of the sequence, so its gradient differs between workers."""
+SPLITS_HEADS = {"q": "colwise", "out": "rowwise"}
 
 
 @pytest.mark.parametrize(
@@ -135,12 +136,7 @@ FORGETS_NORM = {key: value for key, value in GPT_PLAN.items() if key != "norm"}
         (Row("fsdp", 2), nn.Tanh, None, "Tanh has no parameters.*nothing to train"),
         (Row("single", 1), frozen, None, "requires_grad=False"),
         (Row("tensor", 2), PlainGPT, FORGETS_NORM, r"norm\..*sequence or partial"),
-        (
-            Row("tensor", 2),
-            CountsHeads,
-            {"q": "colwise", "out": "rowwise"},
-            "parallel.tp=2.*divides the attention heads",
-        ),
+        (Row("tensor", 2), CountsHeads, SPLITS_HEADS, "parallel.tp=2.*divides the attention heads"),
     ],
     ids=str,
 )
