@@ -15,8 +15,6 @@ from app.randomness import mix, seed_step
 from app.step_sync import StepSync
 from tests.pool import run_distributed
 
-pytestmark = pytest.mark.alone
-
 
 def schedule(name: str, step: int, warmup: int = 0, final: float = 0.0) -> float:
     return learning_rate(OptimizerConfig(lr=2.0), ScheduleConfig(name, warmup, final), step, steps=11)

@@ -12,8 +12,6 @@ from app.noise_scale import Estimate, NoiseScale
 from strategies.parallelize import Options, choose, parallelize
 from tests.pool import run_distributed
 
-pytestmark = pytest.mark.alone
-
 DIM, SAMPLES, BATCH = 40, 36_000, 240
 
 

@@ -20,14 +20,11 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from app import checkpoint
 from app.checkpoint.dcp import HashingStream
 from tests.app.checkpoint.kit import plain, save, steps
-
-pytestmark = pytest.mark.alone
 
 OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link")
 

@@ -17,8 +17,6 @@ from app.tracking.spool import Spool, look_at_lock, read, take_lock
 from app.tracking.tracker import Tracker
 from tests.running import end_tree, start
 
-pytestmark = pytest.mark.alone
-
 
 def events(folder: Path) -> list[dict]:
     found, offset = [], 0
