@@ -78,11 +78,11 @@ class Device:
         return k / (k + self.k_half) * (m * n) / (m * n + self.mn_half)
 
     def product_seconds(self, products: np.ndarray, precision: str, itemsize: int) -> float:
-        """Of several, (P, 4): m, n, k, times; at least as long as their bytes take."""
-        m, n, k, times = products.T
-        share = np.maximum(self.product_share(m, n, k), 1e-3)
-        computing = 2 * m * n * k / (self.peak(precision) * share)
-        moving = (m * k + k * n + m * n) * itemsize / self.bandwidth
+        """Of several, (P, 5): m, n, k, number in a batch, times; at least as long as their bytes take."""
+        m, n, k, batch, times = products.T
+        share = np.maximum(self.product_share(m, n * batch, k), 1e-3)
+        computing = 2 * m * n * k * batch / (self.peak(precision) * share)
+        moving = (m * k + k * n + m * n) * batch * itemsize / self.bandwidth
         return float((np.maximum(computing, moving) * times).sum())
 
 
@@ -166,7 +166,7 @@ class PartCost:
     flops: float  # of forward and backward, without what is computed again
     saved: float  # bytes that stay until its backward
     rebuilt: float  # bytes that are there again once it is recomputed
-    extra: float  # bytes alive at the worst moment of its backward, beyond what it has saved
+    extra: float  # bytes alive at the worst moment of its forward or backward, beyond what it has saved
     boundary: float  # bytes that flow into it
     sent: float  # bytes that tensor parallelism sends
     calls: float  # in how many collectives
@@ -205,7 +205,7 @@ def _part_cost(model: ModelCosts, name: str, part: PartCosts, work: Work, device
         flops=forward[2] + backward[2],
         saved=kept * share + values["saved"] * (1 - share),
         rebuilt=max(0.0, values["saved"] - kept),
-        extra=values["extra"],
+        extra=max(values["extra"], values["forward_extra"] - values["saved"]),
         boundary=values["boundary"],
         sent=values["sent"] * (1 + whole / 2),
         calls=values["calls"] * (1 + whole / 2),

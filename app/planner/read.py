@@ -50,7 +50,7 @@ class PartCosts:
     """Coefficients c0 … c5 of one part's costs."""
 
     values: dict[str, np.ndarray]  # of each of trace.py's values
-    products: dict[str, np.ndarray]  # phase → (P, 3, 6): of m, n and k of unlike products
+    products: dict[str, np.ndarray]  # phase → (P, 4, 6): of m, n, k and batch of unlike products
     times: dict[str, np.ndarray]  # phase → (P,) how often each is done
 
     def at(self, batch: float, tp: float) -> dict[str, float]:
@@ -59,7 +59,7 @@ class PartCosts:
         return defaultdict(float, {name: max(0.0, float(found @ row)) for name, found in self.values.items()})
 
     def products_at(self, phase: str, batch: float, tp: float) -> np.ndarray:
-        """(P, 4): m, n, k, times."""
+        """(P, 5): m, n, k, batch, times."""
         return np.column_stack([self.products[phase] @ basis(batch, tp), self.times[phase]])
 
 
@@ -229,9 +229,9 @@ def _fitted(traces: dict[tuple[int, int], PartTrace]) -> PartCosts:
             lists = {key: own for key, own in lists.items() if key[1] == 1}
         unlike: Counter[tuple[float, ...]] = Counter()
         for i in range(min(map(len, lists.values()))):
-            sizes = [_coefficients({key: float(own[i][side]) for key, own in lists.items()}) for side in range(3)]
+            sizes = [_coefficients({key: float(own[i][side]) for key, own in lists.items()}) for side in range(4)]
             unlike[tuple(np.round(np.concatenate(sizes), 4))] += 1
-        products[phase] = np.array(list(unlike), float).reshape(-1, 3, 6)
+        products[phase] = np.array(list(unlike), float).reshape(-1, 4, 6)
         times[phase] = np.array(list(unlike.values()), float)
     return PartCosts(values, products, times)
 

@@ -37,8 +37,8 @@ BEFORE, AFTER = "before", "after"
 INDEXED = {"gather", "scatter_add", "scatter_add_", "nll_loss_forward"}
 """Operations that touch a few places of their largest tensor: its other tensors are what they move."""
 FREE = {"detach", "alias", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
-Product = tuple[float, float, float]
-"""m, n, k: 2·m·n·k FLOPs. A batch of products is one with that many times the rows."""
+Product = tuple[float, float, float, float]
+"""m, n, k, number in a batch: 2·m·n·k·number FLOPs."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class PartTrace:
         saved                                    distinct storages kept for backward, parameters excluded
         kept                                     results that `selective` checkpointing keeps
         boundary                                 what flows into a block
-        extra                                    alive at the worst moment of backward, beyond what is saved
+        forward_extra, extra                     alive at the worst moment of forward, of backward, beyond what is saved
         sent, calls                              by one tensor-parallel worker: bytes, and number of collectives
     """
 
@@ -108,7 +108,7 @@ class Watcher(OperationMode):
 
     def _allocate(self, tensor: Tensor) -> bool:
         """Whether the tensor's storage is new; then it is alive until nothing refers to it."""
-        if isinstance(tensor, VocabularyLogits):
+        if isinstance(tensor, VocabularyLogits) or tensor.is_meta:  # it, and the whole logits that it stands for
             return False
         storage = tensor.untyped_storage()
         key = id(storage)
@@ -116,9 +116,8 @@ class Watcher(OperationMode):
             return False
         self.sizes[key] = float(storage.nbytes())
         self.live += self.sizes[key]
-        if self.phase == "backward":
-            values = self.parts[self.part].values
-            values["extra"] = max(values["extra"], self.live)
+        values, peak = self.parts[self.part].values, "forward_extra" if self.phase == "forward" else "extra"
+        values[peak] = max(values[peak], self.live)
         weakref.finalize(storage, self._free, key)
         return True
 
@@ -175,6 +174,7 @@ def _beyond_saved(parts: dict[str, PartTrace], order: list[str]) -> dict[str, Pa
     for name in (BEFORE, *dict.fromkeys(order), AFTER):
         if name in parts:
             found[name], values = parts[name], parts[name].values
+            values["forward_extra"] = max(0.0, values["forward_extra"] - held)
             held += values["saved"]
             values["extra"] = max(0.0, values["extra"] - held)
     return found
@@ -241,7 +241,8 @@ def _moved(name: str, tensors: list[Tensor]) -> float:
 def _product(like: Tensor, name: str, flops: float) -> Product:
     """The product that has as many FLOPs as an operation. like: its result, or what its result is the gradient of."""
     size, columns = max(like.numel(), 1), max(like.shape[1 if "convolution" in name else -1], 1)
-    return size / columns, columns, flops / (2.0 * size)
+    batch = max(like.shape[0], 1) if name in ("bmm", "baddbmm") else 1
+    return size / columns / batch, columns, flops / (2.0 * size), batch
 
 
 # --- fused operations ---------------------------------------------------------------------------------------------
