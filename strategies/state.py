@@ -65,8 +65,8 @@ def batch_norm_notes(module: nn.Module, layout: Layout) -> tuple[str, ...]:
         return ()
     return (
         f"{norms[0]} normalises over one worker's micro-batch, so this run differs from one with micro-batches of "
-        "another size, and its running statistics are those of one worker (rank 0 of its stage): GroupNorm, or "
-        "torch.nn.SyncBatchNorm on GPUs, do not depend on the split",
+        "another size, and its running statistics are those of one worker (rank 0 of its stage): GroupNorm does "
+        "not depend on that; torch.nn.SyncBatchNorm, on GPUs, on the number of micro-batches alone",
     )
 
 

@@ -71,6 +71,14 @@ def cached(name: str, make: Callable[[Path], Any]) -> Path:
 
 
 def identity(*paths: Path) -> str:
-    """A hash of the files' paths, sizes and times in this order, 16 hexadecimal digits."""
+    """A hash of the files' contents in this order, 16 hexadecimal digits; computed once for their sizes and times."""
     stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
+
+    def digest(kept: Path) -> None:
+        total = hashlib.sha256()
+        for path in paths:
+            with open(path, "rb") as file:
+                total.update(hashlib.file_digest(file, "sha256").digest())
+        kept.write_text(total.hexdigest()[:16])
+
+    return cached(f"digest-{hashlib.sha256(repr(stats).encode()).hexdigest()[:16]}.txt", digest).read_text()

@@ -1,4 +1,4 @@
-"""Text as token files: found, tokenised once, kept in the cache, read a few windows at a time.
+"""Text as token files: found, tokenised once, kept in the cache by its content, read a few windows at a time.
 
 A corpus may be far larger than memory. Windows are read with pread instead of a mapping (np.memmap), whose pages pile
 up in the process's resident memory, and which ends the process with SIGBUS where the file becomes unreadable.
@@ -97,8 +97,8 @@ def _python_library() -> list[Path]:
 def tokenise(files: Sequence[Path], tokenizer: str = BYTES) -> tuple[TokenFile, int, int]:
     """(the files' tokens one after another, size of the vocabulary, bytes of text).
 
-    The tokens are kept in the cache, and made anew only where the files or the tokenizer have changed. `tokenizer` is
-    "bytes" or the path of a Hugging Face tokenizers file (tokenizer.json).
+    The tokens are kept in the cache under a hash of the files' contents and the tokenizer, and made only if they are
+    not there. `tokenizer` is "bytes" or the path of a Hugging Face tokenizers file (tokenizer.json).
     """
     if tokenizer == BYTES:
         vocab_size, key = 256, identity(*files)

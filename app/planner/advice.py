@@ -142,7 +142,7 @@ def _least_change(plan: Plan, cut: bool) -> Estimate | None:
 
 def size_text(size: float) -> str:
     """Bytes as a person reads them."""
-    return f"{size / GIB:.3g} GiB"
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
 
 
 def figures(row: Estimate) -> str:

@@ -265,14 +265,14 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
 @click.option("--seed", default=0, show_default=True)
 @click.option("--each", default=10, type=click.IntRange(1), show_default=True, help="Kills of one run.")
 @click.option("--run", "only", type=int, help="Only this run of the seed's, once more: what a WRONG line says.")
-@click.option("--out", default="", help="Folder of the runs; default: runs/chaos-SEED-TIME. Kept if one is wrong.")
+@click.option("--out", default="runs", show_default=True, help="In it, chaos-SEED-TIME is kept if a run is wrong.")
 @click.option("--json", "as_json", is_flag=True)
 def main(kills: int, seed: int, each: int, only: int | None, out: str, as_json: bool) -> None:
     """Kills worker, stage, raylet and driver, and looks whether anything was lost."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or what was started would be left behind
     rows, wrong = list[dict[str, Any]](), False
     calm: dict[str, Trial] = {}
-    session = Session(Path(out or f"runs/chaos-{seed}-{int(time.time())}").absolute())
+    session = Session(Path(out, f"chaos-{seed}-{int(time.time())}").absolute())
     try:
         for number in itertools.count() if only is None else [only]:
             layout = list(LAYOUTS)[number % len(LAYOUTS)]
@@ -283,7 +283,7 @@ def main(kills: int, seed: int, each: int, only: int | None, out: str, as_json: 
             drawn = draw(seed, number, each, layout)
             problems = unlike(run(session, f"run-{number}", layout, drawn), calm[layout], drawn)
             wrong = wrong or bool(problems)
-            done = [kill for kill in drawn if kill.time]
+            done = [kill for kill in drawn if kill.time] or drawn[: len(problems)]  # it may hang before the first
             rows += [{**asdict(kill), "run": number, "layout": layout, "problems": problems} for kill in done]
             for kill in done:
                 click.echo(f"    {kill}: on from step {kill.resumed_from}, {kill.seconds} s", err=True)

@@ -127,7 +127,8 @@ def scheduler_of(search: Search, longest: int, every: int) -> Any:
     try:
         if search.scheduler == "none":
             return schedulers.FIFOScheduler(**search.scheduler_args)
-        return schedulers.ASHAScheduler(**(own | search.scheduler_args))
+        given = own | search.scheduler_args
+        return schedulers.ASHAScheduler(**(given | {"grace_period": min(given["grace_period"], longest)}))
     except (TypeError, ValueError, AssertionError, TuneError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"scheduler {search.scheduler} does not take these arguments: {reason}") from error

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -251,3 +251,12 @@ def trial(recipe: Recipe) -> Any:
         raise
     except Exception as error:  # a configuration can be wrong in as many ways as there are models
         raise UserError(f"task_args.config does not make a {recipe.config.model_type}: {last_line(error)}") from error
+
+
+def position_tables(model: nn.Module) -> Iterator[int]:
+    """How many positions each learnt table of positions in the model can serve; rotary models have none."""
+    for name, module in model.named_modules():
+        leaf = name.rpartition(".")[2]
+        if isinstance(module, nn.Embedding) and leaf in ("position_embeddings", "embed_positions", "wpe"):
+            kept = 0 if module.padding_idx is None else module.padding_idx + 1  # RoBERTa counts from behind it
+            yield module.num_embeddings - kept - int(getattr(module, "offset", 0))

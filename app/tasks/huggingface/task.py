@@ -16,7 +16,7 @@ from app.errors import UserError
 from app.tasks.base import Batch
 from app.tasks.huggingface import plan
 from app.tasks.huggingface.data import chosen_tokenizer, images, labelled_text, running_text, tokenizer_of
-from app.tasks.huggingface.model import KINDS, Recipe, choose_kind, find, settle, trial
+from app.tasks.huggingface.model import KINDS, Recipe, choose_kind, find, position_tables, settle, trial
 from app.tasks.parts import InParts, one_of, whole
 
 GENERATION = "generation_config.json"
@@ -27,6 +27,7 @@ ONLY_FOR = {
     "sequence_length": ("causal_lm", "sequence_classification"),
     "text": ("sequence_classification",),
     "label": ("sequence_classification",),
+    "augment_shift": ("image_classification",),
 }
 """Arguments that only some kinds have a use for."""
 
@@ -46,8 +47,8 @@ class HuggingFace(InParts):
         tokenizers file (default: the folder's own tokenizer.json, else bytes).
     sequence_classification: data: a .csv or .parquet file with columns `text` and `label`; tokenizer as above;
         sequence_length: tokens of a text that are used (default: 512, or what the model can).
-    image_classification: data as for image_classification. A model type gets the images' size and channels; with a
-        folder or a hub id images are resized to what its configuration says.
+    image_classification: data and augment_shift as for image_classification. A model type gets the images' size and
+        channels; with a folder or a hub id images are resized to what its configuration says.
 
     What the data decides (the vocabulary's size, the number of classes, the padding token) is set in the
     configuration unless written there. Weights are float32.
@@ -67,6 +68,7 @@ class HuggingFace(InParts):
         sequence_length: int | None = None,
         text: str | None = None,
         label: str | None = None,
+        augment_shift: int | None = None,
         eval_samples: int | None = None,
     ) -> None:
         one_of("kind", kind, ("auto", *KINDS))
@@ -78,7 +80,7 @@ class HuggingFace(InParts):
         self.found = found = find(model, weights=pretrained)
         self.kind = choose_kind(found, kind)
         given = {"tokenizer": tokenizer, "token_dtype": token_dtype, "sequence_length": sequence_length}
-        given |= {"text": text, "label": label}
+        given |= {"text": text, "label": label, "augment_shift": augment_shift}
         own: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         for name in own:
             if self.kind not in ONLY_FOR[name]:
@@ -108,6 +110,12 @@ class HuggingFace(InParts):
         cached = "use_cache" in inspect.signature(structure.forward).parameters
         self._keywords: dict[str, Any] = {"use_cache": False} if cached else {}
         self._heads = plan.heads(self.config, self.tensor_plan(structure))
+        patch, sides = getattr(self.config, "patch_size", None), _sides(self.config)
+        if isinstance(patch, int) and sides and any(side % patch for side in sides):  # a rest would be left out
+            raise UserError(
+                f"task_args.config.patch_size is {patch}, which does not divide images of {sides[0]}×{sides[1]}; write "
+                "one that does"
+            )
 
     # --- the task ----------------------------------------------------------------------------------------------
 
@@ -196,12 +204,12 @@ def _length(kind: str, written: int | None, base: Any) -> int:
     """Tokens in a sample: as written, else the kind's default, or less where the model has fewer positions.
 
     Raises UserError where more is written than the model has."""
-    able = getattr(base, "max_position_embeddings", None)
-    known = [able] if isinstance(able, int) and able > 0 else []
+    able = min(position_tables(trial(Recipe(kind, base, None))), default=None)
     if written is None:
-        return min([DEFAULT_LENGTHS[kind], *known])
+        known = (DEFAULT_LENGTHS[kind], able, getattr(base, "max_position_embeddings", None))
+        return min(length for length in known if isinstance(length, int) and length > 0)
     whole("sequence_length", written)
-    if min([written, *known]) < written:
+    if able is not None and written > able:
         raise UserError(
             f"task_args.sequence_length is {written}, but the model has {able} positions; write at most {able}, or a "
             "larger task_args.config.max_position_embeddings"

@@ -70,6 +70,7 @@ def test_text_is_tokenised_once_and_again_when_it_changes(tmp_path: Path, monkey
     with monkeypatch.context() as patched:
         patched.setattr(text, "_byte_chunks", lambda files: map(fail, files))
         assert tokenise([path])[0] == first
+        assert tokenise([write(tmp_path / "copy.txt", "one text")])[0] == first, "found by content, not by name"
     write(path, "two text")
     os.utime(path, ns=(1, 1))
     changed = tokenise([path])[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from app.errors import UserError
 from app.planner import read as reading
 from app.planner import trace
 from app.planner.advice import predict
+from app.planner.device import device
 from app.planner.machine import cpus
 from app.planner.read import AUTOCAST, CAST, PLAIN, Reader
 from app.tasks import load_task
@@ -87,6 +89,16 @@ def test_products_are_the_models_flops() -> None:
     )
     matrices = sum(p.numel for p in reader.size.parameters if len(p.shape) == 2 and "embed" not in p.name)
     assert flops == pytest.approx(6 * 3 * 64 * matrices, rel=1e-6)
+
+
+def test_experts_read_their_own_weights_and_the_loss_of_a_split_vocabulary_peaks_in_forward() -> None:
+    product = trace._product(torch.empty(64, 16, 1408), "bmm", 2.0 * 64 * 16 * 1408 * 2048)
+    assert product == (16, 1408, 2048, 64)
+    gpu = device("a100-80gb")
+    seconds = gpu.product_seconds(np.array([[*product, 1.0]]), "bf16", 2)
+    assert seconds * gpu.bandwidth == pytest.approx(2 * 64 * (1408 * 2048 + 16 * 1408 + 16 * 2048))
+    loss, logits = Reader(_gpt()).costs(PLAIN).parts["after"].at(4, 2), 4 * 64 * 256 // 2 * 4
+    assert 3 * logits <= loss["forward_extra"] < 5 * logits, "the logits, shifted, their exponentials, the shares"
 
 
 def _peak(task: Task, batch: int, mode: str) -> float:

@@ -143,7 +143,9 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (MODEL, LLAMA | {"pretrained": True}, "'llama' is a model type without weights"),
     (MODEL, LLAMA | {"model": "gpt2", "config": GPT2 | {"n_positions": 4}, "sequence_length": 8}, "has 4 positions"),
     (MODEL, {"model": "bert", "data": "table.csv", "config": SMALL, "text": "shp"}, "did you mean 'shop'?"),
+    (MODEL, {"model": "roberta", "data": "table.csv", "config": SMALL, "sequence_length": 511}, "has 510 positions"),
     (MODEL, {"model": "vit", "data": "digits", "sequence_length": 8}, "sequence_length is for causal_lm"),
+    (MODEL, {"model": "vit", "data": "digits", "config": SMALL | {"patch_size": 5}}, "patch_size is 5"),
 ]
 
 

@@ -38,6 +38,7 @@ def test_overrides_and_a_grid_of_every_combination(tmp_path: Path) -> None:
     other = sweep_of(tmp_path, BASE, "searcher=random", "trials=5", "train.steps=7", "scheduler=asha", "target=0.5")
     assert (other.searcher, other.count, other.scheduler, other.target) == ("random", 5, "asha", 0.5)
     assert other.experiment.train.steps == 7 and other.longest() == 7
+    assert scheduler_of(sweep_of(tmp_path, BASE, "scheduler={name: asha, grace_period: 500}"), 64, 4), "64 is enough"
     sweep = sweep_of(tmp_path)
     assert sweep.name == "trial-sweep" and sweep.count == 6
     assert sweep.points is not None
