@@ -50,15 +50,6 @@ def _message(_: int, row: Row, make: Callable[[], nn.Module], plan: dict[str, st
     return "no error"
 
 
-def _messages(row: Row, make: Any, plan: dict[str, str] | None) -> list[str]:
-    args = (row, make, plan)
-    return [_message(0, *args)] if row.workers == 1 else run_distributed(_message, row.workers, *args)
-
-
-def frozen() -> nn.Module:
-    return nn.Linear(7, 3).requires_grad_(False)
-
-
 class Changing(nn.Module):
     """Uses another layer in every step, and one never."""
 
@@ -134,14 +125,15 @@ SPLITS_HEADS = {"q": "colwise", "out": "rowwise"}
         (Row("tensor", 2), partly_used, None, "no error"),
         (Row("single", 1), nn.Tanh, None, "Tanh has no parameters.*nothing to train"),
         (Row("fsdp", 2), nn.Tanh, None, "Tanh has no parameters.*nothing to train"),
-        (Row("single", 1), frozen, None, "requires_grad=False"),
+        (Row("single", 1), lambda: nn.Linear(7, 3).requires_grad_(False), None, "requires_grad=False"),
         (Row("tensor", 2), PlainGPT, FORGETS_NORM, r"norm\..*sequence or partial"),
         (Row("tensor", 2), CountsHeads, SPLITS_HEADS, "parallel.tp=2.*divides the attention heads"),
     ],
     ids=str,
 )
 def test_a_model_that_does_not_fit_is_named_by_every_worker(row: Row, make: Any, plan: Any, words: str) -> None:
-    for message in _messages(row, make, plan):
+    args = (row, make, plan)
+    for message in [_message(0, *args)] if row.workers == 1 else run_distributed(_message, row.workers, *args):
         assert re.search(words, message) and "\n" not in message
 
 

@@ -1,9 +1,9 @@
-"""Each name of torch's that nobody promised is taken away in turn, and the program continues."""
+"""Each name of torch's that nobody promised is taken away, and the program continues. What the entries do where the
+name is there: test_state.py watches operations, test_parity.py trains a recurrent model."""
 
 from __future__ import annotations
 
 import ast
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -26,20 +26,28 @@ def test_there_are_few_entries_and_each_says_why_and_what_then() -> None:
     assert len(said) <= 6 and all("Missing:" in text for text in said)
 
 
-def test_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    mode = torch_internals.fake_mode()
-    with mode:
+def test_fake_tensors() -> None:
+    with torch_internals.fake_mode():
         fake = torch.empty(2)
     assert type(fake) is not torch.Tensor
-    monkeypatch.delattr(importlib.import_module("torch._subclasses.fake_tensor"), "FakeTensorMode")
+
+
+NAMES = (
+    "torch._subclasses.fake_tensor.FakeTensorMode",
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch._C._distributed_c10d._dump_nccl_trace_json",
+    "torch._C._distributed_c10d._dump_fr_trace_json",
+)
+
+
+def test_each_entry_where_torch_has_none_of_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delattr(name, raising=False)  # the recorder's depend on how torch was built
+    monkeypatch.setattr(torch.nn, "RNN", lambda *_: object())
     assert torch_internals.fake_mode() is None
-
-
-def test_watching_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it watches where the name is there: test_state.py."""
-    monkeypatch.delattr(importlib.import_module("torch.utils._python_dispatch"), "TorchDispatchMode")
     with torch_internals._operation_mode()():
         torch.zeros(1)
+    assert torch_internals.flight_recorder() == "" and torch_internals.rnn_reading_its_parameters() == {}
 
 
 def _collectives(rank: int, operators: Any) -> list[list[float]]:
@@ -65,13 +73,3 @@ def test_the_flight_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
     for said in run_distributed(_records, 2):
         assert said == "" or json.loads(said)["entries"]
-    module = importlib.import_module("torch._C._distributed_c10d")
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        monkeypatch.delattr(module, name, raising=False)
-    assert torch_internals.flight_recorder() == ""
-
-
-def test_rnns_that_read_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one computes where the name is there: the recurrent model of test_parity.py."""
-    monkeypatch.setattr(torch.nn, "RNN", lambda *_: object())
-    assert torch_internals.rnn_reading_its_parameters() == {}

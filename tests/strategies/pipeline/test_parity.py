@@ -117,7 +117,7 @@ def _one_step(rank: int, rows: list[int], options: dict[str, Any]) -> dict[str, 
         answers.append(float(total))
     kept = {name: p.grad.clone() for name, p in parallel.named_parameters() if p.grad is not None}
     spans = parallel.profile(lambda: parallel.forward_backward(batches, weights, language_loss))
-    evaluated = [parallel.forward(_logits, batch) for batch in batches]
+    evaluated = [parallel.forward(lambda model, batch: model(batch[0]), batch) for batch in batches]
     return {
         "losses": answers,
         "gradients": kept,
@@ -127,10 +127,6 @@ def _one_step(rank: int, rows: list[int], options: dict[str, Any]) -> dict[str, 
         "own": sum(p.numel() for p in parallel.parameters()),
         "names": list(parallel.model_state()),
     }
-
-
-def _logits(model: nn.Module, batch: Any) -> torch.Tensor:
-    return model(batch[0])
 
 
 @pytest.mark.parametrize("options", some("1f1b", "interleaved_1f1b", "zb_h1", "zbv"), ids=str)

@@ -217,14 +217,10 @@ class Bent(PlainGPT):
         return self.head(self.norm(self.way(self, self.embed(tokens))))
 
 
-class Odd(nn.Linear):
-    def forward(self, x: Any) -> Any:
-        return iter([super().forward(x)])
-
-
 def iterators() -> nn.Module:
     model = PlainGPT()
-    model.blocks = nn.ModuleList(Odd(WIDTH, WIDTH) for _ in range(4))
+    for block in model.blocks:
+        block.forward = lambda x: iter([x])  # type: ignore[assignment]
     return model
 
 
