@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from experiments.parity import curves
+from strategies import activation_checkpointing
 from strategies.blocks import find_blocks
 from strategies.parallelize import Options, choose
 from strategies.pipeline.apply import plan_stages
 from strategies.pipeline.simulate import alive_by_formula
 from strategies.pipeline.stage import Stage
+from strategies.pipeline.weight_grad import DeferredWeightGrad, finish
 from tests.pool import run_distributed
-from tests.strategies.models import assert_refused, gpt_trial, language_batch, language_loss
+from tests.strategies.models import HEADS, WIDTH, Block, assert_refused, gpt_trial, language_batch, language_loss
 from tests.strategies.pipeline.test_parity import ALL, some
 from tests.strategies.pipeline.test_trace import Experts
 
@@ -83,6 +85,21 @@ def test_activations_in_memory_are_as_many_as_the_formula_says(stages: int) -> N
     for rank, answer in enumerate(run_distributed(_held, stages, stages, options)):
         for given, (held, formula) in zip(options, answer):
             assert held == formula, (given["schedule"], rank)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_gradients_of_matrices_wait_for_the_second_half_of_backward(recompute: str) -> None:
+    """That they are then those of one backward: test_parity.py."""
+    block, later = Block(WIDTH, HEADS), DeferredWeightGrad()
+    later.wrap(block)
+    activation_checkpointing.apply(block, [], recompute)
+    y = block(torch.randn(2, 5, WIDTH, requires_grad=True))
+    later.waiting = []
+    y.square().sum().backward()
+    for parameter in block.parameters():
+        assert (parameter.grad is None) == (parameter.dim() > 1)
+    finish(later.waiting)
+    assert all(parameter.grad is not None for parameter in block.parameters())
 
 
 def test_a_block_that_returns_other_than_it_was_taken_to_is_named() -> None:
