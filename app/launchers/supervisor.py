@@ -191,7 +191,7 @@ class Supervisor:
         driver.console.say(
             f"{reason}; continuing with {workers} of {elastic.wanted} workers{layout} after the last save"
         )
-        driver.tracker.metrics(driver.step, {"fault/workers": float(workers)})
+        driver.fault("workers", workers)
         excluded = ",".join(elastic.excluded_nodes)
         driver.tracker.tags({"trireme.workers": str(workers), "trireme.excluded_nodes": excluded})
         driver.resized = True

@@ -27,7 +27,7 @@ class Driver:
         self.run, self.config, self.console, self.settings = run, config, console, settings
         self.started, self.began = time.time(), time.monotonic()
         self.first_step_at: float | None = None
-        self.step = 0
+        self.step, self.fault_step = 0, 0  # the newest; the highest of a fault's metrics
         self.seconds_per_step: float | None = None  # as of the newest progress event
         self.progressed = False  # whether the present attempt has taken a step
         self.summary: dict[str, Any] = {}
@@ -109,7 +109,7 @@ class Driver:
             self.tracker.tags({"trireme.resumed_from": str(event["resumed_from"])})
         rewind = self.step - (event["resumed_from"] or 0)
         if rewind > 0:  # steps are taken again; what they log again is not sent, so curves stay unbroken
-            self.tracker.metrics(self.step, {"fault/rewind_steps": float(rewind)})
+            self.fault("rewind_steps", rewind)
 
     def _on_progress(self, event: dict[str, Any]) -> None:
         if self.first_step_at is None:
@@ -117,7 +117,7 @@ class Driver:
         self.step, self.progressed = event["step"], True
         self.seconds_per_step = event["seconds_per_step"]
         if self.lost_at is not None:
-            self.tracker.metrics(self.step, {"fault/recovery_seconds": time.monotonic() - self.lost_at})
+            self.fault("recovery_seconds", time.monotonic() - self.lost_at)
             self.lost_at = None
         self._log_cost()
         self.console.progress(event)
@@ -149,6 +149,11 @@ class Driver:
 
     def _on_done(self, event: dict[str, Any]) -> None:
         self.summary = event["summary"]
+
+    def fault(self, name: str, value: float) -> None:
+        """Logs what a fault did, above the steps of earlier faults: below them it would be a replay, and not sent."""
+        self.fault_step = max(self.step, self.fault_step + 1)
+        self.tracker.metrics(self.fault_step, {f"fault/{name}": float(value)})
 
     def lost(self) -> None:
         """Notes that training is interrupted until the next step."""

@@ -50,7 +50,7 @@ class Scene:
     def __init__(self, **fault: float) -> None:
         self.said: list[str] = []
         self.tags: dict[str, str] = {}
-        self.logged: list[dict[str, float]] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
         self.texts: dict[str, str] = {}
         self.nodes = {name: {"CPU": 1.0} for name in "abcd"}
         self.sizes: list[int] = []
@@ -65,7 +65,7 @@ class Scene:
         self.driver: Any = Driver(run, prepared.config, console, resolve_tracking(prepared.config.tracking, "/nowhere"))
         self.driver.tracker = SimpleNamespace(
             tags=self.tags.update,
-            metrics=lambda step, values, time=None: self.logged.append(values),
+            metrics=lambda step, values, time=None: self.logged.append((step, values)),
             text=lambda text, path: self.texts.update({path: text}),
         )
         nodes = Nodes(is_alive=lambda node: node in self.nodes, oom_kills=lambda node: 0)
@@ -157,9 +157,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_four_three_two_four_workers_of_the_same_run() -> None:
     scene = Scene()
     again = pauses_for_more(30, c=1.0, d=1.0)
-    scene.go(dies(3, 10, node_goes="d"), dies(2, 20, node_goes="c"), again, finishes)  # type: ignore[arg-type]
+    scene.go(dies(3, 10, node_goes="d"), dies(2, 8, node_goes="c"), again, finishes)  # type: ignore[arg-type]
     assert scene.sizes == [4, 3, 2, 4]
-    assert [v["fault/workers"] for v in scene.logged if "fault/workers" in v] == [3.0, 2.0, 4.0]
+    sizes = {step: v["fault/workers"] for step, v in scene.logged if "fault/workers" in v}
+    assert [sizes[step] for step in sorted(sizes)] == [3.0, 2.0, 4.0], "each above the one before, also after a rewind"
     assert (
         "worker 3, process 103 on 10.0.0.3, died after step 10 with its node; there is room for 3 of 4" in scene.said[0]
     )
@@ -254,7 +255,7 @@ def test_rewinds_are_marked() -> None:
     start = {"type": "start", "steps": 60, "device": "cpu", "parameters": 1}
     for step in (15, 15):
         scene.driver.handle(start | {"resumed_from": step, "step": step})
-    assert scene.logged[0] == {"fault/rewind_steps": 2.0}
+    assert scene.logged[0] == (17, {"fault/rewind_steps": 2.0})
 
 
 # --- numbers of workers: which make a layout, how many find room, and when to use it --------------------------------
