@@ -40,10 +40,9 @@ MODELS: dict[str, tuple[Build, Tensor, tuple[int, ...]]] = {
     "gpt tied": (lambda: gpt(tie_weights=True), tokens(2, 7), (2, 7, 50)),
     "gpt dropout": (lambda: gpt(dropout=0.1, d_hidden=24), tokens(1, 1), (1, 1, 50)),
 }
-ALL = pytest.mark.parametrize("name", list(MODELS))
 
 
-@ALL
+@pytest.mark.parametrize("name", MODELS)
 def test_shapes_and_gradients(name: str) -> None:
     build, inputs, shape = MODELS[name]
     torch.manual_seed(0)
@@ -57,7 +56,7 @@ def test_shapes_and_gradients(name: str) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@ALL
+@pytest.mark.parametrize("name", MODELS)
 def test_the_same_seed_and_the_same_state_give_the_same_model(name: str) -> None:
     build, inputs, _ = MODELS[name]
     models = []

@@ -96,7 +96,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("own_tasks:Mine", {"depth": 3}, "needs task_args.width, which is not given"),
     ("own_tasks:Bare", {"width": 3}, "it takes no arguments"),
     (IMAGES, {"modle": "cnn"}, "task_args.modle: task 'image_classification' has no such argument (did you mean 'mod"),
-    (TEXT, {}, "needs task_args.data"),
     # images
     (IMAGES, {"data": "mnis"}, "there is no 'mnis'"),
     (IMAGES, {"data": "good.npz", "classes": 3}, "label 3 of image 3 is out of range; with 3 classes labels are 0 to"),

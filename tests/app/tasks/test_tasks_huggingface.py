@@ -47,21 +47,12 @@ TEXTS = ("bert", "llama classifier", "gpt2 classifier")
 IMAGES = ("vit", "resnet")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("hub")))
-        yield
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "text.txt").write_text("a penny saved is a penny earned; " * 60)
+@pytest.fixture
+def data(tmp_path: Path, text: str, own_cache: Path) -> Path:
+    """A folder with text.txt and reviews.csv."""
     rows = [f"{'good' if i % 2 else 'bad'} {'day ' * (1 + i * 7 % 5)},{'yes' if i % 2 else 'no'}" for i in range(40)]
-    (folder / "reviews.csv").write_text("\n".join(["text,label", *rows, ",yes", "lost,"]) + "\n")
-    return folder
+    (tmp_path / "reviews.csv").write_text("\n".join(["text,label", *rows, ",yes", "lost,"]) + "\n")
+    return tmp_path
 
 
 def arguments(name: str, data: Path) -> dict[str, Any]:
@@ -228,12 +219,12 @@ def test_trains_the_same_model(
 # --- folders and tokenizers -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+@pytest.fixture
+def folder(data: Path) -> Path:
     """What somebody else saved: a Llama with weights and a tokenizer of its own."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    where = tmp_path_factory.mktemp("llama")
+    where = data / "llama"
     task = made("llama", data)
     torch.manual_seed(5)
     task.build_model().save_pretrained(where)
@@ -290,7 +281,7 @@ def test_bytes_as_a_tokenizers_file() -> None:
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
-def test_images_are_fitted_to_a_folders_model(data: Path, tmp_path: Path) -> None:
+def test_images_are_fitted_to_a_folders_model(tmp_path: Path, own_cache: Path) -> None:
     from transformers import ViTConfig
 
     ViTConfig(**SMALL, image_size=12, patch_size=4, num_channels=3).save_pretrained(tmp_path)
