@@ -247,7 +247,7 @@ def test_json_has_the_layouts_best_first(tmp_path: Path) -> None:
         ("--gpus 8 --gpu h1000", "did you mean h100-80gb"),
         ("--gpus 0 --gpu t4", "at least 1"),
         ("--gpus 8 --gpu t4 --interconnect fast", "cannot be read"),
-        ("--gpus 4096 --gpu h100-80gb --max-batch", "this machine"),
+        ("--gpus 4096 --gpu h100-80gb --max-batch", "4096 × h100-80gb"),
         ("--cluster laptop", "no GPUs"),
         ("--gpus 8 --gpu t4 parallel.dp_shard=3", "8 workers"),
         ("--gpus 8 --gpu t4 parallel.tp=8", "does not divide"),

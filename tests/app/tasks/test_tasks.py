@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from app.data.loader import fetch, train_batches
+from app.data.loader import fetch
 from app.evaluation import evaluate
 from app.job import Heartbeat
 from app.tasks import Task, load_task
 from app.tasks.vision import shifted
 from strategies.parallelize import choose, parallelize
+from tests.app.data.test_data_loader import begun
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -68,11 +69,8 @@ def test_micro_batches_5_by_2_have_the_exact_gradient_of_the_whole_batch(task: T
     model = built(task).double()
 
     def load(micro: int | None) -> list[Any]:
-        steps = train_batches(
-            task.train_data(), seed=1, global_batch_size=5, micro_batch_size=micro, dp_rank=0, dp_size=1,
-            samples_seen=0, steps=1, device=CPU,
-        )  # fmt: skip
-        return [[t.double() if t.is_floating_point() else t for t in batch] for batch in next(steps)]
+        (step,) = begun(task.train_data(), batch=5, steps=1, micro_batch_size=micro)
+        return [[t.double() if t.is_floating_point() else t for t in batch] for batch in step]
 
     model.eval()  # BatchNorm and dropout are the only layers that see more than a row
     whole, parts = load(None), load(2)
@@ -105,14 +103,10 @@ def test_the_whole_interface(task: Task) -> None:
         assert getattr(task.train_data(), "shift", 0) or torch.equal(one, many[3]), "a sample is a row of a batch"
 
 
-def train(task: Task, steps: int, lr: float, batch: int = 32) -> dict[str, float]:
+def train(task: Task, steps: int, lr: float) -> dict[str, float]:
     model = built(task)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    batches = train_batches(
-        task.train_data(), seed=0, global_batch_size=batch, micro_batch_size=None, dp_rank=0, dp_size=1,
-        samples_seen=0, steps=steps, device=CPU,
-    )  # fmt: skip
-    for (micro,) in batches:
+    for (micro,) in begun(task.train_data(), batch=32, steps=steps):
         optimizer.zero_grad()
         task.loss(model, micro).backward()
         optimizer.step()
@@ -210,8 +204,7 @@ def test_augmented_training_is_the_same_after_a_resume_and_on_more_workers() -> 
     task = load_task("image_classification", {"data": "digits", "augment_shift": 2})
 
     def load(**changes: Any) -> list[Tensor]:
-        given = {"dp_rank": 0, "dp_size": 1, "samples_seen": 0, "steps": 4, "micro_batch_size": None} | changes
-        steps = train_batches(task.train_data(), seed=1, global_batch_size=8, device=CPU, **given)
+        steps = begun(task.train_data(), batch=8, **{"steps": 4} | changes)
         return [torch.cat([inputs for inputs, _ in step]) for step in steps]
 
     whole = load()
