@@ -32,7 +32,7 @@ VALUES = ("saved", "kept", "boundary", "extra", "sent", "calls", "moved_forward"
 
 
 class Values(Task):
-    """A chain whose code can do what meta tensors cannot."""
+    """A chain, with no more than a task must have, whose code can do what meta tensors cannot."""
 
     def __init__(self, looks: str = "") -> None:
         self.looks = looks

@@ -18,6 +18,7 @@ from app.tasks import Task, load_task
 from app.tasks.vision import shifted
 from strategies.parallelize import choose, parallelize
 from tests.app.data.test_data_loader import begun
+from tests.app.planner.test_read import Values
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -140,24 +141,14 @@ def test_language_is_learnt(text: str) -> None:
 
 
 def test_a_user_may_leave_everything_but_three_methods_out() -> None:
-    class Least(Task):
-        def build_model(self) -> nn.Module:
-            return nn.Linear(3, 1)
-
-        def train_data(self) -> Any:
-            return [(torch.ones(3), torch.ones(1))] * 4
-
-        def loss(self, model: nn.Module, batch: Any) -> Tensor:
-            return nn.functional.mse_loss(model(batch[0]), batch[1])
-
-    task = Least()
+    task = Values()
     model = built(task)
     batch = one_batch(task)
     assert task.items(batch) == 4 and task.unit == "samples" and not task.items_vary
     assert set(task.metrics(model, batch)) == {"loss"} and task.derived({"loss": 1.0}) == {}
     assert task.eval_data() is None and task.blocks(model) is None and task.tensor_plan(model) is None
     assert task.heads() is None
-    assert [x.shape for x in task.example_input()] == [(1, 3)]
+    assert [x.shape for x in task.example_input()] == [(1, 16)]
 
 
 # --- what each makes of its data --------------------------------------------------------------------------------
