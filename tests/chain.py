@@ -52,17 +52,10 @@ class Chain(Points):
     file `hang` is there the last block takes it away and sleeps for an hour."""
 
     def __init__(
-        self,
-        *,
-        n_blocks: int = 4,
-        dropout: float = 0.1,
-        step_seconds: float = 0.0,
-        width: int = 16,
-        hang: str = "",
+        self, *, n_blocks: int = 4, dropout: float = 0.1, step_seconds: float = 0.0, width: int = 16, hang: str = ""
     ) -> None:
         super().__init__(width=width, step_seconds=step_seconds)
-        self.hang = hang
-        self.n_blocks, self.dropout = n_blocks, dropout
+        self.n_blocks, self.dropout, self.hang = n_blocks, dropout, hang
 
     def build_model(self) -> nn.Module:
         return Net(self.width, self.n_blocks, self.dropout, self.hang)

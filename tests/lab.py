@@ -24,6 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.running import ROOT, wait_until
 
 NETWORK = "10.77.0"
@@ -93,7 +95,9 @@ class Lab:
 
     def __enter__(self) -> Lab:
         try:
-            self._network()
+            _do("ip", "netns", "add", self.namespace("br"))
+            self._ip("br", "link add br0 type bridge")
+            self._ip("br", "link set br0 up")
             key = self.folder / "key"
             _do("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
             for host in range(self.count):
@@ -107,11 +111,6 @@ class Lab:
 
     def home(self, host: int) -> Path:
         return self.folder / f"host{host}"
-
-    def _network(self) -> None:
-        _do("ip", "netns", "add", self.namespace("br"))
-        self._ip("br", "link add br0 type bridge")
-        self._ip("br", "link set br0 up")
 
     def _ip(self, host: int | str, words: str) -> None:
         _do("ip", "-n", self.namespace(host), *words.split())
@@ -151,22 +150,17 @@ class Lab:
             )
 
     def _await(self, host: int) -> None:
-        wait_until(lambda: (self.home(host) / "root" / "ready").exists() and self._answers(host), 20)
+        listens, ready = ["bash", "-c", f"</dev/tcp/{self.address(host)}/22"], self.home(host) / "root" / "ready"
+        wait_until(lambda: ready.exists() and self.run(host, listens).returncode == 0, 20)
 
     def _profile(self) -> str:
         path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         more = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "eth0"}
         return "\n".join(f"export {k}={v}" for k, v in {"PATH": path, **more}.items()) + "\n"
 
-    def _answers(self, host: int) -> bool:
-        command = ["ip", "netns", "exec", self.namespace(host), "bash", "-c", f"</dev/tcp/{self.address(host)}/22"]
-        return subprocess.run(command, capture_output=True).returncode == 0
-
     def first_process(self, host: int) -> int:
         """The host's init, as this machine numbers it."""
-        parent = self.processes[host].pid
-        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-        return int(children[0])
+        return psutil.Process(self.processes[host].pid).children()[0].pid
 
     def command(self, host: int, arguments: list[str], env: dict[str, str] | None = None) -> list[str]:
         """A command that runs on a host, in its login environment."""

@@ -13,10 +13,12 @@ RING = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """Times n·(k-1)/k bytes that one of k ranks sends of a tensor of n."""
 
 
-def step_shape(layout: Layout, options: Options, micro_batches: int = 1) -> StepShape:
-    """A step on a CPU."""
-    strategy, dims = registry.data_strategy(layout), layout.dims
-    return StepShape(
+def layout_cost(
+    layout: Layout, parameters: tuple[ParameterSize, ...], options: Options | None = None, micro_batches: int = 1
+) -> tuple[Cost, dict[str, int]]:
+    """Bytes on a rank of CPUs, and bytes that it sends per step, by collective."""
+    options, strategy, dims = options or Options(), registry.data_strategy(layout), layout.dims
+    step = StepShape(
         dims.dp_replicate,
         dims.dp_shard,
         dims.tp,
@@ -27,14 +29,7 @@ def step_shape(layout: Layout, options: Options, micro_batches: int = 1) -> Step
         reshard_after_forward=strategy.reshards(options.reshard_after_forward, True),
         reduce_scatter_each_microbatch=strategy.reduces_each(options.accumulate_sharded, False),
     )
-
-
-def layout_cost(
-    layout: Layout, parameters: tuple[ParameterSize, ...], options: Options | None = None, micro_batches: int = 1
-) -> tuple[Cost, dict[str, int]]:
-    """Bytes on a rank, and bytes that it sends per step, by collective."""
-    strategy, step = registry.data_strategy(layout), step_shape(layout, options or Options(), micro_batches)
-    dims, groups = layout.dims, defaultdict(list)
+    groups = defaultdict(list)
     for p in parameters:
         groups[p.unit].append(p if p.split_dim is None else p.shard(dims.tp, p.split_dim))
     units = [unit_size(tuple(own), dims.dp_shard, is_root=name == "") for name, own in groups.items()]

@@ -71,12 +71,9 @@ def _ray_folder() -> tempfile.TemporaryDirectory[str]:
 def start(arguments: list[str], *, env: dict[str, str] | None = None, program: list[str] | None = None) -> Any:
     command = [*(program or [sys.executable, "-m", "app"]), *arguments]
     streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, env=env or environment(), preexec_fn=_heed_ctrl_c, **streams)
-
-
-def _heed_ctrl_c() -> None:
-    """Also where the tests were started in the background, whose processes ignore it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # It heeds Ctrl-C also where the tests were started in the background, whose processes ignore it.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, cwd=ROOT, env=env or environment(), preexec_fn=heed, **streams)
 
 
 def trireme(*arguments: str, env: dict[str, str] | None = None, timeout: float = 120.0) -> Ended:

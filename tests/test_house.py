@@ -85,21 +85,11 @@ def test_what_is_not_needed_is_not_imported(code: str, not_needed: tuple[str, ..
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def tracked(*patterns: str) -> list[str]:
-    listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
-    return listed.stdout.split()
-
-
-def test_every_folder_has_a_readme() -> None:
-    folders = {str(Path(name).parent) for name in tracked("*.py")}
-    assert folders
-    folders = {folder for folder in folders if not folder.startswith("tests/")}
-    assert not [folder for folder in sorted(folders) if not (ROOT / folder / "README.md").exists()]
-
-
-def test_readmes_name_files_that_exist() -> None:
+def test_every_folder_has_a_readme_and_names_in_it_files_that_exist() -> None:
+    readmes = {ROOT / "README.md", *ROOT.glob("[a-z]*/**/README.md")}
+    readmes |= {(ROOT / name).with_name("README.md") for name in trees()}
     gone = []
-    for readme in [ROOT / "README.md", *ROOT.glob("[a-z]*/**/README.md")]:
+    for readme in readmes:
         links = re.findall(r"\]\(([^)#:]+)\)", readme.read_text())
         gone += [f"{readme.relative_to(ROOT)}: {link}" for link in links if not (readme.parent / link).exists()]
     assert not gone
@@ -135,7 +125,8 @@ RESULTS = ("*.csv", "*.html", "*.json", "*.jsonl", "*.md", "*.png", "*.svg")
 
 
 def test_reports_and_results_stay_small() -> None:
-    sizes = {name: (ROOT / name).stat().st_size for name in tracked(*RESULTS)}
+    listed = subprocess.run(["git", "ls-files", *RESULTS], cwd=ROOT, capture_output=True, text=True, check=True)
+    sizes = {name: (ROOT / name).stat().st_size for name in listed.stdout.split()}
     assert sum(sizes.values()) <= 300_000, sorted(sizes.items(), key=lambda item: -item[1])[:9]
 
 

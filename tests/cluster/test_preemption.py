@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -18,26 +17,18 @@ from cluster.preemption import PreemptionWatcher, aws, azure, gcp, provider_of
 from tests.running import POINTS, ROOT, committed, environment, finish, ray_head, start, wait_until
 
 
-class Cloud(ThreadingHTTPServer):
+class Cloud(BaseHTTPRequestHandler):
     """The three clouds' metadata services on one port of this machine. `going` is what they know."""
 
     going = False
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answer)
-        self.asked: list[str] = []
-        self.base = f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Answer(BaseHTTPRequestHandler):
-    server: Cloud
+    asked: ClassVar[list[str]] = []
 
     def do_PUT(self) -> None:
         self._say("t1" if "X-aws-ec2-metadata-token-ttl-seconds" in self.headers else None)
 
     def do_GET(self) -> None:
-        going, path = self.server.going, self.path.partition("?")[0]
-        self.server.asked.append(path)
+        going, path = self.going, self.path.partition("?")[0]
+        self.asked.append(path)
         event = {"EventType": "Preempt", "Resources": ["other"], "NotBefore": ""}
         mine = event | {"Resources": ["me"], "NotBefore": "Sat, 21 Nov 2026 18:02:00 GMT"}
         notice = '{"action": "terminate", "time": "2026-11-21T18:02:00Z"}'
@@ -61,19 +52,21 @@ class Answer(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def cloud() -> Iterator[Cloud]:
-    server = Cloud()
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+def cloud() -> Iterator[str]:
+    """Where it answers."""
+    Cloud.going = False
+    Cloud.asked.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Cloud) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 @pytest.mark.parametrize(("service", "said"), [(aws, "18:02:00Z"), (gcp, "preempts"), (azure, "18:02:00 GMT")])
-def test_each_cloud_is_understood(cloud: Cloud, service: Any, said: str) -> None:
-    ask = service(cloud.base)
+def test_each_cloud_is_understood(cloud: str, service: Any, said: str) -> None:
+    ask = service(cloud)
     assert ask() is None
-    cloud.going = True
+    Cloud.going = True
     assert said in ask()
 
 
@@ -108,37 +101,31 @@ print(GcsClient(address=ray.get_runtime_context().gcs_address).drain_node(node, 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["ray", "actors"])
 def test_a_warning_leads_to_a_checkpoint_and_the_run_goes_on(
-    tmp_path: Path, cloud: Cloud, monkeypatch: pytest.MonkeyPatch, launcher: str
+    tmp_path: Path, cloud: str, monkeypatch: pytest.MonkeyPatch, launcher: str
 ) -> None:
-    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", cloud.base)
-    run = ["train", *POINTS, "train.steps=100000", "run.name=spot", f"run.storage={tmp_path}", "workers=2"]
-    run += ["checkpoint.every_seconds=null", "task_args.step_seconds=0.02", "cluster.file=aws", f"launcher={launcher}"]
-    run += ["strategy=ddp"]
+    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", cloud)
+    run = ["train", *POINTS, "train.steps=100000", "run.name=spot", f"run.storage={tmp_path}"]
+    run += ["checkpoint.every_seconds=null", "task_args.step_seconds=0.02", "cluster.file=aws"]
+    run += [f"launcher={launcher}", "workers=2", "strategy=ddp"]
     with ray_head() as address:
-        process = start(run, env=environment(RAY_ADDRESS=address, RAY_AUTH_MODE="disabled"))
+        env = environment(RAY_ADDRESS=address, RAY_AUTH_MODE="disabled")
+        process = start(run, env=env)
         try:
-            wait_until(lambda: "/latest/meta-data/spot/instance-action" in cloud.asked, 300)
+            wait_until(lambda: "/latest/meta-data/spot/instance-action" in Cloud.asked, 300)
             assert not committed(tmp_path / "spot")
-            cloud.going = True
+            Cloud.going = True
             wait_until(lambda: committed(tmp_path / "spot"), 120)
             (saved,) = committed(tmp_path / "spot")
-            cloud.going = False
+            Cloud.going = False
             if launcher == "actors":
-                done = subprocess.run(
-                    [sys.executable, "-c", DRAIN],
-                    env=environment(RAY_ADDRESS=address, RAY_AUTH_MODE="disabled"),
-                    capture_output=True,
-                    text=True,
-                )
-                assert "True" in done.stdout, done.stdout + done.stderr
+                done = finish(start(["-c", DRAIN], env=env, program=[sys.executable]))
+                assert "True" in done.out, done.out + done.err
                 wait_until(lambda: len(committed(tmp_path / "spot")) > 1, 120)
             process.terminate()
         finally:
             ended = finish(process, 120)
     assert ended.code == 130, ended.out + ended.err
-    assert (
-        "is about to go (AWS will terminate this spot machine at 2026-11-21T18:02:00Z): saving a checkpoint"
-        in ended.out
-    )
+    warning = "is about to go (AWS will terminate this spot machine at 2026-11-21T18:02:00Z): saving a checkpoint"
+    assert warning in ended.out
     assert ("is about to go (Ray drains it, " in ended.out) == (launcher == "actors")
     assert max(committed(tmp_path / "spot")) > saved, "it went on after the warning"

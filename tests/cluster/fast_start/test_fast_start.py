@@ -211,6 +211,8 @@ def test_it_is_off_where_it_was_not_tested(monkeypatch: pytest.MonkeyPatch, capl
 
 # --- in Ray -----------------------------------------------------------------------------------------------------
 
+SLOW = [*POINTS, "task_args.step_seconds=0.05", "train.steps=60", "workers=2"]
+
 
 def workers_of(run: Path) -> list[psutil.Process]:
     """The processes of a run's two workers, once both train."""
@@ -234,13 +236,12 @@ def is_forked(process: psutil.Process) -> bool:
 def test_workers_and_the_second_command_are_forks(
     launcher: str, tmp_path: Path, ray_environment: dict[str, str]
 ) -> None:
-    words = ["train", *POINTS, "task_args.step_seconds=0.05", "workers=2", f"launcher={launcher}", "train.steps=60"]
-    words.append(f"run.storage={tmp_path}")
-    first = trireme(*words, "run.name=first", "train.steps=2", env=ray_environment)
-    assert first.code == 0, first.err
     experiment = tmp_path / "points.yaml"
     experiment.write_text("task: tests.tasks:Points\n")
-    process = start([words[0], str(experiment), *words[1:], "run.name=second"], env=ray_environment)
+    words = ["train", str(experiment), *SLOW, f"launcher={launcher}", f"run.storage={tmp_path}"]
+    first = trireme(*words, "run.name=first", "train.steps=2", env=ray_environment)
+    assert first.code == 0, first.err
+    process = start([*words, "run.name=second"], env=ray_environment)
     forked = [is_forked(worker) for worker in wait_until(lambda: workers_of(tmp_path / "second"))]
     lease = json.loads((tmp_path / "second" / "lease.json").read_text())
     ended = finish(process)
@@ -253,8 +254,7 @@ def test_workers_and_the_second_command_are_forks(
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["ends", "killed"])
 def test_a_ray_of_its_own_is_forked_and_leaves_nothing(how: str, tmp_path: Path) -> None:
-    words = ["train", *POINTS, "task_args.step_seconds=0.05", "workers=2", "launcher=actors", "train.steps=40"]
-    process = start([*words, f"run.storage={tmp_path}", "run.name=own"], env=environment())
+    process = start(["train", *SLOW, "launcher=actors", f"run.storage={tmp_path}", "run.name=own"])
     workers = wait_until(lambda: workers_of(tmp_path / "own"))
     forked = [is_forked(worker) for worker in workers]
     tree = [*workers, *psutil.Process(process.pid).children(recursive=True)]
