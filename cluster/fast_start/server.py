@@ -21,11 +21,13 @@ import socket
 import sys
 import sysconfig
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 from cluster import ray_internals
 
+IDLE_SECONDS = 600.0  # without a request and without a child, after which it ends
 LOOK_SECONDS = 5.0  # without anything to do, and for one request to come whole
 Request = tuple[dict[str, Any], list[int], socket.socket]  # arguments of become
 
@@ -39,11 +41,12 @@ class Server:
         self.inode = os.stat(path).st_ino
         self.sources = sources()
         self.children: list[int] = []  # as the owner, by file descriptors that are readable once they have ended
+        self.used = time.monotonic()
 
     def serve(self) -> Request | None:
-        """In a fork: what it is to become. In the server: None, once its owner has ended, or what it has imported is
-        not what is on disk any more."""
-        while self._owns_socket():
+        """In a fork: what it is to become. In the server: None, once its owner has ended, it has been idle for long, or
+        what it has imported is not what is on disk any more."""
+        while self._owns_socket() and (self.children or time.monotonic() - self.used < IDLE_SECONDS):
             watched = [self.listener.fileno(), self.owner, *self.children]
             ready, _, _ = select.select(watched, [], [], LOOK_SECONDS)
             if self.owner in ready:
@@ -52,6 +55,7 @@ class Server:
                 os.waitid(os.P_PIDFD, child, os.WEXITED)
                 os.close(child)
                 self.children.remove(child)
+                self.used = time.monotonic()
             if self.listener.fileno() in ready and (request := self._accept()):
                 return request
         if self._owns_socket():

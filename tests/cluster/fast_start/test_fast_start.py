@@ -98,13 +98,18 @@ def test_when_a_command_is_killed_its_fork_is(forker: tuple[str, psutil.Process]
     wait_until(lambda: not psutil.pid_exists(pid), 20)
 
 
-def test_a_server_ends_when_it_has_lost_its_socket(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_server_ends_when_it_has_lost_its_socket_or_been_idle_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
     path = tmp_path / "socket"
     with server.socket.socket(server.socket.AF_UNIX) as listener:
         listener.bind(str(path))
         served = server.Server(str(path), listener, os.getpid())
-        path.unlink()
-        assert served.serve() is None
+        if lost:
+            path.unlink()
+        monkeypatch.setattr(server, "IDLE_SECONDS", 600.0 if lost else 0.0)
+        assert served.serve() is None and not path.exists()
         os.close(served.owner)
 
 
