@@ -109,8 +109,8 @@ SILENT, SILENT_SECONDS = 3.0, 20.0
 """Times `least`, and seconds at least, that a rank may not answer before there is a history."""
 ANSWER_SECONDS = 3.0
 """A rank whose newest heartbeat is older than this does not answer."""
-MINUTE = 60.0
-"""A batch of evaluation, or of data, may take this long at least."""
+EVALUATION, MINUTE = 6.0, 60.0
+"""A batch of evaluation, or of data, may take this many times the window, a minute at least."""
 UNBOUNDED_PHASES, UNBOUNDED_SECONDS = ("starting", "saving", "ending"), 1800.0
 """Phases whose duration depends on the size of the model and the storage; a step has a history to compare with."""
 
@@ -180,4 +180,4 @@ class HangDetector:
 def _patience(phase: str, window: float) -> float:
     if phase in UNBOUNDED_PHASES:
         return UNBOUNDED_SECONDS
-    return max(MINUTE, window) if phase in ("reading", "evaluating") else window
+    return max(MINUTE, EVALUATION * window) if phase in ("reading", "evaluating") else window

@@ -105,7 +105,8 @@ def _lost_with_node(info: WorkerInfo, state: State) -> tuple[Kind, str]:
 
 
 def _see_log(rank: int | None, state: State) -> str:
-    return f" (see {state.logs}/rank-{rank}.log)" if rank is not None else ""
+    log = state.logs / f"rank-{rank}.log"
+    return f" (see {log})" if log.exists() else ""
 
 
 def first_cause(failures: Failures) -> tuple[int | None, BaseException]:

@@ -103,7 +103,7 @@ WHO = "worker 3, process 47 on 10.0.0.2,"
 @pytest.mark.parametrize(
     ("details", "kills", "alive", "notice", "kind", "sentence"),
     [
-        ("", 1, True, "spot", Kind.DIED, f"{WHO} died after step 812 (see logs/rank-3.log)"),
+        ("", 1, True, "spot", Kind.DIED, f"{WHO} died after step 812 (see {{}}/rank-3.log)"),
         ("", 2, True, "", Kind.OUT_OF_MEMORY, f"{WHO} died after step 812, killed by the kernel for memory"),
         ("OUT_OF_MEMORY", 1, True, "", Kind.OUT_OF_MEMORY, "ended by Ray because its node ran out of memory"),
         ("", 2, False, "", Kind.NODE_LOST, f"{WHO} died after step 812 with its node"),
@@ -111,10 +111,12 @@ WHO = "worker 3, process 47 on 10.0.0.2,"
     ],
 )
 def test_the_true_cause_in_one_sentence(
-    details: str, kills: int, alive: bool, notice: str, kind: Kind, sentence: str
+    details: str, kills: int, alive: bool, notice: str, kind: Kind, sentence: str, tmp_path: Path
 ) -> None:
     info = WorkerInfo(3, 47, "10.0.0.2", "n", oom_kills=1)
     nodes = Nodes(lambda node: alive, lambda node: kills, {"n": notice} if notice else {})
-    state = State({3: info}, 812, True, Path("logs"), nodes)
+    state = State({3: info}, 812, True, tmp_path, nodes)
+    (tmp_path / "rank-3.log").touch()
     found = classify({1: RuntimeError("Connection closed by peer"), 3: WorkerLost(details=details)}, state, [])
-    assert found.kind is kind and found.sentence.endswith(sentence) and found.node == "n"
+    assert found.kind is kind and found.sentence.endswith(sentence.format(tmp_path)) and found.node == "n"
+    assert "see" not in classify({1: WorkerLost()}, state, []).sentence, "a log that does not exist is not named"

@@ -53,13 +53,14 @@ def test_who_holds_up_the_others(found: dict[int, Status], after: float, rank: i
 
 
 def test_a_pause_is_judged_by_those_before_it() -> None:
-    stuck = {0: status(99, waiting=True), 1: status(99)}
-    for least, gaps, after in (
-        (2.0, [0.1] * 8, 2 + 2),
-        (2.0, [3.0] * 8, 15 + 6),
-        (2.0, [0.1, 0.1, 3.0, 0.1], 15 + 6),
-        (0.0, [0.1] * 8, None),  # off
+    for phase, least, gaps, after in (
+        ("training", 2.0, [0.1] * 8, 2 + 2),
+        ("training", 2.0, [3.0] * 8, 15 + 6),
+        ("training", 2.0, [0.1, 0.1, 3.0, 0.1], 15 + 6),
+        ("evaluating", 2.0, [6.0] * 8, 30 + 6 * 12),
+        ("training", 0.0, [0.1] * 8, None),  # off
     ):
+        stuck = {0: status(99, phase, waiting=True), 1: status(99, phase)}
         detector, now = trained(least, gaps)
         detector.update(stuck, now)
         assert first_hang(detector, stuck, now, 500.0)[0] == pytest.approx(after, abs=0.2), gaps
