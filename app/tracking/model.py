@@ -99,7 +99,7 @@ def _outputs(value: Any) -> Any:
 def _origins(module: torch.nn.Module, task: str) -> tuple[set[str], list[str]]:
     """Where the model's classes and its task come from: (top-level modules to copy, pins of installed packages)."""
     names = {kind.__module__ for part in module.modules() for kind in type(part).__mro__} | {task.partition(":")[0]}
-    names = {name.partition(".")[0] for name in names} - {"__main__", *sys.stdlib_module_names}
+    names = {name.partition(".")[0] for name in names} - {"__main__", "app", "strategies", *sys.stdlib_module_names}
     installed = {name for name in names if "-packages" in str(getattr(sys.modules.get(name), "__file__", ""))}
     providers = packages_distributions()
     packages = {providers.get(name, [name])[0] for name in installed | {"torch"}}

@@ -23,7 +23,7 @@ from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from app.masking import mask_uri
+from app.masking import mask_text, mask_uri
 from app.tracking.settings import sqlite_path
 from app.tracking.spool import Event, State, last_start, look_at_lock, read, size
 
@@ -53,7 +53,7 @@ def mlflow_errors(uri: str) -> Iterator[None]:
     except (TransientError, PermanentError):
         raise
     except Exception as error:  # artifact stores raise errors of their own libraries
-        text = " ".join(mask_uri(str(error)).split())
+        text = " ".join(mask_text(str(error)).split())
         code = error.error_code if isinstance(error, MlflowException) else ""
         # requests' errors are OSErrors, and some of them ValueErrors as well
         ours = isinstance(error, (TypeError, ValueError, AttributeError, KeyError)) and not isinstance(error, OSError)
@@ -256,7 +256,7 @@ class Uploader:
                 try:
                     model.upload(self.client, self.state.run_id, event)
                 except model.Unusable as error:
-                    raise PermanentError(str(error)) from error
+                    raise PermanentError(mask_text(str(error))) from error
             elif event["type"] == "text":
                 self.client.log_text(self.state.run_id, event["text"], event["name"])
             elif path.exists():  # a file or a folder
@@ -266,7 +266,7 @@ class Uploader:
         except PermanentError as error:
             if event["type"] == "model":
                 Path(event["recipe"]).unlink(missing_ok=True)
-                self._log_tags({"trireme.model_error": mask_uri(str(error))})
+                self._log_tags({"trireme.model_error": str(error)})
             raise
 
 
