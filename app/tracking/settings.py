@@ -59,10 +59,15 @@ def resolve_tracking(tracking: Any, storage: Any, environ: Mapping[str, str] = o
 
 def _checked(uri: str, shown: str) -> str:
     """The URI in the form that MLflow is given; UserError if MLflow could not use it."""
-    scheme, parts = re.split("[:+]", uri)[0], urlsplit(uri)
     if uri == "databricks" or uri.startswith(("databricks://", "arn:aws:")):
         return uri
-    if (scheme in _SERVERS and parts.netloc) or (scheme in _DATABASES and (parts.netloc or parts.query)):
+    try:
+        scheme, parts = re.split("[:+]", uri)[0], urlsplit(uri)
+        if " " in parts.netloc or parts.port == 0:  # which raises where it is not a number
+            raise ValueError
+    except ValueError:
+        raise UserError(f"{shown} is not an address of MLflow's: {_RIGHT}") from None
+    if (scheme in _SERVERS and parts.hostname) or (scheme in _DATABASES and (parts.netloc or parts.query)):
         return uri.rstrip("/")
     # A bare word is more often a typing mistake than a new folder.
     if not re.match(r"sqlite:///.|file:|[~./]|mlruns$", uri) and not Path(uri).is_dir():
@@ -72,6 +77,8 @@ def _checked(uri: str, shown: str) -> str:
     parent = next(folder for folder in file.parents if folder.exists())
     if file.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
         raise UserError(f"{shown}: the file {file} cannot be written: {_RIGHT}")
+    if file.is_file() and file.open("rb").read(15) not in (b"", b"SQLite format 3"):
+        raise UserError(f"{shown}: the file {file} is not a SQLite database: {_RIGHT}")
     return f"sqlite:///{file}"
 
 

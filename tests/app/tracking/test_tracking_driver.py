@@ -166,6 +166,10 @@ def test_uris_that_are_left_as_they_are() -> None:
         ("postgresql://", "not an address"),
         ("sqlite://", "not an address"),
         ("sqlite:///README.md/mlflow.db", "cannot be written"),
+        ("http://127.0.0.1:port", "not an address"),
+        ("http://ho st", "not an address"),
+        ("http://[::1", "not an address"),
+        ("sqlite:///README.md", "is not a SQLite database"),
     ],
 )
 def test_nonsense_gets_one_sentence(uri: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
