@@ -64,7 +64,7 @@ class Server:
             self._tunnel.close()
             first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             raise UserError(
-                f"no Ray job server answers at {self} ({first[:160]}): `trireme cluster up` starts a cluster, "
+                f"the Ray job server at {self} cannot be used ({first[:300]}): `trireme cluster up` starts a cluster, "
                 "--address or --cluster says where one is"
             ) from error
 

@@ -7,7 +7,6 @@ variables go over SSH into a file on the head that only its owner reads, and the
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import shlex
@@ -83,7 +82,7 @@ def _variables(names: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:
     Raises:
         UserError: a variable is asked for by value, or is not set here.
     """
-    from app.masking import is_secret, mask_uri
+    from app.masking import is_secret, mask_tree
 
     for name in names:
         if "=" in name:
@@ -95,7 +94,7 @@ def _variables(names: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:
     secret = {
         name: value
         for name, value in found.items()
-        if is_secret(name) or "KEY" in name.upper().split("_") or mask_uri(value) != value
+        if is_secret(name) or "KEY" in name.upper().split("_") or mask_tree({"x": value})["x"] != value
     }
     return {name: value for name, value in found.items() if name not in secret}, secret
 
@@ -103,10 +102,10 @@ def _variables(names: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:
 def refuse_written(config: Config) -> None:
     """Raises UserError if the configuration holds a secret: it would be shipped, and shown by Ray."""
     from app.config_io import flatten, to_dict
-    from app.masking import is_secret, mask_uri
+    from app.masking import mask_tree
 
     for key, value in flatten(to_dict(config)).items():
-        if isinstance(value, str) and value and (mask_uri(value) != value or is_secret(key)):
+        if isinstance(value, str) and mask_tree({key: value})[key] != value:
             raise UserError(
                 f"{key} holds a secret, which would be shipped with the job and shown by Ray: put it into an "
                 "environment variable (MLflow's goes along by itself, others with --env NAME)"
@@ -177,8 +176,10 @@ def follow(server: Server, job_id: str, write: Callable[[str], None], say: Say) 
 
     Returns the job's own exit status.
     Raises:
-        UserError: there is no such job, or the cluster has not answered for `RECONNECT_SECONDS`.
+        UserError: there is no such job, or the cluster has not answered for `RECONNECT_SECONDS`, or refuses us.
     """
+    from ray.exceptions import AuthenticationError
+
     _status(server, job_id)
     written, lost_at = 0, 0.0  # characters of the log
 
@@ -211,8 +212,11 @@ def follow(server: Server, job_id: str, write: Callable[[str], None], say: Say) 
                     f"the cluster has not answered for {RECONNECT_SECONDS:.0f} s; the job may be running: "
                     f"`trireme submit logs {job_id}` follows it again"
                 ) from error
-            with contextlib.suppress(Exception):  # tried again at the next turn
+            try:
                 server.connect()
+            except Exception as refusal:  # tried again at the next turn
+                if isinstance(refusal.__cause__, AuthenticationError):
+                    raise
         time.sleep(0.5)
 
 
