@@ -34,7 +34,7 @@ def test_a_start_that_was_taken_over_leaves_the_folder_to_its_successor(tmp_path
     second.manifest.starts = 2
     second.save()
     first.end("failed")
-    assert is_current(second.folder, second.attempt)
+    assert is_current(second.folder, second.attempt) and not is_current(first.folder, first.attempt)
     assert Run(second.config).manifest.status == second.manifest.status != "failed"
     second.end("finished")
     assert Run(second.config).finished and not (tmp_path / "kept" / "lease.json").exists()

@@ -1,4 +1,4 @@
-"""A storage that is full or unmounted fails the checkpoint, not the run."""
+"""A storage that is full or unmounted fails the checkpoint, not the run; a start that another has superseded ends."""
 
 from __future__ import annotations
 
@@ -171,3 +171,10 @@ def test_a_disk_that_stays_full_fails_the_last_checkpoint_in_a_sentence(tmp_path
         train(tmp_path, Heard(), "task_args.step_seconds=0.01")
     kept = committed(tmp_path / "run")
     assert kept and kept[-1] < 40, "what was committed before is untouched"
+
+
+def test_a_start_that_is_superseded_commits_nothing_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(persistence, "is_current", lambda folder, attempt: False)
+    with pytest.raises(CheckpointError, match="another attempt of this run has taken over") as caught:
+        train(tmp_path, Heard(), "task_args.step_seconds=0.01")
+    assert caught.value.superseded and committed(tmp_path / "run") == []
