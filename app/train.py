@@ -105,11 +105,14 @@ def _without_ray(
     from app.launchers.supervisor import Supervisor
     from app.run.driver import Driver
     from app.run.lifecycle import train_run
-    from app.run.prepare import check_devices, prepare, read_task
+    from app.run.prepare import check_devices, prepare, read_task, with_idle_gpus
+    from strategies import registry
 
     check_devices(config, "cuda" if torch.cuda.is_available() else "cpu")
-    per_node = here if world_size > 1 else torch.cuda.device_count() or None
-    prepared = prepare(config, read_task(config), world_size, devices_per_node=per_node)
+    gpus = torch.cuda.device_count()
+    prepared = prepare(config, read_task(config), world_size, devices_per_node=here if world_size > 1 else gpus or None)
+    several = any(record.several_devices for record in registry.records(prepared.layout.name))
+    prepared = with_idle_gpus(prepared, here, max(1, gpus // here) if several else 1, gpus, "this machine")
     driver = Driver(run, prepared.config, console, settings)
     return train_run(driver, prepared, where, Supervisor(workers, driver).run)
 

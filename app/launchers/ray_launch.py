@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from dataclasses import replace
 from functools import partial
 
 import ray
@@ -19,7 +18,7 @@ from app.launchers.room import free_by_node, ray_nodes, reserve, why_pending
 from app.launchers.supervisor import Supervisor
 from app.run.cost import meter_for
 from app.run.driver import Driver
-from app.run.prepare import Prepared, check_devices, prepare
+from app.run.prepare import Prepared, check_devices, prepare, with_idle_gpus
 from app.tasks.base import Task
 from cluster import ClusterError
 from cluster.connect import Cluster
@@ -110,8 +109,7 @@ class RayLaunch:
         check_devices(config or self.config, "cuda" if gpus else "cpu")
         per_node = int(self.cluster.gpus_of_largest / gpus) if gpus else None
         prepared = prepare(config or self.config, task, workers, devices_per_node=per_node)
-        idle = idle_gpus(workers, gpus, self.cluster.gpus)
-        return replace(prepared, notes=(*prepared.notes, idle)) if idle else prepared
+        return with_idle_gpus(prepared, workers, gpus, self.cluster.gpus, "the cluster")
 
     def supervisor(self, driver: Driver, prepared: Prepared, task: Task) -> Supervisor:
         """What trains with workers of Ray Train, or with actors where there are stages or they are asked for."""
@@ -140,16 +138,6 @@ class RayLaunch:
         return self.ray_workers
 
 
-def idle_gpus(workers: int, each: float, gpus: float) -> str:
-    """A remark where the cluster has `gpus` GPUs, and the workers with `each` of them leave some; "" else."""
-    if gpus and not each:
-        return f"this run computes on CPUs, but the cluster has {gpus:g} GPUs: write resources_per_worker.GPU=1"
-    left = gpus - workers * each
-    if left < 1:
-        return ""
-    return f"{left:g} of the cluster's {gpus:g} GPUs are not used: workers={workers} takes {workers * each:g}"
-
-
 def when_over(config: Config, found: Diagnosis, workers: int) -> int:
     """With how many workers to continue when the time is over.
 
@@ -158,10 +146,11 @@ def when_over(config: Config, found: Diagnosis, workers: int) -> int:
     """
     after = f"after {config.cluster.wait_seconds:g} s" if found.ever else "and waiting would not help"
     if config.cluster.when_pending == "shrink":
-        batch = config.train.global_batch_size
+        batch, least = config.train.global_batch_size, config.cluster.min_workers
         smaller = next((n for n in range(min(found.placed, workers - 1), 0, -1) if batch % n == 0), 0)
-        if smaller >= config.cluster.min_workers:
+        if smaller >= least:
             return smaller
+        after += f" (the largest number that makes a layout is {smaller}, below cluster.min_workers={least})"
     raise ClusterError(f"there is room for {found.placed} of {workers} workers {after}: {found.sentence}")
 
 

@@ -7,7 +7,7 @@ group; here it is one sentence at once. What can only be seen with numbers stays
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -85,7 +85,7 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
         micro_batches=_count_micro_batches(config, layout.dims.dp),
     )
     check_model(config, task, layout, module)
-    notes = (*planned, *notes, *_remarks(train.global_batch_size, layout.dims.dp, samples))
+    notes = (*planned, *notes, *_remarks(config, layout.dims, samples))
     return Prepared(config, layout, train.steps_for(samples), samples, notes, prediction)
 
 
@@ -135,8 +135,10 @@ def _check_batch(config: Config, dp: int) -> None:
         )
 
 
-def _remarks(batch: int, dp: int, samples: int) -> Iterator[str]:
+def _remarks(config: Config, dims: ParallelDims, samples: int) -> Iterator[str]:
     """What will be slow, or is not as it may be meant."""
+    batch, dp, trace = config.train.global_batch_size, dims.dp, config.parallel.trace_step
+    steps = config.train.steps_for(samples)
     if dp > 1 and batch // dp == 1:
         yield (
             f"each of the {dp} data-parallel workers computes one sample per step, so most of its time is "
@@ -144,6 +146,17 @@ def _remarks(batch: int, dp: int, samples: int) -> Iterator[str]:
         )
     if samples < batch:
         yield f"a step takes {batch} samples, but the data has {samples}: each step repeats some"
+    if trace is not None and dims.pp > 1 and trace > steps:
+        yield f"parallel.trace_step is {trace:,}, but the run has {steps:,} steps: no step is traced"
+
+
+def with_idle_gpus(prepared: Prepared, workers: int, each: float, gpus: float, pool: str) -> Prepared:
+    """With a remark where the pool (cluster or machine) has `gpus` GPUs, and workers with `each` of them leave some."""
+    left = gpus - workers * each
+    note = f"{left:g} of {pool}'s {gpus:g} GPUs are not used: workers={workers} takes {workers * each:g}"
+    if gpus and not each:
+        note = f"this run computes on CPUs, but {pool} has {gpus:g} GPUs: write resources_per_worker.GPU=1"
+    return prepared if left < 1 else replace(prepared, notes=(*prepared.notes, note))
 
 
 def _count_micro_batches(config: Config, dp: int) -> int:

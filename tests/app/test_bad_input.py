@@ -135,7 +135,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_damaged_checkpoints_are_skipped_and_only_damaged_ones_end_it(
-    trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(trained / "a", tmp_path / "a")
     train = ["train", *BASE, "run.name=a", f"run.storage={tmp_path}", "tracking.enabled=false"]
@@ -145,9 +145,11 @@ def test_damaged_checkpoints_are_skipped_and_only_damaged_ones_end_it(
     result = CliRunner().invoke(group, train)
     assert result.exit_code == 2 and "step-0000000" in result.stderr and "Traceback" not in result.output
     flip(first)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert CliRunner().invoke(group, train).exit_code == 0
     said = capfd.readouterr().out
     assert last.name in said and "continuing after step 2" in said
+    assert "1 of this machine's 2 GPUs are not used: workers=1 takes 1" in said
 
 
 @pytest.mark.parametrize(

@@ -92,10 +92,10 @@ PLANTED: list[tuple[ClusterFacts, str, str, str]] = [
     (cluster(node(1, versions=VERSIONS | {"torch": ""})), "other_version", "n1", "torch (none)"),
     (cluster(node(1, versions=VERSIONS | {"the NVIDIA driver": "535.1"})), "other_driver", "n1", "driver 535.1"),
     (
-        cluster(*(node(n, versions=VERSIONS | {"ray": "2.99.1"}) for n in (0, 1, 2))),
+        cluster(*(node(n, versions=VERSIONS | {"ray": "2.99rc1"}) for n in (0, 1, 2))),
         "newer_version",
         "",
-        "ray 2.99.1 is newer",
+        "ray 2.99rc1 is newer",
     ),
     (cluster(node(1, shm_bytes=64 * 2**20)), "small_shm", "n1", "67 MB"),
     (cluster(node(1, disk_free=GB)), "disk_full", "n1", "1.0 GB free"),

@@ -11,7 +11,8 @@ import pytest
 
 from app.config import ClusterConfig, Config, TrainConfig
 from app.config_io import load_config
-from app.launchers.ray_launch import idle_gpus, resources_to_ask_for, when_over
+from app.launchers.ray_launch import resources_to_ask_for, when_over
+from app.run.prepare import Prepared, with_idle_gpus
 from cluster import ClusterError
 from cluster.connect import Cluster
 from cluster.pending import Diagnosis
@@ -57,17 +58,21 @@ def config(**more: Any) -> Config:
 def test_at_the_deadline_it_shrinks_or_ends() -> None:
     held = Diagnosis("bundle 6 of 8 is held", 5, True)
     assert when_over(config(when_pending="shrink"), held, 8) == 4, "the most that the batch divides by"
-    for more in ({}, {"when_pending": "shrink", "min_workers": 5}):
-        with pytest.raises(ClusterError, match=r"there is room for 5 of 8 workers after 600 s: bundle 6 of 8"):
+    too_few = r" \(the largest number that makes a layout is 4, below cluster.min_workers=5\)"
+    for more, why in (({}, ""), ({"when_pending": "shrink", "min_workers": 5}, too_few)):
+        with pytest.raises(ClusterError, match=rf"there is room for 5 of 8 workers after 600 s{why}: bundle 6 of 8"):
             when_over(config(**more), held, 8)
     with pytest.raises(ClusterError, match="waiting would not help"):
         when_over(config(), Diagnosis("at its limit", 0, False), 8)
 
 
 def test_gpus_left_idle_are_named() -> None:
-    assert "computes on CPUs, but the cluster has 8 GPUs" in idle_gpus(8, 0, 8)
-    assert "4 of the cluster's 8 GPUs are not used: workers=4 takes 4" in idle_gpus(4, 1.0, 8)
-    assert idle_gpus(8, 1.0, 8) == idle_gpus(2, 0, 0) == ""
+    def notes(*given: Any) -> tuple[str, ...]:
+        return with_idle_gpus(Prepared(config(), choose("ddp", 8), 1, 1), *given).notes
+
+    assert "computes on CPUs, but the cluster has 8 GPUs" in notes(8, 0, 8, "the cluster")[0]
+    assert "4 of this machine's 8 GPUs are not used: workers=4 takes 4" in notes(4, 1.0, 8, "this machine")[0]
+    assert notes(8, 1.0, 8, "") == notes(2, 0, 0, "") == ()
 
 
 @pytest.mark.slow

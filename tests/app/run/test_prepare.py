@@ -13,6 +13,7 @@ from tests.chain import config
 
 PIPELINE = ["strategy=pipeline", "parallel.pp=2"]
 INTERLEAVED = ["parallel.schedule=interleaved_1f1b", "parallel.chunks=2", "train.micro_batch_size=6"]
+TRACED = ["parallel.trace_step=50", "train.steps=5", "train.micro_batch_size=4"]
 WRONG = "task=tests.chain:Wrong"
 
 
@@ -31,11 +32,16 @@ def test_micro_batches_that_nobody_decided(share: int, stages: int, schedule: st
 
 
 @pytest.mark.parametrize(
-    ("batch", "said"),
-    [(16, []), (2, ["computes one sample per step"]), (10_000, ["but the data has"])],
+    ("more", "said"),
+    [
+        (["strategy=ddp", "train.global_batch_size=16"], []),
+        (["strategy=ddp", "train.global_batch_size=2"], ["computes one sample per step"]),
+        (["strategy=ddp", "train.global_batch_size=10000"], ["but the data has"]),
+        ([*PIPELINE, *TRACED], ["parallel.trace_step is 50, but the run has 5 steps: no step is traced"]),
+    ],
 )
-def test_remarks_on_the_batch(batch: int, said: list[str]) -> None:
-    wanted = config("strategy=ddp", f"train.global_batch_size={batch}")
+def test_remarks_on_the_batch_and_the_length(more: list[str], said: list[str]) -> None:
+    wanted = config(*more)
     notes = prepare(wanted, read_task(wanted), 2, devices_per_node=None).notes
     assert len(notes) == len(said) and all(part in note for part, note in zip(said, notes, strict=True))
 
