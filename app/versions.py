@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from importlib.metadata import version
 
@@ -22,4 +23,4 @@ def newer(versions: Mapping[str, str] | None = None) -> list[str]:
 
 
 def _minor(release: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in release.split(".")[:2])
+    return tuple(int(part) for part in re.findall(r"\d+", release)[:2])
