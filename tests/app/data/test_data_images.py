@@ -100,12 +100,9 @@ def spoil_idx(name: str, change: Callable[[bytes], bytes | None]) -> Callable[[P
     return make
 
 
-def garbage(name: str) -> Callable[[Path], str]:
-    def make(folder: Path) -> str:
-        (folder / name).write_bytes(b"PK\x03\x04 this is no data at all")
-        return str(folder / name)
-
-    return make
+def garbage(path: Path) -> str:
+    path.write_bytes(b"PK\x03\x04 this is no data at all")
+    return str(path)
 
 
 IMAGES, LABEL_FILE = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
@@ -126,11 +123,11 @@ BAD: dict[str, tuple[Callable[[Path], str], str]] = {
     "flat images": (lambda at: save(at / "a.npz", NAMED | {"images": PIXELS.reshape(6, 40)}), r"shape \(6, 40\)"),
     "half labels": (lambda at: save(at / "a.npz", NAMED | {"labels": LABELS / 2}), "one whole number per image"),
     "not finite": (lambda at: save(at / "a.npz", NAMED | {"images": PIXELS * np.nan}), "not finite"),
-    "garbage npz": (garbage("a.npz"), "cannot be read as a .npz file"),
-    "garbage pt": (garbage("a.pt"), "cannot be read as a .pt file"),
+    "garbage npz": (lambda at: garbage(at / "a.npz"), "cannot be read as a .npz file"),
+    "garbage pt": (lambda at: garbage(at / "a.pt"), "cannot be read as a .pt file"),
     "short tuple": (lambda at: save(at / "a.pt", TENSORS[:1]), "holds images; it must hold images and labels"),
     "one tensor": (lambda at: save(at / "a.pt", TENSORS[0]), "holds one tensor; it must hold images and labels"),
-    "other file": (garbage("a.jpg"), "is not image data"),
+    "other file": (lambda at: garbage(at / "a.jpg"), "is not image data"),
 }
 
 

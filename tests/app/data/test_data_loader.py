@@ -101,14 +101,10 @@ def test_every_sample_once_per_epoch_however_it_is_fetched(kind: Callable[[int],
 def test_a_step_is_the_same_set_on_any_number_of_workers(
     n: int, share: int, dp_size: int, micro: int | None, seen: int
 ) -> None:
-    batch = share * dp_size
-    alone = load(ReadyBatches(n), batch=batch, steps=2, samples_seen=seen)
-    ranks = [
-        load(
-            ReadyBatches(n), batch=batch, steps=2, samples_seen=seen, micro_batch_size=micro, dp_rank=r, dp_size=dp_size
-        )
-        for r in range(dp_size)
-    ]
+    given: dict[str, Any] = {"batch": share * dp_size, "steps": 2, "samples_seen": seen}
+    alone = load(ReadyBatches(n), **given)
+    given |= {"micro_batch_size": micro, "dp_size": dp_size}
+    ranks = [load(ReadyBatches(n), **given, dp_rank=rank) for rank in range(dp_size)]
     for step in range(2):
         assert [number for rank in ranks for number in flat(rank[step])] == flat(alone[step])
         assert len({len(rank[step]) for rank in ranks}) == 1

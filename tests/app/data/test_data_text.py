@@ -28,12 +28,9 @@ def write(path: Path, content: str | bytes) -> Path:
     return path
 
 
-def npy(array: np.ndarray) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
-        np.save(folder / "a.npy", array)
-        return folder / "a.npy"
-
-    return make
+def npy(folder: Path, array: np.ndarray) -> Path:
+    np.save(folder / "a.npy", array)
+    return folder / "a.npy"
 
 
 def make_tokenizer(path: Path, corpus: str) -> str:
@@ -93,7 +90,7 @@ def test_hugging_face_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_windows_are_consecutive_and_shifted_by_one(tmp_path: Path, dtype: str) -> None:
     numbers = np.arange(50)
     if dtype == "npy":
-        file = open_tokens(npy(numbers)(tmp_path))
+        file = open_tokens(npy(tmp_path, numbers))
     else:
         file = open_tokens(write(tmp_path / "a.bin", numbers.astype(dtype).tobytes()), dtype)
     windows = TokenWindows([file], 7, vocab_size=50)
@@ -138,26 +135,6 @@ def test_a_corpus_far_larger_than_memory_stays_on_disk(tmp_path: Path) -> None:
     assert resident_bytes() - before < 20 << 20
 
 
-def garbage(name: str, content: bytes = b"what is this?") -> Callable[[Path], Path]:
-    return lambda at: write(at / name, content)
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (garbage("a.bin", b"odd"), "has 3 bytes, not a multiple of 2 as uint16 has"),
-        (garbage("a.bin", b""), "holds no tokens"),
-        (garbage("a.npy"), "cannot be read as a .npy file"),
-        (npy(np.zeros((2, 3), dtype=np.int64)), "must hold one row of whole numbers"),
-        (npy(np.zeros(3)), "must hold one row of whole numbers, not float64"),
-        (npy(np.zeros(0, dtype=np.int64)), "holds no tokens"),
-    ],
-)
-def test_bad_token_files_are_one_sentence(tmp_path: Path, make: Callable[[Path], Path], says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        open_tokens(make(tmp_path))
-
-
 def test_a_token_outside_the_vocabulary_is_found_where_it_is_read(tmp_path: Path) -> None:
     tokens = np.zeros(100, dtype=np.uint16)
     tokens[50] = 77
@@ -172,27 +149,29 @@ def test_a_token_outside_the_vocabulary_is_found_where_it_is_read(tmp_path: Path
         TokenWindows([signed], 9, vocab_size=77)[0]
 
 
-@pytest.mark.parametrize(
-    ("data", "says"),
-    [
-        ("nowhere.txt", "there is no 'nowhere.txt'"),
-        ("*.nothing", r"no file matches '\*.nothing'"),
-        ([], r"task_args.data is \[\]"),
-        ([""], "write a path or glob"),
-        (".", r"'\.' is a folder; write a glob such as"),
-    ],
-)
-def test_bad_text_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: Any, says: str) -> None:
+BAD: list[tuple[Callable[[Path], Any], str]] = [
+    (lambda at: open_tokens(write(at / "a.bin", b"odd")), "has 3 bytes, not a multiple of 2 as uint16 has"),
+    (lambda at: open_tokens(write(at / "a.bin", b"")), "holds no tokens"),
+    (lambda at: open_tokens(write(at / "a.npy", b"what is this?")), "cannot be read as a .npy file"),
+    (lambda at: open_tokens(npy(at, np.zeros((2, 3), dtype=np.int64))), "must hold one row of whole numbers"),
+    (lambda at: open_tokens(npy(at, np.zeros(3))), "must hold one row of whole numbers, not float64"),
+    (lambda at: open_tokens(npy(at, np.zeros(0, dtype=np.int64))), "holds no tokens"),
+    (lambda at: find_files("nowhere.txt"), "there is no 'nowhere.txt'"),
+    (lambda at: find_files("*.nothing"), r"no file matches '\*.nothing'"),
+    (lambda at: find_files([]), r"task_args.data is \[\]"),
+    (lambda at: find_files([""]), "write a path or glob"),
+    (lambda at: find_files("."), r"'\.' is a folder; write a glob such as"),
+    (lambda at: tokenise([write(at / "empty.txt", "")]), "there is no text in "),
+    (lambda at: tokenise([], str(write(at / "own.json", "{}"))), "is not a Hugging Face tokenizers file"),
+    (lambda at: tokenise([], "gpt2"), r"task_args.tokenizer: there is no 'gpt2'"),
+]
+
+
+@pytest.mark.parametrize(("read", "says"), BAD, ids=[says for _, says in BAD])
+def test_bad_text_and_token_files_are_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], Any], says: str
+) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=says):
-        find_files(data)
-
-
-def test_empty_text_and_broken_tokenizers_are_one_sentence(tmp_path: Path) -> None:
-    empty = write(tmp_path / "empty.txt", "")
-    with pytest.raises(UserError, match="there is no text in "):
-        tokenise([empty])
-    with pytest.raises(UserError, match="is not a Hugging Face tokenizers file"):
-        tokenise([empty], str(write(tmp_path / "tokenizer.json", "{}")))
-    with pytest.raises(UserError, match=r"task_args.tokenizer: there is no 'gpt2'"):
-        tokenise([empty], "gpt2")
+    with pytest.raises(UserError, match=says) as raised:
+        read(tmp_path)
+    assert "\n" not in str(raised.value)

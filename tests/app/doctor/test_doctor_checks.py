@@ -79,6 +79,7 @@ def test_nothing_is_said_where_nothing_is_wrong(facts: ClusterFacts) -> None:
 # A planted fault per row: the facts, the code it must be given, the node it must be laid to, and words of the sentence.
 # Those that nvidia-smi tells of are in test_doctor_probe.py.
 SEES_NONE = {"torch_gpus": 0, "ray_gpus": 0.0}
+NEWER = [node(number, versions=VERSIONS | {"ray": "2.99rc1"}) for number in range(3)]
 NO_N0, NO_N1 = {"n0": "timed out"}, {"n1": "timed out"}
 PLANTED: list[tuple[ClusterFacts, str, str, str]] = [
     (cluster(node(1, visible="0", torch_gpus=1, ray_gpus=1.0)), "hidden_gpus", "n1", "CUDA_VISIBLE_DEVICES='0'"),
@@ -91,12 +92,7 @@ PLANTED: list[tuple[ClusterFacts, str, str, str]] = [
     (cluster(node(1, gpus=gpus_of(flops=4e14))), "slow_gpu", "n1", "400 TFLOP/s, its peers at 700"),
     (cluster(node(1, versions=VERSIONS | {"torch": ""})), "other_version", "n1", "torch (none)"),
     (cluster(node(1, versions=VERSIONS | {"the NVIDIA driver": "535.1"})), "other_driver", "n1", "driver 535.1"),
-    (
-        cluster(*(node(n, versions=VERSIONS | {"ray": "2.99rc1"}) for n in (0, 1, 2))),
-        "newer_version",
-        "",
-        "ray 2.99rc1 is newer",
-    ),
+    (cluster(*NEWER), "newer_version", "", "ray 2.99rc1 is newer"),
     (cluster(node(1, shm_bytes=64 * 2**20)), "small_shm", "n1", "67 MB"),
     (cluster(node(1, disk_free=GB)), "disk_full", "n1", "1.0 GB free"),
     (cluster(node(0, unreachable=NO_N1), node(2, unreachable=NO_N1)), "cut_link", "n1", "no other node can connect to"),

@@ -160,7 +160,5 @@ def test_which_cluster_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(look.server_of(None)) == "http://10.0.0.1:8265"
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert look.server_of("aws") is None
-    assert (
-        look.result('note: x\n{"a": 1}\n', only="{") == '{"a": 1}'
-        and look.result("note: x\n1 node\nfine") == "1 node\nfine"
-    )
+    assert look.result('note: x\n{"a": 1}\n', only="{") == '{"a": 1}'
+    assert look.result("note: x\n1 node\nfine") == "1 node\nfine"

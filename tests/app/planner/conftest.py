@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from app.planner.machine import Machine, of_shape
 from app.planner.plan import Plan, make_plan
 from app.planner.read import Reader
 from app.tasks import load_task
-from app.tasks.base import Task
 from cluster import hardware
 from cluster.shape import of_gpus
 from tests.running import ROOT
@@ -41,17 +39,17 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture(scope="session")
 def small() -> Reader:
-    return Reader(loaded(words(EXPERIMENT)))
+    return read([EXPERIMENT])
 
 
 @pytest.fixture(scope="session")
 def large() -> Reader:
-    return Reader(loaded([*words(EXPERIMENT), *LARGE]))
+    return read([EXPERIMENT], *LARGE)
 
 
 @pytest.fixture(scope="session")
 def tiny() -> Reader:
-    return Reader(loaded(TINY))
+    return read([], *TINY)
 
 
 def gpus(count: int = 8, gpu: str = "h100-80gb", across: str = "3200Gb") -> Machine:
@@ -69,12 +67,6 @@ def plan_of(reader: Reader, machine: Machine, *overrides: str, given: tuple[str,
     return make_plan(config, reader.task, machine, given=frozenset(given), reader=reader)
 
 
-def words(file: str) -> list[str]:
-    """An experiment's task as key=value, so that more can be written behind it."""
-    config = load_config([file])
-    return [f"task={config.task}", f"task_args={json.dumps(config.task_args)}"]
-
-
-def loaded(overrides: list[str]) -> Task:
-    config = load_config([], overrides)
-    return load_task(config.task, config.task_args)
+def read(files: list[str], *overrides: str) -> Reader:
+    config = load_config(files, overrides)
+    return Reader(load_task(config.task, config.task_args))

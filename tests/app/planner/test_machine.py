@@ -48,7 +48,6 @@ def test_the_command_line_adds_to_a_cluster_and_does_not_contradict_it() -> None
     for asked, said in (
         (Asked(cluster="onprem", gpu="h100-80gb"), "has rtx-4090"),
         (Asked(cluster="onprem", per_node=8), "have 4"),
-        (Asked(cluster="onprem", gpus=16), "at most 12"),
     ):
         with pytest.raises(UserError, match=said):
             find(asked, "auto")
@@ -78,8 +77,6 @@ def test_a_cluster_without_gpus_is_its_cpus_and_a_gpu_that_ray_does_not_name_is_
 def test_only_what_this_machine_has_is_tried() -> None:
     with pytest.raises(UserError, match=r"\(big\)"):
         require_here(dataclasses.replace(cpus(2), name="big"), "--max-batch")
-    with pytest.raises(UserError, match="8 × h100-80gb"):
-        require_here(gpus(), "--max-batch")
     require_here(cpus(2), "--max-batch")
 
 

@@ -28,7 +28,7 @@ from strategies import registry
 from strategies.dims import NAMES, Layout, LayoutError, Options
 from strategies.layout import check, choose
 from strategies.pipeline.schedules import SCHEDULES
-from tests.app.planner.conftest import EXPERIMENT, TINY, gpus, loaded, plan_of, with_memory, words
+from tests.app.planner.conftest import EXPERIMENT, TINY, gpus, plan_of, read, with_memory
 from tests.layout_cost import layout_cost
 
 SPACE = Space(64, 8, 256, 8, 8, 128, True, ("bf16",))
@@ -83,7 +83,7 @@ def test_static_memory_is_that_of_the_strategies_cost_function(small: Reader, la
 def test_stages_are_cut_by_cost(large: Reader, small: Reader) -> None:
     found = _predicted(large, "pipeline", pp=4, machine=gpus(4))
     assert found.stages and sum(found.stages) == 16 and max(found.stages) - min(found.stages) <= 1
-    wide = Reader(loaded([*words(EXPERIMENT), "task_args.vocab_size=200000"]))
+    wide = read([EXPERIMENT], "task_args.vocab_size=200000")
     last = _predicted(wide, "pipeline", pp=2, machine=gpus(2))
     assert last.stages == (3, 1), "the head weighs on the last stage"
 
@@ -247,7 +247,7 @@ def test_json_has_the_layouts_best_first(tmp_path: Path) -> None:
         ("--gpus 8 --gpu h1000", "did you mean h100-80gb"),
         ("--gpus 0 --gpu t4", "at least 1"),
         ("--gpus 8 --gpu t4 --interconnect fast", "cannot be read"),
-        ("--gpus 4096 --gpu h100-80gb --max-batch", "this machine"),
+        ("--gpus 4096 --gpu h100-80gb --max-batch", "4096 × h100-80gb"),
         ("--cluster laptop", "no GPUs"),
         ("--gpus 8 --gpu t4 parallel.dp_shard=3", "8 workers"),
         ("--gpus 8 --gpu t4 parallel.tp=8", "does not divide"),
@@ -309,7 +309,7 @@ def test_auto_does_not_start_what_fits_nowhere(tiny: Reader) -> None:
 
 def test_auto_keeps_state_in_host_memory_where_nothing_else_fits() -> None:
     config = _auto("task_args.d_model=1024", "train.global_batch_size=8")
-    reader = Reader(loaded([*words(EXPERIMENT), "task_args.d_model=1024"]))
+    reader = read([EXPERIMENT], "task_args.d_model=1024")
     machine = gpus(2, "t4")
     plan = plan_of(reader, machine, "train.global_batch_size=8", given=("parallel.offload", "train.precision"))
     least = 0.55 * min(row.memory_bytes for row in plan.rows)

@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from app.config_io import load_config, to_dict
-from app.data.loader import fetch
-from app.randomness import seed_everything
 from app.tasks.huggingface.data import Texts, byte_tokenizer
 from app.tasks.huggingface.plan import tensor_plan
 from app.tasks.huggingface.task import HuggingFace
@@ -23,9 +21,9 @@ from experiments.parity.curves import Curve, difference, train
 from experiments.parity.experiment import make_trial
 from strategies.parallelize import Options, choose
 from strategies.tensor.plan import make_plan
+from tests.app.tasks.test_tasks import CPU, built, one_batch
 from tests.pool import run_distributed
 
-CPU = torch.device("cpu")
 WIDTHS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL = WIDTHS | {"intermediate_size": 32}
 GROUPED = SMALL | {"num_key_value_heads": 2}
@@ -49,21 +47,12 @@ TEXTS = ("bert", "llama classifier", "gpt2 classifier")
 IMAGES = ("vit", "resnet")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("hub")))
-        yield
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "text.txt").write_text("a penny saved is a penny earned; " * 60)
+@pytest.fixture
+def data(tmp_path: Path, text: str, own_cache: Path) -> Path:
+    """A folder with text.txt and reviews.csv."""
     rows = [f"{'good' if i % 2 else 'bad'} {'day ' * (1 + i * 7 % 5)},{'yes' if i % 2 else 'no'}" for i in range(40)]
-    (folder / "reviews.csv").write_text("\n".join(["text,label", *rows, ",yes", "lost,"]) + "\n")
-    return folder
+    (tmp_path / "reviews.csv").write_text("\n".join(["text,label", *rows, ",yes", "lost,"]) + "\n")
+    return tmp_path
 
 
 def arguments(name: str, data: Path) -> dict[str, Any]:
@@ -80,15 +69,6 @@ def made(name: str, data: Path) -> HuggingFace:
     return HuggingFace(**arguments(name, data))
 
 
-def built(task: HuggingFace) -> Any:
-    seed_everything(0)
-    return task.build_model()
-
-
-def a_batch(task: HuggingFace) -> Any:
-    return fetch(task.train_data(), [(i, i) for i in range(4)])
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_builds_and_has_gradients(name: str, data: Path) -> None:
     task = made(name, data)
@@ -99,7 +79,7 @@ def test_builds_and_has_gradients(name: str, data: Path) -> None:
     assert {n: p.shape for n, p in empty.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
     assert all(p.is_meta for p in empty.parameters()) and model.training
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    batch = a_batch(task)
+    batch = one_batch(task)
     loss = task.loss(model, batch)
     loss.backward()
     assert loss.dim() == 0 and all(p.grad is not None for p in model.parameters())
@@ -117,7 +97,7 @@ def test_loss_is_the_librarys_own(data: Path) -> None:
     """With `labels` the library shifts and averages itself; ours takes targets that are shifted already."""
     task = made("llama", data)
     model = built(task)
-    inputs, targets = a_batch(task)
+    inputs, targets = one_batch(task)
     whole = torch.cat([inputs, targets[:, -1:]], 1)
     library = model(input_ids=whole, labels=whole).loss
     assert task.loss(model, (inputs, targets)).item() == pytest.approx(library.item(), rel=1e-6)
@@ -128,7 +108,7 @@ def test_loss_is_the_librarys_own(data: Path) -> None:
 
 def test_experts_are_balanced(data: Path) -> None:
     task = made("mixtral", data)
-    model, batch = built(task), a_batch(task)
+    model, batch = built(task), one_batch(task)
     output = model(input_ids=batch[0])
     plain = F.cross_entropy(output.logits.flatten(0, 1), batch[1].flatten())
     assert task.loss(model, batch).item() == pytest.approx((plain + 0.001 * output.aux_loss).item(), rel=1e-6)
@@ -154,7 +134,7 @@ def test_padding_does_not_count(data: Path) -> None:
 def test_encoder_as_language_model_does_not_see_ahead(data: Path) -> None:
     task = HuggingFace(model="bert", config=SMALL, kind="causal_lm", data=str(data / "text.txt"), sequence_length=8)
     model = built(task).eval()
-    tokens = a_batch(task)[0]
+    tokens = one_batch(task)[0]
     changed = tokens.clone()
     changed[:, -1] += 1
     assert torch.equal(model(input_ids=tokens).logits[:, :-1], model(input_ids=changed).logits[:, :-1])
@@ -239,12 +219,12 @@ def test_trains_the_same_model(
 # --- folders and tokenizers -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+@pytest.fixture
+def folder(data: Path) -> Path:
     """What somebody else saved: a Llama with weights and a tokenizer of its own."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    where = tmp_path_factory.mktemp("llama")
+    where = data / "llama"
     task = made("llama", data)
     torch.manual_seed(5)
     task.build_model().save_pretrained(where)
@@ -263,7 +243,7 @@ def test_pretrained_weights_from_a_folder(folder: Path, data: Path) -> None:
     learnt = HuggingFace(**args, pretrained=True)
     assert learnt.kind == "causal_lm" and learnt.tokenizer.get_vocab()["penny"] == 2, "the folder's own"
     own = AutoModelForCausalLM.from_pretrained(folder)
-    tokens = a_batch(learnt)[0]
+    tokens = one_batch(learnt)[0]
     model = built(learnt)
     assert model.training and torch.equal(model(input_ids=tokens).logits, own(input_ids=tokens).logits)
     assert not torch.equal(built(HuggingFace(**args)).lm_head.weight, own.lm_head.weight)
@@ -276,7 +256,7 @@ def test_pretrained_classifier_gets_a_new_head(folder: Path, data: Path) -> None
     assert task.config.id2label == {0: "no", 1: "yes"}
     model = built(task)
     assert torch.equal(model.score.weight, built(task).score.weight) and model.score.weight.shape == (2, 16)
-    (tokens, _), _ = a_batch(task)
+    (tokens, _), _ = one_batch(task)
     assert (tokens[:, 0] == 1).all() and task.config.pad_token_id == 0  # <s>, and the tokenizer's <pad>
 
 
@@ -301,7 +281,7 @@ def test_bytes_as_a_tokenizers_file() -> None:
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
-def test_images_are_fitted_to_a_folders_model(data: Path, tmp_path: Path) -> None:
+def test_images_are_fitted_to_a_folders_model(tmp_path: Path, own_cache: Path) -> None:
     from transformers import ViTConfig
 
     ViTConfig(**SMALL, image_size=12, patch_size=4, num_channels=3).save_pretrained(tmp_path)
