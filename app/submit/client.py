@@ -26,6 +26,7 @@ class Server:
     """
 
     def __init__(self, address: str | None = None, cluster: str | None = None) -> None:
+        allow_token()  # before a cluster's file is read, which imports Ray
         if address and cluster:
             raise UserError("--address and --cluster both say where to: write one of them")
         known = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
@@ -52,7 +53,6 @@ class Server:
             UserError, ClusterError: no server answers, or it refuses us, in Ray's words; one sentence.
         """
         self._tunnel.close()
-        allow_token()
         from ray.job_submission import JobSubmissionClient
 
         for name in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):

@@ -108,18 +108,18 @@ def test_four_three_two_four_workers_on_hosts_that_go_and_come_back(lab: Lab, la
         run.wait(lambda: run.committed() >= 40, 120)
         assert at_work(lab) == set(range(HOSTS)), run.text
         lab.cut(CUT)
-        run.said("going on with 3 of 4 workers")
+        run.said("continuing with 3 of 4 workers")
         run.further()
         assert HEAD in at_work(lab) >= set(range(HOSTS)) - {CUT}, run.text
         lab.crash(CRASHED)
-        run.said("going on with 2 of 4 workers")
+        run.said("continuing with 2 of 4 workers")
         run.further()
         lab.mend(CUT)
         lab.boot(CRASHED)
         # A raylet that was cut off ends when it hears that it was taken for dead; its processes with it.
         wait_until(lambda: not any("raylet" in line for line in lab.processes_of(CUT)), 60)
         start_ray(lab, CUT, CRASHED)
-        run.said("there is room for 4 workers again; going on with 4 of 4")
+        run.said("there is room for 4 workers again; continuing with 4 of 4")
         run.further()
         assert at_work(lab) == set(range(HOSTS)), run.text
         assert run.process.wait(120) == 0, run.text
