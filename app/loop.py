@@ -22,7 +22,7 @@ from app.data.loader import fetch, rows, train_batches
 from app.evaluation import evaluate
 from app.job import Channel, Job, Place, memory_bytes, strategy_options
 from app.noise_scale import NoiseScale
-from app.optimizer import LossScale, build_optimizer, learning_rate, set_learning_rate
+from app.optimizer import LossScale, build_optimizer, learning_rate
 from app.persistence import Persistence, Progress
 from app.pipeline_monitor import PipelineMonitor
 from app.randomness import seed_everything, seed_step
@@ -77,7 +77,9 @@ class Training:
         self.scale = LossScale(config.train.precision == "fp16")
         self.persistence = keeper(job, place, channel, self.parallel, self.optimizer, self.scale)
         self.progress = Progress()
-        self.items_per_sample = self._count_items()
+        self.items_per_sample = 1.0  # items are what the task counts: tokens, say
+        if self.task.unit != "samples":
+            self.items_per_sample = float(self.task.items(fetch(self.data, [(0, 0)])))
         self.parameters = self._count_parameters()
         self.resumed_from = self.persistence.resume(self.progress)
         self.noise = NoiseScale.of(self.parallel, config.train.noise_scale_every, config.train.global_batch_size)
@@ -130,11 +132,12 @@ class Training:
         seed_step(config.train.seed, step, self.data_rank, self.place.device)
         batch = config.train.global_batch_size
         rate = learning_rate(config.optimizer, config.schedule, self.steps_done, self.job.steps, batch)
-        set_learning_rate(self.optimizer, rate)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
         scale = self.scale.scale if self.scale.enabled else 1.0
         passes = self.noise if self.noise is not None and self.noise.due(step) else parallel
         loss = passes.forward_backward(micro_batches, self._weights(micro_batches), task.loss, scale)
-        logged = self._is_logged(step)
+        logged = step in (1, self.job.steps) or step % config.train.log_every == 0
         self.scale.unscale_(parallel.parameters())
         norm = None
         if logged or config.train.clip_norm is not None or self.scale.enabled:
@@ -173,9 +176,6 @@ class Training:
         )
 
     # --- boundaries ---------------------------------------------------------------------------------------------
-
-    def _is_logged(self, step: int) -> bool:
-        return step == 1 or step % self.config.train.log_every == 0 or step == self.job.steps
 
     def _is_boundary(self) -> bool:
         step, save, check = self.steps_done, self.config.checkpoint.every_steps, self.config.train.eval_every
@@ -246,12 +246,6 @@ class Training:
         self._metrics(self.steps_done, {f"eval/{name}": value for name, value in values.items()})
 
     # --- beginning and end --------------------------------------------------------------------------------------
-
-    def _count_items(self) -> float:
-        """Items (tokens, say) in one sample."""
-        if self.task.unit == "samples":
-            return 1.0
-        return float(self.task.items(fetch(self.data, [(0, 0)])))
 
     def _count_parameters(self) -> int:
         """Of the whole model; a stage of a pipeline has a part of them."""

@@ -86,11 +86,6 @@ def peak_rate(optimizer: OptimizerConfig, batch: int | None) -> float:
     return optimizer.lr * (batch / optimizer.lr_batch_size) ** (1.0 if optimizer.lr_scaling == "linear" else 0.5)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = value
-
-
 class LossScale:
     """Dynamic loss scaling for fp16 (Micikevicius et al. 2018): multiplies the loss, divides the gradients; halves
     after an overflow, doubles after `growth_interval` steps.

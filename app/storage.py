@@ -44,9 +44,6 @@ class Storage:
     def __str__(self) -> str:
         return self.url
 
-    def __repr__(self) -> str:
-        return f"Storage({self.url!r})"
-
     @property
     def local_path(self) -> Path:
         """The folder on this machine. Raises ValueError for an object store."""

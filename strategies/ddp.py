@@ -64,19 +64,13 @@ def wrap(
         gradient_as_bucket_view=True,
         find_unused_parameters=options.find_unused_parameters,
     )
-    _register_hook(wrapped, group, device, options)
-    return Applied(wrapped, micro_step(wrapped, options.find_unused_parameters))
-
-
-def _register_hook(
-    wrapped: DistributedDataParallel, group: dist.ProcessGroup, device: torch.device, options: Options
-) -> None:
-    """What averages a bucket, where it is not DDP's own all-reduce. (Lambdas, because DDP refuses torch's bfloat16 hook
-    by its name anywhere but on NCCL.)"""
+    # What averages a bucket, where it is not DDP's own all-reduce. (Lambdas, because DDP refuses torch's bfloat16 hook
+    # by its name anywhere but on NCCL.)
     if options.reduce_dtype == "bf16":
         wrapped.register_comm_hook(group, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket))
     elif (shared := shared_memory_all_reduce(group, device)) is not None:
         wrapped.register_comm_hook(shared, lambda shared, bucket: _done(shared.average_(bucket.buffer())))
+    return Applied(wrapped, micro_step(wrapped, options.find_unused_parameters))
 
 
 def _done(average: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

@@ -151,7 +151,8 @@ def apply_model_parallel(setup: Setup) -> Applied:
 def place(module: nn.Module, devices: list[torch.device], blocks: list[str]) -> int:
     """Moves the module's blocks, and what is around them, in place and makes activations follow; how many devices are
     used."""
-    units = [(name, owner, name in blocks) for name, owner in module.named_modules() if not _is_inside(name, blocks)]
+    inside = tuple(f"{block}." for block in blocks)
+    units = [(n, owner, n in blocks) for n, owner in module.named_modules() if not n.startswith(inside)]
     held = [[*owner.parameters(is_block), *owner.buffers(is_block)] for _, owner, is_block in units]
     sizes = [sum(t.numel() * t.element_size() for t in tensors) for tensors in held]
     first, costs, last = partition.costs_around_blocks(zip(sizes, (is_block for *_, is_block in units)))
@@ -170,10 +171,6 @@ def place(module: nn.Module, devices: list[torch.device], blocks: list[str]) -> 
             owner.register_forward_pre_hook(_follow(device), with_kwargs=True)
     module.register_forward_hook(lambda _, __, output: _moved(output, devices[0]))
     return len(set(indices))
-
-
-def _is_inside(name: str, blocks: list[str]) -> bool:
-    return any(name.startswith(block + ".") for block in blocks)
 
 
 def _follow(device: torch.device) -> Any:

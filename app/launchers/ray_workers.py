@@ -216,11 +216,7 @@ def surroundings(job: Job, place: Place, channel: RayChannel, node_rank: int) ->
 
 def enter(job: Job, channel: RayChannel, label: str = "") -> WorkerInfo:
     """The first thing a worker does: goes to the driver's folder, and says where it is."""
-    if os.path.isdir(job.cwd):  # Ray puts workers in folders of their own, where relative paths mean nothing
-        os.chdir(job.cwd)
-        if job.cwd not in sys.path:
-            sys.path.insert(0, job.cwd)
-    _set_threads()
+    work_in(job.cwd)
     info = WorkerInfo(
         channel.rank,
         os.getpid(),
@@ -233,10 +229,14 @@ def enter(job: Job, channel: RayChannel, label: str = "") -> WorkerInfo:
     return info
 
 
-def _set_threads() -> None:
-    """The number of threads that Ray has set for this worker; a forked one had imported torch before."""
-    import torch
+def work_in(folder: str) -> None:
+    """Goes to the driver's folder, and takes the number of threads that Ray has set for this process."""
+    import torch  # which a forked process had imported before
 
+    if os.path.isdir(folder):  # Ray puts workers in folders of their own, where relative paths mean nothing
+        os.chdir(folder)
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
     if (wanted := os.environ.get("OMP_NUM_THREADS", "")).isdigit() and int(wanted) != torch.get_num_threads():
         torch.set_num_threads(int(wanted))
 

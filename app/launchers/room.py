@@ -84,11 +84,10 @@ def _groups_of_this_job() -> list[dict[str, Any]]:
 
 def ray_nodes() -> Nodes:
     """What can be asked about the nodes of a Ray cluster."""
-    return Nodes(_is_alive, lambda node: on_node(node, oom_kills, seconds=ANSWER_SECONDS))
-
-
-def _is_alive(node: str) -> bool:
-    return any(entry.id == node for entry in living_nodes())
+    return Nodes(
+        lambda node: any(entry.id == node for entry in living_nodes()),
+        lambda node: on_node(node, oom_kills, seconds=ANSWER_SECONDS),
+    )
 
 
 def on_node(node: str, function: Callable[..., Any], *arguments: Any, seconds: float = 0.0) -> Any:

@@ -117,7 +117,10 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleDict({str(i): Block(d_model, n_heads, d_hidden, dropout) for i in range(n_layers)})
         self.norm = nn.RMSNorm(d_model, eps=NORM_EPS)
         self.head = nn.Linear(d_model, vocab_size, bias=False)
-        self._initialise(n_layers)
+        for name, module in self.named_modules():  # GPT-2's: smaller by √(2·layers) where a residual branch ends
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                ends_branch = name.endswith(("attn.out", "mlp.down"))
+                nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * n_layers) if ends_branch else 0.02)
         self.tie_weights()
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
@@ -137,13 +140,6 @@ class GPT(nn.Module):
         """With tie_weights=True: let the head use the embedding's table (Press and Wolf 2017)."""
         if self.tied:
             self.head.weight = self.embed.weight
-
-    def _initialise(self, n_layers: int) -> None:
-        """GPT-2's: normal of deviation 0.02, smaller by √(2·layers) where a residual branch ends."""
-        for name, module in self.named_modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                ends_branch = name.endswith(("attn.out", "mlp.down"))
-                nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * n_layers) if ends_branch else 0.02)
 
 
 def rotated(q_BHTK: Tensor, k_BHTK: Tensor) -> tuple[Tensor, Tensor]:

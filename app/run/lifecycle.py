@@ -119,7 +119,8 @@ def _print_summary(driver: Driver, outcome: Outcome) -> None:
         + (f", continued after step {summary['resumed_from']:,}" if summary["resumed_from"] else "")
     )
     if evaluated:
-        console.say("  held out  " + ", ".join(_figure(name, value) for name, value in evaluated.items()))
+        shown = {name: f"{value:.2%}" if name == "accuracy" else f"{value:.4g}" for name, value in evaluated.items()}
+        console.say("  held out  " + ", ".join(f"{name} {value}" for name, value in shown.items()))
     rate = metrics.get("train/tokens_per_second") or metrics.get("train/samples_per_second", 0.0)
     unit = "tokens" if "train/tokens_per_second" in metrics else "samples"
     console.say(
@@ -133,10 +134,6 @@ def _print_summary(driver: Driver, outcome: Outcome) -> None:
         console.say(f"  MLflow    {ui_command(driver.settings)}")
         if outcome.mlflow["url"]:
             console.say(f"            then open {outcome.mlflow['url']}")
-
-
-def _figure(name: str, value: float) -> str:
-    return f"{name} {value:.2%}" if name == "accuracy" else f"{name} {value:.4g}"
 
 
 def _already_finished(driver: Driver) -> Outcome:

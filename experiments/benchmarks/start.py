@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 import click
 import psutil
 
+from cluster.remote import free_port
 from experiments.benchmarks.harness import TORCHRUN, show, trained, tree_without
 
 STEPS = 5
@@ -81,9 +81,7 @@ class RayCluster:
     def __init__(self, env: dict[str, str], head_cpus: int, nodes: int = 0) -> None:
         self.env, self.folder = env | {"RAY_AUTH_MODE": "disabled"}, Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
         self.processes: list[subprocess.Popen[bytes]] = []
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.address = f"127.0.0.1:{port}"
         try:
             self._start("--head", f"--port={port}", f"--num-cpus={head_cpus}", "--include-dashboard=false")

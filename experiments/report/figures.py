@@ -125,17 +125,15 @@ def one_two_five(values: Sequence[float]) -> list[float]:
 
 
 def heat_map(
-    columns: Sequence[Any],
-    rows: Sequence[Any],
-    values: Mapping[tuple[Any, Any], float],
+    columns: Sequence[float],
+    rows: Sequence[float],
+    values: Mapping[tuple[float, float], float],
     *,
-    x: str,
-    y: str,
     best_low: bool,
-    unfinished: Collection[tuple[Any, Any]] = (),
+    unfinished: Collection[tuple[float, float]],
 ) -> Figure:
-    """A cell per (column, row) with its value written in it, with … where it is unfinished; the best cell framed; empty
-    where nothing was tried."""
+    """A cell per (batch size, learning rate) with its value written in it, with … where it is unfinished; the best cell
+    framed; empty where nothing was tried."""
     from matplotlib import pyplot
 
     finite = sorted((v for v in values.values() if math.isfinite(v)), reverse=not best_low)
@@ -160,6 +158,6 @@ def heat_map(
         if value == best:
             frame = pyplot.Rectangle((at[0] - 0.5, at[1] - 0.5), 1, 1, fill=False, edgecolor="#d1651c", linewidth=2.5)
             axes.add_patch(frame)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
+    axes.set_xlabel("global batch size")
+    axes.set_ylabel("learning rate")
     return figure

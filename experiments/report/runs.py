@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from app.config_io import flatten, from_dict
+from app.config_io import flatten, from_dict, to_yaml
 from app.console import duration, quantity, size
 from app.errors import UserError
 from app.tracking.settings import resolve_tracking
@@ -174,7 +174,7 @@ def content(records: list[RunRecord]) -> dict[str, Any]:
         {"title": "Where they differ", "tables": [{"rows": differences(records)}] if several else []},
         {"title": "Failures and restarts", "sentences": _failures(records)},
         {"title": "Cost", "tables": [{"rows": _values(records, "cost/")}]},
-        {"title": "Configuration", "folded": {record.name: _yaml(record.config) for record in records}},
+        {"title": "Configuration", "folded": {record.name: to_yaml(record.config) for record in records}},
     ]
     return {
         "title": " · ".join(record.name for record in records[:4]),
@@ -182,10 +182,6 @@ def content(records: list[RunRecord]) -> dict[str, Any]:
         "facts": [] if several else _facts(first),
         "sections": sections,
     }
-
-
-def _yaml(tree: dict[str, Any]) -> str:
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
 def _facts(record: RunRecord) -> list[tuple[str, str, str]]:

@@ -8,10 +8,7 @@ pipeline's stages cannot compute without what their neighbours send; their steps
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
@@ -29,7 +26,9 @@ from app.config import Config
 from app.config_io import with_values
 from app.errors import RunFailed
 from app.job import Job, Place, SilentChannel, memory_bytes
+from app.launchers.ray_workers import work_in
 from app.loop import Training
+from cluster.remote import free_port
 from strategies.pipeline.simulate import COMPUTE, Span, figures
 
 START_SECONDS = 120.0
@@ -75,7 +74,10 @@ def measured(told: Sequence[Told], config: Config) -> Measured:
         wanted = config.parallel
         profiles = [figures(list(r), wanted.schedule, wanted.chunks) for r in zip(*ranks)]
         ideal = statistics.median(f["pipeline/seconds"] * f["pipeline/bubble_by_simulation"] for f in profiles)
-        own = [statistics.median(map(_computing, spans)) for spans in ranks]
+        own = [
+            statistics.median(sum(span.end - span.start for span in spans if span.kind in COMPUTE) for spans in steps)
+            for steps in ranks
+        ]
         bubble = min(ideal, step - data)
         sent = max(0.0, step - data - bubble - statistics.mean(own))
     elif len(told) > 1 and not notes:
@@ -88,10 +90,6 @@ def measured(told: Sequence[Told], config: Config) -> Measured:
     known = not any(t.unknown for t in told)
     computing = step - data - bubble - sent
     return Measured(step, computing, bubble, sent if known else None, data, balance, max(t.memory for t in told), notes)
-
-
-def _computing(spans: Sequence[Span]) -> float:
-    return sum(span.end - span.start for span in spans if span.kind in COMPUTE)
 
 
 # --- in the workers ---------------------------------------------------------------------------------------------------
@@ -116,16 +114,11 @@ class Bench:
 
     def address(self) -> str:
         """Where this worker, the first, will be found by the others."""
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return f"tcp://{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+        return f"tcp://{ray.util.get_node_ip_address()}:{free_port()}"
 
     def measure(self, job: Job, address: str) -> Told:
         """What this worker has to tell."""
-        if os.path.isdir(job.cwd):
-            os.chdir(job.cwd)
-            sys.path.insert(0, job.cwd)
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        work_in(job.cwd)
         told = Told(ray.util.get_node_ip_address())
         self.together(job, address, told)
         if self.place.world_size > 1 and job.layout.dims.pp == 1:

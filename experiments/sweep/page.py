@@ -87,9 +87,7 @@ def _heat_map(sweep: Sweep, store: TrialStore, answer: Answer) -> Figure | None:
     if len(cells) < 2 or not any(math.isfinite(v) for v in cells.values()):
         return None
     columns, rows = sorted({c for c, _ in cells}), sorted({r for _, r in cells})
-    return figures.heat_map(
-        columns, rows, cells, x="global batch size", y="learning rate", best_low=sweep.mode == "min", unfinished=early
-    )
+    return figures.heat_map(columns, rows, cells, best_low=sweep.mode == "min", unfinished=early)
 
 
 def _learning_rate(sweep: Sweep, store: TrialStore, answer: Answer) -> Figure | None:

@@ -13,6 +13,7 @@ from ray import tune
 
 from app.console import Console, duration, stop_signals
 from app.errors import Interrupted, RunFailed, UserError
+from app.launchers.ray_workers import work_in
 from app.masking import mask_uri
 from app.run.cost import check_budget, rate_here
 from app.tracking.settings import resolve_tracking
@@ -204,12 +205,7 @@ class TrialActor(tune.Trainable):
         assert setting is not None
         self.setting = setting
         sys.argv = list(setting.command)
-        if os.path.isdir(setting.cwd):
-            os.chdir(setting.cwd)
-            sys.path.insert(0, setting.cwd)
-        import torch
-
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        work_in(setting.cwd)
         self._take(config)
 
     def _take(self, values: dict[str, Any]) -> None:

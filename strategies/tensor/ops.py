@@ -6,10 +6,10 @@ other way round:
 
     operator            forward                        backward
     enter      (f)      the input as it is             all-reduce
+      of a sequence     all-gather along the sequence  reduce-scatter
     leave      (g)      all-reduce                     as it is
+      of a sequence     reduce-scatter                 all-gather along the sequence
     gather_features     all-gather the last dim        keep one's own part
-    gather_sequence     all-gather along the sequence  reduce-scatter
-    scatter_sequence    reduce-scatter                 all-gather along the sequence
     split_sequence      keep one's own part            all-gather along the sequence
 
 Activations are (…, sequence, features). Parts are those of torch.chunk: equal, rounded up, the last ones smaller.
@@ -161,24 +161,8 @@ class _Split(torch.autograd.Function):
         return ctx.peers.all_gather(gradient, ctx.dim, ctx.length), None, None, None
 
 
-def enter(x: Tensor, peers: Peers) -> Tensor:
-    return _Enter.apply(x, peers)
-
-
-def leave(x: Tensor, peers: Peers) -> Tensor:
-    return _Leave.apply(x, peers)
-
-
 def gather_features(x: Tensor, peers: Peers, length: int) -> Tensor:
     return _Gather.apply(x, peers, -1, length, False)
-
-
-def gather_sequence(x: Tensor, peers: Peers) -> Tensor:
-    return _Gather.apply(x, peers, -2, x.size(-2) * peers.size, True)
-
-
-def scatter_sequence(x: Tensor, peers: Peers) -> Tensor:
-    return _Split.apply(x, peers, -2, True)
 
 
 def split_sequence(x: Tensor, peers: Peers) -> Tensor:
@@ -207,11 +191,13 @@ class SplitLayers:
         """`x` for split layers, in the type that they compute in: cast before it is sent, so that 16 bits are sent."""
         if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        return gather_sequence(x, self.peers) if self.plan.sequence else enter(x, self.peers)
+        if self.plan.sequence:
+            return _Gather.apply(x, self.peers, -2, x.size(-2) * self.peers.size, True)
+        return _Enter.apply(x, self.peers)
 
     def leave(self, x: Tensor) -> Tensor:
         """The sum over workers, or this worker's part of it along the sequence."""
-        return scatter_sequence(x, self.peers) if self.plan.sequence else leave(x, self.peers)
+        return _Split.apply(x, self.peers, -2, True) if self.plan.sequence else _Leave.apply(x, self.peers)
 
     def forget(self) -> None:
         self._seen = self._entered = None
