@@ -138,7 +138,7 @@ class ActorWorkers(RayWorkers):
         if self.reserved is not None:  # ranks of a node are to be neighbours
             node_of = placement_group_table(self.reserved)["bundles_to_node_id"]
             return self.reserved, sorted(node_of, key=lambda bundle: (node_of[bundle], bundle))
-        chosen = placement(dims, per_stage, nodes, self.cluster.max_resources)
+        chosen = placement(dims, per_stage, nodes, self.cluster.max_resources, self.attempt > 1)
         return reserve(chosen.bundles, excluded), chosen.bundle_of_rank
 
     def stop(self) -> None:
@@ -184,10 +184,12 @@ def placement(
     per_stage: list[Resources],
     nodes: Sequence[NodeState],
     limits: Mapping[str, float] | None = None,
+    returning: bool = False,
 ) -> Placement:
     """The coarsest grouping for which there is room now; else for which there is once other jobs have ended.
 
-    per_stage: resources of one worker of each stage. limits: what the cluster may grow to, where it grows.
+    per_stage: resources of one worker of each stage. limits: what the cluster may grow to, where it grows. returning:
+    a node that has left may come back.
 
     Raises:
         UserError: there is room for none, and no node will be added.
@@ -198,7 +200,8 @@ def placement(
         for found in chosen:
             if _missing(found.bundles, state) is None:
                 return found
-    if limits and all(amount <= limits.get(name, 0.0) for stage in per_stage for name, amount in stage.items()):
+    grows = limits and all(amount <= limits.get(name, 0.0) for stage in per_stage for name, amount in stage.items())
+    if returning or grows:
         whole = (found for found in chosen if all(_missing([b], emptied) is None for b in found.bundles))
         return next(whole, chosen[-1])
     rank = _missing(found.bundles, emptied) or 0

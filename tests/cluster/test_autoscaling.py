@@ -34,6 +34,11 @@ CONFIG = {
     },
     "head_node_type": "ray.head.default",
     "auth": {},
+    "setup_commands": [],  # this and what follows has no default for a provider of one's own
+    "head_setup_commands": [],
+    "worker_setup_commands": [],
+    "cluster_synced_files": [],
+    "file_mounts": {},
 }
 ENVIRONMENT = {
     "AUTOSCALER_UPDATE_INTERVAL_S": "1",

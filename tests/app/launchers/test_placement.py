@@ -77,5 +77,6 @@ def test_resources_that_cannot_be_given(asked: str, said: str) -> None:
     nodes = [node("a", CPU=4, GPU=1, disk=1), node("b", CPU=4, GPU=1, net=1)]
     with pytest.raises(UserError, match=said):
         placement(dims, resources_of_stages(wanted, dims, ONE), nodes)
-    if "no node" in said:  # but one may yet come
+    if "no node" in said:  # but one may yet come, or come back
+        assert placement(dims, resources_of_stages(wanted, dims, ONE), nodes, returning=True).bundles
         assert placement(dims, resources_of_stages(wanted, dims, ONE), nodes, dict.fromkeys(EVERYTHING, 99.0)).bundles
