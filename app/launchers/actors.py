@@ -65,7 +65,7 @@ class WorkerActor:
         )
         place = Place(rank, len(nodes), local_rank, device)
         with surroundings(job, place, channel, node_rank):
-            channel.done(loop.train(job, place, channel))
+            channel.emit({"type": "done", "summary": loop.train(job, place, channel)})
         dist.barrier()  # no rank closes its connections while another still uses them
 
 

@@ -49,11 +49,7 @@ class TrainingThread:
 
         def run() -> None:
             try:
-                sampler = SystemSampler(
-                    lambda event: channel.emit({"type": "system", "event": event}),
-                    "node-0",
-                    job.config.tracking.system_metrics_every,
-                )
+                sampler = SystemSampler(channel.emit, "node-0", job.config.tracking.system_metrics_every)
                 try:
                     channel.emit({"type": "done", "summary": loop.train(job, place, channel)})
                 finally:

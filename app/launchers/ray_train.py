@@ -32,7 +32,7 @@ def train_loop(given: dict[str, Any]) -> None:
     channel = RayChannel(given["queue"], given["attempt"], place.rank)
     enter(job, channel)
     with surroundings(job, place, channel, context.get_node_rank()):
-        channel.done(loop.train(job, place, channel))
+        channel.emit({"type": "done", "summary": loop.train(job, place, channel)})
 
 
 class RayTrainWorkers(RayWorkers):

@@ -178,10 +178,6 @@ class RayChannel:
         self.emit({"type": "failed", "rank": self.rank, "error": error})
         self.flush()
 
-    def done(self, summary: dict[str, Any]) -> None:
-        """The last event of a worker that has trained to its end."""
-        self.emit({"type": "done", "summary": summary})
-
     def flush(self) -> None:
         """Waits until what was sent has arrived: the process may end as soon as its work has."""
         if self._newest is not None:
@@ -197,11 +193,8 @@ def surroundings(job: Job, place: Place, channel: RayChannel, node_rank: int) ->
         beats = HeartbeatThread(channel.heartbeat, channel.send_beat, channel.on_reply)
         stack.callback(beats.close)
         if place.local_rank == 0:
-            sampler = SystemSampler(
-                lambda event: channel.emit({"type": "system", "event": event}),
-                f"node-{node_rank}",
-                job.config.tracking.system_metrics_every,
-            )
+            every = job.config.tracking.system_metrics_every
+            sampler = SystemSampler(channel.emit, f"node-{node_rank}", every)
             stack.callback(sampler.close)
             stack.callback(_watch_preemption(job, channel).close)
         try:

@@ -6,13 +6,12 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from app.console import duration, quantity
 from app.errors import Interrupted
 from app.job import Job
 from app.run.driver import Driver
-from app.run.manifest import Outcome, Run
+from app.run.manifest import Outcome
 from app.run.prepare import Prepared
 from app.tracking.settings import ui_command
 from app.tracking.tracker import Delivery
@@ -40,16 +39,11 @@ def train_run(driver: Driver, prepared: Prepared, where: str, train: Callable[[J
     # Signals stay caught until the end is written down: torchrun sends SIGTERM as soon as one rank has failed.
     with driver.signals():
         with _ending(driver):
-            train(_job(run, prepared))
+            spot = provider_of(cluster_file(prepared.config.cluster.file))
+            known = (run.folder, run.attempt, run.manifest.uid, prepared.steps, os.getcwd())
+            train(Job(prepared.config, prepared.layout, *known, leased=True, spot_provider=spot))
         _compare_with_plan(driver, prepared)
         return _finished(driver)
-
-
-def _job(run: Run, prepared: Prepared) -> Job:
-    config = prepared.config
-    job = Job(config, prepared.layout, run.folder, run.attempt, run.manifest.uid, prepared.steps, os.getcwd())
-    spot = provider_of(cluster_file(config.cluster.file))
-    return replace(job, spot_provider=spot, leased=True)
 
 
 def _compare_with_plan(driver: Driver, prepared: Prepared) -> None:

@@ -82,8 +82,8 @@ def _installed() -> dict[str, str]:
 class SystemSampler:
     """A daemon thread, one per node, that takes a sample of the machine every so often.
 
-    emit: takes {"type": "metrics", "step": None, "time": Unix seconds, "values": {...}}; must be quick. The step that
-        MLflow gets is the whole seconds since the run began, so that the curves of a resumed run go on where they were.
+    emit: takes {"type": "system", "event": what the tracker's `emit` takes}; must be quick. The step that MLflow gets
+        is the whole seconds since the run began, so that the curves of a resumed run go on where they were.
     node: names the machine in `system/NODE/...`. every: seconds between samples, at least 1; 0 samples nothing.
     """
 
@@ -105,7 +105,8 @@ class SystemSampler:
             sample = Sample()
             while not self._stop.wait(self._every):
                 values = {self._prefix + key: round(value, 1) for key, value in sample.take().items()}
-                self._emit({"type": "metrics", "step": None, "time": time.time(), "values": values})
+                event = {"type": "metrics", "step": None, "time": time.time(), "values": values}
+                self._emit({"type": "system", "event": event})
         except Exception:  # a broken sensor (or a closed channel) must not end training
             _log.warning("system metrics end here", exc_info=True)
 

@@ -158,16 +158,12 @@ def run_steps(
         norms.append(parallel.grad_norm_(trial.clip))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(_known_to_all(parallel, parallel.total(total)))
+        loss = parallel.total(total)
+        if dims.pp > 1:  # the ranks without the loss have 0
+            dist.all_reduce(loss)
+            loss = loss * dims.pp / dims.world_size
+        losses.append(loss)
     return [float(loss) for loss in losses], [float(norm) for norm in norms]
-
-
-def _known_to_all(parallel: Parallel, loss: torch.Tensor) -> torch.Tensor:
-    """The loss on every rank: in a pipeline the ranks without it have 0."""
-    dims = parallel.layout.dims
-    if dims.pp > 1:
-        dist.all_reduce(loss)
-    return loss * dims.pp / dims.world_size if dims.pp > 1 else loss
 
 
 def difference(truth: Curve, curve: Curve) -> Difference:

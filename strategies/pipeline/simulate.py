@@ -89,9 +89,8 @@ def _ready(
     before = part - 1 if op.kind == "F" else part + 1
     if op.kind != "W" and 0 <= before < schedule.placement.parts:
         end = ends.get((op.kind, op.micro, before))
-        here = schedule.placement.stage(before) == schedule.placement.stage(
-            part
-        )  # a folded schedule turns on one stage
+        # a folded schedule turns on one stage
+        here = schedule.placement.stage(before) == schedule.placement.stage(part)
         needs.append(end if end is None or here else end + transfer)
     return None if None in needs else max((need for need in needs if need is not None), default=0.0)
 

@@ -77,8 +77,9 @@ def test_a_sampler_emits_and_stops() -> None:
     sampler = SystemSampler(emitted.append, "node-3", 0.01)
     wait_until(lambda: emitted, 5)
     sampler.close()
-    assert not sampler._thread.is_alive() and emitted[0]["type"] == "metrics" and emitted[0]["step"] is None
-    assert emitted[0]["values"]["system/node-3/cpu_utilization_percentage"] >= 0
+    assert not sampler._thread.is_alive() and emitted[0]["type"] == "system"
+    assert emitted[0]["event"]["type"] == "metrics" and emitted[0]["event"]["step"] is None
+    assert emitted[0]["event"]["values"]["system/node-3/cpu_utilization_percentage"] >= 0
     count = len(emitted)
     SystemSampler(emitted.append, "n", 0.0).close()
     assert len(emitted) == count
