@@ -191,18 +191,14 @@ def require(name: str, stages: int, micro_batches: int | None, chunks: int) -> N
             f"{micro_batches}: write a train.micro_batch_size that makes it a multiple of {stages}, or "
             "parallel.schedule=1f1b, which takes any number"
         )
-    least = least_micro_batches(name, stages)
+    # With fewer it does not have the bubble that it promises. gpipe and 1f1b take any number.
+    least = {"gpipe": 1, "1f1b": 1, "zb_h2": 2 * stages - 1}.get(name, stages)
     if micro_batches is not None and micro_batches < least:
         other = "zb_h1" if micro_batches >= stages else "1f1b"
         raise LayoutError(
             f"parallel.schedule={name} over {stages} stages needs at least {least} micro-batches per step, but there "
             f"are {micro_batches}: write a smaller train.micro_batch_size, or parallel.schedule={other}"
         )
-
-
-def least_micro_batches(name: str, stages: int) -> int:
-    """With fewer a schedule does not have the bubble that it promises. gpipe and 1f1b take any number."""
-    return {"gpipe": 1, "1f1b": 1, "zb_h2": 2 * stages - 1}.get(name, stages)
 
 
 def chunks_of(name: str, chunks: int) -> int:

@@ -47,6 +47,9 @@ from strategies.tensor.ops import SplitLayers
 from strategies.tensor.plan import Plan, is_transposed_linear, make_plan, out_features
 from strategies.torch_internals import rnn_reading_its_parameters
 
+OF_SHAPES = ("shape", "size of tensor", "unflatten", "mat1 and mat2", "size mismatch")
+"""In what torch says where an operation cannot work on the shapes it was given."""
+
 
 def _own(module: nn.Module, name: str) -> Any:
     """This worker's part of a parameter, None for a bias that is not there."""
@@ -230,7 +233,7 @@ class GradientSums:
                 with inner(last):
                     yield
             except RuntimeError as error:
-                if self.checked or not _is_of_shapes(error):
+                if self.checked or not any(words in str(error) for words in OF_SHAPES):
                     raise
                 ways = self.split.peers.size
                 raise LayoutError(
@@ -266,13 +269,6 @@ class GradientSums:
                 f"the gradient of {name} differs between tensor-parallel workers, so the model uses it on split "
                 "activations: give its module the value sequence or partial in the tensor plan, or write no plan"
             )
-
-
-def _is_of_shapes(error: RuntimeError) -> bool:
-    """Whether an operation could not work on the shapes it was given."""
-    return any(
-        word in str(error) for word in ("shape", "size of tensor", "unflatten", "mat1 and mat2", "size mismatch")
-    )
 
 
 def _local_gradients(parameters: Any) -> list[Tensor]:
