@@ -4,10 +4,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-versions test-slow test-deepspeed lint setup clean
+.PHONY: demo check test test-versions test-slow test-deepspeed lint setup clean
 
 demo: setup
 	$(BIN)/trireme train experiments/mnist.yaml --again
+
+# What to run by habit, in less than a minute: lint, types, and the tests that start nothing.
+check: setup lint
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "pure and not slow and not alone"
 
 # First what may run two at a time, then what trains on several processes or is timed.
 test: setup lint

@@ -16,13 +16,20 @@ hypothesis.settings.register_profile("busy", deadline=None)  # a machine with ot
 hypothesis.settings.load_profile("busy")
 
 
+WHOLE = ("trireme", "torchrun", "start", "subprocess", "CliRunner", "Reader", "load_task", "mlflow", "ROWS")
+"""What a module's tests begin processes with, or whole commands, models and trainings."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What trains on several processes has the machine to itself (`alone`); the rest runs two at a time (Makefile)."""
+    """What trains on several processes has the machine to itself (`alone`); the rest runs two at a time, what is `pure`
+    by itself too (Makefile)."""
     for item in items:
-        together = "ray_environment" in getattr(item, "fixturenames", ())
-        if together or hasattr(getattr(item, "module", None), "run_distributed"):
+        names = dir(getattr(item, "module", None))
+        if "ray_environment" in getattr(item, "fixturenames", ()) or "run_distributed" in names:
             item.add_marker("alone")
+        elif not any(name in names for name in WHOLE):
+            item.add_marker("pure")
 
 
 @pytest.fixture(scope="session")
