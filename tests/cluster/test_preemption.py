@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -70,13 +69,12 @@ def test_each_cloud_is_understood(cloud: str, service: Any, said: str) -> None:
     assert said in ask()
 
 
-def test_without_an_answer_nothing_happens() -> None:
+def test_a_service_that_does_not_answer_is_no_harm() -> None:
     heard: list[str] = []
-    watch = PreemptionWatcher("aws", heard.append, every=0.01)
-    watch.polls = [aws("http://127.0.0.1:9"), lambda: None]
-    time.sleep(0.1)
+    watch = PreemptionWatcher("", heard.append, every=0.01)
+    watch.polls = [aws("http://127.0.0.1:9"), lambda: "soon"]
+    wait_until(lambda: heard == ["soon"])
     watch.close()
-    assert not heard
 
 
 def test_only_a_cluster_with_spot_machines_is_asked(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,20 +112,6 @@ def test_a_server_ends_when_it_has_lost_its_socket_or_been_idle_for_long(
         os.close(served.owner)
 
 
-def test_a_server_that_was_killed_is_replaced(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    folder = tempfile.mkdtemp(dir="/tmp")  # a socket's path may be 107 characters long
-    request.addfinalizer(lambda: shutil.rmtree(folder))
-    monkeypatch.setattr(client, "folder", lambda: folder)
-    first = client.ensure("json", os.getpid(), environment())
-    assert client.ensure("json", os.getpid(), environment()) == first
-    (killed,) = (p for p in psutil.Process().children() if first in p.cmdline())
-    killed.kill()
-    killed.wait()
-    assert Path(first).exists()
-    assert client.ensure("json", os.getpid(), environment()) == first and client.is_listening(first)
-    os.unlink(first)
-
-
 def test_a_server_whose_code_has_changed_is_replaced(tmp_path: Path, owner: subprocess.Popen[bytes]) -> None:
     """In a copy of this package, where a file is newer than the server: the stub runs the worker, or has it forked."""
     shutil.copytree(ROOT / "cluster", tmp_path / "cluster", ignore=shutil.ignore_patterns("__pycache__"))
@@ -146,15 +131,6 @@ def test_a_server_whose_code_has_changed_is_replaced(tmp_path: Path, owner: subp
     os.utime(tmp_path / "cluster" / "hardware.py", (later, later))
     assert parent() == os.getpid(), "itself, as Ray would have started it"
     assert parent() not in (first, os.getpid())
-
-
-def test_without_a_server_the_worker_is_what_ray_would_have_started(tmp_path: Path) -> None:
-    script = tmp_path / "default_worker.py"
-    script.write_text("import os, sys\nprint('plain', os.getpid(), sys.argv[1:])")
-    env = {name: value for name, value in os.environ.items() if name != "RAY_RAYLET_PID"}
-    words = [sys.executable, warm.STUB, "json", str(script), "--node-id=1"]
-    process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True)
-    assert process.communicate(timeout=60)[0].split() == ["plain", str(process.pid), "['--node-id=1']"]
 
 
 def test_what_counts_when_a_library_is_loaded_is_in_the_key() -> None:

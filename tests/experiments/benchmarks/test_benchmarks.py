@@ -17,15 +17,6 @@ from experiments.benchmarks import gpu, harness, published
 from tests.running import ROOT, environment
 
 
-def test_sides_take_turns_both_ways_and_the_first_block_of_each_does_not_count() -> None:
-    order: list[str] = []
-
-    steps = {"A": lambda: order.append("A"), "B": lambda: order.append("B")}
-    times = harness.measured(steps, 2, 2, lambda: order.append("|"))
-    assert "".join(order) == "|AA||BB||BB||AA||AA||BB|"
-    assert [len(times["A"]), len(times["B"])] == [2, 2]
-
-
 def test_a_ratio_is_that_of_neighbouring_blocks_whatever_the_machine_does_meanwhile() -> None:
     speed = [1.0, 1.0, 3.0, 3.0, 9.0, 9.0, 2.0, 2.0]
     sides = harness.beside({"A": speed, "B": [1.1 * each for each in speed]}, "A")

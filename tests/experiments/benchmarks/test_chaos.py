@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-import signal
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-
-import torch
-
 from app.data.order import Order
-from experiments.benchmarks.chaos import VICTIMS, Kill, draw, summary, unlike
-from experiments.benchmarks.chaos_task import Start, lost_or_repeated, read
+from experiments.benchmarks.chaos_task import Start, lost_or_repeated
 
 BATCH, STEPS, SAMPLES = 4, 6, 10
 ORDER = Order(SAMPLES, 0).indices(0, 100).tolist()
@@ -39,32 +31,3 @@ def test_samples_that_were_lost_or_repeated_are_named() -> None:
     other = steps(0, 0, 1, 6)
     other.lines[0] = (0.0, [0, 1], [ORDER[1], ORDER[0]])
     assert judged(other, whole[1]) == ["2 samples other than the order has, the first at position 0"]
-
-
-def test_lines_of_before_training_and_half_written_ones_are_left_out(tmp_path: Path) -> None:
-    (tmp_path / "seen").mkdir()
-    lines = ["[1.0, [0, 1], [0, 1]]", "[2.0, [0, 1], [7, 3]]", "[3.0, [2, 3], [5,"]
-    (tmp_path / "seen" / "2000000000-1-99.jsonl").write_text("\n".join(lines))
-    (tmp_path / "seen" / "10000000000-0-98.jsonl").write_text("")
-    first, second = read(tmp_path)
-    assert (first.began, first.rank, first.pid, first.lines) == (2.0, 1, 99, [[2.0, [0, 1], [7, 3]]])
-    assert (second.began, second.lines) == (10.0, []) and read(tmp_path, 1) == [second]
-
-
-def test_kills_are_a_function_of_the_seed() -> None:
-    assert draw(3, 7, 6, "ddp ray") == draw(3, 7, 6, "ddp ray") != draw(4, 7, 6, "ddp ray")
-    drawn = [kill for number in range(100) for kill in draw(0, number, 5, "ddp ray")]
-    assert {(kill.victim, kill.signal) for kill in drawn} == VICTIMS.keys()
-    assert {kill.victim for kill in draw(0, 0, 99, "ddp torchrun")} == {"worker"}
-
-
-def test_a_run_that_ended_otherwise_is_wrong() -> None:
-    calm: Any = SimpleNamespace(weights={"w": torch.ones(2)}, curve=[(1, 0.5)], problems=[])
-    good, bad = Kill("worker", signal.SIGKILL, 0.5, 0, False), Kill("worker", signal.SIGKILL, 0.5, 0, False)
-    bad.committed, bad.resumed_from = 20, 10
-    assert unlike(calm, calm, [good]) == []
-    other: Any = SimpleNamespace(weights={"w": torch.zeros(2)}, curve=[(1, 0.6)], problems=["lost"])
-    found = unlike(other, calm, [good, bad])
-    assert len(found) == 4 and "SIGKILL of rank 0 after 0.50 s: went on before step 20" in found[-1]
-    rows = [{"layout": "ddp", "victim": "worker", "run": "1", "problems": found, "seconds": s} for s in (1.0, 3.0)]
-    assert list(summary(rows)[0].values()) == ["ddp", "worker", "2", "1", "2.00", "3.00"]

@@ -11,7 +11,6 @@ from xml.etree import ElementTree
 import pytest
 
 from app.errors import UserError
-from experiments.study import save_head
 from experiments.sweep import analysis
 from experiments.sweep.page import content
 from experiments.sweep.run import next_run, work_out
@@ -100,28 +99,13 @@ def test_a_searcher_begins_with_what_is_known_and_goes_on_elsewhere(tmp_path: Pa
     assert found[:2] == known and len({point[RATE] for point in found}) == 4
 
 
-# --- the store --------------------------------------------------------------------------------------------------------
+# --- what is concluded ------------------------------------------------------------------------------------------------
 
 
 def report(step: int, loss: float, **more: object) -> dict[str, object]:
     base = {"step": step, "samples": step * 16, "seconds": step * 0.1, "metrics": {"eval/loss": loss}}
     return base | {"steps": 40, "workers": 1} | more
 
-
-def test_the_store_remembers(tmp_path: Path) -> None:
-    store = TrialStore(tmp_path, "s", {"metric": "eval/loss"})
-    save_head(tmp_path, "sweep", store.head)
-    store.save(Trial(1, "t001", {RATE: 0.2}, reports=[report(20, math.nan)]))
-    store.save(Trial(0, "t000", {RATE: 0.1}, "finished", reports=[report(10, 1.0)]))
-    again = TrialStore(tmp_path, "s", {"metric": "eval/loss"})
-    assert again.head["uid"] == store.head["uid"]
-    assert [t.index for t in again.ended] == [0] and list(again.trials) == ["t000", "t001"], "in their order"
-    assert math.isnan(again.trials["t001"].last["metrics"]["eval/loss"])
-    with pytest.raises(UserError, match=r"begun with another metric \('eval/loss', and now 'eval/x'\)"):
-        TrialStore(tmp_path, "s", {"metric": "eval/x"})
-
-
-# --- what is concluded ------------------------------------------------------------------------------------------------
 
 NOISE, LEAST = 96.0, 150.0
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from experiments.parity import curves
 from experiments.parity.curves import Curve, Trial
@@ -17,7 +15,7 @@ from strategies.layout import Layout
 from strategies.parallelize import Options, choose
 from strategies.pipeline.schedules import SCHEDULES
 from tests.pool import run_distributed
-from tests.strategies.models import PlainGPT, gpt_trial, language_loss, seeded
+from tests.strategies.models import gpt_trial, language_loss
 from tests.strategies.pipeline.test_trace import CHAINS, chain_trial
 
 CPU = torch.device("cpu")
@@ -158,34 +156,3 @@ def test_a_smaller_last_micro_batch_evaluation_and_a_profile(options: dict[str, 
     for batch, found in zip(batches, stages[last]["evaluated"]):
         torch.testing.assert_close(found, model(batch[0]).detach(), rtol=1e-5, atol=1e-5)
     assert stages[1 - last]["evaluated"] == [None] * 4
-
-
-class Dropped(PlainGPT):
-    def __init__(self) -> None:
-        super().__init__(False, 4)
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens) * self.scale
-        for block in self.blocks:
-            x = self.drop(block(x))
-        return self.head(self.norm(x))
-
-
-def _dropped(_: int, schedule: str) -> tuple[list[float], list[float]]:
-    trial = dataclasses.replace(gpt_trial(micro_batches=4, steps=3), build=seeded(Dropped))
-    parallel = curves.begin(trial, choose("pipeline", 2), Options(schedule=schedule), CPU)
-    torch.manual_seed(11)
-    losses, _ = curves.run_steps(trial, parallel, trial.optimizer(parallel.parameters()), range(3))
-    parallel.module.eval()
-    batch = trial.batch(0)
-    return losses, [float(parallel.forward(language_loss, batch) or 0.0) for _ in range(2)]
-
-
-def test_dropout_is_the_same_under_every_schedule() -> None:
-    found = [run_distributed(_dropped, 2, schedule) for schedule in ("1f1b", "zb_h1")]
-    first = found[0][1]
-    assert all(other[1][0] == pytest.approx(first[0], rel=1e-5) for other in found)
-    assert first[1][0] == first[1][1], "and none in evaluation"
-    plain = curves.train(gpt_trial(micro_batches=4, steps=3), Layout("single"), Options(), CPU)
-    assert abs(first[0][0] - plain.losses[0]) > 1e-3, "there was some"

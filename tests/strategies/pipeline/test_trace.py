@@ -177,8 +177,8 @@ def chain_trial(name: str) -> Trial:
 # --- what a trace finds --------------------------------------------------------------------------------------------
 
 
-def _cut(model: nn.Module, batch: Any, loss: Loss = language_loss, pp: int = 2, **options: Any) -> Any:
-    return plan_stages(model, find_blocks(model), Options(**options), pp, (loss, batch), CPU)
+def _cut(model: nn.Module, batch: Any, loss: Loss = language_loss, **options: Any) -> Any:
+    return plan_stages(model, find_blocks(model), Options(**options), 2, (loss, batch), CPU)
 
 
 def test_only_what_later_stages_need_is_sent() -> None:
@@ -188,9 +188,6 @@ def test_only_what_later_stages_need_is_sent() -> None:
     _, _, assignment = _cut(Skips(), language_batch(0), stages=(2, 2))
     assert assignment.sends == (("embed", "blocks.0", "blocks.1"),)
     assert assignment.owners["mix"] == {0, 1} and assignment.owners["embed.weight"] == {0}
-    _, trace, assignment = _cut(llama(), language_batch(0), decoder_loss, pp=4)
-    assert [len(names) for names in assignment.sends] == [1, 1, 1], "rotary tables and masks are made on every stage"
-    assert len(trace.blocks) == 4
 
 
 def test_head_and_embedding_weigh_in_the_cut() -> None:
