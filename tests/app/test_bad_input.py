@@ -52,10 +52,6 @@ ROWS = [
     Row("name that is no name", [*BASE, "run.name=a/b"], ("run.name", "letters")),
     Row("workers", [*BASE, "workers=some"], ("workers", "some")),
     Row("unknown task", [*BASE, "task=image_clasification"], ("image_clasification", "image_classification")),
-    Row("task of no module", [*BASE, "task=nowhere.at_all:Task"], ("nowhere",)),
-    Row("task of no class", [*BASE, "task=tests.tasks:Pionts"], ("Pionts", "Points")),
-    Row("task that is none", [*BASE, "task=pathlib:Path"], ("pathlib:Path", "Task")),
-    Row("argument of the task", [*BASE, "task_args.wdth=3"], ("wdth", "width")),
     Row("missing data", [*BASE, "task=image_classification", "task_args.data=/nowhere"], ("/nowhere",)),
     Row("empty data", [*BASE, "task_args.samples=0"], ("training data is empty",)),
     Row("empty table", [*BASE, "task=tabular", "task_args.data=e.csv"], ("e.csv",), {"e.csv": ""}),
@@ -129,6 +125,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     result = CliRunner().invoke(group, ["train", *BASE, *more])
     assert result.exit_code == 0, result.output
     assert committed(storage / "a") == [2, 4]
+    assert not [*storage.rglob("events.jsonl"), *storage.rglob("mlflow.db")], "a disabled tracker leaves nothing"
     manifest = storage / "a" / "run.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"status": "stopped"}))
     return storage

@@ -93,7 +93,6 @@ def test_keeps_the_last_and_the_best(folder: str) -> None:
         ([1.0, 2.0, 3.0], 1, True, "max", [3]),
         ([1.0, 1.0, 3.0], 1, True, "min", [2, 3]),  # of equal ones the newest
         ([1.0, None, None], 2, False, "min", [2, 3]),
-        ([1.0, None, None], 9, False, "min", [1, 2, 3]),
     ],
 )
 def test_what_is_superfluous(

@@ -31,27 +31,22 @@ OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.trun
 
 def test_a_kill_at_any_file_operation(tmp_path: Path) -> None:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
-        kills, wrong, newest = alone.submit(serve, tmp_path / "c").result()
-    assert wrong == []
+        kills, newest = alone.submit(serve, tmp_path / "c").result()
     assert kills >= 30, "the killer saw the operations"
     assert newest == {1, 2}, "there were kills before and after the commit"
 
 
-def serve(here: Path) -> tuple[int, list[str], set[int]]:
-    """In a process of its own: how many kills, what was found wrong after them, and the newest steps."""
-    wrong: list[str] = []
+def serve(here: Path) -> tuple[int, set[int]]:
+    """In a process of its own: how many kills, and the newest steps after them."""
     newest: set[int] = set()
     kills, killed = 0, True
     while killed:
         shutil.rmtree(here, ignore_errors=True)
         _save(here, 1)
         killed = _save_and_die(here, 2, at=kills + 1)
-        try:
-            newest.add(_look(here))
-        except AssertionError as error:
-            wrong.append(f"killed at operation {kills + 1}: {error}")
+        newest.add(_look(here))
         kills += killed
-    return kills, wrong, newest
+    return kills, newest
 
 
 def _state(step: int) -> dict[str, Any]:

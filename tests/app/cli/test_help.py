@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import click
 import pytest
 
-from app.cli import COMMANDS, group
+from app.cli import group
 
 UNWANTED = r"\bnobody\b|\bis no [a-z]|\bso many\b|\bheld against\b|\bdear\b|\bhas not got\b|\belsewhere\b"
 
@@ -35,8 +35,3 @@ def test_help_explains_everything_in_plain_words(path: str) -> None:
     assert path.count(" ") < 2 or "..." not in command.get_short_help_str(68), "its first sentence fits the list"
     options = [each for each in command.params if isinstance(each, click.Option)]
     assert all(option.help and option.help.endswith(".") for option in options), "a sentence each"
-
-
-def test_the_list_of_commands_and_their_modules_agree() -> None:
-    assert list(COMMANDS) == [path.split()[1] for path in ALL if path.count(" ") == 1]
-    assert all(ALL[f"trireme {name}"].name == name for name in COMMANDS)

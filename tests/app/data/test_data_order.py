@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import tracemalloc
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.data.order import SORT_UP_TO, Order, hold_out, shares
+from app.data.order import SORT_UP_TO, Order, hold_out
 
 
 @pytest.mark.parametrize("n", [1, 2, 97, 4000, SORT_UP_TO, SORT_UP_TO + 1, 200_003])
@@ -61,15 +60,6 @@ def test_orders_of_a_small_set_are_evenly_distributed() -> None:
 def test_the_order_never_changes_between_versions() -> None:
     assert Order(10, 0).indices(0, 12).tolist() == [2, 6, 5, 3, 0, 4, 7, 1, 8, 9, 7, 8]
     assert Order(10**9, 0).indices(0, 3).tolist() == [182330180, 86705560, 492790745]
-
-
-@given(count=st.integers(0, 1000), parts=st.integers(1, 50))
-def test_shares_are_contiguous_and_even(count: int, parts: int) -> None:
-    slices = shares(count, parts)
-    sizes = [part.stop - part.start for part in slices]
-    assert len(slices) == parts and slices[0].start == 0 and slices[-1].stop == count
-    assert all(before.stop == after.start for before, after in itertools.pairwise(slices))
-    assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
 
 
 @pytest.mark.parametrize(("sizes", "count"), [((500,) * 10, 1000), ((7, 90, 3), 10), ((1, 1, 1), 2), ((50, 50), 0)])

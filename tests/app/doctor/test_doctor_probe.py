@@ -15,7 +15,7 @@ import ray
 from app.cli.cluster import report
 from app.doctor import look, probe
 from app.doctor.checks import ClusterFacts, GpuFacts, NodeFacts, judge
-from app.doctor.probe import Probe, smi, write_mark
+from app.doctor.probe import Probe, smi
 from tests.app.doctor.test_doctor_checks import cluster, node
 from tests.running import ROOT, trireme
 
@@ -105,14 +105,6 @@ def test_nodes_need_nothing_of_ours(tmp_path: Path) -> None:
     assert found["disk_path"] == str(tmp_path) and found["disk_free"] > 0 and found["shm_bytes"] > 0
 
 
-def test_marks_in_a_storage(tmp_path: Path) -> None:
-    sent, folder = Probe(), str(tmp_path / "new")
-    assert write_mark(folder, "mark-a") == "" and sent.marks(folder, "mark-") == ["a"]
-    sent.forget(folder, "mark-a")
-    assert sent.marks(folder, "mark-") == []
-    assert "nowhere" in write_mark("/proc/nowhere", "mark-a") and sent.marks("/proc/nowhere", "mark-") is None
-
-
 def test_a_port_that_is_closed_is_unreachable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         peers = {"open": listening.getsockname(), "closed": ("127.0.0.1", 9)}
@@ -160,5 +152,3 @@ def test_which_cluster_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(look.server_of(None)) == "http://10.0.0.1:8265"
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert look.server_of("aws") is None
-    assert look.result('note: x\n{"a": 1}\n', only="{") == '{"a": 1}'
-    assert look.result("note: x\n1 node\nfine") == "1 node\nfine"

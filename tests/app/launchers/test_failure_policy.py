@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.launchers.failure_policy import Action, Capacity, Failure, Kind, Limits, decide, fewer_workers, growth
+from app.launchers.failure_policy import Action, Capacity, Failure, Kind, Limits, decide, fewer_workers
 from app.launchers.recovery import Nodes, State, classify
 from app.launchers.workers import WorkerInfo, WorkerLost
 
@@ -30,6 +30,7 @@ ON_A, HUNG_ON_A, OOM_ON_A, ON_B = (
     [
         ([DIED] * 3, 3, Action.RETRY, "it broke", 0),
         ([DIED] * 4, 3, Action.GIVE_UP, "fault.max_restarts=3 is used up", 0),
+        ([DIED], 0, Action.GIVE_UP, "fault.max_restarts is 0", 0),
         ([DIED] * 3 + [failure(Kind.DIED, at=3601.0)], 3, Action.RETRY, "it broke", 0),  # an hour later
         ([DIED] * 3 + [failure(Kind.DIED, at=3599.0)], 3, Action.GIVE_UP, "used up", 0),
         ([ANNOUNCED] * 50 + [DIED], 1, Action.RETRY, "it broke", 0),
@@ -88,13 +89,6 @@ def test_with_what_to_continue(
     assert decision.node == ("a" if action is Action.EXCLUDE_NODE else "")
     if action in (Action.RESIZE, Action.WAIT):
         assert fewer_workers(found, limits) == workers, "waiting ends when there is another answer"
-
-
-def test_growing_again() -> None:
-    assert growth(capacity(2, 4)) == 4
-    assert growth(capacity(2, 3)) is None and growth(capacity(2, 3, valid=(1, 2, 3))) == 3
-    assert growth(capacity(4, 9)) is None and growth(capacity(2, 1)) is None
-    assert growth(capacity(2, 9, valid=(1, 2, 4, 8))) == 4, "as many as there were at the start"
 
 
 WHO = "worker 3, process 47 on 10.0.0.2,"

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import UserError
-from app.launchers.torchrun import Environment
 from tests.running import POINTS, close, committed, curve, mlflow_run, same_bits, trireme, weights
 
 pytestmark = pytest.mark.alone
@@ -34,16 +32,6 @@ def test_two_workers_and_uneven_micro_batches_one_curve(tmp_path: Path, ray_envi
         assert single and all(close(curve(tmp_path, name, metric), single, tolerance) for name in ("uneven", "two"))
     measured = curve(tmp_path, "uneven", "train/noise_scale")
     assert measured and all(value > 0 for value in measured.values())
-
-
-def test_who_has_started_a_process_of_torchrun_or_slurm() -> None:
-    """Its ranks that stop and die: test_faults.py."""
-    ours = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert Environment.read(ours) == Environment(3, 4, 1, 2)
-    slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}
-    assert Environment.read(slurm) == Environment(3, 4, 1, 4)
-    with pytest.raises(UserError, match="finds neither RANK nor SLURM_PROCID"):
-        Environment.read({"RANK": "3"})
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:

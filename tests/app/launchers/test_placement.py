@@ -23,10 +23,8 @@ def node(name: str = "10.0.0.1", free: dict[str, float] | None = None, **total: 
     [
         # a copy fits on a node: its stages together, the copies apart
         (ParallelDims(dp_replicate=2, pp=2), [2, 2], [2, 2], [0, 1, 0, 1]),
-        (ParallelDims(pp=4), [4], [4], [0, 0, 0, 0]),
         # it does not: a stage with its shards together
         (ParallelDims(dp_shard=2, pp=2), [2, 2], [2, 2], [0, 0, 1, 1]),
-        (ParallelDims(tp=2, pp=2), [3, 3], [2, 2], [0, 0, 1, 1]),
         # one would, but not both: stages 3 + 3 on nodes of 4 and 2
         (ParallelDims(dp_replicate=2, pp=3), [4, 2], [1] * 6, [0, 3, 1, 4, 2, 5]),
         # not even that

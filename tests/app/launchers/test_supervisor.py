@@ -11,7 +11,6 @@ import pytest
 
 from app.checkpoint import CheckpointError
 from app.config import Config
-from app.errors import Interrupted, RunFailed
 from app.job import Job
 from app.launchers.elastic import Elastic, count_workers, limits_of
 from app.launchers.failure_policy import Limits
@@ -51,10 +50,8 @@ class Scene:
         self.said: list[str] = []
         self.tags: dict[str, str] = {}
         self.logged: list[tuple[int, dict[str, float]]] = []
-        self.texts: dict[str, str] = {}
         self.nodes = {name: {"CPU": 1.0} for name in "abcd"}
         self.sizes: list[int] = []
-        self.killed: list[int] = []
         self.never_begin: list[Any] = []  # attempts whose workers find no place
         keys = [f"fault.{key}={value}" for key, value in ({"elastic_seconds": 0.0} | fault).items()]
         self.elastic = elastic("strategy=ddp", *keys, free=self.free)
@@ -66,7 +63,6 @@ class Scene:
         self.driver.tracker = SimpleNamespace(
             tags=self.tags.update,
             metrics=lambda step, values, time=None: self.logged.append((step, values)),
-            text=lambda text, path: self.texts.update({path: text}),
         )
         nodes = Nodes(is_alive=lambda node: node in self.nodes, oom_kills=lambda node: 0)
         self.supervisor = Supervisor(self, self.driver, self.elastic, nodes=nodes)
@@ -103,10 +99,9 @@ class Scene:
         self.driver.handle(PROGRESS | {"step": step})
 
     def ask(self, question: str) -> dict[int, str]:
-        return {0: f"the {question} of rank 0"}
+        return {}
 
-    def kill(self, infos: list[WorkerInfo]) -> None:
-        self.killed += [info.pid for info in infos]
+    def kill(self, infos: list[WorkerInfo]) -> None: ...
 
     def stop(self) -> None: ...
 
@@ -204,32 +199,6 @@ def test_a_death_that_only_its_peers_tell_of_is_one() -> None:
     assert scene.sizes == [4, 4, 4], "worker 1's node is not to blame"
 
 
-def test_announced_ends_are_not_counted() -> None:
-    scene = Scene(max_restarts=0)
-    scene.supervisor.nodes.preempted["d"] = "AWS takes it back"
-    scene.go(dies(3, 10, node_goes="d"), finishes)
-    assert "as announced (AWS takes it back)" in scene.tags["trireme.last_failure"]
-    with pytest.raises(RunFailed, match=r"worker 0.*died after step 20; fault.max_restarts is 0"):
-        scene.go(dies(0, 20))
-
-
-def test_a_hang_ends_the_culprit_and_keeps_every_stack() -> None:
-    def hangs(scene: Scene) -> Failures | None:
-        if scene.killed:
-            return {1: WorkerLost()}
-        step = min(scene.polls, 6)
-        scene.steps(step)
-        scene.statuses = {rank: Status("training", step, 0, rank != 1, 0.0) for rank in range(4)}
-        return None
-
-    scene = Scene(hang_seconds=0.2)
-    scene.go(hangs, finishes)  # type: ignore[arg-type]
-    assert scene.killed == [101] and "worker 1, process 101 on 10.0.0.1, has been training" in scene.said[0]
-    assert "--- worker 0, process 100 on 10.0.0.0,\nthe stack of rank 0" in scene.texts["hangs/step-6.txt"]
-    assert "--- worker 1, process 101 on 10.0.0.1,\ndoes not answer" in scene.texts["hangs/step-6.txt"]
-    assert "hangs/step-6-rank-0.json" in scene.texts
-
-
 def test_a_worker_that_does_not_begin_is_a_failure() -> None:
     def waits(scene: Scene) -> Failures | None:
         scene.statuses.pop(2, None)
@@ -238,15 +207,6 @@ def test_a_worker_that_does_not_begin_is_a_failure() -> None:
     scene = Scene(start_seconds=0.2)
     scene.go(waits, finishes)  # type: ignore[arg-type]
     assert "worker 2 did not begin within 0.2 s and died before the first step" in scene.said[0]
-
-
-def test_workers_that_still_start_are_not_waited_for_when_the_run_is_to_stop() -> None:
-    def told(scene: Scene) -> Failures | None:
-        scene.driver.stopping = True
-        return None
-
-    with pytest.raises(Interrupted, match="stopped before training began"):
-        Scene().go(told)  # type: ignore[arg-type]
 
 
 def test_rewinds_are_marked() -> None:

@@ -15,11 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.config_io import load_config, to_dict
-from app.data.loader import fetch
 from app.models import cross_entropy as module
 from app.models.cross_entropy import CHUNKS, cross_entropy, linear_cross_entropy
-from app.models.gpt import GPT
-from app.tasks.language import LanguageModelling
 from experiments.parity import curves
 from experiments.parity.curves import Curve
 from experiments.parity.experiment import make_trial
@@ -152,15 +149,3 @@ def test_a_layout_trains_the_same_with_it_asked_for(text: str, name: str, option
         assert (none, given) == (0, losses)
         differs = curves.difference(truth, found)
         assert differs.loss <= 5e-6 and differs.norm <= 5e-5 and differs.weights <= 1e-3, (name, differs)
-
-
-def test_it_serves_where_it_is_asked_for_and_only_a_head_of_its_own(text: str) -> None:
-    asked, left = (LanguageModelling(data=text, linear_loss=linear, **SHAPE) for linear in (True, None))
-    batch, model = fetch(left.train_data(), [(0, 0)]), asked.build_model()
-    assert isinstance(model, GPT)
-    with mock.patch("app.models.gpt.linear_cross_entropy", wraps=linear_cross_entropy) as called:
-        torch.testing.assert_close(asked.loss(model, batch), left.loss(model, batch), rtol=1e-6, atol=0)
-        assert called.call_count == 1
-        model.head.forward = model.head.forward  # as pipelines and tensor parallelism take it over
-        asked.loss(model, batch)
-        assert called.call_count == 1

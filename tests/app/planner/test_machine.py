@@ -14,9 +14,9 @@ from click.testing import CliRunner
 from app.cli import group
 from app.config_io import load_config
 from app.errors import RunFailed, UserError
-from app.planner import calibrate, device, trial
+from app.planner import calibrate, trial
 from app.planner.calibrate import keep
-from app.planner.machine import Asked, cpus, find, of_shape, require_here
+from app.planner.machine import Asked, cpus, find, of_shape
 from app.planner.output import experiment
 from app.planner.plan import make_plan
 from app.planner.read import Reader
@@ -24,7 +24,7 @@ from app.planner.trial import Trial, in_processes, max_batch, search
 from cluster import hardware
 from cluster.files import read_cluster
 from cluster.shape import NodeState, of_gpus, of_nodes
-from tests.app.planner.conftest import TINY, gpus, with_memory
+from tests.app.planner.conftest import TINY, with_memory
 
 # --- what a plan is for ------------------------------------------------------------------------------------------
 
@@ -74,12 +74,6 @@ def test_a_cluster_without_gpus_is_its_cpus_and_a_gpu_that_ray_does_not_name_is_
     assert (found.world, found.per_node, found.device.gpu.name) == (8, 4, "t4")
 
 
-def test_only_what_this_machine_has_is_tried() -> None:
-    with pytest.raises(UserError, match=r"\(big\)"):
-        require_here(dataclasses.replace(cpus(2), name="big"), "--max-batch")
-    require_here(cpus(2), "--max-batch")
-
-
 # --- trying ------------------------------------------------------------------------------------------------------
 
 
@@ -115,13 +109,6 @@ def test_a_try_is_a_few_real_steps_and_what_fails_or_hangs_is_ended(tiny: Reader
 
 
 # --- what is measured --------------------------------------------------------------------------------------------
-
-
-def test_measured_rates_go_before_the_catalogue() -> None:
-    device.remember("a100-80gb", {"matmul": {"bf16": 0.5}, "link_within": 1e9, "measured": True})
-    machine = gpus(gpu="a100-80gb")
-    assert machine.device.measured and machine.device.matmul["bf16"] == 0.5
-    assert machine.device.gpu.link_within == 1e9
 
 
 @pytest.mark.alone

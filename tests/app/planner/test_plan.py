@@ -152,19 +152,11 @@ def test_recomputing_trades_time_for_memory(large: Reader) -> None:
     assert memory[3] < 0.5 * memory[0] and memory[3] < memory[2] < memory[0] and memory[3] < memory[1] < memory[0]
     assert 1.1 < compute[3] / compute[0] < 1.4 and compute[0] < compute[1] < compute[3]
     assert compute[2] == pytest.approx((compute[0] + compute[3]) / 2, rel=0.01)
+    compiled = _predicted(large, "fsdp", "train.micro_batch_size=8", "train.compile=true")
+    assert 0.7 < compiled.seconds["compute"] / compute[0] < 0.97
     sent = [found["tensor", mode].seconds["tensor"] for mode in modes]
     assert sent[1] == pytest.approx(sent[0]), "what collectives gave is kept"
     assert 1.3 < sent[3] / sent[0] <= 1.5, "what is outside of blocks is not recomputed"
-
-
-def test_smaller_micro_batches_slower_links_and_compilation_tell(large: Reader) -> None:
-    plain = _predicted(large, "fsdp", "train.micro_batch_size=8")
-    small = _predicted(large, "fsdp", "train.micro_batch_size=1")
-    assert small.memory["activations"] < plain.memory["activations"] / 4 and small.step_seconds > plain.step_seconds
-    slow = _predicted(large, "fsdp", machine=gpus(16, across="10Gb"))
-    assert slow.seconds["shard"] > 10 * plain.seconds["shard"]
-    compiled = _predicted(large, "fsdp", "train.micro_batch_size=8", "train.compile=true")
-    assert 0.7 < compiled.seconds["compute"] / plain.seconds["compute"] < 0.97
 
 
 def test_gradients_are_reduced_each_time_only_where_memory_asks_for_it(large: Reader) -> None:

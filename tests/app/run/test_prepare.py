@@ -20,7 +20,6 @@ WRONG = "task=tests.chain:Wrong"
 @pytest.mark.parametrize(
     ("share", "stages", "schedule", "size"),
     [
-        (32, 2, "1f1b", 4),  # 8 micro-batches
         (12, 2, "1f1b", 2),  # 6: 8 would be uneven
         (12, 4, "interleaved_1f1b", 1),  # 12, a multiple of 4
         (3, 4, "1f1b", 1),  # fewer than stages: the schedule has its say

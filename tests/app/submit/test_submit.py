@@ -59,16 +59,6 @@ finally: print(os.environ["PLANTED_TOKEN"], "TRIREME_SECRETS" in os.environ)"""
     assert done.stdout.endswith("planted False\n") and not path.exists(), done.stderr
 
 
-def test_which_job_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
-    assert JobServer().address == "http://127.0.0.1:8265"
-    assert JobServer("10.0.0.1:8265").address == "http://10.0.0.1:8265"
-    assert str(JobServer(cluster="x.yaml")) == "x.yaml"
-    with pytest.raises(UserError, match="--address and --cluster"):
-        JobServer("a", "b")
-
-
 class Server:
     """A job server whose connection breaks after each piece of the log, and is then away for a while."""
 
@@ -144,6 +134,7 @@ def test_a_refused_token_ends_the_following_at_once() -> None:
         (["submit", *POINTS, "tracking.uri=http://me:planted@host"], "tracking.uri holds a secret"),
         (["submit", *POINTS, "task_args.hf_token=planted"], "task_args.hf_token holds a secret"),
         (["submit", *POINTS, "task_args.note=sesame"], "task_args.note holds a secret"),
+        (["submit", *POINTS, "--address", "a", "--cluster", "b"], "--address and --cluster"),
         (["submit", *POINTS, "--adress", "x"], "No such option"),
     ],
 )

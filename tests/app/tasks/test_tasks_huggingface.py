@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from app.config_io import load_config, to_dict
-from app.tasks.huggingface.data import Texts, byte_tokenizer
+from app.tasks.huggingface.data import Texts
 from app.tasks.huggingface.plan import tensor_plan
 from app.tasks.huggingface.task import HuggingFace
 from experiments.parity.curves import Curve, difference, train
@@ -24,8 +24,7 @@ from strategies.tensor.plan import make_plan
 from tests.app.tasks.test_tasks import CPU, built, one_batch
 from tests.pool import run_distributed
 
-WIDTHS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
-SMALL = WIDTHS | {"intermediate_size": 32}
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
 GROUPED = SMALL | {"num_key_value_heads": 2}
 GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 CLASSES = {"kind": "sequence_classification"}
@@ -36,7 +35,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", GROUPED | {"head_dim": 4}),
     "phi3": ("phi3", GROUPED | {"resid_pdrop": 0.0}),
     "mixtral": ("mixtral", GROUPED | {"num_local_experts": 2, "output_router_logits": True}),
-    "opt": ("opt", WIDTHS | {"ffn_dim": 32, "word_embed_proj_dim": 16, "dropout": 0.0}),
     "bert": ("bert", SMALL | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
     "llama classifier": ("llama", GROUPED),
     "gpt2 classifier": ("gpt2", GPT2 | {"summary_first_dropout": 0.0}),
@@ -271,14 +269,6 @@ def test_from_the_hubs_cache(folder: Path, data: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: here(*a, **k, cache_dir=tmp_path))
     task = HuggingFace(model="somebody/tiny", data=str(data / "text.txt"), sequence_length=8, pretrained=True)
     assert built(task).lm_head.weight.shape == (256, 16)
-
-
-def test_bytes_as_a_tokenizers_file() -> None:
-    text = "import ös\n\tprint(1 + 1)\x00 ☃"
-    for shifted in (False, True):
-        tokenizer = byte_tokenizer(shifted)
-        assert tokenizer.encode(text).ids == [byte + shifted for byte in text.encode()]
-        assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
 def test_images_are_fitted_to_a_folders_model(tmp_path: Path, own_cache: Path) -> None:

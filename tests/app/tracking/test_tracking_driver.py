@@ -86,15 +86,6 @@ time.sleep(60)
         end_tree(child)
 
 
-def test_a_disabled_tracker_leaves_nothing(tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path / "t", Settings("", ""), run_name="", run_uid="", enabled=False)
-    tracker.start()
-    tracker.metrics(1, {"a": 1.0})
-    tracker.artifact(tmp_path / "missing")
-    delivery = tracker.finish("FINISHED")
-    assert delivery.complete and delivery.run_id is None and not (tmp_path / "t").exists()
-
-
 def test_a_full_disk_is_reported_once_and_loses_nothing(tmp_path: Path) -> None:
     warnings: list[str] = []
     spool = Spool(tmp_path, warnings.append)
@@ -149,9 +140,6 @@ def test_a_folder_means_a_database_in_it(tmp_path: Path, monkeypatch: pytest.Mon
     assert beside_an_object_store.uri == f"sqlite:///{tmp_path}/runs/mlflow.db"
     assert beside_an_object_store.artifact_location == (tmp_path / "runs/mlartifacts").as_uri()
     assert resolve("postgresql://u:p@db/x", "s3://bucket/runs").artifact_location == "s3://bucket/runs/mlartifacts"
-
-
-def test_uris_that_are_left_as_they_are() -> None:
     for uri in ("databricks", "databricks://profile", "https://mlflow.example.org/path", "mysql+pymysql://u@h/d"):
         assert resolve(uri).uri == uri
 
