@@ -86,7 +86,7 @@ def test_hugging_face_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert vocab_size == model.get_vocab_size() and size == len(corpus.encode())
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "npy"])
+@pytest.mark.parametrize("dtype", ["uint8", "uint32", "npy"])
 def test_windows_are_consecutive_and_shifted_by_one(tmp_path: Path, dtype: str) -> None:
     numbers = np.arange(50)
     if dtype == "npy":

@@ -177,8 +177,6 @@ def test_doctor_asks_a_cluster_that_it_is_not_part_of(tmp_path: Path, server: di
     told = trireme("doctor", "--json", "--storage", str(tmp_path), env=server, timeout=180)
     (node,) = json.loads(told.out)["facts"]["nodes"]
     assert node["storage_seen"] == [node["node_id"]] and node["packages"]["ray"], told.out
-    bad = trireme("doctor", "--exclude-bad", "--storage", "/proc/nowhere", env=server, timeout=180)
-    assert bad.code == 1 and "every node is bad" in bad.err and not bad.out, bad.out + bad.err
     ended = trireme("train", *POINTS, "train.steps=1", "run.name=x", f"run.storage={tmp_path}", env=server)
     assert ended.code == 2 and "`trireme submit`" in ended.err, ended.err
 

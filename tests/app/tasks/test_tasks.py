@@ -211,15 +211,6 @@ def test_language_data_is_held_out_at_the_end(text: str, tmp_path: Path) -> None
     assert task.heads() == 2 and task.tensor_plan(built(task))
 
 
-def test_language_from_a_token_file(tmp_path: Path) -> None:
-    tokens = np.random.default_rng(0).integers(0, 70_000, 5000).astype(np.uint32)
-    (tmp_path / "a.bin").write_bytes(tokens.tobytes())
-    given = {"data": str(tmp_path / "a.bin"), "token_dtype": "uint32", "vocab_size": 70_000, **SIXTEEN}
-    task = load_task("language_modelling", given)
-    assert task.train_data()[2][0].tolist() == tokens[32:48].tolist()
-    assert "bits_per_byte" not in task.metrics(built(task), one_batch(task, 2))
-
-
 def test_regression_figures_are_in_the_targets_units(table: str) -> None:
     task = load_task("tabular", {"data": table, "target": "y"})
     held_out = task.eval_data()
