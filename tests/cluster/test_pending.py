@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from cluster import ClusterError
@@ -84,10 +82,3 @@ def test_a_job_larger_than_the_cluster_can_ever_be(workers: str, per_worker: dic
 def test_a_worker_larger_than_any_machine() -> None:
     with pytest.raises(ClusterError, match=r"can ever hold a worker of GPU 9: the largest has 8 GPUs"):
         check_feasible(SHAPE, "1", {"GPU": 9.0})
-
-
-def test_what_an_autoscaler_may_grow_to() -> None:
-    small = replace(SMALL, max_nodes=3)
-    assert replace(SHAPE, workers=(BIG, small), max_workers=4).max_on_workers(lambda kind: kind.cpus) == 2 * 96 + 2 * 8
-    assert replace(SHAPE, workers=(BIG, small), max_workers=1).max_on_workers(lambda kind: kind.gpus) == 8
-    assert replace(SHAPE, workers=(), max_workers=4).max_on_workers(lambda kind: kind.gpus) == 0
