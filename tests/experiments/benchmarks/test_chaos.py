@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
 from app.data.order import Order
+from experiments.benchmarks.chaos import Kill, summary, unlike
 from experiments.benchmarks.chaos_task import Start, lost_or_repeated
 
 BATCH, STEPS, SAMPLES = 4, 6, 10
@@ -31,3 +38,15 @@ def test_samples_that_were_lost_or_repeated_are_named() -> None:
     other = steps(0, 0, 1, 6)
     other.lines[0] = (0.0, [0, 1], [ORDER[1], ORDER[0]])
     assert judged(other, whole[1]) == ["2 samples other than the order has, the first at position 0"]
+
+
+def test_a_run_that_ended_otherwise_is_wrong() -> None:
+    calm: Any = SimpleNamespace(weights={"w": torch.ones(2)}, curve=[(1, 0.5)], problems=[])
+    good, bad = Kill("worker", signal.SIGKILL, 0.5, 0, False), Kill("worker", signal.SIGKILL, 0.5, 0, False)
+    bad.committed, bad.resumed_from = 20, 10
+    assert unlike(calm, calm, [good]) == []
+    other: Any = SimpleNamespace(weights={"w": torch.zeros(2)}, curve=[(1, 0.6)], problems=["lost"])
+    found = unlike(other, calm, [good, bad])
+    assert len(found) == 4 and "SIGKILL of rank 0 after 0.50 s: went on before step 20" in found[-1]
+    rows = [{"layout": "ddp", "victim": "worker", "run": "1", "problems": found, "seconds": s} for s in (1.0, 3.0)]
+    assert list(summary(rows)[0].values()) == ["ddp", "worker", "2", "1", "2.00", "3.00"]

@@ -153,3 +153,12 @@ def test_rows_are_chosen_by_name_and_workers() -> None:
         parity.chosen("fspd", None)
     with pytest.raises(UserError, match="no row with 3 workers: write some of 2, 4"):
         parity.chosen("ddp", "3")
+
+
+def test_the_table_has_the_worst_checkpoint_of_a_row_and_all_that_differ() -> None:
+    one, two = Row("ddp", 2), Row("fsdp", 2)
+    pairs = [(one, one, 0.0), (one, two, 3e-7), (two, one, 2e-3), (two, two, 2e-4)]
+    results = [Result(row, EVERYTHING, Difference(loss, 0, 0), 1, after) for row, after, loss in pairs]
+    shown = [line.split("after", 1)[1].split() for line in table(results).splitlines()[1:]]
+    assert shown[0][:6] == ["2", "others,", "worst:", "fsdp", "(dp_shard", "2)"] and shown[0][6] == "3.0e-07"
+    assert shown[1][3] == "ddp" and "DIFFERS" in shown[1] and shown[2][0] == "fsdp" and "DIFFERS" in shown[2]
