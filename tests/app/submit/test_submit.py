@@ -176,7 +176,7 @@ def submit(server: dict[str, str], storage: Path, name: str, *more: str) -> Ende
 def test_doctor_asks_a_cluster_that_it_is_not_part_of(tmp_path: Path, server: dict[str, str]) -> None:
     told = trireme("doctor", "--json", "--storage", str(tmp_path), env=server, timeout=180)
     (node,) = json.loads(told.out)["facts"]["nodes"]
-    assert node["storage_seen"] == [node["node_id"]] and node["packages"]["ray"], told.out
+    assert node["storage_seen"] == [node["node_id"]] and node["versions"]["ray"], told.out
     ended = trireme("train", *POINTS, "train.steps=1", "run.name=x", f"run.storage={tmp_path}", env=server)
     assert ended.code == 2 and "`trireme submit`" in ended.err, ended.err
 
