@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from tests.running import ROOT, wait_until
 
@@ -256,3 +257,7 @@ def _do(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+WHY_NOT = unavailable()
+NEEDS_LAB = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there is a lab"), pytest.mark.slow]

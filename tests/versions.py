@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import time
-import tomllib
 from pathlib import Path
 
 from app.versions import TESTED
@@ -29,15 +28,6 @@ ROOMS = {
 }
 
 
-def requirements() -> list[str]:
-    """The project's own lines, without what an environment for tests does not need."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = [
-        line for name in ("examples", "dev", "s3", "huggingface") for line in project["optional-dependencies"][name]
-    ]
-    return [line for line in (*project["dependencies"], *extras) if not line.startswith("trireme[")]
-
-
 def environment(name: str, release: int) -> Path:
     """Python of the environment. release: 0 for the oldest of each package, 1 for the newest."""
     folder = ROOT / ".venv-versions" / name
@@ -45,8 +35,8 @@ def environment(name: str, release: int) -> Path:
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     pins = [f"{package}=={ends[release]}.*" for package, ends in TESTED.items()]
-    install = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
-    subprocess.run([*install, *requirements(), *pins], check=True)
+    install = [str(python), "-m", "pip", "install", "-qq", "--no-compile", "--disable-pip-version-check"]
+    subprocess.run([*install, "--editable", f"{ROOT}[examples,dev]", *pins], check=True)
     return python
 
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import sys
 
-import pytest
-
-from tests.lab import Lab, unavailable
+from tests.lab import NEEDS_LAB, Lab
 from tests.running import POINTS, committed, wait_until
 
-WHY_NOT = unavailable()
-pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there is a lab"), pytest.mark.slow]
+pytestmark = NEEDS_LAB
 
 FAKE_HEAD = "fffffffffffffffffffffffffffffffffffffffffffffffffff00000"  # what Ray's fake provider calls the head
 CONFIG = {
@@ -76,4 +73,4 @@ def test_a_run_makes_the_cluster_grow_and_its_end_makes_it_shrink() -> None:
         assert alive() == 3, "two workers came, and no third"
         too_much = lab.trireme(0, "train", *run, "run.name=x", "workers=4", "resources_per_worker.CPU=2", **ENVIRONMENT)
         assert too_much.returncode == 2 and "do not fit" in too_much.stderr, too_much.stderr
-        wait_until(lambda: alive() == 1, 120)
+        wait_until(lambda: alive() == 1, 300)  # Ray Train's request for nodes lives for 180 s after it

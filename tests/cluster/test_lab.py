@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,11 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab import Lab, isolate, onprem, unavailable
+from tests.lab import NEEDS_LAB, Lab, isolate, onprem
 from tests.running import POINTS, ROOT, committed, end_tree, wait_until
 
-WHY_NOT = unavailable()
-pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there is a lab"), pytest.mark.slow]
+pytestmark = NEEDS_LAB
 HEAD, FIRST, SECOND, DESK = range(4)  # DESK is no part of the cluster: it starts it, submits to it, and has MLflow
 SECRET = f"planted-{uuid.uuid4().hex}"  # made up anew, since this file itself is shipped
 CPUS = f"resources_per_worker.CPU={os.cpu_count()}"  # all of a host: so every worker is on one of its own
@@ -33,14 +31,13 @@ class Site:
 
     lab: Lab
     file: Path
-    up_seconds: float
 
-    def submit(self, name: str, *more: str, timeout: float = 150) -> subprocess.CompletedProcess[str]:
+    def submit(self, name: str, *more: str) -> subprocess.CompletedProcess[str]:
         run = [*POINTS, "train.global_batch_size=12", f"run.name={name}", CPUS, *more]
         return self.lab.trireme(
             DESK,
             *("submit", "--cluster", str(self.file), *run),
-            timeout=timeout,
+            timeout=150,
             MLFLOW_TRACKING_URI=f"http://{self.lab.address(DESK)}:5000",
             MLFLOW_TRACKING_TOKEN=SECRET,
         )
@@ -62,17 +59,12 @@ def site() -> Iterator[Site]:
         flags = ["--backend-store-uri", database, "--host", "0.0.0.0", "--workers", "1", "--artifacts-destination"]
         command = [sys.executable, "-m", "mlflow", "server", *flags, str(lab.home(DESK) / "artifacts")]
         mlflow = lab.start(DESK, command, {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}, quiet=True)
-        begun = time.monotonic()
         up = lab.trireme(DESK, "cluster", "up", str(file), timeout=200)
-        assert up.returncode == 0, up.stdout + up.stderr + _log(lab)
-        yield Site(lab, file, time.monotonic() - begun)
+        log = lab.home(DESK) / "root" / ".cache" / "trireme" / "clusters" / "onprem-up.log"
+        assert up.returncode == 0, up.stdout + up.stderr + (log.read_text()[-3000:] if log.exists() else "")
+        yield Site(lab, file)
         end_tree(mlflow.pid)
         mlflow.wait()
-
-
-def _log(lab: Lab) -> str:
-    log = lab.home(DESK) / "root" / ".cache" / "trireme" / "clusters" / "onprem-up.log"
-    return log.read_text()[-3000:] if log.exists() else ""
 
 
 def test_the_cluster_is_up_and_says_so(site: Site) -> None:
@@ -87,11 +79,9 @@ def test_the_cluster_is_up_and_says_so(site: Site) -> None:
 
 
 def test_doctor_finds_nothing_in_a_sound_cluster_and_what_is_planted(site: Site) -> None:
-    begun = time.monotonic()
     sound = site.doctor("--storage", str(site.lab.shared))
-    seconds = time.monotonic() - begun
     assert sound.returncode == 0 and "nothing is wrong" in sound.stdout, sound.stdout + sound.stderr
-    assert "3 nodes checked" in sound.stdout and seconds < 15
+    assert "3 nodes checked" in sound.stdout
     afar = site.lab.trireme(DESK, "doctor", "--cluster", str(site.file), "--storage", str(site.lab.shared))
     assert afar.returncode == 0 and "3 nodes" in afar.stdout, afar.stdout + afar.stderr
     with isolate(site.lab, FIRST, SECOND):  # each still reaches the head

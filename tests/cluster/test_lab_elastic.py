@@ -19,14 +19,14 @@ import pytest
 from experiments.benchmarks import chaos_task
 from experiments.benchmarks.chaos import HEALTH
 from experiments.benchmarks.chaos_task import SAMPLES
-from tests.lab import Lab, unavailable
-from tests.running import committed, curve, end_tree, mlflow_run, trireme, wait_until
+from tests.lab import NEEDS_LAB, NETWORK, Lab
+from tests.running import close, committed, curve, end_tree, mlflow_run, trireme, wait_until
 
-WHY_NOT = unavailable()
-pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there is a lab"), pytest.mark.slow]
+pytestmark = NEEDS_LAB
 
 HOSTS = 4
 HEAD, CUT, CRASHED = 0, 1, 2
+ADDRESS = f"{NETWORK}.11:6379"  # of Ray's head
 BATCH, STEPS = 48, 600
 TRAIN = ["task=experiments.benchmarks.chaos_task:Recorded", f"train.global_batch_size={BATCH}"]
 TRAIN += ["train.micro_batch_size=4", f"train.steps={STEPS}", "train.log_every=1", "checkpoint.every_steps=20"]
@@ -47,17 +47,13 @@ def start_ray(lab: Lab, *hosts: int) -> None:
     own = ["--num-cpus=1", "--num-gpus=0", "--object-store-memory=100000000", "--disable-usage-stats"]
     begun = []
     for host in hosts:
-        role = ["--head", "--port=6379", "--include-dashboard=false"] if host == HEAD else [f"--address={head(lab)}"]
+        role = ["--head", "--port=6379", "--include-dashboard=false"] if host == HEAD else [f"--address={ADDRESS}"]
         start = shlex.join(["ray", "start", *role, f"--node-ip-address={lab.address(host)}", *own])
         again = f"for attempt in 1 2 3; do {start} && exit 0; done; exit 1"  # Ray gives its own start 30 s
         begun.append((host, lab.start(host, ["sh", "-c", again], RAY | HEALTH)))
     for host, process in begun:
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, f"Ray does not start on host {host}: {out}{err}"
-
-
-def head(lab: Lab) -> str:
-    return f"{lab.address(HEAD)}:6379"
 
 
 def at_work(lab: Lab) -> set[int]:
@@ -78,7 +74,7 @@ class Run:
         arguments += ["fault.elastic_seconds=2", "fault.max_restarts=9"]
         command = shlex.join([sys.executable, "-m", "app", "train", *arguments])
         into = ["sh", "-c", f"exec {command} > {shlex.quote(str(self.log))} 2>&1"]
-        self.process: subprocess.Popen[str] = lab.start(HEAD, into, RAY | {"RAY_ADDRESS": head(lab)}, quiet=True)
+        self.process: subprocess.Popen[str] = lab.start(HEAD, into, RAY | {"RAY_ADDRESS": ADDRESS}, quiet=True)
 
     @property
     def text(self) -> str:
@@ -138,4 +134,4 @@ def test_four_three_two_four_workers_on_hosts_that_go_and_come_back(lab: Lab, la
     assert alone.code == 0, alone.err
     ours, theirs = curve(storage, "elastic"), curve(storage, "calm")
     assert sorted(ours) == sorted(theirs) == list(range(1, STEPS + 1)), "every step once"
-    assert max(abs(ours[s] - theirs[s]) / abs(theirs[s]) for s in theirs) < 1e-5, "one curve, that of one worker"
+    assert close(ours, theirs), "one curve, that of one worker"

@@ -26,14 +26,6 @@ def test_a_ratio_is_that_of_neighbouring_blocks_whatever_the_machine_does_meanwh
     assert low == pytest.approx(1.0) and high == pytest.approx(1.4), "half of the blocks say this, half that"
 
 
-def test_a_tree_without_a_folder_does_not_find_it_in_the_checkout() -> None:
-    with harness.tree_without("cluster/fast_start") as tree:
-        program = "import cluster.connect, cluster.fast_start"
-        env = environment(PYTHONPATH=tree)
-        said = subprocess.run([sys.executable, "-c", program], cwd=tree, env=env, capture_output=True, text=True).stderr
-    assert said.strip().endswith("No module named 'cluster.fast_start'")
-
-
 def test_the_flops_of_a_step_are_what_the_model_computes() -> None:
     shape = gpu.SHAPES["124m"]
     with torch.device("meta"):
