@@ -39,11 +39,10 @@ lint: setup
 
 setup: $(VENV)/.installed
 
-# Installs the tested versions (constraints.txt); again only when what is to be installed has changed. Python compiles
-# a module when it is first imported: most of what is installed never is, and compiling it all takes longer than the rest.
+# Installs the tested versions (constraints.txt); again only when what is to be installed has changed.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "python3 cannot make a virtual environment here: apt-get install python3-venv" >&2; exit 1; }
-	$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[examples,dev]'
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[examples,dev]'
 	touch $@
 
 clean:

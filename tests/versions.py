@@ -35,7 +35,7 @@ def environment(name: str, release: int) -> Path:
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     pins = [f"{package}=={ends[release]}.*" for package, ends in TESTED.items()]
-    install = [str(python), "-m", "pip", "install", "-qq", "--no-compile", "--disable-pip-version-check"]
+    install = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
     subprocess.run([*install, "--editable", f"{ROOT}[examples,dev]", *pins], check=True)
     return python
 
