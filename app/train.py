@@ -159,10 +159,10 @@ def _in_ray(run: Run, config: Config, console: Console, settings: Settings) -> O
     reading = _in_background(read)  # imports torch, while Ray starts its processes
     cluster = connect(PRELOAD)
     try:
+        task = reading.result()  # before more is imported: two threads in torch's circular imports can deadlock
         from app.launchers.ray_launch import RayLaunch
 
         with contextlib.closing(RayLaunch(cluster, config, console)) as launch:
-            task = reading.result()
             from app.run.driver import Driver
             from app.run.lifecycle import train_run
 
