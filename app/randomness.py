@@ -7,6 +7,8 @@ import random
 import numpy as np
 import torch
 
+from strategies.parallel import seed_generators
+
 
 def mix(*values: int) -> int:
     """A 63-bit number that depends on every value (NumPy's SeedSequence); none may be negative."""
@@ -26,9 +28,7 @@ def seed_step(seed: int, step: int, data_rank: int, device: torch.device) -> Non
     Costs a few microseconds: of the devices only `device` is touched.
     """
     value = mix(seed, step, data_rank)
-    torch.default_generator.manual_seed(value)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(value)
+    seed_generators(value, device)
     _seed_host(value)
 
 

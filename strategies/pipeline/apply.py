@@ -6,7 +6,6 @@ What comes between, and why there, is in parallelize.py.
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from strategies import fsdp, precision
+from strategies import precision
 from strategies.dims import Layout, LayoutError, Options, ParallelDims, own_group, submesh
-from strategies.grad_sync import GradientBuckets, GradSync, Named, ShardedGradients
+from strategies.grad_sync import GradientBuckets, GradSync, Named, ShardedGradients, shard_without_hooks
 from strategies.parallel import Loss
 from strategies.pipeline import partition, schedules, weight_grad
 from strategies.pipeline.p2p import P2PComm
@@ -72,8 +71,7 @@ class Division:
         sync: GradSync | None = None
         units = None
         if setup.mesh is not None and dims.dp_shard > 1:  # arithmetic in 16 bits is autocast's, as for replicas
-            whole = replace(options, precision="fp32", reduce_dtype="fp32")
-            units = fsdp.shard(module, setup.mesh, setup.blocks, whole, reshard_after_forward=False)
+            units = shard_without_hooks(module, setup.mesh, setup.blocks)
         setup.load()
         named = list(module.named_parameters())
         by_chunk = _by_chunk(named, self.assignment, self.parts)

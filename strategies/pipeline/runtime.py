@@ -23,7 +23,7 @@ from torch import Tensor
 
 from strategies.dims import LayoutError
 from strategies.grad_sync import GradSync
-from strategies.parallel import Loss
+from strategies.parallel import Loss, seed_generators
 from strategies.pipeline import weight_grad
 from strategies.pipeline.p2p import Message, P2PComm, Receiver, TensorMeta, TensorMetas, encode
 from strategies.pipeline.schedules import Op, Placement, Schedule
@@ -96,7 +96,7 @@ class Runtime:
             part = self.placement.part(self.comm.stage, op.chunk)
             if op.kind == "F":
                 placeholders = self.stage.placeholders(step.kinds[op.micro], step.loss, step.batches[op.micro])
-                torch.manual_seed(_mixed(seed, part, op.micro))
+                seed_generators(_mixed(seed, part, op.micro), device)
                 self._forward(step, op, part, placeholders)
             elif op.kind == "B":
                 if final[op.chunk] == i and self.sync is not None:
@@ -106,7 +106,7 @@ class Runtime:
                 self._weights(op, part)
             if final[op.chunk] == i and self.sync is not None:
                 self.sync.chunk_done(op.chunk)
-        torch.manual_seed(_mixed(seed, self.placement.parts, 0))
+        seed_generators(_mixed(seed, self.placement.parts, 0), device)
         self.comm.settle()
         return self.total
 
