@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 from ray.util import placement_group_table
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from app.config import Config
@@ -98,7 +98,8 @@ def _interface(ip: str) -> str | None:
 class ActorWorkers(RayWorkers):
     """per_worker: Ray resources of one worker, where the configuration gives no stage's own.
 
-    reserved: a placement group with a bundle for each worker, which stays; None: each attempt makes its own.
+    reserved: a placement group with a bundle for each worker, which stays; None: one of its own, which attempts keep as
+    long as they ask for the same (to place another takes Ray up to a second after workers have died).
     """
 
     def __init__(self, per_worker: Resources, cluster: Cluster, reserved: PlacementGroup | None = None) -> None:
@@ -107,6 +108,7 @@ class ActorWorkers(RayWorkers):
         self.calls: dict[Any, int] = {}
         self.actors: list[Any] = []
         self.dead: dict[int | None, BaseException] = {}
+        self.kept: tuple[Any, PlacementGroup, list[int]] | None = None  # what was asked for, and what there is
 
     def start(self, job: Job) -> None:
         """Raises UserError: the stages ask for resources that the cluster does not have."""
@@ -138,16 +140,32 @@ class ActorWorkers(RayWorkers):
         if self.reserved is not None:  # ranks of a node are to be neighbours
             node_of = placement_group_table(self.reserved)["bundles_to_node_id"]
             return self.reserved, sorted(node_of, key=lambda bundle: (node_of[bundle], bundle))
-        chosen = placement(dims, per_stage, nodes, self.cluster.max_resources, self.attempt > 1)
-        return reserve(chosen.bundles, excluded), chosen.bundle_of_rank
+        wanted = (dims, per_stage, list(excluded))
+        if self.kept and (self.kept[0] != wanted or placement_group_table(self.kept[1])["state"] != "CREATED"):
+            self._give_back()
+        if self.kept is None:
+            chosen = placement(dims, per_stage, nodes, self.cluster.max_resources, self.attempt > 1)
+            self.kept = (wanted, reserve(chosen.bundles, excluded), chosen.bundle_of_rank)
+        return self.kept[1:]
 
     def stop(self) -> None:
         if self.group is None:
             return
         for actor in self.actors:
             ray.kill(actor)
-        self.end_attempt(keep_group=self.reserved is not None)
-        self.actors, self.calls = [], {}
+        self.end_attempt()
+        self.actors, self.calls, self.group = [], {}, None
+        if self.finished:
+            self._give_back()
+
+    def close(self) -> None:
+        super().close()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self.kept is not None:
+            remove_placement_group(self.kept[1])
+        self.kept = None
 
     def wait(self) -> None:
         if self.calls:

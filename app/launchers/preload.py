@@ -2,6 +2,8 @@
 
 import importlib
 
+import torch
+
 for _name in (
     "app.cli.runs",
     "app.launchers.actors",
@@ -14,3 +16,4 @@ for _name in (
     "ray.train.torch",
 ):
     importlib.import_module(_name)
+torch.optim.AdamW([torch.zeros(1)])  # the first optimizer of a process imports torch.compile: half a second

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
+from ray.util.placement_group import remove_placement_group
 
 from app.job import Job, Place
 from app.launchers.driver_actors import TrainerHost, start_here
@@ -64,7 +65,9 @@ class RayTrainWorkers(RayWorkers):
         self.call = None
         ray.kill(self.host)
         self.end_attempt()
-        self.host = None
+        if self.group is not None:  # as its maker was killed, it would stay until the job ends
+            remove_placement_group(self.group)
+        self.host = self.group = None
 
     def close(self) -> None:
         """Ends what outlives attempts, and removes what Ray Train has left in the run's folder."""

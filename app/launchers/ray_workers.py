@@ -17,7 +17,6 @@ from typing import Any
 
 import ray
 from ray import cloudpickle
-from ray.util.placement_group import remove_placement_group
 
 from app.console import worker_output
 from app.job import Heartbeat, Job, Place
@@ -113,14 +112,10 @@ class RayWorkers(Workers):
         )
         return dict(self.failures) if complete or now - self.failed_at > GATHER_SECONDS else None
 
-    def end_attempt(self, *, keep_group: bool = False) -> None:
-        """Ends every process that is known, also stopped ones, which Ray's own way would wait for, and gives their
-        places back: the group of an actor that was killed stays until the job ends."""
+    def end_attempt(self) -> None:
+        """Ends every process that is known, also stopped ones, which Ray's own way would wait for."""
         if not self.finished:
             self.kill(list(self.infos.values()))
-        if self.group is not None and not keep_group:
-            remove_placement_group(self.group)
-        self.group = None
 
 
 def error_of(call: Any, who: str = "") -> BaseException | None:
