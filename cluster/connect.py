@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from cluster.shape import ClusterShape, NodeState
 
 OBJECT_STORE_BYTES = 100_000_000  # of a Ray of one command: tensors never go through it
+RAY_TRAIN = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # how soon a dead worker is noticed; 2 s by default
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # cluster/preemption.py does it, for clouds as well
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # else what a model prints appears twice
+}
+"""Documented settings of Ray Train, which its processes read from the environment, where the user has set none."""
 _log = logging.getLogger(__name__)
 
 
@@ -65,7 +72,7 @@ def connect(preload: str = "") -> Cluster:
     """
     if getattr(sys.modules.get("ray"), "is_initialized", bool)():  # without importing it
         return describe()
-    path, found = _share_imports(), address()
+    variables, found = _share_environment(), address()
     if found:
         _check_reachable(found)
     warm = _fast_start() if preload else None
@@ -83,7 +90,7 @@ def connect(preload: str = "") -> Cluster:
     try:
         if found:  # ray.init finds it as `address` does, and its token
             asked = warm.runtime_env(preload) if warm else {}
-            ray.init(runtime_env={"env_vars": {"PYTHONPATH": path}, **asked}, **options)
+            ray.init(runtime_env={"env_vars": variables, **asked}, **options)
         else:
             # Its processes inherit the environment: without a runtime_env the workers that Ray starts ahead are used.
             head = warm.PRIVATE.start(OBJECT_STORE_BYTES) if warm else None
@@ -134,15 +141,18 @@ def run_forked(words: Sequence[str], preload: str) -> int | None:
     warm = _fast_start() if found else None
     if warm is None:
         return None
-    _share_imports()
+    _share_environment()
     return warm.run_forked(words, found, preload)
 
 
-def _share_imports() -> str:
-    """Has all processes that this one starts import from the current folder first; the value of PYTHONPATH."""
+def _share_environment() -> dict[str, str]:
+    """Has all processes that this one starts import from the current folder first, with Ray Train's settings; what Ray
+    is to give those on a cluster. (With the same for all, one fork server serves all.)"""
     parts = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, parts)))
-    return os.environ["PYTHONPATH"]
+    for name, value in RAY_TRAIN.items():
+        os.environ.setdefault(name, value)
+    return {name: value for name, value in os.environ.items() if name == "PYTHONPATH" or name.startswith("RAY_TRAIN_")}
 
 
 # --- which cluster ----------------------------------------------------------------------------------------------------

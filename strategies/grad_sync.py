@@ -170,11 +170,8 @@ def buckets(named: Named, limit: float) -> list[Bucket]:
 
 
 def shard_without_hooks(module: nn.Module, mesh: DeviceMesh, blocks: list[str]) -> list[FSDPModule]:
-    """Shards parameters in place, in units that the caller gathers (`unshard`) and frees (`reshard`).
-
-    `fully_shard` puts its hooks on a module that holds the block and is never called: at every block and micro-batch
-    they would find nothing to do, in a tenth of the step's time here.
-    """
+    """Shards parameters in place, in units that the caller gathers (`unshard`) and frees (`reshard`). Their hooks go to
+    a module that holds the block and is never called: they would do nothing, in a tenth of a step's time here."""
     units: list[FSDPModule] = []
     sharded: set[nn.Parameter] = set()
     for owner in (*(module.get_submodule(name) for name in separable(module, blocks)), module):

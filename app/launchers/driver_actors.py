@@ -7,7 +7,6 @@ need, and the driver without Ray Train.
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -88,14 +87,6 @@ class EventQueue:
 
 # --- Ray Train --------------------------------------------------------------------------------------------------------
 
-SETTINGS = {
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # how soon a dead worker is noticed; 2 s by default
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # cluster/preemption.py does it, for clouds as well
-    "RAY_TRAIN_METRICS_ENABLED": "0",
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # else what a model prints appears twice
-}
-"""Documented settings of Ray Train, which its controller reads from the environment."""
-
 
 def run_worker(given: dict[str, Any]) -> None:
     """What every worker of Ray Train runs: the function that it is given."""
@@ -121,9 +112,6 @@ class TrainerHost:
 
     def __init__(self) -> None:
         import ray.train.torch  # noqa: F401  before it is asked for
-
-        for name, value in SETTINGS.items():
-            os.environ.setdefault(name, value)
 
     def fit(self, given: dict[str, Any], scaling: dict[str, Any], name: str, folder: str) -> None:
         """given: of `ray_train.train_loop`. scaling: of `ray.train.ScalingConfig`. folder: for its files."""

@@ -185,7 +185,6 @@ def main() -> None:
         server = Server(path, socket.socket(fileno=int(fd)), int(owner))
     except ProcessLookupError:  # the owner has ended already
         return os.unlink(path)
-    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # read when Ray Train is imported
     gc.disable()  # what is imported is kept: looking through it again and again is a fifth of the time
     with ray_internals.actor_ids_from_system():
         importlib.import_module(preload)
