@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo check test test-busy test-versions test-slow test-deepspeed lint setup clean
+.PHONY: demo check test test-busy coverage test-versions test-slow test-deepspeed lint setup clean
 
 demo: setup
 	$(BIN)/trireme train experiments/mnist.yaml --again
@@ -21,6 +21,11 @@ test: setup lint
 # The same while two loops keep the processors busy: no test may depend on how fast the machine is.
 test-busy: setup
 	@for i in 1 2; do sh -c 'while kill -0 '$$$$' 2>&-; do :; done' & done; $(MAKE) test
+
+# The lines that no test reaches without a GPU, folder by folder; half as long again as `make test`.
+coverage: setup
+	$(BIN)/python -m pytest --cov --cov-report= -m "not slow"
+	$(BIN)/coverage report --show-missing --skip-covered
 
 # The main job, parity, resume, pipeline and tracking with the oldest and the newest releases that Trireme was tested
 # with, each in an environment of its own under .venv-versions: half an hour or more, and its table.
