@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo check test test-busy coverage test-versions test-slow test-deepspeed lint setup clean
+.PHONY: demo check test test-busy coverage test-versions test-slow test-deepspeed mutants lint setup clean
 
 demo: setup
 	$(BIN)/trireme train experiments/mnist.yaml --again
@@ -40,6 +40,11 @@ test-slow: setup
 test-deepspeed: setup
 	$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[deepspeed]'
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests/strategies/test_deepspeed.py --timeout 600
+
+# Changes pure functions ([tool.mutmut]) one place at a time: what no test notices, `mutmut results` lists. Hours.
+mutants: setup
+	$(BIN)/python -m pip install -qq --disable-pip-version-check 'mutmut>=3.8,<4'
+	PATH="$(CURDIR)/$(BIN):$$PATH" mutmut run --max-children 2
 
 lint: setup
 	$(BIN)/ruff check .
