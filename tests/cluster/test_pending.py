@@ -70,8 +70,7 @@ def test_what_is_in_the_way(found: Diagnosis | None, ever: bool, placed: int, sa
 
 
 @pytest.mark.parametrize(
-    ("workers", "per_worker", "room"),
-    [("21", {"GPU": 1.0}, 19), ("3", {"GPU": 8.0}, 2), ("400", {"CPU": 1.0}, 220)],
+    ("workers", "per_worker", "room"), [("21", {"GPU": 1.0}, 19), ("3", {"GPU": 8.0}, 2), ("400", {"CPU": 1.0}, 220)]
 )
 def test_a_job_larger_than_the_cluster_can_ever_be(workers: str, per_worker: dict[str, float], room: int) -> None:
     with pytest.raises(ClusterError, match=f"room for {room}"):

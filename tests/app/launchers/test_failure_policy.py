@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.launchers.failure_policy import Action, Capacity, Failure, Kind, Limits, decide, fewer_workers
+from app.launchers.failure_policy import Action, Capacity, Failure, Kind, Limits, decide, fewer_workers, growth
 from app.launchers.recovery import Nodes, State, classify
 from app.launchers.workers import WorkerInfo, WorkerLost
 
@@ -20,7 +20,7 @@ def failure(
 DIED, STILLBORN = failure(Kind.DIED), failure(Kind.DIED, progressed=False)
 ANNOUNCED, BUG = failure(Kind.PREEMPTED), failure(Kind.EXCEPTION)
 ON_A, HUNG_ON_A, OOM_ON_A, ON_B = (
-    failure(kind, node=node)
+    failure(kind, node=node, progressed=False)
     for kind, node in ((Kind.DIED, "a"), (Kind.HUNG, "a"), (Kind.OUT_OF_MEMORY, "a"), (Kind.DIED, "b"))
 )
 
@@ -30,14 +30,14 @@ ON_A, HUNG_ON_A, OOM_ON_A, ON_B = (
     [
         ([DIED] * 3, 3, Action.RETRY, "it broke", 0),
         ([DIED] * 4, 3, Action.GIVE_UP, "fault.max_restarts=3 is used up", 0),
-        ([DIED], 0, Action.GIVE_UP, "fault.max_restarts is 0", 0),
+        ([DIED], 0, Action.GIVE_UP, "it broke; fault.max_restarts is 0", 0),
         ([DIED] * 3 + [failure(Kind.DIED, at=3601.0)], 3, Action.RETRY, "it broke", 0),  # an hour later
-        ([DIED] * 3 + [failure(Kind.DIED, at=3599.0)], 3, Action.GIVE_UP, "used up", 0),
+        ([DIED] * 3 + [failure(Kind.DIED, at=3600.0)], 3, Action.GIVE_UP, "used up", 0),
         ([ANNOUNCED] * 50 + [DIED], 1, Action.RETRY, "it broke", 0),
         ([DIED] + [failure(Kind.NO_CAPACITY)] * 9, 1, Action.RETRY, "it broke", 0),
         ([failure(Kind.NON_RETRYABLE)], 3, Action.GIVE_UP, "it broke", 0),
         ([failure(Kind.EXCEPTION, progressed=False)], 3, Action.GIVE_UP, "it broke", 0),
-        ([BUG, DIED, BUG], 9, Action.GIVE_UP, "twice at the same step", 0),
+        ([DIED, BUG, BUG], 9, Action.GIVE_UP, "twice at the same step: trying again would not help", 0),
         ([failure(Kind.EXCEPTION, 10), failure(Kind.EXCEPTION, 20)], 3, Action.RETRY, "it broke", 0),
         ([BUG, failure(Kind.EXCEPTION, sentence="another")], 3, Action.RETRY, "another", 0),
         ([DIED, BUG], 3, Action.RETRY, "it broke", 0),
@@ -51,7 +51,8 @@ def test_whether_and_when_to_start_again(
     history: list[Failure], limit: int, action: Action, says: str, pause: float
 ) -> None:
     decision = decide(history, Limits(limit))
-    assert (decision.action, decision.pause) == (action, pause) and says in decision.reason
+    assert (decision.action, decision.pause) == (action, pause)
+    assert decision.reason.startswith(history[-1].sentence) and decision.reason.endswith(says)
 
 
 def capacity(
@@ -61,22 +62,26 @@ def capacity(
 
 
 ELASTIC = Limits(9, elastic_seconds=30.0)
+ROOM = "; there is room for 3 of 4 workers"
+EXCLUDED = "; 2 failures began at that node, which gets no more workers"
+SAYS = {Action.WAIT: ROOM, Action.RESIZE: ROOM, Action.EXCLUDE_NODE: EXCLUDED}
 
 
 @pytest.mark.parametrize(
     ("history", "limits", "found", "action", "workers"),
     [
-        ([DIED], ELASTIC, capacity(4, 4), Action.RETRY, 0),
-        ([DIED], ELASTIC, capacity(4, 3, 10.0), Action.WAIT, 0),
-        ([DIED], ELASTIC, capacity(4, 3, 30.0), Action.RESIZE, 2),  # 3 make no layout
+        ([STILLBORN], ELASTIC, capacity(4, 4), Action.RETRY, 0),
+        ([STILLBORN], ELASTIC, capacity(4, 3, 10.0), Action.WAIT, 0),
+        ([STILLBORN], ELASTIC, capacity(4, 3, 30.0), Action.RESIZE, 2),  # 3 make no layout
         ([DIED], Limits(9, None), capacity(4, 3, 99.0), Action.WAIT, 0),
         ([DIED], Limits(9, 30.0, min_workers=3), capacity(4, 3, 99.0), Action.WAIT, 0),
+        ([DIED], Limits(9, 30.0, min_workers=2), capacity(4, 3, 99.0), Action.RESIZE, 2),
         ([failure(Kind.NON_RETRYABLE)], ELASTIC, capacity(4, 3, 99.0), Action.GIVE_UP, 0),
         # twice at one node
         ([ON_A, HUNG_ON_A], ELASTIC, capacity(4, 4, a=3), Action.EXCLUDE_NODE, 2),
         ([OOM_ON_A, ON_B, OOM_ON_A], ELASTIC, capacity(4, 4, a=2), Action.EXCLUDE_NODE, 2),
         ([ON_A, ON_A], Limits(9, None), capacity(4, 4, a=3), Action.RETRY, 0),
-        ([ON_A, ON_A], ELASTIC, capacity(4, 4, a=0), Action.RETRY, 0),  # there is no other
+        ([ON_A, ON_A], ELASTIC, capacity(4, 4, b=4), Action.RETRY, 0),  # there is no other
         ([ON_A, failure(Kind.EXCEPTION, node="a")], ELASTIC, capacity(4, 4, a=4), Action.RETRY, 0),
         ([ON_A, failure(Kind.DIED, node="a", at=3601.0)], ELASTIC, capacity(4, 4, a=4), Action.RETRY, 0),
     ],
@@ -86,9 +91,17 @@ def test_with_what_to_continue(
 ) -> None:
     decision = decide(history, limits, found)
     assert (decision.action, decision.workers) == (action, workers)
+    assert decision.reason == "it broke" + SAYS.get(action, "")
+    assert decision.pause == (0 if history[-1].progressed else 2 ** (len(history) - 1))
     assert decision.node == ("a" if action is Action.EXCLUDE_NODE else "")
     if action in (Action.RESIZE, Action.WAIT):
         assert fewer_workers(found, limits) == workers, "waiting ends when there is another answer"
+
+
+def test_growth_is_to_the_most_that_makes_a_layout() -> None:
+    cases = ((1, 4, 4), (1, 9, 4), (1, 3, 2), (2, 3, None), (2, 2, None), (4, 8, None), (2, 0, None))
+    for workers, free, expected in cases:
+        assert growth(capacity(workers, free, valid=(1, 2, 4, 8))) == expected
 
 
 WHO = "worker 3, process 47 on 10.0.0.2,"

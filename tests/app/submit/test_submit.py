@@ -20,17 +20,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 from app.errors import UserError
 from app.submit import submission
 from app.submit.client import Server as JobServer
-from tests.running import (
-    POINTS,
-    ROOT,
-    Ended,
-    committed,
-    environment,
-    here,
-    ray_head_with_jobs,
-    trireme,
-    wait_until,
-)
+from tests.running import POINTS, ROOT, Ended, committed, environment, here, ray_head_with_jobs, trireme, wait_until
 
 
 def test_variables_go_by_name_and_secrets_apart(monkeypatch: pytest.MonkeyPatch) -> None:
