@@ -98,7 +98,7 @@ def connect(preload: str = "") -> Cluster:
                 ray.init(address=head, **options)
             else:
                 ray.init("local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **options)
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+    except Exception as error:  # where it does not start in time Ray raises just that
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if found:
             raise ClusterError(
@@ -106,7 +106,7 @@ def connect(preload: str = "") -> Cluster:
                 "wrong or expired (~/.ray/auth_token, RAY_AUTH_MODE=token), its Ray another version, or this machine "
                 "not one of its nodes (then `trireme submit` sends a job there)"
             ) from error
-        raise ClusterError(f"Ray does not start on this machine: {first}") from error
+        raise ClusterError(f"Ray does not start on this machine; try again when it is less busy: {first}") from error
     return describe(private=not found)
 
 

@@ -2,9 +2,6 @@
 
 Parameters, gradients and optimizer state are exact to the byte, padding included. What backward keeps of forward, and
 the time that communication takes, are the planner's (app/planner).
-
-`Number` is an int or a float, or a numpy array of them: cost functions are plain arithmetic, so the planner calls them
-once with a column per quantity and a row per layout.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ from typing import Any
 from torch import nn
 
 Number = Any
+"""An int or a float, or a bool as 0 or 1."""
 
 STATES = {"adamw": 2, "adam": 2, "sgd": 1}
 """Tensors of the parameter's size that an optimizer keeps (sgd: its momentum)."""
@@ -94,7 +92,7 @@ class RankSize:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What a step does, as far as costs depend on it. Every field may be an array but `optimizer`."""
+    """What a step does, as far as costs depend on it."""
 
     dp_replicate: Number = 1
     dp_shard: Number = 1

@@ -5,11 +5,9 @@ chooses and what it combines with, `parallelize.py` for `apply`, the planner for
 collected in registry.py.
 
 **Costs.** `cost(size, step)` is the memory of the rank that holds most, `collectives(unit, step)` what it sends for one
-unit of the model, and when. Both are plain arithmetic: every field of RankSize, UnitSize and StepShape may be a number
-or a numpy array (one entry per layout), and the answers are then arrays. `StepShape.reshard_after_forward` and
-`reduce_scatter_each_microbatch` are the answers of `Strategy.reshards` and `Strategy.reduces_each`, which know what the
-strategy does by itself where the person has not written it. Activations and the time that overlaps are not a
-strategy's, but the planner's.
+unit of the model, and when. `StepShape.reshard_after_forward` and `reduce_scatter_each_microbatch` are the answers of
+`Strategy.reshards` and `Strategy.reduces_each`, which know what the strategy does by itself where the person has not
+written it. Activations and the time that overlaps are not a strategy's, but the planner's.
 
 **Applying.** `apply(setup)` of a data strategy puts it on `setup.module`, on which tensor parallelism, recomputation
 and compilation are already. It calls `setup.load()` once, which gives the parameters memory and their initial values: a

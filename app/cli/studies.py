@@ -106,7 +106,7 @@ def parity(
 
 @verb("report")
 @click.argument("folders", nargs=-1, metavar="FOLDER…", required=True)
-@click.option("--out", metavar="FILE.html", help="The page to write. Default: report.html in the first folder.")
+@click.option("--out", metavar="FILE.html", help="The page to write. Default: report.html, of several comparison.html.")
 def report(cli: Invocation, folders: tuple[str, ...], out: str | None) -> None:
     """Write one self-contained page about runs, a sweep or a scaling study.
 

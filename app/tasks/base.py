@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from app.data.loader import Batch, fetch, rows
+from app.errors import UserError
 
 
 class Task:
@@ -52,11 +53,11 @@ class Task:
 
     def build_model(self) -> nn.Module:
         """A new model. Draws only from torch's global generator, which the caller has seeded; works on meta."""
-        raise NotImplementedError(f"{type(self).__name__} has no build_model")
+        raise UserError(f"{type(self).__name__} has no build_model: app/tasks/base.py shows what a task has")
 
     def train_data(self) -> Dataset[Any]:
         """The data to train on, map-style, in any fixed order: shuffling is not the data set's business."""
-        raise NotImplementedError(f"{type(self).__name__} has no train_data")
+        raise UserError(f"{type(self).__name__} has no train_data: app/tasks/base.py shows what a task has")
 
     def eval_data(self) -> Dataset[Any] | None:
         """The held-out data, or None if there is none."""
@@ -64,7 +65,7 @@ class Task:
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The mean loss over the batch's items, 0-dimensional."""
-        raise NotImplementedError(f"{type(self).__name__} has no loss")
+        raise UserError(f"{type(self).__name__} has no loss: app/tasks/base.py shows what a task has")
 
     def items(self, batch: Batch) -> int | Tensor:
         """How many items the mean of `loss` and `metrics` is over; rows of the batch's first tensor by default."""
