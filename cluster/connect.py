@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from cluster.shape import ClusterShape, NodeState
 
 OBJECT_STORE_BYTES = 100_000_000  # of a Ray of one command: tensors never go through it
-RAY_TRAIN = {
+SETTINGS = {
+    "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1",  # else ray.init refuses a variable that a submitted job has set too
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # how soon a dead worker is noticed; 2 s by default
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # cluster/preemption.py does it, for clouds as well
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # else what a model prints appears twice
 }
-"""Documented settings of Ray Train, which its processes read from the environment, where the user has set none."""
+"""Documented settings of Ray and Ray Train, which are read from the environment, where the user has set none."""
 _log = logging.getLogger(__name__)
 
 
@@ -100,6 +101,8 @@ def connect(preload: str = "") -> Cluster:
                 ray.init("local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **options)
     except Exception as error:  # where it does not start in time Ray raises just that
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if found and not isinstance(error, (OSError, RuntimeError, ValueError)):
+            raise
         if found:
             raise ClusterError(
                 f"the Ray cluster at {found} does not let this process in ({first}): its token may be missing here, "
@@ -146,11 +149,10 @@ def run_forked(words: Sequence[str], preload: str) -> int | None:
 
 
 def _share_environment() -> dict[str, str]:
-    """Has all processes that this one starts import from the current folder first, with Ray Train's settings; what Ray
-    is to give those on a cluster. (With the same for all, one fork server serves all.)"""
+    """Sets what all processes of a job are to have (one fork server serves all); what Ray is to pass on."""
     parts = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, parts)))
-    for name, value in RAY_TRAIN.items():
+    for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     return {name: value for name, value in os.environ.items() if name == "PYTHONPATH" or name.startswith("RAY_TRAIN_")}
 

@@ -192,9 +192,15 @@ def test_this_machine_is_brought_up_and_down_and_no_other_ray_with_it(tmp_path: 
         ("127.0.0.1:9", "no Ray cluster answers at 127.0.0.1:9"),
         ("ray://127.0.0.1:9", "no Ray cluster answers at ray://127.0.0.1:9"),
         ("http://127.0.0.1:8265", "is a job server: `trireme submit` sends jobs there"),
+        ("", "does not start on this machine; try again when it is less busy: it timed out"),
     ],
 )
 def test_an_address_where_no_cluster_is(address: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(*_: object, **__: object) -> None:
+        raise Exception("it timed out")  # Ray raises no more precise one
+
+    monkeypatch.setattr("ray.init", busy)
+    monkeypatch.setattr("cluster.connect.running_here", str)
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ClusterError, match=said):
         connect()

@@ -9,8 +9,6 @@ import pytest
 
 from tests.running import POINTS, close, committed, curve, mlflow_run, same_bits, trireme, weights
 
-pytestmark = pytest.mark.alone
-
 PIPELINE = ["strategy=pipeline", "parallel.pp=2"]
 SHORT = [*POINTS, "train.steps=20", "train.log_every=1", "optimizer.weight_decay=0.01"]
 
@@ -20,12 +18,13 @@ def arguments(storage: Path, name: str, *more: str) -> list[str]:
 
 
 def test_two_workers_and_uneven_micro_batches_one_curve(tmp_path: Path, ray_environment: dict[str, str]) -> None:
-    """Ray Train and torchrun: test_resume.py."""
+    """Ray Train and torchrun: test_resume.py. The actors' environment is that of a submitted job."""
     quiet = ["task=tests.tasks:Plain", "train.clip_norm=0.5"]  # no dropout: one worker and two draw nothing different
     one = trireme(*arguments(tmp_path, "one", "launcher=local", *quiet))
     more = ["train.micro_batch_size=5", "train.noise_scale_every=2"]
     uneven = trireme(*arguments(tmp_path, "uneven", "launcher=local", *more, *quiet))
-    two = trireme(*arguments(tmp_path, "two", "launcher=actors", "workers=2", *quiet), env=ray_environment)
+    env = ray_environment | {"RAY_JOB_CONFIG_JSON_ENV_VAR": '{"runtime_env": {"env_vars": {"PYTHONPATH": "."}}}'}
+    two = trireme(*arguments(tmp_path, "two", "launcher=actors", "workers=2", *quiet), env=env)
     assert (one.code, uneven.code, two.code) == (0, 0, 0), one.err + uneven.err + two.err
     for metric, tolerance in (("train/loss", 1e-5), ("train/grad_norm", 1e-4), ("eval/accuracy", 1e-6)):
         single = curve(tmp_path, "one", metric)
