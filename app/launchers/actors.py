@@ -141,8 +141,11 @@ class ActorWorkers(RayWorkers):
             node_of = placement_group_table(self.reserved)["bundles_to_node_id"]
             return self.reserved, sorted(node_of, key=lambda bundle: (node_of[bundle], bundle))
         wanted = (dims, per_stage, list(excluded))
-        if self.kept and (self.kept[0] != wanted or placement_group_table(self.kept[1])["state"] != "CREATED"):
-            self._give_back()
+        if self.kept:
+            table, alive = placement_group_table(self.kept[1]), {node.id for node in nodes}
+            there = table["state"] == "CREATED" and set(table["bundles_to_node_id"].values()) <= alive
+            if self.kept[0] != wanted or not there:
+                self._give_back()
         if self.kept is None:
             chosen = placement(dims, per_stage, nodes, self.cluster.max_resources, self.attempt > 1)
             self.kept = (wanted, reserve(chosen.bundles, excluded), chosen.bundle_of_rank)
