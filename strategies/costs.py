@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import nn
 
-Number = Any
-"""An int or a float, or a bool as 0 or 1."""
+Number = Any  # an int or a float, or a bool as 0 or 1
 
 STATES = {"adamw": 2, "adam": 2, "sgd": 1}
 """Tensors of the parameter's size that an optimizer keeps (sgd: its momentum)."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
-
-import numpy as np
 import pytest
 import torch
 
@@ -12,7 +9,7 @@ from experiments.parity import curves
 from experiments.parity.rows import ROWS, Row
 from strategies import registry
 from strategies.blocks import find_blocks
-from strategies.costs import Cost, ParameterSize, StepShape, model_size, rank_size, unit_size
+from strategies.costs import Cost, ParameterSize, StepShape, model_size, rank_size, replicated, unit_size
 from strategies.layout import Layout
 from strategies.parallelize import Options, choose, parallelize
 from strategies.tensor.plan import make_plan
@@ -97,22 +94,26 @@ def test_freeing_after_forward_holds_two_blocks() -> None:
     assert _cost("fsdp", 2).transient == 128 + 2 * 64 + 2 * 64
     assert _cost("fsdp", 2, Options(reshard_after_forward=False)).transient == BYTES + 2 * 64
     assert _cost("fsdp", 2, Options(precision="bf16")).transient == (128 + 2 * 64) // 2 + 16 * (2 + 4)
+    piped = _cost("fsdp", 4, Options(precision="bf16"), micro=4, pp=2)  # gathered once per step, in float32
+    assert piped.transient == BYTES + 16 * (4 + 4) + BYTES + BYTES // 2
 
 
-def test_costs_are_the_same_for_columns_of_layouts() -> None:
-    """As the planner asks: every field a numpy array, the answer per row that of the row alone."""
-    unit, ways = unit_size(SIZES, 4), ((4, 4, True, False), (2, 2, False, True))
-    for name in ("ddp", "zero1", "zero2", "fsdp", "hsdp"):
-        strategy, shard = registry.find(name), 1 if name == "ddp" else 4
-        steps = [StepShape(2, shard, 1, pp, micro, *way) for pp in (1, 2) for micro in (1, 4) for way in ways]
-        together = StepShape(*(np.array(column) for column in list(zip(*map(astuple, steps)))[:-1]))
-        alone = [strategy.cost(rank_size([unit]), step) for step in steps]
-        found = strategy.cost(rank_size([unit]), together)
-        for part in ("parameters", "gradients", "optimizer", "transient"):
-            assert np.array_equal(np.broadcast_to(getattr(found, part), len(steps)), [getattr(c, part) for c in alone])
-        sent = [[c.bytes * c.times for c in strategy.collectives(unit, step)] for step in steps]
-        columns = [np.broadcast_to(c.bytes * c.times, len(steps)) for c in strategy.collectives(unit, together)]
-        assert np.array_equal(np.stack(columns).T, sent)
+def test_everything_on_every_rank() -> None:
+    found = replicated(rank_size([unit_size(SIZES, 1)], 24), StepShape(compute_itemsize=2, optimizer="sgd"))
+    assert found == Cost(BYTES, BYTES, BYTES, buffers=24, transient=BYTES // 2)
+
+
+def test_gradients_beside_tensor_parallelism_are_packed_into_buckets() -> None:
+    assert [_cost(name, n, tp=tp).transient for name, n, tp in (("ddp", 2, 1), ("tensor", 2, 2))] == [0, 0]
+    assert _cost("ddp", 4, tp=2).transient == _cost("ddp", 4, tp=2).gradients == BYTES - 2 * 32
+
+
+def test_when_and_over_which_workers_each_is_sent() -> None:
+    phases = {"ddp": ["dp_replicate backward"], "dp": ["devices forward", "devices backward"]}
+    phases["fsdp"] = ["dp_shard forward", *["dp_shard backward"] * 2, "dp_replicate backward"]
+    for name, expected in phases.items():
+        found = registry.find(name).collectives(unit_size(SIZES, 2), StepShape(dp_shard=2))
+        assert [f"{c.over} {c.phase}" for c in found] == expected
 
 
 def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
