@@ -11,12 +11,11 @@ demo: setup
 
 # What to run by habit, in less than a minute: lint, types, and the tests that start nothing.
 check: setup lint
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "pure and not slow and not alone"
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "pure and not slow"
 
-# First what may run two at a time, then what trains on several processes or is timed.
+# Two at a time: conftest.py says which share a process.
 test: setup lint
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow and not alone"
-	$(BIN)/python -m pytest -m "not slow and alone"
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 # The same while two loops keep the processors busy: no test may depend on how fast the machine is.
 test-busy: setup
@@ -56,7 +55,7 @@ setup: $(VENV)/.installed
 # Installs the tested versions (constraints.txt); again only when what is to be installed has changed.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "python3 cannot make a virtual environment here: apt-get install python3-venv" >&2; exit 1; }
-	$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[examples,dev]'
+	$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[examples,dev]'
 	touch $@
 
 clean:

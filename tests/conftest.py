@@ -22,14 +22,18 @@ WHOLE = ("trireme", "torchrun", "start", "subprocess", "CliRunner", "Reader", "l
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What trains on several processes has the machine to itself (`alone`); the rest runs two at a time, what is `pure`
-    by itself too (Makefile)."""
+    """Of two pytest processes one gets all that needs the Ray head and one all that needs the pool, so that there is
+    one of each; then both get the other files, `pure` ones last."""
+    rank = {}
     for item in items:
         names = dir(getattr(item, "module", None))
-        if "ray_environment" in getattr(item, "fixturenames", ()) or "run_distributed" in names:
-            item.add_marker("alone")
-        elif not any(name in names for name in WHOLE):
+        ray, pool = "ray_environment" in getattr(item, "fixturenames", ()), "run_distributed" in names
+        whole = any(name in names for name in WHOLE)
+        item.add_marker(pytest.mark.xdist_group("ray" if ray else "pool" if pool else item.path.stem))
+        rank[item] = 0 if ray else 1 if pool else 2 if whole else 3
+        if rank[item] == 3:
             item.add_marker("pure")
+    items.sort(key=rank.__getitem__)
 
 
 @pytest.fixture(scope="session")

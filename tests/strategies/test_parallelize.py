@@ -129,7 +129,7 @@ SPLITS_HEADS = {"q": "colwise", "out": "rowwise"}
         (Row("tensor", 2), PlainGPT, FORGETS_NORM, r"norm\..*sequence or partial"),
         (Row("tensor", 2), CountsHeads, SPLITS_HEADS, "parallel.tp=2.*divides the attention heads"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_model_that_does_not_fit_is_named_by_every_worker(row: Row, make: Any, plan: Any, words: str) -> None:
     args = (row, make, plan)

@@ -32,7 +32,7 @@ from tests.running import (
 )
 from tests.running import torchrun_program as torchrun
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SLOW = [
     "task=tests.tasks:Plain",

@@ -33,8 +33,6 @@ from tests.running import (
     weights,
 )
 
-pytestmark = pytest.mark.alone
-
 STEPS = 60
 SLOW = [*POINTS, f"train.steps={STEPS}", "task_args.step_seconds=0.1", "checkpoint.every_steps=5", "train.log_every=1"]
 IN_RAY = ["workers=2", "strategy=ddp"]

@@ -95,7 +95,6 @@ def _hangs(rank: int, own: Any) -> None:
     time.sleep(600)
 
 
-@pytest.mark.alone
 def test_a_try_is_a_few_real_steps_and_what_fails_or_hangs_is_ended(tiny: Reader) -> None:
     plan = make_plan(load_config([], [*TINY, "strategy=single"]), tiny.task, cpus(1), reader=tiny)
     tree = experiment(plan, plan.rows[0])
@@ -111,7 +110,6 @@ def test_a_try_is_a_few_real_steps_and_what_fails_or_hangs_is_ended(tiny: Reader
 # --- what is measured --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.alone
 def test_this_machine_is_calibrated() -> None:
     found = calibrate.calibrate(2)
     name, file = keep(found)

@@ -16,8 +16,6 @@ from app.tracking.spool import State
 from app.tracking.tracker import sync
 from tests.app.tracking.kit import Store, tracker
 
-pytestmark = pytest.mark.alone
-
 TASK = """
 import torch
 from torch import nn

@@ -12,8 +12,6 @@ import pytest
 from app.tracking.environment import Sample, SystemSampler, environment_text, provenance_tags
 from tests.running import wait_until
 
-pytestmark = pytest.mark.alone
-
 # --- provenance ---------------------------------------------------------------------------------------------------
 
 

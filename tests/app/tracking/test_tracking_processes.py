@@ -12,14 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-import pytest
 
 from app.tracking.spool import State, size
 from app.tracking.tracker import Tracker, sync
 from tests.app.tracking.kit import Store, alive, tracker
 from tests.running import end_tree, free_port, start, wait_until
-
-pytestmark = pytest.mark.alone
 
 DRIVER = """
 import sys, time

@@ -212,7 +212,6 @@ def is_forked(process: psutil.Process) -> bool:
     return parent is not None and "cluster.fast_start.server" in " ".join(parent.cmdline())
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["ray", "actors"])
 def test_workers_and_the_second_command_are_forks(
@@ -232,7 +231,6 @@ def test_workers_and_the_second_command_are_forks(
     assert lease["pid"] != process.pid, "the command has run in a fork"
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["ends", "killed"])
 def test_a_ray_of_its_own_is_forked_and_leaves_nothing(how: str, tmp_path: Path) -> None:
@@ -248,7 +246,6 @@ def test_a_ray_of_its_own_is_forked_and_leaves_nothing(how: str, tmp_path: Path)
     assert not alive
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["ray", "actors"])
 def test_without_the_folder_everything_works(launcher: str, tmp_path: Path) -> None:

@@ -58,7 +58,6 @@ SMALLEST = {
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SMALLEST)
 def test_a_benchmark_runs(name: str) -> None:
