@@ -143,9 +143,8 @@ def zbv(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
     Once the pipe is full every stage does F, B, W of one chunk and then of the other. No stage waits then,
     whatever share of them W is.
     """
-    rounds = max(micro_batches, 2 * stages - 1)  # those that there are not are left out again
-    lists = ([op for op in _of_a_v(stage, stages, rounds) if op.micro < micro_batches] for stage in range(stages))
-    return Schedule("zbv", stages, micro_batches, 2, tuple(map(tuple, lists)), split=True, folded=True)
+    lists = (_of_a_v(stage, stages, micro_batches) for stage in range(stages))
+    return Schedule("zbv", stages, micro_batches, 2, tuple(lists), split=True, folded=True)
 
 
 SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
@@ -225,15 +224,15 @@ def _zero_bubble(name: str, stages: int, micro_batches: int, times: int) -> Sche
             ops.append(op)
             if op.kind == "B" and op.micro >= times * stage:
                 ops.append(Op("W", op.micro - times * stage))
-        lists.append((*ops, *(Op("W", i) for i in range(max(0, micro_batches - times * stage), micro_batches))))
+        lists.append((*ops, *(Op("W", i) for i in range(micro_batches - times * stage, micro_batches))))
     return Schedule(name, stages, micro_batches, 1, tuple(lists), split=True)
 
 
-def _of_a_v(stage: int, stages: int, micro_batches: int) -> list[Op]:
+def _of_a_v(stage: int, stages: int, micro_batches: int) -> tuple[Op, ...]:
     ops: list[Op] = []
     done: Counter[str] = Counter()
 
-    def do(names: str, times: int = 1) -> None:
+    def do(names: str, times: int) -> None:
         """F0 is the next micro-batch's forward through chunk 0."""
         for name in names.split() * times:
             ops.append(Op(name[0], done[name], int(name[1])))
@@ -242,11 +241,9 @@ def _of_a_v(stage: int, stages: int, micro_batches: int) -> list[Op]:
     do("F0", 2 * (stages - stage) - 1)
     do("F1 F0", stage)
     do("F1 B1 W1", stages - stage)
-    while done["F1"] < micro_batches:
-        do("F0", int(done["F0"] < micro_batches))
-        do("B0 W0 F1 B1 W1")
+    do("F0 B0 W0 F1 B1 W1", micro_batches - stages)
     do("B0 B1", stage)
     do("B0 W0", stages - stage)
-    do("W1", micro_batches - done["W1"])
-    do("W0", micro_batches - done["W0"])
-    return ops
+    do("W1", stage)
+    do("W0", stage)
+    return tuple(op for op in ops if op.micro < micro_batches)  # F0 alone runs ahead of what there is

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from strategies.layout import LayoutError
-from strategies.pipeline import partition
-from strategies.pipeline.schedules import FOLDED, SCHEDULES, SPLIT, Op, Schedule, make
+from strategies.pipeline import partition, schedules
+from strategies.pipeline.schedules import FOLDED, SCHEDULES, SPLIT, Op, Placement, Schedule
 from strategies.pipeline.simulate import (
     Times,
     alive_by_formula,
@@ -22,6 +22,9 @@ from strategies.pipeline.simulate import (
     figures,
     simulate,
 )
+
+make = schedules.make.__wrapped__
+"""Without its cache, which `make mutants` would find filled by schedules that have no mutation."""
 
 
 def alive(schedule: Schedule, stage: int) -> int:
@@ -53,6 +56,9 @@ def test_each_does_everything_once_without_a_deadlock_and_holds_what_the_formula
     kinds = "FBW" if name in SPLIT else "FB"
     wanted = Counter(itertools.product(kinds, range(micro_batches), range(chunks)))
     assert len(schedule.lists) == stages
+    placed = Placement.of(name, stages, chunks)
+    owners = {part: stage for stage in range(stages) for part in placed.own(stage)}
+    assert placed == schedule.placement and owners == {part: placed.stage(part) for part in range(stages * chunks)}
     simulate(schedule, Times(1.0, 1.0, 1.0))
     rough = random.Random(stages)
     uneven = Times(*([rough.uniform(0.5, 2) for _ in range(schedule.placement.parts)] for _ in range(3)), transfer=0.3)
@@ -61,7 +67,7 @@ def test_each_does_everything_once_without_a_deadlock_and_holds_what_the_formula
         own = sorted((span for span in spans if span.stage == stage), key=lambda span: span.start)
         assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(own)), "a stage does one thing at a time"
         assert Counter((op.kind, op.micro, op.chunk) for op in schedule.lists[stage]) == wanted
-        assert micro_batches < 2 * stages or alive(schedule, stage) == alive_by_formula(schedule, stage)
+        assert alive(schedule, stage) == alive_by_formula(schedule, stage)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -77,10 +83,16 @@ def test_bubbles_are_what_the_papers_say(name: str) -> None:
             assert found == pytest.approx(formula)
 
 
-def test_h1_is_drawn_as_in_the_paper() -> None:
-    assert str(make("zb_h1", 2, 3)).splitlines() == ["F0 F1 B0 W0 F2 B1 W1 B2 W2", "F0 B0 F1 B1 W0 F2 B2 W1 W2"]
-    assert str(make("1f1b", 2, 3)).splitlines() == ["F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"]
-    assert str(make("interleaved_1f1b", 2, 2, 2)).splitlines()[1] == "F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1"
+def test_each_is_drawn_as_in_its_paper() -> None:
+    drawn = {
+        ("gpipe", 2): "F0 F1 B0 B1 | F0 F1 B0 B1",
+        ("1f1b", 3): "F0 F1 B0 F2 B1 B2 | F0 B0 F1 B1 F2 B2",
+        ("interleaved_1f1b", 2, 2): "F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1 | F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1",
+        ("zb_h1", 3): "F0 F1 B0 W0 F2 B1 W1 B2 W2 | F0 B0 F1 B1 W0 F2 B2 W1 W2",
+        ("zb_h2", 4): "F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3 | F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3",
+    }
+    for (name, *numbers), lists in drawn.items():
+        assert str(make(name, 2, *numbers)).splitlines() == lists.split(" | ")
 
 
 def test_a_deadlock_is_seen() -> None:
