@@ -181,7 +181,7 @@ class Estimator:
         else:
             alive, present = _at_worst(case, cost.gradients)
         # in the optimizer's step activations are gone; a peak before that lacks the gradients still to come
-        missing = min(cost.gradients - present, alive + cost.transient) if on_device else 0.0
+        missing = (cost.gradients - present) * on_device
         return {
             "parameters": cost.parameters * on_device,
             "gradients": cost.gradients * on_device,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,17 +40,17 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture(scope="session")
 def small() -> Reader:
-    return read([EXPERIMENT])
+    return read((EXPERIMENT,))
 
 
 @pytest.fixture(scope="session")
 def large() -> Reader:
-    return read([EXPERIMENT], *LARGE)
+    return read((EXPERIMENT,), *LARGE)
 
 
 @pytest.fixture(scope="session")
 def tiny() -> Reader:
-    return read([], *TINY)
+    return read((), *TINY)
 
 
 def gpus(count: int = 8, gpu: str = "h100-80gb", across: str = "3200Gb") -> Machine:
@@ -67,6 +68,7 @@ def plan_of(reader: Reader, machine: Machine, *overrides: str, given: tuple[str,
     return make_plan(config, reader.task, machine, given=frozenset(given), reader=reader)
 
 
-def read(files: list[str], *overrides: str) -> Reader:
+@functools.cache
+def read(files: tuple[str, ...], *overrides: str) -> Reader:
     config = load_config(files, overrides)
     return Reader(load_task(config.task, config.task_args))

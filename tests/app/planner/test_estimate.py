@@ -1,0 +1,81 @@
+"""Memory of layouts, summed up again, moment by moment, from parts whose sizes are drawn at random."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from app.planner import estimate
+from app.planner.device import PartCost
+from app.planner.layouts import Candidate
+from app.planner.machine import cpus
+from strategies.costs import ModelSize, ParameterSize
+from strategies.dims import Layout, Options
+from strategies.layout import choose
+from strategies.pipeline.schedules import Placement, Schedule
+from strategies.pipeline.simulate import alive_by_formula
+from tests.layout_cost import layout_cost
+
+CHAIN = ["before", *["block0"] * 4, "after"]
+COUNTS = {"before": 1, "block0": 4, "after": 1}
+CASES = [(choose(name, 4), many, "", 1) for name in ("ddp", "fsdp", "zero1", "zero2", "tensor") for many in (1, 4)]
+CASES += [(choose(name, 4, tp=2), 1, "", 1) for name in ("fsdp", "ddp")]
+CASES += [(choose("pipeline", 2), 4, "1f1b", 1), (choose("fsdp", 4, pp=2), 4, "interleaved_1f1b", 2)]
+
+
+def summed(layout: Layout, chain: list[str], parts: Any, sizes: Any, many: int, alive: float) -> dict[str, float]:
+    """On the device that has `chain`. alive: in a pipeline, micro-batches whose activations are."""
+    own = [replace(sizes[name], unit=f"{name}.{i}" if name == "block0" else "") for i, name in enumerate(chain)]
+    cost, _ = layout_cost(layout, tuple(own), None, many)
+    gradients = [layout_cost(layout, (size,), None, many)[0].gradients for size in own]
+    saved, at_work = [parts[name].saved for name in chain], [parts[n].rebuilt + parts[n].extra for n in chain]
+    early = many > 1 or ("ddp" in layout.parts and layout.dims.tp == 1)  # gradients are there from the start
+    there = [cost.gradients if early else sum(gradients[i + 1 :]) for i in range(len(chain))]
+    peak = max(sum(saved[: i + 1]) + at_work[i] + there[i] for i in range(len(chain)))
+    if alive:
+        peak = sum(saved) * alive + max(at_work) + cost.gradients
+    return {
+        "parameters": cost.parameters,
+        "gradients": cost.gradients,
+        "optimizer": cost.optimizer,
+        "activations": max(peak - cost.gradients, 0),
+        "communication": cost.transient,
+        "buffers": 24,
+    }
+
+
+@pytest.mark.parametrize(("layout", "many", "schedule", "chunks"), CASES)
+def test_memory_is_that_of_the_worst_moment_on_the_fullest_device(
+    layout: Layout, many: int, schedule: str, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw, pp = random.Random(3), layout.dims.pp
+    for cut in ((1, 1, 1, 1) if chunks == 2 else (1, 3), (2, 0, 1, 1) if chunks == 2 else (3, 1)) * 10:
+        parts = {
+            name: PartCost(name, n, 1.0, 2.0, 0.0, 0.0, 0.0, *(draw.randrange(500) for _ in range(3)), 0.0, 0.0, 0.0)
+            for name, n in COUNTS.items()
+        }
+        sizes = {name: ParameterSize(name, (draw.randint(1, 9), 4), split_dim=0) for name in COUNTS}
+        model: Any = SimpleNamespace(counts=COUNTS, parts=parts, order=CHAIN[1:-1])
+        model.parameters = {name: (size,) for name, size in sizes.items()}
+        monkeypatch.setattr(estimate, "part_costs", lambda *_, found=parts: list(found.values()))
+        reader: Any = SimpleNamespace(costs=lambda way, found=model: found, size=ModelSize((), 24), sample_bytes=1.0)
+        options = Options(stages=cut if pp > 1 else None)
+        candidate = Candidate(layout, 2, many, "none", "fp32", schedule, chunks)
+        found = estimate.Estimator(reader, cpus(4), options).estimate(candidate)
+        chains, expected = [CHAIN], []
+        if pp > 1:
+            spans = [CHAIN[1 + end - size : 1 + end] for size, end in zip(cut, itertools.accumulate(cut))]
+            spans[0], spans[-1] = ["before", *spans[0]], [*spans[-1], "after"]
+            owner = Placement.of(schedule, pp, chunks).stage
+            chains = [[n for part, span in enumerate(spans) for n in span if owner(part) == s] for s in range(pp)]
+        for stage, chain in enumerate(chains):
+            alive = alive_by_formula(Schedule(schedule, pp, many, chunks, ()), stage) / chunks if pp > 1 else 0
+            expected.append(summed(layout, chain, parts, sizes, many, alive))
+        fullest = max(expected, key=lambda memory: sum(memory.values()))
+        assert found.memory == fullest | {"margin": sum(fullest.values()) * cpus(4).device.fragmentation}
+        assert found.stages == options.stages and found.memory_bytes == sum(found.memory.values())
