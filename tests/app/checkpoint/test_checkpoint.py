@@ -224,7 +224,7 @@ def test_find(tmp_path: Path) -> None:
     newest = checkpoint.commits(str(tmp_path / "run" / "checkpoints"))[0]
     for where in (newest.path, str(tmp_path / "run" / "checkpoints"), str(tmp_path / "run")):
         assert checkpoint.find(where) == newest
-    with pytest.raises(UserError, match="it does not exist"):
+    with pytest.raises(UserError, match=r" \(it does not exist\): give"):
         checkpoint.find(str(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"there is no COMMIT\.json in it"):

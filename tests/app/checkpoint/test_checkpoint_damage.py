@@ -51,6 +51,9 @@ def test_damage_is_found_and_the_one_before_is_used(folder: Path, name: str, dam
             with pytest.raises(UserError, match="the checkpoint is damaged") as caught:
                 read()
             assert f"{bad.path}/{name} " in str(caught.value) and "\n" not in str(caught.value)
+    for file in bad.files:
+        Path(bad.path, file).unlink(missing_ok=True)
+    assert checkpoint.latest_good(str(folder))[1][0].endswith(" is missing and 1 more")
 
 
 def test_a_flipped_bit_that_stops_reading_is_named(folder: Path) -> None:
@@ -94,13 +97,17 @@ def test_a_marker_is_believed_only_whole(folder: Path) -> None:
         checkpoint.find(str(marker.parent))
 
 
-def test_a_damaged_marker_is_swept_once_a_newer_checkpoint_is_there(folder: Path) -> None:
-    new, old = (Path(found.path) for found in checkpoint.commits(str(folder)))
-    (old / "COMMIT.json").write_text("{}")
-    checkpoint.sweep(str(folder))
-    assert not old.exists()
-    (new / "COMMIT.json").write_text("{}")
-    checkpoint.sweep(str(folder))
-    assert new.exists() and checkpoint.latest_good(str(folder))[0] is None
-    with pytest.raises(UserError, match=r"there is no committed checkpoint in .* is skipped"):
-        checkpoint.find(str(folder))
+def test_a_damaged_marker_is_swept_once_a_checkpoint_of_a_later_step_is_there(tmp_path: Path) -> None:
+    for step, attempt in ((0, ""), (2, ""), (2, "b")):
+        save(tmp_path, step, attempt=attempt, keep_last=9)
+    folders = [Path(found.path) for found in checkpoint.commits(str(tmp_path))]
+    whole = (folders[0] / "COMMIT.json").read_bytes()
+    for path in folders:
+        (path / "COMMIT.json").write_text("{}")
+    checkpoint.sweep(str(tmp_path))
+    assert all(path.exists() for path in folders) and checkpoint.latest_good(str(tmp_path))[0] is None
+    with pytest.raises(UserError, match=r"there is no committed checkpoint in .*/step-00000000 is skipped"):
+        checkpoint.find(str(tmp_path))
+    (folders[0] / "COMMIT.json").write_bytes(whole)
+    checkpoint.sweep(str(tmp_path))
+    assert [path.exists() for path in folders] == [True, True, False], "the old one goes, not that of the same step"

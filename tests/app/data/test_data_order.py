@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.data.order import SORT_UP_TO, Order, hold_out
+from app.data.order import SORT_UP_TO, Order, held_out, hold_out, shares
+from app.errors import UserError
 
 
 @pytest.mark.parametrize("n", [1, 2, 97, 4000, SORT_UP_TO, SORT_UP_TO + 1, 200_003])
@@ -60,18 +61,28 @@ def test_orders_of_a_small_set_are_evenly_distributed() -> None:
 def test_the_order_never_changes_between_versions() -> None:
     assert Order(10, 0).indices(0, 12).tolist() == [2, 6, 5, 3, 0, 4, 7, 1, 8, 9, 7, 8]
     assert Order(10**9, 0).indices(0, 3).tolist() == [182330180, 86705560, 492790745]
+    assert hold_out(120, 30, np.arange(120) % 24)[1][:4].tolist() == [74, 119, 69, 114]
 
 
-@pytest.mark.parametrize(("sizes", "count"), [((500,) * 10, 1000), ((7, 90, 3), 10), ((1, 1, 1), 2), ((50, 50), 0)])
-def test_hold_out_is_class_balanced_disjoint_and_complete(sizes: tuple[int, ...], count: int) -> None:
-    labels = np.repeat(np.arange(len(sizes)), sizes)
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [([500] * 10, [100] * 10), ([7, 90, 3], [1, 9, 0]), ([5] * 24, [2] * 6 + [1] * 18), ([50, 50], [0, 0])],
+)
+def test_hold_out_is_class_balanced_disjoint_and_complete(sizes: list[int], expected: list[int]) -> None:
+    labels, count = np.repeat(np.arange(len(sizes)), sizes), sum(expected)
     train, held = hold_out(len(labels), count, labels)
-    assert len(held) == count
+    assert np.bincount(labels[held], minlength=len(sizes)).tolist() == expected
     assert sorted([*train, *held]) == list(range(len(labels)))
-    for label, size in enumerate(sizes):
-        assert abs((labels[held] == label).sum() - size * count / len(labels)) <= 1
     assert np.array_equal(train, hold_out(len(labels), count, labels)[0]), "always the same"
     for part in (held, train) if len(sizes) == 10 else ():
         assert len(set(labels[part[:20]])) > 4 and len(set(labels[part[-20:]])) > 4, "shuffled"
     plain = hold_out(len(labels), count)
     assert sorted(np.concatenate(plain)) == list(range(len(labels)))
+
+
+def test_how_many_are_held_out_and_how_ranks_share_them() -> None:
+    assert [held_out(*args) for args in ((20, None, 0.1), (2, None, 0.9), (5, 4, 0.1), (5, 0, 0.1))] == [2, 1, 4, 0]
+    for wrong in (5, -1, True, 2.0):
+        with pytest.raises(UserError, match=rf"^task_args.eval_samples is {wrong}; write a whole number below 5, the"):
+            held_out(5, wrong, 0.1)  # type: ignore[arg-type]
+    assert shares(8, 3) == [slice(0, 3), slice(3, 6), slice(6, 8)]
