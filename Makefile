@@ -13,9 +13,10 @@ demo: setup
 check: setup lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "pure and not slow"
 
-# Two at a time: conftest.py says which share a process.
+# First two at a time, then what trains on as many processes as there are processors (tests/conftest.py).
 test: setup lint
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder -m "not slow and not alone"
+	$(BIN)/python -m pytest -m "not slow and alone"
 
 # The same while two loops keep the processors busy: no test may depend on how fast the machine is.
 test-busy: setup

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,18 +23,29 @@ WHOLE = ("trireme", "torchrun", "start", "subprocess", "CliRunner", "Reader", "l
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of two pytest processes one gets all that needs the Ray head and one all that needs the pool, so that there is
-    one of each; then both get the other files, `pure` ones last."""
-    rank = {}
+    """What trains on the pool's ranks has the machine to itself (`alone`). The rest runs in two processes, and one of
+    them begins with all that needs the Ray head, which mostly waits. What is `pure` runs by itself too (Makefile)."""
+    order = {}
     for item in items:
         names = dir(getattr(item, "module", None))
-        ray, pool = "ray_environment" in getattr(item, "fixturenames", ()), "run_distributed" in names
-        whole = any(name in names for name in WHOLE)
-        item.add_marker(pytest.mark.xdist_group("ray" if ray else "pool" if pool else item.path.stem))
-        rank[item] = 0 if ray else 1 if pool else 2 if whole else 3
-        if rank[item] == 3:
+        ray = "ray_environment" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("ray" if ray else item.path.stem))
+        order[item] = not ray
+        if not ray and "run_distributed" in names:
+            item.add_marker("alone")
+        elif not ray and not any(name in names for name in WHOLE):
             item.add_marker("pure")
-    items.sort(key=rank.__getitem__)
+    items.sort(key=order.__getitem__)
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """What a test, or a library that it calls, sets in this process's environment is gone after it."""
+    before = dict(os.environ)
+    yield
+    if before != os.environ:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

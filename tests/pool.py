@@ -34,7 +34,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from typing import Any
 from unittest import mock
 
@@ -51,7 +50,7 @@ class DistributedFailure(AssertionError):
 
 @dataclass
 class _Worker:
-    process: SpawnProcess
+    process: Any
     pipe: Connection
 
     def kill(self) -> None:
@@ -109,9 +108,10 @@ def _start(count: int) -> None:
 
 
 def _spawn(rank: int) -> _Worker:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.fsdp", "strategies.parallelize", "tests.strategies.models"])
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(rank, theirs, os.getpid()), name=f"pool-rank-{rank}")
+    process = context.Process(target=_serve, args=(rank, theirs), name=f"pool-rank-{rank}")
     with mock.patch.dict(os.environ, _ENVIRONMENT):  # torch and gloo read these when they are loaded
         process.start()
     theirs.close()
@@ -148,11 +148,9 @@ def _collect(workers: list[_Worker], timeout: float) -> tuple[dict[int, Any], li
 # --- in the processes -------------------------------------------------------------------------------------------------
 
 
-def _serve(rank: int, pipe: Connection, parent: int) -> None:
+def _serve(rank: int, pipe: Connection) -> None:
     """A process of the pool: do calls until the pipe closes."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive a killed pytest
-    if os.getppid() != parent:
-        return
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the fork server ends with pytest, and this with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's
     import torch
     import torch.distributed

@@ -80,7 +80,7 @@ def test_half_precision_learns_and_what_mlflow_gets(tmp_path: Path, monkeypatch:
     assert {"eval/loss", "eval/accuracy"} <= set(run.data.metrics)
     losses = curve(tmp_path, "run")
     assert losses[20] < losses[1]
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     (model,) = mlflow.search_logged_models([run.info.experiment_id], output_format="list")
     loaded = mlflow.pytorch.load_model(f"models:/{model.model_id}")
     assert same_bits(loaded.state_dict(), weights(tmp_path / "run"))
