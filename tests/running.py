@@ -76,7 +76,7 @@ def start(arguments: list[str], *, env: dict[str, str] | None = None, program: l
     return subprocess.Popen(command, cwd=ROOT, env=env or environment(), preexec_fn=heed, **streams)
 
 
-def trireme(*arguments: str, env: dict[str, str] | None = None, timeout: float = 120.0) -> Ended:
+def trireme(*arguments: str, env: dict[str, str] | None = None, timeout: float = 240.0) -> Ended:
     """Runs the command to its end: in a fork of a process that has imported everything, which saves it seconds, unless
     its environment is one that counts when libraries are loaded. `start` is the plain way."""
     whole = env or environment()
@@ -105,7 +105,7 @@ def torchrun_program(*more: str) -> list[str]:
     return [*program, *more, "-m", "app"]
 
 
-def finish(process: Any, timeout: float = 120.0) -> Ended:
+def finish(process: Any, timeout: float = 240.0) -> Ended:
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -124,7 +124,7 @@ def end_tree(pid: int) -> None:
                 process.send_signal(signal.SIGKILL)
 
 
-def wait_until(condition: Callable[[], Any], timeout: float = 60.0) -> Any:
+def wait_until(condition: Callable[[], Any], timeout: float = 120.0) -> Any:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         value = condition()
@@ -170,7 +170,7 @@ class Lines:
     def text(self) -> str:
         return "".join(line for _, line in self.heard)
 
-    def when(self, part: str, timeout: float = 10.0) -> float:
+    def when(self, part: str, timeout: float = 60.0) -> float:
         try:
             return wait_until(lambda: next((at for at, line in self.heard if part in line), None), timeout)
         except AssertionError:

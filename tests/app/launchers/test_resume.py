@@ -87,7 +87,7 @@ def test_a_worker_is_killed_then_the_command_and_run_again(
     wait_until(lambda: committed(folder), 90)
     if kill_worker:
         disturb(folder, 1, signal.SIGKILL)
-        lines.when("starting again from the last checkpoint", 60)
+        lines.when("starting again from the last checkpoint")
         before = committed(folder)[-1]
         wait_until(lambda: committed(folder)[-1] > before, 60)
     process.send_signal(number)

@@ -195,7 +195,7 @@ def test_stop_saves_a_checkpoint_first_and_the_same_submit_goes_on(tmp_path: Pat
     )
     assert follower.stdout and follower.stdout.readline()  # it follows
     follower.send_signal(signal.SIGINT)
-    out, _ = follower.communicate(timeout=30)
+    out, _ = follower.communicate(timeout=120)
     assert follower.returncode == 130 and f"trireme submit stop {job}" in out, "the job continues"
     assert committed(tmp_path / "long") == []
     stopped = trireme("submit", "stop", job, env=server)
