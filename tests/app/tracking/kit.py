@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -62,11 +61,3 @@ class Store:
     def artifacts(self) -> Path:
         uri = self.query("select artifact_uri from runs where run_uuid = ?", self.run())[0][0]
         return Path(uri.removeprefix("file://"))
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import psutil
 
+from app.lease import process_started
 from app.tracking.spool import State, size
 from app.tracking.tracker import Tracker, sync
-from tests.app.tracking.kit import Store, alive, tracker
+from tests.app.tracking.kit import Store, tracker
 from tests.running import end_tree, free_port, start, wait_until
 
 DRIVER = """
@@ -56,7 +57,7 @@ def test_a_killed_driver_ends_as_killed_and_a_killed_writer_is_replaced(uri: str
     process.wait()
     wait_until(lambda: store.runs() and store.status() == "KILLED")
     assert store.steps("loss") == list(range(3000)) and abs(store.end_seconds() - said) < 5
-    wait_until(lambda: not alive(writer))
+    wait_until(lambda: not process_started(writer))
     with (folder / "events.jsonl").open("a") as file:  # torn by the kill
         file.write('{"type":"metr')
     second = tracker(folder, uri)
@@ -115,9 +116,9 @@ def test_a_server_that_is_late_gets_everything_from_the_newest_writer(tmp_path: 
     assert sync(folder).problem == "the run is going on, and its own writer delivers it"
     killed.kill()
     killed.wait()
-    assert alive(lingering)
+    assert process_started(lingering)
     run = tracker(folder, f"http://127.0.0.1:{port}")
-    wait_until(lambda: not alive(lingering))
+    wait_until(lambda: not process_started(lingering))
     run.artifact(tmp_path / "figure.txt", "plots")
     for step in range(5, 1500):
         run.metrics(step, {"loss": 1 / (step + 1), "nan": float("nan"), "up": float("inf")})
