@@ -9,28 +9,15 @@ import pytest
 from app.errors import UserError
 from app.run.cost import Meter, check_budget, must_stop, rate_of
 from app.storage import Storage
-from cluster.shape import ClusterShape, NodeState, NodeType
+from tests.cluster.test_pending import HEAD_NODE, SHAPE, node
 from tests.running import POINTS, ROOT, committed, mlflow_run, trireme
-
-BIG = NodeType("big", 8, "h100-80gb", 96.0, 0, None, None, 55.0, False, 0, 2)
-SMALL = NodeType("small", 1, "l4", 8.0, 0, None, None, 1.0, False, 0, 4)
-HEAD = NodeType("head", 0, "", 4.0, 0, None, None, 0.2, False, 1, 1)
-SHAPE = ClusterShape("c", "aws", HEAD, (BIG, SMALL), "my.yaml", 5)
-
-
-def node(kind: str, **total: float) -> NodeState:
-    return NodeState("10.0.0.1", kind, total, {})
 
 
 def test_the_rate_is_the_share_of_the_nodes() -> None:
-    nodes = [
-        NodeState("10.0.0.1", "head", {"CPU": 4.0, "node:__internal_head__": 1.0}, {}),
-        node("big", CPU=96.0, GPU=8.0),
-        node("small", GPU=1.0),
-    ]
+    nodes = [HEAD_NODE, node("", "big", {"CPU": 96.0, "GPU": 8.0}), node("", "small", {"GPU": 1.0})]
     assert rate_of(4, {"GPU": 1.0}, nodes, SHAPE) == pytest.approx(4 * 55 / 8)
     assert rate_of(9, {"GPU": 1.0}, nodes, SHAPE) == pytest.approx(56.0)
-    listed = rate_of(8, {"GPU": 1.0}, [NodeState("", "big", {"GPU": 8.0, "accelerator_type:H100": 1.0}, {})], None)
+    listed = rate_of(8, {"GPU": 1.0}, [node("", "big", {"GPU": 8.0, "accelerator_type:H100": 1.0})], None)
     assert listed and 10 < listed < 200, "the list price"
     assert rate_of(8, {"GPU": 1.0}, nodes[1:2], None) is None, "the price is not known"
     with pytest.raises(UserError, match=r"cluster\.file"):
