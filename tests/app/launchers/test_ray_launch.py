@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from app.config import ClusterConfig, Config, TrainConfig
 from app.config_io import load_config
@@ -76,32 +75,25 @@ def test_gpus_left_idle_are_named() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_says_who_holds_what_it_waits_for(tmp_path: Path, ray_environment: dict[str, str]) -> None:
-    hold = (
-        "import ray, time; ray.init(address='auto', log_to_driver=False, namespace='x')\n"
-        "group = ray.util.placement_group([{'CPU': 3}]); ray.get(group.ready())\n"
-        "print('held', flush=True); time.sleep(120)"
-    )
-    holder = subprocess.Popen([sys.executable, "-c", hold], env=ray_environment, stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout and holder.stdout.readline().strip() == "held"
-        run = ["train", *POINTS, "train.steps=4", f"run.storage={tmp_path}", "workers=2", "cluster.wait_seconds=4"]
-        ended = trireme(*run, "run.name=ends", env=ray_environment)
-        assert ended.code == 2, ended.out + ended.err
-        assert "there is room for 1 of 2 workers after 4 s: bundle 2 of 2 (CPU 1) cannot be placed" in ended.err
-        assert "3 of 4 CPU are held by job " in ended.err
-        smaller = trireme(*run, "run.name=shrinks", "cluster.when_pending=shrink", env=ray_environment)
-        assert smaller.code == 0, smaller.out + smaller.err
-        assert "continuing with 1 of 2 workers" in smaller.out
-    finally:
-        holder.kill()
-        holder.wait()
+def test_a_run_says_who_holds_what_it_waits_for(
+    tmp_path: Path, ray_environment: dict[str, str], connected: None
+) -> None:
+    assert ray.util.placement_group([{"CPU": 3}]).wait(30), "until this process disconnects"
+    run = ["train", *POINTS, "train.steps=4", f"run.storage={tmp_path}", "workers=2", "cluster.wait_seconds=4"]
+    ended = trireme(*run, "run.name=ends", env=ray_environment)
+    assert ended.code == 2, ended.out + ended.err
+    assert "there is room for 1 of 2 workers after 4 s: bundle 2 of 2 (CPU 1) cannot be placed" in ended.err
+    assert "3 of 4 CPU are held by job " in ended.err
+    smaller = trireme(*run, "run.name=shrinks", "cluster.when_pending=shrink", env=ray_environment)
+    assert smaller.code == 0, smaller.out + smaller.err
+    assert "continuing with 1 of 2 workers" in smaller.out
 
 
 @pytest.mark.slow
-def test_a_run_gets_no_worker_on_an_excluded_node(tmp_path: Path, ray_environment: dict[str, str]) -> None:
-    code = "import ray; ray.init(address='auto', log_to_driver=False); print(ray.nodes()[0]['NodeID'])"
-    only = subprocess.check_output([sys.executable, "-c", code], env=ray_environment, text=True).strip()
+def test_a_run_gets_no_worker_on_an_excluded_node(
+    tmp_path: Path, ray_environment: dict[str, str], connected: None
+) -> None:
+    (only,) = (node["NodeID"] for node in ray.nodes())
     run = ["train", *POINTS, "train.steps=4", "run.name=out", f"run.storage={tmp_path}", "workers=2"]
     ended = trireme(*run, f"cluster.exclude_nodes=[{only}]", env=ray_environment)
     assert ended.code == 2 and "no node has it, the most is CPU 0" in ended.err, ended.out + ended.err
