@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -12,20 +13,20 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from app import checkpoint
 from app.checkpoint import Checkpointer, CheckpointError, NotFinite
 from app.checkpoint.dcp import HashingStream
 from app.checkpoint.ranks import RankFailed, Ranks
 from app.errors import UserError
-from experiments.parity.curves import Trial, run_steps
+from experiments.parity import curves
+from experiments.parity.curves import run_steps
 from experiments.parity.rows import Row
-from strategies.parallelize import Options, Parallel, parallelize
+from strategies.parallelize import Options, Parallel
 from tests.app.checkpoint.kit import save, steps
 from tests.pool import DistributedFailure, run_distributed
 from tests.running import flip
-from tests.strategies.models import classifier_loss, seeded, vector_batch
+from tests.strategies.models import ZOO
 
 
 def whole(scale: float = 1.0) -> dict[str, torch.Tensor]:
@@ -184,17 +185,11 @@ ZERO1, HSDP, BOTH = Row("zero1", 2), Row("hsdp", 4, {"dp_shard": 2}), Row("fsdp+
 SAVED_AND_READ = [(DDP, FSDP), (HSDP, ZERO1), (ZERO1, TENSOR), (BOTH, SINGLE), (FSDP, BOTH)]
 
 
-def _build() -> nn.Module:
-    return nn.Sequential(nn.Linear(7, 16), nn.GELU(), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 3))
-
-
-TRIAL = Trial(seeded(_build), classifier_loss, vector_batch, tensor_plan={"0": "colwise", "2": "rowwise"})
+TRIAL = replace(ZOO["mlp"], tensor_plan={"0": "colwise", "2": "rowwise"})
 
 
 def _start(row: Row) -> tuple[Parallel, torch.optim.Optimizer]:
-    parallel = parallelize(
-        TRIAL.build, row.layout, Options(), device=CPU, blocks=TRIAL.blocks, tensor_plan=TRIAL.tensor_plan
-    )
+    parallel = curves.begin(TRIAL, row.layout, Options(), CPU)
     return parallel, parallel.prepare_optimizer(TRIAL.optimizer(parallel.parameters()))
 
 
