@@ -22,6 +22,7 @@ from tests.strategies.models import ZOO, gpt_trial
 CPU = torch.device("cpu")
 EVERYTHING = {"steps": 3, "layers": 2, "tied": True, "micro_batches": 2, "clip": 0.5}
 """Accumulation, clipping and tying; the models of ZOO have none of them."""
+MODELS = ZOO | {"gpt without its plan": gpt_trial(plan=False, **EVERYTHING)}
 
 
 def _train(_: int, row: Row, options: Options, changes: dict[str, Any]) -> Curve:
@@ -30,7 +31,7 @@ def _train(_: int, row: Row, options: Options, changes: dict[str, Any]) -> Curve
 
 
 def _train_zoo(_: int, row: Row) -> dict[str, Curve]:
-    return {name: curves.train(trial, row.layout, Options(), CPU) for name, trial in ZOO.items()}
+    return {name: curves.train(trial, row.layout, Options(), CPU) for name, trial in MODELS.items()}
 
 
 def _on_ranks(func: Any, row: Row, *args: Any) -> Any:
@@ -90,12 +91,6 @@ def test_options_change_no_number(row: Row, options: dict[str, Any]) -> None:
     assert found.within(row.tolerance), found
 
 
-@pytest.mark.parametrize("row", [_TENSOR, _DDP_TENSOR], ids=str)
-def test_tensor_parallel_without_a_plan(row: Row) -> None:
-    found = _difference(row, {}, plan=False)
-    assert found.within(row.tolerance), found
-
-
 @pytest.mark.parametrize(
     ("row", "options"),
     [
@@ -112,7 +107,7 @@ def test_sixteen_bits_stay_within_their_rounding(row: Row, options: dict[str, An
     assert 1e-6 < found.loss < 3e-3, "computed or reduced in 16 bits, and not far off"
 
 
-@pytest.mark.parametrize("row", [Row("model_parallel", 1), _DDP, _FSDP, _TENSOR, _FSDP_TENSOR], ids=str)
+@pytest.mark.parametrize("row", [Row("model_parallel", 1), _DDP, _FSDP, _TENSOR, _FSDP_TENSOR, _DDP_TENSOR], ids=str)
 def test_any_model_without_hints(row: Row) -> None:
     trained = _on_ranks(_train_zoo, row)
     for name, truth in _zoo_truth().items():
