@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,13 +39,9 @@ def experiment(text: str) -> list[str]:
 # --- what is measured -------------------------------------------------------------------------------------------
 
 
-def four() -> Trial:
-    return gpt_trial(tied=True, steps=4)
-
-
 def test_the_matrix_measures_rows_and_checkpoints_and_goes_on_without_those_that_cannot_run() -> None:
     rows = [Row("fsdp", 2), Row("pipeline", 1)]
-    results = run(four, rows, variants=[EVERYTHING], checkpoints=True)
+    results = run(partial(gpt_trial, tied=True, steps=4), rows, variants=[EVERYTHING], checkpoints=True)
     trained = [result for result in results if result.after is None]
     resumed = [result for result in results if result.after is not None and result.found]
     assert [(str(r.row), r.verdict) for r in trained] == [(str(rows[0]), "ok"), (str(rows[1]), "REFUSED")]
@@ -98,12 +95,9 @@ def test_a_trial_that_a_layout_cannot_train_is_one_sentence() -> None:
 def test_the_whole_matrix(variants: list[str] | None) -> None:
     """Every row in every variant, three sides of the grid at once too, over 20 steps; and all ordered pairs of
     checkpoints, 10 steps and 10."""
+    twenty = partial(gpt_trial, tied=True)
     results = run(twenty, ROWS if variants else [*ROWS, *THREE], variants=variants, checkpoints=bool(variants))
     assert all(result.passed for result in results), table(results)
-
-
-def twenty() -> Trial:
-    return gpt_trial(tied=True)
 
 
 # --- how it ends ------------------------------------------------------------------------------------------------
