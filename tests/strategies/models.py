@@ -75,6 +75,10 @@ def assert_refused(words: list[str], function: Callable[..., object], *arguments
     assert "\n" not in said and all(word in said for word in words), said
 
 
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
 def seeded(make: Callable[[], nn.Module], seed: int = 7) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         torch.manual_seed(seed)
@@ -166,14 +170,12 @@ def mlp() -> nn.Module:
 
 
 def vector_batch(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(2000 + step)
-    x = torch.randn(BATCH, 7, generator=generator)
+    x = random(BATCH, 7, seed=2000 + step)
     return x, (x.sum(1) > 0).long() + (x[:, 0] > 0).long()
 
 
 def image_batch(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(3000 + step)
-    x = torch.randn(BATCH, 3, 6, 6, generator=generator)
+    x = random(BATCH, 3, 6, 6, seed=3000 + step)
     return x, x.mean((2, 3)).argmax(1)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.clip import PIECE, GradNorm
+from tests.strategies.models import random
 
 CPU = torch.device("cpu")
 
@@ -18,10 +19,6 @@ def _measured(gradients: list[Tensor], bound: float | None = None) -> float:
     return GradNorm(parameters, CPU)(bound).item()
 
 
-def _random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return (torch.randn(*shape, generator=torch.Generator().manual_seed(0)) + 0.1).to(dtype)
-
-
 def _exact(gradients: list[Tensor]) -> float:
     return torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt().item()
 
@@ -29,11 +26,11 @@ def _exact(gradients: list[Tensor]) -> float:
 @pytest.mark.parametrize("numbers", [1, PIECE + 1, 1 << 22])
 def test_the_norm_is_right_to_float32_rounding_whatever_the_size(numbers: int) -> None:
     """torch's own would be off by 1e-5 and more."""
-    gradients = [_random(numbers), _random(60, 50).t(), _random(PIECE, dtype=torch.bfloat16)]
+    gradients = [random(numbers), random(60, 50).t(), random(PIECE).bfloat16()]
     assert _measured(gradients) == pytest.approx(_exact(gradients), rel=3e-6)
 
 
 def test_a_long_gradient_is_scaled_to_the_bound() -> None:
-    gradient = _random(1 << 22)
+    gradient = random(1 << 22)
     assert _measured([gradient], bound=0.5) > 0.5
     assert _exact([gradient]) == pytest.approx(0.5, rel=3e-6)

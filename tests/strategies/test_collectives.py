@@ -19,17 +19,14 @@ from strategies.cpu_collectives import shared_memory as module
 from strategies.cpu_collectives.shared_memory import PIECE_BYTES, shared_memory_all_reduce
 from tests.pool import DistributedFailure, run_distributed
 from tests.running import environment
+from tests.strategies.models import random
 
 CPU = torch.device("cpu")
 
 
-def _random(rank: int, numbers: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(numbers, generator=torch.Generator().manual_seed(rank)).to(dtype)
-
-
 def _averaged(rank: int, numbers: int, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """The average in shared memory, and gloo's, as bits; what each rank gave to be gathered."""
-    ours, gloo = _random(rank, numbers, dtype), _random(rank, numbers, dtype)
+    ours, gloo = (random(numbers, seed=rank).to(dtype) for _ in range(2))
     shared = shared_memory_all_reduce(None, CPU)
     assert shared is not None
     shared.average_(ours)
@@ -48,7 +45,7 @@ def test_all_ranks_get_the_same_bits_in_order_of_rank_and_two_get_gloos(
     ranks: int, numbers: int, dtype: torch.dtype
 ) -> None:
     found = run_distributed(_averaged, ranks, numbers, dtype)
-    exact = sum(_random(rank, numbers, dtype).double() for rank in range(ranks)) / ranks
+    exact = sum(random(numbers, seed=rank).double() for rank in range(ranks)) / ranks
     for ours, gloo, everyones in found:
         assert np.array_equal(ours, found[0][0]) and np.allclose(ours, exact, rtol=1e-6, atol=1e-7)
         assert ranks > 2 or np.array_equal(ours, gloo)

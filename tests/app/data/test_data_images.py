@@ -18,6 +18,7 @@ from app.data import files
 from app.data.files import cached, package_file
 from app.data.images import ImageSet, read_images
 from app.errors import UserError
+from tests.app.data.test_data_text import write
 
 PIXELS = np.arange(6 * 8 * 5, dtype=np.uint8).reshape(6, 8, 5)
 LABELS = np.array([0, 1, 2, 0, 1, 2])
@@ -100,12 +101,8 @@ def spoil_idx(name: str, change: Callable[[bytes], bytes | None]) -> Callable[[P
     return make
 
 
-def garbage(path: Path) -> str:
-    path.write_bytes(b"PK\x03\x04 this is no data at all")
-    return str(path)
-
-
 IMAGES, LABEL_FILE = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
+GARBAGE = b"PK\x03\x04 this is no data at all"
 BAD: dict[str, tuple[Callable[[Path], str], str]] = {
     "missing": (lambda at: str(at / "nowhere"), "there is no '.*nowhere'"),
     "empty folder": (lambda at: str(at), "has no train-images-idx3-ubyte"),
@@ -123,11 +120,11 @@ BAD: dict[str, tuple[Callable[[Path], str], str]] = {
     "flat images": (lambda at: save(at / "a.npz", NAMED | {"images": PIXELS.reshape(6, 40)}), r"shape \(6, 40\)"),
     "half labels": (lambda at: save(at / "a.npz", NAMED | {"labels": LABELS / 2}), "one whole number per image"),
     "not finite": (lambda at: save(at / "a.npz", NAMED | {"images": PIXELS * np.nan}), "not finite"),
-    "garbage npz": (lambda at: garbage(at / "a.npz"), "cannot be read as a .npz file"),
-    "garbage pt": (lambda at: garbage(at / "a.pt"), "cannot be read as a .pt file"),
+    "garbage npz": (lambda at: str(write(at / "a.npz", GARBAGE)), "cannot be read as a .npz file"),
+    "garbage pt": (lambda at: str(write(at / "a.pt", GARBAGE)), "cannot be read as a .pt file"),
     "short tuple": (lambda at: save(at / "a.pt", TENSORS[:1]), "holds images; it must hold images and labels"),
     "one tensor": (lambda at: save(at / "a.pt", TENSORS[0]), "holds one tensor; it must hold images and labels"),
-    "other file": (lambda at: garbage(at / "a.jpg"), "is not image data"),
+    "other file": (lambda at: str(write(at / "a.jpg", GARBAGE)), "is not image data"),
 }
 
 

@@ -17,19 +17,15 @@ from pyarrow import parquet
 from app.data import tables
 from app.data.tables import Column, encoded, read_table
 from app.errors import UserError
+from tests.app.data.test_data_text import write
 
 CSV = "size,colour,day,ok\n1,red,2024-01-01,true\n2.5,,2024-01-02,false\n,blue,,true\n"
-
-
-def write(path: Path, content: str | bytes) -> str:
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return str(path)
 
 
 @pytest.mark.parametrize("compress", [False, True])
 def test_csv(tmp_path: Path, compress: bool) -> None:
     content = gzip.compress(CSV.encode()) if compress else CSV.encode()
-    columns, _ = read_table(write(tmp_path / ("a.csv" + ".gz" * compress), content))
+    columns, _ = read_table(str(write(tmp_path / ("a.csv" + ".gz" * compress), content)))
     assert list(columns) == ["size", "colour", "day", "ok"]
     assert np.array_equal(columns["size"].values, [1, 2.5, np.nan], equal_nan=True)
     assert columns["colour"].values.tolist() == ["red", None, "blue"]
@@ -84,7 +80,7 @@ def test_rare_and_missing_categories_share_an_input(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda at: str(at / "nowhere.csv"), "there is no '.*nowhere.csv'"),
+        (lambda at: at / "nowhere.csv", "there is no '.*nowhere.csv'"),
         (lambda at: write(at / "a.xlsx", "x"), "is not a table"),
         (lambda at: write(at / "a.csv", ""), "cannot be read as CSV"),
         (lambda at: write(at / "a.csv", "a,b\n"), "has no rows"),
@@ -94,9 +90,9 @@ def test_rare_and_missing_categories_share_an_input(monkeypatch: pytest.MonkeyPa
         (lambda at: write(at / "a.parquet", "no"), "cannot be read as Parquet"),
     ],
 )
-def test_bad_tables_are_one_sentence(tmp_path: Path, make: Callable[[Path], str], says: str) -> None:
+def test_bad_tables_are_one_sentence(tmp_path: Path, make: Callable[[Path], Path], says: str) -> None:
     with pytest.raises(UserError, match=says) as raised:
-        read_table(make(tmp_path))
+        read_table(str(make(tmp_path)))
     assert "\n" not in str(raised.value)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from app.models.feedforward import CNN, MLP, ResNet
 from app.models.gpt import GPT, rotated
+from tests.strategies.models import random
 
 Build = Callable[[], nn.Module]
 
@@ -20,19 +21,15 @@ def tokens(*shape: int) -> Tensor:
     return torch.randint(0, 50, shape, generator=torch.Generator().manual_seed(0))
 
 
-def images(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-
-
 def gpt(**changes: Any) -> GPT:
     return GPT(50, **({"d_model": 32, "n_layers": 2, "n_heads": 4} | changes))
 
 
 MODELS: dict[str, tuple[Build, Tensor, tuple[int, ...]]] = {
-    "mlp of images": (lambda: MLP(48, 3, hidden=(8,)), images(5, 3, 4, 4), (5, 3)),
-    "cnn of small colour images": (lambda: CNN(3, 8, 9, 4, widths=(4, 8, 8)), images(2, 3, 8, 9), (2, 4)),
-    "resnet18": (lambda: ResNet(1, 28, 10, width=8), images(2, 1, 28, 28), (2, 10)),
-    "resnet50 large": (lambda: ResNet(3, 96, 5, depth=50, width=8), images(2, 3, 96, 96), (2, 5)),
+    "mlp of images": (lambda: MLP(48, 3, hidden=(8,)), random(5, 3, 4, 4), (5, 3)),
+    "cnn of small colour images": (lambda: CNN(3, 8, 9, 4, widths=(4, 8, 8)), random(2, 3, 8, 9), (2, 4)),
+    "resnet18": (lambda: ResNet(1, 28, 10, width=8), random(2, 1, 28, 28), (2, 10)),
+    "resnet50 large": (lambda: ResNet(3, 96, 5, depth=50, width=8), random(2, 3, 96, 96), (2, 5)),
     "gpt": (gpt, tokens(2, 7), (2, 7, 50)),
     "gpt tied": (lambda: gpt(tie_weights=True), tokens(2, 7), (2, 7, 50)),
     "gpt dropout": (lambda: gpt(dropout=0.1, d_hidden=24), tokens(1, 1), (1, 1, 50)),
@@ -46,7 +43,7 @@ def test_shapes_and_gradients(name: str) -> None:
     model = build()
     outputs = model(inputs)
     if isinstance(model, ResNet):  # blocks that keep the shape start as the identity
-        x = images(2, 8, 6, 6).relu()
+        x = random(2, 8, 6, 6).relu()
         assert name == "resnet50 large" or torch.equal(model.blocks["0"](x), x)
     assert outputs.shape == shape and outputs.isfinite().all()
     outputs.square().sum().backward()
