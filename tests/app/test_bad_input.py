@@ -8,7 +8,6 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -28,7 +27,6 @@ class Row:
 
 BASE = ["task=tests.tasks:Points", "train.steps=4", "train.global_batch_size=8", "launcher=local"]
 PIPELINE = ["strategy=pipeline", "parallel.pp=2"]
-IMAGES = ["task=image_classification", "task_args.classes=4"]
 
 ROWS = [
     Row("unknown key", [*BASE, "train.stepz=3"], ("train.stepz", "train.steps")),
@@ -54,14 +52,13 @@ ROWS = [
     Row("unknown task", [*BASE, "task=image_clasification"], ("image_clasification", "image_classification")),
     Row("missing data", [*BASE, "task=image_classification", "task_args.data=/nowhere"], ("/nowhere",)),
     Row("empty data", [*BASE, "task_args.samples=0"], ("training data is empty",)),
-    Row("empty table", [*BASE, "task=tabular", "task_args.data=e.csv"], ("e.csv",), {"e.csv": ""}),
     Row("unknown strategy", [*BASE, "strategy=fsdpp"], ("fsdpp", "fsdp")),
     Row("two workers in one process", [*BASE, "workers=2"], ("launcher=local", "workers=1")),
     Row("torchrun without torchrun", [*BASE, "launcher=torchrun"], ("torchrun --nproc-per-node",)),
     Row("degrees that do not multiply", [*BASE, "parallel.dp_shard=3"], ("dp_shard", "1")),
     Row("unknown optimizer", [*BASE, "optimizer.name=adm"], ("optimizer.name", "adamw")),
     Row("storage that cannot be made", [*BASE, "run.storage=/proc/x"], ("/proc/x/refused cannot be written (No",)),
-    Row("storage in a file", [*BASE, "run.storage=d.npz/runs"], ("d.npz/runs", "cannot be read", "Not a directory")),
+    Row("storage in a file", [*BASE, "run.storage=x/runs"], ("x/runs", "cannot be read", "Not a directory"), {"x": ""}),
     Row("storage of an unknown kind", [*BASE, "run.storage=s4://b"], ("kind (s4://): use a local path, s3://",)),
     Row("MLflow URI of an unknown scheme", [*BASE, "tracking.uri=htp://host"], ("tracking.uri", "http")),
     Row("storage without its package", [*BASE, "run.storage=gs://bucket"], ("pip install 'trireme[gs]'",)),
@@ -70,7 +67,6 @@ ROWS = [
     Row("budget that is not counted", [*BASE, "budget=1"], ("costs are not counted with launcher=local",)),
     Row("negative budget", [*BASE, "budget=-1"], ("budget is -1",)),
     Row("scaling without a reference", [*BASE, "optimizer.lr_scaling=linear"], ("optimizer.lr_batch_size",)),
-    Row("label out of range", [*BASE, *IMAGES, "task_args.data=d.npz"], ("label 4 of image 4",)),
     Row("checkpoint that is not there", [*BASE, "checkpoint.load=/nowhere"], ("/nowhere",)),
 ]
 
@@ -79,7 +75,6 @@ ROWS = [
 def test_one_sentence(row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in row.files.items():
         (tmp_path / name).write_text(text)
-    np.savez(tmp_path / "d.npz", images=np.zeros((10, 4, 4), np.uint8), labels=np.arange(10))
     monkeypatch.chdir(tmp_path)
     before = sorted(os.listdir(tmp_path))
     arguments = row.arguments
