@@ -17,10 +17,9 @@ from app.export import export_run
 from app.randomness import seed_everything
 from app.tasks import load_task
 from tests.app.checkpoint.kit import save
+from tests.app.tasks.test_tasks_huggingface import GPT2, SMALL
 from tests.running import flip, same_bits, trireme, weights
 
-GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4}
-BERT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
 POINTS = ("tests.tasks:Plain", {"width": 8})
 
 
@@ -103,7 +102,7 @@ def test_classifier_keeps_its_classes_and_its_padding(tmp_path: Path) -> None:
 
     table = tmp_path / "reviews.csv"
     table.write_text("text,label\n" + "good day,yes\nbad day,no\n" * 10)
-    args = {"model": "bert", "config": BERT, "data": str(table)}
+    args = {"model": "bert", "config": SMALL, "data": str(table)}
     (trained,) = a_run(tmp_path / "bert", "huggingface", args)
     assert exported(tmp_path / "bert", "--to", "huggingface", "--out", tmp_path / "out").exit_code == 0
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")

@@ -19,15 +19,14 @@ from strategies.layout import LayoutError
 from strategies.parallelize import Options, choose
 from strategies.precision import FORWARD, GRADIENT, Float8Linear, multiply, quantise
 from tests.pool import run_distributed
-from tests.strategies.models import language_loss, seeded
+from tests.strategies.models import language_loss, random, seeded
 
 CPU = torch.device("cpu")
 DATA = ("ddp", "fsdp")
 
 
 def _random(*shape: int, scale: float = 1.0) -> Tensor:
-    made = torch.Generator().manual_seed(sum(shape))
-    return (torch.randn(*shape, generator=made) * scale).bfloat16()
+    return (random(*shape, seed=sum(shape)) * scale).bfloat16()
 
 
 def _cpu_multiplies() -> bool:
