@@ -21,10 +21,7 @@ from tests.running import (
     curve,
     disturb,
     end_tree,
-    environment,
-    finish,
     mlflow_run,
-    ray_head,
     same_bits,
     start,
     torchrun,
@@ -36,6 +33,7 @@ from tests.running import (
 STEPS = 60
 SLOW = [*POINTS, f"train.steps={STEPS}", "task_args.step_seconds=0.1", "checkpoint.every_steps=5", "train.log_every=1"]
 IN_RAY = ["workers=2", "strategy=ddp"]
+OWN_RAY = "resources_per_worker.CPU=0.5"  # which the driver starts: this machine may have two cores
 
 
 def command(storage: Path, *more: str) -> list[str]:
@@ -69,6 +67,7 @@ def assert_unbroken(storage: Path, truth: Path) -> None:
         pytest.param(["launcher=local"], False, signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param([*IN_RAY, "launcher=ray"], False, signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param([*IN_RAY, "launcher=actors"], True, signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param([*IN_RAY, OWN_RAY], False, signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )
 def test_a_worker_is_killed_then_the_command_and_run_again(
@@ -79,10 +78,11 @@ def test_a_worker_is_killed_then_the_command_and_run_again(
     kill_worker: bool,
     number: int,
 ) -> None:
-    """To the last bit as the undisturbed run, which for two workers is one of another launcher."""
+    """To the last bit as the undisturbed run, which for two workers is one of another launcher. A Ray of the driver's
+    own is killed with it, every process at once, and the run goes on in another."""
     arguments, folder = command(tmp_path, *more), tmp_path / "run"
     (tmp_path / "slow").touch()
-    process = start(arguments, env=ray_environment)
+    process = start(arguments, env=None if OWN_RAY in more else ray_environment)
     lines = Lines(process)
     wait_until(lambda: committed(folder), 90)
     if kill_worker:
@@ -90,7 +90,7 @@ def test_a_worker_is_killed_then_the_command_and_run_again(
         lines.when("starting again from the last checkpoint")
         before = committed(folder)[-1]
         wait_until(lambda: committed(folder)[-1] > before, 60)
-    process.send_signal(number)
+    end_tree(process.pid) if OWN_RAY in more else process.send_signal(number)
     process.wait(60)
     at = committed(folder)[-1]
     if number != signal.SIGKILL:
@@ -103,21 +103,6 @@ def test_a_worker_is_killed_then_the_command_and_run_again(
     said = "continuing after step" if number == signal.SIGKILL else f"continuing after step {at}"
     assert again.code == 0 and said in again.out, again.out + again.err
     assert_unbroken(tmp_path, undisturbed["one" if "launcher=local" in more else "two"])
-
-
-@pytest.mark.slow
-def test_all_of_ray_killed_with_its_driver(tmp_path: Path, undisturbed: dict[str, Path]) -> None:
-    """The driver started Ray itself; every process of both is killed at once."""
-    arguments = command(tmp_path, *IN_RAY, "resources_per_worker.CPU=0.5")
-    (tmp_path / "slow").touch()
-    process = start(arguments)
-    wait_until(lambda: committed(tmp_path / "run"), 90)
-    end_tree(process.pid)
-    finish(process)
-    with ray_head() as address:
-        again = trireme(*arguments, env=environment(RAY_ADDRESS=address, RAY_AUTH_MODE="disabled"))
-    assert again.code == 0, again.err
-    assert_unbroken(tmp_path, undisturbed["two"])
 
 
 def test_a_run_is_trained_by_one_command_and_once_finished_trained_further(tmp_path: Path) -> None:
