@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -20,7 +19,7 @@ from app.launchers import PRELOAD
 from cluster import connect
 from cluster.fast_start import client, server, warm
 from experiments.benchmarks import harness
-from tests.running import POINTS, ROOT, environment, finish, start, trireme, wait_until
+from tests.running import POINTS, ROOT, environment, finish, start, trireme, wait_until, writes
 
 SAYS = """
 import json, os, resource, signal, sys
@@ -198,12 +197,8 @@ SLOW = [*POINTS, "task_args.step_seconds=0.05", "train.steps=60", "workers=2"]
 
 def workers_of(run: Path) -> list[psutil.Process]:
     """The processes of a run's two workers, once both train."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        with contextlib.suppress(psutil.Error):
-            names = [file.path for file in process.open_files()] if "ray::" in " ".join(process.cmdline()) else []
-            if any(name.startswith(f"{run}/") for name in names):
-                found.append(process)
+    logs = [f"{run}/logs/rank-{rank}.log" for rank in (0, 1)]
+    found = [process for process in psutil.process_iter() if any(writes(process, log) for log in logs)]
     return found if len(found) == 2 else []
 
 
