@@ -134,8 +134,6 @@ def test_ddp_across_hosts_from_another_host_and_no_secret_anywhere(site: Site) -
         if path.is_file() and SECRET.encode() in path.read_bytes()
     ]
     assert leaks == [], "in no configuration, log, artifact, package or MLflow parameter"
-    wrong = site.submit("wrong", "workers=3", "strategy=ddp", "train.steps=30", "train.global_batch_size=4")
-    assert wrong.returncode == 2 and "does not divide" in wrong.stdout, "the job's own exit status"
 
 
 HALF = f"resources_per_worker.CPU={(os.cpu_count() or 2) / 2:g}"  # two workers on a host

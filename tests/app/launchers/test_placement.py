@@ -6,16 +6,12 @@ import pytest
 
 from app.errors import UserError
 from app.launchers.actors import Placement, placement, resources_of_stages
-from cluster.shape import NodeState
 from strategies.layout import ParallelDims
 from tests.chain import config
+from tests.cluster.test_pending import node
 
 ONE = {"CPU": 1.0}
 EVERYTHING = ("CPU", "GPU", "disk", "net")
-
-
-def node(name: str = "10.0.0.1", free: dict[str, float] | None = None, **total: float) -> NodeState:
-    return NodeState(name, "", total, total if free is None else free)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +30,7 @@ def node(name: str = "10.0.0.1", free: dict[str, float] | None = None, **total: 
 def test_what_talks_most_is_placed_together(
     dims: ParallelDims, cpus: list[int], bundles: list[int], bundle_of_rank: list[int]
 ) -> None:
-    found = placement(dims, [ONE] * dims.pp, [node(CPU=count) for count in cpus])
+    found = placement(dims, [ONE] * dims.pp, [node("", "", {"CPU": count}) for count in cpus])
     assert [bundle["CPU"] for bundle in found.bundles] == bundles
     together = [{r for r, b in enumerate(found.bundle_of_rank) if b == own} for own in found.bundle_of_rank]
     assert together == [{r for r, b in enumerate(bundle_of_rank) if b == own} for own in bundle_of_rank]
@@ -45,17 +41,17 @@ def test_unlike_stages_get_what_they_ask_for() -> None:
     dims = ParallelDims(pp=2, dp_replicate=2)
     stages = resources_of_stages(asked, dims, ONE)
     assert stages == [{"CPU": 1.0, "big": 1.0}, {"CPU": 0.5, "small": 2.0}]
-    chosen = placement(dims, stages, [node(CPU=4, big=1, small=2)] * 2)
+    chosen = placement(dims, stages, [node("", "", {"CPU": 4, "big": 1, "small": 2})] * 2)
     assert chosen.bundles == [{"CPU": 1.5, "big": 1.0, "small": 2.0}] * 2
     # No node has both kinds, though each resource by itself is on one: a whole copy would wait for ever.
-    apart = [node("a", CPU=8, big=1), node("b", CPU=8, small=2)]
+    apart = [node("a", "", {"CPU": 8, "big": 1}), node("b", "", {"CPU": 8, "small": 2})]
     assert placement(ParallelDims(pp=2), stages, apart) == Placement(stages, [0, 1])
 
 
 def test_room_that_others_hold_just_now_counts_only_if_there_is_no_other() -> None:
-    half = [node("a", {"CPU": 1.0}, CPU=2), node("b", {"CPU": 1.0}, CPU=2)]
+    half = [node(name, "", {"CPU": 2}, CPU=1) for name in "ab"]
     assert placement(ParallelDims(pp=2), [ONE] * 2, half).bundles == [ONE, ONE], "now, on two nodes"
-    full = [node("a", {}, CPU=2), node("b", {}, CPU=2)]
+    full = [node(name, "", {"CPU": 2}, CPU=2) for name in "ab"]
     assert placement(ParallelDims(pp=2), [ONE] * 2, full).bundles == [{"CPU": 2.0}], "later, on one"
 
 
@@ -72,7 +68,7 @@ def test_room_that_others_hold_just_now_counts_only_if_there_is_no_other() -> No
 def test_resources_that_cannot_be_given(asked: str, said: str) -> None:
     wanted = config(f"parallel.stage_resources={asked}")
     dims = ParallelDims(pp=2, dp_replicate=2)
-    nodes = [node("a", CPU=4, GPU=1, disk=1), node("b", CPU=4, GPU=1, net=1)]
+    nodes = [node("a", "", {"CPU": 4, "GPU": 1, "disk": 1}), node("b", "", {"CPU": 4, "GPU": 1, "net": 1})]
     with pytest.raises(UserError, match=said):
         placement(dims, resources_of_stages(wanted, dims, ONE), nodes)
     if "no node" in said:  # but one may yet come, or come back

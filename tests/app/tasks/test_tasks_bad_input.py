@@ -97,7 +97,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("own_tasks:Bare", {"width": 3}, "it takes no arguments"),
     (IMAGES, {"modle": "cnn"}, "task_args.modle: task 'image_classification' has no such argument (did you mean 'mod"),
     # images
-    (IMAGES, {"data": "mnis"}, "there is no 'mnis'"),
     (IMAGES, {"data": "good.npz", "classes": 3}, "label 3 of image 3 is out of range; with 3 classes labels are 0 to"),
     (IMAGES, {"data": "one_class.npz"}, "has one class only"),
     (IMAGES, {"data": "odd_test.npz"}, "they must agree"),
