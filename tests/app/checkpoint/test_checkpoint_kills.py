@@ -20,9 +20,11 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from app import checkpoint
 from app.checkpoint.dcp import HashingStream
-from tests.app.checkpoint.kit import plain, save, state_of, steps
+from tests.app.checkpoint.kit import plain, save, steps
 
 OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link")
 
@@ -47,8 +49,12 @@ def serve(here: Path) -> tuple[int, set[int]]:
     return kills, newest
 
 
+def _state(step: int) -> dict[str, Any]:
+    return {"model": {"w": torch.full((64,), float(step))}, "n": step}
+
+
 def _save(folder: Path, step: int) -> None:
-    save(folder, step, keep_last=1, keep_best=False)
+    save(folder, step, state=_state(step), keep_last=1, keep_best=False)
 
 
 def _save_and_die(folder: Path, step: int, at: int) -> bool:
@@ -114,9 +120,9 @@ def _look(folder: Path) -> int:
     assert good is not None and not skipped, f"no good checkpoint, or damaged ones were committed: {skipped}"
     listed = [fault for commit in checkpoint.commits(str(folder)) for fault in checkpoint.verify(commit)]
     assert not listed, f"a damaged checkpoint is listed: {listed}"
-    into = state_of(0)
+    into = _state(0)
     checkpoint.load(good, into)
-    assert plain(into) == plain(state_of(good.step)), "another step's state"
+    assert plain(into) == plain(_state(good.step)), "another step's state"
     checkpoint.sweep(str(folder))
     left = sorted(entry.name for entry in folder.iterdir())
     assert left == sorted(Path(c.path).name for c in checkpoint.commits(str(folder))), f"sweep left {left}"
