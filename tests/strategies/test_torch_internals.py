@@ -1,5 +1,6 @@
 """Each name of torch's that nobody promised is taken away, and the program continues. What the entries do where the
-name is there: test_state.py watches operations, test_parity.py trains a recurrent model."""
+name is there: test_state.py watches operations, test_parity.py trains a recurrent model, test_read.py reads a fake one.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +14,6 @@ import torch.distributed as dist
 
 from strategies import torch_internals
 from tests.pool import run_distributed
-
-
-def test_fake_tensors() -> None:
-    with torch_internals.fake_mode():
-        fake = torch.empty(2)
-    assert type(fake) is not torch.Tensor
-
 
 NAMES = (
     "torch._subclasses.fake_tensor.FakeTensorMode",
