@@ -7,7 +7,7 @@ import torch
 
 from experiments.parity import curves
 from experiments.parity.rows import ROWS, Row
-from strategies import registry
+from strategies import fsdp, registry
 from strategies.blocks import find_blocks
 from strategies.costs import Cost, ParameterSize, StepShape, model_size, rank_size, replicated, unit_size
 from strategies.layout import Layout
@@ -85,7 +85,8 @@ def test_accumulation_communicates_once_unless_shards_are_accumulated() -> None:
     zero1, zero2 = (_sent(name, 2, micro=4) for name in ("zero1", "zero2"))
     assert zero2["reduce_scatter"] == 4 * zero1["reduce_scatter"]
     assert zero1["all_gather"] == zero2["all_gather"] == BYTES // 2
-    kept = _cost("zero1", 2, micro=4).transient - _cost("zero2", 2, micro=4).transient
+    assert _sent("fsdp", 2, micro=4)["all_gather"] == (4 * 128 + 8 * 192) // 2, "and gathers for each"
+    kept = _cost("zero1", 2, micro=2).transient - _cost("zero2", 2, micro=2).transient
     assert kept == BYTES, "stage 1 keeps whole gradients between micro-batches"
 
 
@@ -94,8 +95,15 @@ def test_freeing_after_forward_holds_two_blocks() -> None:
     assert _cost("fsdp", 2).transient == 128 + 2 * 64 + 2 * 64
     assert _cost("fsdp", 2, Options(reshard_after_forward=False)).transient == BYTES + 2 * 64
     assert _cost("fsdp", 2, Options(precision="bf16")).transient == (128 + 2 * 64) // 2 + 16 * (2 + 4)
+    uneven = [unit_size((ParameterSize("w", (n,), unit="w"),), 2) for n in (2, 6, 4)]
+    assert (rank_size(uneven).two_largest_blocks, rank_size(uneven).largest_block) == (10, 6), "numbers, not bytes"
     piped = _cost("fsdp", 4, Options(precision="bf16"), micro=4, pp=2)  # gathered once per step, in float32
     assert piped.transient == BYTES + 16 * (4 + 4) + BYTES + BYTES // 2
+
+
+def test_what_is_large_is_so_beside_the_memory_that_there_is() -> None:
+    assert [fsdp.parameters_are_large(*case) for case in ((1, None), (8, 64), (7, 64))] == [True, True, False]
+    assert [fsdp.gradients_are_large(*case) for case in ((1, None), (8, 64), (7, 64))] == [False, True, False]
 
 
 def test_everything_on_every_rank() -> None:
