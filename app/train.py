@@ -18,6 +18,7 @@ from app.errors import UserError
 from app.launchers import PRELOAD
 from app.run.manifest import Outcome, Run, free_name
 from app.tracking.settings import Settings, resolve_tracking
+from cluster.environment import set_defaults
 
 if TYPE_CHECKING:
     from app.launchers.workers import Workers
@@ -42,6 +43,7 @@ def train(config: Config, console: Console, *, again: bool = False, verbose: boo
         raise UserError(
             f"budget is {config.budget:g}, but costs are not counted with launcher={launcher}: write launcher=ray"
         )
+    set_defaults()
     if launcher == "torchrun":
         return _under_torchrun(config, console)
     return _in_a_run(config, console, verbose, _in_this_process if launcher == "local" else _in_ray)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster import ClusterError
+from cluster.environment import set_defaults, shared
 
 if TYPE_CHECKING:
     from cluster.shape import ClusterShape, NodeState
@@ -154,7 +155,8 @@ def _share_environment() -> dict[str, str]:
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, parts)))
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
-    return {name: value for name, value in os.environ.items() if name == "PYTHONPATH" or name.startswith("RAY_TRAIN_")}
+    set_defaults()
+    return shared()
 
 
 # --- which cluster ----------------------------------------------------------------------------------------------------

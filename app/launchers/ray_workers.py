@@ -24,8 +24,10 @@ from app.launchers.driver_actors import EventQueue, start_here
 from app.launchers.heartbeats import Beat, HeartbeatThread, Reply
 from app.launchers.recovery import oom_kills
 from app.launchers.room import is_placed, on_node
+from app.launchers.threads import set_by_user, share, take, usable_cores
 from app.launchers.workers import Event, Failures, Poll, Status, WorkerInfo, WorkerLost, Workers, kill_process
 from app.storage import Storage
+from cluster.environment import THREADS
 
 POLL_SECONDS = 0.05
 ANSWER_SECONDS = 3.0
@@ -218,15 +220,31 @@ def enter(job: Job, channel: RayChannel, label: str = "") -> WorkerInfo:
 
 
 def work_in(folder: str) -> None:
-    """Goes to the driver's folder, and takes the number of threads that Ray has set for this process."""
+    """Goes to the driver's folder, and takes the number of threads that Ray has set for this process; one with GPUs its
+    share of the node's cores."""
     import torch  # which a forked process had imported before
 
     if os.path.isdir(folder):  # Ray puts workers in folders of their own, where relative paths mean nothing
         os.chdir(folder)
         if folder not in sys.path:
             sys.path.insert(0, folder)
-    if (wanted := os.environ.get("OMP_NUM_THREADS", "")).isdigit() and int(wanted) != torch.get_num_threads():
+    if threads := _share_of_cores():
+        take(threads)
+    elif (wanted := os.environ.get(THREADS, "")).isdigit() and int(wanted) != torch.get_num_threads():
         torch.set_num_threads(int(wanted))
+
+
+def _share_of_cores() -> int:
+    """Threads of a worker with GPUs; 0 where it has none, or the user has set their number."""
+    here = ray.get_runtime_context()
+    own = here.get_assigned_resources().get("GPU", 0.0)
+    asked = here.runtime_env.get("env_vars") or {}
+    if not own or THREADS in asked or set_by_user(int(os.environ.get("RAY_RAYLET_PID", "0"))):
+        return 0
+    gpus = next(
+        (node["Resources"].get("GPU", own) for node in ray.nodes() if node["NodeID"] == here.get_node_id()), own
+    )
+    return share(usable_cores(), gpus, own)
 
 
 def _watch_preemption(job: Job, channel: RayChannel) -> Any:

@@ -29,6 +29,7 @@ from app.errors import Interrupted, UserError
 from app.job import Heartbeat, Job, Place, SilentChannel
 from app.launchers.heartbeats import SILENT, SILENT_SECONDS, Beat, HeartbeatThread, Reply
 from app.launchers.local import POLL_SECONDS, QueueChannel, TrainingThread
+from app.launchers.threads import take_share_of_node
 from app.launchers.workers import Event, Poll, Status, WorkerInfo, kill_process
 from app.storage import Storage
 from strategies import registry
@@ -86,6 +87,7 @@ class Ranks:
         device = torch.device("cuda", gpu) if torch.cuda.is_available() else torch.device("cpu")
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            take_share_of_node(here.local_world_size)
         self.store: Any = _own_store(here.rank)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

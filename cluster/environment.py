@@ -1,0 +1,46 @@
+"""What every worker's process has in its environment, where the user has set nothing, under every launcher.
+
+`cluster.connect` sets it before Ray starts, and passes it on to a cluster that runs already; `app.train` sets it in the
+processes of torchrun and in its own. Either is before the first process group and before CUDA is initialised.
+
+TORCH_NCCL_ASYNC_ERROR_HANDLING says what torch does once a collective has failed, because a peer is gone, say. By
+default (3), and by Ray Train's own default (1), its watchdog throws out of its thread, which ends the process: every
+survivor dies too, and a death on a sound node may be seen before the one that was the cause. With 2 it aborts the
+communicators: what waits for the device returns, the next collective raises, and the process can begin another group.
+What was computed from an aborted collective is wrong, so the loop asks `strategies.torch_internals.failed_groups`
+before it believes a number. TORCH_NCCL_DUMP_ON_TIMEOUT=0: else another thread ends every process that is still there
+eight minutes after any rank's failure; the supervisor reads the record of the last collectives itself.
+https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
+
+expandable_segments: the allocator grows segments in place of adding some of other sizes, so that less of a GPU's memory
+is lost between them. https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+
+NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""The allocator's variable, and its older names, which go before it."""
+THREADS = "OMP_NUM_THREADS"
+SHARED = ("PYTHONPATH", "RAY_TRAIN_", "TORCH_NCCL_", *ALLOCATOR)
+"""Beginnings of the variables that workers on a cluster that runs already get from the driver."""
+
+
+def set_defaults(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Sets what is not set."""
+    for name, value in NCCL.items():
+        environ.setdefault(name, value)
+    if not any(name in environ for name in ALLOCATOR):
+        environ[ALLOCATOR[0]] = "expandable_segments:True"
+
+
+def shared(environ: MutableMapping[str, str] = os.environ) -> dict[str, str]:
+    """What is passed on. The number of threads where the user has set it: in a job's process it is the one that Ray
+    gives to processes without CPUs, 1, unless the job's own environment, which workers get anyway, has it."""
+    found = {name: value for name, value in environ.items() if name.startswith(SHARED)}
+    if THREADS in environ and "RAY_JOB_CONFIG_JSON_ENV_VAR" not in environ:
+        found[THREADS] = environ[THREADS]
+    return found
