@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from app.checkpoint.ranks import Ranks
 from app.errors import NonFiniteError
+from strategies.torch_internals import failed_groups
 
 PERIOD_SECONDS = 1.0
 MAX_STEPS = 200
@@ -73,9 +74,12 @@ class StepSync:
 
         Raises:
             NonFiniteError: on every rank, naming the first step and the ranks whose loss or gradient was not finite.
+            DistBackendError: a collective has failed, so that what came of it means nothing.
         """
         losses = torch.stack(self.losses).double().cpu()
         norms = self._norms()
+        if failed := failed_groups():
+            raise dist.DistBackendError(f"NCCL communicator was aborted: a collective of group {failed[0]} has failed")
         bad_step = self._first_non_finite(losses, norms)
         bad = bad_step[0] < NEVER and not may_be_infinite
         elapsed = time.perf_counter() - self.started

@@ -25,6 +25,7 @@ class Kind(Enum):
     EXCEPTION = "exception"  # code raised something; it may or may not come again
     DIED = "died"  # a process is gone
     OUT_OF_MEMORY = "out of memory"  # a process was ended because its node ran out of memory
+    DEVICE_FAILED = "device failed"  # a GPU's hardware, by what CUDA says
     HUNG = "hung"  # a process makes no progress
     NODE_LOST = "node lost"
     PREEMPTED = "preempted"  # a machine is gone as announced, and a checkpoint was asked for in time
@@ -154,7 +155,7 @@ def _pause(history: list[Failure]) -> float:
 
 def _suspect_node(history: list[Failure]) -> str:
     """The node at which the newest failure and others began; "" if none stands out. A lost node needs no exclusion."""
-    if history[-1].kind not in (Kind.DIED, Kind.OUT_OF_MEMORY, Kind.HUNG):
+    if history[-1].kind not in (Kind.DIED, Kind.OUT_OF_MEMORY, Kind.DEVICE_FAILED, Kind.HUNG):
         return ""
     began = Counter(f.node for f in _counted(history) if f.node)
     node = history[-1].node

@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 from app.errors import NonFiniteError, RunFailed, UserError
@@ -19,8 +20,11 @@ from strategies.layout import LayoutError
 
 NON_RETRYABLE = (UserError, LayoutError, NonFiniteError)
 """What another attempt cannot mend, and says so in a sentence of its own."""
-LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""What a rank's exception says when its peer is gone, and can have no other cause."""
+LOST_PEER = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe"),
+    *("ncclRemoteError", "remote process exited or there was a network error", "NCCL communicator was aborted"),
+)
+"""What a rank's exception says when its peer is gone, or cannot be reached: gloo's words, then NCCL's and torch's."""
 
 
 class Hung(Exception):
@@ -75,20 +79,21 @@ def _cause(rank: int | None, error: BaseException, state: State) -> tuple[Kind, 
         return Kind.HUNG, str(error)
     if isinstance(error, WorkerLost):
         return _death(rank, error, state)
+    if device_failure(error) is Device.HARDWARE:
+        return Kind.DEVICE_FAILED, f"the GPU of {_who(rank, state)} failed {state.when}: {_first_line(error)}"
     if _lost_peer(error):
         gone = (info for _, info in sorted(state.workers.items()) if not state.nodes.is_alive(info.node))
         if lost := next(gone, None):
             return _lost_with_node(lost, state)
         return Kind.DIED, f"a worker that worker {rank} was connected to died {state.when}"
-    text = (str(error).strip().splitlines() or [""])[0]
     where = f" on worker {rank}" if rank is not None else ""
-    return Kind.EXCEPTION, f"{type(error).__name__}{where}: {text}{_see_log(rank, state)}"
+    return Kind.EXCEPTION, f"{type(error).__name__}{where}: {_first_line(error)}{_see_log(rank, state)}"
 
 
 def _death(rank: int | None, error: WorkerLost, state: State) -> tuple[Kind, str]:
     """What kind of death it was, from what the launcher and the worker's node know; the surest sign decides."""
     info = state.workers.get(rank) if rank is not None else None
-    who = str(info or error) or (f"worker {rank}" if rank is not None else "a worker")
+    who = str(info or error) or _who(rank, state)
     if info and ("node died" in error.details.lower() or not state.nodes.is_alive(info.node)):
         return _lost_with_node(info, state)
     if "OUT_OF_MEMORY" in error.details or "OutOfMemory" in error.details:
@@ -104,6 +109,15 @@ def _lost_with_node(info: WorkerInfo, state: State) -> tuple[Kind, str]:
     return Kind.NODE_LOST, f"{info} died {state.when} with its node"
 
 
+def _who(rank: int | None, state: State) -> str:
+    info = state.workers.get(rank) if rank is not None else None
+    return str(info or (f"worker {rank}" if rank is not None else "a worker"))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
+
+
 def _see_log(rank: int | None, state: State) -> str:
     log = state.logs / f"rank-{rank}.log"
     return f" (see {log})" if log.exists() else ""
@@ -116,7 +130,7 @@ def first_cause(failures: Failures) -> tuple[int | None, BaseException]:
         error = item[1]
         if isinstance(error, NON_RETRYABLE):
             return 0
-        if isinstance(error, WorkerLost | Hung):
+        if isinstance(error, WorkerLost | Hung) or device_failure(error):
             return 1
         return 3 if is_consequence(error) else 2
 
@@ -138,6 +152,49 @@ def is_consequence(error: BaseException) -> bool:
 
 def _lost_peer(error: BaseException) -> bool:
     return not isinstance(error, WorkerLost) and any(sign in str(error) for sign in LOST_PEER)
+
+
+# --- what CUDA says of a device -----------------------------------------------------------------------------
+
+
+class Device(Enum):
+    """What has failed, after an error that stays: every later call of CUDA gives it again, so that the process can
+    compute no more and must end. Other errors, such as out of memory, are none of these."""
+
+    HARDWARE = "hardware"  # another process, or machine, is what helps
+    PROGRAM = "program"  # a kernel did what it must not; the same code will do it again
+
+
+HARDWARE = (
+    "uncorrectable ECC error",
+    "uncorrectable NVLink error",
+    "over nvlink or a hardware error",
+    "has fallen off the bus",
+    "Xid",
+)
+PROGRAM = (
+    "device-side assert",
+    "illegal memory access",
+    "illegal instruction",
+    "misaligned address",
+    "global/shared address space",
+    "invalid program counter",
+    "hardware stack error",
+    "unspecified launch failure",
+    "the launch timed out",
+    "tensor memory not completely freed",
+)
+"""Parts of what cudaGetErrorString says of errors that leave "the process in an inconsistent state" (CUDA Runtime API,
+cudaError: 214, 220, 226; 700, 702, 710, 714-719, 721), and of what NVIDIA's driver writes. A launch fails, and a stack
+breaks, mostly by a pointer of the program's."""
+
+
+def device_failure(error: BaseException) -> Device | None:
+    """Whether this is what a process says whose device has failed."""
+    text = str(error)
+    if any(sign in text for sign in HARDWARE):
+        return Device.HARDWARE
+    return Device.PROGRAM if "CUDA" in text and any(sign in text for sign in PROGRAM) else None
 
 
 # --- what a node knows --------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 
 from app.errors import Interrupted
 from app.job import Job
+from app.launchers.blame import rank_behind
 from app.launchers.elastic import Elastic, limits_of
 from app.launchers.failure_policy import Action, Decision, Failure, Kind, decide, mean_time_between_failures
 from app.launchers.heartbeats import COMPILED, Hang, HangDetector
@@ -135,9 +136,13 @@ class Supervisor:
         stacks = self.workers.ask("stack")
         text = "\n".join(f"--- {info}\n{stacks.get(rank, 'does not answer')}\n" for rank, info in sorted(infos.items()))
         driver.tracker.text(text, f"hangs/step-{driver.step}.txt")
-        for rank, record in self.workers.ask("flight_recorder").items():
-            if record:
-                driver.tracker.text(record, f"hangs/step-{driver.step}-rank-{rank}.json")
+        records = {rank: record for rank, record in self.workers.ask("flight_recorder").items() if record}
+        for rank, record in records.items():
+            driver.tracker.text(record, f"hangs/step-{driver.step}-rank-{rank}.json")
+        if not hang.silent and (found := rank_behind(records)):  # one that does not answer has no record
+            hang = replace(
+                hang, rank=found.rank, why=f"{found.why}; {hang.why}" if found.rank != hang.rank else hang.why
+            )
         sentence = f"{infos.get(hang.rank, f'worker {hang.rank}')} {hang.why}"
         if not self.workers.restartable:  # this process may be ended with it, before it is classified
             driver.tracker.tags({"trireme.last_failure": sentence})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import queue
 import threading
 import time
@@ -26,6 +27,7 @@ from app.console import Console
 from app.errors import Interrupted, RunFailed, UserError
 from app.launchers.actors import ActorWorkers
 from app.launchers.local import LocalWorkers
+from app.launchers.recovery import device_failure
 from app.launchers.room import ray_nodes
 from app.launchers.supervisor import Supervisor
 from app.lease import read_lease
@@ -216,6 +218,9 @@ class TrialRun:
             message = first if known else f"{type(error).__name__}: {first}"
             status = "wrong metric" if isinstance(error, WrongMetric) else "failed"
             self.console.say(traceback.format_exc())
+            if _in_process(self.config) and device_failure(error):
+                self.console.say("the device of this process can compute no more: ending it")
+                os._exit(1)  # Tune would give it the next trial; it starts this one again in another process, once
         self.results.put(self._end(status, message))
 
     def _train(self) -> None:

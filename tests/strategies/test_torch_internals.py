@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from app.step_sync import StepSync
 from strategies import torch_internals
 from tests.pool import run_distributed
 
@@ -56,3 +57,48 @@ def test_the_flight_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
     for said in run_distributed(_records, 2):
         assert said == "" or json.loads(said)["entries"]
+
+
+def test_the_flight_recorders_of_nccl_and_gloo_are_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = torch._C._distributed_c10d
+    for name, backend in (("_dump_nccl_trace_json", "nccl"), ("_dump_fr_trace_json", "gloo")):
+        said = json.dumps({"entries": [{"profiling_name": f"{backend}:all_reduce"}], "pg_config": backend})
+        monkeypatch.setattr(module, name, lambda said=said: said, raising=False)
+    found = json.loads(torch_internals.flight_recorder())
+    assert [entry["profiling_name"] for entry in found["entries"]] == ["nccl:all_reduce", "gloo:all_reduce"]
+    assert found["pg_config"] == "nccl"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_nccl_tells_that_a_group_has_not_failed() -> None:
+    """Without `get_error` nothing would be found however it ended."""
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dist.all_reduce(torch.ones(1, device="cuda"))
+        backend: Any = dist.group.WORLD._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
+        assert backend.get_error().name == "SUCCESS" and torch_internals.failed_groups() == []
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_whose_collective_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's backend is a stand-in, in the state that it is in after torch has aborted its communicators."""
+
+    def with_state(state: str) -> Any:
+        error = mock.Mock()
+        error.name = state
+        return mock.Mock(_get_backend=lambda device: mock.Mock(get_error=lambda: error))
+
+    cpu = mock.Mock(
+        _get_backend=mock.Mock(side_effect=RuntimeError("No backend type associated with device type cuda"))
+    )
+    names = {with_state("SUCCESS"): "0", with_state("COMM_ERROR"): "dp", cpu: "cpu"}
+    sync = StepSync(1, first_step=1)
+    monkeypatch.setattr(dist.distributed_c10d, "_world", mock.Mock(pg_names=names))
+    assert torch_internals.failed_groups() == ["dp"]
+    sync.add(torch.tensor(1.0))
+    with pytest.raises(dist.DistBackendError, match="a collective of group dp has failed"):
+        sync.agree(1, stop=False, save=True)
+    monkeypatch.setattr(dist.distributed_c10d, "_world", None)
+    assert torch_internals.failed_groups() == []

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torch.distributed import DistBackendError
 
 from app.launchers.failure_policy import Action, Capacity, Failure, Kind, Limits, decide, fewer_workers, growth
-from app.launchers.recovery import Nodes, State, classify
+from app.launchers.recovery import Device, Nodes, State, classify, device_failure
 from app.launchers.workers import WorkerInfo, WorkerLost
 
 
@@ -19,9 +20,11 @@ def failure(
 
 DIED, STILLBORN = failure(Kind.DIED), failure(Kind.DIED, progressed=False)
 ANNOUNCED, BUG = failure(Kind.PREEMPTED), failure(Kind.EXCEPTION)
-ON_A, HUNG_ON_A, OOM_ON_A, ON_B = (
+ON_A, HUNG_ON_A, OOM_ON_A, GPU_ON_A, ON_B = (
     failure(kind, node=node, progressed=False)
-    for kind, node in ((Kind.DIED, "a"), (Kind.HUNG, "a"), (Kind.OUT_OF_MEMORY, "a"), (Kind.DIED, "b"))
+    for kind, node in (
+        *((Kind.DIED, "a"), (Kind.HUNG, "a"), (Kind.OUT_OF_MEMORY, "a"), (Kind.DEVICE_FAILED, "a"), (Kind.DIED, "b")),
+    )
 )
 
 
@@ -80,6 +83,8 @@ SAYS = {Action.WAIT: ROOM, Action.RESIZE: ROOM, Action.EXCLUDE_NODE: EXCLUDED}
         # twice at one node
         ([ON_A, HUNG_ON_A], ELASTIC, capacity(4, 4, a=3), Action.EXCLUDE_NODE, 2),
         ([OOM_ON_A, ON_B, OOM_ON_A], ELASTIC, capacity(4, 4, a=2), Action.EXCLUDE_NODE, 2),
+        ([GPU_ON_A], ELASTIC, capacity(4, 4, a=4), Action.RETRY, 0),  # though no step was taken
+        ([GPU_ON_A, GPU_ON_A], ELASTIC, capacity(4, 4, a=4), Action.EXCLUDE_NODE, 4),
         ([ON_A, ON_A], Limits(9, None), capacity(4, 4, a=3), Action.RETRY, 0),
         ([ON_A, ON_A], ELASTIC, capacity(4, 4, b=4), Action.RETRY, 0),  # there is no other
         ([ON_A, failure(Kind.EXCEPTION, node="a")], ELASTIC, capacity(4, 4, a=4), Action.RETRY, 0),
@@ -127,3 +132,56 @@ def test_the_true_cause_in_one_sentence(
     found = classify({1: RuntimeError("Connection closed by peer"), 3: WorkerLost(details=details)}, state, [])
     assert found.kind is kind and found.sentence.endswith(sentence.format(tmp_path)) and found.node == "n"
     assert "see" not in classify({1: WorkerLost()}, state, []).sentence, "a log that does not exist is not named"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be ...", Device.HARDWARE),
+        ("CUDA error: uncorrectable NVLink error detected during the execution", Device.HARDWARE),
+        ("CUDA error: Invalid access of peer GPU memory over nvlink or a hardware error", Device.HARDWARE),
+        ("NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.", Device.HARDWARE),
+        ("CUDA error: device-side assert triggered", Device.PROGRAM),
+        ("CUDA error: an illegal memory access was encountered", Device.PROGRAM),
+        ("CUDA error: unspecified launch failure", Device.PROGRAM),
+        ("CUDA driver error: misaligned address", Device.PROGRAM),
+        # these leave the device as it was
+        ("CUDA out of memory. Tried to allocate 2.00 GiB.", None),
+        ("CUDA error: out of memory", None),
+        ("CUDA error: invalid device ordinal", None),
+        ("CUDA error: no kernel image is available for execution on the device", None),
+        ("NCCL communicator was aborted on rank 1.", None),
+        ("a hardware stack error of the user's", None),
+    ],
+)
+def test_what_cuda_says_of_a_device_that_can_compute_no_more(text: str, expected: Device | None) -> None:
+    assert device_failure(RuntimeError(text)) is expected
+
+
+NCCL_SAYS = (
+    "NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a network error, NCCL version 2.27.3",
+    "NCCL communicator was aborted on rank 1. Original reason for failure was: NCCL error: ncclRemoteError",
+)
+
+
+@pytest.mark.parametrize("said", NCCL_SAYS)
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_survivor_that_lost_its_peer_is_not_the_cause(said: str, alive: bool, tmp_path: Path) -> None:
+    infos = {rank: WorkerInfo(rank, 40 + rank, f"10.0.0.{rank}", "ab"[rank]) for rank in (0, 1)}
+    nodes = Nodes(lambda node: alive or node == "a", lambda node: 0, {})
+    state = State(infos, 0, False, tmp_path, nodes)
+    found = classify({0: DistBackendError(said)}, state, [])
+    assert (found.kind, found.node) == ((Kind.DIED, "") if alive else (Kind.NODE_LOST, ""))
+    assert alive or found.sentence == "worker 1, process 41 on 10.0.0.1, died before the first step with its node"
+    assert decide([found], Limits(3)).action is Action.RETRY, "also before the first step"
+
+
+def test_a_failed_gpu_is_the_cause_and_its_node_is_known(tmp_path: Path) -> None:
+    state = State({1: WorkerInfo(1, 41, "10.0.0.1", "b")}, 7, True, tmp_path, Nodes())
+    broken = RuntimeError("CUDA error: uncorrectable ECC error encountered\nmore")
+    found = classify({0: RuntimeError(NCCL_SAYS[0]), 1: broken}, state, [])
+    assert (found.kind, found.node) == (Kind.DEVICE_FAILED, "b")
+    said = "the GPU of worker 1, process 41 on 10.0.0.1, failed after step 7: CUDA error: uncorrectable ECC"
+    assert found.sentence.startswith(said)
+    code = RuntimeError("CUDA error: device-side assert triggered")
+    assert classify({0: RuntimeError(NCCL_SAYS[0]), 1: code}, state, []).kind is Kind.EXCEPTION

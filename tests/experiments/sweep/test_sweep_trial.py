@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import pytest
 
 from app.tracking.settings import Settings
 from experiments.sweep.spec import read_sweep
@@ -73,6 +77,18 @@ def test_a_stopped_trial_says_why_and_continues(tmp_path: Path) -> None:
     (tmp_path / STOP_FILE).unlink()
     assert results(trial(found, 0))[-1]["status"] == "finished"
     assert f"continuing after step {stopped}" in (tmp_path / "t000" / "logs" / "driver.log").read_text()
+
+
+def test_a_process_whose_device_has_failed_is_given_no_other_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tune keeps a trial's process for the next one (`reuse_actors`); one that has ended it replaces."""
+    ended = queue.Queue[int]()
+    monkeypatch.setattr(os, "_exit", ended.put)
+    for said, codes in (("CUDA error: device-side assert triggered", [1]), ("CUDA out of memory.", [])):
+        monkeypatch.setattr(TrialRun, "_train", mock.Mock(side_effect=RuntimeError(said)))
+        assert results(trial(setting(tmp_path), 0))[-1]["status"] == "failed"
+        assert [ended.get() for _ in codes] == codes and ended.empty()
 
 
 def test_a_trial_that_fails_is_a_result(tmp_path: Path) -> None:
