@@ -2,7 +2,8 @@
 
 On one device: large matrix products, an addition in its memory, the launch of an operation that does nothing. Between
 the devices of a node, and two nodes: all-reduces of a small and a large tensor. What is measured goes before the
-datasheet and what is fitted.
+datasheet and what is fitted. All of it is on random normal numbers, as a model's are: a GPU that multiplies ones, or
+zeros, draws less power, so that its clock stays higher than any training sees it.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def _alone(own: Any) -> dict[str, Any]:
     name = known.gpu.name if known else re.sub(r"[^a-z0-9]+", "-", written.lower()).strip("-")
     able = ("fp32", "bf16") if own.type == "cpu" else ("fp32", "bf16", "fp16") if known is None else known.gpu.peak
     reached = {precision: _matmul_rate(own, precision, base) for precision in DTYPES if precision in able}
-    x = torch.ones(2**26 if own.type == "cuda" else 2**23, device=own)  # more than fits in caches
+    x = torch.randn(2**26 if own.type == "cuda" else 2**23, device=own)  # more than fits in caches
     y, little = torch.empty_like(x), torch.ones(8, device=own, requires_grad=True)
     bandwidth = 2 * x.nbytes / seconds_of(lambda: torch.add(x, 1.0, out=y), own)
     found: dict[str, Any] = {"gpu": name, "operation": seconds_of(lambda: little + 1.0, own, wait=False)}
@@ -157,16 +158,17 @@ def _alone(own: Any) -> dict[str, Any]:
 def _matmul_rate(own: Any, precision: str, base: Device) -> float:
     """FLOP/s that an endlessly large product would reach, from a large one and device.py's factor for its size."""
     size = 4096 if own.type == "cuda" else 512
-    a = torch.ones(size, size, device=own, dtype=getattr(torch, DTYPES[precision]))
-    return float(2 * size**3 / base.product_share(size, size, size) / seconds_of(lambda: a @ a, own))
+    a, b = torch.randn(2, size, size, device=own).to(getattr(torch, DTYPES[precision]))
+    return float(2 * size**3 / base.product_share(size, size, size) / seconds_of(lambda: a @ b, own))
 
 
 def _links(own: Any, where: str) -> dict[str, float]:
     """Bytes/s and seconds per hop of an all-reduce between all processes; where: "within" a node or "across" two."""
     ways = dist.get_world_size()
-    large, small = torch.ones(2**26 if own.type == "cuda" else 2**21, device=own), torch.ones(8, device=own)
-    slow = seconds_of(lambda: dist.all_reduce(large), own, together=True)
-    quick = seconds_of(lambda: dist.all_reduce(small), own, together=True)
+    large, small = torch.randn(2**26 if own.type == "cuda" else 2**21, device=own), torch.randn(8, device=own)
+    most = dist.ReduceOp.MAX  # the sum of sums of sums would not be finite for long
+    slow = seconds_of(lambda: dist.all_reduce(large, op=most), own, together=True)
+    quick = seconds_of(lambda: dist.all_reduce(small, op=most), own, together=True)
     moved, hops = 2 * large.nbytes * (ways - 1) / ways, 2 * math.log2(ways)
     return {f"link_{where}": moved / max(1e-9, slow - quick), f"latency_{where}": quick / hops, where: 1.0}
 

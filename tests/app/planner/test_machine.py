@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
+from torch.overrides import TorchFunctionMode
 
 from app.cli import group
 from app.config_io import load_config
@@ -115,6 +118,39 @@ def test_this_machine_is_calibrated() -> None:
     name, file = keep(found)
     assert name == "cpu" and file.exists() and cpus(2).device.measured
     assert cpus(2).device.gpu.rate("fp32") == found["peak"]["fp32"] > 1e8 and found["link_within"] > 1e6
+
+
+class Operands(TorchFunctionMode):
+    """Looks at what is computed on: the least standard deviation of any large tensor."""
+
+    least = math.inf
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in args:
+            if isinstance(x, torch.Tensor) and x.numel() > 2**16 and function is not torch.Tensor.std:
+                self.least = min(self.least, x.std().item())
+        return function(*args, **kwargs or {})
+
+
+def test_what_is_measured_is_measured_on_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ones draw less power, so that a GPU's clock stays higher than in training."""
+    reduced = list[torch.Tensor]()
+    monkeypatch.setattr(calibrate.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(calibrate.dist, "all_reduce", lambda x, op: reduced.append(x))
+
+    def once(function: Any, *_: Any, **__: Any) -> float:
+        with Operands() as looked:
+            function()
+        measured.append(looked.least)
+        return 1.0
+
+    measured = list[float]()
+    monkeypatch.setattr(calibrate, "seconds_of", once)
+    calibrate._alone(torch.device("cpu"))
+    calibrate._links(torch.device("cpu"), "within")
+    found = [spread for spread in measured if spread < math.inf]
+    assert len(found) == 3, "two products and an addition"
+    assert min(*found, *(x.std().item() for x in reduced)) > 0.4
 
 
 def test_a_gpu_that_the_catalogue_lacks_is_known_once_measured() -> None:
