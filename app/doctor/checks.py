@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from app.console import size
 from app.versions import newer
 
-WARNINGS = ("unused_gpus", "other_driver", "newer_version", "all_reduce", "slow_all_reduce")
+WARNINGS = ("unused_gpus", "no_gpu_metrics", "other_driver", "newer_version", "all_reduce", "slow_all_reduce")
 Problem = tuple[str, str, str]
 """Code, the rest of a sentence that begins with the GPU or the node, and what to do."""
 
@@ -51,6 +51,7 @@ class NodeFacts:
     pci_gpus: int = 0  # NVIDIA display controllers on the PCI bus
     driver_cuda: str = ""  # the newest CUDA that the driver supports
     smi_error: str = ""
+    metrics_problem: str = ""  # why a run there cannot record the GPUs' load, memory and power
     gpus: tuple[GpuFacts, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)  # of Python, packages, NCCL, the driver; "": none
     # limits of the system
@@ -167,6 +168,9 @@ def node_problems(node: NodeFacts) -> Iterator[Problem]:
         said = f"has {usable} usable GPUs, but Ray counts {node.ray_gpus:g}"
         code = "ray_gpus" if node.ray_gpus > usable else "unused_gpus"
         yield code, said, "leave --num-gpus out of its `ray start`, so that Ray counts them itself"
+    if node.metrics_problem:
+        said = f"has {count} GPUs whose load, memory and power no run can record ({node.metrics_problem})"
+        yield "no_gpu_metrics", said, "`pip install nvidia-ml-py` there"
     if node.shm_bytes < 1e9:  # NCCL and data loaders keep their buffers there; Docker gives 64 MB
         remedy = "start its container with --shm-size=16g or --ipc=host (Kubernetes: an emptyDir of medium Memory)"
         yield "small_shm", f"has only {size(node.shm_bytes)} of shared memory (/dev/shm)", remedy

@@ -125,7 +125,19 @@ def gpus(ray_gpus: float) -> dict[str, Any]:
     found = {"pci_gpus": len(controllers), "visible": os.environ.get("CUDA_VISIBLE_DEVICES"), "versions": {}} | smi()
     if found["gpus"] or ray_gpus:
         ask_torch(found)
-    return found
+    return found | {"metrics_problem": nvml_problem() if found["gpus"] else ""}
+
+
+def nvml_problem() -> str:
+    """Why a run could not record the GPUs' load, memory and power; empty if it can."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        pynvml.nvmlShutdown()
+        return ""
+    except Exception as error:  # NVMLError exists only where pynvml does
+        return (str(error) or type(error).__name__).splitlines()[0][:200]
 
 
 def smi() -> dict[str, Any]:
@@ -262,7 +274,7 @@ class RingRank:
         wait = timedelta(seconds=JOIN_SECONDS)
         found = self.store or dist.TCPStore(*store, is_master=False, timeout=wait)
         dist.init_process_group(self.backend, store=found, rank=rank, world_size=ranks, timeout=wait)
-        self.data = self.torch.ones(RING_BYTES[self.backend] // 4, device=self.device)
+        self.data = self.torch.randn(RING_BYTES[self.backend] // 4, device=self.device)
         return self.backend
 
     def rate(self, groups: list[list[int]]) -> float | None:
@@ -279,10 +291,9 @@ class RingRank:
         for _ in range(RING_TIMES + 1):  # the first one connects
             self._finish()
             begun = time.perf_counter()
-            dist.all_reduce(self.data, group=group)
+            dist.all_reduce(self.data, op=dist.ReduceOp.MAX, group=group)  # what is summed again and again overflows
             self._finish()
             best = min(best, time.perf_counter() - begun)
-            self.data.fill_(1.0)
         return 2 * (len(ranks) - 1) / len(ranks) * RING_BYTES[self.backend] / best
 
     def _finish(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import getpass
+import glob
 import importlib
 import logging
 import os
@@ -24,6 +25,8 @@ import psutil
 from app.masking import mask_text, mask_uri
 
 _log = logging.getLogger(__name__)
+GPU_DEVICES = "/dev/nvidia[0-9]*"
+"""A file for each GPU that this machine, or container, may use."""
 
 
 def provenance_tags() -> dict[str, str]:
@@ -103,6 +106,8 @@ class SystemSampler:
     def _run(self) -> None:
         try:
             sample = Sample()
+            if sample.blind:
+                self._emit({"type": "warning", "text": f"{self._prefix.split('/')[1]} {sample.blind}"})
             while not self._stop.wait(self._every):
                 values = {self._prefix + key: round(value, 1) for key, value in sample.take().items()}
                 event = {"type": "metrics", "step": None, "time": time.time(), "values": values}
@@ -112,7 +117,8 @@ class SystemSampler:
 
 
 class Sample:
-    """Takes one sample after another; rates and sums count from construction."""
+    """Takes one sample after another; rates and sums count from construction. blind: why there is nothing of the GPUs
+    that this machine has, with what to do; the sentence goes on after the machine's name."""
 
     def __init__(self) -> None:
         psutil.cpu_percent()  # the next call's answer is the share since this one
@@ -121,8 +127,12 @@ class Sample:
             self._nvml = importlib.import_module("pynvml")
             self._nvml.nvmlInit()
             self._gpus = [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(self._nvml.nvmlDeviceGetCount())]
-        except Exception:  # no pynvml, or no driver; NVMLError exists only where pynvml does
+            self.blind = ""
+        except Exception as error:  # no pynvml, or no driver; NVMLError exists only where pynvml does
             self._gpus = []
+            count = len(glob.glob(GPU_DEVICES))
+            why = f"has {count} GPU{'s' if count > 1 else ''} whose metrics cannot be recorded ({error})"
+            self.blind = f"{why}: `pip install nvidia-ml-py` there" if count else ""
 
     def take(self) -> dict[str, float]:
         """Under the names of MLflow's own system metrics; percentages 0 to 100, megabytes of 10^6 bytes, watts."""

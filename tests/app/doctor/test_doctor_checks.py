@@ -88,6 +88,7 @@ PLANTED: list[tuple[ClusterFacts, str, str, str]] = [
     (cluster(node(1, torch_error="driver too old", **SEES_NONE)), "torch_blind", "n1", "sees none (driver too old)"),
     (cluster(node(1, ray_gpus=8.0)), "ray_gpus", "n1", "has 2 usable GPUs, but Ray counts 8"),
     (cluster(node(1, ray_gpus=0.0)), "unused_gpus", "n1", "Ray counts 0"),
+    (cluster(node(1, metrics_problem="No module named 'pynvml'")), "no_gpu_metrics", "n1", "has 2 GPUs whose load"),
     (cluster(node(1, gpus=gpus_of(flops=4e14))), "slow_gpu", "n1", "400 TFLOP/s, its peers at 700"),
     (cluster(node(1, versions=VERSIONS | {"torch": ""})), "other_version", "n1", "torch (none)"),
     (cluster(node(1, versions=VERSIONS | {"the NVIDIA driver": "535.1"})), "other_driver", "n1", "driver 535.1"),

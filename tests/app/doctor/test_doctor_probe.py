@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import ray
@@ -67,6 +68,10 @@ def test_a_fault_is_seen_through_nvidia_smi(
     program.write_text(f"#!/bin/sh\ncat {tmp_path}/answer\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for problem, nvml in (("import of pynvml halted; None in sys.modules", None), ("", mock.Mock())):
+        monkeypatch.setitem(sys.modules, "pynvml", nvml)
+        monkeypatch.setattr(probe, "ask_torch", lambda found: None)
+        assert probe.gpus(0.0)["metrics_problem"] == problem
     found = smi()
     assert found["versions"] == {"the NVIDIA driver": "570.1"} and found["driver_cuda"] == "12.8"
     findings = judge(cluster(node(1, gpus=tuple(GpuFacts(**row) for row in found["gpus"]))))

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from app.tracking import environment
 from app.tracking.environment import Sample, SystemSampler, environment_text, provenance_tags
 from tests.running import wait_until
 
@@ -68,6 +69,26 @@ def test_a_gpu_tells_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
         "gpu_1_memory_usage_megabytes": 20_000.0,
         "gpu_1_utilization_percentage": 92,
     }
+
+
+@pytest.mark.parametrize(("gpus", "said"), [(0, []), (2, ["node-3 has 2 GPUs whose metrics cannot be recorded ("])])
+def test_gpus_whose_metrics_cannot_be_seen_are_told(
+    gpus: int, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(gpus):
+        (tmp_path / f"nvidia{number}").touch()
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(environment, "GPU_DEVICES", str(tmp_path / Path(environment.GPU_DEVICES).name))
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    emitted: list[dict] = []
+    sampler = SystemSampler(emitted.append, "node-3", 0.01)
+    wait_until(lambda: len(emitted) > gpus, 5)
+    sampler.close()
+    warnings = [event["text"] for event in emitted if event["type"] == "warning"]
+    assert len(warnings) == len(said) and all(text.startswith(start) for text, start in zip(warnings, said))
+    assert all(
+        text.endswith("pynvml halted; None in sys.modules): `pip install nvidia-ml-py` there") for text in warnings
+    )
 
 
 def test_a_sampler_emits_and_stops() -> None:
