@@ -153,11 +153,14 @@ def _flush() -> None:
 
 
 def progress_line(event: dict[str, Any]) -> str:
-    """`step 120/500  loss 0.2314  1,204 samples/s  0:41 left  310 MB`."""
+    """`step 120/500  loss 0.2314  1,204 samples/s  0:41 left  310 MB`; where a GPU's peak is known, after the rate also
+    `151 per GPU, MFU 41.2%`."""
     parts = [f"step {event['step']:,}/{event['steps']:,}"]
     if event.get("loss") is not None:
         parts.append(f"loss {event['loss']:.4f}")
     parts.append(f"{quantity(event['rate'])} {event['unit']}/s")
+    if event.get("mfu") is not None:
+        parts.append(f"{quantity(event['rate'] / event['gpus'])} per GPU, MFU {event['mfu']:.1%}")
     parts.append(f"{duration(event['seconds_left'])} left")
     parts.append(f"{size(event['memory_bytes'])} per worker")
     return "  ".join(parts)

@@ -20,6 +20,7 @@ import torch
 from app.checkpoint.ranks import Ranks
 from app.data.loader import fetch, rows, train_batches
 from app.evaluation import evaluate
+from app.flops import Utilization
 from app.job import Channel, Job, Place, memory_bytes, strategy_options
 from app.noise_scale import NoiseScale
 from app.optimizer import LossScale, build_optimizer, learning_rate
@@ -84,6 +85,7 @@ class Training:
         self.resumed_from = self.persistence.resume(self.progress)
         self.noise = NoiseScale.of(self.parallel, config.train.noise_scale_every, config.train.global_batch_size)
         self.sync = StepSync(self.dims.tp, self.steps_done + 1)
+        self.utilization = Utilization.of(self.task, job.layout, place, config.train.precision)
         self.monitor = PipelineMonitor.of(job, self.parallel, channel)
 
     @property
@@ -205,7 +207,10 @@ class Training:
     def _report(self, agreed: Agreement) -> None:
         """Metrics of the steps since the last boundary, and how far the run is."""
         rate = self.config.train.global_batch_size / agreed.seconds_per_step
-        items_rate = rate * self.items_per_sample
+        items_rate, used = rate * self.items_per_sample, self.utilization
+        of_gpus = (
+            {"mfu": used.mfu(rate), f"{self.task.unit}_per_second_per_gpu": items_rate / used.gpus} if used else {}
+        )
         for entry in agreed.logged:
             values = {"train/loss": entry.loss, "train/lr": entry.learning_rate}
             if entry.grad_norm is not None:
@@ -213,6 +218,7 @@ class Training:
             if entry is agreed.logged[-1]:  # one number for all of them
                 values["train/samples_per_second"] = rate
                 values[f"train/{self.task.unit}_per_second"] = items_rate
+                values |= {f"train/{name}": value for name, value in of_gpus.items()}
             if self.scale.enabled:
                 values["train/loss_scale"] = self.scale.scale
             self._metrics(entry.step, values, entry.time)
@@ -224,6 +230,8 @@ class Training:
                 "loss": self.progress.latest.get("train/loss"),
                 "rate": items_rate,
                 "unit": self.task.unit,
+                "gpus": used.gpus if used else 0,
+                "mfu": of_gpus.get("mfu"),
                 "seconds_left": (self.job.steps - agreed.step) * agreed.seconds_per_step,
                 "seconds_per_step": agreed.seconds_per_step,
                 "memory_bytes": memory_bytes(self.place.device),

@@ -6,9 +6,7 @@ compiled, gradients clipped, tokens already on the device. Ours is the loop as a
 bf16 too or, with train.precision=fp8, with float8 products in its blocks. They take turns (harness.py), and only the
 ends of a block wait for the device.
 
-Model FLOP/s utilization (MFU, Chowdhery et al. 2022, appendix B) = tokens/s · (6·N + 12·L·D·T) / peak: N parameters
-without the embedding, L layers of width D, T tokens in a sequence, the datasheet's dense peak of bf16
-(cluster/hardware.yaml), with fp8 too, so that both stand side by side.
+Model FLOP/s utilization (MFU) is what app/flops.py counts for it, of bf16's peak with fp8 too.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ import click
 import torch
 import torch.nn.functional as F
 
+from app.flops import transformer_flops
 from experiments.benchmarks.harness import Ours, measured, show
 from strategies.layout import LayoutError
 
@@ -50,8 +49,7 @@ class Shape:
 
     def flops(self, parameters: int) -> float:
         """Of a step, forward and backward; parameters: without the embedding."""
-        attention = 12 * self.n_layers * self.d_model * self.sequence_length
-        return self.tokens * (6.0 * parameters + attention)
+        return self.tokens * transformer_flops(parameters, self.n_layers, self.d_model, self.sequence_length)
 
 
 SHAPES = {
