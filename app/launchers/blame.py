@@ -64,13 +64,16 @@ def _told(far: Reached) -> str:
 
 
 def _entries(text: str) -> list[dict[str, Any]]:
-    """With `ranks` of each one's group, where the record has them."""
+    """With `ranks` of each one's group, where the record has them. Of groups of one name that followed each other, and
+    began to count anew, the last one's."""
     try:
         record = json.loads(text)
     except ValueError:
         return []
     ranks = {name: json.loads(about.get("ranks") or "[]") for name, about in record.get("pg_config", {}).items()}
-    return [entry | {"ranks": ranks.get(entry["process_group"][0]) or []} for entry in record.get("entries", ())]
+    found = [entry | {"ranks": ranks.get(entry["process_group"][0]) or []} for entry in record.get("entries", ())]
+    newest = {_group(entry): entry["pg_id"] for entry in found}
+    return [entry for entry in found if entry["pg_id"] == newest[_group(entry)]]
 
 
 def _reached(entries: Mapping[int, list[dict[str, Any]]]) -> dict[Group, dict[int, Reached]]:

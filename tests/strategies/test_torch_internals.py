@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from app.launchers.blame import rank_behind
 from app.step_sync import StepSync
 from strategies import torch_internals
 from tests.pool import run_distributed
@@ -57,6 +58,22 @@ def test_the_flight_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
     for said in run_distributed(_records, 2):
         assert said == "" or json.loads(said)["entries"]
+
+
+def _stands_still(rank: int) -> str:
+    """Rank 1 gives its record before it asks for what rank 0 waits in already."""
+    dist.barrier()
+    x = torch.ones(1)
+    waits = dist.all_reduce(x, async_op=True) if rank == 0 else None
+    said = torch_internals.flight_recorder()
+    (waits or dist.all_reduce(x, async_op=True)).wait()
+    return said
+
+
+def test_the_flight_recorder_names_the_rank_that_stands_still() -> None:
+    records = dict(enumerate(run_distributed(_stands_still, 2)))
+    found = rank_behind(records)
+    assert (found and found.rank) == (1 if records[0] else None), "as torch itself writes records"
 
 
 def test_the_flight_recorders_of_nccl_and_gloo_are_one_record(monkeypatch: pytest.MonkeyPatch) -> None:

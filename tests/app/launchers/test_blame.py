@@ -88,6 +88,12 @@ CASES: dict[str, tuple[dict[int, str], int | None, str]] = {
         1,
         "collective 2 asked for",
     ),
+    # a group of the same name was there before, and had come further
+    "a group before": (
+        {r: record(*upto(9 - r, 9 - r), *[e | {"pg_id": 1} for e in upto(3 - r, 2)]) for r in (0, 1)},
+        1,
+        "collective 2 asked for",
+    ),
     "not sent": ({0: record(), 1: record(entry("0", 1, SCHEDULED, RECV))}, 0, "what rank 1 waits to receive"),
     "sent": ({0: record(entry("0", 1, SCHEDULED, SEND)), 1: record(entry("0", 1, SCHEDULED, RECV))}, None, ""),
     "received": ({0: record(), 1: record(entry("0", 1, COMPLETED, RECV))}, None, ""),
