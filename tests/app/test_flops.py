@@ -116,3 +116,11 @@ def test_the_line_that_is_shown() -> None:
     event = {"step": 120, "steps": 500, "loss": 0.2314, "rate": 1204.0, "unit": "tokens", "seconds_left": 41.0}
     shown = progress_line(event | {"memory_bytes": 310e6, "gpus": 8, "mfu": 0.4123})
     assert shown == ("step 120/500  loss 0.2314  1,204 tokens/s  150 per GPU, MFU 41.2%  0:41 left  310 MB per worker")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_gpu_that_is_here_has_a_peak() -> None:
+    place = Place(0, 1, 0, torch.device("cuda", 0))
+    found = Utilization.of(Plain(), choose("single", 1), place, "bf16")
+    assert found is not None and found.gpus == 1 and found.peak > 1e13

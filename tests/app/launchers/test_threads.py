@@ -21,7 +21,7 @@ from cluster.environment import set_defaults, shared
 from cluster.shape import NodeState, of_gpus
 from strategies.layout import ParallelDims
 from tests.chain import config
-from tests.running import environment
+from tests.running import ROOT, environment
 
 
 @pytest.fixture(autouse=True)
@@ -130,3 +130,17 @@ def test_every_launcher_sets_it_before_its_first_group(monkeypatch: pytest.Monke
     assert seen == ["2"] * 3
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING")
     assert connect._share_environment()["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+
+
+EXPANDS = "import torch; from cluster.environment import set_defaults; set_defaults(); torch.zeros(1, device='cuda');"
+EXPANDS += "print([segment['is_expandable'] for segment in torch.cuda.memory_snapshot()])"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_allocator_takes_it_also_once_torch_is_imported() -> None:
+    env = {name: value for name, value in environment().items() if "ALLOC_CONF" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", EXPANDS], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[True]\n"
