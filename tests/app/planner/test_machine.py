@@ -136,7 +136,7 @@ def test_what_is_measured_is_measured_on_random_numbers(monkeypatch: pytest.Monk
     """Ones draw less power, so that a GPU's clock stays higher than in training."""
     reduced = list[torch.Tensor]()
     monkeypatch.setattr(calibrate.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(calibrate.dist, "all_reduce", lambda x, op: reduced.append(x))
+    monkeypatch.setattr(calibrate.dist, "all_reduce", lambda x, op=None: reduced.append(x))
 
     def once(function: Any, *_: Any, **__: Any) -> float:
         with Operands() as looked:
