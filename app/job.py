@@ -38,12 +38,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's place among the others."""
+    """A rank's place among the others. device: `cuda` alone becomes the current GPU: not all of torch takes it so."""
 
     rank: int
     world_size: int
     local_rank: int
     device: torch.device
+
+    def __post_init__(self) -> None:
+        if self.device.type == "cuda" and self.device.index is None:
+            object.__setattr__(self, "device", torch.device("cuda", torch.cuda.current_device()))
 
 
 @dataclass

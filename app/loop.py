@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from app.checkpoint.ranks import Ranks
-from app.data.loader import fetch, rows, train_batches
+from app.data.loader import fetch, number_on, rows, train_batches
 from app.evaluation import evaluate
 from app.flops import Utilization
 from app.job import Channel, Job, Place, memory_bytes, strategy_options
@@ -156,9 +156,9 @@ class Training:
     def _weights(self, micro_batches: list[Any]) -> list[Any]:
         """Each micro-batch's part of the global batch's items; they sum to 1 over micro-batches and data ranks."""
         if self.task.items_vary:
-            items = [self.task.items(batch) for batch in micro_batches]
-            total = self.parallel.total(torch.as_tensor(sum(items), dtype=torch.float64, device=self.place.device))
-            return [(torch.as_tensor(n, device=total.device) / total).float() for n in items]
+            items = [number_on(self.place.device, self.task.items(batch)) for batch in micro_batches]
+            total = self.parallel.total(torch.stack(items).sum())
+            return [(n / total).float() for n in items]
         return [rows(batch) / self.config.train.global_batch_size for batch in micro_batches]
 
     def batches(self) -> Iterator[list[Any]]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from app.data.loader import map_tensors, rows
+from app.data.loader import map_tensors, number_on, rows
 from strategies.parallelize import Parallel
 
 WINDOW = 100  # measured steps that are averaged over: gradients change while training continues
@@ -79,7 +79,7 @@ class NoiseScale:
         self, batches: Sequence[Any], weights: Sequence[Any], loss: Any, scale: float | Tensor = 1.0
     ) -> Tensor:
         """As `Parallel.forward_backward`: the same gradients are left behind, but for rounding."""
-        parallel, total = self.parallel, torch.zeros(())
+        parallel, total = self.parallel, torch.zeros((), device=self.parallel.device)
         parameters = list(parallel.parameters())
         norms, inverses, kept = [], [], list[Tensor | None]()
         for batch, weight in _at_least_two(batches, weights):
@@ -89,7 +89,7 @@ class NoiseScale:
                 (value * (weight * parallel.layout.dims.dp * scale)).backward()
             found = (value.full_tensor() if isinstance(value, DTensor) else value).detach() * weight
             total = total.to(found.device) + found
-            share = parallel.total(torch.as_tensor(weight, dtype=torch.float32, device=found.device).clone())
+            share = parallel.total(number_on(found.device, weight).float())
             norms.append((parallel.grad_norm_(None) / (share * scale)).double().square())
             inverses.append(1 / (share.double() * self.batch))
             gradients = [parameter.grad for parameter in parameters]

@@ -57,6 +57,13 @@ def rows(batch: Batch) -> int:
     raise UserError("a batch holds no tensor; the task's data must give tensors, such as a tuple (inputs, targets)")
 
 
+def number_on(device: torch.device, value: float | Tensor) -> Tensor:
+    """0-dimensional float64 there, without a copy from the host, for which the host would wait."""
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float64)
+    return torch.full((), value, dtype=torch.float64, device=device)
+
+
 # --- what a rank trains and evaluates on --------------------------------------------------------------------------
 
 

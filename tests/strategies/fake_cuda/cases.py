@@ -1,0 +1,280 @@
+"""What is tried on fake CUDA devices, which waits of the host are known, and what cannot be tried."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from app.checkpoint import latest_good
+from app.checkpoint.dcp import Stager
+from app.checkpoint.ranks import Ranks
+from app.config import Config, TrainConfig
+from app.data.loader import prefetched
+from app.job import Job, Place, SilentChannel
+from app.lease import write_lease
+from app.loop import Training
+from app.storage import Storage
+from experiments.parity.curves import begin
+from experiments.parity.rows import DEEPSPEED, ROWS, SINGLE, THREE, Row
+from strategies import one_process, registry
+from strategies.layout import choose
+from strategies.parallelize import Options
+from tests.strategies.fake_cuda import device as fake
+from tests.strategies.models import gpt_trial
+from tests.tasks import Points
+
+DEVICES = 8
+SECONDS = 60.0
+"""That a case may take."""
+STEPS = 2
+
+SHAPES = "once for a kind of batch, in its first step: what it says decides which memory is asked for"
+WAITS = {
+    "strategies/pipeline/p2p.py:_learn": SHAPES,
+    "strategies/pipeline/runtime.py:_send_on": SHAPES,
+    "strategies/tensor/apply.py:_compare": "in the first step alone: it may end the run with a sentence",
+    "torch/nn/parallel/distributed.py:_pre_forward": "DDP's own, once: after the first step it makes its buckets anew",
+}
+"""By file:function, why the host may wait there inside a step."""
+OFFLOADED = {
+    "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py:finalize_backward": "gradients are the host's then",
+    "strategies/clip.py:_norm": "they are measured there",
+    "strategies/clip.py:__call__": "and scaled",
+}
+"""The same with parallel.offload."""
+CANNOT = {
+    "dp": "what scatters, copies and gathers for DataParallel is in torch's CUDA build alone (torch._C._scatter)",
+    DEEPSPEED.name: "an optional extra with kernels of its own",
+}
+"""Rows that cannot run here, and why."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """work: called on every rank, gives what the rank found. truth: the numbers to find, by a CPU. slow: not in
+    `make test`."""
+
+    name: str
+    workers: int
+    work: Callable[[int], dict[str, Any]]
+    truth: Case | None = None
+    tolerance: float = 1e-5
+    slow: bool = False
+    waits: dict[str, str] = field(default_factory=lambda: WAITS)
+
+
+def of_row(row: Row, slow: bool = False, precision: str = "fp32", **options: Any) -> Case:
+    layers = 4 if row.layout.dims.pp > 1 else 2
+    told = {"precision": precision}
+    truth = Case("truth", 1, partial(train, SINGLE, told, layers, "cpu"))
+    return Case(
+        " ".join([str(row), precision, *options]),
+        row.workers,
+        partial(train, row, told | options, layers, "cuda"),
+        truth,
+        1e-5 if precision == "fp32" else 3e-3,
+        slow,
+        WAITS | (OFFLOADED if options.get("offload") else {}),
+    )
+
+
+def train(row: Row, options: dict[str, Any], layers: int, on: str, rank: int) -> dict[str, Any]:
+    """Two steps as the loop takes them, an evaluation, and what a save copies. on: cuda, or cpu."""
+    trial, chosen = row.applied(gpt_trial(tied=True, layers=layers, micro_batches=2, clip=0.5), Options(**options))
+    device, dims = _own_device(row, rank) if on == "cuda" else torch.device(on), row.layout.dims
+    parallel = begin(trial, row.layout, chosen, device)
+    optimizer = parallel.prepare_optimizer(torch.optim.AdamW(parallel.parameters(), lr=1e-2, eps=1e-5, fused=True))
+
+    def batches() -> Iterator[Any]:
+        for step in range(STEPS):
+            share = [tensor.tensor_split(dims.dp)[dims.data_rank(rank)] for tensor in trial.batch(step)]
+            yield list(zip(*(tensor.tensor_split(trial.micro_batches) for tensor in share)))
+
+    fake.waits.clear()
+    weights = [1 / trial.micro_batches / dims.dp] * trial.micro_batches
+    for micro_batches in prefetched(batches, device):
+        loss = parallel.forward_backward(micro_batches, weights, trial.loss)
+        norm = parallel.grad_norm_(trial.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    waits = list(fake.waits)
+    parallel.module.eval()
+    parallel.forward(lambda module, batch: {"loss": trial.loss(module, batch)}, micro_batches[0])
+    parallel.module.train()
+    Stager(Ranks()).stage({"model": parallel.model_state(), "optimizer": parallel.optimizer_state(optimizer)})
+    loss = parallel.total(loss)
+    if dims.pp > 1:  # the ranks without the loss have 0
+        dist.all_reduce(loss)
+        loss = loss * dims.pp / dims.world_size
+    held = [*parallel.parameters(), *parallel.inner.buffers()]
+    held += [value for values in optimizer.state.values() for value in values.values()]
+    on_host = sorted({str(tensor.device) for tensor in held if not tensor.is_cuda})
+    return {"waits": waits, "numbers": [float(loss), float(norm)], "on_host": [] if chosen.offload else on_host}
+
+
+def _own_device(row: Row, rank: int) -> torch.device:
+    several = any(record.several_devices for record in registry.written(row.name))
+    device = torch.device("cuda", one_process.home(several, rank, row.workers, DEVICES))
+    torch.cuda.set_device(device)
+    return device
+
+
+# --- the loop and its parts ---------------------------------------------------------------------------------------
+
+
+class Counted(Points):
+    """Its batches hold different numbers of items, which the host counts."""
+
+    items_vary = True
+
+    def items(self, batch: Any) -> int:
+        return int(batch[0].shape[0])
+
+
+def loop(changes: dict[str, Any], rank: int) -> dict[str, Any]:
+    """A whole run on one device without an index: what each step waits for, but not the boundaries between."""
+    train = TrainConfig(steps=6, global_batch_size=8, micro_batch_size=4, clip_norm=1.0, log_every=2, **changes)
+    config = Config(task=f"{__name__}:Counted", train=train, strategy="single")
+    with tempfile.TemporaryDirectory() as folder:
+        write_lease(Storage(folder), "attempt", 0)
+        job = Job(config, choose("single", 1), folder, "attempt", "uid", 6, folder)
+        training = Training(job, Place(0, 1, 0, torch.device("cuda")), SilentChannel())
+        step, waits = training.step, []
+
+        def counted(micro_batches: list[Any]) -> None:
+            fake.waits.clear()
+            step(micro_batches)
+            waits.extend(fake.waits)
+
+        training.step = counted  # type: ignore[method-assign]
+        summary = training.run()
+        training.close()
+        assert latest_good(job.checkpoints)[0] is not None and summary["step"] == 6
+    return {"waits": waits}
+
+
+LOOPS = {
+    "loop fp32": {},
+    "loop bf16, noise scale": {"precision": "bf16", "noise_scale_every": 2},
+    "loop fp16": {"precision": "fp16"},
+}
+FP16 = {"app/optimizer.py:accepts": "whether the gradient overflowed decides whether this step counts"}
+
+# --- what must be noticed -----------------------------------------------------------------------------------------
+
+
+def _faulty(work: Callable[[torch.Tensor], Any], rank: int) -> dict[str, Any]:
+    tensor = torch.ones(2, 2, device="cuda:0")
+    work(tensor)
+    return {"waits": list(fake.waits)}
+
+
+FAULTS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "a number is read": (lambda t: t.sum().item(), "_local_scalar_dense"),
+    "a condition": (lambda t: bool(t.any()), "_local_scalar_dense"),
+    "to the host": (lambda t: t.cpu(), "copy to the host"),
+    "from the host": (lambda t: torch.ones(2).to("cuda:0"), "copy to the device"),
+    "a tensor of a list": (lambda t: torch.tensor([1.0], device="cuda:0"), "copy to the device"),
+    "to memory that is not pinned": (lambda t: torch.empty(2, 2).copy_(t, non_blocking=True), "not pinned"),
+    "a mask": (lambda t: t[t > 0], "aten::nonzero"),
+    "a device": (lambda t: torch.cuda.synchronize(), "device.synchronize"),
+    "a stream": (lambda t: torch.cuda.current_stream().synchronize(), "stream.synchronize"),
+    "an event": (lambda t: torch.cuda.current_stream().record_event().synchronize(), "event.synchronize"),
+    "the host's tensor": (lambda t: t @ torch.ones(2, 2), "same device"),
+    "another GPU's tensor": (lambda t: t @ torch.ones(2, 2, device="cuda:1"), "same device"),
+    "no such GPU": (lambda t: torch.cuda.set_device(DEVICES), "invalid device"),
+}
+"""What is wrong, and what is said of it."""
+FAULTY = [Case(name, 1, partial(_faulty, work)) for name, (work, _) in FAULTS.items()]
+
+# --- the table ----------------------------------------------------------------------------------------------------
+
+LIKE_OTHERS = ("zero3", "zero1+tensor", "zero2+tensor")
+QUICK = [row for row in (SINGLE, *ROWS) if row.layout.dims.pp < 4 and row.name not in LIKE_OTHERS]
+QUICK = [row for row in QUICK if row.workers == min(other.workers for other in QUICK if other.name == row.name)]
+"""Of each name the row with the fewest workers."""
+NARROW = ("single", "ddp", "fsdp", "tensor", "pipeline")
+"""Those that cast in a way of their own."""
+TRIED = [row for row in (SINGLE, *ROWS, *THREE) if row.name not in CANNOT]
+CASES = [of_row(row, row not in QUICK) for row in TRIED]
+CASES += [of_row(row, row not in QUICK or row.name not in NARROW, "bf16") for row in TRIED]
+CASES += [of_row(Row("fsdp", 2), offload=True), of_row(Row("tensor", 2), sequence_parallel=False)]
+CASES += [
+    Case(name, 1, partial(loop, changes), waits=FP16 if "fp16" in name else {}) for name, changes in LOOPS.items()
+]
+
+
+def problems(case: Case, ran: dict[str, Any], truth: list[float]) -> list[str]:
+    """What is wrong with what a case gave."""
+    found = [rank["error"] for rank in ran["ranks"] if "error" in rank]
+    for rank, gave in enumerate(ran["ranks"] if not found else ()):
+        unknown = sorted({f"{where} ({what})" for what, where in gave.get("waits", ()) if where not in case.waits})
+        found += [f"rank {rank} waits for the device in {where}" for where in unknown]
+        found += [f"rank {rank} has its state on {device}" for device in gave.get("on_host", ())]
+        if truth:
+            loss, norm = (abs(a - b) / abs(b) for a, b in zip(gave["numbers"], truth))
+            if not (loss <= case.tolerance and norm <= 10 * case.tolerance):
+                found.append(f"rank {rank} has loss and norm {gave['numbers']} where a CPU has {truth}")
+    return found
+
+
+# --- in processes -------------------------------------------------------------------------------------------------
+
+
+def run(case: Case) -> dict[str, Any]:
+    """The case's ranks, each a fork of this process: what each found, and the seconds of CPU that all took."""
+    until = time.monotonic() + SECONDS
+    with tempfile.TemporaryDirectory(prefix="fake-cuda-") as folder:
+        pids = set()
+        for rank in range(case.workers):
+            if (pid := os.fork()) == 0:
+                _rank(case, rank, Path(folder))
+            pids.add(pid)
+        seconds = 0.0
+        while pids:
+            for pid in list(pids):
+                ended, _, usage = os.wait4(pid, os.WNOHANG)
+                if ended:
+                    pids.discard(pid)
+                    seconds += usage.ru_utime + usage.ru_stime
+                elif time.monotonic() > until:
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.005)
+        return {"seconds": seconds, "ranks": [_answer(Path(folder), rank) for rank in range(case.workers)]}
+
+
+def _answer(folder: Path, rank: int) -> dict[str, Any]:
+    with contextlib.suppress(OSError):
+        return json.loads((folder / str(rank)).read_text())
+    said = (folder / f"said{rank}").read_text(errors="replace")
+    return {"error": f"rank {rank} ended, or took more than {SECONDS:g} s: {said[-1000:]}"}
+
+
+def _rank(case: Case, rank: int, folder: Path) -> None:
+    os.dup2(os.open(folder / f"said{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    try:
+        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(case.workers), "GLOO_SOCKET_IFNAME": "lo"}
+        if case.workers > 1:
+            store = dist.FileStore(str(folder / "store"), case.workers)
+            dist.init_process_group("cpu:gloo,cuda:gloo", store=store, rank=rank, world_size=case.workers)
+        answer = case.work(rank)
+        if case.workers > 1:
+            dist.barrier()
+    except BaseException:
+        answer = {"error": traceback.format_exc()}
+    (folder / f"part{rank}").write_text(json.dumps(answer))
+    os.replace(folder / f"part{rank}", folder / str(rank))
+    os._exit(0)

@@ -1,0 +1,60 @@
+"""Every strategy and every composition on pretended CUDA devices: where tensors are, and where the host waits.
+
+`python -m tests.strategies.fake_cuda` prints the table.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from experiments.parity.rows import ROWS
+from tests.running import ROOT
+from tests.strategies.fake_cuda.cases import CANNOT, CASES, FAULTS, FAULTY
+from tests.strategies.fake_cuda.device import NoCompiler, library
+
+Ask = Callable[[int], list[str]]
+
+
+@pytest.fixture(scope="module")
+def problems() -> Iterator[Ask]:
+    """What is wrong with the case of that number, tried in a fork of one process."""
+    try:
+        library()
+    except NoCompiler as why:
+        pytest.skip(str(why))
+    command = [sys.executable, "-m", "tests.strategies.fake_cuda", "serve"]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+
+        def ask(number: int) -> list[str]:
+            print(number, file=process.stdin, flush=True)
+            return json.loads(process.stdout.readline())
+
+        yield ask
+        process.stdin.close()
+
+
+NUMBERED = [
+    pytest.param(number, id=case.name, marks=[pytest.mark.slow] * case.slow) for number, case in enumerate(CASES)
+]
+
+
+@pytest.mark.parametrize("number", NUMBERED)
+def test_two_steps_on_cuda(problems: Ask, number: int) -> None:
+    assert problems(number) == []
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_would_hold_up_or_end_a_gpu_is_noticed(problems: Ask, name: str) -> None:
+    found = problems(len(CASES) + [case.name for case in FAULTY].index(name))
+    assert len(found) == 1 and FAULTS[name][1] in found[0]
+
+
+def test_every_row_is_a_case_or_said_not_to_be() -> None:
+    names = [case.name for case in CASES]
+    assert not [row for row in ROWS if row.name not in CANNOT and sum(str(row) in name for name in names) < 2]
