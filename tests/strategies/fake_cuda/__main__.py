@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import sys
@@ -16,6 +17,7 @@ from tests.strategies.fake_cuda import device
 
 def main(words: list[str]) -> int:
     device.install(8)
+    importlib.import_module("torch._dynamo")  # what every case would import by itself otherwise
 
     from tests.strategies.fake_cuda import cases
 
