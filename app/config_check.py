@@ -27,6 +27,7 @@ _NOT_NEGATIVE = (
 CHOICES = {
     "launcher": ("auto", "ray", "actors", "local", "torchrun"),
     "train.precision": ("fp32", "bf16", "fp16", "fp8"),
+    "train.matmul_precision": ("highest", "high", "medium"),
     "parallel.reduce_dtype": ("fp32", "bf16"),
     "parallel.schedule": ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv"),
     "optimizer.lr_scaling": ("none", "linear", "sqrt"),

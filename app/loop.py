@@ -26,6 +26,7 @@ from app.noise_scale import NoiseScale
 from app.optimizer import LossScale, build_optimizer, learning_rate
 from app.persistence import Persistence, Progress
 from app.pipeline_monitor import PipelineMonitor
+from app.process import collect_garbage, configure_torch, garbage_waits
 from app.randomness import seed_everything, seed_step
 from app.step_sync import Agreement, StepSync
 from app.tasks import load_task
@@ -56,8 +57,7 @@ class Training:
         config = self.config = job.config
         self.job, self.place, self.channel, self.heartbeat = job, place, channel, channel.heartbeat
         self.heartbeat.phase = "starting"
-        if config.train.deterministic:
-            torch.use_deterministic_algorithms(True)
+        configure_torch(config.train, place.device)
         if place.device.type == "cpu":
             keep_freed_memory()
         self.task = load_task(config.task, config.task_args)
@@ -103,8 +103,9 @@ class Training:
         self._announce()
         batches = self.batches()
         try:
-            while self.steps_done < self.job.steps and not stopped:
-                stopped = self.advance(batches)
+            with garbage_waits():
+                while self.steps_done < self.job.steps and not stopped:
+                    stopped = self.advance(batches)
         finally:
             getattr(batches, "close", lambda: None)()
         self.heartbeat.phase = "ending"
@@ -191,6 +192,7 @@ class Training:
         self.heartbeat.save_requested = False
         agreed = self.sync.agree(step, stop=stop, save=save, may_be_infinite=self.scale.enabled)
         self._report(agreed)
+        collect_garbage()
         if self.noise is not None and (found := self.noise.values()):
             self._metrics(step, found)
         last = step == self.job.steps

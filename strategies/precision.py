@@ -25,8 +25,10 @@ Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433):
     backward   dx = q(dy)·q(W) / (s(dy)·s(W))       dy in e5m2 (up to 57,344), as gradients spread wider
                dW = q(dy)ᵀ·q(x) / (s(dy)·s(x))
 
-Products are added up in float32 and come back as bfloat16 (`torch.nn.functional.scaled_mm`). Everything else is as with
-train.precision=bf16: parameters, gradients and optimizer state float32, norms, attention, embedding and head 16 bits.
+Products come back as bfloat16 (`torch.nn.functional.scaled_mm`). They are added up in float32; in forward, not for
+gradients, with Hopper's fast accumulation, whose partial sums have fewer bits (torchao's choice too,
+https://github.com/pytorch/ao). Everything else is as with train.precision=bf16: parameters, gradients and optimizer
+state float32, norms, attention, embedding and head 16 bits.
 
 Choose it for large models on an H100 or newer, with train.compile (the scaling is a few passes over each tensor, which
 compiling fuses), once bf16 trains well: a number is rounded by up to 2⁻⁴ of itself instead of 2⁻⁹. Scaling grows with a
@@ -142,7 +144,7 @@ class _Float8Product(torch.autograd.Function):
         x8, x_inverse = quantise(x, FORWARD)
         w8, w_inverse = quantise(weight, FORWARD)
         ctx.save_for_backward(x8, x_inverse, w8, w_inverse)
-        return multiply(x8, w8, x_inverse, w_inverse)
+        return multiply(x8, w8, x_inverse, w_inverse, fast=True)
 
     @staticmethod
     @once_differentiable
@@ -168,8 +170,8 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return scaled.to(dtype).contiguous(), largest / most
 
 
-def multiply(a8: Tensor, b8: Tensor, a_inverse: Tensor, b_inverse: Tensor) -> Tensor:
+def multiply(a8: Tensor, b8: Tensor, a_inverse: Tensor, b_inverse: Tensor, *, fast: bool = False) -> Tensor:
     """a·bᵀ of float8 (M, K) and (N, K), both contiguous (the second is handed on as columns, as the hardware takes it),
-    scaled back: (M, N) bfloat16."""
-    per_tensor = F.ScalingType.TensorWise
-    return F.scaled_mm(a8, b8.t(), a_inverse, per_tensor, b_inverse, per_tensor, output_dtype=torch.bfloat16)
+    scaled back: (M, N) bfloat16. fast: added up with fewer bits, which on Hopper is faster."""
+    each, out = F.ScalingType.TensorWise, torch.bfloat16
+    return F.scaled_mm(a8, b8.t(), a_inverse, each, b_inverse, each, output_dtype=out, use_fast_accum=fast)

@@ -103,6 +103,14 @@ def test_rows_that_16_does_not_divide_are_computed_in_bfloat16() -> None:
     assert layer(x[:0]).shape == (0, 5, 48)
 
 
+@product
+def test_forward_alone_adds_up_fast() -> None:
+    layer, _ = _layer()
+    with mock.patch.object(F, "scaled_mm", wraps=F.scaled_mm) as called:
+        layer(_random(16, 64).requires_grad_()).sum().backward()
+    assert [call.kwargs["use_fast_accum"] for call in called.call_args_list] == [True, False, False]
+
+
 def test_layers_of_blocks_whose_sizes_16_divides_are_chosen_and_no_others() -> None:
     chain = nn.Sequential(*(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 20), nn.Linear(20, 32)) for _ in "ab"))
     model = nn.ModuleDict({"blocks": chain, "head": nn.Linear(32, 64)})
