@@ -96,9 +96,9 @@ class TrainConfig:
     seed: int = 0
     """Decides initial weights, data order and dropout; the same whatever the number of workers."""
     matmul_precision: str = "highest"
-    """On GPUs, how float32 is multiplied (torch.set_float32_matmul_precision; convolutions too): highest (float32), high
-    (TF32 where the GPU has it: several times as fast, each factor rounded to 10 bits) or medium (bfloat16 too). By
-    default highest, so that fp32 means float32 and all layouts agree to its rounding; bf16 leaves little to change."""
+    """On GPUs, how float32 is multiplied (torch.set_float32_matmul_precision; convolutions too): highest (float32; so
+    that all layouts agree to its rounding), high (TF32 where the GPU has it: several times as fast, factors rounded to
+    10 bits) or medium (bfloat16 too)."""
     deterministic: bool = False
     """Ask torch for deterministic algorithms everywhere (slower on GPUs)."""
     eval_every: Optional[int] = None

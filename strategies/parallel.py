@@ -142,7 +142,7 @@ class Parallel:
                 continue
             value = state.whole_tensor(tensor.detach(), self.device)
             if first:
-                whole[name] = value.cpu().clone()
+                whole[name] = value.cpu().clone(memory_format=torch.contiguous_format)
         return whole
 
     def total(self, value: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from torch import nn
 
 from strategies import activation_checkpointing, precision, registry, state
 from strategies.blocks import compile_blocks, find_blocks
+from strategies.channels_last import use_channels_last
 from strategies.dims import Layout, LayoutError, Options, ParallelDims, submesh
 from strategies.layout import check, choose
 from strategies.parallel import Parallel
@@ -63,6 +64,8 @@ def parallelize(
     on_meta = dims.tp * dims.pp > 1 or strategy.is_sharded
     module, note = state.structure(build) if on_meta else (build(), "")
     state.require_parameters(module)
+    if device.type == "cuda":
+        use_channels_last(module, with_weights=not on_meta)
     names = find_blocks(module, _answer(blocks, module))
     division = Division(module, names, layout, options, device, example) if dims.pp > 1 else None
     mesh = dims.build_mesh(device.type) if dims.world_size > 1 else None

@@ -136,5 +136,5 @@ class PipelineParallel(Parallel):
                     value = torch.empty(shape, dtype=dtype, device=self.device)
                 dist.broadcast(value, source, group=self.stage_group)
                 if dist.get_rank() == 0:
-                    found[name] = value.cpu().clone()
+                    found[name] = value.cpu().clone(memory_format=torch.contiguous_format)
         return found
