@@ -87,6 +87,7 @@ class Persistence:
             return keep.every_seconds
         if self.longest_stall is None:
             return FIRST_SECONDS
+        self.longest_stall = max(self.longest_stall, self.checkpointer.last_stall_seconds)
         return checkpoint_interval(self.longest_stall, self.checkpointer.last_total_seconds, self.job.mtbf_seconds)
 
     def save(self, progress: Progress) -> None:

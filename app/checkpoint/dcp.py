@@ -4,7 +4,7 @@ DCP's planner divides the writing evenly among the ranks that hold the same tens
 copied, so that with eight data-parallel GPUs in a machine each copies an eighth into host memory. It is asked again
 only when the state's layout changes on any rank, since its answer costs collectives of objects. torch's own stagers
 keep their buffers by the identity of the source's storage, so a state made afresh for each save never uses one twice.
-Here they belong to names, and are pinned where the source is on a GPU.
+Here they belong to names (host_buffer.py).
 
 Files are hashed as they are written: that costs no second read of them (which on an object store would be a download),
 and it hashes what was meant to be written, not what came back. Local files are made durable when they are closed; DCP's
@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from app.checkpoint.commit import File
+from app.checkpoint.host_buffer import HostBuffer
 from app.checkpoint.ranks import NotFinite, Ranks
 from app.storage import Storage
 
@@ -47,12 +48,21 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 class Staged(DefaultSavePlanner):
     """A rank's part of one save; nothing in it is shared with training.
 
-    plan: what is written; table: DCP's metadata of the whole, on rank 0; data: copies by name.
+    plan: what is written; table: DCP's metadata of the whole, on rank 0; data: copies by name, which a GPU may still be
+    making; copying: where each GPU's copies begin and end.
     """
 
-    def __init__(self, plan: SavePlan, table: Metadata | None, data: dict[str, Any]) -> None:
+    def __init__(
+        self, plan: SavePlan, table: Metadata | None, data: dict[str, Any], copying: list[tuple[Any, Any]]
+    ) -> None:
         super().__init__()
-        self.plan, self.table, self.data = plan, table, data
+        self.plan, self.table, self.data, self.copying = plan, table, data, copying
+
+    def wait(self) -> float:
+        """Until the copies are whole; the seconds that they have taken of the GPU's time."""
+        for _, end in self.copying:
+            end.synchronize()
+        return sum(start.elapsed_time(end) for start, end in self.copying) / 1e3
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """What DCP's writer is to write."""
@@ -67,18 +77,19 @@ def flatten(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class Stager:
-    """Copies states into host memory, into the same buffers every time. One copy at a time is alive."""
+    """Copies states into host memory, into the same memory every time. One copy at a time is alive."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._layout: list[tuple[Any, ...]] | None = None
         self._plan = SavePlan([])
         self._table: Metadata | None = None
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffer = HostBuffer()
 
     def stage(self, state: dict[str, Any], finite: bool = True) -> Staged:
-        """This rank's part of `state`; the copy is whole when this returns. A collective call.
+        """This rank's part of `state`; what is computed from now on does not change the copy. A collective call.
 
+        A GPU makes its copies between what it was asked before and after: nothing waits for them here.
         Raises RankFailed, and NotFinite if the state of any rank is not `finite`.
         """
         planner = DefaultSavePlanner()
@@ -92,32 +103,36 @@ class Stager:
             self._layout = None
             self._plan = self._ranks.divide(planner.create_local_plan, lambda plans: self._divide(planner, plans))
             self._layout = layout
-        with torch.no_grad():
-            data = {item.index.fqn: self._copy(item.index.fqn, item.type, flat) for item in self._plan.items}
-        tensors = [value for name in data if isinstance(value := flat[name], torch.Tensor)]
-        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()  # copies from a GPU are only queued
-        self._buffers = {name: buffer for name, buffer in self._buffers.items() if name in data}
-        return Staged(self._plan, self._table, data)
+        kinds = {item.index.fqn: item.type for item in self._plan.items}
+        data = {name: copy.deepcopy(flat[name]) for name, kind in kinds.items() if kind == WriteItemType.BYTE_IO}
+        sources = {name: _own_part(flat[name]) for name in kinds if name not in data}
+        copies, copying = self._copied(sources)
+        return Staged(self._plan, self._table, data | copies, copying)
+
+    @torch.no_grad()
+    def _copied(self, sources: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[tuple[Any, Any]]]:
+        """The copies, and events around those of each GPU."""
+        copies = self._buffer.like(sources)
+        devices = {source.device for source in sources.values() if source.is_cuda}
+        streams = [torch.cuda.current_stream(device) for device in devices]
+        started = [stream.record_event(torch.cuda.Event(enable_timing=True)) for stream in streams]
+        for name, source in sources.items():
+            copies[name].copy_(source, non_blocking=source.is_cuda)
+        ended = [stream.record_event(torch.cuda.Event(enable_timing=True)) for stream in streams]
+        return copies, list(zip(started, ended, strict=True))
 
     def _divide(self, planner: DefaultSavePlanner, plans: list[SavePlan]) -> list[SavePlan]:
         """On rank 0: what each rank writes, and into which file."""
         divided, self._table = planner.create_global_plan(plans)
         return FileSystemWriter("").prepare_global_plan(divided)
 
-    def _copy(self, name: str, kind: WriteItemType, flat: dict[str, Any]) -> Any:
-        if kind == WriteItemType.BYTE_IO:
-            return copy.deepcopy(flat[name])
-        source = flat[name].detach()
-        source = source.to_local() if isinstance(source, DTensor) else source
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-            buffer = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=source.is_cuda)
-            self._buffers[name] = buffer
-        return buffer.copy_(source, non_blocking=source.is_cuda)
-
     def close(self) -> None:
-        self._buffers.clear()
+        self._buffer.close()
+
+
+def _own_part(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _describe(name: str, value: Any) -> tuple[Any, ...]:

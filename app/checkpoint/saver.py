@@ -58,7 +58,8 @@ class Checkpointer:
         fence: Callable[[], bool] = lambda: True,
     ) -> None:
         self.last_stall_seconds = 0.0
-        """Time that the last save() held training up: waiting for the save before it, and copying."""
+        """Time that the last save() held training up: waiting for the save before it, and copying (a GPU's, which goes
+        on when save() has returned, is added once it is known)."""
         self.last_total_seconds = 0.0
         """Time from the call of the last finished save until it was committed, or had failed."""
         self._storage = Storage(folder)
@@ -100,8 +101,8 @@ class Checkpointer:
             raise self._failure(commit, error) from error
         self._pending = Future()
         work = (commit, staged, started, self._pending)
-        threading.Thread(target=self._run, args=work, name="checkpoint", daemon=True).start()
         self.last_stall_seconds = time.perf_counter() - started
+        threading.Thread(target=self._run, args=work, name="checkpoint", daemon=True).start()
 
     def check(self) -> None:
         """Raise CheckpointError if the last save has failed by now. Does not wait; and does not forget the failure,
@@ -129,6 +130,7 @@ class Checkpointer:
 
     def _run(self, commit: Commit, staged: Staged, started: float, outcome: Future[Commit]) -> None:
         try:
+            self.last_stall_seconds += staged.wait()
             result: Any = self._save(commit, staged)
         except BaseException as error:  # a thread's exception would be lost
             result = self._failure(commit, error)

@@ -51,7 +51,7 @@ def _staged(rank: int, folder: str) -> list[int]:
         if step == 3 and rank == 1:
             state["model"]["only.on.1"] = torch.ones(1000)
         checkpointer.save(state, meta={"step": step})
-        copied.append(sum(buffer.nbytes for buffer in checkpointer._stager._buffers.values()))
+        copied.append(sum(buffer.nbytes for buffer in checkpointer._stager._buffer._tensors.values()))
         checkpointer.wait()
     into = {"model": {**whole(0.0), "only.on.1": torch.zeros(1000)}}
     checkpoint.load(checkpoint.commits(folder)[0], into)

@@ -157,6 +157,31 @@ def images(row: Row, on: str, rank: int) -> dict[str, Any]:
     return {"numbers": [*numbers[::2], *numbers[1::2]]}
 
 
+def staging(rank: int) -> dict[str, Any]:
+    """Two saves of a state that a step changes in between."""
+    sizes = {"whole": (3, 1 << 20), "odd": (1000003,), "number": (), "empty": (0, 4)}
+    state = {name: torch.randn(shape, device="cuda:0") for name, shape in sizes.items()}
+    state["host's"] = torch.randn(5)
+    nbytes = sum(tensor.nbytes for tensor in state.values())
+    stager, where = Stager(Ranks()), set()
+    for _ in range(2):
+        fake.waits.clear()
+        staged = stager.stage(state)
+        waits = list(fake.waits)
+        staged.wait()
+        assert nbytes <= fake.pinned_bytes() < nbytes + 64 * len(state), "as much as is needed, and once"
+        assert all(torch.equal(staged.data[name], tensor.cpu()) for name, tensor in state.items())
+        assert staged.data["odd"].is_pinned(), "locked"
+        assert staged.data["odd"].untyped_storage().nbytes() == 4 * 1000003
+        where.add(staged.data["whole"].data_ptr())
+        for tensor in state.values():
+            tensor.add_(1)
+    assert len(where) == 1
+    stager.close()
+    assert fake.pinned_bytes() == 0
+    return {"waits": waits}
+
+
 # --- the loop and its parts ---------------------------------------------------------------------------------------
 
 
@@ -241,6 +266,7 @@ CASES += [
     Case(f"{row} images", row.workers, partial(images, row, "cuda"), Case("truth", 1, partial(images, SINGLE, "cpu")))
     for row in (SINGLE, Row("ddp", 2), Row("fsdp", 2), Row("model_parallel", 1))
 ]
+CASES += [Case("staging a save", 1, staging, waits={})]
 CASES += [
     Case(name, 1, partial(loop, changes), waits=FP16 if "fp16" in name else {}) for name, changes in LOOPS.items()
 ]

@@ -99,7 +99,9 @@ struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* memory = std::malloc(bytes ? bytes : 1);
     std::lock_guard<std::mutex> held(lock);
-    pinned[reinterpret_cast<uintptr_t>(memory)] = bytes;
+    size_t rounded = 1; // as torch's own does
+    while (rounded < bytes) rounded *= 2;
+    pinned[reinterpret_cast<uintptr_t>(memory)] = rounded;
     return {memory, memory, &unpin, Device(c10::kCPU)};
   }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
@@ -352,6 +354,15 @@ void fake_cuda_resize(void* storage, size_t bytes) { // c10::StorageImpl: torch'
   c10::DataPtr data(owner->get(), owner, [](void* kept) { delete static_cast<c10::DataPtr*>(kept); }, impl->device());
   impl->set_data_ptr_noswap(std::move(data));
   impl->set_nbytes(bytes);
+}
+int fake_cuda_register(void* memory, size_t bytes) { // cudaHostRegister
+  std::lock_guard<std::mutex> held(lock);
+  pinned[reinterpret_cast<uintptr_t>(memory)] = bytes;
+  return 0;
+}
+int fake_cuda_unregister(void* memory) {
+  std::lock_guard<std::mutex> held(lock);
+  return pinned.erase(reinterpret_cast<uintptr_t>(memory)) ? 0 : 1;
 }
 size_t fake_cuda_pinned() {
   std::lock_guard<std::mutex> held(lock);

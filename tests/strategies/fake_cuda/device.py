@@ -83,7 +83,9 @@ def install(devices: int) -> None:
     _library.told = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(lambda what: waits.append((what.decode(), _place())))
     _library.fake_cuda_begin(devices, _library.told)
     _library.fake_cuda_pinned.restype = ctypes.c_size_t
-    _library.fake_cuda_resize.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    for taking in (_library.fake_cuda_resize, _library.fake_cuda_register):
+        taking.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    _library.fake_cuda_unregister.argtypes = (ctypes.c_void_p,)
     _face(devices)
 
 
@@ -173,6 +175,10 @@ def _face(devices: int) -> None:
         "device_count": lambda: devices,
         "current_device": accelerator.current_device_index,
         "set_device": set_device,
+        "cudart": lambda: SimpleNamespace(
+            cudaHostRegister=lambda memory, size, flags: _library.fake_cuda_register(memory, size),
+            cudaHostUnregister=_library.fake_cuda_unregister,
+        ),
         "_exchange_device": exchange,
         "_maybe_exchange_device": exchange,
         "synchronize": lambda device=None: accelerator.synchronize(of(device)),
@@ -192,6 +198,7 @@ def _face(devices: int) -> None:
     }
     for name, value in given.items():
         setattr(cuda, name, value)
+    torch.empty(1, pin_memory=True)  # from here on torch takes CUDA to be initialised
     torch.version.cuda = "13.0"  # type: ignore[assignment]
 
     resized = torch.UntypedStorage.resize_
