@@ -15,7 +15,7 @@ import pytest
 from experiments.parity.rows import ROWS
 from tests.running import ROOT
 from tests.strategies.fake_cuda.cases import CANNOT, CASES, FAULTS, FAULTY
-from tests.strategies.fake_cuda.device import NoCompiler, library
+from tests.strategies.fake_cuda.device import NoFakeCUDA, library
 
 Ask = Callable[[int], list[str]]
 
@@ -25,7 +25,7 @@ def problems() -> Iterator[Ask]:
     """What is wrong with the case of that number, tried in a fork of one process."""
     try:
         library()
-    except NoCompiler as why:
+    except NoFakeCUDA as why:
         pytest.skip(str(why))
     command = [sys.executable, "-m", "tests.strategies.fake_cuda", "serve"]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

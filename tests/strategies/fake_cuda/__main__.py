@@ -19,7 +19,7 @@ def main(words: list[str]) -> int:
     device.install(8)
     importlib.import_module("torch._dynamo")  # what every case would import by itself otherwise
 
-    from tests.strategies.fake_cuda import cases
+    from tests.strategies.fake_cuda import cases, forks
 
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the cases print is not part of the answer
@@ -32,9 +32,9 @@ def main(words: list[str]) -> int:
         if case.truth is not None:
             key = str(case.truth.work)
             if key not in known:
-                known[key] = cases.run(case.truth)["ranks"][0]["numbers"]
+                known[key] = forks.run(case.truth.work, 1)["ranks"][0]["numbers"]
             truth = known[key]
-        ran = cases.run(case)
+        ran = forks.run(case.work, case.workers)
         return ran, cases.problems(case, ran, truth)
 
     if words == ["serve"]:
@@ -45,7 +45,7 @@ def main(words: list[str]) -> int:
     for case in [case for case in cases.CASES if all(word in case.name for word in words)]:
         ran, found = tried(case)
         total, wrong = total + ran["seconds"], wrong + bool(found)
-        waits = Counter(where for rank in ran["ranks"] for _, where in rank.get("waits", ()))
+        waits = Counter(where for rank in ran["ranks"] for _, where in [*rank.get("first", ()), *rank.get("waits", ())])
         told = ", ".join(f"{where} × {count}" for where, count in waits.items())
         verdict = "WRONG" if found else "ok"
         print(f"{case.name:<72} {case.workers} {ran['seconds']:5.1f} s  {verdict:<6}{told}", file=out, flush=True)

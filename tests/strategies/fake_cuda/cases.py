@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
 import tempfile
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,18 +30,17 @@ from tests.strategies.models import ZOO, gpt_trial, seeded
 from tests.tasks import Points
 
 DEVICES = 8
-SECONDS = 60.0
-"""That a case may take."""
 STEPS = 2
 
-SHAPES = "once for a kind of batch, in its first step: what it says decides which memory is asked for"
-WAITS = {
+SHAPES = "once for a kind of batch: what it says decides which memory is asked for"
+FIRST_STEP = {
     "strategies/pipeline/p2p.py:_learn": SHAPES,
     "strategies/pipeline/runtime.py:_send_on": SHAPES,
-    "strategies/tensor/apply.py:_compare": "in the first step alone: it may end the run with a sentence",
-    "torch/nn/parallel/distributed.py:_pre_forward": "DDP's own, once: after the first step it makes its buckets anew",
+    "strategies/tensor/apply.py:_compare": "it may end the run with a sentence",
 }
-"""By file:function, why the host may wait there inside a step."""
+"""By file:function, why the host may wait there in the first step."""
+WAITS = {"torch/nn/parallel/distributed.py:_pre_forward": "DDP's own: in the second step it makes its buckets anew"}
+"""In any step."""
 OFFLOADED = {
     "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py:finalize_backward": "gradients are the host's then",
     "strategies/clip.py:_norm": "they are measured there",
@@ -103,14 +95,15 @@ def train(row: Row, options: dict[str, Any], layers: int, on: str, rank: int) ->
             share = [tensor.tensor_split(dims.dp)[dims.data_rank(rank)] for tensor in trial.batch(step)]
             yield list(zip(*(tensor.tensor_split(trial.micro_batches) for tensor in share)))
 
-    fake.waits.clear()
+    waits: list[list[tuple[str, str]]] = []
     weights = [1 / trial.micro_batches / dims.dp] * trial.micro_batches
     for micro_batches in prefetched(batches, device):
+        fake.waits.clear()
         loss = parallel.forward_backward(micro_batches, weights, trial.loss)
         norm = parallel.grad_norm_(trial.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    waits = list(fake.waits)
+        waits.append(list(fake.waits))
     parallel.module.eval()
     parallel.forward(lambda module, batch: {"loss": trial.loss(module, batch)}, micro_batches[0])
     parallel.module.train()
@@ -122,7 +115,8 @@ def train(row: Row, options: dict[str, Any], layers: int, on: str, rank: int) ->
     held = [*parallel.parameters(), *parallel.inner.buffers()]
     held += [value for values in optimizer.state.values() for value in values.values()]
     on_host = sorted({str(tensor.device) for tensor in held if not tensor.is_cuda})
-    return {"waits": waits, "numbers": [float(loss), float(norm)], "on_host": [] if chosen.offload else on_host}
+    numbers = [float(loss), float(norm)]
+    return {"first": waits[0], "waits": waits[1], "numbers": numbers, "on_host": [] if chosen.offload else on_host}
 
 
 def _own_device(row: Row, rank: int) -> torch.device:
@@ -276,7 +270,8 @@ def problems(case: Case, ran: dict[str, Any], truth: list[float]) -> list[str]:
     """What is wrong with what a case gave."""
     found = [rank["error"] for rank in ran["ranks"] if "error" in rank]
     for rank, gave in enumerate(ran["ranks"] if not found else ()):
-        unknown = sorted({f"{where} ({what})" for what, where in gave.get("waits", ()) if where not in case.waits})
+        waits = [*gave.get("waits", ()), *(w for w in gave.get("first", ()) if w[1] not in FIRST_STEP)]
+        unknown = sorted({f"{where} ({what})" for what, where in waits if where not in case.waits})
         found += [f"rank {rank} waits for the device in {where}" for where in unknown]
         found += [f"rank {rank} has its state on {device}" for device in gave.get("on_host", ())]
         if truth:
@@ -285,52 +280,3 @@ def problems(case: Case, ran: dict[str, Any], truth: list[float]) -> list[str]:
             if not (max(off[:half]) <= case.tolerance and max(off[half:]) <= 10 * case.tolerance):
                 found.append(f"rank {rank} has losses and norms {gave['numbers']} where a CPU has {truth}")
     return found
-
-
-# --- in processes -------------------------------------------------------------------------------------------------
-
-
-def run(case: Case) -> dict[str, Any]:
-    """The case's ranks, each a fork of this process: what each found, and the seconds of CPU that all took."""
-    until = time.monotonic() + SECONDS
-    with tempfile.TemporaryDirectory(prefix="fake-cuda-") as folder:
-        pids = set()
-        for rank in range(case.workers):
-            if (pid := os.fork()) == 0:
-                _rank(case, rank, Path(folder))
-            pids.add(pid)
-        seconds = 0.0
-        while pids:
-            for pid in list(pids):
-                ended, _, usage = os.wait4(pid, os.WNOHANG)
-                if ended:
-                    pids.discard(pid)
-                    seconds += usage.ru_utime + usage.ru_stime
-                elif time.monotonic() > until:
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.005)
-        return {"seconds": seconds, "ranks": [_answer(Path(folder), rank) for rank in range(case.workers)]}
-
-
-def _answer(folder: Path, rank: int) -> dict[str, Any]:
-    with contextlib.suppress(OSError):
-        return json.loads((folder / str(rank)).read_text())
-    said = (folder / f"said{rank}").read_text(errors="replace")
-    return {"error": f"rank {rank} ended, or took more than {SECONDS:g} s: {said[-1000:]}"}
-
-
-def _rank(case: Case, rank: int, folder: Path) -> None:
-    os.dup2(os.open(folder / f"said{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    try:
-        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(case.workers), "GLOO_SOCKET_IFNAME": "lo"}
-        if case.workers > 1:
-            store = dist.FileStore(str(folder / "store"), case.workers)
-            dist.init_process_group("cpu:gloo,cuda:gloo", store=store, rank=rank, world_size=case.workers)
-        answer = case.work(rank)
-        if case.workers > 1:
-            dist.barrier()
-    except BaseException:
-        answer = {"error": traceback.format_exc()}
-    (folder / f"part{rank}").write_text(json.dumps(answer))
-    os.replace(folder / f"part{rank}", folder / str(rank))
-    os._exit(0)

@@ -38,7 +38,7 @@ waits: list[tuple[str, str]] = []
 _library: Any = None
 
 
-class NoCompiler(Exception):
+class NoFakeCUDA(Exception):
     """One sentence: why there is no fake CUDA here."""
 
 
@@ -46,14 +46,16 @@ def library() -> Path:
     """The compiled device.cpp, made once for it and a version of torch.
 
     Raises:
-        NoCompiler: there is none, or it cannot compile this.
+        NoFakeCUDA: there is none, it cannot compile this, or torch has real CUDA.
     """
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
-        raise NoCompiler("fake CUDA needs a C++ compiler, and there is none")
+        raise NoFakeCUDA("fake CUDA needs a C++ compiler, and there is none")
     found = importlib.util.find_spec("torch")
     assert found is not None and found.origin is not None
     home, version = Path(found.origin).parent, importlib.metadata.version("torch")
+    if Path(home, "lib", "libtorch_cuda.so").exists():
+        raise NoFakeCUDA("fake CUDA needs a torch without CUDA of its own")
     name = hashlib.sha256(SOURCE.read_bytes() + f"{home} {version}".encode()).hexdigest()[:16]
     made = Path(tempfile.gettempdir(), f"trireme-fake-cuda-{os.getuid()}", f"{name}.so")
     if not made.exists():
@@ -64,7 +66,7 @@ def library() -> Path:
         done = subprocess.run(line, capture_output=True, text=True)
         if done.returncode:
             wrong = next((said for said in done.stderr.splitlines() if "error" in said), "")
-            raise NoCompiler(f"fake CUDA does not compile with torch {version}: {wrong}")
+            raise NoFakeCUDA(f"fake CUDA does not compile with torch {version}: {wrong}")
         part.rename(made)
     return made
 
@@ -73,7 +75,7 @@ def install(devices: int) -> None:
     """Gives this process, which has not imported torch yet, that many devices. Not to be undone.
 
     Raises:
-        NoCompiler: see `library`.
+        NoFakeCUDA: see `library`.
     """
     global _library
     assert "torch" not in sys.modules, "torch asks once, when it is imported, whether there are devices"
