@@ -1,6 +1,6 @@
 """What the loop measures of a pipeline: profiles of single steps, which tell what every stage did with its time.
 
-The clocks of the nodes are aligned by a barrier before a profiled step's first instruction.
+The clocks of the workers begin at an all-reduce before a profiled step's first instruction.
 """
 
 from __future__ import annotations

@@ -128,15 +128,17 @@ def submesh(mesh: DeviceMesh, *names: str) -> DeviceMesh:
     return mesh[tuple(written[name] for name in names)]
 
 
-def own_group(every: list[list[int]]) -> ProcessGroup | None:
-    """Makes a process group of each list of ranks; the one that this rank is in, the last if in several.
+def own_group(every: list[list[int]], **how: Any) -> ProcessGroup | None:
+    """Makes a process group of each list of ranks; the one that this rank is in, the last if in several. how: see
+    torch.distributed.new_group.
 
-    Collective over all ranks, which pass the same lists."""
+    Collective over all ranks, which pass the same lists. (A group that a rank is not in costs it microseconds: nobody
+    waits. `use_local_synchronization` would name groups by how many the rank is in already, which stages differ in.)"""
     import torch.distributed as dist
 
     found = None
     for ranks in every:
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, **how)
         found = group if dist.get_rank() in ranks else found
     return found
 

@@ -82,9 +82,10 @@ class Division:
         stage_group = submesh(mesh, "pp").get_group()
         runtime = Runtime(
             Stage(module, self.blocks, self.assignment, self.tracer, self.parts),
-            P2PComm(self.stage, stage_group, device, _pipelines(dims)),
+            P2PComm(self.placement, self.stage, stage_group, device, _pipelines(dims)),
             self.placement,
             autocast=precision.autocast(options.precision, device.type),
+            wire=None if options.precision == "fp32" else precision.DTYPES[options.precision],
             sync=sync,
             deferred=self.deferred,
             clear=split.forget if split is not None else lambda: None,

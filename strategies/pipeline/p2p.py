@@ -1,9 +1,12 @@
 """What goes between stages: activations one way, gradients back, straight from process to process.
 
-A sender sends as soon as it has something and does not wait. A receiver knows from the sender's own list of
-instructions in which order things will come, and has asked for the next few before it needs them, so that they travel
-while it computes. Shapes are sent once per kind of batch, in a message of fixed size before the first tensors of that
-kind: after that nothing but tensors is sent.
+A sender sends as soon as it has something and does not wait. A receiver asks for what will come when the schedule says
+so (postings.py), so that it travels while the stage computes. Shapes are sent once per kind of batch, in a message of
+fixed size before the first tensors of that kind: after that nothing but tensors is sent.
+
+With 16-bit arithmetic (autocast) float32 activations travel as 16 bits, and their gradients too: half the bytes. On
+arrival they are float32 again, so that a stage computes as one device would, but for the rounding of what crossed.
+What carries no gradient (masks, positions) travels as it is, as does everything in evaluation.
 """
 
 from __future__ import annotations
@@ -19,30 +22,40 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strategies.dims import LayoutError, own_group
+from strategies.pipeline.postings import Arrival, Key, connections
+from strategies.pipeline.schedules import Placement
 
-AHEAD = 3
-"""Messages that a receiver has asked for before it needs them, per neighbour and direction."""
 HEADER_BYTES = 8192
 """Of a message that says shapes."""
+CTAS = 4
+"""Most of a GPU's multiprocessors that one connection may occupy. A receive or send occupies them while it waits, and a
+stage has up to four at once; NCCL alone may take 32 for each."""
 
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """A tensor's shape and type, and whether a gradient of it is sent back."""
+    """A tensor's shape and type, whether a gradient of it is sent back, and the type that both travel as."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     grad: bool
+    sent: torch.dtype
 
     @staticmethod
-    def of(tensor: Tensor) -> TensorMeta:
-        return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+    def of(tensor: Tensor, wire: torch.dtype | None) -> TensorMeta:
+        """wire: see sent_dtype."""
+        return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, sent_dtype(tensor, wire))
 
     def __str__(self) -> str:
         return f"{tuple(self.shape)} {str(self.dtype).removeprefix('torch.')}"
 
 
 TensorMetas = tuple[TensorMeta, ...]
+
+
+def sent_dtype(tensor: Tensor, wire: torch.dtype | None) -> torch.dtype:
+    """What the tensor travels as. wire: the type of 16-bit arithmetic; None: all is float32."""
+    return wire if wire is not None and tensor.requires_grad and tensor.dtype == torch.float32 else tensor.dtype
 
 
 def encode(metas: TensorMetas) -> Tensor:
@@ -56,13 +69,9 @@ def encode(metas: TensorMetas) -> Tensor:
     return torch.frombuffer(bytearray(data.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
 
 
-@dataclass(frozen=True)
-class Message:
-    """What is sent at once: the outputs of (or the gradients for) part and micro-batch. kind: what shapes it has."""
-
-    part: int
-    micro: int
-    kind: Any
+def decode(header: Tensor) -> TensorMetas:
+    """What `encode` was given; waits for the device."""
+    return pickle.loads(header.cpu().numpy().tobytes())
 
 
 class P2PComm:
@@ -73,90 +82,99 @@ class P2PComm:
     """
 
     def __init__(
-        self, stage: int, group: dist.ProcessGroup, device: torch.device, pipelines: Sequence[Sequence[int]]
+        self, placement: Placement, stage: int, group: dist.ProcessGroup, device: torch.device, pipelines: Sequence[Any]
     ) -> None:
         self.stage, self.device, self.group = stage, device, group
         self.ranks = dist.get_process_group_ranks(group)
         """By stage."""
         self.groups: dict[tuple[str, bool], dist.ProcessGroup] = {}
-        self.sent: dict[Any, list[tuple[Any, Tensor]]] = {}
-        """What is kept until it has been sent, by the key it was sent with."""
+        self.sent: dict[Key | None, list[tuple[Any, Tensor]]] = {}
+        """What is kept until it has been taken, by the key it was sent with."""
         if device.type == "cuda":
             for key in ((kind, down) for kind in ("F", "B") for down in (True, False)):
-                self.groups[key] = own_group([list(ranks) for ranks in pipelines])  # type: ignore[assignment]
+                self.groups[key] = own_group([list(ranks) for ranks in pipelines], **_nccl())  # type: ignore[assignment]
+        self._connect(placement)
 
-    def _group(self, kind: str, source: int, target: int) -> dist.ProcessGroup:
-        return self.groups.get((kind, source < target), self.group)
+    def _connect(self, placement: Placement) -> None:
+        """NCCL opens a connection with its first message, and both ends wait for it: so here, in one order."""
+        token = torch.zeros(1, device=self.device)
+        for kind, source, target in connections(placement):
+            if self.stage == source:
+                dist.send(token, self.ranks[target], **self._way(kind, source, target))
+            elif self.stage == target:
+                dist.recv(token, self.ranks[source], **self._way(kind, source, target))
 
-    def send(self, kind: str, stage: int, tensors: Iterable[Tensor], key: Any = None) -> None:
-        """Returns at once. key: by which `received` knows these tensors."""
-        group, tag = self._group(kind, self.stage, stage), "FB".index(kind)
-        for done in [key for key, pairs in self.sent.items() if all(work.is_completed() for work, _ in pairs)]:
-            del self.sent[done]
+    def _way(self, kind: str, source: int, target: int) -> dict[str, Any]:
+        return {"group": self.groups.get((kind, source < target), self.group), "tag": "FB".index(kind)}
+
+    def send(self, kind: str, stage: int, tensors: Iterable[Tensor], key: Key | None = None) -> None:
+        """Returns at once. key: by which `release` knows these tensors."""
         for tensor in tensors:
             data = tensor.detach().contiguous()
-            work = dist.isend(data, self.ranks[stage], group=group, tag=tag)
+            work = dist.isend(data, self.ranks[stage], **self._way(kind, self.stage, stage))
             self.sent.setdefault(key, []).append((work, data))
 
-    def receive(self, kind: str, stage: int, tensors: Iterable[Tensor]) -> list[Any]:
-        group, tag = self._group(kind, stage, self.stage), "FB".index(kind)
-        return [dist.irecv(tensor, self.ranks[stage], group=group, tag=tag) for tensor in tensors]
+    def receive(
+        self, kind: str, stage: int, shapes: Iterable[tuple[tuple[int, ...], torch.dtype]]
+    ) -> tuple[list[Any], list[Tensor]]:
+        """Returns at once: what to wait for, and where the tensors will be."""
+        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
+        way = self._way(kind, stage, self.stage)
+        return [dist.irecv(tensor, self.ranks[stage], **way) for tensor in tensors], tensors
 
-    def received(self, key: Any) -> None:
-        """Lets go of what was sent with this key: an answer to it has come. (gloo says of a message that it has been
-        sent only to who waits for it.)"""
-        for work, _ in self.sent.pop(key, ()):
-            work.wait()
+    def release(self, keys: Iterable[Key | None]) -> None:
+        """Lets go of what was sent with these keys, which has been taken."""
+        for key in keys:
+            for work, _ in self.sent.pop(key, ()):
+                work.wait()
 
     def settle(self) -> None:
         """Waits until everything that was sent has been taken."""
-        for key in list(self.sent):
-            self.received(key)
+        self.release(list(self.sent))
+
+
+def _nccl() -> dict[str, Any]:
+    """How to make a group of few multiprocessors, where NCCL is what GPUs talk over."""
+    if "nccl" not in str(dist.get_backend_config()):
+        return {}
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = CTAS
+    return {"backend": "nccl", "pg_options": options}
 
 
 class Receiver:
-    """What one neighbour sends in one direction during a step, asked for in the order in which it will come."""
+    """What a stage is sent during a step."""
 
     def __init__(
-        self, comm: P2PComm, kind: str, stage: int, messages: Iterable[Message], metas: dict[Any, TensorMetas]
+        self, comm: P2PComm, coming: Iterable[Arrival], kinds: Sequence[Any], metas: dict[Any, TensorMetas]
     ) -> None:
-        """metas: shapes by (part, kind of batch); grows by what headers say."""
-        self.comm, self.kind, self.stage = comm, kind, stage
-        self.coming = deque(messages)
-        self.metas = metas
-        self.asked: dict[tuple[int, int], tuple[list[Any], list[Tensor]]] = {}
-        self.ahead()
+        """kinds: of each micro-batch. metas: shapes by (edge, kind of batch); grows by what headers say."""
+        self.comm, self.coming, self.kinds, self.metas = comm, deque(coming), kinds, metas
+        self.asked: dict[Key, tuple[Arrival, TensorMetas, list[Any], list[Tensor]]] = {}
+        self.ask(0)
 
-    def ahead(self) -> None:
-        """Asks for the next messages whose shapes are known."""
-        while self.coming and len(self.asked) < AHEAD and self._meta(self.coming[0]) is not None:
-            self._ask()
+    def ask(self, done: int) -> None:
+        """Asks for what is to be asked for once that many instructions are done."""
+        while self.coming and self.coming[0].after <= done:
+            arrival = self.coming.popleft()
+            (kind, edge, micro), source = arrival.key, arrival.source
+            batch = self.kinds[micro]
+            if (edge, batch) not in self.metas:
+                self.metas[edge, batch] = self._learn(kind, source)
+            metas = tuple(meta for meta in self.metas[edge, batch] if kind == "F" or meta.grad)
+            works, tensors = self.comm.receive(kind, source, ((meta.shape, meta.sent) for meta in metas))
+            self.asked[arrival.key] = arrival, metas, works, tensors
 
-    def take(self, part: int, micro: int) -> list[Tensor]:
-        """The tensors of that message; waits for them."""
-        while (part, micro) not in self.asked:
-            if self._meta(self.coming[0]) is None:
-                self._learn(self.coming[0])
-            self._ask()
-        works, tensors = self.asked.pop((part, micro))
+    def take(self, key: Key) -> list[Tensor]:
+        """The tensors of that message; waits for them (on a GPU, the current stream does)."""
+        arrival, metas, works, tensors = self.asked.pop(key)
         for work in works:
             work.wait()
-        self.ahead()
-        return tensors
+        self.comm.release(arrival.frees)
+        return [tensor.to(meta.dtype) for tensor, meta in zip(tensors, metas, strict=True)]
 
-    def _meta(self, message: Message) -> TensorMetas | None:
-        return self.metas.get((message.part, message.kind))
-
-    def _ask(self) -> None:
-        message = self.coming.popleft()
-        metas = self.metas[message.part, message.kind]
-        if self.kind == "B":
-            metas = tuple(meta for meta in metas if meta.grad)
-        tensors = [torch.empty(meta.shape, dtype=meta.dtype, device=self.comm.device) for meta in metas]
-        self.asked[message.part, message.micro] = (self.comm.receive(self.kind, self.stage, tensors), tensors)
-
-    def _learn(self, message: Message) -> None:
-        header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self.comm.device)
-        for work in self.comm.receive(self.kind, self.stage, [header]):
+    def _learn(self, kind: str, source: int) -> TensorMetas:
+        works, (header,) = self.comm.receive(kind, source, [((HEADER_BYTES,), torch.uint8)])
+        for work in works:
             work.wait()
-        self.metas[message.part, message.kind] = pickle.loads(header.cpu().numpy().tobytes())
+        return decode(header)

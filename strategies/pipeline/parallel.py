@@ -110,7 +110,7 @@ class PipelineParallel(Parallel):
             step()
         finally:
             self._profiling = False
-        return self.runtime.spans or []
+        return self.runtime.timeline.spans() if self.runtime.timeline is not None else []
 
     # --- state --------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ workers overlaps with what is still computed.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -25,10 +24,11 @@ from strategies.dims import LayoutError
 from strategies.grad_sync import GradSync
 from strategies.parallel import Loss, seed_generators
 from strategies.pipeline import weight_grad
-from strategies.pipeline.p2p import Message, P2PComm, Receiver, TensorMeta, TensorMetas, encode
+from strategies.pipeline.p2p import P2PComm, Receiver, TensorMeta, TensorMetas, encode
+from strategies.pipeline.postings import Arrival, arrivals, ends
 from strategies.pipeline.schedules import Op, Placement, Schedule
-from strategies.pipeline.simulate import Span
 from strategies.pipeline.stage import Stage
+from strategies.pipeline.timeline import Timeline
 
 
 @dataclass
@@ -53,8 +53,8 @@ class Alive:
 class Runtime:
     """Runs schedules on one worker.
 
-    autocast: put around forward. sync: what reduces gradients; None: nothing does. deferred: what the modules' backward
-    leaves for W. clear: to be called after a forward.
+    autocast: put around forward. wire: what float32 activations travel as; None: as they are. sync: what reduces
+    gradients; None: nothing does. deferred: what the modules' backward leaves for W. clear: to be called after forward.
     """
 
     def __init__(
@@ -64,29 +64,30 @@ class Runtime:
         placement: Placement,
         *,
         autocast: Callable[[], AbstractContextManager[Any]],
+        wire: torch.dtype | None,
         sync: GradSync | None,
         deferred: weight_grad.DeferredWeightGrad,
         clear: Callable[[], None] = lambda: None,
     ) -> None:
         self.stage, self.comm, self.placement = stage, comm, placement
-        self.autocast, self.sync, self.clear = autocast, sync, clear
+        self.autocast, self.wire, self.sync, self.clear = autocast, wire, sync, clear
         self.metas: dict[Any, TensorMetas] = {}
+        """Of what crosses an edge, by (edge, kind of batch)."""
         self.deferred = deferred
-        self.spans: list[Span] | None = None
+        self.timeline: Timeline | None = None
         """Of the last step, if it was profiled."""
-        self.began = 0.0
-        self._orders: dict[Any, dict[tuple[str, int], list[tuple[int, int]]]] = {}
+        self._arrivals: dict[Any, tuple[Arrival, ...]] = {}
 
     # --- a training step ----------------------------------------------------------------------------------------
 
     def step(self, schedule: Schedule, step: Step, device: torch.device, profiled: bool = False) -> Tensor:
         """One optimizer step's forwards and backwards; Σ weight · loss where the last part is, else 0."""
         ops = schedule.lists[self.comm.stage]
-        self._open(schedule, step.kinds)
-        if profiled:  # all workers' clocks begin here
-            dist.barrier()
-        self.spans, self.began = ([] if profiled else None), time.perf_counter()
         self.total = torch.zeros((), device=device)
+        if profiled:  # all workers' clocks begin here: a GPU's at the same place in its stream
+            dist.all_reduce(self.total)
+        self.timeline = Timeline(self.comm.stage, device) if profiled else None
+        self._open(schedule, step.kinds)
         self.alive: dict[tuple[int, int], Alive] = {}
         self.left: dict[tuple[int, int], list[Callable[[], None]]] = {}
         release = "W" if schedule.split else "B"
@@ -101,11 +102,12 @@ class Runtime:
             elif op.kind == "B":
                 if final[op.chunk] == i and self.sync is not None:
                     self.sync.last_backward(op.chunk)
-                self._backward(schedule.split, op, part)
+                self._backward(step, schedule.split, op, part)
             else:
                 self._weights(op, part)
             if final[op.chunk] == i and self.sync is not None:
                 self.sync.chunk_done(op.chunk)
+            self.receiver.ask(i + 1)
         seed_generators(_mixed(seed, self.placement.parts, 0), device)
         self.comm.settle()
         return self.total
@@ -135,7 +137,7 @@ class Runtime:
         self.clear()
         return answer, outputs
 
-    def _backward(self, split: bool, op: Op, part: int) -> None:
+    def _backward(self, step: Step, split: bool, op: Op, part: int) -> None:
         kept = self.alive.pop((part, op.micro))
         gradients: list[Any]
         if part == self.placement.parts - 1:
@@ -153,18 +155,19 @@ class Runtime:
                 for tensor in kept.inputs
                 if tensor.requires_grad
             ]
-            self._give("B", part - 1, op, back, self.placement.stage(part - 1))
+            metas = self.metas[part - 1, step.kinds[op.micro]]
+            self._give("B", part - 1, op, back, tuple(meta for meta in metas if meta.grad))
 
     def _weights(self, op: Op, part: int) -> None:
         waiting = self.left.pop((part, op.micro))
         self._timed("W", op, lambda: weight_grad.finish(waiting))
 
     def _send_on(self, outputs: list[Tensor], op: Op, part: int, kind: Any) -> None:
-        metas = tuple(TensorMeta.of(tensor) for tensor in outputs)
-        target = self.placement.stage(part + 1)
+        metas = tuple(TensorMeta.of(tensor, self.wire) for tensor in outputs)
         known = self.metas.get((part, kind))
         if known is None:
             self.metas[part, kind] = metas
+            target = self.placement.stage(part + 1)
             if target != self.comm.stage:
                 self.comm.send("F", target, [encode(metas).to(self.comm.device)])
         elif known != metas:
@@ -173,51 +176,35 @@ class Runtime:
                 f"block {self.stage.assignment.last[part]} puts out {metas[i]} for one batch and {known[i]} for "
                 "another of the same shape: a pipeline needs shapes that depend on the batch's alone"
             )
-        self._give("F", part, op, outputs, target)
+        self._give("F", part, op, outputs, metas)
 
     # --- what travels -------------------------------------------------------------------------------------------
 
     def _open(self, schedule: Schedule, kinds: list[Any]) -> None:
-        """Asks every neighbour for what it will send during the step."""
+        """Prepares for what neighbours will send during the step."""
         self.local: dict[tuple[str, int, int], list[Tensor]] = {}
         key = (schedule.name, schedule.micro_batches, schedule.chunks)
-        if key not in self._orders:
-            self._orders[key] = _orders(schedule, self.comm.stage)
-        self.receivers: dict[tuple[str, int], Receiver] = {}
-        for (kind, stage), order in self._orders[key].items():
-            messages = [Message(part, micro, kinds[micro]) for part, micro in order]
-            self.receivers[kind, stage] = Receiver(self.comm, kind, stage, messages, self.metas)
+        if key not in self._arrivals:
+            self._arrivals[key] = arrivals(schedule)[self.comm.stage]
+        self.receiver = Receiver(self.comm, self._arrivals[key], kinds, self.metas)
 
     def _take(self, kind: str, edge: int, op: Op) -> list[Tensor]:
         """What crosses from part `edge` to the next (F), or back to it (B)."""
-        source = self.placement.stage(edge if kind == "F" else edge + 1)
-        if source == self.comm.stage:
-            return self.local.pop((kind, edge, op.micro))
-        arrived = self._timed("RECV", op, lambda: self.receivers[kind, source].take(edge, op.micro))
-        if kind == "B":
-            self.comm.received(("F", edge, op.micro))
-        return arrived
+        key = (kind, edge, op.micro)
+        if key in self.local:
+            return self.local.pop(key)
+        return self._timed("RECV", op, lambda: self.receiver.take(key))
 
-    def _give(self, kind: str, edge: int, op: Op, tensors: list[Tensor], target: int) -> None:
-        if target == self.comm.stage:
-            self.local[kind, edge, op.micro] = [tensor.detach() for tensor in tensors]
+    def _give(self, kind: str, edge: int, op: Op, tensors: list[Tensor], metas: TensorMetas) -> None:
+        key = (kind, edge, op.micro)
+        source, target = ends(self.placement, key)
+        if source == target:
+            self.local[key] = [tensor.detach() for tensor in tensors]
         else:
-            self._timed("SEND", op, lambda: self.comm.send(kind, target, tensors, (kind, edge, op.micro)))
+            self._timed("SEND", op, lambda: self.comm.send(kind, target, _as_sent(tensors, metas), key))
 
     def _timed(self, kind: str, op: Op, work: Callable[[], Any]) -> Any:
-        if self.spans is None:
-            return work()
-        self._wait_for_device()
-        start = time.perf_counter() - self.began
-        result = work()
-        self._wait_for_device()
-        end = time.perf_counter() - self.began
-        self.spans.append(Span(self.comm.stage, kind, op.micro, op.chunk, start, end))
-        return result
-
-    def _wait_for_device(self) -> None:
-        if self.comm.device.type == "cuda":
-            torch.cuda.synchronize(self.comm.device)
+        return work() if self.timeline is None else self.timeline.timed(kind, op, work)
 
     # --- evaluation ---------------------------------------------------------------------------------------------
 
@@ -229,29 +216,22 @@ class Runtime:
         self._open(
             Schedule("forward", place.stages, 1, place.chunks, (ops,) * place.stages, folded=place.folded), [kind]
         )
-        self.spans = None
+        self.timeline = None
         step = Step([batch], [1.0], [1.0], function, [kind])
         placeholders = self.stage.placeholders(kind, function, batch)
-        for op in ops:
+        for done, op in enumerate(ops, 1):
             part = place.part(self.comm.stage, op.chunk)
             arrived = self._take("F", part - 1, op) if part else []
             answer, outputs = self._run(step, 0, part, placeholders, arrived)
             if part < place.parts - 1:
                 self._send_on(outputs, op, part, kind)
+            self.receiver.ask(done)
         self.comm.settle()
         return answer
 
 
-def _orders(schedule: Schedule, own: int) -> dict[tuple[str, int], list[tuple[int, int]]]:
-    """Per direction and neighbour, (edge, micro-batch) in the order in which the neighbour sends it to stage `own`."""
-    found: dict[tuple[str, int], list[tuple[int, int]]] = {}
-    for stage, ops in enumerate(schedule.lists):
-        for op in (op for op in ops if stage != own and op.kind != "W"):
-            part = schedule.placement.part(stage, op.chunk)
-            target = part + 1 if op.kind == "F" else part - 1
-            if 0 <= target < schedule.placement.parts and schedule.placement.stage(target) == own:
-                found.setdefault((op.kind, stage), []).append((min(target, part), op.micro))
-    return found
+def _as_sent(tensors: list[Tensor], metas: TensorMetas) -> list[Tensor]:
+    return [tensor.detach().to(meta.sent) for tensor, meta in zip(tensors, metas, strict=True)]
 
 
 def _mixed(seed: int, part: int, micro: int) -> int:

@@ -87,6 +87,37 @@ def test_activations_in_memory_are_as_many_as_the_formula_says(stages: int) -> N
             assert held == formula, (given["schedule"], rank)
 
 
+def _sent(_: int, options: dict[str, Any]) -> tuple[set[Any], set[Any], list[Any]]:
+    """What went from stage to stage in training, in evaluation; and what blocks then took in."""
+    parallel: Any = curves.begin(gpt_trial(layers=4), choose("pipeline", 2), Options(**options), CPU)
+    batch, sent, taken = language_batch(0), set[Any](), list[Any]()
+    send = parallel.runtime.comm.send
+
+    def watched(kind: str, stage: int, tensors: list[Tensor], key: Any = None) -> None:
+        sent.update((kind, tensor.dtype) for tensor in tensors if key is not None)
+        send(kind, stage, tensors, key)
+
+    parallel.runtime.comm.send = watched
+    for name, module in parallel.inner.named_modules():
+        if name.startswith("blocks.") and name.count(".") == 1:
+            module.register_forward_pre_hook(lambda _, inputs: taken.append(inputs[0].dtype))
+    for _ in range(2):  # shapes are new in the first step, known in the second
+        parallel.forward_backward([batch] * 4, [1 / 4] * 4, language_loss)
+    trained, evaluated = set(sent), sent
+    evaluated.clear()
+    parallel.forward(language_loss, batch)
+    return trained, evaluated, taken
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_activations_and_gradients_cross_in_the_type_of_arithmetic_and_are_float32_again(precision: str) -> None:
+    wire = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    (trained0, evaluated0, taken0), (trained1, _, taken1) = run_distributed(_sent, 2, {"precision": precision})
+    assert trained0 == {("F", wire)} and trained1 == {("B", wire)}
+    assert evaluated0 == {("F", torch.float32)}, "without gradients nothing tells an activation from a mask"
+    assert set(taken0 + taken1) == {torch.float32}
+
+
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 def test_gradients_of_matrices_wait_for_the_second_half_of_backward(recompute: str) -> None:
     """That they are then those of one backward: test_parity.py."""
