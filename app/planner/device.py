@@ -167,7 +167,7 @@ class PartCost:
     saved: float  # bytes that stay until its backward
     rebuilt: float  # bytes that are there again once it is recomputed
     extra: float  # bytes alive at the worst moment of its forward or backward, beyond what it has saved
-    boundary: float  # bytes that flow into it
+    crossing: float  # bytes that a pipeline sends into it
     sent: float  # bytes that tensor parallelism sends
     calls: float  # in how many collectives
 
@@ -206,7 +206,7 @@ def _part_cost(model: ModelCosts, name: str, part: PartCosts, work: Work, device
         saved=kept * share + values["saved"] * (1 - share),
         rebuilt=max(0.0, values["saved"] - kept),
         extra=max(values["extra"], values["forward_extra"] - values["saved"]),
-        boundary=values["boundary"],
+        crossing=values["crossing"],
         sent=values["sent"] * (1 + whole / 2),
         calls=values["calls"] * (1 + whole / 2),
     )

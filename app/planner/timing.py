@@ -146,7 +146,7 @@ def _sends(case: Case, exposed: Exposed) -> None:
     candidate, link = case.candidate, case.machine.links
     if candidate.dims.pp > 1:
         stride = candidate.dims.dp * candidate.dims.tp
-        seconds = link.send(max(part.boundary for part in case.parts), stride) * candidate.chunks
+        seconds = link.send(max(part.crossing for part in case.parts), stride) * candidate.chunks
         exposed["pipeline_send"] += seconds * candidate.micro_batches
 
 

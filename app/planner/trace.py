@@ -28,6 +28,7 @@ from torch.utils.flop_counter import flop_registry
 
 from app.data.loader import map_tensors, tensors
 from strategies.activation_checkpointing import is_kept
+from strategies.pipeline.p2p import sent_dtype
 from strategies.tensor.loss import VocabularyLogits
 from strategies.tensor.ops import ShapePeers
 from strategies.torch_internals import OperationMode
@@ -51,7 +52,7 @@ class PartTrace:
         attention_forward, …_backward            FLOPs of fused attention
         saved                                    distinct storages kept for backward, parameters excluded
         kept                                     results that `selective` checkpointing keeps
-        boundary                                 what flows into a block
+        boundary, crossing                       what flows into a block; the same as a pipeline sends it
         forward_extra, extra                     alive at the worst moment of forward, of backward, beyond what is saved
         sent, calls                              by one tensor-parallel worker: bytes, and number of collectives
     """
@@ -219,7 +220,12 @@ def _watched(
         order.append(name)
         watcher.part = name
         if flowing is not None:
-            watcher.parts[name].values["boundary"] = float(flowing.nbytes)
+            wire = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+            values = watcher.parts[name].values
+            values["boundary"], values["crossing"] = (
+                flowing.nbytes,
+                flowing.numel() * sent_dtype(flowing, wire).itemsize,
+            )
             before = outside if outside != AFTER else order[-2] if len(order) > 1 else BEFORE
             watcher.enter_with_gradient(flowing, before)
         output = forward(*args, **kwargs)

@@ -28,7 +28,7 @@ from strategies.layout import choose
 
 GPT = {"data": "python", "sequence_length": 64, "d_model": 64, "n_layers": 4, "n_heads": 4}
 DIGITS = {"data": "digits", "model": "resnet"}
-VALUES = ("saved", "kept", "boundary", "extra", "sent", "calls", "moved_forward", "attention_backward")
+VALUES = ("saved", "kept", "boundary", "crossing", "extra", "sent", "calls", "moved_forward", "attention_backward")
 
 
 class Values(Task):
@@ -55,6 +55,12 @@ class Values(Task):
 
 def _gpt(**changed: Any) -> Task:
     return load_task("language_modelling", GPT | changed)
+
+
+@pytest.mark.parametrize(("way", "times"), [(PLAIN, 1), (AUTOCAST, 2)])
+def test_what_crosses_between_stages_is_16_bits_where_arithmetic_is(way: str, times: int) -> None:
+    found = Reader(_gpt()).costs(way).parts["block0"].at(8, 1)
+    assert [found["boundary"], times * found["crossing"]] == pytest.approx([8 * 64 * 64 * 4] * 2)
 
 
 @pytest.mark.parametrize("way", [CAST, AUTOCAST])
