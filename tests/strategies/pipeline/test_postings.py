@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from strategies.layout import LayoutError
 from strategies.pipeline import p2p, runtime, schedules, timeline
 from strategies.pipeline.postings import Arrival, arrivals, connections, ends
 from strategies.pipeline.schedules import SCHEDULES, Op, Placement, Schedule
+from strategies.pipeline.simulate import Times, length, simulate
 from strategies.pipeline.timeline import Timeline
 
 CPU = torch.device("cpu")
@@ -280,6 +282,42 @@ def test_what_is_asked_for_comes_in_order_and_what_was_sent_is_let_go_of(name: s
             assert len(freed) == len(set(freed)) and set(freed) <= set(mine)
 
 
+def _seconds(schedule: Schedule, times: Times) -> float:
+    """Of a step in which a transfer begins when both ends are ready: the receiver once it has asked."""
+    place, split = schedule.placement, schedule.split
+    after = [{arrival.key: arrival.after for arrival in coming} for coming in arrivals(schedule)]
+    over: dict[Any, float] = {}  # (kind, part, micro-batch) → when it is done
+    ended = [[0.0] for _ in schedule.lists]
+    for span in simulate(schedule, times):  # an order in which everything comes after what it needs
+        part, clock = place.part(span.stage, span.chunk), ended[span.stage]
+        key = (span.kind, part - 1 if span.kind == "F" else part, span.micro)
+        start = clock[-1]
+        if key in after[span.stage]:
+            sent = over[span.kind, part - 1 if span.kind == "F" else part + 1, span.micro]
+            start = max(start, max(sent, clock[after[span.stage][key]]) + times.transfer)
+        over[span.kind, part, span.micro] = start + times.of(span.kind, part, split)
+        clock.append(over[span.kind, part, span.micro])
+    return max(map(max, ended))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_to_ask_no_earlier_costs_nothing_with_equal_parts_and_a_fiftieth_with_others(name: str) -> None:
+    for transfer in (0.05, 0.2):
+        ratios = []
+        for stages, draw in itertools.product((2, 4, 8), map(random.Random, range(3))):
+            schedule = schedules.make.__wrapped__(
+                name, stages, 4 * stages, 2 if name in ("interleaved_1f1b", "zbv") else 1
+            )
+            parts = [draw.uniform(0.7, 1.3) for _ in range(schedule.placement.parts)]
+            times = Times(parts, parts, parts, transfer=transfer)
+            ratios.append(_seconds(schedule, times) / length(simulate(schedule, times)))
+        assert sum(ratios) / len(ratios) < 1.02 and max(ratios) < 1.03
+    for stages, transfer in itertools.product((2, 4, 8), (0.05, 0.2)):
+        schedule = schedules.make.__wrapped__(name, stages, 4 * stages, 2 if name in ("interleaved_1f1b", "zbv") else 1)
+        times = Times(1.0, 1.0, 1.0, transfer=transfer)
+        assert _seconds(schedule, times) == pytest.approx(length(simulate(schedule, times)))
+
+
 def _by_connection(coming: tuple[Arrival, ...]) -> dict[Any, list[Any]]:
     found: dict[Any, list[Any]] = {}
     for arrival in coming:
@@ -287,12 +325,17 @@ def _by_connection(coming: tuple[Arrival, ...]) -> dict[Any, list[Any]]:
     return found
 
 
-def test_of_1f1b_activations_are_asked_for_before_what_hides_their_travel_is_computed() -> None:
+def test_a_small_schedule_by_hand() -> None:
+    """Stage 0: F0 F1 B0 F2 B1 B2; stage 1, a forward later: F0 B0 F1 B1 F2 B2. B takes twice as long as F."""
     first, last = arrivals(schedules.make.__wrapped__("1f1b", 2, 3))
-    assert [(str(Op(a.key[0], a.key[2])), a.after) for a in last] == [("F0", 0), ("F1", 0), ("F2", 3)]
+    assert [(str(Op(a.key[0], a.key[2])), a.after, a.frees) for a in last] == [
+        ("F0", 0, ()),
+        ("F1", 0, ()),
+        ("F2", 4, (("B", 0, 0),)),
+    ]
     assert [(str(Op(a.key[0], a.key[2])), a.after, a.frees) for a in first] == [
         ("B0", 2, (("F", 0, 0),)),
-        ("B1", 4, (("F", 0, 1),)),
+        ("B1", 3, (("F", 0, 1),)),
         ("B2", 5, (("F", 0, 2),)),
     ]
 
