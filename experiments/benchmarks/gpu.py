@@ -1,10 +1,8 @@
 """`gpu`: tokens/s, model FLOP/s utilization and peak memory of a GPT in bf16, beside plain PyTorch and beside the plan.
 
-One process, one GPU (or the CPU, with --model tiny), no Ray and no MLflow. By hand means as torchtitan has it: float32
-parameters under autocast, each block compiled, scaled dot product attention, fused AdamW, the loss over all logits
-compiled, gradients clipped, tokens already on the device. Ours is the loop as a worker runs it, its loader included, in
-bf16 too or, with train.precision=fp8, with float8 products in its blocks. They take turns (harness.py), and only the
-ends of a block wait for the device.
+One process, one GPU (or the CPU, with --model tiny), no Ray and no MLflow. By hand: gpt.py. Ours is the loop as a
+worker runs it, its loader included, in bf16 too or, with train.precision=fp8, with float8 products in its blocks. They
+take turns (harness.py), and only the ends of a block wait for the device.
 
 Model FLOP/s utilization (MFU) is what app/flops.py counts for it, of bf16's peak with fp8 too.
 """
@@ -14,81 +12,16 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import click
 import torch
-import torch.nn.functional as F
 
-from app.flops import transformer_flops
+from experiments.benchmarks.gpt import SHAPES, ByHand, Shape
 from experiments.benchmarks.harness import Ours, measured, show
 from strategies.layout import LayoutError
 
 GIB = 2.0**30
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A GPT, and how many sequences of how many tokens a step takes."""
-
-    d_model: int
-    n_layers: int
-    n_heads: int
-    sequence_length: int
-    batch: int
-    vocab_size: int = 50304
-
-    def model(self) -> dict[str, int]:
-        return {"d_model": self.d_model, "n_layers": self.n_layers, "n_heads": self.n_heads}
-
-    @property
-    def tokens(self) -> int:
-        """Per step."""
-        return self.batch * self.sequence_length
-
-    def flops(self, parameters: int) -> float:
-        """Of a step, forward and backward; parameters: without the embedding."""
-        return self.tokens * transformer_flops(parameters, self.n_layers, self.d_model, self.sequence_length)
-
-
-SHAPES = {
-    "124m": Shape(768, 12, 12, 1024, 32),
-    "1.3b": Shape(2048, 24, 16, 2048, 8),
-    "tiny": Shape(64, 2, 2, 64, 4, vocab_size=256),
-}
-
-
-class ByHand:
-    """One step at a time; `tokens`: (samples, T + 1), int64, on the device."""
-
-    def __init__(self, shape: Shape, tokens: torch.Tensor, *, compiled: bool) -> None:
-        from app.models.gpt import GPT
-
-        torch.manual_seed(0)
-        self.shape, self.tokens, self.device = shape, tokens, tokens.device
-        with torch.device(self.device):
-            self.model = GPT(vocab_size=shape.vocab_size, **shape.model())  # type: ignore[arg-type]
-        self.loss: Callable[..., torch.Tensor] = lambda logits, targets: F.cross_entropy(logits.float(), targets)
-        if compiled:
-            for block in self.model.blocks.values():
-                block.compile()
-            self.loss = torch.compile(self.loss)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
-        self.done = 0
-
-    def advance(self) -> None:
-        begin = self.done * self.shape.batch % (len(self.tokens) - self.shape.batch)
-        rows = self.tokens[begin : begin + self.shape.batch]
-        with torch.autocast(self.device.type, torch.bfloat16):
-            logits = self.model(rows[:, :-1])
-            loss = self.loss(logits.flatten(0, 1), rows[:, 1:].flatten())
-        del logits
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.done += 1
 
 
 def _config(shape: Shape, folder: str, steps: int, compiled: bool, keys: tuple[str, ...]) -> Any:

@@ -23,8 +23,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import click
-
 if TYPE_CHECKING:
     from app.config import Config
 
@@ -112,7 +110,7 @@ def trained(program: list[str], keys: Sequence[str], tree: str, env: Mapping[str
         own = {**env, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": tree}
         done = subprocess.run([*program, *words], env=own, capture_output=True, text=True, cwd=tree)
     if done.returncode:
-        raise click.ClickException(f"the run ended with exit code {done.returncode}: {done.stderr[-2000:]}")
+        sys.exit(f"the run ended with exit code {done.returncode}: {done.stderr[-2000:]}")
     return dict(json.loads(done.stdout.splitlines()[-1])["summary"])
 
 
@@ -182,11 +180,11 @@ def show(name: str, found: Any, rows: Sequence[dict[str, str]], as_json: bool) -
             versions[package] = version(package)
     if as_json:
         here = {"benchmark": name, "command": command, "machine": machine, "versions": versions}
-        click.echo(json.dumps({**here, "found": found}))
+        print(json.dumps({**here, "found": found}))
         return
-    click.echo(f"`{command}`: {machine}; {', '.join(f'{key} {number}' for key, number in versions.items())}\n")
+    print(f"`{command}`: {machine}; {', '.join(f'{key} {number}' for key, number in versions.items())}\n")
     for line in [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)] if rows else []:
-        click.echo(f"| {' | '.join(line)} |")
+        print(f"| {' | '.join(line)} |")
 
 
 def ratio_row(name: str, found: dict[str, Any], base: str, side: str) -> dict[str, str]:

@@ -72,11 +72,3 @@ def test_a_benchmark_runs(name: str) -> None:
     assert said["benchmark"] == name and said["versions"]["torch"] == torch.__version__
     assert said["command"].startswith(f"python -m experiments.benchmarks {name}") and "cores" in said["machine"]
     assert said["found"] and "NaN" not in json.dumps(said["found"])
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-def test_the_13_b_gpt_reaches_more_than_half_of_the_peak() -> None:
-    found = gpu.run("1.3b", 3, 5, compiled=True)
-    seconds = min(found["seconds"]["trireme"])
-    assert found["flops"] / seconds / found["predicted"]["peak_flops"] >= 0.55, gpu.rows("1.3b", found)

@@ -1,0 +1,151 @@
+"""One check: what it is, what it is given, and the process that runs it.
+
+`python -m experiments.benchmarks.gpu_first.check FUNCTION ARGUMENTS DEVICE MODEL FILE LIMIT` calls a check's function
+on DEVICE (cuda or cpu), with the name of a model of experiments/benchmarks/gpt.py, and writes what it expects and finds
+to FILE, a JSON object a line, each as soon as it is known: of a check that hangs or crashes stays what it had found.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from app.planner.device import Device
+
+
+SAID = 3000
+"""Characters that are kept of an error, and of the last words of a process that was killed or crashed."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One question to the machine. function: its whole name; it is called with a `Here` and `arguments`."""
+
+    name: str
+    function: str
+    limit: float
+    """Seconds after which it is killed."""
+    arguments: tuple[Any, ...] = ()
+    needs: str = ""
+    """"gpu", or "several": two GPUs, or two processes where there is no GPU; "": runs on a CPU too."""
+    model: str = "124m"
+    has_own_size: bool = False
+    """Not changed by --model, and left out with it."""
+    env: dict[str, str] = field(default_factory=dict)
+
+
+class NotHere(Exception):
+    """The check cannot be done on this machine; why, a few words."""
+
+
+@dataclass
+class Here:
+    """What a check is given: where it runs, and where it says what it expects and finds."""
+
+    kind: str
+    """cuda or cpu."""
+    model: str
+    file: Any
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.kind == "cuda"
+
+    @property
+    def device(self) -> torch.device:
+        import torch
+
+        return torch.device("cuda", 0) if self.on_gpu else torch.device("cpu")
+
+    def expect(self, what: str, low: float | None, high: float | None, why: str) -> None:
+        """A prediction, said before anything is measured. None: no bound. why: where it comes from."""
+        self._write({"predicted": {what: {"low": low, "high": high, "why": why}}})
+
+    def expect_speed(self, what: str, low: float | None, high: float | None, why: str) -> None:
+        """As `expect`; a CPU may be as slow or fast as it likes."""
+        self.expect(what, *((low, high, why) if self.on_gpu else (0.0, None, "a CPU's speed is not predicted")))
+
+    def found(self, **values: Any) -> None:
+        self._write({"found": values})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self.file.write(json.dumps(line) + "\n")
+        self.file.flush()
+
+    def wait(self) -> None:
+        """Until the device has done all that it was given."""
+        import torch
+
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def datasheet(self) -> Device:
+        """The device as the planner knows it: datasheet's figures (cluster/hardware.yaml) and efficiencies."""
+        from app.planner.machine import running
+
+        return running(1).device
+
+    def seconds_of(self, function: Callable[[], object], least: float = 0.5) -> float:
+        """Seconds of one call: the fastest of five blocks that take `least` together, after two calls to warm up."""
+        function()
+        self.wait()
+        begun = time.perf_counter()
+        function()
+        self.wait()
+        count = max(1, int(least / 5 / max(time.perf_counter() - begun, 1e-6)))
+        blocks = []
+        for _ in range(5):
+            begun = time.perf_counter()
+            for _ in range(count):
+                function()
+            self.wait()
+            blocks.append((time.perf_counter() - begun) / count)
+        return min(blocks)
+
+
+def misses(predicted: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """Predictions that do not hold, a sentence each. nan is in no range."""
+    wrong = []
+    for what, bound in predicted.items():
+        low, high, value = bound["low"], bound["high"], found.get(what)
+        if value is None:
+            wrong.append(f"{what} was not found")
+        elif not ((low is None or value >= low) and (high is None or value <= high)):
+            wrong.append(f"{what} is {value:.6g}, outside of {low} to {high}")
+    return wrong
+
+
+def main(function: str, arguments: str, device: str, model: str, path: str, limit: str) -> None:
+    """Ends well also where the check raises: that is in the file, too."""
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(0.9 * float(limit))  # says where it hangs, just before it is killed
+    module, _, name = function.rpartition(".")
+    with Path(path).open("w") as file:
+        try:
+            getattr(importlib.import_module(module), name)(Here(device, model, file), *json.loads(arguments))
+            ended = {}
+        except NotHere as reason:
+            ended = {"left_out": str(reason)}
+        except ModuleNotFoundError as error:
+            ended = {"left_out": f"needs {error.name}, which is not installed"}
+            if (error.name or "").partition(".")[0] in ("app", "cluster", "experiments", "strategies"):
+                raise
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"[:SAID]
+            ended = {"error": said, "trace": traceback.format_exc()[-SAID:]}
+        file.write(json.dumps(ended) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,147 @@
+"""Checks of speed and memory: the kernels that run, a GPT beside plain PyTorch and beside the plan."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from app.job import memory_bytes
+from app.models.gpt import GPT
+from experiments.benchmarks.gpt import SHAPES, ByHand, Shape
+from experiments.benchmarks.gpu_first.check import Here
+from experiments.benchmarks.gpu_first.training import config, planned, training
+from experiments.benchmarks.harness import measured
+
+LONGEST = 25
+ATTENTION = re.compile(r"flash|fmha|cudnn.*sdpa", re.IGNORECASE)
+OPTIMIZER = re.compile(r"fused_?adam", re.IGNORECASE)
+PRODUCT = re.compile(r"gemm|nvjet|cutlass|wgmma|cublas", re.IGNORECASE)
+IN_BF16 = re.compile(r"bf16|bfloat16|nvjet_(sm\d+_)?t", re.IGNORECASE)
+"""cuBLAS of CUDA 12.8 on names its bf16 kernels nvjet_t…."""
+
+
+def _profiled(here: Here, function: Callable[[], object], times: int) -> list[dict[str, Any]]:
+    """The kernels of `times` calls, longest first (of a CPU: the operators); ms: of one call."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if here.on_gpu else [])]
+    with profile(activities=activities) as profiler:
+        for _ in range(times):
+            function()
+        here.wait()
+    rows = []
+    for event in profiler.key_averages():
+        if not here.on_gpu or str(event.device_type).endswith("CUDA"):
+            taken = event.self_device_time_total if here.on_gpu else event.self_cpu_time_total
+            rows.append({"name": event.key, "calls": event.count / times, "ms": taken / 1e3 / times})
+    total = sum(row["ms"] for row in rows) or 1.0
+    rows.sort(key=lambda row: -row["ms"])
+    return [row | {"share": round(row["ms"] / total, 4)} for row in rows]
+
+
+def kernels(here: Here) -> None:
+    """Which kernels a compiled step in bf16 runs."""
+    why = "scaled_dot_product_attention of causal bf16 heads of 64 chooses flash attention or cuDNN's"
+    here.expect("attention_kernels", 1, None, why)
+    here.expect("fused_optimizer_kernels", 1, None, "AdamW is made with fused=True (app/optimizer.py)")
+    if here.on_gpu:
+        here.expect("bf16_share_of_products", 0.98, 1.0, "autocast: no product but small ones is in float32")
+    shape = SHAPES[here.model]
+    run = training(here, config(shape, os.environ["TMPDIR"], compile=here.on_gpu))
+    batches: Any = run.batches()
+    for _ in range(3):
+        run.step(next(batches))
+    rows = _profiled(here, lambda: run.step(next(batches)), 3)
+    batches.close()
+    here.found(
+        attention_kernels=sum(bool(ATTENTION.search(row["name"])) for row in rows),
+        fused_optimizer_kernels=sum(bool(OPTIMIZER.search(row["name"])) for row in rows),
+        longest=_short(rows),
+    )
+    products = [row for row in rows if PRODUCT.search(row["name"]) and not ATTENTION.search(row["name"])]
+    if time := sum(row["ms"] for row in products):
+        here.found(bf16_share_of_products=sum(r["ms"] for r in products if IN_BF16.search(r["name"])) / time)
+
+
+def _short(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row | {"name": row["name"][:120], "ms": round(row["ms"], 4)} for row in rows[:LONGEST]]
+
+
+def speed(here: Here) -> None:
+    """A run's own steps beside plain PyTorch's; then the kernels of one of ours. One after the other, not in turns:
+    both at once do not fit."""
+    shape, folder, compiled = SHAPES[here.model], os.environ["TMPDIR"], here.on_gpu
+    made = config(shape, folder, compile=compiled)
+    plan, peak = planned(made), here.datasheet().gpu.rate("bf16")
+    with torch.device("meta"):
+        sizes: Any = shape.model()
+        parameters = sum(p.numel() for p in GPT(vocab_size=shape.vocab_size, **sizes).parameters())
+    flops = shape.flops(parameters - shape.vocab_size * shape.d_model)
+    expected = flops / plan.step_seconds / peak
+    here.expect_speed("ms_a_step", 850 * plan.step_seconds, 1150 * plan.step_seconds, "the planner, within 15 %")
+    here.expect_speed("mfu", 0.87 * expected, 1.18 * expected, "the planner; (6N + 12LDT) tokens/s / peak of bf16")
+    here.expect_speed("over_by_hand", 0.7, 1.05, "the same products; our loss is in chunks, our loader runs beside")
+    rows = torch.randint(shape.vocab_size, (8 * shape.batch, shape.sequence_length + 1), device=here.device)
+    by_hand = _taken(here, ByHand(shape, rows, compiled=compiled).advance)
+    run = training(here, made)
+    batches: Any = run.batches()
+
+    def step() -> None:
+        run.step(next(batches))
+
+    ours = _taken(here, step)
+    seconds = ours["seconds"]
+    here.found(ms_a_step=1e3 * seconds, tokens_per_second=shape.tokens / seconds, mfu=flops / seconds / peak)
+    here.found(over_by_hand=seconds / by_hand["seconds"], by_hand=by_hand, ours=ours, parameters=parameters)
+    here.found(longest=_short(_profiled(here, step, 3)))
+    batches.close()
+
+
+def _taken(here: Here, step: Callable[[], object]) -> dict[str, float]:
+    """Seconds of a step, and on a GPU the bytes that all of them take at most."""
+    gc.collect()
+    if here.on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    blocks, each = (6, 10) if here.on_gpu else (2, 2)
+    found = {"seconds": statistics.median(measured({"": step}, blocks, each, here.wait)[""])}
+    return found | ({"bytes": torch.cuda.max_memory_allocated()} if here.on_gpu else {})
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+def larger(shape: Shape, times: int) -> Shape:
+    return replace(shape, batch=times * shape.batch)
+
+
+def memory(here: Here, mode: str, times: int) -> None:
+    """Peak memory beside the planner's; what it does not see fitting must run out, and be no worse than that.
+
+    mode: of activation checkpointing. times: this many of the shape's batches at once."""
+    folder = os.environ["TMPDIR"]
+    made = config(larger(SHAPES[here.model], times), folder, activation_checkpointing=mode)
+    plan = planned(made)
+    here.expect("ran_out", int(not plan.fits), int(not plan.fits), "the planner: whether it fits")
+    if plan.fits and here.on_gpu:
+        here.expect("memory_bytes", 0.9 * plan.memory_bytes, 1.1 * plan.memory_bytes, "the planner, within 10 %")
+    here.found(planned_bytes=plan.memory_bytes, parts=plan.memory, capacity=plan.capacity)
+    try:
+        run = training(here, made)
+        batches: Any = run.batches()
+        for _ in range(3):
+            run.step(next(batches))
+        here.wait()
+        here.found(ran_out=0, memory_bytes=memory_bytes(here.device) - run.memory_before)
+        if here.on_gpu:
+            here.found(reserved_bytes=torch.cuda.max_memory_reserved())
+    except torch.OutOfMemoryError as error:
+        here.found(ran_out=1, said=str(error)[:300])
+    # The process must be able to go on after it: what a sweep or `plan --max-batch` relies on.
+    here.found(after=float(torch.ones(8, device=here.device).sum()))

@@ -1,0 +1,39 @@
+"""Checks that end badly (test_gpu_first.py). Imports little, as each is called in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+
+from experiments.benchmarks.gpu_first.check import Here
+
+
+def hangs(here: Here) -> None:
+    here.expect("never", 0, 1, "it does not get that far")
+    here.found(before=1)
+    subprocess.Popen(["sleep", "1234.5"])  # must end with it
+    time.sleep(1000)
+
+
+def crashes(here: Here) -> None:
+    here.found(before=1)
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def raises(here: Here) -> None:
+    raise MemoryError("out of memory")
+
+
+def is_wrong(here: Here, value: float) -> None:
+    here.expect("value", 1.0, 2.0, "a guess")
+    here.found(value=value)
+
+
+def lacks_a_package(here: Here) -> None:
+    __import__("no_such_package")
+
+
+def lacks_a_module_of_ours(here: Here) -> None:
+    __import__("app.no_such_module")

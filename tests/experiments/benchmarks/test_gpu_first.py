@@ -1,0 +1,114 @@
+"""The first 30 minutes on a GPU, on a CPU: every line's fields; what ends and reports a check; what is not imported."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.planner.machine import of_shape
+from cluster.shape import of_gpus
+from experiments.benchmarks.gpt import SHAPES
+from experiments.benchmarks.gpu_first import program
+from experiments.benchmarks.gpu_first.check import Check, misses
+from experiments.benchmarks.gpu_first.speed import larger
+from experiments.benchmarks.gpu_first.table import CHECKS, HERE, ROW
+from experiments.benchmarks.gpu_first.training import config, planned
+from tests.running import ROOT, environment
+
+FIELDS = ["name", "ok", "seconds", "predicted", "found", "error"]
+NOT_THERE = {"ray", "mlflow", "omegaconf", "antlr4", "click"}
+REFUSES = f"""import sys
+class Refuses:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {NOT_THERE}:
+            raise ModuleNotFoundError(f"no {{name}}", name=name)
+sys.meta_path.insert(0, Refuses())
+"""
+"""A sitecustomize.py: what a GPU machine that has little but PyTorch does not have."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_whole_program_runs_on_a_cpu_where_there_is_little_but_torch(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(REFUSES)
+    command = [sys.executable, "-m", "experiments.benchmarks", "gpu", "first", "--model", "tiny"]
+    env = environment(PYTHONPATH=str(tmp_path))
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    *lines, summary = map(json.loads, done.stdout.splitlines())
+    by = {line["name"]: line for line in lines}
+    assert list(by)[:-1] == ["machine", *(check.name for check in CHECKS)] and list(by)[-1].startswith(ROW)
+    assert all(list(line) == FIELDS for line in lines)
+    for name, line in by.items():
+        if line["ok"]:
+            assert line["found"] and line["found"].keys() >= line["predicted"].keys() and line["seconds"] > 0
+            assert line["error"] is None and (name == "machine" or all(p["why"] for p in line["predicted"].values()))
+        else:
+            assert line["ok"] is None and line["error"] in ("needs a GPU", "has a size of its own: leave --model out")
+    needs = {check.name for check in CHECKS if check.needs == "gpu"}
+    assert {name for name, line in by.items() if not line["ok"]} == needs == set(summary["left_out"])
+    assert summary["ok"] and summary["failed"] == [] and summary["name"] == "summary"
+    assert by["resume"]["found"]["resumed_from"] == 3 and by["gpu_tests"]["found"]["skipped"] > 0
+
+
+BAD = "tests.experiments.benchmarks.bad_checks."
+
+
+def test_a_check_that_hangs_crashes_or_fails_is_ended_and_the_later_ones_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    checks = [Check("hangs", BAD + "hangs", 4.0)]
+    names = ("crashes", "raises", "lacks_a_package", "lacks_a_module_of_ours")
+    checks += [Check(name, BAD + name, 30.0) for name in names]
+    checks += [Check(str(value), BAD + "is_wrong", 30.0, (value,)) for value in (1.5, 3.0, float("nan"))]
+    checks.append(Check("gpu", "", 1.0, needs="gpu"))
+    by = {line["name"]: line for line in program.run_all(checks, 0, "tiny", None)}
+    assert list(by) == [check.name for check in checks] and all(list(line) == FIELDS for line in by.values())
+    failed = [name for name, line in by.items() if line["ok"] is False]
+    assert failed == ["hangs", "crashes", "raises", "lacks_a_module_of_ours", "3.0", "nan"]
+    assert 4.0 <= by["hangs"]["seconds"] < 20.0 and by["hangs"]["found"] == {"before": 1}
+    assert by["hangs"]["predicted"]["never"]["why"] == "it does not get that far"
+    assert "killed" in by["hangs"]["error"] and "in hangs" in by["hangs"]["error"], "and where it hung"
+    assert "SIGSEGV" in by["crashes"]["error"] and by["crashes"]["found"] == {"before": 1}
+    assert "MemoryError: out of memory" in by["raises"]["error"]
+    assert by["lacks_a_package"]["error"] == "needs no_such_package, which is not installed"
+    assert by["gpu"]["error"] == "needs a GPU" and by["3.0"]["error"] == "value is 3, outside of 1.0 to 2.0"
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
+    assert b"sleep\x001234.5\x00" not in commands
+
+
+def test_a_prediction_holds_within_its_bounds_and_only_for_what_was_found() -> None:
+    bound = {"low": 1, "high": None, "why": ""}
+    assert misses({"x": bound}, {"x": 1e9}) == [] and len(misses({"x": bound}, {"x": 0.5})) == 1
+    assert misses({"x": bound}, {}) == ["x was not found"] and len(misses({"x": bound}, {"x": float("nan")})) == 1
+    assert program._plain({"x": [float("inf"), 1.5]}) == {"x": ["inf", 1.5]}
+
+
+@pytest.mark.parametrize("words", [["--only", "nothing"], ["--limit", "0"], ["--model", "huge"]])
+def test_what_is_written_wrongly_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        program.main(words)
+    assert ended.value.code == 2 and words[1] in capsys.readouterr().err
+
+
+def test_each_check_is_found_and_only_names_begin_with_what_is_asked_for() -> None:
+    for check in CHECKS:
+        module, _, name = check.function.rpartition(".")
+        assert check.function.startswith(HERE) and callable(getattr(importlib.import_module(module), name))
+        assert check.model in SHAPES and check.limit <= 400
+    assert [check.name for check in program.chosen(CHECKS, ["copy", "memory_1"])][:2] == ["copy", "memory_1.3b"]
+
+
+def test_the_last_of_the_six_memory_shapes_runs_out_on_every_gpu_and_one_beside_it_fits_80_gb(tmp_path: Path) -> None:
+    rows = [check for check in CHECKS if check.name.startswith("memory")]
+    assert len(rows) == 6
+    for check, fits in ((rows[2], True), (rows[-1], False)):
+        mode, times = check.arguments
+        made = config(larger(SHAPES[check.model], times), str(tmp_path), activation_checkpointing=mode)
+        for gpu in ("h100-80gb", "b200"):
+            assert planned(made, of_shape(of_gpus(1, gpu, 1, None), 1)).fits == fits, (check.name, gpu)
