@@ -23,7 +23,6 @@ import psutil
 import pytest
 import torch
 
-from app.cli import main
 from app.launchers import PRELOAD
 from cluster.remote import free_port, is_open
 
@@ -49,6 +48,8 @@ class Ended:
 
 def here(patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str], *words: str) -> Ended:
     """`trireme WORDS` in this process: for what is refused, or only printed, before anything starts."""
+    from app.cli import main  # not above: the first 30 minutes on a GPU run tests where there is no Click
+
     patch.setattr(sys, "argv", ["trireme", *words])
     with pytest.raises(SystemExit) as ended:
         main()

@@ -13,12 +13,21 @@ at a time.
   and ∂loss/∂W = sᵀ·h / N a sum over rows, a chunk's logits are made, used for both, and dropped. After Hsu et al. 2024
   (Liger Kernel, https://arxiv.org/abs/2410.10989, §3.2).
 
+On a GPU a chunk's arithmetic is compiled. One operation after the other moves at least 20 bytes for each bfloat16 logit
+(float32 logarithms written, read and written again as exponentials, read and written as s); compiled, two passes move
+6: each row's largest logit and sum, then s and the loss.
+
 Both find their gradients in forward, and only multiply them by what comes in, in place: a second backward is torch's
 error, not a wrong gradient.
 """
 
 from __future__ import annotations
 
+import functools
+import os
+import shutil
+from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -69,7 +78,34 @@ def _is_free(logits: Tensor) -> bool:
 
 
 def _chunk(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum of the rows' losses, s), float32."""
+    """(sum of the rows' losses, float32; s, in float32 or in the logits' type)."""
+    return (_compiled() if logits.is_cuda and _compiles(logits.device) else one_by_one)(logits, targets)
+
+
+@functools.cache
+def _compiles(device: torch.device) -> bool:
+    """Whether torch.compile has all that it needs for a GPU: Triton, and a C compiler, which many images lack."""
+    compilers = (os.environ.get("CC", ""), "gcc", "clang")
+    able = torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (7, 0)
+    return able and find_spec("triton") is not None and any(map(shutil.which, compilers))
+
+
+@functools.cache
+def _compiled() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    return torch.compile(fusible)  # not fullgraph: after too many unlike calls it then runs as it is written
+
+
+def fusible(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """As `one_by_one`, for a compiler: without a scatter or a gather, which would need all logarithms in memory; s in
+    the logits' type."""
+    is_target = torch.arange(logits.size(1), device=logits.device) == targets.unsqueeze(1)
+    logarithms = F.log_softmax(logits, 1, dtype=torch.float32)
+    loss = -torch.where(is_target, logarithms, 0.0).sum(1).sum()
+    return loss, (logarithms.exp() - is_target.float()).to(logits.dtype)
+
+
+def one_by_one(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum of the rows' losses, s), float32: as few and small operations as there can be without a compiler."""
     column = targets.unsqueeze(1)
     logarithms = F.log_softmax(logits, 1, dtype=torch.float32)
     loss = -logarithms.gather(1, column).sum()

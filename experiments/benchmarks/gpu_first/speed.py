@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import shutil
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,9 +15,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from app.job import memory_bytes
+from app.models.cross_entropy import fusible, one_by_one
 from app.models.gpt import GPT
 from experiments.benchmarks.gpt import SHAPES, ByHand, Shape
-from experiments.benchmarks.gpu_first.check import Here
+from experiments.benchmarks.gpu_first.check import Here, NotHere
 from experiments.benchmarks.gpu_first.training import config, planned, training
 from experiments.benchmarks.harness import measured
 
@@ -67,6 +69,30 @@ def kernels(here: Here) -> None:
     products = [row for row in rows if PRODUCT.search(row["name"]) and not ATTENTION.search(row["name"])]
     if time := sum(row["ms"] for row in products):
         here.found(bf16_share_of_products=sum(r["ms"] for r in products if IN_BF16.search(r["name"])) / time)
+
+
+def loss_chunks(here: Here) -> None:
+    """One chunk of the loss over a large vocabulary, compiled as on a GPU and operation by operation."""
+    if not here.on_gpu and shutil.which("g++") is None:
+        raise NotHere("torch.compile needs a C++ compiler for a CPU")
+    rows, words = (2048, 50304) if here.on_gpu else (64, 9000)
+    seconds = 6 * rows * words / here.datasheet().bandwidth
+    here.expect_speed("ms", 0.0, 2e3 * seconds, "at most twice the time of 6 bytes a logit at the planner's bandwidth")
+    here.expect_speed("times_faster", 2.0, 6.0, "20 bytes a logit or more are moved without, 6 to 8 with")
+    here.expect("difference", 0.0, 2**-8, "one rounding to bfloat16 of a number below 1")
+    logits = torch.randn(rows, words, device=here.device).bfloat16()
+    targets = torch.randint(words, (rows,), device=here.device)
+    compiled, taken, extra = torch.compile(fusible, fullgraph=True), {}, {}
+    for name, function in (("compiled", compiled), ("one by one", one_by_one)):
+        taken[name] = here.seconds_of(lambda function=function: function(logits, targets))  # type: ignore[misc]
+        if here.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            function(logits, targets)
+            extra[name] = torch.cuda.max_memory_allocated() - before
+    (_, slope), (_, truth) = compiled(logits, targets), one_by_one(logits, targets)
+    here.found(ms=1e3 * taken["compiled"], times_faster=taken["one by one"] / taken["compiled"], extra_bytes=extra)
+    here.found(difference=float((slope.float() - truth).abs().max()))
 
 
 def _short(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

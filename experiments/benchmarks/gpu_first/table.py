@@ -25,6 +25,7 @@ CHECKS = (
     Check("one_device_fp8", HERE + "training.one_device", 120, ("fp8",), "gpu"),
     Check("no_waits", HERE + "training.no_waits", 120, needs="gpu"),
     Check("resume", HERE + "training.resume", 180, env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
+    Check("loss_chunks", HERE + "speed.loss_chunks", 180),
     Check("kernels", HERE + "speed.kernels", 240),
     Check("speed", HERE + "speed.speed", 300),
     Check("speed_1.3b", HERE + "speed.speed", 400, model="1.3b", needs="gpu", has_own_size=True),

@@ -4,8 +4,11 @@ kind of layout."""
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -92,6 +95,43 @@ def test_a_second_backward_is_an_error_and_without_gradients_nothing_is_written(
         assert loss(*example(9)).item() == pytest.approx(plain(*example(9)).item(), rel=1e-6)
     small = cross_entropy(torch.randn(5, 256, requires_grad=True), torch.zeros(5, dtype=torch.long))
     assert "NllLoss" in type(small.grad_fn).__name__, "a small vocabulary is left to torch"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_compiled_for_a_gpu_is_one_graph_with_the_same_numbers(dtype: torch.dtype) -> None:
+    made = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(12, WORDS, generator=made)).to(dtype)
+    logits[:, 7] = -torch.inf  # a word that is ruled out
+    targets = torch.randint(8, WORDS, (12,), generator=made)
+    loss, slope = module.one_by_one(logits, targets)
+    compiled = torch.compile(module.fusible, fullgraph=True, backend="aot_eager")
+    for rows in (12, 11, 5):  # the last chunk may be smaller
+        one, s = compiled(logits[:rows], targets[:rows])
+        assert s.dtype == dtype and one.dtype == torch.float32
+        assert torch.equal(s, slope[:rows].to(dtype))
+    assert module.fusible(logits, targets)[0].item() == pytest.approx(loss.item(), rel=1e-6)
+
+
+def test_on_a_gpu_without_a_c_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(module, "find_spec", lambda name: name)
+    gpu = torch.device("cuda", 0)
+    for path, able in ((os.environ["PATH"], shutil.which("gcc") is not None), (str(tmp_path), False)):
+        monkeypatch.setenv("PATH", path)
+        monkeypatch.delenv("CC", raising=False)
+        assert module._compiles.__wrapped__(gpu) == able
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 0))
+    assert not module._compiles.__wrapped__(gpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@OURS
+def test_on_a_gpu_loss_and_gradients_are_the_cpus(loss: Loss) -> None:
+    expected = all_of(loss, *example(64))
+    found = all_of(loss, *(t.detach().cuda().requires_grad_(t.requires_grad) for t in example(64)))
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-5 * other.abs().max().item())
 
 
 def test_no_chunk_is_larger_than_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:

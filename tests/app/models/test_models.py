@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from app.models.feedforward import CNN, MLP, ResNet
 from app.models.gpt import GPT, rotated
+from strategies import activation_checkpointing, precision
+from strategies.blocks import find_blocks
 from tests.strategies.models import random
 
 Build = Callable[[], nn.Module]
@@ -107,3 +109,20 @@ def test_resnets_have_the_size_of_the_paper(depth: int, millions: float) -> None
         model = ResNet(3, 224, 1000, depth=depth)
         assert model(torch.empty(1, 3, 224, 224)).shape == (1, 1000)
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp8"])
+def test_a_block_of_a_gpt_is_compiled_as_one_graph(kind: str, mode: str) -> None:
+    """Forward and backward, as strategies/parallelize.py puts things on it: a break would launch what lies between two
+    graphs operation by operation."""
+    model = GPT(50, d_model=32, n_layers=2, n_heads=2, dropout=0.1)
+    names = find_blocks(model)
+    if kind == "fp8":
+        precision.use_float8(model, names)
+    activation_checkpointing.apply(model, names, mode)
+    block = model.get_submodule(names[0])
+    x = torch.randn(2, 8, 32, requires_grad=True)
+    with precision.autocast(kind, "cpu")():
+        torch.compile(block.forward, fullgraph=True, backend="aot_eager")(x).float().square().mean().backward()
+    assert x.grad is not None and all(parameter.grad is not None for parameter in block.parameters())
