@@ -13,9 +13,9 @@ at a time.
   and ∂loss/∂W = sᵀ·h / N a sum over rows, a chunk's logits are made, used for both, and dropped. After Hsu et al. 2024
   (Liger Kernel, https://arxiv.org/abs/2410.10989, §3.2).
 
-On a GPU a chunk's arithmetic is compiled. One operation after the other moves at least 20 bytes for each bfloat16 logit
-(float32 logarithms written, read and written again as exponentials, read and written as s); compiled, two passes move
-6: each row's largest logit and sum, then s and the loss.
+On a GPU a chunk's arithmetic is compiled. One operation after the other moves at least 18 bytes for each bfloat16 logit
+(read; float32 logarithms written; read and written again as exponentials; read and written as s). Compiled, float32
+numbers stay in registers: it is read two to four times, and s written.
 
 Both find their gradients in forward, and only multiply them by what comes in, in place: a second backward is torch's
 error, not a wrong gradient.

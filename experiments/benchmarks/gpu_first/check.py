@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from app.planner.device import Device
 
 
+OURS = ("app", "cluster", "experiments", "strategies", "tests")
 SAID = 3000
 """Characters that are kept of an error, and of the last words of a process that was killed or crashed."""
 
@@ -129,7 +130,7 @@ def misses(predicted: dict[str, Any], found: dict[str, Any]) -> list[str]:
 def main(function: str, arguments: str, device: str, model: str, path: str, limit: str) -> None:
     """Ends well also where the check raises: that is in the file, too."""
     faulthandler.enable()
-    faulthandler.dump_traceback_later(0.9 * float(limit))  # says where it hangs, just before it is killed
+    faulthandler.dump_traceback_later(0.8 * float(limit))  # says where it hangs, just before it is killed
     module, _, name = function.rpartition(".")
     with Path(path).open("w") as file:
         try:
@@ -139,7 +140,7 @@ def main(function: str, arguments: str, device: str, model: str, path: str, limi
             ended = {"left_out": str(reason)}
         except ModuleNotFoundError as error:
             ended = {"left_out": f"needs {error.name}, which is not installed"}
-            if (error.name or "").partition(".")[0] in ("app", "cluster", "experiments", "strategies"):
+            if (error.name or "").partition(".")[0] in OURS:
                 raise
         except Exception as error:
             said = f"{type(error).__name__}: {error}"[:SAID]

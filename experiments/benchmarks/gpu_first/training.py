@@ -223,4 +223,5 @@ def save(here: Here) -> None:
 
 def _pinned(here: Here) -> int:
     """Bytes of host memory that are pinned; loading data has pinned some, too."""
-    return int(torch.cuda.host_memory_stats()["allocated_bytes.current"]) if here.on_gpu else 0
+    stats = torch.cuda.host_memory_stats() if here.on_gpu else {}
+    return max(stats.get(f"{name}_bytes.current", 0) for name in ("allocated", "reserved"))  # by torch's version

@@ -27,10 +27,20 @@ REFUSES = f"""import sys
 class Refuses:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {NOT_THERE}:
-            raise ModuleNotFoundError(f"no {{name}}", name=name)
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Refuses())
 """
 """A sitecustomize.py: what a GPU machine that has little but PyTorch does not have."""
+
+
+def test_the_checks_are_imported_where_there_is_little_but_torch(tmp_path: Path) -> None:
+    modules = sorted({check.function.rpartition(".")[0] for check in CHECKS} | {program.__name__})
+    code = f"{REFUSES}\nimport {', '.join(modules)}, strategies.parallelize"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    program_alone = "import sys, experiments.benchmarks.gpu_first.program; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program_alone], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "False\n", "what starts the checks needs nothing that can break"
 
 
 @pytest.mark.slow
