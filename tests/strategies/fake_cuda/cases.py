@@ -34,7 +34,7 @@ STEPS = 2
 
 SHAPES = "once for a kind of batch: what it says decides which memory is asked for"
 FIRST_STEP = {
-    "strategies/pipeline/p2p.py:_learn": SHAPES,
+    "strategies/pipeline/p2p.py:decode": SHAPES,
     "strategies/pipeline/runtime.py:_send_on": SHAPES,
     "strategies/tensor/apply.py:_compare": "it may end the run with a sentence",
 }

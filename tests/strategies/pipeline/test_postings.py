@@ -311,7 +311,7 @@ def test_to_ask_no_earlier_costs_nothing_with_equal_parts_and_a_fiftieth_with_ot
             parts = [draw.uniform(0.7, 1.3) for _ in range(schedule.placement.parts)]
             times = Times(parts, parts, parts, transfer=transfer)
             ratios.append(_seconds(schedule, times) / length(simulate(schedule, times)))
-        assert sum(ratios) / len(ratios) < 1.02 and max(ratios) < 1.03
+        assert sum(ratios) / len(ratios) < 1.02 and max(ratios) < 1.04
     for stages, transfer in itertools.product((2, 4, 8), (0.05, 0.2)):
         schedule = schedules.make.__wrapped__(name, stages, 4 * stages, 2 if name in ("interleaved_1f1b", "zbv") else 1)
         times = Times(1.0, 1.0, 1.0, transfer=transfer)
