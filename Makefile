@@ -24,7 +24,8 @@ test-busy: setup
 
 # The lines that no test reaches without a GPU, folder by folder; half as long again as `make test`.
 coverage: setup
-	$(BIN)/python -m pytest --cov --cov-report= -m "not slow"
+	$(BIN)/python -m pytest --cov --cov-report= --numprocesses 2 --dist loadgroup --no-loadscope-reorder -m "not slow and not alone"
+	$(BIN)/python -m pytest --cov --cov-report= --cov-append -m "not slow and alone"
 	$(BIN)/coverage report --show-missing --skip-covered
 
 # The main job, parity, resume, pipeline and tracking with the oldest and the newest releases that Trireme was tested
