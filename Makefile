@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: demo check test test-busy coverage test-versions test-slow test-deepspeed mutants lint setup clean
 
 demo: setup
-	$(BIN)/trireme train experiments/mnist.yaml --again
+	@$(BIN)/trireme train experiments/mnist.yaml --again
 
 # What to run by habit, in less than a minute: lint, types, and the tests that start nothing.
 check: setup lint
@@ -61,9 +61,10 @@ setup: $(VENV)/.installed
 
 # Installs the tested versions (constraints.txt); again only when what is to be installed has changed.
 $(VENV)/.installed: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "python3 cannot make a virtual environment here: apt-get install python3-venv" >&2; exit 1; }
-	$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[examples,dev]'
-	touch $@
+	@echo "installing the tested versions into $(VENV): a minute or two, once"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "python3 cannot make a virtual environment here: apt-get install python3-venv" >&2; exit 1; }
+	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[examples,dev]'
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build *.egg-info
