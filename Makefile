@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo check test test-busy coverage test-versions test-slow test-deepspeed mutants lint setup clean
+.PHONY: demo check test test-busy coverage test-versions test-slow test-deepspeed mutants lint wheels setup clean
 
 demo: setup
 	@$(BIN)/trireme train experiments/mnist.yaml --again
@@ -57,6 +57,11 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# For machines without a network: all packages as files in wheels/. There, with the same Python and kind of processor:
+# pip install --no-index --find-links wheels 'trireme[examples,s3]'
+wheels:
+	$(PYTHON) -m pip wheel --wheel-dir wheels --constraint constraints.txt '.[examples,s3]' 'setuptools>=77'
+
 setup: $(VENV)/.installed
 
 # Installs the tested versions (constraints.txt); again only when what is to be installed has changed.
@@ -67,4 +72,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build *.egg-info app/*.egg-info

@@ -21,6 +21,9 @@ class RunConfig:
     Empty: the experiment file's name."""
     storage: str = "runs"
     """Where runs are kept: a folder (local or NFS), or s3://… or gs://…; every node must see it."""
+    log_format: str = "text"
+    """What the logs of the run's folder are made of: text, or json (a line each, with time, run, attempt, rank, host;
+    the driver's also has what is said on the terminal)."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,17 @@ class ParallelConfig:
     """Copies of the model (or of its shards); gradients are averaged over them. null: the strategy decides."""
     dp_shard: Optional[int] = None
     """Workers that one copy's parameters, gradients and optimizer state are sharded over."""
+    cp: Optional[int] = None
+    """Workers that one sequence is split over (context parallelism)."""
+    context: str = "auto"
+    """With cp: how tokens of different workers attend: ring (keys pass round), allgather, ulysses (heads are exchanged
+    for tokens), or auto: ulysses within a node where cp divides the heads, else ring."""
     tp: Optional[int] = None
     """Workers that each layer's matrix products are split over (tensor parallelism)."""
     pp: Optional[int] = None
     """Stages that the model's blocks are split over (pipeline parallelism)."""
+    ep: Optional[int] = None
+    """Data-parallel workers that a mixture's experts are split over (expert parallelism); no factor of the workers."""
     sequence_parallel: bool = True
     """With tp: also split activations between the split layers along the sequence."""
     loss_parallel: bool = True
@@ -193,6 +203,16 @@ class TrackingConfig:
 
 
 @dataclass(frozen=True)
+class ProfileConfig:
+    steps: list[int] = field(default_factory=list)
+    """The first and the last step to profile with torch.profiler, such as [20, 25]. Empty: none."""
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """Ranks that are profiled; in a pipeline, one of each stage tells most."""
+    memory: bool = False
+    """Also what each operator allocates, and on GPUs a snapshot of every allocation; slower."""
+
+
+@dataclass(frozen=True)
 class FaultConfig:
     max_restarts: int = 3
     """Restarts from the last checkpoint, after a worker or a node died, before the run gives up; those of the last hour
@@ -263,5 +283,7 @@ class Config:
     """What is saved, when, and what is kept."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     """How the run is shown in MLflow."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """Where the time of some steps goes; `trireme profile RUN` prints a table, and traces are in the run's folder."""
     fault: FaultConfig = field(default_factory=FaultConfig)
     """What happens when something breaks."""

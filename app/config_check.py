@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from typing import Any
 
@@ -15,7 +16,8 @@ _POSITIVE = (
     "train.steps train.epochs train.global_batch_size train.micro_batch_size train.clip_norm train.eval_every "
     "train.eval_batch_size train.log_every train.noise_scale_every optimizer.lr_batch_size "
     "checkpoint.every_steps checkpoint.every_seconds checkpoint.keep_last "
-    "parallel.dp_replicate parallel.dp_shard parallel.tp parallel.pp parallel.chunks parallel.trace_step"
+    "parallel.dp_replicate parallel.dp_shard parallel.cp parallel.tp parallel.pp parallel.ep parallel.chunks "
+    "parallel.trace_step"
 )
 _NOT_NEGATIVE = (
     "cluster.wait_seconds "
@@ -25,10 +27,12 @@ _NOT_NEGATIVE = (
     "fault.max_restarts fault.start_seconds fault.hang_seconds fault.elastic_seconds"
 )
 CHOICES = {
+    "run.log_format": ("text", "json"),
     "launcher": ("auto", "ray", "actors", "local", "torchrun"),
     "train.precision": ("fp32", "bf16", "fp16", "fp8"),
     "train.matmul_precision": ("highest", "high", "medium"),
     "parallel.reduce_dtype": ("fp32", "bf16"),
+    "parallel.context": ("auto", "ring", "allgather", "ulysses"),
     "parallel.schedule": ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv"),
     "optimizer.lr_scaling": ("none", "linear", "sqrt"),
     "schedule.name": ("constant", "linear", "cosine"),
@@ -37,42 +41,53 @@ CHOICES = {
 }
 
 
-def validate(config: Config) -> None:
-    """Raises UserError for the first value that no run could use."""
+def validate(config: Config, mistakes: Sequence[str] = ()) -> None:
+    """Raises UserError for the values that no run could use, a sentence each, after the mistakes found before."""
+    if found := [*mistakes, *_mistakes(config)]:
+        raise UserError("\n".join(found))
 
+
+def _mistakes(config: Config) -> Iterator[str]:
     def value(key: str) -> Any:
         return reduce(getattr, key.split("."), config)
 
     for key in _POSITIVE.split():
         if value(key) is not None and not value(key) > 0:
-            raise UserError(f"{key} is {value(key)}, but it must be greater than 0")
+            yield f"{key} is {value(key)}, but it must be greater than 0"
     for key in _NOT_NEGATIVE.split():
         if value(key) is not None and not value(key) >= 0:
-            raise UserError(f"{key} is {value(key)}, but it must not be negative")
+            yield f"{key} is {value(key)}, but it must not be negative"
     for key, allowed in CHOICES.items():
         if value(key) not in allowed:
             near = nearest(value(key), allowed)
-            raise UserError(f"{key} is {value(key)!r}, but it must be one of {', '.join(allowed)}{near}")
+            yield f"{key} is {value(key)!r}, but it must be one of {', '.join(allowed)}{near}"
     if config.optimizer.lr_scaling != "none" and config.optimizer.lr_batch_size is None:
-        raise UserError(
+        yield (
             f"optimizer.lr_scaling is {config.optimizer.lr_scaling}, but optimizer.lr_batch_size does not say which "
             "batch size optimizer.lr is meant for: write for instance optimizer.lr_batch_size=256"
         )
     if config.run.name and not RUN_NAME.fullmatch(config.run.name):
-        raise UserError(f"run.name is {config.run.name!r}: use letters, digits, '.', '_' and '-' (at most 128)")
+        yield f"run.name is {config.run.name!r}: use letters, digits, '.', '_' and '-' (at most 128)"
     if config.workers != "auto" and not (config.workers.isdigit() and int(config.workers) > 0):
-        raise UserError(f"workers is {config.workers!r}, but it must be auto or a whole number greater than 0")
-    _check_resources("resources_per_worker", config.resources_per_worker)
+        yield f"workers is {config.workers!r}, but it must be auto or a whole number greater than 0"
+    first_and_last, ranks = config.profile.steps, config.profile.ranks
+    if first_and_last and not (len(first_and_last) == 2 and 0 < first_and_last[0] <= first_and_last[1]):
+        yield (f"profile.steps is {first_and_last}, but it must be the first and the last step, such as [20, 25]")
+    if not ranks or min(ranks) < 0:
+        yield f"profile.ranks is {ranks}, but it must be numbers of workers, of which the first is 0"
+    if not (len(config.optimizer.betas) == 2 and all(0 <= beta < 1 for beta in config.optimizer.betas)):
+        yield f"optimizer.betas is {config.optimizer.betas}, but it must be two numbers from 0 to below 1: [0.9, 0.999]"
+    yield from _resources("resources_per_worker", config.resources_per_worker)
     for stage, resources in enumerate(config.parallel.stage_resources):
-        _check_resources(f"parallel.stage_resources[{stage}]", resources)
+        yield from _resources(f"parallel.stage_resources[{stage}]", resources)
 
 
-def _check_resources(key: str, resources: dict[str, float]) -> None:
+def _resources(key: str, resources: dict[str, float]) -> Iterator[str]:
     for name, amount in resources.items():
         if not isinstance(amount, (int, float)):  # OmegaConf lets a mapping of mappings pass
-            raise UserError(f"{key}.{name} is {amount}, but it must be a number")
-        if not amount >= 0:
-            raise UserError(f"{key}.{name} is {amount}, but it must not be negative")
+            yield f"{key}.{name} is {amount}, but it must be a number"
+        elif not amount >= 0:
+            yield f"{key}.{name} is {amount}, but it must not be negative"
 
 
 def check_trainable(config: Config) -> None:

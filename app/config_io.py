@@ -22,6 +22,7 @@ from app import config as schema
 from app.config import Config
 from app.config_check import validate
 from app.errors import UserError, nearest
+from cluster.document import load_yaml
 
 
 def load_config(files: Iterable[str | Path], overrides: Iterable[str] = ()) -> Config:
@@ -31,14 +32,14 @@ def load_config(files: Iterable[str | Path], overrides: Iterable[str] = ()) -> C
         UserError: a file is missing or no mapping; a key is unknown; a value has the wrong type or range.
     """
     tree = OmegaConf.structured(Config)
-    paths = [Path(file) for file in files]
+    paths, mistakes = [Path(file) for file in files], list[str]()
     for file in paths:
-        tree = _merge(tree, read_yaml(file), source=str(file))
+        tree = _merge(tree, read_yaml(file), str(file), mistakes)
     for override in overrides:
-        tree = _merge(tree, _read_override(override), source="on the command line")
+        tree = _merge(tree, _read_override(override), "on the command line", mistakes)
     if paths and not OmegaConf.is_interpolation(tree.run, "name") and not tree.run.name:
         tree = OmegaConf.merge(tree, {"run": {"name": paths[0].stem}})
-    return _finished(tree)
+    return _finished(tree, mistakes)
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
@@ -57,7 +58,8 @@ def _with_value(section: Any, key: str, value: Any) -> Any:
 
 def from_dict(values: Mapping[str, Any], source: str = "the saved configuration") -> Config:
     """The configuration that `to_dict` gave."""
-    return _finished(_merge(OmegaConf.structured(Config), OmegaConf.create(dict(values)), source=source))
+    mistakes: list[str] = []
+    return _finished(_merge(OmegaConf.structured(Config), OmegaConf.create(dict(values)), source, mistakes), mistakes)
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -157,7 +159,9 @@ def read_yaml(file: Path) -> DictConfig:
         near = nearest(str(file), file.parent.glob("*.y*ml"))
         raise UserError(f"there is no file {file}{near}: write the path of a YAML file")
     try:
-        values = yaml.safe_load(file.read_text())
+        text = file.read_text()
+        values = load_yaml(text)
+        _refuse_twice(yaml.compose(text, Loader=yaml.CSafeLoader), set())
         tree = OmegaConf.create(values if values is not None else {})
     except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError, RecursionError) as error:
         where = getattr(error, "problem_mark", None)
@@ -167,6 +171,23 @@ def read_yaml(file: Path) -> DictConfig:
     if not isinstance(tree, DictConfig):
         raise UserError(f"{file} holds no keys: write lines such as `task: image_classification`")
     return tree
+
+
+def _refuse_twice(node: Any, seen: set[int]) -> None:
+    """Raises YAMLError for a key that is written twice, of which YAML's loader would silently keep the last."""
+    if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+        return
+    seen.add(id(node))
+    keys: list[str] = []
+    for each in node.value:
+        for inner in each if isinstance(node, yaml.MappingNode) else [each]:
+            _refuse_twice(inner, seen)
+        if isinstance(node, yaml.MappingNode):
+            key = each[0]
+            if key.value in keys and key.tag != "tag:yaml.org,2002:merge":
+                problem = f"the key {key.value!r} is written twice"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            keys.append(key.value)
 
 
 def _read_override(override: str) -> DictConfig:
@@ -182,7 +203,27 @@ def _read_override(override: str) -> DictConfig:
         ) from error
 
 
-def _merge(tree: DictConfig, values: DictConfig, source: str) -> DictConfig:
+def _merge(tree: DictConfig, values: DictConfig, source: str, mistakes: list[str]) -> DictConfig:
+    """The tree with the values on top, but for those that do not fit, which become sentences."""
+    try:
+        return _merged(tree, values, source)
+    except UserError as error:
+        before = len(mistakes)
+        plain: Any = OmegaConf.to_container(values)  # interpolations as they are written
+        for key, value in plain.items():
+            section = isinstance(value, dict) and f"{key}." in _SECTIONS
+            parts = [{key: {name: each}} for name, each in value.items()] if section else [{key: value}]
+            for part in parts:
+                try:
+                    tree = _merged(tree, OmegaConf.create(part), source)
+                except UserError as one:
+                    mistakes.append(str(one))
+        if len(mistakes) == before:  # only together they do not fit
+            mistakes.append(str(error))
+        return tree
+
+
+def _merged(tree: DictConfig, values: DictConfig, source: str) -> DictConfig:
     at = source if source.startswith("on ") else f"in {source}"
     length = {
         key: OmegaConf.select(values, f"train.{key}", throw_on_resolution_failure=False) for key in ("steps", "epochs")
@@ -216,11 +257,11 @@ def _misfit(error: Exception, values: DictConfig, at: str) -> str:
     return f"{key} ({at}) does not fit: {str(error).splitlines()[0]}"
 
 
-def _finished(tree: DictConfig) -> Config:
+def _finished(tree: DictConfig, mistakes: list[str]) -> Config:
     try:
         config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
         raise UserError(f"the configuration cannot be resolved: {str(error).splitlines()[0]}") from error
     assert isinstance(config, Config)
-    validate(config)
+    validate(config, mistakes)
     return config

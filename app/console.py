@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import json
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from app.masking import mask_text
+
 if TYPE_CHECKING:
-    from app.storage import Storage
+    from app.config import Config
+    from app.job import Job
 
 SECONDS_BETWEEN_LINES = 5.0
 
@@ -27,33 +35,51 @@ class Console:
         self._err: IO[str] = sys.stderr
         self._live = False
         self._last_line = 0.0
+        self._record: Any = None  # where what is said is kept as JSON lines
 
     @contextlib.contextmanager
-    def capture(self, log: Path) -> Iterator[None]:
-        """Sends everything to `log` but what this console writes."""
-        with output_to(log) as originals:
-            # line buffered, so that lines appear when they are said
-            self._out, self._err = (os.fdopen(os.dup(fd), "w", buffering=1) for fd in originals)
+    def capture(self, log: Path, labels: Mapping[str, Any] | None = None) -> Iterator[None]:
+        """Sends everything to `log` but what this console writes; with labels as JSON lines, and that too."""
+        before, opened = (self._out, self._err), list[IO[str]]()
+        with output_to(log) as originals, json_output(labels) as self._record:
+            if _is_descriptor_1(self._out):  # a notebook's goes another way than to `log`
+                # line buffered, so that lines appear when they are said
+                opened = [os.fdopen(os.dup(fd), "w", buffering=1) for fd in originals]
+                self._out, self._err = opened
             try:
                 yield
             except BaseException:
                 with log.open("a") as file:  # where it happened
-                    traceback.print_exc(file=file)
+                    traceback.print_exc(file=self._record or file)
                 raise
             finally:
                 self._clear()
-                self._out.close()
-                self._err.close()
-                self._out, self._err = sys.stdout, sys.stderr
+                for stream in opened:
+                    stream.close()
+                self._out, self._err = before
+
+    def _keep(self, text: str) -> None:
+        if self._record:
+            self._record.write(f"{text}\n")
+
+    def restore(self) -> None:
+        """Gives this process its own streams back, also within `capture`: it is about to become another program."""
+        self._clear()
+        _flush()
+        for fd, stream in enumerate((self._out, self._err), start=1):
+            stream.flush()
+            os.dup2(stream.fileno(), fd)
 
     def say(self, text: str) -> None:
         """A remark worth keeping."""
+        self._keep(text)
         if not self.quiet:
             self._clear()
             print(text, file=self._out, flush=True)
 
     def error(self, text: str) -> None:
         """What went wrong; said even when quiet."""
+        self._keep(text)
         self._clear()
         print(text, file=self._err, flush=True)
 
@@ -61,6 +87,12 @@ class Console:
         """The answer itself (JSON for machines); said even when quiet."""
         self._clear()
         print(text, file=self._out, flush=True)
+
+    def part(self, text: str) -> None:
+        """A piece of a line."""
+        if not self.quiet:
+            self._clear()
+            print(text, end="", file=self._out, flush=True)
 
     def status(self, text: str) -> None:
         """What is going on just now: on a terminal the live line, elsewhere nothing."""
@@ -108,9 +140,52 @@ def output_to(log: Path) -> Iterator[tuple[int, int]]:
             os.close(original)
 
 
+class JsonLines(io.TextIOBase):
+    """A stream whose every line becomes a JSON object with labels, in one write to a file descriptor. What is not
+    Python's (C++, child processes) stays plain lines between them: nothing waits in a pipe that a crash would empty."""
+
+    def __init__(self, descriptor: int, labels: Mapping[str, Any]) -> None:
+        self._descriptor, self._labels, self._begun = descriptor, labels, ""
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def write(self, text: str) -> int:
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            now = datetime.now(UTC).isoformat(timespec="milliseconds")
+            record = json.dumps({"time": now, **self._labels, "text": mask_text(line)})
+            os.write(self._descriptor, f"{record}\n".encode())
+        return len(text)
+
+
+def log_labels(config: Config, attempt: str, rank: int | str) -> dict[str, Any] | None:
+    """What stands in every line of a log: with run.log_format=json, else None."""
+    labels = {"run": config.run.name, "attempt": attempt, "rank": rank, "host": socket.gethostname()}
+    return labels if config.run.log_format == "json" else None
+
+
+@contextlib.contextmanager
+def json_output(labels: Mapping[str, Any] | None) -> Iterator[JsonLines | None]:
+    """Python's output as JSON lines; the stream that makes them. Without labels nothing changes."""
+    if labels is None:
+        yield None
+        return
+    streams = sys.stdout, sys.stderr
+    out = sys.stdout = sys.stderr = JsonLines(1, labels)
+    try:
+        yield out
+    finally:
+        sys.stdout, sys.stderr = streams
+
+
 @contextlib.contextmanager
 def stop_signals(ask: Callable[[], object]) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM calls `ask`; a second one ends everything at once, by KeyboardInterrupt."""
+    """The first Ctrl-C or SIGTERM calls `ask`; a second one ends everything at once, by KeyboardInterrupt. In a thread
+    other than the main one Python lets nobody handle signals: there they are the program's own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     asked = False
 
     def on_signal(number: int, frame: object) -> None:
@@ -129,8 +204,11 @@ def stop_signals(ask: Callable[[], object]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def worker_output(run: Storage, rank: int) -> Iterator[None]:
+def worker_output(job: Job, rank: int) -> Iterator[None]:
     """Sends a worker's output, prints included, to logs/rank-N.log of the run, where that is on this machine."""
+    from app.storage import Storage
+
+    run, labels = Storage(job.folder), log_labels(job.config, job.attempt, rank)
     if not run.is_local:
         yield
         return
@@ -138,12 +216,22 @@ def worker_output(run: Storage, rank: int) -> Iterator[None]:
     with output_to(run.local_path / "logs" / f"rank-{rank}.log"):
         sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
         try:
-            yield
-        except BaseException:
-            traceback.print_exc()
-            raise
+            with json_output(labels):
+                try:
+                    yield
+                except BaseException:
+                    traceback.print_exc()
+                    raise
         finally:
             sys.stdout, sys.stderr = streams
+
+
+def _is_descriptor_1(stream: IO[str]) -> bool:
+    """Not so of a notebook's output, which goes another way."""
+    try:
+        return stream.fileno() == 1
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _flush() -> None:
@@ -154,16 +242,26 @@ def _flush() -> None:
 
 def progress_line(event: dict[str, Any]) -> str:
     """`step 120/500  loss 0.2314  1,204 samples/s  0:41 left  310 MB`; where a GPU's peak is known, after the rate also
-    `151 per GPU, MFU 41.2%`."""
+    `151 per GPU, MFU 41.2%`; after the first evaluation also `held out 0.2401`."""
     parts = [f"step {event['step']:,}/{event['steps']:,}"]
     if event.get("loss") is not None:
-        parts.append(f"loss {event['loss']:.4f}")
+        at = event.get("loss_step") or event["step"]
+        parts.append(f"loss {event['loss']:.4f}" + (f" (step {at:,})" if at != event["step"] else ""))
+    if "loss" in event.get("evaluated", ()):
+        parts.append(f"held out {event['evaluated']['loss']:.4f}")
     parts.append(f"{quantity(event['rate'])} {event['unit']}/s")
     if event.get("mfu") is not None:
         parts.append(f"{quantity(event['rate'] / event['gpus'])} per GPU, MFU {event['mfu']:.1%}")
     parts.append(f"{duration(event['seconds_left'])} left")
     parts.append(f"{size(event['memory_bytes'])} per worker")
     return "  ".join(parts)
+
+
+def evaluation_line(values: dict[str, float]) -> str:
+    """`loss 0.07353, accuracy 98.00%`."""
+    return ", ".join(
+        f"{name} {f'{value:.2%}' if name == 'accuracy' else f'{value:.4g}'}" for name, value in values.items()
+    )
 
 
 def quantity(value: float) -> str:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
-from app.checkpoint import Commit, Weights, commits, export, latest_good, verify
+from app.checkpoint import Commit, Weights, export
 from app.errors import UserError, nearest
+from app.run.look import open_run
 from app.storage import Storage
+from app.trained import checkpoint_of, task_of
 
 if TYPE_CHECKING:
     from app.tasks.huggingface.task import HuggingFace
@@ -54,10 +54,8 @@ def export_run(
     if to not in FORMATS:
         what = f"is {to!r}{nearest(to, FORMATS)}" if to else "is not given"
         raise UserError(f"--to {what}; it can be {', '.join(FORMATS)}")
-    storage = Storage(run)
-    if not storage.exists("run.json"):
-        raise UserError(f"{run} is not a run's folder: write the one that `trireme train` named, such as runs/mnist")
-    commit = _commit(storage, step, warn)
+    storage = open_run(run)
+    commit = checkpoint_of(storage, step, warn)
     folder = _out(storage, to, commit.step, out)
     task = _hugging_face(storage) if to == "huggingface" else None
     with _appears(folder) as made:
@@ -67,28 +65,6 @@ def export_run(
             export(commit, to="torch" if to == "torch" else "safetensors", out=made)
         sizes = {path.name: path.stat().st_size for path in sorted(made.iterdir())}
     return Exported(commit.step, to, folder, list(sizes), sum(sizes.values()))
-
-
-def _commit(storage: Storage, step: int | None, warn: Callable[[str], None]) -> Commit:
-    """The checkpoint to export, its files read once to see that they are as they were written."""
-    folder = storage.join("checkpoints").url
-    if step is None:
-        newest, passed = latest_good(folder)
-        for sentence in passed:
-            warn(sentence)
-        if newest is None:
-            why = passed[0] if passed else "train the run until it saves one"
-            raise UserError(f"there is no good checkpoint in {folder}: {why}")
-        return newest
-    found = commits(folder)
-    commit = next((each for each in found if each.step == step), None)
-    if commit is None:
-        steps = ", ".join(str(number) for number in sorted({each.step for each in found})) or "none"
-        raise UserError(f"there is no checkpoint of step {step} in {folder}; there are those of {steps}")
-    faults = verify(commit)
-    if faults:
-        raise UserError(f"the checkpoint of step {step} is damaged: {faults[0]}; leave --step out to export a good one")
-    return commit
 
 
 def _out(storage: Storage, to: str, step: int, written: str | None) -> Path:
@@ -104,15 +80,13 @@ def _out(storage: Storage, to: str, step: int, written: str | None) -> Path:
 
 def _hugging_face(storage: Storage) -> HuggingFace:
     """The run's task, if it is one whose model transformers can load."""
-    from app.config_io import from_dict
-    from app.tasks import load_task
     from app.tasks.huggingface.task import HuggingFace
 
-    config = from_dict(yaml.safe_load(storage.read_bytes("config.yaml")), f"{storage.url}/config.yaml")
-    task = load_task(config.task, config.task_args)
+    task = task_of(storage)
     if not isinstance(task, HuggingFace):
         raise UserError(
-            f"the run's task is {config.task}, whose model transformers does not have; write --to safetensors or torch"
+            f"the run's task is {type(task).__name__}, whose model transformers does not have; write --to safetensors "
+            "or torch"
         )
     return task
 

@@ -4,11 +4,12 @@
     FLOPs of a token = 6·N + 12·L·D·T                                   where the model is a transformer over tokens
 
 N: all parameters but tables of embeddings, which are looked up and not multiplied (one that is the head's weight too
-counts); L blocks of width D; T tokens in a sequence. Forward is a third of it, backward two; attention counts whole,
-though a causal one needs half; what activation checkpointing computes again does not count. Of any other model
-torch.utils.flop_counter counts the products of a forward and backward on the meta device, with the same conventions:
-nothing is computed. The peak is the datasheet's for dense products (cluster/hardware.yaml) at the precision that is
-trained in; of fp8, where only the blocks' products are, bf16's, so that both stand side by side.
+counts), and k/E of a mixture's E experts, of which k compute for a token; L blocks of width D; T tokens in a sequence.
+Forward is a third of it, backward two; attention counts whole, though a causal one needs half; what activation
+checkpointing computes again does not count. Of any other model torch.utils.flop_counter counts the products of a
+forward and backward on the meta device, with the same conventions: nothing is computed. The peak is the datasheet's for
+dense products (cluster/hardware.yaml) at the precision that is trained in; of fp8, where only the blocks' products are,
+bf16's, so that both stand side by side.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from app.tasks.base import Task
 from strategies import registry
 from strategies.blocks import find_blocks
 from strategies.layout import Layout
+from strategies.mixtures import find_mixtures
 from strategies.one_process import own_devices
 
 
@@ -52,6 +54,8 @@ def multiplied(model: nn.Module) -> int:
     """N above."""
     owners = [(name.rpartition(".")[0], p) for name, p in model.named_parameters(remove_duplicate=False)]
     used = {id(p): p.numel() for owner, p in owners if not isinstance(model.get_submodule(owner), nn.Embedding)}
+    for found in find_mixtures(model):
+        used |= {id(p): p.numel() * found.top_k // found.count for p in found.experts.parameters(recurse=False)}
     return sum(used.values())
 
 

@@ -20,6 +20,7 @@ import torch
 from app.checkpoint.ranks import Ranks
 from app.data.loader import fetch, number_on, rows, train_batches
 from app.evaluation import evaluate
+from app.expert_load import expert_metrics
 from app.flops import Utilization
 from app.job import Channel, Job, Place, memory_bytes, strategy_options
 from app.noise_scale import NoiseScale
@@ -27,9 +28,12 @@ from app.optimizer import LossScale, build_optimizer, learning_rate
 from app.persistence import Persistence, Progress
 from app.pipeline_monitor import PipelineMonitor
 from app.process import collect_garbage, configure_torch, garbage_waits
+from app.profiler import Profiler
 from app.randomness import seed_everything, seed_step
 from app.step_sync import Agreement, StepSync
+from app.storage import Storage
 from app.tasks import load_task
+from app.tasks.by_value import read_task_file
 from strategies.collectives import keep_freed_memory
 from strategies.parallelize import parallelize
 
@@ -60,6 +64,8 @@ class Training:
         configure_torch(config.train, place.device)
         if place.device.type == "cpu":
             keep_freed_memory()
+        seed_everything(config.train.seed)  # all ranks, and all starts, make the same data
+        read_task_file(config.task, Storage(job.folder))
         self.task = load_task(config.task, config.task_args)
         self.data = self.task.train_data()
         self.memory_before = memory_bytes(place.device)  # without a model
@@ -72,6 +78,7 @@ class Training:
             device=place.device,
             blocks=self.task.blocks,
             tensor_plan=self.task.tensor_plan,
+            context_plan=self.task.context_plan,
             example=(self.task.loss, fetch(self.data, [(0, 0)])) if self.dims.pp > 1 else None,
         )
         self.optimizer = self.parallel.prepare_optimizer(build_optimizer(config.optimizer, self.parallel.parameters()))
@@ -83,10 +90,12 @@ class Training:
             self.items_per_sample = float(self.task.items(fetch(self.data, [(0, 0)])))
         self.parameters = self._count_parameters()
         self.resumed_from = self.persistence.resume(self.progress)
+        self.seen_before, self.logged_at = self.progress.samples_seen, 0
         self.noise = NoiseScale.of(self.parallel, config.train.noise_scale_every, config.train.global_batch_size)
-        self.sync = StepSync(self.dims.tp, self.steps_done + 1)
+        self.sync = StepSync(self.dims.cp * self.dims.tp, self.steps_done + 1)
         self.utilization = Utilization.of(self.task, job.layout, place, config.train.precision)
         self.monitor = PipelineMonitor.of(job, self.parallel, channel)
+        self.profiler = Profiler.around(self) if config.profile.steps else None
 
     @property
     def steps_done(self) -> int:
@@ -132,7 +141,7 @@ class Training:
         """One optimizer step: the gradient's exact mean over the global batch, from micro-batches; the update."""
         config, parallel, task = self.config, self.parallel, self.task
         step = self.steps_done + 1
-        seed_step(config.train.seed, step, self.data_rank, self.place.device)
+        seed_step(config.train.seed, step, self.dims.seed_rank(self.place.rank), self.place.device)
         batch = config.train.global_batch_size
         rate = learning_rate(config.optimizer, config.schedule, self.steps_done, self.job.steps, batch)
         for group in self.optimizer.param_groups:
@@ -192,6 +201,8 @@ class Training:
         self.heartbeat.save_requested = False
         agreed = self.sync.agree(step, stop=stop, save=save, may_be_infinite=self.scale.enabled)
         self._report(agreed)
+        if used := expert_metrics(self.parallel):
+            self._metrics(step, used)
         collect_garbage()
         if self.noise is not None and (found := self.noise.values()):
             self._metrics(step, found)
@@ -224,12 +235,14 @@ class Training:
             if self.scale.enabled:
                 values["train/loss_scale"] = self.scale.scale
             self._metrics(entry.step, values, entry.time)
+            self.logged_at = entry.step
         self.channel.emit(
             {
                 "type": "progress",
                 "step": agreed.step,
                 "steps": self.job.steps,
                 "loss": self.progress.latest.get("train/loss"),
+                "loss_step": self.logged_at,
                 "rate": items_rate,
                 "unit": self.task.unit,
                 "gpus": used.gpus if used else 0,
@@ -252,6 +265,7 @@ class Training:
         train = self.config.train
         size = train.eval_batch_size or train.micro_batch_size or max(1, train.global_batch_size // self.dims.dp)
         self.heartbeat.phase = "evaluating"
+        seed_step(train.seed, self.steps_done, self.data_rank, self.place.device)  # for metrics that draw
         values = evaluate(self.task, self.parallel, data, size, self.data_rank, self.place.device, self.heartbeat)
         self._metrics(self.steps_done, {f"eval/{name}": value for name, value in values.items()})
 
@@ -284,6 +298,8 @@ class Training:
             "step": self.steps_done,
             "steps": self.job.steps,
             "seconds": seconds,
+            "rate": (self.progress.samples_seen - self.seen_before) * self.items_per_sample / seconds,
+            "unit": self.task.unit,
             "metrics": self.progress.latest,
             "resumed_from": self.resumed_from,
             "parameters": self.parameters,
@@ -292,4 +308,6 @@ class Training:
         }
 
     def close(self) -> None:
+        if self.profiler is not None:
+            self.profiler.close()
         self.persistence.close()

@@ -66,9 +66,10 @@ class NoiseScale:
     @classmethod
     def of(cls, parallel: Parallel, every: int | None, batch: int) -> NoiseScale | None:
         """None if not asked for, for one sample per worker, and where the layout runs the backward pass itself."""
-        if not every or batch < 2 * parallel.layout.dims.dp:
+        dims = parallel.layout.dims
+        if not every or batch < 2 * dims.dp:
             return None
-        own = parallel.layout.dims.pp > 1 or type(parallel).forward_backward is not Parallel.forward_backward
+        own = dims.pp * dims.cp > 1 or type(parallel).forward_backward is not Parallel.forward_backward
         return None if own else cls(parallel, every, batch)
 
     def due(self, step: int) -> bool:
@@ -85,7 +86,7 @@ class NoiseScale:
         for batch, weight in _at_least_two(batches, weights):
             with parallel.micro_step(last=True):
                 with parallel.autocast():
-                    value = loss(parallel.module, batch)
+                    value = parallel.call(loss, batch)
                 (value * (weight * parallel.layout.dims.dp * scale)).backward()
             found = (value.full_tensor() if isinstance(value, DTensor) else value).detach() * weight
             total = total.to(found.device) + found

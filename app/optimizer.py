@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 from collections.abc import Iterable
@@ -10,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from app.config import OptimizerConfig, ScheduleConfig
 from app.errors import NonFiniteError, UserError
+from app.user_code import user_module
 
 BUILT_IN = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 SMALLEST, LARGEST = 2.0**-10, 2.0**24
@@ -30,7 +31,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
             "such as my_package.my_module:MyOptimizer"
         )
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        found = getattr(user_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise UserError(f"optimizer.name is {name!r}, which does not import: {error}") from error
     if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)):
@@ -45,8 +46,12 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter])
     """
     trainable = [p for p in parameters if p.requires_grad]
     groups = [
-        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+        {
+            "params": [p for p in trainable if min(p.dim(), 2) == dim and isinstance(p, DTensor) is split],
+            "weight_decay": config.weight_decay if dim == 2 else 0.0,
+        }
+        for dim in (2, 1, 0)  # scalars, which are never sharded, apart from what is
+        for split in (False, True)  # a kernel takes one kind; a mixture under ddp has both
     ]
     options: dict[str, Any] = {"lr": config.lr, **config.args}
     if config.name in ("adam", "adamw"):

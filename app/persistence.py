@@ -129,7 +129,9 @@ class Persistence:
         self.saved, self.saved_at = progress.step, time.monotonic()
         stall = self.checkpointer.last_stall_seconds
         self.longest_stall = max(stall, self.longest_stall or 0.0)
+        # The total is of the save before: this one's goes on in the background.
         event = {"type": "checkpoint", "step": progress.step, "stall": stall}
+        event["seconds"] = self.checkpointer.last_total_seconds
         self.channel.emit(event | ({"interval": self.interval()} if self.job.config.checkpoint.auto else {}))
 
     def check(self) -> None:

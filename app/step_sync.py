@@ -49,7 +49,7 @@ class Agreement:
 class StepSync:
     """Collects what steps leave behind; `agree` is called by every rank after the same steps.
 
-    loss_copies: how many ranks hold the same loss (tensor-parallel peers).
+    loss_copies: over how many ranks a loss is the mean (tensor-parallel peers, and those of one sequence).
     """
 
     def __init__(self, loss_copies: int, first_step: int) -> None:

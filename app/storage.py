@@ -74,6 +74,10 @@ class Storage:
         """Size of a file in bytes. Raises FileNotFoundError."""
         return int(self._fresh.size(self._at(path)))
 
+    def modified(self, path: str) -> float:
+        """When a file was last written, Unix seconds by the storage's clock. Raises FileNotFoundError."""
+        return float(self._fresh.modified(self._at(path)).timestamp())
+
     def list(self, path: str = "") -> list[str]:
         """Names of what is in a folder, sorted; [] when it does not exist."""
         try:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from app.config import Config
 from app.config_check import check_trainable
 from app.config_io import with_values
-from app.console import Console
+from app.console import Console, log_labels
 from app.errors import UserError
 from app.launchers import PRELOAD
 from app.run.manifest import Outcome, Run, free_name
@@ -25,10 +25,20 @@ if TYPE_CHECKING:
     from app.tasks.base import Task
 
 
-def train(config: Config, console: Console, *, again: bool = False, verbose: bool = False) -> Outcome:
+def train(
+    config: Config,
+    console: Console,
+    *,
+    again: bool = False,
+    take_over: bool = False,
+    verbose: bool = False,
+    restart: Callable[[], object] | None = None,
+) -> Outcome:
     """Trains until done, continuing where an earlier call of the same run stopped.
 
     again: when the run has finished, train it once more under a new name, instead of saying that it has.
+    take_over: from another start that trains this run now, which then ends.
+    restart: begins this program anew in place of this process, for when its own Ray is gone; None: the run then ends.
     verbose: leave everything on the terminal that Ray and others print.
     Raises:
         UserError: nothing was started, or what was started cannot continue with these inputs.
@@ -45,8 +55,10 @@ def train(config: Config, console: Console, *, again: bool = False, verbose: boo
         )
     set_defaults()
     if launcher == "torchrun":
-        return _under_torchrun(config, console)
-    return _in_a_run(config, console, verbose, _in_this_process if launcher == "local" else _in_ray)
+        return _under_torchrun(config, console, take_over)
+    return _in_a_run(
+        config, console, verbose, take_over, _in_this_process if launcher == "local" else partial(_in_ray, restart)
+    )
 
 
 def chosen_launcher(config: Config) -> str:
@@ -59,14 +71,18 @@ def chosen_launcher(config: Config) -> str:
 Launch = Callable[[Run, Config, Console, Settings], Outcome]
 
 
-def _in_a_run(config: Config, console: Console, verbose: bool, launch: Launch) -> Outcome:
+def _in_a_run(config: Config, console: Console, verbose: bool, take_over: bool, launch: Launch) -> Outcome:
     """In the run's folder, its output in the folder's logs."""
     run = Run(config)
     settings = resolve_tracking(config.tracking, run.folder.rpartition("/")[0])
     run.storage.check_writable()
-    log = run.local_folder / "logs" / "driver.log"
+    log, labels = run.local_folder / "logs" / "driver.log", log_labels(config, run.attempt, "driver")
     try:
-        with contextlib.nullcontext() if verbose else console.capture(log):
+        if take_over:
+            run.take_over(console.say)
+        else:
+            run.lease.refuse_if_held(seconds=0.0)  # one on this machine is known at once, before anything starts
+        with contextlib.nullcontext() if verbose else console.capture(log, labels):
             return launch(run, config, console, settings)
     finally:
         run.forget_if_never_opened()
@@ -119,7 +135,7 @@ def _without_ray(
     return train_run(driver, prepared, where, Supervisor(workers, driver).run)
 
 
-def _under_torchrun(config: Config, console: Console) -> Outcome:
+def _under_torchrun(config: Config, console: Console, take_over: bool) -> Outcome:
     """In the processes there are; the outcome is rank 0's, and the others' says the same in short."""
     from app.launchers.torchrun import Ranks, TorchrunWorkers, tell, train_as_other_rank
 
@@ -140,7 +156,7 @@ def _under_torchrun(config: Config, console: Console) -> Outcome:
         where = f"{world} {'GPU' if ranks.place.device.type == 'cuda' else 'CPU'} processes of torchrun"
         launch = partial(_without_ray, TorchrunWorkers(ranks, say), world, here, where)
         try:
-            outcome = _in_a_run(config, console, False, launch)
+            outcome = _in_a_run(config, console, False, take_over, launch)
             say(None)  # where it has finished already, no job was handed out
         except Exception as error:
             say(error)
@@ -149,7 +165,9 @@ def _under_torchrun(config: Config, console: Console) -> Outcome:
     return outcome
 
 
-def _in_ray(run: Run, config: Config, console: Console, settings: Settings) -> Outcome:
+def _in_ray(
+    restart: Callable[[], object] | None, run: Run, config: Config, console: Console, settings: Settings
+) -> Outcome:
     from cluster.connect import connect, disconnect
 
     def read() -> Task:
@@ -172,6 +190,7 @@ def _in_ray(run: Run, config: Config, console: Console, settings: Settings) -> O
             gpus = launch.per_worker.get("GPU", 0)
             prepared = launch.prepare(task, workers)
             driver = Driver(run, prepared.config, console, settings)
+            driver.restart = restart
             where = f"{workers} {'GPU' if gpus else 'CPU'} worker{'s' if workers > 1 else ''} in Ray"
             return train_run(driver, prepared, where, launch.supervisor(driver, prepared, task).run)
     finally:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster import ClusterError
 from cluster.environment import set_defaults, shared
+from cluster.temporary import TemporaryFolder
 
 if TYPE_CHECKING:
     from cluster.shape import ClusterShape, NodeState
@@ -26,7 +27,9 @@ SETTINGS = {
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # else what a model prints appears twice
 }
 """Documented settings of Ray and Ray Train, which are read from the environment, where the user has set none."""
+_FOLDERS: list[TemporaryFolder] = []  # of the Ray that this process has started
 _log = logging.getLogger(__name__)
+_made = False  # whether `connect` has made this process's connection; else it is a notebook's, say
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ def connect(preload: str = "") -> Cluster:
     Raises:
         ClusterError: there is an address, and no cluster answers there or it does not let this process in.
     """
+    global _made
     if getattr(sys.modules.get("ray"), "is_initialized", bool)():  # without importing it
         return describe()
     variables, found = _share_environment(), address()
@@ -95,11 +99,14 @@ def connect(preload: str = "") -> Cluster:
             ray.init(runtime_env={"env_vars": variables, **asked}, **options)
         else:
             # Its processes inherit the environment: without a runtime_env the workers that Ray starts ahead are used.
-            head = warm.PRIVATE.start(OBJECT_STORE_BYTES) if warm else None
+            _FOLDERS.append(TemporaryFolder())
+            folder = str(_FOLDERS[-1].path)
+            head = warm.PRIVATE.start(OBJECT_STORE_BYTES, folder) if warm else None
             if head:
                 ray.init(address=head, **options)
             else:
-                ray.init("local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **options)
+                local: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+                ray.init("local", _temp_dir=folder, **local, **options)
     except Exception as error:  # where it does not start in time Ray raises just that
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if found and not isinstance(error, (OSError, RuntimeError, ValueError)):
@@ -111,16 +118,24 @@ def connect(preload: str = "") -> Cluster:
                 "not one of its nodes (then `trireme submit` sends a job there)"
             ) from error
         raise ClusterError(f"Ray does not start on this machine; try again when it is less busy: {first}") from error
+    _made = True
     return describe(private=not found)
 
 
 def disconnect() -> None:
-    """Leaves the cluster, or ends the Ray that `connect` started."""
+    """Leaves the cluster, or ends the Ray that `connect` started; a connection that was there before stays."""
+    global _made
+    if not _made:
+        return
     import ray
+
+    _made = False
 
     ray.shutdown()
     if warm := _fast_start():
         warm.PRIVATE.end()
+    while _FOLDERS:
+        _FOLDERS.pop().remove()
 
 
 # --- cluster/fast_start: this is the only place that knows of it -----------------------------------------------------

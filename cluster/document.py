@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,32 @@ def read_documents(path: str | Path) -> list[Document]:
     return [document for document in documents if document.data is not None]
 
 
+def load_yaml(text: str | bytes) -> Any:
+    """The value of a YAML text that somebody else may have written: data alone, and no more of it than MAX_VALUES, with
+    every alias counted as what it stands for.
+
+    Raises:
+        yaml.YAMLError: it is not YAML, or too much, or contains itself.
+    """
+    root = yaml.compose(text, Loader=yaml.CSafeLoader)
+    if root is None:
+        return None
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = MAX_VALUES + 1  # as long as it is not counted: it would contain itself
+            parts = [node.value] if isinstance(node, yaml.SequenceNode) else zip(*node.value)
+            inner = parts if isinstance(node, yaml.CollectionNode) else ()
+            sizes[id(node)] = min(1 + sum(size(each) for part in inner for each in part), MAX_VALUES + 1)
+        return sizes[id(node)]
+
+    if size(root) > MAX_VALUES:
+        problem = f"this has more than {MAX_VALUES:,} values, or a value contains itself"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=root.start_mark)
+    return yaml.CSafeLoader("").construct_document(root)
+
+
 def _document(file: str, root: yaml.Node) -> Document:
     lines: dict[Keys, int] = {}
     duplicates: list[Problem] = []
@@ -107,7 +134,19 @@ def nearest(word: object, known: Collection[str]) -> str:
     near = difflib.get_close_matches(str(word), list(known), 1, 0.6)
     if near:
         return f": did you mean {near[0]!r}?"
-    return f": it may have {', '.join(sorted(known))}" if len(known) <= 12 else ""
+    return f": it may have {', '.join(sorted(known))}" if 0 < len(known) <= 12 else ""
+
+
+def mistaken(word: object, known: Collection[str]) -> str:
+    """The known word that `word` is nearly, and is not; "" where it is one, or something else altogether.
+
+    For vocabularies that others may add to. What differs in digits alone (`us-east-3`) is taken for a new one.
+    """
+    if not isinstance(word, str) or word in known:
+        return ""
+    near = difflib.get_close_matches(word.lower(), [each.lower() for each in known], 1, 0.8)
+    found = next((each for each in known if near and each.lower() == near[0]), "")
+    return "" if re.sub(r"\d", "", found) == re.sub(r"\d", "", word) else found
 
 
 @functools.cache
@@ -116,27 +155,63 @@ def schemas(name: str) -> dict[str, Any]:
     return yaml.load((SCHEMAS / name).read_text(), Loader=yaml.CSafeLoader)
 
 
-def schema_problems(document: Document, schema: Mapping[str, Any], data: Any) -> list[Problem]:
-    """Everything in which `data`, the document's or a part of it, breaks a JSON schema (draft 7)."""
+@functools.cache
+def _validator() -> Any:
+    """Draft 7, with `near`: words of which a value must not be a misspelling. (`write`, beside any rule, is for the
+    sentence alone: what to write instead.)"""
     import jsonschema
 
-    errors = jsonschema.Draft7Validator(schema).iter_errors(data)
-    return [document.problem(*_schema_problem(error)) for error in errors]
+    def near(_: Any, known: list[str], value: Any, __: Any) -> Iterator[Any]:
+        if word := mistaken(value, known):
+            yield jsonschema.ValidationError(word)
+
+    return jsonschema.validators.extend(jsonschema.Draft7Validator, {"near": near})
 
 
-def _schema_problem(error: Any) -> tuple[Keys, str]:
+def schema_problems(document: Document, schema: Mapping[str, Any], data: Any, at: Keys = ()) -> list[Problem]:
+    """Everything in which `data`, the document's or what it has at `at`, breaks a JSON schema."""
+    errors = _validator()(schema).iter_errors(data)
+    return [document.problem(*_schema_problem(error, at)) for error in errors]
+
+
+def _schema_problem(error: Any, at: Keys) -> tuple[Keys, str]:
     """Where an error of jsonschema is, and one sentence for it."""
-    path = tuple(error.absolute_path)
+    path = (*at, *error.absolute_path)
     where, rule, wanted, value = dotted(path) or "the file", error.validator, error.validator_value, error.instance
-    if rule == "additionalProperties" or "propertyNames" in error.absolute_schema_path:
+    instead = f": write {error.schema['write']}" if "write" in error.schema else ""
+    of_key = rule == "additionalProperties" or "propertyNames" in error.absolute_schema_path
+    if rule == "near":
+        has = f"has no key {value!r}" if of_key else f"is {value!r}"
+        return (*path, value) if of_key else path, f"{where} {has}: did you mean {error.message!r}?"
+    if of_key:
         allowed = error.schema.get("properties", {}) if rule == "additionalProperties" else wanted
         key = next((key for key in value if key not in allowed), None) if isinstance(value, dict) else value
-        return (*path, key), f"{where} has no key {key!r}{nearest(key, allowed)}"
+        return (*path, key), f"{where} has no key {key!r}{instead or nearest(key, allowed)}"
     if rule == "required":
-        return path, f"{where} lacks the key {next((key for key in wanted if key not in value), '?')!r}"
+        return path, f"{where} lacks the key {next((key for key in wanted if key not in value), '?')!r}{instead}"
+    if instead:
+        return path, f"{where} is {value!r}{instead}"
     if rule == "enum":
         return path, f"{where} is {value!r}{nearest(value, list(map(str, wanted)))}"
+    if rule in ("minimum", "maximum"):
+        return path, f"{where} is {value}: write at {'least' if rule == 'minimum' else 'most'} {wanted}"
     return path, f"{where}: {' '.join(error.message.split())[-200:]}"
+
+
+def strict(schema: Any) -> Any:
+    """The schema with what it leaves unsaid: that whole numbers begin at 0 (clouds and Kubernetes take no negative one
+    but a priority), and that what has keys is a mapping, and what has items a list."""
+    if isinstance(schema, list):
+        return [strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    changed = {key: strict(each) for key, each in schema.items()}
+    if isinstance(named := schema.get("properties"), dict):
+        changed["properties"] = {key: each if key == "priority" else strict(each) for key, each in named.items()}
+    kinds = {"object": {"properties", "propertyNames"} & schema.keys(), "array": "items" in schema}
+    if found := [kind for kind, is_one in kinds.items() if is_one]:
+        changed = {"type": found} | changed
+    return ({"minimum": 0} | changed) if "integer" in schema.get("type", ()) else changed
 
 
 def dotted(path: Keys) -> str:

@@ -21,6 +21,8 @@ from __future__ import annotations
 import os
 from collections.abc import MutableMapping
 
+from cluster.ray_internals import raylet_pid
+
 NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """The allocator's variable, and its older names, which go before it."""
@@ -41,6 +43,6 @@ def shared(environ: MutableMapping[str, str] = os.environ) -> dict[str, str]:
     """What is passed on. The number of threads where the user has set it: in a job's process it is the one that Ray
     gives to processes without CPUs, 1, unless the job's own environment, which workers get anyway, has it."""
     found = {name: value for name, value in environ.items() if name.startswith(SHARED)}
-    if THREADS in environ and "RAY_JOB_CONFIG_JSON_ENV_VAR" not in environ:
+    if THREADS in environ and not raylet_pid(environ):
         found[THREADS] = environ[THREADS]
     return found

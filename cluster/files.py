@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from cluster import ClusterError, kuberay, ray_file
+from cluster import ClusterError, kuberay, kuberay_rules, ray_file, ray_rules
 from cluster.document import Document, Problem, read_documents
 from cluster.shape import ClusterShape
 
@@ -77,13 +77,18 @@ def bootstrap_config() -> ClusterShape | None:
 
 
 def validate_file(path: str) -> list[Problem]:
-    """Everything that is wrong in a cluster file; empty for a good one.
+    """Everything that is wrong in a cluster file; empty for a good one. What it names of this machine must be here,
+    unless it is one of Trireme's own, which are to be copied.
 
     Raises:
         ClusterError: the file cannot be read, or is not YAML.
     """
     file = find(path)
-    return _problems(read_documents(file), file)
+    documents = read_documents(file)
+    found = _problems(documents, file)
+    if not found and not kuberay.is_kubernetes(documents[0]) and Path(file).parent.resolve() != FOLDER.resolve():
+        found = [documents[0].problem(*missing) for missing in ray_rules.missing_files(documents[0].data)]
+    return found
 
 
 def _shape(documents: list[Document], file: str) -> ClusterShape:
@@ -97,7 +102,7 @@ def _problems(documents: list[Document], file: str) -> list[Problem]:
         return [Problem(file, 1, "this file is empty: a cluster file has a cluster_name and a provider, or a kind")]
     found = [problem for document in documents for problem in document.duplicates]
     if any(kuberay.is_kubernetes(document) for document in documents):
-        found += kuberay.problems(documents)
+        found += kuberay_rules.problems(documents, file)
     else:
         found += _ray_problems(documents)
     if not found:
@@ -118,4 +123,4 @@ def _ray_problems(documents: list[Document]) -> list[Problem]:
         return [first.problem((), f"not a cluster file: it has {known}, but {missing}")]
     if len(documents) > 1:
         return [documents[1].problem((), "a cluster file for Ray is one YAML document, and here a second one begins")]
-    return ray_file.problems(first)
+    return ray_rules.problems(first)

@@ -13,16 +13,20 @@ import difflib
 import functools
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from cluster import ClusterError
+from cluster.document import load_yaml
 
 CATALOGUE = Path(__file__).with_name("hardware.yaml")
 
+VARIANT = {"memory": "GiB", "hbm": "TB/s", "link": "GB/s", "power": "W"}
+"""What may be written after a GPU's name, and its unit."""
+_SCALES = {"GiB": 2**30, "GB": 1e9, "TB/s": 1e12, "GB/s": 1e9, "W": 1.0, "kW": 1e3}
 _NOISE = re.compile(r"nvidia|tesla|geforce|quadro|amd|instinct|radeon|[^a-z0-9]")
 
 
@@ -43,6 +47,13 @@ class Gpu:
     link_within: float
     """Bytes/s from one GPU to another of the same node, one direction."""
     watts: float = 0.0
+    clock: float = 1.0
+    """Share of the clock behind `peak` that a power limit leaves."""
+
+    @property
+    def base(self) -> str:
+        """The catalogue's name of what this may be a variant of."""
+        return self.name.partition(":")[0]
 
     def rate(self, precision: str) -> float:
         """Peak FLOP/s at a precision; one that it lacks runs at fp32's."""
@@ -62,6 +73,8 @@ class Instance:
     link_across: float
     """Bytes/s of the node to other nodes, one direction."""
     price_per_hour: float
+    cards: int
+    """Network cards, where the catalogue says; else 0."""
     date: str
     """The month the price was listed."""
 
@@ -73,9 +86,13 @@ class Instance:
 def gpu(name: str) -> Gpu:
     """The GPU of that name, in the catalogue's words or a driver's, Ray's or a cloud's ("NVIDIA A100-SXM4-80GB").
 
+    After a colon what is different from it: "h100-80gb:hbm=2.4TB/s,power=500W" (`VARIANT`).
     Raises:
         HardwareError: not in the catalogue; names the nearest, and how to add one.
     """
+    name, _, variant = name.partition(":")
+    if variant:
+        return _variant(gpu(name), variant)
     names = _catalogue()[2]
     found = names.get(_plain(name))
     if found is None:
@@ -88,6 +105,28 @@ def gpu(name: str) -> Gpu:
     return found
 
 
+def _variant(known: Gpu, written: str) -> Gpu:
+    """Power grows with clock × voltage², and voltage with the clock: a limit leaves the cube root of its share."""
+    values = dict[str, float]()
+    for part in written.split(","):
+        key, _, value = part.strip().partition("=")
+        match = re.fullmatch(r"([0-9.]+) *([A-Za-z/]+)", value.strip())
+        if key not in VARIANT or not match or match[2] not in _SCALES or match[2][-1] != VARIANT[key][-1]:
+            every = ", ".join(f"{name}=…{unit}" for name, unit in VARIANT.items())
+            raise HardwareError(f"the GPU {known.name}:{written} has {part!r}, which cannot be read: write {every}")
+        values[key] = float(match[1]) * _SCALES[match[2]]
+    watts = values.get("power", known.watts)
+    return replace(
+        known,
+        name=f"{known.name}:{written.replace(' ', '')}",
+        memory_bytes=int(values.get("memory", known.memory_bytes)),
+        memory_bandwidth=values.get("hbm", known.memory_bandwidth),
+        link_within=values.get("link", known.link_within),
+        watts=watts,
+        clock=min(1.0, (watts / known.watts) ** (1 / 3)) if known.watts else 1.0,
+    )
+
+
 def all_instances() -> dict[str, Instance]:
     """Every cloud machine with GPUs by name."""
     return _catalogue()[1]
@@ -95,7 +134,7 @@ def all_instances() -> dict[str, Instance]:
 
 def cheapest(name: str) -> Instance | None:
     """The machine with this GPU whose list price per GPU and hour is lowest; None if no cloud here has it."""
-    wanted = gpu(name).name
+    wanted = gpu(name).base
     offers = [offer for offer in all_instances().values() if offer.gpu == wanted]
     return min(offers, key=lambda offer: offer.price_per_gpu_hour, default=None)
 
@@ -121,7 +160,7 @@ def add_gpu(name: str, entry: dict[str, Any]) -> Path:
 def _own_gpus() -> dict[str, Any]:
     path = own_catalogue()
     try:
-        found = yaml.safe_load(path.read_text())["gpus"] if path.exists() else {}
+        found = load_yaml(path.read_text())["gpus"] if path.exists() else {}
         return {name: dict(entry) for name, entry in found.items()}
     except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError, AttributeError) as error:
         problem = f"{path} is not a catalogue of GPUs"
@@ -171,6 +210,7 @@ def _read_instance(name: str, provider: str, entry: dict[str, Any], offers: dict
         memory_bytes=int(entry["memory"]) * 2**30,
         link_across=float(entry["network"]) * 1e9 / 8,
         price_per_hour=float(entry["price"]),
+        cards=int(entry.get("cards", 0)),
         date=str(offers["date"]),
     )
 

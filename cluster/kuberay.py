@@ -1,24 +1,18 @@
-"""KubeRay manifests (RayCluster and RayJob): as a ClusterShape, and what is wrong with one.
+"""KubeRay manifests (RayCluster and RayJob) as a ClusterShape. What is wrong with one: kuberay_rules.py.
 
 What Kubernetes does not say stands in annotations of a group's pod template: `trireme/gpu`, `trireme/link-within`,
 `trireme/link-across` and `trireme/price-per-hour` (of one node of the group).
-
-A manifest's schema is KubeRay's own, made strict (an API server drops unknown fields silently; here they are problems).
-What stands beside a RayCluster is for `kubectl apply` to check.
 """
 
 from __future__ import annotations
 
-import functools
-import gzip
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from cluster import ClusterError
-from cluster.document import SCHEMAS, Document, Keys, Problem, nearest, schema_problems
-from cluster.shape import ClusterShape, check_fact, node_type
+from cluster.document import Document
+from cluster.shape import ClusterShape, node_type
 
 RAY_KINDS = ("RayCluster", "RayJob")
 ANNOTATIONS = {
@@ -81,53 +75,3 @@ def quantity(value: Any) -> float:
     """A valid Kubernetes quantity (`500m`, `64Gi`, `8`) as a number."""
     number, suffix = re.fullmatch(r"(.*?)([numkMGTPE]?i?)", str(value)).groups()  # type: ignore[union-attr]
     return float(number) * _FACTORS.get(suffix, 1.0)
-
-
-# --- what is wrong with one -------------------------------------------------------------------------------------------
-
-
-def problems(documents: list[Document]) -> list[Problem]:
-    """Everything that is wrong in a manifest."""
-    found = [problem for document in documents for problem in _object(document)]
-    if not found and not any(is_ray(document) for document in documents):
-        kinds = ", ".join(str(document.data["kind"]) for document in documents)
-        message = f"this manifest does not make a Ray cluster: it has {kinds}, but no RayCluster or RayJob"
-        return [documents[0].problem((), message)]
-    return found
-
-
-def _object(document: Document) -> list[Problem]:
-    if not is_kubernetes(document):
-        return [document.problem((), "this document of the manifest has no apiVersion and kind")]
-    data, kind = document.data, str(document.data["kind"])
-    if kind not in RAY_KINDS:
-        unknown = document.problem(("kind",), f"there is no kind {kind!r}{nearest(kind, RAY_KINDS)}")
-        return [unknown] if str(data["apiVersion"]).startswith("ray.io/") else []
-    if found := schema_problems(document, _schemas()[kind], data):
-        return found
-    return [document.problem(path, sentence) for path, sentence in _mistakes(data)]
-
-
-@functools.cache
-def _schemas() -> dict[str, Any]:
-    """KubeRay's JSON schemas by kind."""
-    return json.loads(gzip.decompress((SCHEMAS / "kuberay-1.7.0.json.gz").read_bytes()))
-
-
-def _mistakes(data: Mapping[str, Any]) -> Iterator[tuple[Keys, str]]:
-    """Where no schema sees that something is wrong, and a sentence for it."""
-    base: Keys = ("spec",) if data["kind"] == "RayCluster" else ("spec", "rayClusterSpec")
-    cluster = data["spec"] if data["kind"] == "RayCluster" else data["spec"].get("rayClusterSpec")
-    if cluster is None:
-        if "clusterSelector" not in data["spec"]:
-            yield ("spec",), "the RayJob has neither a rayClusterSpec nor a clusterSelector"
-        return
-    groups: list[tuple[Keys, Any]] = [(("headGroupSpec",), cluster["headGroupSpec"])]
-    groups += [(("workerGroupSpecs", n), group) for n, group in enumerate(cluster.get("workerGroupSpecs") or [])]
-    for where, group in groups:
-        for key, value in ((group["template"].get("metadata") or {}).get("annotations") or {}).items():
-            message = check_fact(ANNOTATIONS[key], value) if key in ANNOTATIONS else ""
-            if key.startswith("trireme/") and key not in ANNOTATIONS:
-                message = f"there is no annotation {key!r}{nearest(key, ANNOTATIONS)}"
-            if message:
-                yield (*base, *where, "template", "metadata", "annotations", key), message

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from cluster import ClusterError, ray_file
+from cluster import ClusterError, ray_file, ray_rules
 from cluster.files import read_cluster, read_ray_file
 from cluster.pending import autoscaler_report, ray_environment
 from cluster.remote import Result, is_open, last_line, login_of, probe, run, run_on_all, unfit
@@ -40,6 +40,8 @@ def up(path: str, say: Say, *, timeout: float = 600.0) -> Status:
             started in the first three cases.
     """
     data, file = read_ray_file(path)
+    for _, missing in ray_rules.missing_files(data):
+        raise ClusterError(f"{file}: {missing}")
     log, environment = _log(data, "up"), ray_environment()
     commands: list[str | list[str]] = [["ray", "up", "--yes", "--no-config-cache", "--disable-usage-stats", file]]
     if any("auth_token" in str(mount) for mount in data.get("file_mounts") or {}):

@@ -7,21 +7,16 @@ What a cloud's API or a machine room does not say stands in the file's `metadata
         nodes:
           NODE_TYPE: {gpu: H100-80GB, gpus: 8, cpus: 96, memory_gb: 1024, link_across: 400Gb, price_per_hour: 12.5}
 
-A file's schema is Ray's own (ray/autoscaler/ray-schema.json, which Ray ships); schemas/providers.yaml has what that
-leaves open; here is what no schema says, and Ray lets through although it cannot work.
+What is wrong with one: ray_rules.py.
 """
 
 from __future__ import annotations
 
-import functools
-import json
 import re
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from cluster.document import Document, Keys, Problem, nearest, schema_problems, schemas
-from cluster.shape import ClusterShape, NodeType, check_fact, instance_facts, node_type
+from cluster.shape import ClusterShape, NodeType, instance_facts, node_type
 
 ONPREM_HEAD, ONPREM_WORKER = "head", "worker"  # names of the two node types of an on-prem cluster in `metadata`
 
@@ -108,59 +103,3 @@ def _port(data: Mapping[str, Any], flag: str, default: int) -> int:
     """A port in the command that starts the head."""
     match = re.search(rf"{flag}[= ](\d+)", " ".join(data.get("head_start_ray_commands") or []))
     return int(match[1]) if match else default
-
-
-# --- what is wrong with one -------------------------------------------------------------------------------------------
-
-
-def problems(document: Document) -> list[Problem]:
-    """Everything that is wrong in a file for Ray's launcher."""
-    data, provider = document.data, document.data.get("provider")
-    # Ray takes this key of an on-prem file out before it looks at the schema.
-    local = isinstance(provider, dict) and provider.get("type") == "local"
-    found = schema_problems(document, _schema(), {k: v for k, v in data.items() if not (local and k == "min_workers")})
-    if found:
-        return found
-    kind, known = data["provider"]["type"], schemas("providers.yaml")
-    if kind not in known:
-        message = f"the provider {kind!r} is not supported{nearest(kind, known.keys() - {'facts'})}"
-        return [document.problem(("provider", "type"), message)]
-    found = schema_problems(document, known[kind], data)
-    return found or [document.problem(path, sentence) for path, sentence in _mistakes(data)]
-
-
-@functools.cache
-def _schema() -> dict[str, Any]:
-    import ray.autoscaler
-
-    return json.loads(Path(ray.autoscaler.__file__).with_name("ray-schema.json").read_text())
-
-
-def _mistakes(data: Mapping[str, Any]) -> Iterator[tuple[Keys, str]]:
-    """Where no schema sees that something is wrong, and a sentence for it."""
-    types: Mapping[str, Any] = data.get("available_node_types") or {}
-    if data["provider"]["type"] == "local":
-        types, found = {ONPREM_HEAD: {}, ONPREM_WORKER: {}}, hosts(data)
-        for number, host in enumerate(found):
-            if host in found[:number]:
-                yield ("provider", "worker_ips", number - 1), f"the host {host} is named twice"
-    elif data["head_node_type"] not in types:
-        yield (
-            ("head_node_type",),
-            f"head_node_type is {data['head_node_type']!r}{nearest(data['head_node_type'], types)}",
-        )
-    for name, spec in types.items():
-        path, machine = ("available_node_types", name), instance_type(spec)
-        least, most = spec.get("min_workers", 0), spec.get("max_workers", data.get("max_workers", 2))
-        if least > most:
-            yield (*path, "min_workers"), f"{name} has min_workers {least}, more than its max_workers {most}"
-        known, written = instance_facts(machine), (spec.get("resources") or {}).get("GPU")
-        if known and written is not None and written != known["gpus"]:
-            has = f"a {machine} has {known['gpus']} ({known['gpu']})"
-            yield (*path, "resources", "GPU"), f"{name} says GPU: {written}, but {has}"
-    for name, facts in (own_metadata(data).get("nodes") or {}).items():
-        if name not in types:
-            yield ("metadata", "trireme", "nodes", name), f"there is no node type {name!r}{nearest(name, types)}"
-        for key, value in facts.items():
-            if message := check_fact(key, value):
-                yield ("metadata", "trireme", "nodes", name, key), message

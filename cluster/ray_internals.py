@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
@@ -36,6 +36,15 @@ def available_resources_per_node() -> dict[str, dict[str, float]]:
     return free
 
 
+def raylet_pid(environ: Mapping[str, str] = os.environ) -> int:
+    """Of the raylet that started this process or, for the command of a submitted job, the worker that runs it; else 0.
+
+    Why: Ray has no call that tells it, and none before a job has connected. Missing: 0: the number of threads in the
+    environment counts as the user's, though it may be Ray's.
+    """
+    return int(environ.get("RAY_RAYLET_PID", "0"))
+
+
 def draining_nodes() -> dict[str, float]:
     """Ids of the nodes that Ray drains, each with the Unix time at which it ends; 0 where no time was given.
 
@@ -50,7 +59,7 @@ def draining_nodes() -> dict[str, float]:
         return {}
 
 
-def start_lean_head(object_store_bytes: int, setup_worker: str) -> Any:
+def start_lean_head(object_store_bytes: int, setup_worker: str, folder: str) -> Any:
     """Starts a Ray head on this machine of a GCS server and a raylet with its agents only: no API server, no monitor of
     an autoscaler, no monitor of log files, and agents that look seldom. Returns an object with `gcs_address` and
     `kill_all_processes()`; the processes end with this one, however it ends. To be called in the main thread.
@@ -58,7 +67,7 @@ def start_lean_head(object_store_bytes: int, setup_worker: str) -> Any:
     Why: `ray.init` and `ray start` start all of them, and wait a second and a half for the API server first. Missing:
     raises ImportError or AttributeError, and `cluster/fast_start` leaves it to `ray.init`.
 
-    setup_worker: the Python file that the raylet starts for each worker, in place of Ray's own.
+    setup_worker: the Python file that the raylet starts for each worker, in place of Ray's own. folder: for its files.
     """
     from ray._private.authentication import authentication_token_setup as authentication
     from ray._private.node import Node
@@ -81,6 +90,7 @@ def start_lean_head(object_store_bytes: int, setup_worker: str) -> Any:
         dashboard_agent_listen_port=0,  # any: the usual one may be another Ray's
         env_vars={"REPORTER_UPDATE_INTERVAL_MS": "60000"},
         setup_worker_path=setup_worker,
+        temp_dir=folder,
         _system_config=settings,
         **parts,
     )

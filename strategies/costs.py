@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from strategies.mixtures import find_mixtures, shard_dim
+
 Number = Any  # an int or a float, or a bool as 0 or 1
 
 STATES = {"adamw": 2, "adam": 2, "sgd": 1}
@@ -29,6 +31,8 @@ class ParameterSize:
     trainable: bool = True
     split_dim: int | None = None
     """The dimension that tensor parallelism splits; None: replicated on every tp rank."""
+    is_expert: bool = False
+    """Whether it has a row per expert of a mixture, which expert parallelism splits."""
 
     @property
     def numel(self) -> int:
@@ -133,32 +137,49 @@ class Cost:
     """Bytes held only for a while within a step: gathered parameters, gradients that wait to be reduced."""
 
 
+def part_of(p: ParameterSize, tp: int, ep: int = 1) -> ParameterSize:
+    """What one worker has of a parameter under tensor and expert parallelism."""
+    part = p if p.split_dim is None else p.shard(tp, p.split_dim)
+    return part.shard(ep) if part.is_expert else part
+
+
 def model_size(module: nn.Module, blocks: list[str] | None = None, split: dict[str, int] | None = None) -> ModelSize:
     """Reads the sizes off a module, which may be on meta. split: parameter name → dimension that tp splits."""
     split = split or {}
+    experts = {name for found in find_mixtures(module) for name in found.parameter_names()}
 
     def unit(name: str) -> str:
         return next((block for block in blocks or [] if name.startswith(block + ".")), "")
 
     return ModelSize(
         parameters=tuple(
-            ParameterSize(name, tuple(p.shape), p.element_size(), unit(name), p.requires_grad, split.get(name))
+            ParameterSize(
+                name, tuple(p.shape), p.element_size(), unit(name), p.requires_grad, split.get(name), name in experts
+            )
             for name, p in module.named_parameters()
         ),
         buffer_bytes=sum(b.numel() * b.element_size() for b in module.buffers()),
     )
 
 
-def unit_size(parameters: tuple[ParameterSize, ...], dp_shard: int, is_root: bool = False) -> UnitSize:
-    """Of parameters as tensor parallelism has left them."""
+def unit_size(
+    parameters: tuple[ParameterSize, ...], dp_shard: int, is_root: bool = False, of_experts: int | None = None
+) -> UnitSize:
+    """Of parameters as part_of has left them. of_experts: shards of experts, where expert parallelism splits them."""
+
+    def shard(p: ParameterSize) -> tuple[ParameterSize, int]:
+        if p.is_expert and of_experts is not None:
+            return p.shard(of_experts, shard_dim(p.shape, of_experts)), of_experts
+        return p.shard(dp_shard), dp_shard
+
     trained = [p for p in parameters if p.trainable]
     return UnitSize(
         sum(p.bytes for p in parameters),
         sum(p.bytes for p in trained),
         len(trained),
-        sum(p.shard(dp_shard).bytes for p in parameters),
-        sum(p.shard(dp_shard).bytes for p in trained),
-        sum(p.shard(dp_shard).numel * dp_shard for p in parameters),
+        sum(shard(p)[0].bytes for p in parameters),
+        sum(shard(p)[0].bytes for p in trained),
+        sum(part.numel * ways for part, ways in map(shard, parameters)),
         is_root,
     )
 

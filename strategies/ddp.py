@@ -26,17 +26,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
 
 from strategies import grad_sync
 from strategies.collectives import shared_memory_all_reduce
 from strategies.costs import Collective, Cost, RankSize, StepShape, UnitSize, replicated
 from strategies.dims import Options
+from strategies.parallel import WholeStep
 from strategies.strategy import Applied, MicroStep, Setup, Strategy
 
 
@@ -45,32 +48,64 @@ def apply(setup: Setup) -> Applied:
     setup.load()
     if setup.group is None:
         return Applied(setup.module)
+    own, others = grad_sync.experts_apart(list(setup.module.named_parameters()), setup.experts)
+    group = setup.experts.group if setup.experts is not None else None
+    experts = grad_sync.GradientBuckets({0: own}, group, setup.options).micro_step if group is not None else None
     if setup.layout.dims.tp > 1:
-        named = list(setup.module.named_parameters())
-        return Applied(setup.module, grad_sync.GradientBuckets({0: named}, setup.group, setup.options).micro_step)
-    return wrap(setup.module, setup.group, setup.device, setup.options)
+        applied = Applied(setup.module, grad_sync.GradientBuckets({0: others}, setup.group, setup.options).micro_step)
+    else:
+        trained = [p for _, p in own if p.requires_grad]
+        for p in trained:  # so that DDP leaves them out
+            p.requires_grad_(False)
+        applied = wrap(setup.module, setup.group, setup.device, setup.options, init_sync=not own)
+        for p in trained:
+            p.requires_grad_(True)
+    return applied if experts is None else replace(applied, micro_step=both(applied.micro_step, experts))
+
+
+def both(one: MicroStep, other: MicroStep) -> MicroStep:
+    """Around a micro-batch, one inside the other."""
+
+    @contextlib.contextmanager
+    def context(last: bool) -> Iterator[None]:
+        with one(last), other(last):
+            yield
+
+    return context
 
 
 def wrap(
-    module: nn.Module, group: dist.ProcessGroup, device: torch.device, options: Options, spread: bool = False
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    options: Options,
+    spread: bool = False,
+    init_sync: bool = True,
 ) -> Applied:
-    """Wraps a module. spread: its parameters are on several devices."""
+    """Wraps a module. spread: its parameters are on several devices. init_sync: let DDP compare shapes and send rank
+    0's values."""
     several = spread or device.type != "cuda"
     wrapped = DistributedDataParallel(
-        module,
+        WholeStep(module),
         device_ids=None if several else [device],
         process_group=group,
         bucket_cap_mb=options.bucket_mb,
         gradient_as_bucket_view=True,
         find_unused_parameters=options.find_unused_parameters,
+        init_sync=init_sync,
     )
     # What averages a bucket, where it is not DDP's own all-reduce. (Lambdas, because DDP refuses torch's bfloat16 hook
     # by its name anywhere but on NCCL.)
     if options.reduce_dtype == "bf16":
         wrapped.register_comm_hook(group, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket))
     elif (shared := shared_memory_all_reduce(group, device)) is not None:
-        wrapped.register_comm_hook(shared, lambda shared, bucket: _done(shared.average_(bucket.buffer())))
-    return Applied(wrapped, micro_step(wrapped, options.find_unused_parameters))
+        wrapped.register_comm_hook(shared, lambda shared, bucket: _done(_average_(shared, bucket)))
+    return Applied(wrapped, micro_step(wrapped, options.find_unused_parameters), whole=True)
+
+
+def _average_(shared: Any, bucket: dist.GradBucket) -> torch.Tensor:
+    with record_function("shared_memory:all_reduce"):  # as torch's own collectives are named in a profile
+        return shared.average_(bucket.buffer())
 
 
 def _done(average: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -91,7 +126,7 @@ def micro_step(wrapped: DistributedDataParallel, may_leave_out: bool) -> MicroSt
             yield
         if last and not checked and torch.is_grad_enabled():
             checked = True
-            grad_sync.require_gradients(wrapped.module.named_parameters())
+            grad_sync.require_gradients(wrapped.module.module.named_parameters())
 
     return context
 
@@ -115,6 +150,6 @@ STRATEGY = Strategy(
     collectives,
     apply,
     degrees=("dp_replicate",),
-    also=("tp", "pp"),
+    also=("cp", "tp", "pp", "ep"),
     averages=True,
 )

@@ -17,6 +17,8 @@ are freed and gradients reduced, and in the shape of the mesh.
 
 - *Units*: each repeating block; what is left (embeddings, the last norm, the head) is the root's, gathered for the
   whole step. A weight used in two places must be in one unit: blocks that share a weight stay with the root.
+- *Scalars*: a parameter without dimensions (CLIP's temperature) cannot be cut; every worker keeps it, and its gradient
+  is averaged.
 - *Padding*: each parameter is cut along dimension 0 as torch.chunk does, in slices of ⌈n/R⌉ rows, and a rank's memory
   holds a full slice even where fewer or no rows are left: a bias of 10 over 4 ranks is 3+3+3+1, stored as 12.
 - *Accumulation*: of several micro-batches only the last reduce-scatters, and unsharded gradients wait until then
@@ -53,10 +55,11 @@ from strategies.costs import (
     RankSize,
     StepShape,
     UnitSize,
-    autocast_bytes,
     optimizer_bytes,
 )
 from strategies.dims import Options
+from strategies.mixtures import SplitExperts
+from strategies.parallel import WholeStep
 from strategies.strategy import Applied, MicroStep, Setup, Strategy
 
 ROOM = 1 / 8
@@ -79,29 +82,45 @@ def apply(setup: Setup) -> Applied:
         size = _numel(p for p in module.parameters() if p.requires_grad) * (2 if options.reduce_dtype == "bf16" else 4)
         each = _on_any_rank(gradients_are_large(size, memory), device)
         notes += [SCATTERED] if each else []
-    units = shard(module, setup.mesh, setup.blocks, options, reshard_after_forward=reshard)
+    root = WholeStep(module)
+    units = shard(root, setup.mesh, setup.blocks, options, reshard_after_forward=reshard, experts=setup.experts)
     setup.load()
     step = micro_step(units, reduce_scatter_each_microbatch=each, keep_gathered=not reshard)
-    return Applied(module, step, casts=True, notes=tuple(notes))
+    if setup.group is not None:
+        step = average_scalars(scalars(module), setup.group, step)
+    return Applied(root, step, casts=True, notes=tuple(notes), whole=True)
 
 
 def shard(
-    module: nn.Module, mesh: DeviceMesh, blocks: list[str], options: Options, *, reshard_after_forward: bool
+    root: WholeStep,
+    mesh: DeviceMesh,
+    blocks: list[str],
+    options: Options,
+    *,
+    reshard_after_forward: bool,
+    experts: SplitExperts | None = None,
 ) -> list[FSDPModule]:
-    """Shards the module in place over `mesh` and returns its units, the root first."""
+    """Shards the model in `root` in place over `mesh` and returns its units, the root first. Experts that are split
+    already are sharded over the workers that hold the same ones, as units inside their blocks."""
+    module = root.module
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if options.offload else OffloadPolicy()
-    policy, root_policy = precision.shard_policies(options.precision, options.reduce_dtype, options.float_output)
+    policy, root_policy = precision.shard_policies(options.precision, options.reduce_dtype)
+    precision.cast_calls(module, options.precision, options.float_output)
     units: list[Any] = [module.get_submodule(name) for name in separable(module, blocks)]
     units = [block for block in units if any(True for _ in block.parameters())]
+    how: dict[str, Any] = {"offload_policy": offload, "ignored_params": set(scalars(module))}
+    inner: dict[Any, list[Any]] = {block: experts.modules_in(block) if experts else [] for block in [*units, module]}
+    for held in inner[module]:
+        assert experts is not None
+        where: dict[str, Any] = {"mesh": experts.mesh, "shard_placement_fn": experts.placement}
+        fully_shard(held, reshard_after_forward=reshard_after_forward, mp_policy=policy, **where, **how)
     for block in units:
-        fully_shard(
-            block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy, offload_policy=offload
-        )
-    fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=root_policy, offload_policy=offload)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy, **how)
+    fully_shard(root, mesh=mesh, reshard_after_forward=False, mp_policy=root_policy, **how)
     for before, after in itertools.pairwise(units):  # each gathers its neighbour's parameters while it computes
-        before.set_modules_to_forward_prefetch([after])
-        after.set_modules_to_backward_prefetch([before])
-    units = [module, *units]
+        before.set_modules_to_forward_prefetch([after, *inner[after]])
+        after.set_modules_to_backward_prefetch([before, *inner[before]])
+    units = [root, *units, *inner[module]]
     use_direct_reduce_scatter(units, mesh.device_type)
     return units
 
@@ -121,6 +140,33 @@ def micro_step(units: list[FSDPModule], *, reduce_scatter_each_microbatch: bool,
             if keep_gathered:
                 root.set_reshard_after_backward(last)
         return nothing
+
+    return context
+
+
+def scalars(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters without a dimension that could be cut: every worker keeps them whole."""
+    return [p for p in module.parameters() if p.dim() == 0]
+
+
+def average_scalars(parameters: list[nn.Parameter], group: dist.ProcessGroup, step: MicroStep) -> MicroStep:
+    """The MicroStep that also averages these parameters' gradients over the workers, in a step's last micro-batch."""
+    if not parameters:
+        return step
+    state = {"last": True}
+
+    def average(parameter: torch.Tensor) -> None:
+        if state["last"] and parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=group)
+            parameter.grad /= group.size()
+
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(average)
+
+    def context(last: bool) -> AbstractContextManager[Any]:
+        state["last"] = last
+        return step(last)
 
     return context
 
@@ -171,14 +217,14 @@ def cost(size: RankSize, step: StepShape) -> Cost:
     keeps, each, gathered = _behaviour(step)
     held = size.root + size.two_largest_blocks + keeps * (size.blocks - size.two_largest_blocks)
     on_the_way = size.largest_block * (gathered + step.reduce_itemsize)
-    waiting = size.gradients // 4 * step.reduce_itemsize * (step.micro_batches > 1) * (1 - each)
-    cast = autocast_bytes(size.root + size.blocks, step) * (step.pp > 1)
+    several = (step.micro_batches > 1) * (1 - each)
+    waiting = size.gradients // 4 * step.reduce_itemsize * max(several, step.pp > 1)
     return Cost(
         size.sharded_parameters,
         size.sharded_gradients,
         optimizer_bytes(size.sharded_gradients, size.tensors, step.optimizer),
         size.buffers,
-        transient=held * gathered + on_the_way + waiting + cast,
+        transient=held * gathered + on_the_way + waiting,
     )
 
 
@@ -201,11 +247,10 @@ def collectives(unit: UnitSize, step: StepShape) -> tuple[Collective, ...]:
 
 def _behaviour(step: StepShape) -> tuple[Number, Number, Number]:
     """Whether gathered parameters are kept, whether each micro-batch is reduced, bytes of a gathered number. A pipeline
-    gathers once per step, in float32 for autocast, and reduces once (grad_sync.py)."""
+    gathers once per step, and reduces once (grad_sync.py)."""
     piped = (step.pp > 1) * 1
     keeps = 1 - (1 - piped) * step.reshard_after_forward
-    each = (1 - piped) * step.reduce_scatter_each_microbatch
-    return keeps, each, step.compute_itemsize + piped * (4 - step.compute_itemsize)
+    return keeps, (1 - piped) * step.reduce_scatter_each_microbatch, step.compute_itemsize
 
 
 STRATEGY = Strategy(
@@ -215,7 +260,7 @@ STRATEGY = Strategy(
     collectives,
     apply,
     degrees=("dp_shard",),
-    also=("dp_replicate", "tp", "pp"),
+    also=("dp_replicate", "cp", "tp", "pp", "ep"),
     is_sharded=True,
 )
 
@@ -244,7 +289,7 @@ ZERO1 = replace(
     STRATEGY,
     name="zero1",
     summary="copies, optimizer state sharded",
-    also=("dp_replicate", "tp"),
+    also=("dp_replicate", "cp", "tp", "ep"),
     reshard_after_forward=False,
     reduce_scatter_each_microbatch=False,
 )
@@ -272,5 +317,5 @@ HSDP = replace(
     name="hsdp",
     summary="sharded in groups, groups replicated",
     degrees=("dp_replicate", "dp_shard"),
-    also=("tp", "pp"),
+    also=("cp", "tp", "pp", "ep"),
 )

@@ -13,16 +13,17 @@ unless a schedule splits it). At the end of the step they are waited for, and th
 several stages use (a tied embedding) are added up: one all-reduce per set of stages.
 
 **Shards of a pipeline.** Parameters are `fully_shard`ed and gathered once per step, at its beginning; gradients are
-reduce-scattered once, at its end. (To gather them for every micro-batch, as fsdp does without a pipeline, would send m
-times as much: Grattafiori et al. 2024, arXiv 2407.21783, §3.3.2.) `fully_shard` only keeps the shards: its hooks never
-run, and gradients are reduced here, from the unsharded parameters; so whatever order a schedule computes in, W long
-after B, the sums are right.
+reduce-scattered once, at its end. They are gathered in the type of the arithmetic, so that no forward keeps a cast copy
+of its own until its backward; gradients add up in float32, or in the type that they are sent in. (To gather parameters
+for every micro-batch, as fsdp does without a pipeline, would send m times as much: Grattafiori et al. 2024, arXiv
+2407.21783, §3.3.2.) `fully_shard` only keeps the shards: its hooks never run, and gradients are reduced here, from the
+unsharded parameters; so whatever order a schedule computes in, W long after B, the sums are right.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,12 +31,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from strategies.blocks import separable
 from strategies.collectives import reduce_scatter
 from strategies.dims import LayoutError, Options, submesh
+from strategies.mixtures import SplitExperts
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -60,6 +61,12 @@ def require_gradients(named: Iterable[tuple[str, nn.Parameter]]) -> None:
             "forward, set its requires_grad to False, or write strategy=fsdp, or, with ddp alone, "
             "parallel.find_unused_parameters=true"
         )
+
+
+def experts_apart(named: Named, experts: SplitExperts | None) -> tuple[Named, Named]:
+    """Those of experts that are split over data-parallel workers, which fewer of them average; and all others."""
+    names: frozenset[str] = experts.names if experts is not None else frozenset()
+    return [(n, p) for n, p in named if n in names], [(n, p) for n, p in named if n not in names]
 
 
 @torch.no_grad()
@@ -104,6 +111,12 @@ class GradientBuckets:
         self.arrived = False
         for parameter in self.of:
             parameter.register_post_accumulate_grad_hook(self._added)
+
+    def gather(self) -> None:
+        """Parameters are whole."""
+
+    def free(self) -> None:
+        """And stay so."""
 
     @contextlib.contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:
@@ -169,15 +182,33 @@ def buckets(named: Named, limit: float) -> list[Bucket]:
     return found
 
 
-def shard_without_hooks(module: nn.Module, mesh: DeviceMesh, blocks: list[str]) -> list[FSDPModule]:
+def shard_without_hooks(
+    owners: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    but: Sequence[Any] = (),
+    compute: torch.dtype | None = None,
+    **how: Any,
+) -> list[FSDPModule]:
     """Shards parameters in place, in units that the caller gathers (`unshard`) and frees (`reshard`). Their hooks go to
-    a module that holds the block and is never called: they would do nothing, in a tenth of a step's time here."""
+    a module that holds the owner and is never called: they would do nothing, in a tenth of a step's time here.
+
+    but: what is sharded already. compute: what matrices are gathered as; None: as they are. how: see fully_shard."""
     units: list[FSDPModule] = []
-    sharded: set[nn.Parameter] = set()
-    for owner in (*(module.get_submodule(name) for name in separable(module, blocks)), module):
-        if set(owner.parameters()) - sharded:
-            units.append(fully_shard(nn.Sequential(owner), mesh=mesh, ignored_params=sharded))
-            sharded = sharded | set(owner.parameters())
+    done = {p for unit in but for p in unit.parameters()}
+    # of norms and biases: autocast computes with those in float32
+    vectors = {p for owner in owners for p in owner.parameters() if p.dim() < 2} - done
+
+    def shard(owner: nn.Module, own: set[nn.Parameter], dtype: torch.dtype | None) -> None:
+        policy, others = MixedPrecisionPolicy(param_dtype=dtype), set(owner.parameters()) - own
+        if own:
+            held = nn.Sequential(owner)
+            units.append(fully_shard(held, mesh=mesh, mp_policy=policy, ignored_params=others, **how))
+
+    for owner in owners:
+        shard(owner, set(owner.parameters()) - done - vectors, compute)
+        done |= set(owner.parameters()) - vectors
+    for owner in reversed(owners):  # the last holds all
+        shard(owner, set(owner.parameters()) & vectors, None)
     return units
 
 
@@ -204,6 +235,8 @@ class ShardedGradients:
         self.group = submesh(mesh, "dp_shard").get_group()
         self.replicas = submesh(mesh, "dp_replicate").get_group() if mesh.ndim > 1 else None
         self.ways = mesh.size()
+        self.dims = {name: _sharded_along(p, mesh.ndim - 1) for name, p in self.sharded.items()}
+        """Of each parameter the dimension that is cut."""
         self.sent: list[tuple[list[str], list[int], Tensor, Any]] = []
         """Names, numbers of each, this rank's shards of the sums of their gradients, and what to wait for."""
 
@@ -213,6 +246,9 @@ class ShardedGradients:
             if handle is not None:
                 handle.wait()
         self.unsharded = dict(self.module.named_parameters())
+        for parameter in self.unsharded.values():  # of many micro-batches 16 bits would lose what is small
+            if parameter.is_floating_point():
+                parameter.grad_dtype = self.dtype or torch.float32  # type: ignore[attr-defined]
 
     def free(self) -> None:
         """Frees what has been gathered."""
@@ -235,9 +271,11 @@ class ShardedGradients:
                 self.sent.append((used, [part.size(1) for part in slices], shard, work))
 
     def _by_rank(self, name: str) -> Tensor:
-        """(ranks, numbers): the gradient in the slices of rows that torch.chunk would make, padded to equal ones."""
+        """(ranks, numbers): the gradient in the slices of rows that torch.chunk would make, padded to equal ones; or of
+        the dimension that it is sharded along."""
         gradient, ranks = local(self.unsharded[name].grad), self.group.size()
         self.unsharded[name].grad = None
+        gradient = gradient.movedim(self.dims[name], 0)
         missing = -len(gradient) % ranks
         if missing:
             gradient = torch.cat([gradient, gradient.new_zeros((missing, *gradient.shape[1:]))])
@@ -252,18 +290,35 @@ class ShardedGradients:
             if self.replicas is not None:
                 dist.all_reduce(shard, group=self.replicas)
             for name, values in zip(names, shard.split(numbers)):
-                self._add(self.sharded[name], values)
+                self._add(name, values)
         self.sent.clear()
 
-    def _add(self, parameter: Any, values: Tensor) -> None:
+    def _add(self, name: str, values: Tensor) -> None:
         """Adds a shard, padded at its end, to the gradient of the sharded parameter."""
+        parameter: Any = self.sharded[name]
         own = parameter.to_local()
-        found = values[: own.numel()].view_as(own).to(own.dtype)
+        dim = self.dims[name]
+        found = values[: own.numel()].view(own.movedim(dim, 0).shape).movedim(0, dim).contiguous().to(own.dtype)
         if parameter.grad is None:
             spec: dict[str, Any] = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
             parameter.grad = DTensor.from_local(found, parameter.device_mesh, parameter.placements, **spec)
         else:
             local(parameter.grad).add_(found)
+
+
+def _sharded_along(parameter: Any, side: int) -> int:
+    """side: of the mesh."""
+    return getattr(parameter.placements[side], "dim", 0) if isinstance(parameter, DTensor) else 0
+
+
+class Together:
+    """Several, each for parameters that other workers share: what one is told, all are."""
+
+    def __init__(self, parts: Sequence[GradientBuckets | ShardedGradients]) -> None:
+        self.parts = parts
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args: [getattr(part, name)(*args) for part in self.parts]
 
 
 def add_over_stages(shared: dict[dist.ProcessGroup, Named]) -> None:
@@ -278,5 +333,5 @@ def add_over_stages(shared: dict[dist.ProcessGroup, Named]) -> None:
         all_reduce_(gradients, group)
 
 
-GradSync = GradientBuckets | ShardedGradients
+GradSync = GradientBuckets | ShardedGradients | Together
 """What data-parallel workers do with gradients in a step."""

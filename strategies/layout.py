@@ -13,8 +13,10 @@ import math
 
 from strategies import registry
 from strategies.activation_checkpointing import checkpoint_every
+from strategies.context.apply import METHODS
 from strategies.dims import (
-    NAMES,
+    BESIDE_DATA,
+    DEGREES,
     PRECISIONS,
     REDUCE_DTYPES,
     Layout,
@@ -26,7 +28,7 @@ from strategies.dims import (
 from strategies.pipeline import partition, schedules
 from strategies.strategy import Strategy
 
-__all__ = ["NAMES", "Layout", "LayoutError", "ParallelDims", "check", "choose"]
+__all__ = ["DEGREES", "Layout", "LayoutError", "ParallelDims", "check", "choose"]
 
 
 def choose(
@@ -35,8 +37,10 @@ def choose(
     *,
     dp_replicate: int | None = None,
     dp_shard: int | None = None,
+    cp: int | None = None,
     tp: int | None = None,
     pp: int | None = None,
+    ep: int | None = None,
     devices_per_node: int | None = None,
 ) -> Layout:
     """The layout that `name` means for `world_size` workers.
@@ -49,14 +53,13 @@ def choose(
     """
     if world_size < 1:
         raise LayoutError(f"there are {world_size} workers, but training needs at least 1")
-    given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp, "pp": pp}
+    given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp, "pp": pp, "ep": ep}
     found = [registry.automatic(world_size, given)] if name == "auto" else registry.records(name)
     dims = ParallelDims(**_degrees(found, world_size, given, devices_per_node))
-    for degree in ("tp", "pp"):
-        model = registry.by_degrees(degree)
-        if getattr(dims, degree) > 1 and model not in found:
+    for degree in BESIDE_DATA:
+        if getattr(dims, degree) > 1 and (model := registry.by_degrees(degree)) not in found:
             found = [record for record in found if record.degrees] + [model]
-    found.sort(key=lambda record: ("tp", "pp").index(record.degrees[0]) if record.splits_model else -1)
+    found.sort(key=lambda record: BESIDE_DATA.index(record.degrees[0]) if record.splits_model else -1)
     return Layout("+".join(record.name for record in found), dims)
 
 
@@ -71,7 +74,9 @@ def _degrees(
                 "strategy=auto, which goes by the degrees"
             )
     degrees = {degree: value for degree, value in given.items() if value is not None}
-    ParallelDims(**degrees)  # each a whole number of at least 1
+    ParallelDims(**{degree: value for degree, value in degrees.items() if degree != "ep"})  # each at least 1
+    inside = {"ep": degrees.pop("ep", 1)}  # no factor of the workers
+    given = {degree: value for degree, value in given.items() if degree not in inside}
     degrees |= {degree: 1 for degree in given if degree not in own and degree not in degrees}
     left = [degree for degree in given if degree not in degrees]
     rest = world_size // math.prod(degrees.values())
@@ -85,11 +90,11 @@ def _degrees(
         degrees[left[0]] = max(1, rest)
     if math.prod(degrees.values()) != world_size:
         _refuse(name, found, world_size, degrees)
-    return degrees
+    return degrees | inside
 
 
 def _shards_per_node(name: str, rest: int, devices_per_node: int | None, degrees: dict[str, int]) -> int:
-    per_node = (devices_per_node or 0) // degrees["tp"]
+    per_node = (devices_per_node or 0) // (degrees["tp"] * degrees["cp"])
     if per_node > 1 and rest % per_node == 0:
         return per_node
     raise LayoutError(
@@ -132,10 +137,17 @@ def check(
         raise LayoutError(
             "strategy pipeline needs at least 2 stages: write parallel.pp=2 and as many workers, or single"
         )
+    if any("ep" in record.degrees for record in found) and dims.ep < 2:
+        raise LayoutError("strategy expert needs experts on at least 2 workers: write parallel.ep=2, or leave it out")
     if heads is not None and heads % dims.tp:
         divisors = ", ".join(str(d) for d in range(1, heads + 1) if heads % d == 0)
         raise LayoutError(
             f"parallel.tp is {dims.tp}, which does not divide the model's {heads} heads: write {divisors}"
+        )
+    if heads is not None and options and options.context == "ulysses" and heads % (dims.tp * dims.cp):
+        raise LayoutError(
+            f"parallel.context=ulysses splits the model's {heads} heads over parallel.tp × cp = {dims.tp * dims.cp} "
+            "workers, which do not divide them: write parallel.context=ring"
         )
     if dims.pp > 1:
         _check_pipeline(layout, options or Options(), blocks, micro_batches)
@@ -144,9 +156,10 @@ def check(
             f"train.global_batch_size is {global_batch_size}, but it is split over {dims.dp} data-parallel workers: "
             f"write at least {dims.dp}, or fewer workers"
         )
-    if sequence_length is not None and options and options.sequence_parallel and sequence_length % dims.tp:
+    length = None if sequence_length is None else sequence_length // dims.cp  # on one worker, before tp divides it
+    if length is not None and options and options.sequence_parallel and length % dims.tp:
         raise LayoutError(
-            f"parallel.tp is {dims.tp}, which does not divide the sequence of {sequence_length}: write a length it "
+            f"parallel.tp is {dims.tp}, which does not divide the sequence of {length}: write a length it "
             "divides, or parallel.sequence_parallel=false"
         )
     if options is not None:
@@ -169,6 +182,7 @@ def _check_pipeline(layout: Layout, options: Options, blocks: int | None, micro_
 
 def _check_options(layout: Layout, found: list[Strategy], options: Options) -> None:
     one_of("train.precision", options.precision, PRECISIONS)
+    one_of("parallel.context", options.context, ("auto", *METHODS))
     one_of("parallel.reduce_dtype", options.reduce_dtype, REDUCE_DTYPES)
     checkpoint_every(options.activation_checkpointing)
     if any(options.precision not in record.precisions for record in found):

@@ -13,18 +13,37 @@ from torch import nn
 
 from strategies import state
 from strategies.clip import GradNorm
+from strategies.context.apply import Context
 from strategies.dims import Layout
+from strategies.expert.router import RouterLoad
+from strategies.mixtures import find_mixtures
 from strategies.strategy import MicroStep, no_communication
 
 T = TypeVar("T")
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
+class WholeStep(nn.Module):
+    """A function of a model and a batch (the loss, say) as one module's forward.
+
+    What a wrapper does around a forward then holds for whatever of the model the function calls: the model, once or
+    several times, other methods, parts of it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
+        return function(self.module, batch)
+
+
 class Parallel:
     """A model under a layout.
 
-    module: what to call. inner: the same without a wrapper, whose names are plain. notes: remarks for the user,
-    one sentence each. micro_step and autocast are plain functions, so that one device pays nothing for them.
+    module: what to call; whole: with a function and a batch, as a WholeStep. inner: the model without a wrapper, whose
+    names are plain. notes: remarks for the user, one sentence each. micro_step and autocast are plain functions, so
+    that one device pays nothing for them.
     """
 
     has_loss: bool = True
@@ -41,19 +60,30 @@ class Parallel:
         micro_step: MicroStep = no_communication,
         autocast: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         notes: tuple[str, ...] = (),
+        whole: bool = False,
+        context: Context | None = None,
     ) -> None:
-        self.module = module
+        self.module, self.whole = module, whole
         self.inner = inner if inner is not None else module
         self.layout, self.device, self.notes = layout, device, notes
-        self.group = group
+        self.group, self.context = group, context
         self._micro_step, self._autocast = micro_step, autocast
         self._named = list(self.inner.named_parameters())
         self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self._named}
         self._grad_norm = GradNorm([parameter for _, parameter in self._named if parameter.requires_grad], device)
+        mixtures = find_mixtures(self.inner)
+        self._routers = RouterLoad(mixtures, group) if mixtures else None
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """To be called once with the optimizer made over `parameters`; what to use as the optimizer from then on."""
+        if self._routers is not None:
+            update = self._routers.update
+            optimizer.register_step_post_hook(lambda *_: update())
         return optimizer
+
+    def router_metrics(self) -> dict[str, list[float]]:
+        """Of the last step, by mixture of experts that this rank holds: see RouterLoad.metrics."""
+        return self._routers.metrics() if self._routers is not None else {}
 
     def forward_backward(
         self,
@@ -65,16 +95,19 @@ class Parallel:
         """Forward and backward of all micro-batches of one step; gradients are communicated once.
 
         weights: each micro-batch's part of the global batch, summing to 1 over micro-batches and data-parallel
-        workers. loss: (module, micro-batch) → 0-d mean; it calls the module once. The gradients left behind are those
+        workers. loss: (module, micro-batch) → 0-d mean. The gradients left behind are those
         of scale · Σ weight · loss over all workers.
-        Returns this worker's Σ weight · loss, detached, 0-d, unscaled; 0 where not `has_loss`.
+        Returns this worker's Σ weight · loss, detached, 0-d, unscaled; 0 where not `has_loss`. With cp a micro-batch is
+        of whole sequences, and the mean over the workers that share them is theirs.
         """
         total: torch.Tensor | None = None
+        if self.context is not None:
+            (batches, weights), loss = self.context.split(batches, weights), self.context.counted(loss)
         ways, last, plain = self.layout.dims.dp, len(batches) - 1, isinstance(scale, float) and scale == 1.0
         for i, (batch, weight) in enumerate(zip(batches, weights)):
             with self.micro_step(last=i == last):
                 with self.autocast():
-                    value = loss(self.module, batch)
+                    value = self.call(loss, batch)
                 factor = weight * ways  # data-parallel averaging divides by `ways`
                 part = value if isinstance(factor, float) and factor == 1.0 else value * factor
                 (part if plain else part * scale).backward()
@@ -84,10 +117,15 @@ class Parallel:
         return total
 
     def forward(self, function: Callable[[nn.Module, Any], T], batch: Any) -> T | None:
-        """Evaluation: `function(module, batch)`, which calls the module once, under torch.no_grad; None where not
-        `has_loss`."""
+        """Evaluation: `function(module, batch)` under torch.no_grad; None where not `has_loss`."""
+        if self.context is not None:
+            function = self.context.averaged(function)
         with torch.no_grad(), self.micro_step(last=True), self.autocast():
-            return function(self.module, batch)
+            return self.call(function, batch)
+
+    def call(self, function: Callable[[nn.Module, Any], T], batch: Any) -> T:
+        """`function(model, batch)` with what is around the model; inside micro_step and autocast."""
+        return self.module(function, batch) if self.whole else function(self.module, batch)
 
     def micro_step(self, last: bool) -> AbstractContextManager[Any]:
         """Put around forward and backward of one micro-batch; gradients are communicated in the last one."""
@@ -146,12 +184,12 @@ class Parallel:
         return whole
 
     def total(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum over the data-parallel workers."""
+        """The sum over the data-parallel workers. Of workers that share a sequence, their mean."""
         if self.group is None:
             return value
         value = value.clone()
         dist.all_reduce(value, group=self.group)
-        return value
+        return value if self.layout.dims.cp == 1 else value / self.layout.dims.cp
 
 
 def seed_generators(value: int, device: torch.device) -> None:

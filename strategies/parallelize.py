@@ -1,7 +1,8 @@
 """The one place that knows the order in which parallelisms are put on a model, and why.
 
 1. **tensor** first: its plan matches modules by name, before anything changes what modules do; in a **pipeline** the
-   blocks of other stages are then taken out; then **float8**, whose layers are those that are not split;
+   blocks of other stages are then taken out, and **experts** split over data-parallel workers; then **float8**, whose
+   layers are those that are not split, and **context**, so that what is recomputed or compiled attends across workers;
 2. **activation checkpointing** inside everything that communicates parameters, so that what is recomputed in backward
    uses the parameters that were gathered once, and around the split layers, so that they are recomputed as they ran;
 3. **compile** what is now a block's whole forward, but no hook of the sharding around it;
@@ -24,7 +25,9 @@ from torch import nn
 from strategies import activation_checkpointing, precision, registry, state
 from strategies.blocks import compile_blocks, find_blocks
 from strategies.channels_last import use_channels_last
+from strategies.context.apply import Context, ContextPlan, require_positions
 from strategies.dims import Layout, LayoutError, Options, ParallelDims, submesh
+from strategies.expert import apply as expert_parallel
 from strategies.layout import check, choose
 from strategies.parallel import Parallel
 from strategies.pipeline.apply import Division, Example
@@ -35,6 +38,7 @@ __all__ = ["Example", "Layout", "LayoutError", "Options", "Parallel", "ParallelD
 
 Blocks = list[str] | Callable[[nn.Module], list[str] | None] | None
 Plan = dict[str, str] | Callable[[nn.Module], dict[str, str] | None] | None
+Places = ContextPlan | Callable[[nn.Module], ContextPlan | None] | None
 
 
 def parallelize(
@@ -45,28 +49,33 @@ def parallelize(
     device: torch.device,
     blocks: Blocks = None,
     tensor_plan: Plan = None,
+    context_plan: Places = None,
     example: Example | None = None,
 ) -> Parallel:
     """Builds the model and puts `layout` on it; collective over all ranks.
 
     build: gives the same weights whenever it is called, on any rank, and works under torch.device("meta").
     blocks, tensor_plan: for this model, or functions that answer for it; None: found, and every linear and embedding
-    layer split by itself. example: (loss, micro-batch), as for Parallel.forward_backward; a pipeline needs it, because
-    it learns from running them what the model does. The micro-batch may be of one row.
+    layer split by itself. context_plan: likewise; None: places of tokens are given as `position_ids`.
+    example: (loss, micro-batch), as for Parallel.forward_backward; a pipeline needs it, because it learns from running
+    them what the model does. The micro-batch may be of one row.
 
     Raises:
         LayoutError: one sentence; a model that does not fit the layout.
     """
     options = options or Options()
     check(layout, options)
-    dims, strategy = layout.dims, registry.data_strategy(layout)
+    strategy = registry.data_strategy(layout)
+    dims = layout.dims.for_parameters(strategy.is_sharded)
     # Split models are built on meta, split, then filled from rank 0's, tensor by tensor; others every rank builds.
-    on_meta = dims.tp * dims.pp > 1 or strategy.is_sharded
+    on_meta = dims.tp * dims.pp * dims.ep > 1 or strategy.is_sharded
     module, note = state.structure(build) if on_meta else (build(), "")
     state.require_parameters(module)
     if device.type == "cuda":
         use_channels_last(module, with_weights=not on_meta)
     names = find_blocks(module, _answer(blocks, module))
+    if dims.ep > 1:
+        expert_parallel.require(module, dims.ep)
     division = Division(module, names, layout, options, device, example) if dims.pp > 1 else None
     mesh = dims.build_mesh(device.type) if dims.world_size > 1 else None
     split = None
@@ -74,6 +83,7 @@ def parallelize(
         split = tensor_parallel.apply(module, submesh(mesh, "tp"), _answer(tensor_plan, module), options)
     if division is not None:
         names = division.keep_own(module, options)
+    experts = expert_parallel.apply(module, dims, strategy.is_sharded, device.type) if dims.ep > 1 else None
     narrowed: tuple[str, ...] = ()
     if options.precision == "fp8":
         precision.require_float8(device)
@@ -82,6 +92,12 @@ def parallelize(
     first = split is not None or division is not None
     if options.compile and first:
         compile_blocks(module, names, options.compile_backend)
+    context = None
+    if layout.dims.cp > 1:
+        places = _answer(context_plan, module)
+        require_positions(module, places)
+        context = Context(layout.dims, options, places)
+        context.install(module, names)
     activation_checkpointing.apply(module, names, options.activation_checkpointing)
     if options.compile and not first:
         compile_blocks(module, names, options.compile_backend)
@@ -96,10 +112,10 @@ def parallelize(
 
     group = dims.data_group(mesh) if mesh is not None else None
     data_mesh = dims.data_mesh(mesh) if mesh is not None and group is not None else None
-    setup = Setup(strategy, module, layout, options, device, names, load, data_mesh, group)
+    setup = Setup(strategy, module, layout, options, device, names, load, data_mesh, group, experts)
     notes = (*([note] if note else []), *state.batch_norm_notes(module, layout))
     if division is not None and mesh is not None:
-        return division.connect(setup, mesh, split, notes)
+        return division.connect(setup, mesh, split, notes, context)
     assert strategy.apply is not None, f"{strategy.name} is put on by its degree"
     applied = strategy.apply(setup)
     step = applied.micro_step
@@ -114,6 +130,8 @@ def parallelize(
         micro_step=step,
         autocast=contextlib.nullcontext if applied.casts else precision.autocast(options.precision, device.type),
         notes=(*notes, *applied.notes, *narrowed),
+        whole=applied.whole,
+        context=context,
     )
 
 

@@ -9,8 +9,8 @@ Two ways, by layout:
 - replicated parameters (single, ddp, tensor): `torch.autocast` around forward casts operation by operation;
 - sharded parameters (zero*, fsdp, hsdp): `fully_shard`'s `MixedPrecisionPolicy` casts the shards *before* they are
   gathered, which halves that communication, and reduces gradients in `reduce_dtype`. Everything inside then runs in
-  16 bits, norms included, and the module's output comes back as float32 for the loss (unless `float_output` is false:
-  a loss that takes 16 bits spares a float32 copy of the logits).
+  16 bits, norms included (`cast_calls`), and the module's output comes back as float32 for the loss (unless
+  `float_output` is false: a loss that takes 16 bits spares a float32 copy of the logits).
 
 The two round at different places, so they agree to bfloat16's rounding (2⁻⁸ relative per number), not bit by bit; the
 second, which also adds up the residual stream in 16 bits, is the noisier one (experiments/parity/matrix.py).
@@ -54,6 +54,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from strategies.dims import LayoutError
+from strategies.tree import tree_leaves, tree_map
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """fp8 is bf16 but for what `use_float8` changes."""
@@ -67,15 +68,48 @@ def autocast(precision: str, device_type: str) -> Callable[[], AbstractContextMa
     return lambda: torch.autocast(device_type, dtype=dtype)
 
 
-def shard_policies(
-    precision: str, reduce_dtype: str, float_output: bool = True
-) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
-    """What `fully_shard` casts, for sharded parameters: of a block, and of the whole module, whose output is the loss
-    function's input: float32 again, unless not wanted."""
+def shard_policies(precision: str, reduce_dtype: str) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
+    """What `fully_shard` casts, for sharded parameters: of a block, and of the whole step, whose batch (targets are in
+    it) stays as it is."""
     compute = None if precision == "fp32" else DTYPES[precision]
     reduce = None if compute is None and reduce_dtype == "fp32" else DTYPES[reduce_dtype]
-    output = torch.float32 if compute is not None and float_output else None
-    return MixedPrecisionPolicy(compute, reduce), MixedPrecisionPolicy(compute, reduce, output)
+    return MixedPrecisionPolicy(compute, reduce), MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False)
+
+
+def cast_calls(module: nn.Module, precision: str, float_output: bool) -> None:
+    """Casts what the model is called with to 16 bits, and its output to float32 again, unless not wanted.
+
+    Within it casts what a layer with parameters of its own is called with, as autocast does for replicated ones: a
+    float32 mask times an embedding is float32. A layer that needs none in its first call is left alone from then on.
+    """
+    if precision == "fp32":
+        return
+    for layer in module.modules():
+        if layer is module or any(True for _ in layer.parameters(recurse=False)):
+            _Narrowing(layer, DTYPES[precision])
+    if float_output:
+        module.register_forward_hook(lambda _, __, output: _cast(output, torch.float32))
+
+
+class _Narrowing:
+    def __init__(self, layer: nn.Module, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.handle = layer.register_forward_pre_hook(self, with_kwargs=True)
+
+    def __call__(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        if any(_is_float(leaf) and leaf.dtype != self.dtype for leaf in tree_leaves((args, kwargs))):
+            return _cast(args, self.dtype), _cast(kwargs, self.dtype)
+        if not torch.compiler.is_compiling():
+            self.handle.remove()
+        return None
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    return tree_map(lambda value: value.to(dtype) if _is_float(value) else value, values)
 
 
 # --- float8 -----------------------------------------------------------------------------------------------------

@@ -8,7 +8,9 @@ from __future__ import annotations
 import importlib.util
 
 from strategies import ddp, deepspeed, fsdp, one_process
+from strategies.context import apply as context
 from strategies.dims import Layout, LayoutError, meant
+from strategies.expert import apply as expert
 from strategies.pipeline import apply as pipeline
 from strategies.strategy import Strategy
 from strategies.tensor import apply as tensor
@@ -26,6 +28,8 @@ _RECORDS = (
     fsdp.HSDP,
     tensor.STRATEGY,
     pipeline.STRATEGY,
+    context.STRATEGY,
+    expert.STRATEGY,
     deepspeed.STRATEGY,
 )
 
@@ -49,6 +53,8 @@ _BY_DEGREES = {
     ("dp_replicate", "dp_shard"): "hsdp",
     ("tp",): "tensor",
     ("pp",): "pipeline",
+    ("cp",): "context",
+    ("ep",): "expert",
 }
 
 
@@ -79,6 +85,10 @@ def records(name: str) -> list[Strategy]:
         raise LayoutError(
             f"strategy {name!r} does not combine: write one of {', '.join(first)}, then +tensor or +pipeline or both"
         )
+    if [record.degrees for record in found] == [("ep",)]:
+        raise LayoutError(
+            "strategy expert splits experts over data-parallel workers: write ddp+expert, fsdp+expert or hsdp+expert"
+        )
     return data + model
 
 
@@ -99,13 +109,20 @@ def require_installed(layout: Layout) -> None:
 
 
 def by_degrees(*degrees: str) -> Strategy:
-    """The plain strategy that has exactly these degrees."""
+    """The plain strategy that has exactly these degrees.
+
+    Raises:
+        LayoutError: there is none.
+    """
+    if degrees not in _BY_DEGREES:
+        raise LayoutError(f"no strategy has parallel.{' and parallel.'.join(degrees)}: leave it out")
     return STRATEGIES[_BY_DEGREES[degrees]]
 
 
 def data_strategy(layout: Layout) -> Strategy:
     """What a layout does with its data-parallel workers: what its name says, if there is anything to shard."""
-    first, dims = find(layout.parts[0]), layout.dims
+    first = find(layout.parts[0])
+    dims = layout.dims.for_parameters(first.is_sharded)
     if first.splits_model or (first.is_sharded and dims.dp_shard == 1):
         return by_degrees(*(name for name in ("dp_replicate", "dp_shard") if getattr(dims, name) > 1))
     return first
@@ -114,10 +131,10 @@ def data_strategy(layout: Layout) -> Strategy:
 def automatic(world_size: int, given: dict[str, int | None]) -> Strategy:
     """What `auto` means without a planner, for the degrees that are written."""
     size = {name: degree or 1 for name, degree in given.items()}
-    others = size["tp"] * size["pp"]
+    others = size["cp"] * size["tp"] * size["pp"]
     if size["dp_shard"] > 1:
         free = given["dp_replicate"] is None and world_size > size["dp_shard"] * others
         return by_degrees(*(["dp_replicate"] if free or size["dp_replicate"] > 1 else []), "dp_shard")
     if size["dp_replicate"] > 1 or world_size > others:
         return by_degrees("dp_replicate")
-    return by_degrees(*[name for name in ("tp", "pp") if size[name] > 1][:1])
+    return by_degrees(*[name for name in ("tp", "pp", "cp") if size[name] > 1][:1])

@@ -61,7 +61,7 @@ def require_parameters(module: nn.Module) -> None:
 def batch_norm_notes(module: nn.Module, layout: Layout) -> tuple[str, ...]:
     """Remarks for the user if the model normalises over a batch that the layout splits."""
     norms = [type(m).__name__ for m in module.modules() if isinstance(m, BATCH_NORMS) and m.training]
-    if not norms or layout.dims.dp * layout.dims.pp == 1:
+    if not norms or layout.dims.dp_cp * layout.dims.pp == 1:
         return ()
     return (
         f"{norms[0]} normalises over one worker's micro-batch, so this run differs from one with micro-batches of "

@@ -25,12 +25,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from strategies.costs import Collective, Cost, Number, RankSize, StepShape, UnitSize, replicated
-from strategies.dims import PRECISIONS, Layout, Options
+from strategies.dims import BESIDE_DATA, PRECISIONS, Layout, Options
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+    from strategies.mixtures import SplitExperts
 
 MicroStep = Callable[[bool], AbstractContextManager[Any]]
 """Given whether it is the step's last, what to put around forward and backward of a micro-batch."""
@@ -57,11 +59,14 @@ class Setup:
     load: Callable[[], None]
     mesh: DeviceMesh | None = None
     group: ProcessGroup | None = None
+    experts: SplitExperts | None = None
+    """Those that are split over the data-parallel workers, if any are."""
 
 
 @dataclass(frozen=True)
 class Applied:
-    """What `apply` returns. module: what to call; setup.module still has the plain names. casts: whether it casts to 16
+    """What `apply` returns. module: what to call (whole: with a function and a batch, as parallel.py's WholeStep);
+    setup.module still has the plain names. casts: whether it casts to 16
     bits itself, so that forward needs no autocast. notes: remarks for the user, one sentence each. parallel: makes
     the Parallel, where it is not the plain one."""
 
@@ -70,6 +75,7 @@ class Applied:
     casts: bool = False
     notes: tuple[str, ...] = ()
     parallel: Callable[..., Any] | None = None
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,8 +119,8 @@ class Strategy:
 
     @property
     def splits_model(self) -> bool:
-        """Whether it divides the model itself among workers that see the same samples, and so goes with others."""
-        return bool({"tp", "pp"} & set(self.degrees))
+        """Whether it divides the model or a sample, and so goes with what data-parallel workers do."""
+        return bool(set(BESIDE_DATA) & set(self.degrees))
 
     def reshards(self, asked: bool | None, large: Number) -> Number:
         """Whether gathered parameters are freed after forward. asked: by the configuration. large: whether they take

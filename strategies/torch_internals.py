@@ -129,3 +129,39 @@ def rnn_reading_its_parameters() -> dict[str, Any]:
         return {}
     flat = property(lambda self: [getattr(self, n, None) for n in self._flat_weights_names], lambda self, value: None)
     return {"_flat_weights": flat}
+
+
+def flash_attention(q: Tensor, v: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """For such (B, H, T, K) tensors: (q, k, v, causal, scale) → (output, log-sum-exp (B, H, T)), and its (gradient, q,
+    k, v, output, log-sum-exp, causal, scale) → (dq, dk, dv), whose output and log-sum-exp may be those of more keys
+    than these. None where torch has no such kernel for them.
+
+    Why: `scaled_dot_product_attention` keeps the log-sum-exp, without which partial results cannot be joined.
+    flex_attention and varlen_attn return it, but their backward is that of their own output alone: of a joined one it
+    would have to compute forward again, or to keep every worker's keys. Missing: None, and attention.py multiplies.
+    """
+    ops, kind = torch.ops.aten, q.device.type
+    name = "_scaled_dot_product_flash_attention" + ("_for_cpu" if kind == "cpu" else "")
+    known = kind in ("cpu", "cuda") and hasattr(ops, name) and hasattr(ops, f"{name}_backward")
+    if not known or q.size(-1) != v.size(-1):
+        return None
+    on_gpu = kind == "cuda"
+    if on_gpu and (q.dtype not in (torch.float16, torch.bfloat16) or q.size(-1) % 8 or q.size(-1) > 256):
+        return None
+    if on_gpu and torch.cuda.get_device_capability(q.device) < (8, 0):
+        return None
+    forward_op, backward_op = getattr(ops, name), getattr(ops, f"{name}_backward")
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        found = forward_op(q, k, v, 0.0, causal, scale=scale)
+        return found[0], found[1]
+
+    def backward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *tensors, causal, scale = given
+        if not on_gpu:
+            return backward_op(*tensors, 0.0, causal, scale=scale)
+        lengths = (None, None, tensors[1].size(2), tensors[2].size(2))
+        drawn = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of random numbers: no dropout draws any
+        return backward_op(*tensors, *lengths, 0.0, causal, drawn, drawn[:0], scale=scale)
+
+    return forward, backward

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from app.config import Config
 from app.config_io import load_config
@@ -61,8 +63,22 @@ class Chain(Points):
         return Net(self.width, self.n_blocks, self.dropout, self.hang)
 
 
+class OwnGenerator(Dataset[Any]):
+    """Draws from a generator that nothing seeds again."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(2, generator=self.generator), torch.tensor(0)
+
+
 class Wrong(Chain):
-    """A model that cannot be what it is asked to be; what: fork, empty, misnamed."""
+    """A model or data that cannot be what it is asked to be; what: fork, empty, misnamed, own generator,
+    twice, twice in metrics, scalar."""
 
     def __init__(self, *, what: str = "fork") -> None:
         super().__init__()
@@ -73,7 +89,20 @@ class Wrong(Chain):
             return nn.Sequential(nn.Flatten(), nn.Flatten())
         model = Net(self.width, self.n_blocks, 0.0)
         model.fork = self.what == "fork"
+        if self.what == "scalar":
+            model.scale = nn.Parameter(torch.tensor(1.0))
         return model
+
+    def train_data(self) -> Any:
+        return OwnGenerator() if self.what == "own generator" else super().train_data()
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        found = super().loss(model, batch)
+        return found + super().loss(model, (batch[0] + 1, batch[1])) if self.what == "twice" else found
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        more = {"other": model(batch[0] + 1).mean()} if self.what == "twice in metrics" else {}
+        return super().metrics(model, batch) | more
 
     def blocks(self, model: nn.Module) -> list[str] | None:
         return ["blocks.0", "bloks.1"] if self.what == "misnamed" else None

@@ -152,7 +152,7 @@ class Lab:
 
     def _await(self, host: int) -> None:
         listens, ready = ["bash", "-c", f"</dev/tcp/{self.address(host)}/22"], self.home(host) / "root" / "ready"
-        wait_until(lambda: ready.exists() and self.run(host, listens).returncode == 0, 20)
+        wait_until(lambda: ready.exists() and self.run(host, listens).returncode == 0)
 
     def _profile(self) -> str:
         path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from strategies import registry
-from strategies.costs import Cost, ParameterSize, StepShape, rank_size, unit_size
+from strategies.costs import Cost, ParameterSize, StepShape, part_of, rank_size, unit_size
 from strategies.dims import Options
 from strategies.layout import Layout
 
@@ -18,6 +18,7 @@ def layout_cost(
 ) -> tuple[Cost, dict[str, int]]:
     """Bytes on a rank of CPUs, and bytes that it sends per step, by collective."""
     options, strategy, dims = options or Options(), registry.data_strategy(layout), layout.dims
+    dims = dims.for_parameters(strategy.is_sharded)
     step = StepShape(
         dims.dp_replicate,
         dims.dp_shard,
@@ -31,8 +32,9 @@ def layout_cost(
     )
     groups = defaultdict(list)
     for p in parameters:
-        groups[p.unit].append(p if p.split_dim is None else p.shard(dims.tp, p.split_dim))
-    units = [unit_size(tuple(own), dims.dp_shard, is_root=name == "") for name, own in groups.items()]
+        groups[p.unit].append(part_of(p, dims.tp, dims.ep))
+    of_experts = dims.for_experts().dp_shard if dims.ep > 1 else None
+    units = [unit_size(tuple(own), dims.dp_shard, name == "", of_experts) for name, own in groups.items()]
     sent: dict[str, int] = defaultdict(int)
     for each in (each for unit in units for each in strategy.collectives(unit, step)):
         if not hasattr(dims, each.over):  # between the devices of one process

@@ -32,6 +32,8 @@ except ImportError:  # it can be deleted
     client = None  # type: ignore[assignment]
 
 ROOT = Path(__file__).parents[1]
+LONG = 300.0
+"""Seconds to wait for what will come: twenty times what it takes, because other work may have the processors."""
 POINTS = ["task=tests.tasks:Points", "train.global_batch_size=16", "tracking.log_model=false"]
 
 
@@ -77,7 +79,7 @@ def start(arguments: list[str], *, env: dict[str, str] | None = None, program: l
     return subprocess.Popen(command, cwd=ROOT, env=env or environment(), preexec_fn=heed, **streams)
 
 
-def trireme(*arguments: str, env: dict[str, str] | None = None, timeout: float = 240.0) -> Ended:
+def trireme(*arguments: str, env: dict[str, str] | None = None, timeout: float = LONG) -> Ended:
     """Runs the command to its end: in a fork of a process that has imported everything, which saves it seconds, unless
     its environment is one that counts when libraries are loaded. `start` is the plain way."""
     whole = env or environment()
@@ -106,7 +108,7 @@ def torchrun_program(*more: str) -> list[str]:
     return [*program, *more, "-m", "app"]
 
 
-def finish(process: Any, timeout: float = 240.0) -> Ended:
+def finish(process: Any, timeout: float = LONG) -> Ended:
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -125,7 +127,7 @@ def end_tree(pid: int) -> None:
                 process.send_signal(signal.SIGKILL)
 
 
-def wait_until(condition: Callable[[], Any], timeout: float = 120.0) -> Any:
+def wait_until(condition: Callable[[], Any], timeout: float = LONG) -> Any:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         value = condition()
@@ -171,7 +173,7 @@ class Lines:
     def text(self) -> str:
         return "".join(line for _, line in self.heard)
 
-    def when(self, part: str, timeout: float = 60.0) -> float:
+    def when(self, part: str, timeout: float = LONG) -> float:
         try:
             return wait_until(lambda: next((at for at, line in self.heard if part in line), None), timeout)
         except AssertionError:
@@ -245,7 +247,7 @@ def ray_head(*flags: str) -> Iterator[str]:
         start_new_session=True,
     )
     try:
-        wait_until(lambda: is_open("127.0.0.1", port), 60)
+        wait_until(lambda: is_open("127.0.0.1", port))
         yield f"127.0.0.1:{port}"
     finally:
         end_tree(process.pid)
@@ -259,7 +261,7 @@ def ray_head_with_jobs() -> Iterator[tuple[str, str]]:
     port = free_port()
     own = [f"--dashboard-port={port}", f"--dashboard-agent-listen-port={free_port()}"]
     with ray_head("--include-dashboard=true", *own) as address:
-        wait_until(lambda: is_open("127.0.0.1", port), 60)
+        wait_until(lambda: is_open("127.0.0.1", port))
         yield address, f"http://127.0.0.1:{port}"
 
 
@@ -278,5 +280,5 @@ def memory_group(limit: int) -> Iterator[Path]:
     try:
         yield group
     finally:
-        wait_until(lambda: not (group / "cgroup.procs").read_text().strip(), 30)
+        wait_until(lambda: not (group / "cgroup.procs").read_text().strip())
         group.rmdir()

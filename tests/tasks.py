@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from app.tasks.base import Task
 
@@ -99,3 +101,41 @@ class Hungry(Plain):
             self.hungry.unlink()
             torch.ones(128 << 20)
         return super().loss(model, batch)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+class Ragged(Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(2 + index), 0
+
+
+class WithoutLoss(Task):
+    def build_model(self) -> nn.Module:
+        return nn.Linear(2, 4)
+
+    def train_data(self) -> Any:
+        return Ragged()
+
+
+class Odd(Points):
+    """A task that is none; what: no loss, vector, ragged, stream."""
+
+    def __new__(cls, *, what: str) -> Any:
+        return WithoutLoss() if what == "no loss" else super().__new__(cls)
+
+    def __init__(self, *, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def train_data(self) -> Any:
+        return {"ragged": Ragged, "stream": Stream}.get(self.what, super().train_data)()
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return model(batch[0]) if self.what == "vector" else super().loss(model, batch)

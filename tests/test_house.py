@@ -48,8 +48,8 @@ def imported(nodes: Iterable[ast.AST]) -> set[str]:
 def test_imports_run_one_way() -> None:
     wrong = {}
     for name, tree in trees().items():
-        # The command line loads the verbs of experiments/ when they are called.
-        nodes = tree.body if name.startswith("app/cli/") else ast.walk(tree)
+        # The command line and the Python API load the verbs of experiments/ when they are called.
+        nodes = tree.body if name.startswith(("app/cli/", "app/api.py")) else ast.walk(tree)
         if bad := {taken.split(".")[0] for taken in imported(nodes)} & MAY_NOT[name.split("/")[0]]:
             wrong[name] = bad
     assert not wrong
@@ -166,10 +166,13 @@ INTERNAL = re.compile(
     rf"|\b({DEPENDENCIES})(\.\w+)*\._[a-z]|from ({DEPENDENCIES})\S* import _"
 )
 
+DOCUMENTED = re.compile(r"torch\.cuda\.memory\.(_record_memory_history|_dump_snapshot)\b")
+"""Documented in spite of their underscore (docs.pytorch.org/docs/stable/torch_cuda_memory.html)."""
+
 
 def test_internals_of_dependencies_stand_in_two_files_of_at_most_12_entries() -> None:
     others = trees().keys() - set(ADAPTERS)
-    assert not [name for name in others if INTERNAL.search((ROOT / name).read_text())]
+    assert not [name for name in others if INTERNAL.search(DOCUMENTED.sub("", (ROOT / name).read_text()))]
     nodes = [node for name in ADAPTERS for node in trees()[name].body]
     parts = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     said = {node.name: ast.get_docstring(node) or "" for node in parts}

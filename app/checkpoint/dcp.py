@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint is given: a copy of each rank's part, and `Storage` to write to and to read from.
+"""What torch.distributed.checkpoint is given to write: a copy of each rank's part, and `Storage` (restricted.py reads).
 
 DCP's planner divides the writing evenly among the ranks that hold the same tensor. It is asked before anything is
 copied, so that with eight data-parallel GPUs in a machine each copies an eighth into host memory. It is asked again
@@ -24,7 +24,7 @@ from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -254,12 +254,3 @@ class Writer(FileSystemWriter):
             return super().write_data(plan, planner)
         finally:
             torch.serialization.set_crc32_options(before)
-
-
-class Reader(FileSystemReader):
-    """Reads a checkpoint from a storage."""
-
-    def __init__(self, storage: Storage) -> None:
-        super().__init__("")
-        self.fs: Any = HashedFiles(storage)
-        self.path: Any = ""

@@ -8,6 +8,7 @@ documented to give, locks its pages. Where that is refused (ulimit -l, a contain
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 
@@ -60,4 +61,8 @@ class HostBuffer:
 
 def _lock(memory: Tensor) -> bool:
     """Whether its pages are locked now."""
-    return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0
+    if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
+        return True
+    with contextlib.suppress(RuntimeError):  # CUDA keeps the refusal, and torch's next launch would raise it: this one
+        torch.ones(1, device="cuda")
+    return False

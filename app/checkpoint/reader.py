@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from app.checkpoint.commit import Commit, verify, verify_together
-from app.checkpoint.dcp import Reader, flatten
+from app.checkpoint.dcp import flatten
 from app.checkpoint.ranks import Ranks, describe
+from app.checkpoint.restricted import Planner, Reader
 from app.errors import UserError
 
 _ADVICE = "use another run.name (or checkpoint.load)"
@@ -41,7 +41,7 @@ def load(commit: Commit, state: dict[str, Any]) -> None:
         problem = _unexpected(commit, metadata, set().union(*(names for _, names in seen)))
     if problem:
         raise UserError(problem)
-    reader, planner = Reader(commit.storage), DefaultLoadPlanner(allow_partial_load=True)
+    reader, planner = Reader(commit.storage), Planner(allow_partial_load=True)
     try:
         dcp.load(state, storage_reader=reader, planner=planner, no_dist=not ranks.distributed)
     except CheckpointException as error:
@@ -58,7 +58,10 @@ def _look(commit: Commit, state: dict[str, Any], ranks: Ranks) -> tuple[str | No
     faults = verify(commit, ranks.rank, ranks.size, by="size") or verify(table)
     if faults:
         return _damaged(faults[0]), None
-    metadata = Reader(commit.storage).read_metadata()
+    try:
+        metadata = Reader(commit.storage).read_metadata()
+    except UserError as error:
+        return str(error), None
     for name, value in flatten(state).items():
         there = metadata.state_dict_metadata.get(name)
         shape = _shape(there)
@@ -130,7 +133,7 @@ class Weights:
         """The whole tensor, in host memory."""
         entry = self.tensors[name]
         state: dict[str, Any] = {_PART + name: torch.empty(entry.size, dtype=entry.properties.dtype)}
-        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        planner = Planner(flatten_state_dict=False)
         planner.set_up_planner(state, self._metadata, True)
         self._reader.read_data(planner.create_local_plan(), planner).wait()
         return state[_PART + name]

@@ -15,10 +15,14 @@ COMMANDS = {
     "train": ("runs", "Train an experiment, or continue one that was stopped."),
     "sweep": ("studies", "Search batch size, learning rate and other keys; run it again to continue."),
     "scale": ("studies", "Measure what more workers bring, and whether the next doubling pays."),
+    "runs": ("look", "List runs with their state, last loss and age."),
+    "watch": ("look", "Follow a run that trains in another shell or on another machine."),
+    "profile": ("look", "Show where the time of a run's profiled steps went."),
     "report": ("studies", "Write one page about runs, a sweep or a scaling study."),
     "config": ("runs", "Show every key of an experiment, its value and what it means."),
     "parity": ("studies", "Check that every strategy trains the same model as one device."),
     "export": ("runs", "Write trained weights as safetensors, a torch file or a Hugging Face folder."),
+    "generate": ("generate", "Continue a text with a trained language model."),
     "sync": ("runs", "Send MLflow what a run could not deliver while the tracking server was down."),
     "submit": ("runs", "Send an experiment to a cluster, follow it, stop it."),
     "doctor": ("cluster", "Check every node and GPU; say what is wrong and what to do."),
@@ -73,7 +77,8 @@ def main() -> None:
     try:
         code = _forked() if sys.argv[1:2] == ["train"] else None
         if code is None:
-            code = group.main(prog_name="trireme", standalone_mode=False)
+            program = [sys.executable, *sys.orig_argv[1:]]
+            code = group.main(prog_name="trireme", standalone_mode=False, obj=program)
     except click.exceptions.Exit as exit_:
         code = exit_.exit_code
     except click.ClickException as error:

@@ -108,7 +108,10 @@ experiment_arguments = click.argument(
 
 
 def split(arguments: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """YAML files, and key=value overrides."""
+    """YAML files, and key=value overrides. Raises UserError for two that contradict each other."""
+    given = {a.partition("=")[0] for a in arguments if "=" in a}
+    if {"train.steps", "train.epochs"} <= given:
+        raise UserError("train.steps and train.epochs are both given, and say two lengths: leave one out")
     return [a for a in arguments if "=" not in a], [a for a in arguments if "=" in a]
 
 

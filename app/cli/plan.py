@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -18,11 +19,15 @@ LAYOUT = ("strategy", "parallel.dp_replicate", "parallel.dp_shard", "parallel.tp
 @experiment_arguments
 @click.option("--cluster", metavar="FILE", help="A cluster's file, or the name of one of Trireme's own, such as aws.")
 @click.option("--gpus", type=int, metavar="N", help="Plan for N GPUs, which need not exist.")
-@click.option("--gpu", metavar="NAME", help="Their model in cluster/hardware.yaml, such as h100-80gb, rtx-4090 or cpu.")
+@click.option("--gpu", metavar="NAME", help="Such as rtx-4090, cpu, or h100-80gb:hbm=2.4TB/s,power=500W.")
 @click.option("--gpus-per-node", "per_node", type=int, metavar="N", help="GPUs of one node. Default: 8.")
 @click.option("--interconnect", metavar="RATE", help="Between nodes, per node: 400Gb (bits/s) or 50GB (bytes/s).")
+@click.option("--assume", multiple=True, metavar="NAME=VALUE", help="Instead of what the plan lists as assumed.")
 @click.option("--top", default=None, type=int, metavar="N", help="Layouts to show, 0 for all. Default: 8, in JSON 100.")
 @click.option("--write", metavar="FILE", help="Write the best layout as an experiment for `trireme train`.")
+@click.option(
+    "--layout-picture", "picture", metavar="FILE", help="Draw the best layout's ranks and dimensions, in HTML."
+)
 @click.option("--max-batch", is_flag=True, help="Find the largest micro-batch that runs here, in new processes.")
 def plan(cli: Invocation, arguments: tuple[str, ...], **options: Any) -> None:
     """Predict which layouts of an experiment fit, how fast they train and at what cost, before anything starts.
@@ -42,9 +47,8 @@ def plan(cli: Invocation, arguments: tuple[str, ...], **options: Any) -> None:
 
     config, console = read(arguments), cli.console
     given = frozenset(key.partition("=")[0].strip() for key in split(arguments)[1])
-    machine = find(
-        Asked(*(options[key] for key in ("cluster", "gpus", "gpu", "per_node", "interconnect"))), config.workers
-    )
+    asked = ("cluster", "gpus", "gpu", "per_node", "interconnect", "assume")
+    machine = find(Asked(*(options[key] for key in asked)), config.workers)
     if options["max_batch"]:
         require_here(machine, "--max-batch")
         given = (given | _fixed_by_file(config)) - {"train.micro_batch_size"}
@@ -63,6 +67,12 @@ def plan(cli: Invocation, arguments: tuple[str, ...], **options: Any) -> None:
         if not cli.as_json:
             console.result(sentence)
     cli.answer(output.as_json(plan, top or len(plan.rows)) | found)
+    if options["picture"] and row is not None:
+        from app.planner import picture
+        from experiments.report.page import render
+
+        Path(options["picture"]).write_text(render(picture.content(plan, row)))
+        console.say(f"drawn in {options['picture']}")
     if options["write"]:
         if row is None and found:
             raise UserError(f"--write {options['write']}: no micro-batch that was tried runs, so nothing is written")

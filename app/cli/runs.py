@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 @verb("train", verbose=True)
 @experiment_arguments
 @click.option("--again", is_flag=True, help="If the run has finished, train it once more under a new name.")
-def train(cli: Invocation, arguments: tuple[str, ...], again: bool) -> None:
+@click.option("--take-over", is_flag=True, help="If another start trains the run now, end it there and continue here.")
+def train(cli: Invocation, arguments: tuple[str, ...], again: bool, take_over: bool) -> None:
     """Train an experiment. The same command continues a run that was stopped.
 
     \b
@@ -35,7 +36,10 @@ def train(cli: Invocation, arguments: tuple[str, ...], again: bool) -> None:
     cli.console.quiet = cli.console.quiet or not first
     from app.train import train as start
 
-    outcome = start(read(arguments), cli.console, again=again, verbose=cli.verbose)
+    program = click.get_current_context().obj  # the words of this process, where it is a program of its own
+    restart = functools.partial(os.execv, program[0], program) if program else None
+    options: dict[str, bool] = {"again": again, "take_over": take_over, "verbose": cli.verbose}
+    outcome = start(read(arguments), cli.console, **options, restart=restart)
     if first:
         cli.answer(outcome)
 
@@ -52,7 +56,21 @@ def config(cli: Invocation, arguments: tuple[str, ...]) -> None:
     from app.config_io import explain, to_dict
 
     found = read(arguments, needs_file=False)
-    cli.answer(to_dict(found), explain(found).rstrip())
+    cli.answer(to_dict(found), "\n\n".join([explain(found).rstrip(), *_arguments(found.task)]))
+
+
+def _arguments(task: str) -> list[str]:
+    """What the task takes as task_args, in comments."""
+    import inspect
+
+    from app.tasks import find_task
+
+    if not task:
+        return []
+    kind = find_task(task)
+    takes = inspect.signature(kind).parameters.values()
+    known = [f"task_args of {task}:", *(f"    {each}" for each in takes), "", *(kind.__doc__ or "").splitlines()]
+    return ["\n".join(f"# {line}".rstrip() for line in known).rstrip("#\n ")]
 
 
 @verb("export")
@@ -94,7 +112,8 @@ def sync(cli: Invocation, run_folder: str) -> None:
     if not delivery.complete:
         raise RunFailed(f"some metrics have not reached MLflow and wait in {spool}: {delivery.problem}")
     done = {"status": "complete", "run_id": delivery.run_id, "url": delivery.url}
-    cli.answer(done, f"MLflow has everything of {run_folder}: {delivery.url}")
+    but = f", but no model ({delivery.left_out})" if delivery.left_out else ""
+    cli.answer(done, f"MLflow has everything of {run_folder}{but}: {delivery.url}")
 
 
 # --- submit

@@ -21,14 +21,19 @@ def sweep(cli: Invocation, arguments: tuple[str, ...]) -> None:
     trireme sweep experiments/sweep_mnist.yaml
     trireme sweep experiments/sweep_gpt.yaml searcher=optuna trials=32 scheduler=asha
 
-    Run it again to continue after a crash or Ctrl-C: trials that have ended are kept, the others continue.
+    Run it again to continue after a crash or Ctrl-C: trials that have ended are kept, the others continue, failed ones
+    are tried again. Exit code 1 if some failed.
     """
     files, overrides = split(arguments)
     if len(files) != 1:
         raise UserError("give one sweep file: write for instance trireme sweep experiments/sweep_mnist.yaml")
     from experiments.sweep import run, spec
 
-    cli.answer(run.sweep(spec.read_sweep(files[0], overrides), cli.console, verbose=cli.verbose))
+    outcome = run.sweep(spec.read_sweep(files[0], overrides), cli.console, verbose=cli.verbose)
+    cli.answer(outcome)
+    if outcome.message:
+        cli.console.error(f"trireme: {outcome.message}")
+        raise click.exceptions.Exit(1)
 
 
 @verb("scale", verbose=True)
@@ -58,12 +63,12 @@ def scale(
     except ValueError:
         raise UserError(f"--workers is {workers!r}: write numbers with commas, such as 1,2,4") from None
     from experiments.scale import run
-    from strategies.dims import NAMES
+    from strategies.dims import DEGREES
     from strategies.registry import automatic
 
     names = (strategy or config.strategy).split(",")
     if names == ["auto"]:  # the same strategy at every point, so without a planner
-        names = [automatic(max(counts), {name: getattr(config.parallel, name) for name in NAMES}).name]
+        names = [automatic(max(counts), {name: getattr(config.parallel, name) for name in DEGREES}).name]
     plan = run.Plan(counts, tuple(name.strip() for name in names), not strong, **measured)
     cli.answer(run.scale(config, plan, cli.console, verbose=cli.verbose))
 
@@ -92,7 +97,8 @@ def parity(
     """
     from experiments.parity import experiment
 
-    config, rows = read(arguments), experiment.chosen(names, workers)
+    config = read(arguments)
+    rows = experiment.chosen(names, workers, experiment.has_experts(config))
     cli.console.status(f"training {len(rows)} rows")
     results = experiment.measure(config, rows=rows, **measured)
     cli.answer(experiment.as_dicts(results), experiment.table(results))

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +49,9 @@ def cache_folder() -> Path:
             return folder
     folder = Path(tempfile.gettempdir()) / f"trireme-cache-{os.getuid()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise UserError(f"{folder} can be written by others, who could change what is trained on: remove it")
     return folder
 
 

@@ -12,9 +12,11 @@ A data set is map-style: `__len__` and `__getitem__(i)`. It may have, each faste
   stream, so that random augmentation can be a function of the position: the same after a resume and on any
   number of workers.
 
-With `data_workers=0` samples are fetched in the training process (on a GPU in a thread), so a data set must leave the
-global random generators alone. With data workers they are seeded before every sample from (seed, position),
-so an ordinary data set with random augmentation is reproducible there.
+A data set may draw from the global generators of torch, NumPy and Python: they are seeded before every sample from
+(seed, position), in the training process as in data workers, so every layout and every start sees the same samples.
+(What a `__getitems__` or `batch_at` that makes ready batches draws is a function of the batch's first position.) With
+`data_workers=0` samples are fetched in the training process: on a GPU in a thread ahead of training, but for data sets
+that draw, since the thread would share the generators with the model.
 """
 
 from __future__ import annotations
@@ -29,14 +31,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, default_convert
 
-from app.data.order import Order, shares
+from app.data.order import HELD_OUT_SEED, Order, shares
 from app.errors import UserError
-from app.randomness import mix, seed_everything
+from app.randomness import host_state, seed_sample
 from strategies.tree import tree_leaves, tree_map
 
 Batch = Any
 T = TypeVar("T")
 Picks = list[tuple[int, int]]  # of a micro-batch: (sample number, position in the run's stream) of every sample
+PROBED = 8  # samples that are made to see whether a data set draws random numbers
 AHEAD = 2  # items that wait ready: one hides the time of making it, the second hides its variation
 
 
@@ -85,7 +88,7 @@ def train_batches(
     The stream continues at position `samples_seen`. `dp_size` divides the global batch; every rank gets the same number
     of micro-batches, of which the last may be smaller (5 by 2: 2, 2, 1).
     """
-    share = global_batch_size // dp_size
+    share, drawn = global_batch_size // dp_size, draws(dataset, seed)
     cuts = micro_batch_slices(share, micro_batch_size)
 
     def picks() -> Iterator[Picks]:
@@ -97,11 +100,12 @@ def train_batches(
                 yield list(zip(indices[cut], range(start + cut.start, start + cut.stop), strict=True))
 
     def grouped() -> Iterator[list[Batch]]:
-        source = _fetched(dataset, picks, seed, data_workers)
+        source = _fetched(dataset, picks, seed if drawn or not ahead else None, drawn, data_workers)
         for first in source:
             yield [first, *(next(source) for _ in cuts[1:])]
 
-    return prefetched(grouped, device)
+    ahead = _ahead(device, beside=bool(data_workers) or not drawn)
+    yield from prefetched(grouped, device, ahead=ahead)
 
 
 def micro_batch_slices(share: int, micro_batch_size: int | None) -> list[slice]:
@@ -118,7 +122,8 @@ def eval_batches(
     The weight is the number of samples in the batch, 0.0 for a batch that is only there so that every rank takes part
     in the collectives; so sum(weight * mean) / sum(weight) over all ranks is the mean over the data.
     """
-    parts = shares(len(dataset), dp_size)  # type: ignore[arg-type]
+    parts, drawn = shares(len(dataset), dp_size), draws(dataset, HELD_OUT_SEED)  # type: ignore[arg-type]
+    ahead = _ahead(device, beside=not drawn)
     mine = parts[dp_rank]
     rounds = -(-(parts[0].stop - parts[0].start) // batch_size)
 
@@ -127,45 +132,71 @@ def eval_batches(
             begin = mine.start + number * batch_size
             indices = list(range(begin, min(begin + batch_size, mine.stop)))
             picks = [(index, index) for index in indices or [0]]
-            yield fetch(dataset, picks), float(len(indices))
+            yield fetch(dataset, picks, HELD_OUT_SEED if drawn or not ahead else None, drawn), float(len(indices))
 
-    return prefetched(batches, device)
+    yield from prefetched(batches, device, ahead=ahead)
 
 
 # --- fetching -----------------------------------------------------------------------------------------------------
 
 
-def fetch(dataset: Dataset[Any], picks: Picks, before_sample: Callable[[int], None] | None = None) -> Batch:
-    """One batch, by the most able way the data set offers; `before_sample(position)` is called first."""
+def fetch(dataset: Dataset[Any], picks: Picks, seed: int | None = 0, drawn: bool = True) -> Batch:
+    """One batch, by the most able way the data set offers.
+
+    seed: of the generators that samples are drawn under; None leaves them alone. drawn: whether the data set draws;
+    where not, they are seeded once for the batch.
+    """
     indices, positions = [index for index, _ in picks], [position for _, position in picks]
-    seed_at = before_sample or (lambda position: None)
-    if hasattr(dataset, "batch_at"):
-        return dataset.batch_at(indices, positions)
     if type(dataset) is TensorDataset:
         return tuple(tensor[torch.as_tensor(indices)] for tensor in dataset.tensors)
+    if seed is not None:
+        seed_sample(seed, positions[0])
+    if hasattr(dataset, "batch_at"):
+        return dataset.batch_at(indices, positions)
     if hasattr(dataset, "__getitems__"):
-        seed_at(positions[0])
         batch = dataset.__getitems__(indices)
-        return default_collate(batch) if isinstance(batch, list) else batch
+        if not isinstance(batch, list):
+            return batch
+        if seed is None or not drawn:
+            return default_collate(batch)
     samples = []
     for index, position in picks:
-        seed_at(position)
+        if seed is not None and drawn:
+            seed_sample(seed, position)
         samples.append(dataset[index])
     return default_collate(samples)
 
 
+def draws(dataset: Dataset[Any], seed: int) -> bool:
+    """Whether making samples draws from the global generators; found by making some from all over the data."""
+    n = len(dataset)  # type: ignore[arg-type]
+    for index in range(0, n, max(1, n // PROBED)):
+        seed_sample(seed, index)
+        before = host_state()
+        fetch(dataset, [(index, index)], None)
+        if host_state() != before:
+            return True
+    return False
+
+
+def is_reproducible(dataset: Dataset[Any]) -> bool:
+    """Whether a sample is the same when it is made again under the same seed."""
+    first, again = (tensors(fetch(dataset, [(0, 0)])) for _ in range(2))
+    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, again, strict=True))
+
+
 def _fetched(
-    dataset: Dataset[Any], picks: Callable[[], Iterator[Picks]], seed: int, data_workers: int
+    dataset: Dataset[Any], picks: Callable[[], Iterator[Picks]], seed: int | None, drawn: bool, data_workers: int
 ) -> Iterator[Batch]:
     if data_workers < 1:
-        return (fetch(dataset, pick) for pick in picks())
+        return (fetch(dataset, pick, seed, drawn) for pick in picks())
     loader = DataLoader(
-        _Fetching(dataset, seed),
+        _Fetching(dataset, seed or 0, drawn),
         batch_sampler=picks(),  # type: ignore[arg-type]
         num_workers=data_workers,
         collate_fn=default_convert,  # a batch is one already
         # A generator of its own: DataLoader would otherwise draw from the global one that dropout uses.
-        generator=torch.Generator().manual_seed(seed % 2**63),
+        generator=torch.Generator().manual_seed((seed or 0) % 2**63),
     )
     return iter(loader)
 
@@ -173,14 +204,20 @@ def _fetched(
 class _Fetching(Dataset[Any]):
     """A data set as DataLoader's worker processes see it: asked for picks, it answers with a batch."""
 
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
+    def __init__(self, dataset: Dataset[Any], seed: int, drawn: bool) -> None:
+        self.dataset, self.seed, self.drawn = dataset, seed, drawn
 
     def __getitems__(self, picks: Picks) -> Batch:
-        return fetch(self.dataset, picks, before_sample=lambda position: seed_everything(mix(self.seed, position)))
+        return fetch(self.dataset, picks, self.seed, self.drawn)
 
 
 # --- ahead of the loop --------------------------------------------------------------------------------------------
+
+
+def _ahead(device: torch.device, beside: bool) -> int:
+    """How many items are made ahead in a thread. On a CPU none: it would compute on the cores that train, and wake at
+    every step (experiments/LOG.md). beside: whether they can be made beside a training step."""
+    return AHEAD if beside and device.type != "cpu" else 0
 
 
 def prefetched(make: Callable[[], Iterator[T]], device: torch.device, *, ahead: int | None = None) -> Generator[T]:
@@ -189,12 +226,12 @@ def prefetched(make: Callable[[], Iterator[T]], device: torch.device, *, ahead: 
     On CUDA an item is copied from pinned memory on a stream of its own, and the consumer's stream waits for that copy
     only. An exception in the thread is raised to the consumer. `close()` and garbage collection stop the thread.
 
-    ahead: 0 for no thread. This is the default on a CPU, where a thread would compute on the cores that train, and wake
-    at every step (experiments/LOG.md).
+    ahead: 0 for no thread; the default on a CPU.
     """
-    ahead = (0 if device.type == "cpu" else AHEAD) if ahead is None else ahead
+    ahead = _ahead(device, beside=True) if ahead is None else ahead
     if not ahead:
-        yield from make()
+        for item in make():
+            yield item if device.type == "cpu" else map_tensors(lambda tensor: _moved(tensor, device), item)
         return
     ready: queue.Queue[Any] = queue.Queue(maxsize=ahead)
     stop = threading.Event()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,32 +114,40 @@ def _values(column: pa.ChunkedArray) -> Array:
     return values
 
 
-def encoded(columns: Sequence[Column], train: Indices) -> Floats:
-    """All rows of the columns as one matrix (n, width) of inputs, with statistics of the training rows only.
+@dataclass(frozen=True)
+class Encoding:
+    """How a column becomes numbers, with statistics of the training rows only.
 
     A numeric column becomes one number of mean 0 and deviation 1, missing (and infinite) values 0, and, if any is
-    missing in the training rows, a second number that is 1 where it is. A text column becomes one number per
+    missing in the training rows (`other`), a second number that is 1 where it is. A text column becomes one number per
     category of the training rows (1 where it is this one), of the most frequent `MOST_CATEGORIES`; others, unknown
-    and missing values share one more where there are any.
+    and missing values share one more where there are any (`other`), and are all zeros where not.
     """
-    parts = [_numbers(c.values, train) if c.numeric else _categories(c.values, train) for c in columns]
-    return np.concatenate(parts, axis=1)
 
+    name: str
+    other: bool
+    mean: float = 0.0
+    std: float = 1.0
+    codes: dict[str, int] | None = None  # of a text column
 
-def _numbers(values: Array, train: Indices) -> Floats:
-    finite = np.isfinite(values)
-    present = values[train][finite[train]]
-    mean, std = (present.mean(), present.std()) if len(present) else (0.0, 1.0)
-    scaled = np.where(finite, (np.where(finite, values, 0.0) - mean) / (std if std > 0 else 1.0), 0.0)
-    marked = [scaled, ~finite] if len(present) < len(train) else [scaled]
-    return np.stack(marked, axis=1).astype(np.float32)
+    @staticmethod
+    def fit(column: Column, train: Indices) -> Encoding:
+        values = column.values[train]
+        if not column.numeric:
+            counts = Counter(value for value in values if value is not None)
+            frequent = sorted(counts, key=lambda name: (-counts[name], name))[:MOST_CATEGORIES]
+            codes = {name: code for code, name in enumerate(sorted(frequent))}
+            return Encoding(column.name, sum(counts.values()) < len(train) or len(frequent) < len(counts), codes=codes)
+        present = values[np.isfinite(values)]
+        mean, std = (float(present.mean()), float(present.std())) if len(present) else (0.0, 1.0)
+        return Encoding(column.name, len(present) < len(train), mean, std if std > 0 else 1.0)
 
-
-def _categories(values: Array, train: Indices) -> Floats:
-    counts = Counter(value for value in values[train] if value is not None)
-    frequent = sorted(counts, key=lambda name: (-counts[name], name))[:MOST_CATEGORIES]
-    codes = {name: code for code, name in enumerate(sorted(frequent))}
-    one_hot = np.eye(len(codes) + 1, dtype=np.float32)[[codes.get(value, len(codes)) for value in values]]
-    share_one = sum(counts.values()) < len(train) or len(frequent) < len(counts)
-    # Without an input for others, an unknown category is all zeros.
-    return one_hot if share_one else one_hot[:, :-1]
+    def encode(self, values: Array) -> Floats:
+        """(n,) as in a `Column` → (n, width)."""
+        if self.codes is not None:
+            width = len(self.codes) + 1
+            one_hot = np.eye(width, dtype=np.float32)[[self.codes.get(value, width - 1) for value in values]]
+            return one_hot if self.other else one_hot[:, :-1]
+        finite = np.isfinite(values)
+        scaled = np.where(finite, (np.where(finite, values, 0.0) - self.mean) / self.std, 0.0)
+        return np.stack([scaled, ~finite] if self.other else [scaled], axis=1).astype(np.float32)

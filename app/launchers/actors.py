@@ -188,7 +188,7 @@ class ActorWorkers(RayWorkers):
 # --- where the ranks are placed ---------------------------------------------------------------------------------------
 
 Resources = dict[str, float]
-GROUPINGS = (("dp_replicate",), ("dp_replicate", "pp"), ("dp_replicate", "pp", "dp_shard", "tp"))
+GROUPINGS = (("dp_replicate",), ("dp_replicate", "pp"), ("dp_replicate", "pp", "dp_shard", "cp", "tp"))
 """What is kept on one node, from the coarsest: a copy of the model, a stage of it, a worker."""
 
 

@@ -17,6 +17,7 @@ from app.errors import UserError
 from app.job import Job
 from app.launchers.failure_policy import Capacity, Limits, fewer_workers, growth
 from app.run.prepare import Prepared
+from strategies.dims import BESIDE_DATA
 from strategies.layout import LayoutError
 
 LOOK_SECONDS = 1.0
@@ -79,12 +80,13 @@ class Elastic:
         return self.known[workers]
 
     def _config(self, workers: int) -> Config:
-        """For another number of workers: whole tensor and pipeline groups, as much in memory at once as before."""
+        """For another number of workers: whole groups of what is not data-parallel, as much in memory at once."""
         values: dict[str, Any] = {"workers": str(workers)}
         if self.config.strategy != "auto":
             dims, train, parallel = self.first.layout.dims, self.config.train, self.config.parallel
             values["train.micro_batch_size"] = train.micro_batch_size or max(1, train.global_batch_size // dims.dp)
-            values |= {"parallel.tp": dims.tp, "parallel.pp": dims.pp, "parallel.dp_replicate": None}
+            values |= {f"parallel.{name}": getattr(dims, name) for name in BESIDE_DATA}
+            values["parallel.dp_replicate"] = None
             if not (parallel.dp_replicate and parallel.dp_shard):  # of both, the copies shrink
                 values["parallel.dp_shard"] = None
         return with_values(self.config, values)

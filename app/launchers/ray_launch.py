@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from functools import partial
 
+import psutil
 import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
@@ -24,10 +26,15 @@ from cluster import ClusterError
 from cluster.connect import Cluster
 from cluster.files import read_cluster
 from cluster.pending import Diagnosis, autoscaler_now, check_feasible
+from cluster.watch import GONE_SECONDS, OWN_SECONDS, RayWatch, addresses
 from strategies import registry
+from strategies.dims import NAMES
 
 LOOK_SECONDS = 1.0
 FREE_SECONDS = 5.0
+END_SECONDS = 10.0  # that a run has to end by itself when Ray is gone
+RESTARTS = "TRIREME_RESTARTS"
+"""Variable that counts them, in the environment of a command that has begun anew."""
 ASK_AUTOSCALER_SECONDS = 10.0
 """Asking it is a process of a second or two."""
 
@@ -40,6 +47,7 @@ class RayLaunch:
         self.workers, self.per_worker = resources_to_ask_for(config, cluster)
         self.group: PlacementGroup | None = None  # keeps the workers' places while the run is prepared
         self.ray_workers: RayWorkers | None = None
+        self.watch: RayWatch | None = None
         # On the CPUs of one machine Ray Train's own five processes take longer to start than the workers.
         laptop = config.launcher == "auto" and cluster.private and not cluster.gpus
         self.only_actors = laptop or config.launcher == "actors"
@@ -53,6 +61,8 @@ class RayLaunch:
         self.give_back()
         if self.ray_workers is not None:
             self.ray_workers.close()
+        if self.watch is not None:
+            self.watch.close()
 
     def give_back(self) -> None:
         """Frees what has kept the workers' places, and waits a moment until Ray's tables show it."""
@@ -125,6 +135,9 @@ class RayLaunch:
             )
         driver.meter = meter_for(self.config, driver.run.storage, self.workers, self.per_worker)
         self.give_back()
+        private = self.cluster.private
+        lost = partial(ray_is_gone, driver, private=private)
+        self.watch = RayWatch(addresses(), OWN_SECONDS if private else GONE_SECONDS, driver.note, lost)
         return Supervisor(self._workers_for(prepared), driver, elastic, nodes=ray_nodes())
 
     def _workers_for(self, prepared: Prepared) -> RayWorkers:
@@ -136,6 +149,28 @@ class RayLaunch:
             self.ray_workers = ActorWorkers(self.per_worker, self.cluster)
         assert self.ray_workers is not None
         return self.ray_workers
+
+
+def ray_is_gone(driver: Driver, why: str, *, private: bool) -> None:
+    """What a run does then, in a thread: Ray's calls in the main one may not return. With a Ray of its own the command
+    begins anew, as the same process; else it ends."""
+    again = int(os.environ.get(RESTARTS, "0"))
+    if private and driver.restart is not None and not driver.stopping and again < driver.config.fault.max_restarts:
+        driver.console.say(f"{why}: starting Ray and the run again, from the last checkpoint")
+        os.environ[RESTARTS] = str(again + 1)
+        driver.run.lease.release()
+        children = psutil.Process().children(recursive=True)  # Ray's, and its fork server's
+        for child in children:
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        psutil.wait_procs(children, timeout=END_SECONDS)
+        driver.console.restore()
+        driver.restart()
+    driver.failed = f"{why}: when it is there again, run the same command again to continue"
+    time.sleep(END_SECONDS)
+    if driver.run.lease.taken and not driver.run.lease.released:
+        driver.console.error(f"trireme: {driver.failed}")
+        os._exit(1)
 
 
 def when_over(config: Config, found: Diagnosis, workers: int) -> int:
@@ -167,7 +202,7 @@ def resources_to_ask_for(config: Config, cluster: Cluster) -> tuple[int, dict[st
         if per_worker.get("GPU"):
             return max(1, int(cluster.gpus / per_worker["GPU"])), per_worker
         wanted = config.parallel
-        degrees = math.prod(n or 1 for n in (wanted.dp_replicate, wanted.dp_shard, wanted.tp, wanted.pp))
+        degrees = math.prod(getattr(wanted, name) or 1 for name in NAMES)
         return max(2, degrees), per_worker
     workers = int(config.workers)
     gpus = _gpus_each(config, cluster)

@@ -26,8 +26,8 @@ from app.launchers.recovery import oom_kills
 from app.launchers.room import is_placed, on_node
 from app.launchers.threads import set_by_user, share, take, usable_cores
 from app.launchers.workers import Event, Failures, Poll, Status, WorkerInfo, WorkerLost, Workers, kill_process
-from app.storage import Storage
 from cluster.environment import THREADS
+from cluster.ray_internals import raylet_pid
 
 POLL_SECONDS = 0.05
 ANSWER_SECONDS = 3.0
@@ -42,6 +42,7 @@ class RayWorkers(Workers):
 
     def __init__(self) -> None:
         self.queue: Any = start_here(EventQueue)
+        self.queue_died = False
         self.attempt = 0
         self.group: Any = None  # the placement group of the attempt, as soon as it is known
 
@@ -51,13 +52,19 @@ class RayWorkers(Workers):
         self.failures: dict[int | None, BaseException] = {}
         self.failed_at: float | None = None
         self.finished = False
+        if self.queue_died:
+            self.queue, self.queue_died = start_here(EventQueue), False
         self.queue.begin.remote(self.attempt)
 
     # --- the interface ------------------------------------------------------------------------------------------
 
     def poll(self, stop: bool) -> Poll:
         self.wait()
-        said, beats = ray.get(self.queue.drain.remote(stop))
+        try:
+            said, beats = ray.get(self.queue.drain.remote(stop))
+        except ray.exceptions.RayActorError as error:
+            self.queue_died = True
+            return Poll(ended={None: WorkerLost("the process between the driver and its workers", str(error))})
         events = [event for part in said for event in cloudpickle.loads(part)]
         statuses = {rank: Status(*beat) for rank, beat in beats.items()}
         self.finished = len(statuses) == self.world_size and all(s.phase == "finished" for s in statuses.values())
@@ -186,7 +193,7 @@ def surroundings(job: Job, place: Place, channel: RayChannel, node_rank: int) ->
     """What every worker has around its training: output in a file, heartbeats, metrics of its node, news at the end."""
     from app.tracking.environment import SystemSampler
 
-    with worker_output(Storage(job.folder), place.rank), contextlib.ExitStack() as stack:
+    with worker_output(job, place.rank), contextlib.ExitStack() as stack:
         beats = HeartbeatThread(channel.heartbeat, channel.send_beat, channel.on_reply)
         stack.callback(beats.close)
         if place.local_rank == 0:
@@ -239,7 +246,7 @@ def _share_of_cores() -> int:
     here = ray.get_runtime_context()
     own = here.get_assigned_resources().get("GPU", 0.0)
     asked = here.runtime_env.get("env_vars") or {}
-    if not own or THREADS in asked or set_by_user(int(os.environ.get("RAY_RAYLET_PID", "0"))):
+    if not own or THREADS in asked or set_by_user(raylet_pid()):
         return 0
     gpus = next(
         (node["Resources"].get("GPU", own) for node in ray.nodes() if node["NodeID"] == here.get_node_id()), own

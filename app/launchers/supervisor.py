@@ -36,6 +36,7 @@ class Supervisor:
         self.infos: dict[int, WorkerInfo] = {}  # of the present attempt, by rank
         self.more: int | None = None  # workers there is room for, when training is to pause for them
         self.history: list[Failure] = []
+        self.hangs = 0
 
     def run(self, job: Job) -> None:
         """Trains, with further attempts as long as `decide` says so.
@@ -91,7 +92,7 @@ class Supervisor:
                     return blamed or found.ended if found.ended else {}
                 if now > deadline:
                     return blamed
-                driver.check_start()
+                driver.check()
                 if blamed:
                     continue
                 if hang := detector.update(found.statuses, now):
@@ -133,6 +134,8 @@ class Supervisor:
         """Keeps every rank's stack and last collectives with the MLflow run, and ends those that hold up the others."""
         driver, infos = self.driver, self.infos
         driver.lost()
+        self.hangs += 1
+        driver.metrics.set(hang_suspicions=self.hangs)
         stacks = self.workers.ask("stack")
         text = "\n".join(f"--- {info}\n{stacks.get(rank, 'does not answer')}\n" for rank, info in sorted(infos.items()))
         driver.tracker.text(text, f"hangs/step-{driver.step}.txt")
@@ -176,6 +179,7 @@ class Supervisor:
         count = sum(failure.kind is not Kind.NO_CAPACITY for failure in self.history)
         tags: dict[str, Any] = {"trireme.restarts": str(count), "trireme.last_failure": self.history[-1].sentence}
         driver.tracker.tags(tags)
+        driver.metrics.set(restarts=count)
         if elastic is not None:
             if decision.action is Action.EXCLUDE_NODE:
                 elastic.excluded = (*elastic.excluded, decision.node)
@@ -209,5 +213,5 @@ class Supervisor:
         """Waits, unless a stop is asked for."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            self.driver.check_start()
+            self.driver.check()
             time.sleep(0.1)

@@ -8,14 +8,14 @@ torchrun's --max-restarts does that, and the same command continues.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-import pickle
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -31,7 +31,6 @@ from app.launchers.heartbeats import SILENT, SILENT_SECONDS, Beat, HeartbeatThre
 from app.launchers.local import POLL_SECONDS, QueueChannel, TrainingThread
 from app.launchers.threads import take_share_of_node
 from app.launchers.workers import Event, Poll, Status, WorkerInfo, kill_process
-from app.storage import Storage
 from strategies import registry
 from strategies.one_process import home
 
@@ -141,7 +140,7 @@ class StoreHeartbeat:
         self.rank = ranks.place.rank
         self.store = _watch_store(job, ranks)
         self.info = WorkerInfo(self.rank, os.getpid(), socket.gethostname(), "")
-        self.store.set(f"info/{self.rank}", pickle.dumps(self.info))
+        self.store.set(f"info/{self.rank}", json.dumps(asdict(self.info)))
         self.patience = max(SILENT_SECONDS, SILENT * job.config.fault.hang_seconds)
         self.first: tuple[bytes, float] = (b"", time.monotonic())  # rank 0's heartbeat, and since when it is that
         self.first_info: WorkerInfo | None = None
@@ -158,9 +157,9 @@ class StoreHeartbeat:
 
     def send(self, beat: Beat, answer: tuple[int, str] | None) -> Reply:
         self.count += 1
-        self.store.set(f"beat/{self.rank}", pickle.dumps((self.count, beat)))
+        self.store.set(f"beat/{self.rank}", json.dumps((self.count, beat)))
         if answer is not None:
-            self.store.set(f"answer/{self.rank}", pickle.dumps(answer))
+            self.store.set(f"answer/{self.rank}", json.dumps(answer))
         if self.store.check(["end"]):
             mine = f"{self.info.ip}:"
             for end in self.store.get("end").decode().split():
@@ -168,7 +167,7 @@ class StoreHeartbeat:
                     kill_process(int(end.removeprefix(mine)))
         if self.rank and self.store.check(["beat/0"]) and (now := self.store.get("beat/0")) != self.first[0]:
             self.first = now, time.monotonic()
-            self.first_info = self.first_info or pickle.loads(self.store.get("info/0"))
+            self.first_info = self.first_info or WorkerInfo(**json.loads(self.store.get("info/0")))
         if self.store.check(["question"]):
             number, question = self.store.get("question").decode().split()
             return Reply(False, question, int(number))
@@ -223,12 +222,12 @@ class TorchrunWorkers:
         store, events = self.store, list[Event]()
         for rank in range(self.world_size):
             if rank not in self.infos and store.check([f"info/{rank}"]):
-                self.infos[rank] = pickle.loads(store.get(f"info/{rank}"))
+                self.infos[rank] = WorkerInfo(**json.loads(store.get(f"info/{rank}")))
                 events.append({"type": "worker", "info": self.infos[rank]})
             if store.check([f"beat/{rank}"]):
                 raw = store.get(f"beat/{rank}")
                 if rank not in self.beats or self.beats[rank][0] != raw:
-                    self.beats[rank] = raw, now, pickle.loads(raw)[1]
+                    self.beats[rank] = raw, now, tuple(json.loads(raw)[1])
         return events
 
     def ask(self, question: str) -> dict[int, str]:
@@ -240,7 +239,7 @@ class TorchrunWorkers:
         while len(found) < self.world_size and time.monotonic() < until:
             for rank in set(range(self.world_size)) - found.keys():
                 if store.check([f"answer/{rank}"]):
-                    number, text = pickle.loads(store.get(f"answer/{rank}"))
+                    number, text = json.loads(store.get(f"answer/{rank}"))
                     if number == self.question:
                         found[rank] = text
             time.sleep(0.05)
@@ -282,7 +281,7 @@ def train_as_other_rank(ranks: Ranks) -> dict[str, Any] | None:
         signal.signal(number, lambda *_: setattr(channel, "stopping", True))
     beats = StoreHeartbeat(job, ranks, channel.heartbeat)
     try:
-        with worker_output(Storage(job.folder), ranks.place.rank):
+        with worker_output(job, ranks.place.rank):
             summary = loop.train(job, ranks.place, channel)
     finally:
         beats.close()

@@ -35,6 +35,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from app.models.linear import product_dtype
+
 LARGE_VOCABULARY = 8192  # from here on chunks are worth it, whatever the batch: memory grows with it
 CHUNK_NUMBERS = 1 << 24  # logits of a chunk that are given: 64 MiB in float32, large enough to fill a GPU
 CHUNKS = 8  # of logits that are made: a chunk's product should be large
@@ -59,13 +61,12 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     As F.cross_entropy(F.linear(hidden, weight).float(), targets), to rounding. In float16, where sums over many rows
     would overflow, the logits are made at once.
     """
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    dtype = product_dtype(hidden)
     rows, column = hidden.reshape(-1, hidden.size(-1)), targets.reshape(-1)
     if dtype == torch.float16:
         return cross_entropy(F.linear(rows, weight), column)
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    with torch.autocast(kind, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False):
         return _LinearCrossEntropy.apply(rows.to(dtype), weight.to(dtype), column, wanted)
 
 

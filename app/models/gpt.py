@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from app.errors import UserError
 from app.models.cross_entropy import linear_cross_entropy
+from app.models.linear import is_plain, linears, product_dtype
 
 ROTARY_BASE = 10_000.0
 NORM_EPS = 1e-5
@@ -40,18 +41,20 @@ TENSOR_PLAN = {
 class Attention(nn.Module):
     """Causal multi-head self-attention: (B, T, D) to (B, T, D)."""
 
+    fused = False
+
     def __init__(self, d_model: int, n_heads: int, dropout: float) -> None:
         super().__init__()
         self.head_dim = d_model // n_heads
         self.dropout = dropout
         self.q, self.k, self.v, self.out = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, position_ids: Tensor | None = None) -> Tensor:
         q_BHTK, k_BHTK, v_BHTK = (
-            projection(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for projection in (self.q, self.k, self.v)
+            projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projected in linears(x_BTD, (self.q, self.k, self.v), self.fused)
         )
-        q_BHTK, k_BHTK = rotated(q_BHTK, k_BHTK)
+        q_BHTK, k_BHTK = rotated(q_BHTK, k_BHTK, position_ids)
         dropout = self.dropout if self.training else 0.0
         attended_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True, dropout_p=dropout)
         return self.out(attended_BHTK.transpose(1, 2).flatten(2))
@@ -60,6 +63,8 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: down(silu(gate(x)) · up(x)), (B, T, D) to (B, T, D)."""
 
+    fused = False
+
     def __init__(self, d_model: int, d_hidden: int) -> None:
         super().__init__()
         self.gate = nn.Linear(d_model, d_hidden, bias=False)
@@ -67,7 +72,15 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(d_hidden, d_model, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        gate, up = linears(x_BTD, (self.gate, self.up), self.fused)
+        return self.down(F.silu(gate) * up)
+
+
+class RMSNorm(nn.RMSNorm):
+    """With a weight of the input's type: torch has one kernel for that, and several where the types differ."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class Block(nn.Module):
@@ -75,14 +88,14 @@ class Block(nn.Module):
 
     def __init__(self, d_model: int, n_heads: int, d_hidden: int, dropout: float) -> None:
         super().__init__()
-        self.attn_norm = nn.RMSNorm(d_model, eps=NORM_EPS)
+        self.attn_norm = RMSNorm(d_model, eps=NORM_EPS)
         self.attn = Attention(d_model, n_heads, dropout)
-        self.mlp_norm = nn.RMSNorm(d_model, eps=NORM_EPS)
+        self.mlp_norm = RMSNorm(d_model, eps=NORM_EPS)
         self.mlp = FeedForward(d_model, d_hidden)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.dropout(self.attn(self.attn_norm(x_BTD)))
+    def forward(self, x_BTD: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        x_BTD = x_BTD + self.dropout(self.attn(self.attn_norm(x_BTD), position_ids))
         return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
 
 
@@ -90,6 +103,10 @@ class GPT(nn.Module):
     """Token numbers (B, T), int64, to the logits of each next token (B, T, V).
 
     Called with the next tokens (B, T) too, where `has_own_head`: to the mean loss, without ever holding all logits.
+
+    residual_in_fp32: False: under autocast what flows between blocks is 16 bits, too, as it always is where all
+    parameters are cast. fused_projections: linear layers of one input as one operation (linear.py). position_ids: where
+    in their sequence the tokens are, (1, T); 0 to T-1 by default.
     """
 
     def __init__(
@@ -102,6 +119,8 @@ class GPT(nn.Module):
         d_hidden: int | None = None,
         tie_weights: bool = False,
         dropout: float = 0.0,
+        residual_in_fp32: bool = True,
+        fused_projections: bool = False,
     ) -> None:
         super().__init__()
         if d_model % n_heads or (d_model // n_heads) % 2:
@@ -111,30 +130,35 @@ class GPT(nn.Module):
             )
         # Two thirds of the usual 4·D, since SwiGLU has three matrices; rounded up so that tp divides it.
         d_hidden = d_hidden or 64 * math.ceil(8 * d_model / 3 / 64)
-        self.tied = tie_weights
+        self.tied, self.residual_in_fp32 = tie_weights, residual_in_fp32
         self.embed = nn.Embedding(vocab_size, d_model)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleDict({str(i): Block(d_model, n_heads, d_hidden, dropout) for i in range(n_layers)})
-        self.norm = nn.RMSNorm(d_model, eps=NORM_EPS)
+        self.norm = RMSNorm(d_model, eps=NORM_EPS)
         self.head = nn.Linear(d_model, vocab_size, bias=False)
         for name, module in self.named_modules():  # GPT-2's: smaller by √(2·layers) where a residual branch ends
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 ends_branch = name.endswith(("attn.out", "mlp.down"))
                 nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * n_layers) if ends_branch else 0.02)
+            elif isinstance(module, (Attention, FeedForward)):
+                module.fused = fused_projections
         self.tie_weights()
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens_BT: Tensor, targets_BT: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
         x_BTD = self.dropout(self.embed(tokens_BT))
+        if not self.residual_in_fp32:
+            x_BTD = x_BTD.to(product_dtype(x_BTD))
         for block in self.blocks.values():
-            x_BTD = block(x_BTD)
+            x_BTD = block(x_BTD, position_ids)
         x_BTD = self.norm(x_BTD)
         return self.head(x_BTD) if targets_BT is None else linear_cross_entropy(x_BTD, self.head.weight, targets_BT)
 
     @property
     def has_own_head(self) -> bool:
         """Whether the head is a whole linear layer here: not split over workers, a pipeline's, or on another device."""
-        own = type(self.head) is nn.Linear and "forward" not in vars(self.head)
-        return own and len({parameter.device for parameter in self.parameters()}) == 1
+        return is_plain(self.head) and len({parameter.device for parameter in self.parameters()}) == 1
 
     def tie_weights(self) -> None:
         """With tie_weights=True: let the head use the embedding's table (Press and Wolf 2017)."""
@@ -142,12 +166,13 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
 
 
-def rotated(q_BHTK: Tensor, k_BHTK: Tensor) -> tuple[Tensor, Tensor]:
+def rotated(q_BHTK: Tensor, k_BHTK: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Turn each pair (i, i + K/2) of a head's numbers by an angle that grows with the position. Angles are not kept: a
     buffer would be lost when a model built on meta is materialised."""
     tokens, half = q_BHTK.shape[-2], q_BHTK.shape[-1] // 2
     exponents = torch.arange(half, device=q_BHTK.device, dtype=torch.float32) / half
     positions = torch.arange(tokens, device=q_BHTK.device, dtype=torch.float32)
+    positions = positions if position_ids is None else position_ids[0].float()
     angles_TK = torch.outer(positions, ROTARY_BASE**-exponents)
     cos, sin = angles_TK.cos().to(q_BHTK.dtype), angles_TK.sin().to(q_BHTK.dtype)
 

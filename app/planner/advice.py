@@ -16,14 +16,16 @@ from app.planner.plan import GIB, Plan, estimator_of, make_plan, ranked, reader_
 from app.planner.read import Reader
 from app.tasks.base import Task
 from cluster.hardware import all_instances
-from strategies.dims import NAMES, Layout
+from strategies.dims import DEGREES, Layout
 from strategies.layout import choose
 from strategies.pipeline.schedules import chunks_of
 
-COMMUNICATION = ("tensor", "shard", "replicate", "pipeline_send", "contention")
+COMMUNICATION = ("tensor", "context", "expert", "shard", "replicate", "pipeline_send", "contention")
 PARTS = {
     "compute": "computation (smaller matrix products, or recomputation)",
     "tensor": "tensor parallelism's communication, which nothing hides",
+    "context": "keys, values or heads that workers of one sequence exchange",
+    "expert": "sending tokens to their experts and back, which nothing hides",
     "shard": "gathering parameters and scattering gradients, which computation does not hide",
     "replicate": "the all-reduce that backward does not hide",
     "pipeline_send": "activations sent between stages",
@@ -32,6 +34,7 @@ PARTS = {
     "optimizer": "the optimizer, whose state is not sharded",
     "data": "copying samples to the GPU",
     "rest": "the fixed cost of a step",
+    "scale": "waiting for the slowest of many GPUs, and crowded links",
 }
 """timing.py's parts of a step in words."""
 
@@ -41,7 +44,8 @@ def predict(
 ) -> Estimate:
     """Memory and time of a configuration under a layout. machine: None is what a run's workers are on."""
     machine = machine or running(layout.dims.world_size)
-    return estimator_of(config, reader or reader_of(config, task), machine).estimate(candidate_of(config, layout))
+    reader = reader or reader_of(config, task, machine)
+    return estimator_of(config, reader, machine).estimate(candidate_of(config, layout))
 
 
 def candidate_of(config: Config, layout: Layout) -> Candidate:
@@ -81,9 +85,9 @@ def choose_layout(
     Raises:
         NoLayoutFits: what is needed, what is there, and what would do.
     """
-    degrees = {name: getattr(config.parallel, name) for name in NAMES}
+    degrees = {name: getattr(config.parallel, name) for name in DEGREES}
     written = {f"parallel.{name}" for name, value in degrees.items() if value is not None}
-    if len(written) == len(degrees):
+    if all(degrees[name] is not None for name in ("dp_replicate", "dp_shard", "tp", "pp")):
         return Choice(choose("auto", workers, **degrees))
     try:
         return _planned(config, task, machine or running(workers, per_node), written)
@@ -152,7 +156,9 @@ def figures(row: Estimate) -> str:
 def settings_text(row: Estimate) -> str:
     """Degrees and what else a layout decides."""
     candidate, mode = row.candidate, row.candidate.checkpointing
-    written = " ".join(f"{name}={getattr(candidate.dims, name)}" for name in NAMES if getattr(candidate.dims, name) > 1)
+    written = " ".join(
+        f"{name}={getattr(candidate.dims, name)}" for name in DEGREES if getattr(candidate.dims, name) > 1
+    )
     recomputes = "" if mode == "none" else f", {mode} recomputation"
     moved = ", state in host memory" if candidate.offload else ""
     return f"{written or 'one worker'}, micro-batch {candidate.micro_batch}{recomputes}{moved}"

@@ -21,11 +21,12 @@ import numpy as np
 import yaml
 
 from app.data.files import cache_folder
-from app.planner.read import AUTOCAST, CAST, PLAIN, ModelCosts, PartCosts
+from app.errors import UserError
+from app.planner.read import AUTOCAST, CAST, PLAIN, WHOLE, ModelCosts, PartCosts
 from cluster.hardware import Gpu, gpu
 from strategies.activation_checkpointing import checkpoint_every, kept_bytes, recomputed_blocks
 
-CONSTANTS = Path(__file__).with_name("constants.yaml")
+CONSTANTS, FITTED = (Path(__file__).with_name(name) for name in ("constants.yaml", "fitted.yaml"))
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,21 @@ class Device:
     unit_operations: float = 40.0  # launches' worth of a sharded unit in each pass: copies, events, hooks
     compiled_bytes: float = 0.45  # share of a block's element-wise bytes that torch.compile's fused kernels still move
     compiled_operations: float = 0.3  # share of a block's operations that are still launched
+    overlap: float = 0.0  # share of tensor parallelism's communication that is hidden: none, as it is synchronous
+    scale: float = 0.0  # share of a step lost each time that the GPUs double beyond 64: stragglers, congestion
     stage: float = 0.05  # share of computing that a pipeline loses beside its bubble: stops, starts, sends
     split: float = 0.03  # share that schedules which compute the gradients of weights apart lose
     context: float = 1.2e9  # bytes of a device that the process and the libraries take
     fragmentation: float = 0.03  # share of what is allocated that cannot be used
+    ranges: dict[str, list[float]] = field(default_factory=dict)  # kind of layout → least and most of what is planned
     fitted: bool = False  # to published trainings, which tell more than a product or an addition alone
     measured: bool = False
+
+    def range_of(self, kind: str) -> tuple[float, float]:
+        """Between which shares of the planned speed 80 % of runs are: of layouts of that kind on this GPU."""
+        low, high = self.ranges.get(kind) or self.ranges.get("any") or (0.8, 1.25)
+        wider = 1.0 if self.fitted or self.measured or self.is_cpu else 1.5  # a GPU of which no run was seen
+        return low**wider, high**wider
 
     @property
     def is_cpu(self) -> bool:
@@ -71,7 +81,8 @@ class Device:
 
     def peak(self, precision: str) -> float:
         """FLOP/s of large products."""
-        return self.gpu.rate(precision) * self.matmul.get(precision, self.matmul.get("bf16", 0.6))
+        reached = self.matmul.get(precision, self.matmul.get("bf16", 0.6))
+        return self.gpu.rate(precision) * self.gpu.clock * reached
 
     def product_share(self, m: Any, n: Any, k: Any) -> Any:
         """Share of `peak` that a product of that size reaches; numbers, or arrays of them."""
@@ -92,15 +103,67 @@ def device(name: str, measured: dict[str, Any] | None = None) -> Device:
     Raises:
         HardwareError: the GPU is not in the catalogue.
     """
-    found, constants = gpu(name), _constants()
-    values: dict[str, Any] = dict(constants["default"])
-    for family in constants["families"].values():
-        values |= family | {"fitted": True} if found.name in family["gpus"] else {}
-    values |= constants["gpus"].get(found.name, {}) | (measured or {})
+    found, known = gpu(name), constants()
+    fit, family = known["fitted"], family_of(found)
+    values: dict[str, Any] = known["default"] | fit["shared"]
+    if family:
+        values |= known["families"][family] | {"ranges": fit["ranges"], "fitted": True}
+        values |= {key: value for key, value in fit["families"][family].items() if key != "matmul"}
+        values["matmul"] = values["matmul"] | fit["families"][family]["matmul"]
+    values |= known["gpus"].get(found.base, {}) | (measured or {})
     about_gpu = {key: values[key] for key in ("memory_bytes", "memory_bandwidth", "link_within") if key in values}
     base = Device(replace(found, peak=found.peak | values.get("peak", {}), **about_gpu))
     own = {entry.name for entry in fields(Device)} - {"gpu"}
     return replace(base, **{key: value for key, value in values.items() if key in own})
+
+
+def family_of(gpu: Gpu) -> str:
+    """The family of constants.yaml that it belongs to; "" for none."""
+    return next((name for name, known in constants()["families"].items() if gpu.base in known["gpus"]), "")
+
+
+ASSUMED = {
+    "products": "of the peak that large products reach",
+    "attention": "of the peak that attention reaches",
+    "stream": "of the memory's bandwidth that other operations reach",
+    "within": "of the links inside a node",
+    "across": "of those between nodes",
+    "overlap": "of tensor parallelism's communication hidden",
+    "scale": "of a step lost each time that the GPUs double beyond 64",
+    "step": "seconds of a step that nothing hides",
+}
+"""What --assume changes, and what it is: a share, but for the last."""
+
+
+def assumed(device: Device, written: tuple[str, ...]) -> Device:
+    """The device with what a person assumes instead: `name=value` each.
+
+    Raises:
+        UserError: not a name of ASSUMED, or no number.
+    """
+    for one in written:
+        name, _, value = one.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = -1.0
+        if name not in ASSUMED or number < 0:
+            raise UserError(f"--assume {one}: write one of {', '.join(ASSUMED)}, then = and a number, as in across=0.5")
+        if name == "products":
+            device = replace(device, matmul=dict.fromkeys([*device.matmul, *device.gpu.peak], number))
+        else:
+            device = replace(device, **{name: number})  # type: ignore[arg-type]
+    return device
+
+
+def assumptions(device: Device, precision: str) -> str:
+    """Two lines: what a plan takes the device to reach."""
+    values = {name: getattr(device, name, 0.0) for name in ASSUMED} | {"products": device.matmul.get(precision, 0.6)}
+    parts = [f"{name} {values[name]:.3g}" for name in ASSUMED]
+    how = "measured here" if device.measured else "fitted to published runs" if device.fitted else "not measured"
+    clock = device.gpu.clock
+    limit = "" if clock == 1 else f"; {device.gpu.watts:.0f} W leave {100 * clock:.0f} % of the clock"
+    return f"Assumed ({how}{limit}; change one with --assume NAME=VALUE):\n  {', '.join(parts)}"
 
 
 def remembered(gpu: str) -> dict[str, Any]:
@@ -126,8 +189,9 @@ def _remembered_in(gpu: str) -> Path:
 
 
 @functools.cache
-def _constants() -> dict[str, Any]:
-    return yaml.safe_load(CONSTANTS.read_text())
+def constants() -> dict[str, Any]:
+    """Both files; `fitted` is what `published --fit` has written."""
+    return yaml.safe_load(CONSTANTS.read_text()) | {"fitted": yaml.safe_load(FITTED.read_text())}
 
 
 # --- a part of a model ------------------------------------------------------------------------------------------
@@ -136,21 +200,23 @@ def _constants() -> dict[str, Any]:
 class Work(NamedTuple):
     """What a worker does with a micro-batch, as far as a part's costs depend on it."""
 
-    batch: int
+    batch: float  # samples; of one that context parallelism splits, a part
     tp: int
     precision: str
-    way: str  # PLAIN, CAST or AUTOCAST: how it has that precision
+    way: str  # what `way_of` says
     checkpointing: str
 
     @property
     def itemsize(self) -> int:
         """Bytes of a number in matrix products."""
-        return 4 if self.way == PLAIN else 2
+        return 4 if self.precision == "fp32" else 2
 
 
-def way_of(is_sharded: bool, pp: int, precision: str) -> str:
-    """Sharded layouts cast everything to 16 bits, but for pipelines; the others use autocast."""
-    return PLAIN if precision == "fp32" else CAST if is_sharded and pp == 1 else AUTOCAST
+def way_of(is_sharded: bool, tp: int, pp: int, precision: str) -> str:
+    """Sharded layouts cast everything to 16 bits; the others use autocast. WHOLE: a device has the whole model (or
+    gathers it)."""
+    way = PLAIN if precision == "fp32" else CAST if is_sharded else AUTOCAST
+    return way + WHOLE if tp * pp == 1 else way
 
 
 @dataclass(frozen=True)
@@ -170,6 +236,10 @@ class PartCost:
     crossing: float  # bytes that a pipeline sends into it
     sent: float  # bytes that tensor parallelism sends
     calls: float  # in how many collectives
+    queries: float = 0.0  # numbers that attention is given, and of keys and values
+    keys: float = 0.0
+    exchanges: float = 1.0  # forwards of attention, with what is computed again
+    attending: tuple[float, float] = (0.0, 0.0)  # seconds of attention in one forward, in backward
 
     @property
     def is_block(self) -> bool:
@@ -209,16 +279,22 @@ def _part_cost(model: ModelCosts, name: str, part: PartCosts, work: Work, device
         crossing=values["crossing"],
         sent=values["sent"] * (1 + whole / 2),
         calls=values["calls"] * (1 + whole / 2),
+        queries=values.get("queries", 0.0),
+        keys=values.get("keys", 0.0),
+        exchanges=1 + share,
+        attending=(forward[3], backward[3]),
     )
 
 
 def _phase(
     part: PartCosts, values: dict[str, float], phase: str, work: Work, device: Device
-) -> tuple[float, float, float]:
-    """Seconds, those that launching takes, and FLOPs: a roofline of products, attention, and bytes moved."""
+) -> tuple[float, float, float, float]:
+    """Seconds, those that launching takes, FLOPs, and attention's seconds: a roofline of products, attention, and bytes
+    moved."""
     products, attended = part.products_at(phase, work.batch, work.tp), values[f"attention_{phase}"]
     launched = values[f"operations_{phase}"] * device.operation
     peak = device.gpu.rate("bf16" if work.precision == "fp8" else work.precision)
     seconds = device.product_seconds(products, work.precision, work.itemsize)
-    seconds += attended / (peak * device.attention) + values[f"moved_{phase}"] / device.bandwidth
-    return max(seconds, launched), launched, attended + float(2 * products.prod(axis=1).sum())
+    attending = attended / (peak * device.attention)
+    seconds += attending + values[f"moved_{phase}"] / device.bandwidth
+    return max(seconds, launched), launched, attended + float(2 * products.prod(axis=1).sum()), attending

@@ -21,12 +21,16 @@ from app.planner.machine import Machine
 from app.planner.read import Reader
 from app.planner.timing import Case, timing
 from app.planner.trace import AFTER, BEFORE
-from strategies.costs import RankSize, StepShape, UnitSize, rank_size, unit_size
-from strategies.dims import Options
+from strategies.context.apply import choose_method
+from strategies.costs import RankSize, StepShape, UnitSize, part_of, rank_size, unit_size
+from strategies.dims import Options, ParallelDims
 from strategies.fsdp import gradients_are_large, parameters_are_large
 from strategies.pipeline import partition
 from strategies.pipeline.schedules import Placement, Schedule
 from strategies.pipeline.simulate import alive_by_formula
+
+CLOSE = 0.1
+"""Share of a GPU's memory by which a plan of it errs (README.md)."""
 
 
 @dataclass
@@ -43,10 +47,20 @@ class Estimate:
     reduces_each: bool | None
     """Whether every micro-batch's gradients are reduced (parallel.accumulate_sharded); None: does not apply."""
     stages: tuple[int, ...] | None  # blocks of each chunk of a pipeline
+    range: tuple[float, float] = (1.0, 1.0)
+    """Between which shares of the planned speed 80 % of runs of this kind are."""
+    in_host: float = 0.0  # share of the host's memory that state kept there takes
 
     def __post_init__(self) -> None:
         self.memory_bytes, self.step_seconds = sum(self.memory.values()), sum(self.seconds.values())
-        self.fits = self.memory_bytes <= self.capacity
+        self.fits = self.memory_bytes <= self.capacity and self.in_host <= 1
+
+    @property
+    def verdict(self) -> str:
+        """Whether it fits, in words: plans of memory err by `CLOSE`."""
+        if abs(self.memory_bytes / self.capacity - 1) < CLOSE and self.in_host <= 1:
+            return "close"
+        return "fits" if self.fits else "does not fit"
 
     def compare(self, seconds: float, memory: float) -> dict[str, float]:
         """Beside what a run measured, as metrics to log. seconds: per step. memory: bytes that the model brought on the
@@ -60,6 +74,11 @@ class Estimate:
         if memory > 0:
             metrics |= {"plan/memory_bytes_measured": memory, "plan/memory_error": self.memory_bytes / memory - 1}
         return metrics
+
+
+def shards_of(dims: ParallelDims) -> tuple[int, int, int | None]:
+    """Shards of all parameters; ways that experts are split, and shards of what is left of them."""
+    return dims.dp_shard, dims.ep, dims.for_experts().dp_shard if dims.ep > 1 else None
 
 
 class Stages(NamedTuple):
@@ -87,17 +106,19 @@ class Estimator:
         self._rank = functools.cache(self._add_up)
         self._stages = functools.cache(self._cut)
 
-    def estimate(self, candidate: Candidate) -> Estimate:
+    def case(self, candidate: Candidate) -> tuple[Case, Stages]:
+        """What its time and memory are made of, and how a pipeline is cut."""
         dims, strategy, options, machine = candidate.dims, candidate.strategy, self.options, self.machine
-        way = way_of(strategy.is_sharded, dims.pp, candidate.precision)
-        work = Work(candidate.micro_batch, dims.tp, candidate.precision, way, candidate.checkpointing)
+        way = way_of(strategy.is_sharded, dims.tp, dims.pp, candidate.precision)
+        work = Work(candidate.micro_batch / dims.cp, dims.tp, candidate.precision, way, candidate.checkpointing)
         stages = self._stages(work, dims.pp, candidate.schedule, candidate.chunks)
         wire = 2 if options.reduce_dtype == "bf16" else 4
-        whole = self._rank(way, dims.tp, dims.dp_shard, tuple(self.reader.costs(way).counts.values()))
+        held = candidate.held
+        whole = self._rank(way, dims.tp, shards_of(held), tuple(self.reader.costs(way).counts.values()))
         numbers, memory_of_gpu = whole.root + whole.blocks, None if machine.device.is_cpu else machine.device.capacity
         step = StepShape(
-            dims.dp_replicate,
-            dims.dp_shard,
+            held.dp_replicate,
+            held.dp_shard,
             dims.tp,
             dims.pp,
             candidate.micro_batches,
@@ -109,17 +130,25 @@ class Estimator:
             strategy.reduces_each(options.accumulate_sharded, gradients_are_large(numbers * wire, memory_of_gpu)),
             self.optimizer,
         )
-        parts, units = self._parts(work), self._units(way, dims.tp, dims.dp_shard)
-        case = Case(candidate, machine, work, step, parts, units, stages.slowest, options)
+        parts, units = self._parts(work), self._units(way, dims.tp, shards_of(held))
+        context = choose_method(options.context, self.reader.heads, dims, machine.per_node)
+        exchanged = self.reader.exchanged * candidate.micro_batch / dims.cp * min(work.itemsize, 4) / dims.pp
+        return Case(candidate, machine, work, step, parts, units, stages.slowest, options, context, exchanged), stages
+
+    def estimate(self, candidate: Candidate) -> Estimate:
+        dims, strategy, options, machine = candidate.dims, candidate.strategy, self.options, self.machine
+        case, stages = self.case(candidate)
         memory = self._memory(case, stages)
         decides = strategy.is_sharded and candidate.micro_batches > 1 and dims.pp == 1
         may_reduce_each = decides and strategy.reduces_each(options.accumulate_sharded, None) is None
         if may_reduce_each and sum(memory.values()) > machine.device.capacity:  # then it does, at some cost of time
-            case = replace(case, step=replace(step, reduce_scatter_each_microbatch=True))
+            case = replace(case, step=replace(case.step, reduce_scatter_each_microbatch=True))
             memory = self._memory(case, stages)
         seconds, flops = timing(case, self.reader.sample_bytes, self.clips)
         each = case.step.reduce_scatter_each_microbatch if decides else None
-        return Estimate(candidate, machine.device.capacity, memory, seconds, flops, each, stages.sizes)
+        in_host = self._in_host(case, stages) if candidate.offload and machine.host_bytes else 0.0
+        spread = machine.device.range_of(candidate.kind)
+        return Estimate(candidate, machine.device.capacity, memory, seconds, flops, each, stages.sizes, spread, in_host)
 
     # --- what layouts share -------------------------------------------------------------------------------------
 
@@ -127,20 +156,21 @@ class Estimator:
         compiled = self.options.compile and self.options.compile_backend == "inductor"
         return part_costs(self.reader.costs(work.way), work, self.machine.device, compiled)
 
-    def _read_units(self, way: str, tp: int, dp_shard: int) -> list[UnitSize]:
+    def _read_units(self, way: str, tp: int, shards: tuple[int, int, int | None]) -> list[UnitSize]:
         """Of one part of each kind."""
         model = self.reader.costs(way)
         return [
             unit_size(
-                tuple(p if p.split_dim is None else p.shard(tp, p.split_dim) for p in model.parameters[name]),
-                dp_shard,
-                is_root=not name.startswith("block"),
+                tuple(part_of(p, tp, shards[1]) for p in model.parameters[name]),
+                shards[0],
+                not name.startswith("block"),
+                shards[2],
             )
             for name in model.parts
         ]
 
-    def _add_up(self, way: str, tp: int, dp_shard: int, counts: tuple[int, ...]) -> RankSize:
-        units = self._units(way, tp, dp_shard)
+    def _add_up(self, way: str, tp: int, shards: tuple[int, int, int | None], counts: tuple[int, ...]) -> RankSize:
+        units = self._units(way, tp, shards)
         repeated = [unit for unit, count in zip(units, counts) for _ in range(count)]
         return rank_size(repeated, self.reader.size.buffer_bytes)
 
@@ -172,9 +202,15 @@ class Estimator:
         fullest = max(found, key=lambda parts: sum(parts.values()))
         return fullest | {"margin": sum(fullest.values()) * self.machine.device.fragmentation}
 
+    def _in_host(self, case: Case, stages: Stages) -> float:
+        """Share of a host's memory that its GPUs' parameters, gradients and optimizer state take there."""
+        size = self._rank(case.work.way, case.candidate.dims.tp, case.candidate.dims.dp_shard, stages.slowest)
+        cost, here = case.candidate.strategy.cost(size, case.step), min(self.machine.per_node, self.machine.world)
+        return float(cost.parameters + cost.gradients + cost.optimizer) * here / float(self.machine.host_bytes or 1)
+
     def _on_stage(self, case: Case, number: int, counts: tuple[int, ...]) -> dict[str, float]:
         candidate, dims = case.candidate, case.candidate.dims
-        cost = candidate.strategy.cost(self._rank(case.work.way, dims.tp, dims.dp_shard, counts), case.step)
+        cost = candidate.strategy.cost(self._rank(case.work.way, dims.tp, shards_of(candidate.held), counts), case.step)
         on_device = not candidate.offload
         if dims.pp > 1:
             alive, present = _in_pipeline(case, number, counts), float(cost.gradients)

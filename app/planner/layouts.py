@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -12,11 +12,14 @@ from app.errors import UserError
 from app.job import strategy_options
 from strategies import registry
 from strategies.activation_checkpointing import checkpoint_every
-from strategies.dims import NAMES, Layout, LayoutError, ParallelDims
+from strategies.context.apply import check_length
+from strategies.dims import BESIDE_DATA, DEGREES, Layout, LayoutError, ParallelDims
 from strategies.layout import check, choose
 from strategies.pipeline import schedules
 from strategies.strategy import Strategy
 
+LEAST_TOKENS = 4096
+"""Of a sequence on one worker: below it a device's memory is full of other things."""
 CHECKPOINTING = ("none", "selective", "full")  # what is looked at, unless it is fixed
 
 
@@ -42,22 +45,34 @@ class Candidate(NamedTuple):
         return registry.data_strategy(self.layout)
 
     @property
+    def held(self) -> ParallelDims:
+        """Its degrees as parameters see them."""
+        return self.dims.for_parameters(self.strategy.is_sharded)
+
+    @property
     def family(self) -> str:
         """The strategy that it is told under: the last of its name."""
         return self.layout.parts[-1]
 
     @property
+    def kind(self) -> str:
+        """Of layouts whose plans err alike: tp, pp, tp+pp, or data."""
+        return "+".join(name for name in ("cp", "ep", "tp", "pp") if getattr(self.dims, name, 1) > 1) or "data"
+
+    @property
     def complexity(self) -> int:
-        """How many ideas it takes: one device, copies, shards, both; then tensor, offload, pipeline."""
+        """How many ideas it takes: one device, copies, shards, both; experts, tensor, offload, context, pipeline."""
         dims, special = self.dims, self.strategy.degrees and not _is_plain(self.strategy)
         data = (dims.dp_replicate > 1) + 2 * (dims.dp_shard > 1) + 2 * bool(special)
-        return data + 10 * (dims.tp > 1) + 20 * self.offload + 100 * (dims.pp > 1)
+        data += 5 * (dims.ep > 1)
+        return data + 10 * (dims.tp > 1) + 30 * (dims.cp > 1) + 20 * self.offload + 100 * (dims.pp > 1)
 
 
 Fixed = dict[str, Any]
 """What a person has fixed: key of the configuration → value. What is not there is free."""
 KEYS = (
-    *("strategy", "parallel.dp_replicate", "parallel.dp_shard", "parallel.tp", "parallel.pp"),
+    "strategy",
+    *(f"parallel.{name}" for name in DEGREES),
     *("train.micro_batch_size", "train.activation_checkpointing", "train.precision"),
     *("parallel.schedule", "parallel.chunks", "parallel.offload"),
 )
@@ -78,6 +93,8 @@ class Space:
     precisions: tuple[str, ...]
     offload: bool = False  # whether state in host memory is looked at
     pipelines: bool = True
+    length: int | None = None  # of a sequence, where context parallelism can split it
+    experts: int = 1  # that ep must divide
 
 
 def fixed_by(config: Config, given: frozenset[str]) -> Fixed:
@@ -108,7 +125,8 @@ def enumerate_layouts(space: Space, fixed: Fixed) -> list[Candidate]:
     modes = _wanted(fixed, "train.activation_checkpointing") or CHECKPOINTING
     precisions, found = _wanted(fixed, "train.precision") or space.precisions, list[Candidate]()
     # parts whose degree is fixed by itself may be there or not
-    free = {registry.by_degrees(name).name for name in ("tp", "pp") if f"parallel.{name}" in fixed}
+    beside = [record for record in registry.STRATEGIES.values() if record.splits_model]
+    free = {record.name for record in beside if f"parallel.{record.degrees[0]}" in fixed}
     parts = {record.alias_of or record.name for record in registry.records(fixed.get("strategy", "single"))} - free
     for dims in _grids(space, fixed):
         share, rest = divmod(space.global_batch, dims.dp)
@@ -143,10 +161,25 @@ def _grids(space: Space, fixed: Fixed) -> Iterator[ParallelDims]:
         for pp in _wanted(fixed, "parallel.pp") or _divisors(left):
             if left % pp or pp > max(1, space.blocks) or (pp > 1 and not space.pipelines):
                 continue
-            rest = left // pp
-            for shard in _wanted(fixed, "parallel.dp_shard") or _divisors(rest):
-                if not rest % shard and fixed.get("parallel.dp_replicate") in (None, rest // shard):
-                    yield ParallelDims(rest // shard, shard, tp, pp)
+            for cp in _wanted(fixed, "parallel.cp") or _divisors(left // pp):
+                if not (left // pp) % cp and (cp == 1 or _can_cut(space, cp, tp, fixed)):
+                    yield from _data_grids(left // pp // cp, ParallelDims(cp=cp, tp=tp, pp=pp), space, fixed)
+
+
+def _data_grids(rest: int, dims: ParallelDims, space: Space, fixed: Fixed) -> Iterator[ParallelDims]:
+    """`rest` workers as replicas and shards."""
+    eps = [n for n in _wanted(fixed, "parallel.ep") or _divisors(space.experts) if not space.experts % n]
+    for shard in _wanted(fixed, "parallel.dp_shard") or _divisors(rest):
+        if not rest % shard and fixed.get("parallel.dp_replicate") in (None, rest // shard):
+            found = replace(dims, dp_replicate=rest // shard, dp_shard=shard)
+            yield from (replace(found, ep=ep) for ep in eps if found.allows_experts(ep))
+
+
+def _can_cut(space: Space, cp: int, tp: int, fixed: Fixed) -> bool:
+    """Of a sequence's parts none is looked at that is shorter than LEAST_TOKENS, unless it is fixed."""
+    if space.length is None or space.length % (2 * cp) or (space.sequence or 0) // cp % tp:
+        return False
+    return space.length // cp >= LEAST_TOKENS or "parallel.cp" in fixed
 
 
 def _can_split(space: Space, tp: int, fixed: Fixed) -> bool:
@@ -162,8 +195,10 @@ def _is_plain(strategy: Strategy) -> bool:
 def _strategies(dims: ParallelDims) -> list[Strategy]:
     """What data-parallel workers can do: what the degrees say, and special ways to have the same degrees."""
     own = {name for name in ("dp_replicate", "dp_shard") if getattr(dims, name) > 1}
-    others = {name for name in ("tp", "pp") if getattr(dims, name) > 1}
+    others = {name for name in BESIDE_DATA if getattr(dims, name) > 1}
     found = [registry.by_degrees(*(name for name in ("dp_replicate", "dp_shard") if name in own))]
+    if dims.cp > 1 and dims.dp_shard == 1:  # shards over the workers of a sequence alone
+        found.append(registry.by_degrees("dp_shard"))
     for record in registry.STRATEGIES.values():
         usable = record.plannable and record.degrees and not record.splits_model and not record.alias_of
         if usable and not _is_plain(record) and set(record.degrees) <= own:
@@ -172,7 +207,7 @@ def _strategies(dims: ParallelDims) -> list[Strategy]:
 
 
 def _name(strategy: Strategy, dims: ParallelDims) -> str:
-    split = [registry.by_degrees(name).name for name in ("tp", "pp") if getattr(dims, name) > 1]
+    split = [registry.by_degrees(name).name for name in BESIDE_DATA if getattr(dims, name) > 1]
     return "+".join([strategy.name, *split] if strategy.degrees or not split else split)
 
 
@@ -208,7 +243,7 @@ def _divisors(number: int) -> list[int]:
 
 def refuse(config: Config, fixed: Fixed, space: Space) -> None:
     """Raises the sentence that says why no layout is left."""
-    degrees, batch = {name: fixed.get(f"parallel.{name}") for name in NAMES}, space.global_batch
+    degrees, batch = {name: fixed.get(f"parallel.{name}") for name in DEGREES}, space.global_batch
     layout = choose(fixed.get("strategy", "auto"), space.world, **degrees, devices_per_node=space.per_node)
     check(
         layout,
@@ -219,6 +254,13 @@ def refuse(config: Config, fixed: Fixed, space: Space) -> None:
         sequence_length=space.sequence,
         micro_batches=max(1, batch // layout.dims.dp),
     )
+    if layout.dims.cp > 1 and space.length is None:
+        raise LayoutError(
+            f"parallel.cp is {layout.dims.cp}, but the model has no sequence that can be split (strategies/context/"
+            "apply.py says what a context_plan is)"
+        )
+    if layout.dims.cp > 1 and space.length is not None:
+        check_length(space.length, layout.dims.cp, "ring")
     if layout.dims.tp > 1 and not space.splits:
         raise LayoutError(f"parallel.tp is {layout.dims.tp}, but the model has no layers that can be split")
     raise LayoutError(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from app.errors import UserError
-from app.planner.device import Device, device, remembered
+from app.planner.device import Device, assumed, device, remembered
 from cluster.files import cluster_file, read_cluster
 from cluster.hardware import all_instances, cheapest
 from cluster.hardware import gpu as known_gpu
@@ -33,6 +33,7 @@ class Machine:
     across: float  # bytes/s of a node to others
     price_per_hour: float | None = None  # of one device
     name: str = ""
+    host_bytes: float | None = None  # memory of a node's host
     assumed: str = ""  # what was not known and is assumed, a sentence
 
     @functools.cached_property
@@ -97,14 +98,20 @@ class Asked:
     gpu: str | None = None
     per_node: int | None = None
     interconnect: str | None = None
+    assume: tuple[str, ...] = ()
 
 
 def find(asked: Asked, workers: str) -> Machine:
-    """The machine that a plan is for. workers: of the configuration, a number or auto.
+    """The machine that a plan is for, with what is assumed of it. workers: of the configuration, a number or auto.
 
     Raises:
         UserError, ClusterError, HardwareError: one sentence.
     """
+    found = _found(asked, workers)
+    return replace(found, device=assumed(found.device, asked.assume))
+
+
+def _found(asked: Asked, workers: str) -> Machine:
     for option, value in (("--gpus", asked.gpus), ("--gpus-per-node", asked.per_node)):
         if value is not None and value < 1:
             raise UserError(f"{option} is {value}: write at least 1")
@@ -205,7 +212,7 @@ def _of_cluster(shape: ClusterShape, asked: Asked, world: int | None) -> Machine
 
 
 def _of_node(node: NodeType, world: int, name: str) -> Machine:
-    values: dict[str, Any] = dict(remembered(node.gpu))
+    values: dict[str, Any] = {} if ":" in node.gpu else dict(remembered(node.gpu))
     instance, price = all_instances().get(node.name), node.price_per_hour
     across = node.link_across or values.get("link_across") or (instance.link_across if instance else None)
     if price is None and node.gpu != "cpu" and (offer := cheapest(node.gpu)):
@@ -222,6 +229,7 @@ def _of_node(node: NodeType, world: int, name: str) -> Machine:
         across or UNKNOWN_NETWORK,
         price / node.gpus if price else None,
         name,
+        node.memory_bytes if node.gpu != "cpu" else None,
         unknown if across is None and world > node.gpus else "",
     )
 

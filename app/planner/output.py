@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,15 @@ from app.config_io import to_dict
 from app.console import quantity
 from app.errors import UserError
 from app.planner.advice import PARTS, advice, figures, settings_text
+from app.planner.device import assumptions
 from app.planner.estimate import Estimate
 from app.planner.layouts import Fixed, enumerate_layouts
-from app.planner.plan import GIB, NEAR, Plan
+from app.planner.plan import GIB, Plan
 from cluster.shape import aligned
 from strategies import registry
-from strategies.dims import NAMES
+from strategies.dims import DEGREES
 
-COLUMNS = ("strategy", "degrees", "micro", "recompute", "precision", "GiB", "s/step", "per second", "MFU", "$/step")
+COLUMNS = ("strategy", "degrees", "at once", "recompute", "precision", "GiB", "", "s/step", "{}/s", "MFU", "$/step")
 
 
 def text(plan: Plan, top: int = 8) -> str:
@@ -31,7 +32,9 @@ def text(plan: Plan, top: int = 8) -> str:
         f"{len(plan.rows):,} layouts, of which {sum(row.fits for row in plan.rows):,} fit",
         *([f"note: {read.note}"] if read.note else []),
         "",
-        *aligned([COLUMNS, *(cells(plan.layout(row)) for row in distinct(plan, top))]),
+        *aligned([_head(plan), *(cells(plan, row) for row in distinct(plan, top))]),
+        "Speeds are the range in which 80 % of runs lie; with `close` a trial decides (--max-batch).",
+        assumptions(machine.device, plan.rows[0].candidate.precision),
         "",
         "Why:",
         *(f"  {family}: {reason}" for family, reason in families(plan).items()),
@@ -44,36 +47,55 @@ def text(plan: Plan, top: int = 8) -> str:
 
 
 def distinct(plan: Plan, top: int) -> list[Estimate]:
-    """The best rows, at most two of a strategy with the same degrees, so that the list shows choices."""
-    chosen: list[Estimate] = []
-    seen: Counter[Any] = Counter()
+    """The best rows, one of those with the same strategy, degrees and recomputation, so that the list shows choices."""
+    chosen = dict[Any, Estimate]()
     for row in plan.rows:
         if len(chosen) == top or (chosen and not row.fits):
             break
-        seen[row.candidate.layout] += 1
-        chosen += [row] if seen[row.candidate.layout] <= 2 else []
-    return chosen
+        chosen.setdefault((row.candidate.layout, row.candidate.checkpointing, row.candidate.offload), row)
+    return list(chosen.values())
 
 
-def cells(layout: dict[str, Any]) -> tuple[str, ...]:
+def _head(plan: Plan) -> tuple[str, ...]:
+    unit = plan.reader.task.unit
+    return tuple(name.format(unit) + (" per GPU" if "{}" in name and _per_device(plan) > 1 else "") for name in COLUMNS)
+
+
+def _per_device(plan: Plan) -> int:
+    """What speeds are divided by: GPUs; a CPU's cores are not told apart."""
+    return 1 if plan.machine.device.is_cpu else plan.machine.world
+
+
+def cells(plan: Plan, row: Estimate) -> tuple[str, ...]:
     """One row of the table, as COLUMNS has it."""
+    layout = plan.layout(row)
     parallel, size, cost = layout["parallel"], layout["memory_bytes"] / GIB, layout["cost_per_step"]
-    degrees = [f"{name}={parallel[name]}" for name in NAMES if parallel[name] > 1]
+    degrees = [f"{name}={parallel[name]}" for name in DEGREES if parallel[name] > 1]
     if parallel["schedule"]:
         degrees.append(parallel["schedule"] + (f"×{parallel['chunks']}" if parallel["chunks"] > 1 else ""))
     degrees += ["offload"] if parallel["offload"] else []
+    times = f", {layout['micro_batches']} times" if layout["micro_batches"] > 1 else ""
+    low, high = (speed / _per_device(plan) for speed in layout[f"{plan.reader.task.unit}_per_second_range"])
     return (
         layout["strategy"],
         " ".join(degrees) or "-",
-        f"{layout['micro_batches']}×{layout['micro_batch_size']}",
+        f"{layout['micro_batch_size']}{times}",
         layout["activation_checkpointing"],
         layout["precision"],
-        f"{size:{'.1f' if size > 1 else '.3f'}}" + ("" if layout["fits"] else " !"),
+        f"{size:{'.1f' if size > 1 else '.3f'}}",
+        layout["verdict"],
         f"{layout['step_seconds']:.4g}",
-        f"{layout.get('tokens_per_second', layout['samples_per_second']):,.0f}",
+        between(low, high),
         f"{100 * layout['mfu']:.0f} %",
         "-" if cost is None else f"{cost:.3g}",
     )
+
+
+def between(low: float, high: float) -> str:
+    """Two speeds as a person reads them: 6.1–7.0 k."""
+    size, mark = next(((s, m) for s, m in ((1e9, " G"), (1e6, " M"), (1e3, " k")) if high >= s), (1.0, ""))
+    digits = max(0, 1 - int(math.log10(max(high / size, 1e-9))))
+    return f"{low / size:.{digits}f}–{high / size:.{digits}f}{mark}"
 
 
 def families(plan: Plan) -> dict[str, str]:
@@ -99,7 +121,7 @@ def _verdict(plan: Plan, rows: list[Estimate]) -> str:
         return f"the best, {figures(row)}"
     what, ratio = f"{figures(row)} ({settings_text(row)})", row.step_seconds / best.step_seconds
     if ratio < 1.001:
-        near = f"within the {100 * (NEAR - 1):.0f} % by which predictions err, and not simpler"
+        near = "within the range in which predictions err, and not simpler"
         return f"{what}: {'as fast as the best' if ratio > 0.999 else near}"
     more = {name: seconds - best.seconds[name] for name, seconds in row.seconds.items()}
     return f"{what}: {ratio:.2f} × the best's time, mostly {PARTS[max(more, key=lambda name: more[name])]}"

@@ -14,11 +14,9 @@ from app.planner.layouts import Fixed, Space, enumerate_layouts, fixed_by, refus
 from app.planner.machine import Machine
 from app.planner.read import Reader
 from app.tasks.base import Task
-from strategies.dims import NAMES, LayoutError
+from strategies.dims import DEGREES, LayoutError
 from strategies.pipeline import partition
 
-NEAR = 1.03
-"""Layouts within this of the fastest's time are as good: what another gains is less than what is known."""
 GIB = 2**30
 
 
@@ -69,7 +67,7 @@ class Plan:
         return {
             "strategy": candidate.layout.name,
             "parallel": {
-                **{name: getattr(candidate.dims, name) for name in NAMES},
+                **{name: getattr(candidate.dims, name) for name in DEGREES},
                 "schedule": candidate.schedule or None,
                 "chunks": candidate.chunks if candidate.schedule else None,
                 "stages": list(row.stages) if row.stages else None,
@@ -86,11 +84,14 @@ class Plan:
             "seconds": row.seconds,
             "samples_per_second": samples,
             f"{unit}_per_second": samples * self.reader.items_per_sample,
+            f"{unit}_per_second_range": [samples * self.reader.items_per_sample * share for share in row.range],
             "mfu": row.flops / (row.step_seconds * peak),
             "cost_per_step": cost,
             "cost_per_run": None if cost is None else cost * self.steps,
             "energy_kwh_per_run": machine.device.gpu.watts * machine.world * row.step_seconds * self.steps / 3.6e6,
             "fits": row.fits,
+            "verdict": row.verdict,
+            "host_memory": row.in_host,
         }
 
 
@@ -107,13 +108,13 @@ def make_plan(
     Raises:
         UserError, LayoutError: nothing could run so; one sentence.
     """
-    reader = reader or reader_of(config, task)
+    reader = reader or reader_of(config, task, machine)
     fixed, precisions = fixed_by(config, given), _precisions(config, machine, "train.precision" in given)
     if "parallel.stages" in given and config.parallel.stages:
         parts = fixed["parallel.pp"] * fixed["parallel.chunks"]
         partition.require_sizes(config.parallel.stages, reader.blocks, parts)
     for is_sharded in (True, False):  # whether it can be split is known once it is read
-        reader.costs(way_of(is_sharded, 1, precisions[-1]))
+        reader.costs(way_of(is_sharded, 2, 1, precisions[-1]))
     space = Space(
         machine.world,
         machine.per_node,
@@ -124,6 +125,8 @@ def make_plan(
         bool(reader.tp),
         precisions,
         offload=not machine.device.is_cpu,
+        length=reader.sequence_length if reader.splits_sequence else None,
+        experts=math.gcd(*(found.count for found in reader.mixtures)) or 1,
     )
     candidates = enumerate_layouts(space, fixed)
     if not candidates:
@@ -146,9 +149,10 @@ def _precisions(config: Config, machine: Machine, is_fixed: bool) -> tuple[str, 
     return tuple(dict.fromkeys([wanted, *([] if is_fixed else halves[:1])]))
 
 
-def reader_of(config: Config, task: Task) -> Reader:
-    parallel = config.parallel
-    return Reader(task, sequence_parallel=parallel.sequence_parallel, loss_parallel=parallel.loss_parallel)
+def reader_of(config: Config, task: Task, machine: Machine) -> Reader:
+    parallel, on_gpu = config.parallel, not machine.device.is_cpu
+    split = {"sequence_parallel": parallel.sequence_parallel, "loss_parallel": parallel.loss_parallel}
+    return Reader(task, on_gpu=on_gpu, **split)
 
 
 def estimator_of(config: Config, reader: Reader, machine: Machine, given: frozenset[str] | None = None) -> Estimator:
@@ -160,8 +164,9 @@ def estimator_of(config: Config, reader: Reader, machine: Machine, given: frozen
 
 
 def ranked(rows: list[Estimate]) -> list[Estimate]:
-    """Fastest first, and first of all the simplest of those within `NEAR` of the fastest; what does not fit last, least
-    memory first. Equally good ones (within 0.1 %) by less memory, then by the simpler layout.
+    """Fastest first, and first of all the simplest of those within the fastest's range: what another gains is less than
+    what is known. What does not fit last, least memory first. Equally good ones (within 0.1 %) by less memory, then by
+    the simpler layout.
     """
 
     def key(row: Estimate) -> tuple[float, ...]:
@@ -170,7 +175,6 @@ def ranked(rows: list[Estimate]) -> list[Estimate]:
         return (not row.fits, measure, rounded, row.memory_bytes, row.candidate.complexity)
 
     order = sorted(rows, key=key)
-    fastest = min((row.step_seconds for row in rows if row.fits), default=0.0)
-    near = (row for row in order if row.fits and row.step_seconds <= NEAR * fastest)
+    near = (row for row in order if row.fits and row.step_seconds <= order[0].step_seconds / order[0].range[0])
     simplest = sorted(near, key=lambda row: row.candidate.complexity)[:1] or order[:1]
     return simplest + [row for row in order if row is not simplest[0]]

@@ -13,6 +13,8 @@ that cannot be built on `meta`, or whose code looks at values, is run for real, 
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +25,14 @@ from torch import Tensor, nn
 
 from app.data.loader import fetch, map_tensors, rows, tensors
 from app.errors import UserError
-from app.planner.trace import AFTER, BEFORE, PartTrace, Trace, watch
+from app.planner.trace import AFTER, BEFORE, PartTrace, Trace, alike, watch
 from app.tasks.base import Task
 from strategies.blocks import find_blocks, separable
+from strategies.context.apply import require_positions
 from strategies.costs import ParameterSize, model_size
 from strategies.dims import LayoutError
+from strategies.expert.exchange import exchanged_bytes
+from strategies.mixtures import find_mixtures
 from strategies.tensor.apply import one_part
 from strategies.tensor.plan import make_plan
 from strategies.torch_internals import fake_mode
@@ -35,6 +40,8 @@ from strategies.torch_internals import fake_mode
 BATCHES = (2, 4)
 PLAIN, CAST, AUTOCAST = "plain", "cast", "autocast"
 """How precision is had: float32; every number 16 bits (sharded strategies); torch.autocast (the others)."""
+WHOLE = ", whole"
+"""Behind one of these: what a device computes that has the whole model, as the task says it for a GPU."""
 ROOM = 0.8
 """Share of the host's free memory that a model may take which must be run for real; activations come on top."""
 
@@ -81,8 +88,10 @@ class ModelCosts:
 class Reader:
     """Reads one task's model, each way of having precision when it is first asked for."""
 
-    def __init__(self, task: Task, *, sequence_parallel: bool = True, loss_parallel: bool = True) -> None:
-        self.task, self.note = task, ""
+    def __init__(
+        self, task: Task, *, on_gpu: bool = False, sequence_parallel: bool = True, loss_parallel: bool = True
+    ) -> None:
+        self.task, self.note, self.on_gpu = task, "", on_gpu
         self.parallel_options = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
         self._real = fake_mode() is None
         self._costs: dict[str, ModelCosts] = {}
@@ -101,15 +110,27 @@ class Reader:
             split = make_plan(structure, task.tensor_plan(structure), sequence_parallel).dims
         except LayoutError:
             split = {}
+        try:
+            require_positions(structure, task.context_plan(structure))
+            self.splits_sequence = True
+        except (LayoutError, UserError):
+            self.splits_sequence = False
         self.size = model_size(structure, separable(structure, self._names), split)
+        self.mixtures = find_mixtures(structure)
+        tokens = self.sequence_length or 1
+        self.exchanged = sum(exchanged_bytes(tokens, found.top_k, found.width, 1) for found in self.mixtures)
+        """Numbers of a sample's rows that mixtures would send to experts and back, where they are split."""
         self.parameters = sum(p.numel for p in self.size.parameters)
+        self._skeleton = structure if self._real else _alike_shared(structure, self._names)
         self.tp = next((t for t in (2, 3, 5, 7) if split and not (self.heads or t) % t), 0)
         """The degree that the model is split by to be watched; 0: it cannot be split."""
         if not self.parameters:
             raise UserError("the task's model has no parameters, so there is nothing to plan")
 
     def costs(self, way: str = PLAIN) -> ModelCosts:
-        """way: PLAIN, CAST or AUTOCAST."""
+        """way: PLAIN, CAST or AUTOCAST, maybe with WHOLE."""
+        if way.endswith(WHOLE):
+            return (self._of_whole or self).costs(way.removesuffix(WHOLE))
         if way not in self._costs:
             traces = self._traces(way)
             first = traces[min(traces)]
@@ -118,6 +139,16 @@ class Reader:
             }
             self._costs[way] = ModelCosts(parts, first.order, self._by_part(first))
         return self._costs[way]
+
+    @functools.cached_property
+    def _of_whole(self) -> Reader | None:
+        """Reads what a GPU computes that has the whole model; None: nothing else than this one reads."""
+        other = self.task.on_gpu() if self.on_gpu else None
+        if other is None:
+            return None
+        reader = copy.copy(self)
+        reader.task, reader.tp, reader._costs = other, 0, {}
+        return reader
 
     def _by_part(self, trace: Trace) -> dict[str, tuple[ParameterSize, ...]]:
         """The parameters of one part of each kind; one outside of blocks is before or after by where it stands."""
@@ -189,12 +220,26 @@ class Reader:
         dtype = torch.bfloat16 if way == CAST else None
         if fake is None:
             return self.task.build_model().to(dtype=dtype)
-        with torch.device("meta"):
-            module = self.task.build_model().to(dtype=dtype)
-        with fake:
-            module.to_empty(device="cpu")
-            getattr(module, "tie_weights", lambda: None)()
+        module, made = copy.deepcopy(self._skeleton), dict[Tensor, Tensor]()
+        for owner in module.modules():
+            own = [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]
+            for name, old in own:  # one that is used in two places stays one
+                if old not in made:
+                    kind = dtype if dtype and old.is_floating_point() else old.dtype
+                    with fake:
+                        empty = torch.empty(old.shape, dtype=kind)
+                    made[old] = nn.Parameter(empty, old.requires_grad) if isinstance(old, nn.Parameter) else empty
+                setattr(owner, name, made[old])
         return module
+
+
+def _alike_shared(module: nn.Module, blocks: list[str]) -> nn.Module:
+    """The module with one block in the place of all that are alike: of eighty only one is built and split again."""
+    first: dict[Any, nn.Module] = {}
+    for name in blocks:
+        block, (parent, _, own) = module.get_submodule(name), name.rpartition(".")
+        setattr(module.get_submodule(parent), own, first.setdefault(alike(block), block))
+    return module
 
 
 def _require_room(needed: float) -> None:

@@ -5,21 +5,24 @@
 A sharded block's parameters are gathered while the block before computes, its gradients scattered while the next one's
 backward runs: what takes longer than that computing is exposed; so is what cannot start earlier (the root's), and what
 the host has to do for it where launching is what a block waits for. An average over copies hides behind the last
-backward but for its last bucket. Tensor parallelism hides nothing.
+backward but for its last bucket. Tensor parallelism and exchanging tokens with experts hide nothing; experts are taken
+to be used evenly, and to be gathered and averaged over as many workers as the rest.
 
 Collectives are rings over the links between the devices that take part (Thakur et al. 2005). Ranks are numbered so that
-tp peers are next to one another, then dp_shard's, then dp_replicate's, then stages (strategies/dims.py); a node holds
+tp peers are next to one another, then cp's, dp_shard's, dp_replicate's, then stages (strategies/dims.py); a node holds
 `per_node` consecutive ranks. A group whose neighbours are `stride` ranks apart has min(n, per_node / stride) members in
 a node; the other ranks of the node run the same collective in groups of their own and share the node's link.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from app.planner.device import PartCost, Work
 from app.planner.layouts import Candidate
 from app.planner.machine import Machine
+from strategies.context.apply import METHODS
 from strategies.costs import STATES, Collective, StepShape, UnitSize
 from strategies.dims import Options
 from strategies.pipeline.schedules import SPLIT
@@ -29,6 +32,8 @@ HOST_LINK = 25e9
 """Bytes/s between a GPU and its host that PCIe 4 x16 reaches of its 31.5e9."""
 HOST_MEMORY = 20e9
 """Bytes/s of host memory that the optimizer of one GPU's part reaches, where 8 of them share a host."""
+TOGETHER = 64
+"""GPUs up to which nobody waits for the slowest of many."""
 THIRD = Times(1 / 3, 1 / 3, 1 / 3)
 """Of a micro-batch's time, forward, the gradients of inputs, and those of weights take about a third each."""
 
@@ -45,6 +50,9 @@ class Case:
     units: list[UnitSize]  # what a rank holds of one such part
     counts: tuple[int, ...]  # how many of them the slowest stage has
     options: Options
+    context: str  # how workers that share a sequence attend
+    exchanged: float = 0.0
+    """Bytes of a micro-batch's rows that a stage's mixtures send to experts and back, if they are split."""
 
 
 Exposed = dict[str, float]
@@ -55,21 +63,28 @@ def timing(case: Case, sample_bytes: float, clips: bool) -> tuple[dict[str, floa
     """Seconds by part; FLOPs of the whole step, computed once.
 
     sample_bytes: of one sample, which goes to the device. clips: whether gradients are, which takes an all-reduce."""
-    candidate, device, dims = case.candidate, case.machine.device, case.candidate.dims
+    candidate, machine, dims = case.candidate, case.machine, case.candidate.dims
+    device = machine.device
     many = candidate.micro_batches
-    exposed: Exposed = dict.fromkeys(("tensor", "shard", "replicate", "pipeline_send", "hidden"), 0.0)
+    exposed: Exposed = dict.fromkeys(
+        ("tensor", "context", "expert", "shard", "replicate", "pipeline_send", "hidden"), 0.0
+    )
     compute = sum((part.forward + part.backward) * n for part, n in zip(case.parts, case.counts))
     lost = device.stage + device.split * (candidate.schedule in SPLIT) if dims.pp > 1 else 0.0
     _tensor(case, exposed)
-    if dims.dp > 1 and candidate.strategy.is_sharded:
+    _context(case, exposed)
+    if dims.ep > 1:  # nothing hides it; like a gathering it sends all but one's own share
+        exposed["expert"] = machine.links.gather(case.exchanged, dims.ep, dims.tp) * many
+    if dims.dp_cp > 1 and candidate.strategy.is_sharded:
         for part, unit, count in zip(case.parts, case.units, case.counts):
             _unit(case, part, unit, count, exposed)
-    elif dims.dp > 1:
+    elif dims.dp_cp > 1:
         _average(case, exposed)
-    _sends(case, exposed)
     hidden = exposed.pop("hidden")
+    waits = sum(exposed[name] for name in ("tensor", "context", "expert", "shard"))
+    of_each = compute * (1 + lost) + waits / many
+    _sends(case, of_each, exposed)
     exposed["pipeline_send"] += lost * compute * many
-    of_each = compute + (exposed["tensor"] + exposed["shard"] + exposed["pipeline_send"]) / many
     seconds = {
         "compute": compute * many,
         **exposed,
@@ -79,7 +94,8 @@ def timing(case: Case, sample_bytes: float, clips: bool) -> tuple[dict[str, floa
         "data": 0.0 if device.is_cpu else candidate.micro_batch * many * sample_bytes / HOST_LINK,
         "rest": device.step,
     }
-    flops = sum(part.flops * part.count for part in case.parts) * dims.tp * many * dims.dp
+    seconds["scale"] = sum(seconds.values()) * device.scale * max(0.0, math.log2(case.machine.world / TOGETHER))
+    flops = sum(part.flops * part.count for part in case.parts) * dims.tp * many * dims.dp_cp
     return seconds, flops
 
 
@@ -91,7 +107,21 @@ def _tensor(case: Case, exposed: Exposed) -> None:
     calls = sum(part.calls * n for part, n in zip(case.parts, case.counts))
     hops = (tp - 1) * (link.hop_across if tp > link.per_node else link.hop_within)
     seconds = link.gather(sent * tp / (tp - 1), tp, 1) + max(calls - 1, 0) * hops
-    exposed["tensor"] += seconds * case.candidate.micro_batches
+    exposed["tensor"] += seconds * case.candidate.micro_batches * (1 - case.machine.device.overlap)
+
+
+def _context(case: Case, exposed: Exposed) -> None:
+    """What attention across workers sends; a ring's hides behind attending."""
+    dims, link, method = case.candidate.dims, case.machine.links, METHODS[case.context]
+    if dims.cp == 1:
+        return
+    for part, count in zip(case.parts, case.counts):
+        sent = method.sent_bytes(part.queries, part.keys, dims.cp, case.work.itemsize)
+        for bytes_, times, attending in zip(sent, (part.exchanges, 1.0), part.attending):
+            seconds = link.gather(bytes_ * dims.cp / (dims.cp - 1), dims.cp, dims.tp)
+            left = max(0.0, seconds - attending) if method.HIDDEN else seconds
+            exposed["context"] += left * times * count * case.candidate.micro_batches
+            exposed["hidden"] += (seconds - left) * times * count * case.candidate.micro_batches
 
 
 def _unit(case: Case, part: PartCost, unit: UnitSize, count: int, exposed: Exposed) -> None:
@@ -117,7 +147,7 @@ def _unit(case: Case, part: PartCost, unit: UnitSize, count: int, exposed: Expos
 
 def _seconds(case: Case, collective: Collective) -> float:
     """Of one such collective."""
-    dims, link = case.candidate.dims, case.machine.links
+    dims, link = case.candidate.held, case.machine.links
     ways = getattr(dims, collective.over)
     stride = dims.tp * (dims.dp_shard if collective.over == "dp_replicate" else 1)
     take = link.reduce if collective.name == "all_reduce" else link.gather
@@ -126,7 +156,7 @@ def _seconds(case: Case, collective: Collective) -> float:
 
 def _average(case: Case, exposed: Exposed) -> None:
     """All parts' gradients in buckets, behind the last backward."""
-    dims, link, device = case.candidate.dims, case.machine.links, case.machine.device
+    dims, link, device = case.candidate.held, case.machine.links, case.machine.device
     size = sum(
         float(collective.bytes) * n
         for unit, n in zip(case.units, case.counts)
@@ -141,13 +171,18 @@ def _average(case: Case, exposed: Exposed) -> None:
     exposed["replicate"] += left
 
 
-def _sends(case: Case, exposed: Exposed) -> None:
-    """An activation on and a gradient back for each chunk; about half of it is hidden."""
+def _sends(case: Case, of_each: float, exposed: Exposed) -> None:
+    """An activation on and a gradient back for each chunk. While the pipeline fills and drains every hop is waited for;
+    between, a send has the time in which its stage computes another micro-batch or chunk.
+
+    of_each: seconds of a micro-batch on a stage."""
     candidate, link = case.candidate, case.machine.links
     if candidate.dims.pp > 1:
-        stride = candidate.dims.dp * candidate.dims.tp
-        seconds = link.send(max(part.crossing for part in case.parts), stride) * candidate.chunks
-        exposed["pipeline_send"] += seconds * candidate.micro_batches
+        stride = candidate.dims.dp_cp * candidate.dims.tp
+        seconds = link.send(max(part.crossing for part in case.parts), stride)
+        room = case.machine.device.hidden * of_each / candidate.chunks / 2
+        steady = candidate.micro_batches * candidate.chunks * max(0.0, seconds - room)
+        exposed["pipeline_send"] += 2 * (seconds * (candidate.dims.pp - 1) + steady)
 
 
 def _bubbles(candidate: Candidate) -> float:

@@ -50,6 +50,7 @@ class PartTrace:
         moved_forward, moved_backward            read and written by all that is not a product
         operations_forward, …_backward           how many are launched
         attention_forward, …_backward            FLOPs of fused attention
+        queries, keys                            numbers of its queries, of its keys and values
         saved                                    distinct storages kept for backward, parameters excluded
         kept                                     results that `selective` checkpointing keeps
         boundary, crossing                       what flows into a block; the same as a pipeline sends it
@@ -156,7 +157,7 @@ def watch(
     if peers is not None:
         peers.where = lambda: watcher.part
     templates: dict[Any, Any] = {}
-    for block in map(module.get_submodule, blocks):
+    for block in dict.fromkeys(map(module.get_submodule, blocks)):
         block.forward = _watched(block, block.forward, watcher, order, templates)
     with watcher, Fused(watcher):
         with saved_tensors_hooks(watcher.pack, lambda t: t):
@@ -181,6 +182,11 @@ def _beyond_saved(parts: dict[str, PartTrace], order: list[str]) -> dict[str, Pa
     return found
 
 
+def alike(block: nn.Module) -> Any:
+    """What blocks have in common that cost the same, given like inputs."""
+    return type(block), tuple(tuple(p.shape) for p in block.parameters())
+
+
 @dataclass(frozen=True)
 class _Like:
     """Instead of a tensor, what it is like."""
@@ -195,10 +201,14 @@ class _Skip(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, like: _Like) -> Tensor:
         ctx.shape, ctx.kind = x.shape, {"dtype": x.dtype, "device": x.device}
+        if (like.shape, like.dtype) == (x.shape, x.dtype):
+            return x.view_as(x)
         return torch.empty(like.shape, dtype=like.dtype, device=x.device)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if (gradient.shape, gradient.dtype) == (ctx.shape, ctx.kind["dtype"]):
+            return gradient, None
         return torch.empty(ctx.shape, **ctx.kind), None
 
 
@@ -206,7 +216,7 @@ def _watched(
     block: nn.Module, forward: Callable[..., Any], watcher: Watcher, order: list[str], templates: dict[Any, Any]
 ) -> Callable[..., Any]:
     """The block's forward; of alike blocks, but for the first, only what its output is like."""
-    signature = (type(block), tuple(tuple(p.shape) for p in block.parameters()))
+    signature = alike(block)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = tensors((args, kwargs))
@@ -299,6 +309,8 @@ class Fused(TorchFunctionMode):
     ) -> Tensor:
         if torch.is_autocast_enabled("cpu") and query.device.type == "cpu":
             query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
+        self.watcher.count("queries", query.numel())
+        self.watcher.count("keys", key.numel() + value.numel())
         return _Attention.apply(query, key, value, self.watcher, is_causal and attn_mask is None)
 
 

@@ -29,7 +29,7 @@ from app.planner.estimate import Estimate
 from app.planner.layouts import schedules_of
 from app.planner.output import experiment
 from app.planner.plan import GIB, Plan
-from strategies.dims import NAMES
+from strategies.dims import DEGREES
 from strategies.layout import choose
 
 TIMEOUT = 240.0
@@ -130,7 +130,7 @@ def _train(rank: int, device: Any, tree: dict[str, Any], limit: float) -> tuple[
         most = 1024 * int(used[1]) + int(limit) if used else resource.RLIM_INFINITY
         resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     config, world = from_dict(tree), dist.get_world_size()
-    layout = choose(config.strategy, world, **{name: tree["parallel"][name] for name in NAMES})
+    layout = choose(config.strategy, world, **{name: tree["parallel"][name] for name in DEGREES})
     with tempfile.TemporaryDirectory() as folder:
         job = Job(config, layout, folder, "trial", "", STEPS, os.getcwd())
         training = Training(job, Place(rank, world, rank, device), SilentChannel())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 from app.config import Config
 from app.config_io import flatten, to_dict, to_yaml
 from app.console import Console, stop_signals
-from app.errors import Interrupted
+from app.errors import Interrupted, RunFailed
 from app.masking import mask_tree
 from app.run.cost import Meter
 from app.run.manifest import Run
+from app.run.metrics import RunMetrics
+from app.run.progress import ProgressFile
 from app.tracking.environment import environment_text
 from app.tracking.settings import Settings
 from app.tracking.tracker import Tracker
@@ -33,8 +36,13 @@ class Driver:
         self.summary: dict[str, Any] = {}
         self.lost_at: float | None = None  # when workers were lost that are not yet replaced
         self.resized = False  # whether the run has continued with another number of workers
+        self.evaluated: dict[str, float] = {}  # the newest figures on held-out data
+        self.progress = ProgressFile(run.storage, run.attempt)
         self.meter: Meter | None = None  # counts what the run costs, where prices are known
+        self.failed = ""  # why the run cannot go on, as another thread has found
+        self.restart: Callable[[], object] | None = None  # begins this command anew in place of this process
         self.stopping = False  # whether it is to save and stop
+        self.metrics = RunMetrics(run.manifest.name)  # for the cluster's operators
         self.tracker = Tracker(
             run.local_folder / "tracking",
             settings,
@@ -51,6 +59,8 @@ class Driver:
     # --- stopping -----------------------------------------------------------------------------------------------
 
     def stop_requested(self) -> bool:
+        """Asked at every look at the workers."""
+        self.metrics.refresh()
         if self._budget_is_spent() and self.meter and not self.stopping:
             how = "stopping before training begins" if self.starting else "saving a checkpoint and stopping"
             self.console.say(f"{self.meter.sentence()}: {how}")
@@ -62,8 +72,13 @@ class Driver:
         """Whether the present workers have yet to take a step: nothing would be lost."""
         return not self.progressed or self.lost_at is not None
 
-    def check_start(self) -> None:
-        """Raises Interrupted if the workers are to stop and still start: they cannot be told yet."""
+    def check(self) -> None:
+        """Raises Interrupted if the workers are to stop and still start: they cannot be told yet; and RunFailed if
+        another start has taken the run over, or Ray is gone."""
+        if self.run.lease.successor is not None:
+            raise RunFailed(self.run.lease.superseded())
+        if self.failed:
+            raise RunFailed(self.failed)
         if self.starting and self.stop_requested():
             again = "" if self.first_step_at is None else " again"
             raise Interrupted(f"stopped before training began{again}")
@@ -95,14 +110,18 @@ class Driver:
     def _log_cost(self) -> None:
         if self.meter:
             self.tracker.metrics(self.step, self.meter.metrics())
+            self.metrics.set(dollars=self.meter.spent.total, dollars_per_hour=self.meter.rate)
 
     # --- events of the workers ----------------------------------------------------------------------------------
 
     def handle(self, event: dict[str, Any]) -> None:
+        if self.run.lease.successor is not None:
+            return  # the MLflow run is the later start's
         getattr(self, f"_on_{event['type']}")(event)
 
     def _on_start(self, event: dict[str, Any]) -> None:
         self.progressed = False
+        self.metrics.furthest = max(self.metrics.furthest, event["resumed_from"] or 0)
         self.tracker.tags({"trireme.device": event["device"], "trireme.parameters": str(event["parameters"])})
         if event["resumed_from"] is not None:
             self.console.say(f"continuing after step {event['resumed_from']:,} of {event['steps']:,}")
@@ -115,14 +134,22 @@ class Driver:
         if self.first_step_at is None:
             self.first_step_at = time.time()
         self.step, self.progressed = event["step"], True
+        self.run.lease.step = event["step"]
         self.seconds_per_step = event["seconds_per_step"]
         if self.lost_at is not None:
             self.fault("recovery_seconds", time.monotonic() - self.lost_at)
             self.lost_at = None
         self._log_cost()
+        event |= {"evaluated": self.evaluated} if self.evaluated else {}
+        self.progress.note(event)
+        self.metrics.progress(event)
         self.console.progress(event)
 
     def _on_metrics(self, event: dict[str, Any]) -> None:
+        found = {key.removeprefix("eval/"): value for key, value in event["values"].items() if key.startswith("eval/")}
+        if found:
+            self.evaluated = found
+            self.progress.note({"evaluated": found})
         self.tracker.metrics(event["step"], event["values"], event["time"])
 
     def _on_system(self, event: dict[str, Any]) -> None:
@@ -133,6 +160,7 @@ class Driver:
         if "interval" in event:
             values["checkpoint/interval_seconds"] = event["interval"]
         self.tracker.metrics(event["step"], values)
+        self.metrics.checkpoint(event)
 
     def _on_warning(self, event: dict[str, Any]) -> None:
         self.note(event["text"])
@@ -146,6 +174,22 @@ class Driver:
         trace = folder / f"step-{event['step']}.json"
         trace.write_text(json.dumps(chrome_trace(event["spans"])))
         self.tracker.artifact(trace, "pipeline")
+
+    def _on_profile(self, event: dict[str, Any]) -> None:
+        """Traces and tables that workers have written into the run's folder."""
+        from app.profiler import table
+
+        here = self.run.local_folder / event["folder"]
+        kept = self.run.storage.join(event["folder"])
+        for name in [] if kept.is_local else kept.list():
+            here.mkdir(parents=True, exist_ok=True)
+            (here / name).write_bytes(kept.read_bytes(name))
+        self.tracker.artifact(here, event["folder"])
+        self.tracker.text(table(event["profile"]), f"{event['folder']}/profile.txt")
+        first = event["profile"]["ranks"][0]
+        seconds = {f"profile/{name}": value for name, value in first.items() if name.endswith("_seconds")}
+        self.tracker.metrics(event["step"], seconds)
+        self.note(f"steps are profiled: `trireme profile {self.run.folder}` shows where their time went")
 
     def _on_done(self, event: dict[str, Any]) -> None:
         self.summary = event["summary"]

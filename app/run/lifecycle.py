@@ -7,12 +7,13 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
-from app.console import duration, quantity
-from app.errors import Interrupted
+from app.console import duration, evaluation_line, quantity
+from app.errors import Interrupted, RunFailed
 from app.job import Job
 from app.run.driver import Driver
 from app.run.manifest import Outcome
 from app.run.prepare import Prepared
+from app.tasks.by_value import write_task_file
 from app.tracking.settings import ui_command
 from app.tracking.tracker import Delivery
 from app.versions import newer
@@ -29,6 +30,7 @@ def train_run(driver: Driver, prepared: Prepared, where: str, train: Callable[[J
     if run.finished and run.manifest.steps >= prepared.steps:
         return _already_finished(driver)
     run.open(prepared.config, prepared.steps, console.say)
+    write_task_file(prepared.config.task, run.storage)
     console.say(f"training {run.manifest.name} on {prepared.samples:,} samples")
     console.say(
         f"{prepared.layout} on {where}; {prepared.steps:,} steps; everything else is in {run.local_folder / 'logs'}"
@@ -61,13 +63,23 @@ def _ending(driver: Driver) -> Iterator[None]:
     """Whatever happens, the manifest and MLflow say how the run ended."""
     try:
         yield
-    except (Interrupted, KeyboardInterrupt) as error:
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            if driver.run.lease.is_superseded():
+                driver.tracker.leave()
+                driver.run.lease.release()
+                raise RunFailed(driver.run.lease.superseded()) from error
+        _ended_by(driver, error)
+        raise
+
+
+def _ended_by(driver: Driver, error: BaseException) -> None:
+    """Raises Interrupted, with what to do next, if a person or a scheduler has ended the run."""
+    if isinstance(error, Interrupted | KeyboardInterrupt):
         _end(driver, "stopped", "KILLED", str(error) or "stopped at once")
         again = "run the same command again to continue"
         raise Interrupted(f"{error or 'stopped at once'}: {again}") from None
-    except BaseException as error:
-        _end(driver, "failed", "FAILED", str(error).splitlines()[0] if str(error) else type(error).__name__)
-        raise
+    _end(driver, "failed", "FAILED", str(error).splitlines()[0] if str(error) else type(error).__name__)
 
 
 def _end(driver: Driver, status: str, mlflow_status: str, message: str = "") -> Delivery:
@@ -75,13 +87,17 @@ def _end(driver: Driver, status: str, mlflow_status: str, message: str = "") -> 
     driver.console.status("sending the last metrics to MLflow")
     driver.settle_cost()
     delivery = driver.tracker.finish(mlflow_status, message=message, timeout=config.tracking.flush_timeout)
+    driver.progress.close()
     driver.run.manifest.mlflow_run_id = delivery.run_id or driver.run.manifest.mlflow_run_id
+    driver.run.manifest.seconds += time.monotonic() - driver.began
     driver.run.end(status, driver.summary or None)
     if not delivery.complete:
         driver.note(
             f"some metrics have not reached MLflow yet ({delivery.problem}); they wait in "
             f"{driver.tracker.folder}: `trireme sync {driver.run.folder}` delivers them"
         )
+    if delivery.left_out:
+        driver.note(f"MLflow has no model of this run, only its weights are kept: {delivery.left_out}")
     return delivery
 
 
@@ -94,7 +110,7 @@ def _finished(driver: Driver) -> Outcome:
     }
     weights = driver.weights() if config.tracking.log_model and config.tracking.enabled else None
     if weights:
-        recipe = {"task": config.task, "task_args": config.task_args, "weights": str(weights)}
+        recipe = {"task": config.task, "task_args": config.task_args, "weights": str(weights), "folder": run.folder}
         driver.tracker.model(recipe | {"metrics": summary["metrics"]})
     delivery = _end(driver, "finished", "FINISHED", f"finished after step {summary['step']:,}")
     mlflow = {"run_id": delivery.run_id, "url": delivery.url, "complete": delivery.complete}
@@ -113,13 +129,12 @@ def _print_summary(driver: Driver, outcome: Outcome) -> None:
         + (f", continued after step {summary['resumed_from']:,}" if summary["resumed_from"] else "")
     )
     if evaluated:
-        shown = {name: f"{value:.2%}" if name == "accuracy" else f"{value:.4g}" for name, value in evaluated.items()}
-        console.say("  held out  " + ", ".join(f"{name} {value}" for name, value in shown.items()))
-    rate = metrics.get("train/tokens_per_second") or metrics.get("train/samples_per_second", 0.0)
-    unit = "tokens" if "train/tokens_per_second" in metrics else "samples"
+        console.say(f"  held out  {evaluation_line(evaluated)}")
+    starts = driver.run.manifest.starts
+    whole = f"; {duration(driver.run.manifest.seconds)} in all {starts} starts" if starts > 1 else ""
     console.say(
-        f"  speed     {quantity(rate)} {unit}/s; {duration(summary['seconds'])} of training in "
-        f"{duration(summary['total_seconds'])} (first step after {summary['first_step_seconds']:.1f} s)"
+        f"  speed     {quantity(summary['rate'])} {summary['unit']}/s; {duration(summary['seconds'])} of training in "
+        f"{duration(summary['total_seconds'])} (first step after {summary['first_step_seconds']:.1f} s){whole}"
     )
     if driver.meter and driver.meter.rate:
         console.say(f"  cost      {driver.meter.total()}")

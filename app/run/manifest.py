@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from typing import Any
 from app.config import Config
 from app.config_io import flatten, to_dict, to_yaml, with_values
 from app.errors import UserError
-from app.lease import FILE, HEARTBEAT_SECONDS, LEASE_SECONDS, is_alive, is_here, read_lease, write_lease
+from app.lease import Holder
 from app.masking import mask_tree
 from app.storage import Storage
 
@@ -52,6 +51,7 @@ class Manifest:
     identity: dict[str, Any]
     status: str = "running"  # running, finished, stopped, failed
     starts: int = 0
+    seconds: float = 0.0  # of all starts that have ended
     steps: int = 0  # optimizer steps that the latest start was to reach
     mlflow_run_id: str | None = None
     summary: dict[str, Any] = field(default_factory=dict)
@@ -66,6 +66,14 @@ def run_folder(config: Config) -> Storage:
     return Storage(storage).join(config.run.name)
 
 
+def local_folder(storage: Storage, name: str, uid: str) -> Path:
+    """Where this machine keeps what a run has beside its storage: there itself, else in the cache."""
+    if storage.is_local:
+        return storage.local_path
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    return cache / "trireme" / "runs" / f"{name}-{uid[:8]}"
+
+
 class Run:
     """The driver's handle on a run. `open` starts it or starts it again; `end` says how it went."""
 
@@ -74,7 +82,8 @@ class Run:
         self.storage = run_folder(config)
         self.attempt = uuid.uuid4().hex[:12]
         self.manifest = self._read_or_new()
-        self._ended = threading.Event()
+        self.opened = False
+        self.lease = Holder(self.storage, self.manifest.name, self.attempt, self._is_newest)
 
     @property
     def folder(self) -> str:
@@ -83,10 +92,7 @@ class Run:
     @property
     def local_folder(self) -> Path:
         """A folder on this machine for logs and the tracking spool, also when the storage is an object store."""
-        if self.storage.is_local:
-            return self.storage.local_path
-        cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-        return cache / "trireme" / "runs" / f"{self.manifest.name}-{self.manifest.uid[:8]}"
+        return local_folder(self.storage, self.manifest.name, self.manifest.uid)
 
     @property
     def finished(self) -> bool:
@@ -109,12 +115,17 @@ class Run:
             ) from error
         for key in identity | saved.identity:
             before, now = saved.identity.get(key), identity.get(key)
-            if before != now:
+            if before != now and self._has_trained():
                 raise UserError(
                     f"the run {saved.name!r} in {self.storage.url} was started with {key}={before}, and this is "
                     f"{key}={now}; to train something else use another run.name"
                 )
+        saved.identity = identity
         return saved
+
+    def _has_trained(self) -> bool:
+        """Whether an earlier start has taken a step that is kept or was reported."""
+        return self.storage.exists("progress.json") or bool(self.storage.join("checkpoints").list())
 
     def _identity(self) -> dict[str, Any]:
         flat = flatten(mask_tree(to_dict(self.config)))
@@ -130,14 +141,22 @@ class Run:
             UserError: the storage cannot be written, or another driver is training this run now.
         """
         self.storage.check_writable()
-        self.refuse_if_held(say)
+        self.lease.say, self.lease.steps = say, steps
+        if not self.lease.taken:
+            self.lease.take(self.lease.refuse_if_held())
+        self.opened = True
         self.manifest.starts += 1
         self.manifest.status, self.manifest.steps = "running", steps
-        write_lease(self.storage, self.attempt, 0)
         self.save()
         # Secrets stay out; to go on, a run reads the configuration that it is given again, not this one.
         self.storage.write_bytes("config.yaml", to_yaml(mask_tree(to_dict(config))).encode())
-        threading.Thread(target=self._renew, daemon=True, name="lease").start()
+        self.lease.check()
+
+    def take_over(self, say: Callable[[str], None]) -> None:
+        """Takes the lease from another start, alive or not, and what it has written by then."""
+        self.lease.say, self.lease.steps = say, self.manifest.steps
+        self.lease.take_over()
+        self.manifest = self._read_or_new()
 
     def save(self) -> None:
         self.storage.write_bytes("run.json", json.dumps(asdict(self.manifest), indent=1, default=str).encode())
@@ -146,53 +165,20 @@ class Run:
         self.manifest.status = status
         if summary is not None:
             self.manifest.summary = summary
-        self._ended.set()
-        lease = read_lease(self.storage)
-        if lease and lease["attempt"] != self.attempt:
-            return  # a later start has taken over: the folder is its own
-        self.save()
-        self.storage.remove(FILE)
+        self.lease.release(self.save)
 
     def forget_if_never_opened(self) -> None:
-        """Removes the logs of a start that was refused, so that wrong input leaves nothing."""
+        """Removes the lease and the logs of a start that was refused, so that wrong input leaves nothing."""
+        if self.lease.taken and not self.opened:
+            self.lease.release()
         if self.storage.is_local and not self.storage.exists("run.json"):
             self.storage.remove_tree("logs")
             with contextlib.suppress(OSError):
                 self.storage.local_path.rmdir()
 
-    # --- the lease ----------------------------------------------------------------------------------------------
-
-    def refuse_if_held(self, say: Callable[[str], None], seconds: float = LEASE_SECONDS) -> None:
-        """seconds: that a driver elsewhere has to show that it lives.
-
-        Raises:
-            UserError: another driver is training this run now.
-        """
-        lease = read_lease(self.storage)
-        if not lease:
-            return
-        if seconds and not is_here(lease):
-            say(f"a start of this run on {lease['host']} did not end: waiting up to {seconds:.0f} s to see if it lives")
-        if is_alive(self.storage, lease, seconds):
-            raise UserError(
-                f"the run {self.manifest.name!r} is being trained by process {lease['pid']} on {lease['host']}: wait "
-                "for it, or use another run.name"
-            )
-
-    def _renew(self) -> None:
-        beat = 1
-        while not self._ended.wait(HEARTBEAT_SECONDS):
-            with contextlib.suppress(Exception):  # the storage cannot be reached: the next beat tries again
-                lease = read_lease(self.storage)
-                if lease and lease["attempt"] != self.attempt:
-                    return  # a later start has taken over
-                if lease or self._is_newest():  # it alone may be gone; a storage that is gone has no run.json either
-                    write_lease(self.storage, self.attempt, beat)
-            beat += 1
-
     def _is_newest(self) -> bool:
         """Whether no later start has taken this run over, and maybe ended: its number would be higher."""
-        return int(json.loads(self.storage.read_bytes("run.json"))["starts"]) == self.manifest.starts
+        return int(json.loads(self.storage.read_bytes("run.json"))["starts"]) <= self.manifest.starts
 
 
 def free_name(config: Config) -> str:

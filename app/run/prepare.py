@@ -16,14 +16,18 @@ from torch import nn
 from app.checkpoint import find
 from app.config import Config
 from app.config_io import with_values
-from app.data.loader import fetch, micro_batch_slices
+from app.data.loader import fetch, is_reproducible, micro_batch_slices, tensors
 from app.errors import UserError
 from app.job import strategy_options
 from app.optimizer import optimizer_class
+from app.randomness import seed_everything
+from app.run.rehearse import rehearse, require_map_style, require_methods
 from app.tasks import load_task
 from app.tasks.base import Task
 from strategies import precision, registry
 from strategies.blocks import find_blocks
+from strategies.context.apply import check_length, choose_method, require_positions
+from strategies.dims import DEGREES
 from strategies.layout import LayoutError
 from strategies.parallelize import Layout, ParallelDims, check, choose
 from strategies.pipeline.apply import plan_stages
@@ -53,9 +57,12 @@ def read_task(config: Config) -> Task:
     optimizer_class(config.optimizer.name)
     if config.checkpoint.load:
         find(config.checkpoint.load)
+    seed_everything(config.train.seed)  # as workers do
     task = load_task(config.task, config.task_args)
-    task.train_data()
-    task.eval_data()
+    require_methods(task)
+    require_map_style(task.train_data(), "training")
+    if (held_out := task.eval_data()) is not None:
+        require_map_style(held_out, "held-out")
     return task
 
 
@@ -74,7 +81,10 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
     _check_batch(config, layout.dims.dp)
     config, notes = _micro_batches(config, layout.dims)
     train = config.train
+    rehearse(config, task, train.global_batch_size // layout.dims.dp)
     module = looked_at(task, layout)
+    if layout.dims.cp > 1:
+        config = _split_sequences(config, task, layout, module, devices_per_node)
     check(
         layout,
         strategy_options(config),
@@ -85,7 +95,7 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
         micro_batches=_count_micro_batches(config, layout.dims.dp),
     )
     check_model(config, task, layout, module)
-    notes = (*planned, *notes, *_remarks(config, layout.dims, samples))
+    notes = (*planned, *notes, *_remarks(config, layout.dims, samples), *_randomness(task, layout.dims))
     return Prepared(config, layout, train.steps_for(samples), samples, notes, prediction)
 
 
@@ -96,6 +106,20 @@ def _split_length(task: Task, layout: Layout, module: nn.Module | None) -> int |
     plan = task.tensor_plan(module) or {}
     splits = any(SYNONYMS.get(value, value) == "sequence" for value in plan.values())
     return getattr(task, "sequence_length", None) if splits else None
+
+
+def _split_sequences(
+    config: Config, task: Task, layout: Layout, module: nn.Module | None, devices_per_node: int | None
+) -> Config:
+    """Decides parallel.context where it is left open; whether the model and one sample's length can be split."""
+    if module is not None:
+        require_positions(module, task.context_plan(module))
+    method = choose_method(config.parallel.context, task.heads(), layout.dims, devices_per_node)
+    sample = fetch(task.train_data(), [(0, 0)])
+    length = next((t.size(1) for t in tensors(sample) if t.dim() > 1), None)
+    if length is not None:
+        check_length(length, layout.dims.cp, method)
+    return with_values(config, {"parallel.context": method})
 
 
 def _layout(
@@ -115,10 +139,7 @@ def _layout(
     layout = choose(
         config.strategy,
         workers,
-        dp_replicate=wanted.dp_replicate,
-        dp_shard=wanted.dp_shard,
-        tp=wanted.tp,
-        pp=wanted.pp,
+        **{name: getattr(wanted, name) for name in DEGREES},
         devices_per_node=devices_per_node,
     )
     return config, layout, (), None
@@ -146,8 +167,29 @@ def _remarks(config: Config, dims: ParallelDims, samples: int) -> Iterator[str]:
         )
     if samples < batch:
         yield f"a step takes {batch} samples, but the data has {samples}: each step repeats some"
+    if (warmup := config.schedule.warmup_steps) > steps:
+        yield (
+            f"schedule.warmup_steps is {warmup:,}, but the run has {steps:,} steps: the learning rate does not reach "
+            "optimizer.lr"
+        )
+    profile = config.profile
+    if profile.steps and profile.steps[0] > steps:
+        yield f"profile.steps begins at {profile.steps[0]:,}, but the run has {steps:,} steps: none is profiled"
+    if profile.steps and (beyond := [rank for rank in profile.ranks if rank >= dims.world_size]):
+        yield f"profile.ranks has {beyond}, but the run has {dims.world_size} workers, from 0 on"
     if trace is not None and dims.pp > 1 and trace > steps:
         yield f"parallel.trace_step is {trace:,}, but the run has {steps:,} steps: no step is traced"
+
+
+def _randomness(task: Task, dims: ParallelDims) -> Iterator[str]:
+    """Raises UserError where workers that must see the same samples would not."""
+    if is_reproducible(task.train_data()):
+        return
+    said = "the training data draws from a random generator of its own: a sample is another whenever it is made"
+    instead = "draw from torch's, NumPy's or Python's global generator, which is seeded for each sample"
+    if dims.tp * dims.pp > 1:
+        raise UserError(f"{said}, but here {dims.tp * dims.pp} workers need the same one: {instead}")
+    yield f"{said}, and a resumed run does not see what it would have seen; {instead}"
 
 
 def with_idle_gpus(prepared: Prepared, workers: int, each: float, gpus: float, pool: str) -> Prepared:
@@ -216,6 +258,15 @@ def looked_at(task: Task, layout: Layout) -> nn.Module | None:
     return module
 
 
+def _refuse_scalars(module: nn.Module, layout: Layout) -> None:
+    scalar = next((name for name, p in module.named_parameters() if p.dim() == 0), "")
+    if scalar and layout.dims.dp_shard > 1:
+        raise LayoutError(
+            f"{scalar} is a parameter without dimensions, which the shards of a pipeline's stages cannot hold: write "
+            "torch.zeros(1) for it, or strategy=fsdp without parallel.pp"
+        )
+
+
 def check_devices(config: Config, device: str) -> None:
     """Raises LayoutError if the workers' type of device (cuda, cpu) cannot compute as asked."""
     if config.train.precision == "fp8" and device == "cpu":
@@ -230,10 +281,13 @@ def check_model(config: Config, task: Task, layout: Layout, module: nn.Module | 
     if layout.dims.tp > 1:
         make_plan(module, task.tensor_plan(module), chosen.sequence_parallel)
     if layout.dims.pp > 1:
+        _refuse_scalars(module, layout)
         batch = fetch(task.train_data(), [(0, 0)])
         blocks, cpu = find_blocks(module, task.blocks(module)), torch.device("cpu")
         try:
-            plan_stages(module, blocks, chosen, layout.dims.pp, (task.loss, batch), cpu)
+            tracer, *_ = plan_stages(module, blocks, chosen, layout.dims.pp, (task.loss, batch), cpu)
+            if (held_out := task.eval_data()) is not None:
+                tracer.trace(task.metrics, fetch(held_out, [(0, 0)]), training=False)
         except (LayoutError, UserError):
             raise
         except Exception:  # what the model's own code raises without numbers the workers meet too: their logs say where

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
 import traceback
 from typing import Any
 
 from app.errors import UserError, nearest
+from app.tasks import by_value
 from app.tasks.base import Task
 from app.tasks.parts import require_known
+from app.user_code import user_module
 
 BUILT_IN = {
     "image_classification": "app.tasks.vision:ImageClassification",
@@ -27,6 +26,10 @@ def load_task(name: str, task_args: dict[str, Any]) -> Task:
     Raises UserError for a name that is not known or does not import, and for arguments that the task does not take or
     that are missing. What the task's own code raises is left as it is.
     """
+    if name in by_value.KNOWN and isinstance(by_value.KNOWN[name], Task):
+        if task_args:
+            raise UserError(f"task {name!r} is an object, which takes no task_args: give its class to make it anew")
+        return by_value.KNOWN[name]
     task_class = find_task(name)
     _check_arguments(name, task_class, task_args)
     return task_class(**task_args)
@@ -36,6 +39,8 @@ def find_task(name: str) -> type[Task]:
     """The class of the task called `name`; raises UserError as load_task does."""
     if not name:
         raise UserError(f"no task is given; write task: {', '.join(BUILT_IN)} or the import path of your own class")
+    if name in by_value.KNOWN:
+        return by_value.KNOWN[name]
     module_name, colon, class_name = BUILT_IN.get(name, name).partition(":")
     if not colon or not module_name or not class_name:
         raise UserError(
@@ -53,12 +58,10 @@ def find_task(name: str) -> type[Task]:
 
 
 def _import(name: str, module_name: str) -> Any:
-    # A console script does not look for modules where it is started; `python -m app` does.
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)
     try:
-        return importlib.import_module(module_name)
+        return user_module(module_name)
+    except UserError:
+        raise
     except ModuleNotFoundError as error:
         missing = error.name or ""
         own = module_name == missing or module_name.startswith(f"{missing}.")

@@ -34,8 +34,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from app.data.loader import Batch, fetch, rows
+from app.data.loader import Batch, rows
 from app.errors import UserError
+from app.prediction import Preprocessor
+from strategies.context.apply import ContextPlan
 
 
 class Task:
@@ -92,11 +94,21 @@ class Task:
         """How tensor parallelism may split the model, by module name (strategies/tensor/plan.py). None: it cannot."""
         return None
 
+    def context_plan(self, model: nn.Module) -> ContextPlan | None:
+        """Where the model and its batches have their sequence, for context parallelism. None: along dimension 1, and
+        the model takes the places of its tokens as `position_ids`."""
+        return None
+
     def heads(self) -> int | None:
         """Attention heads: what the degree of tensor parallelism must divide. None: no such condition."""
         return None
 
-    def example_input(self) -> tuple[Any, ...]:
-        """One row of what the model is called with, as positional arguments."""
-        batch = fetch(self.train_data(), [(0, 0)])
-        return (batch[0],) if isinstance(batch, (tuple, list)) else (batch,)
+    def on_gpu(self) -> Task | None:
+        """The task as it computes on a GPU that has the whole model, where `loss` asks which device it is on; None: the
+        same. For the planner, which watches the task without a GPU."""
+        return None
+
+    def preprocessor(self) -> Preprocessor | None:
+        """What turns what a person has (rows, images, texts) into what the model is called with, and its answers into
+        what they mean; kept with the model in MLflow. None: the model takes its tensors."""
+        return None

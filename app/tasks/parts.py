@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from app.errors import UserError, nearest
+from app.prediction import Preprocessor
 from app.tasks.base import Batch, Task
 
 
@@ -23,9 +24,13 @@ class InParts(Task):
     _train: Any
     _eval: Any
     _build: Callable[[], nn.Module]
+    _input: Preprocessor | None = None
 
     def build_model(self) -> nn.Module:
         return self._build()
+
+    def preprocessor(self) -> Preprocessor | None:
+        return self._input
 
     def train_data(self) -> Dataset[Any]:
         return self._train

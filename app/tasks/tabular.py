@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,62 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from app.data.order import Indices, held_out, hold_out
-from app.data.tables import Array, Column, column_of, encoded, read_table
+from app.data.tables import Array, Column, Encoding, column_of, read_table
 from app.errors import UserError
 from app.models.feedforward import MLP
+from app.prediction import Preprocessor, classes_table
 from app.tasks.base import Batch
 from app.tasks.parts import Classification, checked_model, one_of
 
 DEFAULT_EVAL_FRACTION = 0.2
+
+
+@dataclass
+class TableInput(Preprocessor):
+    """Rows as they are in the file, in a pandas table or a list of dicts."""
+
+    encodings: list[Encoding]
+    target: str
+    classes: list[str]
+    mean: float  # of the target, where there are no classes
+    std: float
+    first: dict[str, Array]  # a value of each column
+
+    @property
+    def example(self) -> Any:
+        import pandas
+
+        return pandas.DataFrame({name: pandas.Series(values) for name, values in self.first.items()})
+
+    def __call__(self, given: Any) -> tuple[Any, ...]:
+        import pandas
+
+        table = pandas.DataFrame(given)
+        parts = [each.encode(self._values(table, each)) for each in self.encodings]
+        return (torch.from_numpy(np.concatenate(parts, 1)),)
+
+    @staticmethod
+    def _values(table: Any, encoding: Encoding) -> Array:
+        import pandas
+
+        if encoding.name not in table:
+            raise ValueError(f"the rows have no column {encoding.name!r}, which the model was trained on")
+        column = table[encoding.name]
+        if encoding.codes is not None:
+            return np.array([None if pandas.isna(value) else str(value) for value in column], dtype=object)
+        if not pandas.api.types.is_numeric_dtype(column):
+            try:
+                column = pandas.to_numeric(column)
+            except (ValueError, TypeError):  # a date, which is seconds
+                column = (pandas.to_datetime(column) - pandas.Timestamp(0)) / pandas.Timedelta(seconds=1)
+        return column.to_numpy(dtype=np.float64, na_value=np.nan)
+
+    def read(self, output: Any) -> Any:
+        import pandas
+
+        if self.classes:
+            return classes_table(self.target, self.classes, output)
+        return pandas.DataFrame({self.target: output[:, 0].double().cpu().numpy() * self.std + self.mean})
 
 
 class Tabular(Classification):
@@ -60,7 +110,8 @@ class Tabular(Classification):
         self.classes, goals = _goals(goal, rows, kind, path.name)
         count = held_out(len(rows), eval_samples, DEFAULT_EVAL_FRACTION)
         train_at, eval_at = hold_out(len(rows), count, goals if self.classes else None)
-        matrix = encoded(inputs, rows[train_at])
+        encodings = [Encoding.fit(column, rows[train_at]) for column in inputs]
+        matrix = np.concatenate([e.encode(column.values) for e, column in zip(encodings, inputs, strict=True)], 1)
         self.mean, self.std, self.eval_variance = 0.0, 1.0, 0.0
         if not self.classes:
             self.mean, self.std = float(goals[train_at].mean()), float(goals[train_at].std()) or 1.0
@@ -73,6 +124,8 @@ class Tabular(Classification):
         ]
         self._train, self._eval = parts[0], parts[1] if count else None
         outputs = len(self.classes) if self.classes else 1
+        first = {c.name: c.values[np.flatnonzero(~c.missing())[:1]] for c in inputs}
+        self._input = TableInput(encodings, target, self.classes, self.mean, self.std, first)
         self._build = checked_model(MLP, {"in_features": matrix.shape[1], "out_features": outputs}, model_args)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from app.data.images import Array, ImageSet, read_images
 from app.data.order import held_out, hold_out, mix64
 from app.errors import UserError
 from app.models.feedforward import CNN, MLP, ResNet
+from app.prediction import Preprocessor, classes_table
 from app.tasks.parts import Classification, checked_model, one_of, whole
 
 DEFAULT_EVAL_FRACTION = 0.2
@@ -61,10 +63,43 @@ class ImageClassification(Classification):
                 f"the images of {held.source} have shape {held.images.shape[1:]}, those of {train.source} "
                 f"{train.images.shape[1:]}; they must agree"
             )
+        if augment_shift >= min(train.images.shape[2:]):
+            raise UserError(
+                f"task_args.augment_shift is {augment_shift}, which moves images of {train.images.shape[2]}×"
+                f"{train.images.shape[3]} out of sight: write a few pixels"
+            )
         mean, std = _statistics(train.images)
         self._train = Images(train, mean, std, augment_shift)
         self._eval = Images(held, mean, std) if len(held.labels) else None
         self._build = _model(model, model_args, train.images.shape[1:], self.classes)
+        channels_last = train.images[:1, 0] if len(mean) == 1 else train.images[:1].transpose(0, 2, 3, 1)
+        self._input = ImageInput(mean, std, list(range(self.classes)), np.ascontiguousarray(channels_last))
+
+
+@dataclass
+class ImageInput(Preprocessor):
+    """Images as they are in the data: (n, height, width), (n, height, width, channels) or (n, channels, height, width),
+    brought to the training images' mean and deviation, (channels, 1, 1)."""
+
+    mean: Tensor
+    std: Tensor
+    classes: list[Any]
+    example: Any
+
+    def __call__(self, given: Any) -> tuple[Any, ...] | dict[str, Any]:
+        return (self.standardised(given),)
+
+    def standardised(self, given: Any) -> Tensor:
+        images = torch.as_tensor(np.asarray(given)).float()
+        images = images[:, None] if images.ndim == 3 else images
+        if images.ndim == 4 and images.shape[1] != len(self.mean) == images.shape[3]:
+            images = images.permute(0, 3, 1, 2)
+        if images.ndim != 4 or images.shape[1] != len(self.mean):
+            raise ValueError(f"the model takes images of shape {np.shape(self.example)}, not {tuple(images.shape)}")
+        return (images - self.mean) / self.std
+
+    def read(self, output: Any) -> Any:
+        return classes_table("class", self.classes, output)
 
 
 class Images(Dataset[Any]):

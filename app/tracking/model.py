@@ -1,12 +1,15 @@
 """The trained model, so that `mlflow.pytorch.load_model` gives the module back in a process that has only mlflow and
 torch: pickled, with the Python sources that its classes come from, a signature, an input example and pinned versions.
 
+What a person gives it, and what it answers, is in app/prediction.py.
+
 Through MlflowClient, step by step, rather than `mlflow.pytorch.log_model`: of that, a second call after a lost answer
 makes a second model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
@@ -16,13 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import mlflow.pytorch
-import numpy
 import torch
 from mlflow.entities import LoggedModelOutput, Metric
 from mlflow.models import Model, infer_signature
 from mlflow.tracking import MlflowClient
 
+from app import prediction
+from app.data.loader import fetch
+from app.prediction import Predictor, watched_arguments
+from app.storage import Storage
 from app.tasks import load_task
+from app.tasks.by_value import read_task_file
 from app.tracking.spool import Event
 
 NAME = "model"
@@ -60,40 +67,35 @@ def upload(client: MlflowClient, run_id: str, event: Event) -> None:
 
 def _save(recipe: dict[str, Any], run_id: str, scratch: Path) -> None:
     """Write the model in MLflow's format into `scratch`/model. Raises whatever the task's own code raises."""
-    task = load_task(recipe["task"], dict(recipe["task_args"]))
-    module = task.build_model()
+    read_task_file(recipe["task"], Storage(recipe.get("folder", ".")))
+    with contextlib.chdir(recipe["cwd"]):  # where its relative paths mean what they did
+        task = load_task(recipe["task"], dict(recipe["task_args"]))
+        module = task.build_model()
+        example = fetch(task.train_data(), [(0, 0)])
     module.load_state_dict(torch.load(recipe["weights"], map_location="cpu", weights_only=True))
     module.eval()
-    example = task.example_input()
-    with torch.no_grad():
-        output = module(*example)
-    arrays = [_array(value) for value in example]
-    inputs = arrays[0] if len(arrays) == 1 else {f"input_{index}": array for index, array in enumerate(arrays)}
-    ours, pins = _origins(module, recipe["task"])
+    preprocessor = task.preprocessor()
+    model = Predictor(module, preprocessor) if preprocessor else module
+    known = preprocessor or watched_arguments(module, task.loss, example)
+    inputs = known.example
+    output = Predictor(module, known).predict(inputs)
+    ours, pins = _origins(model, recipe["task"])
+    about = Model(artifact_path=NAME, run_id=run_id)
     mlflow.pytorch.save_model(
-        module,
+        model,
         str(scratch / NAME),
         serialization_format="pickle",
-        mlflow_model=Model(artifact_path=NAME, run_id=run_id),
-        signature=infer_signature(inputs, _outputs(output)),
+        mlflow_model=about,
+        signature=infer_signature(inputs, output),
         input_example=inputs,
         pip_requirements=pins,
         code_paths=_copy_sources(ours, scratch / "code"),
     )
-
-
-def _array(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return numpy.asarray(value)
-    value = value.detach().cpu()
-    return (value.float() if value.dtype in (torch.bfloat16, torch.float16) else value).numpy()
-
-
-def _outputs(value: Any) -> Any:
-    """For the signature: the tensors of a dict, the first of several, or the one."""
-    if isinstance(value, dict):
-        return {key: _array(item) for key, item in value.items() if isinstance(item, torch.Tensor)}
-    return _array(value[0]) if isinstance(value, (tuple, list)) else _array(value)
+    if not preprocessor:
+        torch.save(known, scratch / NAME / "data" / prediction.FILE)
+    served = about.flavors["python_function"] | {"loader_module": prediction.__name__}
+    about.add_flavor("python_function", **served)
+    about.save(str(scratch / NAME / "MLmodel"))
 
 
 def _origins(module: torch.nn.Module, task: str) -> tuple[set[str], list[str]]:

@@ -105,6 +105,7 @@ class State:
     last_time: float = 0.0  # Unix seconds of the newest event delivered: when a killed run ended
     tries: int = 0  # how often the upload at `offset` was begun, for uploads that fail for ever or kill the writer
     problem: str = ""  # one sentence: why nothing can be delivered just now
+    left_out: str = ""  # why there is no model
     writer: int | None = None  # process id of the last writer
 
     def has_all(self, folder: Path) -> bool:

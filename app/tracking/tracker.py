@@ -38,6 +38,7 @@ class Delivery:
     url: str  # the run's page ("" while unknown)
     complete: bool  # whether MLflow has everything; else the next start of the run, or `sync`, delivers the rest
     problem: str = ""  # one sentence: why something is left ("" otherwise)
+    left_out: str = ""  # why MLflow has no model of this run, where none could be made ("" otherwise)
 
 
 class Tracker:
@@ -77,6 +78,9 @@ class Tracker:
             return
         self._spool = Spool(self.folder, self._warn)
         self._driver = take_lock(self.folder, "driver", 2.0, self._attempt)
+        if self._driver is None:  # of a start that was superseded and does not end: it is stopped, say
+            (self.folder / "driver.lock").unlink(missing_ok=True)
+            self._driver = take_lock(self.folder, "driver", 2.0, self._attempt)
         tags = {**provenance_tags(), **_texts(self._tags)}
         own = {"time": time.time(), "tags": tags, "uri": mask_uri(self.settings.uri)}
         write_json(self.folder / "start.json", {**asdict(self.settings), **self._about, **own})
@@ -122,7 +126,8 @@ class Tracker:
         number = uuid.uuid4().hex
         path = self.folder / f"model-{number}.json"
         path.touch(0o600)
-        path.write_text(json.dumps({**recipe, "weights": str(Path(recipe["weights"]).absolute())}))
+        here = {"cwd": os.getcwd(), "weights": str(Path(recipe["weights"]).absolute())}
+        path.write_text(json.dumps({**recipe, **here}))
         self._append("model", id=number, recipe=str(path))
 
     def finish(self, status: str, *, message: str = "", timeout: float = 15.0) -> Delivery:
@@ -141,6 +146,16 @@ class Tracker:
         if self._parent is not None:
             return replace(_delivery(self.folder, self.settings, ""), complete=True)
         return _delivery(self.folder, self.settings, self._writer.wait(timeout))
+
+    def leave(self) -> None:
+        """Append nothing more, and leave the MLflow run as it is: another driver reports to it."""
+        if self._spool is None:
+            return
+        self._spool.close()
+        self._spool = None
+        self._writer.stop()
+        if self._driver is not None:
+            os.close(self._driver)
 
 
 class WriterProcess:
@@ -164,6 +179,12 @@ class WriterProcess:
             if self._over.wait(KEEP_SECONDS):
                 return
 
+    def stop(self) -> None:
+        """Keep it no longer."""
+        self._over.set()
+        if self._keeper is not None:
+            self._keeper.join()
+
     def _lives(self) -> bool:
         return look_at_lock(self._folder, "writer") == (True, self._attempt)
 
@@ -185,9 +206,7 @@ class WriterProcess:
     def wait(self, timeout: float) -> str:
         """Wait until a writer has delivered all, or until it has got nowhere for `timeout` seconds and says why; it
         then goes on for a while by itself. Returns why something is left, if it is."""
-        self._over.set()
-        if self._keeper is not None:
-            self._keeper.join()
+        self.stop()
         seen, since, spawned = State.load(self._folder), time.monotonic(), 0
         while not (state := State.load(self._folder)).has_all(self._folder):
             if not self._lives():
@@ -225,7 +244,8 @@ def sync(folder: Path, *, timeout: float = 30.0) -> Delivery:
 def _delivery(folder: Path, settings: Settings, problem: str) -> Delivery:
     state = State.load(folder)
     url = run_url(settings, state.experiment_id, state.run_id)
-    return Delivery(state.run_id or None, url, not problem and state.has_all(folder), problem)
+    done = not problem and state.has_all(folder)
+    return Delivery(state.run_id or None, url, done, problem, state.left_out)
 
 
 def _texts(values: Mapping[str, object]) -> dict[str, str]:

@@ -266,6 +266,7 @@ class Uploader:
         except PermanentError as error:
             if event["type"] == "model":
                 Path(event["recipe"]).unlink(missing_ok=True)
+                self.state.left_out = str(error)
                 self._log_tags({"trireme.model_error": str(error)})
             raise
 

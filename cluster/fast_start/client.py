@@ -117,11 +117,27 @@ def ensure(preload: str, owner: int, environment: Mapping[str, str]) -> str:
     path = os.path.join(folder(), f"{key(preload, environment)}-{owner}.socket")
     with open(os.path.join(folder(), "lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        sweep()
         if not is_listening(path):
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)  # of a server that was killed
+                os.unlink(path)
             start(path, preload, owner, environment)
     return path
+
+
+def sweep() -> None:
+    """Removes the sockets of servers that were killed. The caller holds the folder's lock."""
+    for name in os.listdir(folder()):
+        if name.endswith(".socket"):
+            path = os.path.join(folder(), name)
+            try:
+                with socket.socket(socket.AF_UNIX) as probe:
+                    probe.settimeout(0.0)  # one that is there takes it at once, or its queue is full
+                    probe.connect(path)
+            except ConnectionRefusedError:
+                os.unlink(path)
+            except OSError:
+                continue
 
 
 def is_listening(path: str) -> bool:

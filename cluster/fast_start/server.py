@@ -25,9 +25,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cluster import ray_internals
+from cluster import ray_internals, temporary
 
 IDLE_SECONDS = 600.0  # without a request and without a child, after which it ends
+GONE_SECONDS = 3.0  # after a command was killed its Ray is gone
 LOOK_SECONDS = 5.0  # without anything to do, and for one request to come whole
 Request = tuple[dict[str, Any], list[int], socket.socket]  # arguments of become
 
@@ -41,6 +42,7 @@ class Server:
         self.inode = os.stat(path).st_ino
         self.sources = sources()
         self.children: list[int] = []  # as the owner, by file descriptors that are readable once they have ended
+        self.workers: set[int] = set()  # those of them that the owner's end is the end of
         self.used = time.monotonic()
 
     def serve(self) -> Request | None:
@@ -50,17 +52,25 @@ class Server:
             watched = [self.listener.fileno(), self.owner, *self.children]
             ready, _, _ = select.select(watched, [], [], LOOK_SECONDS)
             if self.owner in ready:
+                self._end_workers()
                 break
             for child in set(self.children) & set(ready):
                 os.waitid(os.P_PIDFD, child, os.WEXITED)
                 os.close(child)
                 self.children.remove(child)
+                self.workers.discard(child)
                 self.used = time.monotonic()
             if self.listener.fileno() in ready and (request := self._accept()):
                 return request
         if self._owns_socket():
             os.unlink(self.path)
         return None
+
+    def _end_workers(self) -> None:
+        """Ray ends its processes with its raylet, but an agent may wait a minute for a head that is gone."""
+        for child in self.workers:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(child, signal.SIGKILL)
 
     def _owns_socket(self) -> bool:
         """Whether the socket on disk is still this server's."""
@@ -81,6 +91,9 @@ class Server:
             elif first:  # else it only looked whether there is a server
                 with connection.makefile("rb") as lines:
                     request = json.loads(lines.readline())
+                if request.get("end"):
+                    self._end_workers()
+                    raise ConnectionError("ended by the command that it served")
                 pid = os.fork()
                 if pid == 0:
                     connection.settimeout(None)
@@ -89,6 +102,8 @@ class Server:
                         os.close(fd)
                     return request, streams, connection
                 self.children.append(os.pidfd_open(pid))
+                if not request.get("wait"):
+                    self.workers.add(self.children[-1])
                 connection.sendall(json.dumps({"pid": pid}).encode() + b"\n")
         connection.close()
         for fd in streams:
@@ -195,3 +210,6 @@ def main() -> None:
     del server
     if request:
         become(*request)
+    else:
+        time.sleep(GONE_SECONDS)
+        temporary.sweep()

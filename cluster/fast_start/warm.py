@@ -48,10 +48,10 @@ class PrivateRay:
             self.path = client.ensure(preload, os.getpid(), os.environ)
             os.environ[client.SOCKET] = self.path
 
-    def start(self, object_store_bytes: int) -> str | None:
-        """Starts Ray; its address, None where that is for `ray.init` to do."""
+    def start(self, object_store_bytes: int, folder: str) -> str | None:
+        """Starts Ray, its files in `folder`; its address, None where that is for `ray.init` to do."""
         with contextlib.suppress(ImportError, AttributeError):
-            self.head = ray_internals.start_lean_head(object_store_bytes, STUB)
+            self.head = ray_internals.start_lean_head(object_store_bytes, STUB, folder)
             return str(self.head.gcs_address)
         return None
 
@@ -60,6 +60,8 @@ class PrivateRay:
         if self.head:
             self.head.kill_all_processes(check_alive=False, allow_graceful=True)
         if self.path:
+            with contextlib.suppress(OSError):
+                client.ask(self.path, {"end": True}).close()  # its forks too: an agent may outlive its raylet
             Path(self.path).unlink(missing_ok=True)  # upon which the server ends
             os.environ.pop(client.SOCKET, None)
         self.path, self.head = "", None

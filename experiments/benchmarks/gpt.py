@@ -18,13 +18,14 @@ from app.models.gpt import GPT
 
 @dataclass(frozen=True)
 class Shape:
-    """A GPT, and how many sequences of how many tokens a step takes."""
+    """A GPT, and how many sequences of how many tokens a step takes: `batch` at once, so many times."""
 
     d_model: int
     n_layers: int
     n_heads: int
     sequence_length: int
     batch: int
+    micro_batches: int = 1
     vocab_size: int = 50304
 
     def model(self) -> dict[str, int]:
@@ -33,7 +34,7 @@ class Shape:
     @property
     def tokens(self) -> int:
         """Per step."""
-        return self.batch * self.sequence_length
+        return self.batch * self.micro_batches * self.sequence_length
 
     def flops(self, parameters: int) -> float:
         """Of a step, forward and backward; parameters: without the embedding."""
@@ -42,9 +43,18 @@ class Shape:
 
 SHAPES = {
     "124m": Shape(768, 12, 12, 1024, 32),
-    "1.3b": Shape(2048, 24, 16, 2048, 8),
+    "1.3b": Shape(2048, 24, 16, 2048, 8, micro_batches=2),
     "tiny": Shape(64, 2, 2, 64, 4, vocab_size=256),
 }
+
+NARROW, FUSED = {"residual_in_fp32": False}, {"fused_projections": True}
+OPTIONS: dict[str, dict[str, bool]] = {
+    "default": {},
+    "residual_in_fp32=false": NARROW,
+    "fused_projections=true": FUSED,
+    "both": NARROW | FUSED,
+}
+"""Of a GPT: what makes its steps faster in bf16 and is not so by default, as it rounds differently."""
 
 
 class ByHand:
@@ -64,14 +74,15 @@ class ByHand:
         self.done = 0
 
     def advance(self) -> None:
-        begin = self.done * self.shape.batch % (len(self.tokens) - self.shape.batch)
-        rows = self.tokens[begin : begin + self.shape.batch]
-        with torch.autocast(self.device.type, torch.bfloat16):
-            logits = self.model(rows[:, :-1])
-            loss = self.loss(logits.flatten(0, 1), rows[:, 1:].flatten())
-        del logits
-        loss.backward()
+        for _ in range(self.shape.micro_batches):
+            begin = self.done * self.shape.batch % (len(self.tokens) - self.shape.batch)
+            rows = self.tokens[begin : begin + self.shape.batch]
+            with torch.autocast(self.device.type, torch.bfloat16):
+                logits = self.model(rows[:, :-1])
+                loss = self.loss(logits.flatten(0, 1), rows[:, 1:].flatten())
+            del logits
+            (loss / self.shape.micro_batches).backward()
+            self.done += 1
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.done += 1

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.nn.functional import all_to_all_single
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -34,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from app.data.loader import fetch
 from app.models.feedforward import CNN
 from app.models.gpt import GPT
+from app.models.mixture import MixtureGPT
 
 LOG_EVERY = 10
 MICRO_BATCHES = 8
@@ -133,6 +135,55 @@ def fsdp(model: nn.Module, reshard: bool = True) -> nn.Module:
     return model
 
 
+class HandExperts(nn.Module):
+    """This worker's share of a mixture's experts; tokens by all-to-all."""
+
+    gate: Any
+    up: Any
+    down: Any
+
+    def __init__(self, whole: Any) -> None:
+        super().__init__()
+        for name, parameter in whole.named_parameters():
+            own = nn.Parameter(parameter.detach().chunk(dist.get_world_size())[dist.get_rank()].clone())
+            own.register_post_accumulate_grad_hook(_divide)
+            setattr(self, name, own)
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        ways, own, times = dist.get_world_size(), len(self.gate), index.size(-1)
+        chosen, order = index.flatten(), index.flatten().argsort(stable=True)
+        counts = chosen.bincount(minlength=ways * own)
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts)
+        gives, takes = (each.view(ways, own).sum(1).tolist() for each in (counts, arriving))
+        rows = x.flatten(0, -2)[order // times]
+        arrived = all_to_all_single(rows.new_empty(sum(takes), rows.size(1)), rows, takes, gives)
+        local = torch.arange(own).repeat(ways).repeat_interleave(arriving)
+        sort = local.argsort(stable=True)
+        parts = arrived[sort].split(local.bincount(minlength=own).tolist())
+        done = [
+            F.linear(F.silu(F.linear(part, gate)) * F.linear(part, up), down)
+            for part, gate, up, down in zip(parts, self.gate, self.up, self.down)
+        ]
+        results = torch.cat(done)[sort.argsort()]
+        back = all_to_all_single(torch.empty_like(rows), results, gives, takes)
+        return (back[order.argsort()].view(*index.shape, -1) * weights.unsqueeze(-1)).sum(-2)
+
+
+def _divide(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.div_(dist.get_world_size())
+
+
+def experts(model: nn.Module) -> nn.Module:
+    """Experts over all workers, the rest under DDP."""
+    for block in model.blocks.values():  # type: ignore[operator, union-attr]
+        block.mlp.experts = HandExperts(block.mlp.experts)
+    names = [name for name, _ in model.named_parameters() if ".experts." in name]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    return ddp(model)
+
+
 def tensor(model: nn.Module) -> nn.Module:
     """Megatron's split with sequence parallelism and a parallel loss, as the PyTorch tutorial has it."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -175,6 +226,8 @@ WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "zero3": fsdp,
     "fsdp": fsdp,
     "tensor": tensor,
+    "ddp+expert": experts,
+    "ddp+expert 4": experts,
 }
 SCHEDULES = {
     "gpipe": ("ScheduleGPipe", 1),
@@ -203,7 +256,39 @@ def gpt(steps: int, wrap: str = "ddp") -> Plain:
     return kind(lambda: GPT(vocab_size=256, **shape), data, 16, 1e-3, steps, wrap)
 
 
-MODELS = {"mnist": mnist, "gpt": gpt}
+class PlainMixture(Plain):
+    """Its loss is the model's own; routers are told their load after each step."""
+
+    def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = self.model(inputs, targets)
+        loss.backward()
+        return loss
+
+    def advance(self) -> None:
+        seen: list[torch.Tensor] = []
+        routers = [block.mlp.router for block in self.model.module.blocks.values()]  # type: ignore[operator, union-attr]
+        hooks = [
+            r.register_forward_hook(lambda _, __, y: seen.append(y[2].flatten().bincount(minlength=8))) for r in routers
+        ]
+        super().advance()
+        load = torch.stack(seen).float()
+        dist.all_reduce(load)
+        for router, own, hook in zip(routers, load / load.sum(1, keepdim=True), hooks):
+            router.update(own)
+            hook.remove()
+
+
+def mixture(steps: int, wrap: str = "ddp+expert") -> Plain:
+    from app.tasks.language import LanguageModelling
+
+    shape: dict[str, Any] = {"d_model": 128, "n_layers": 4, "n_heads": 4}
+    data = fetch(
+        LanguageModelling(data="python", sequence_length=128, **shape).train_data(), [(i, i) for i in range(4096)]
+    )
+    return PlainMixture(lambda: MixtureGPT(256, **shape), data, 16, 1e-3, steps, wrap)
+
+
+MODELS = {"mnist": mnist, "gpt": gpt, "mixture": mixture}
 
 
 def main(name: str, steps: int) -> None:

@@ -1,163 +1,164 @@
-"""`published`: the planner beside published training runs of MPT models: tokens/s, and whether micro-batches fit.
+"""`published`: the plan beside published training runs: speed, and whether what ran fits. `--fit` finds the constants.
 
-The runs are GPT-2s in all but name (learned positions, LayerNorm, GELU, a head tied to the embedding), trained under
-FSDP with 16-bit arithmetic and a fused loss. The constants of app/planner/constants.yaml are few and physical: per GPU
-family the share of the peak that products and attention reach, that memory reaches, and what overlapping costs. They
-were fitted, with what the runs' own trainer takes per step, by least squares on the logarithm of tokens/s of the rows
-that are not held out.
+published.csv holds figures only, a row a run, with the address it was read at. A row without `step_seconds` ran out of
+memory; one without a micro-batch or chunks does not tell them, and the plan takes its own best. Another table may be
+given: this file's columns, or those of llm-foundry's.
+
+A run is planned as the same model under Trireme, with its layout's degrees and micro-batch, and nothing of its
+trainer's, but that the communication of tensor parallelism overlaps products where the run's did (`overlap`).
 """
 
 from __future__ import annotations
 
-import csv
-import functools
 import statistics
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import click
-import torch
-from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
 
-from app.planner.device import device
+from app.planner.device import constants as known_constants
 from app.planner.estimate import Estimate, Estimator
 from app.planner.layouts import Candidate
-from app.planner.machine import Machine
+from app.planner.machine import of_shape
 from app.planner.plan import GIB
-from app.planner.read import Reader
-from app.tasks.base import Task
+from cluster.shape import of_gpus
+from experiments.benchmarks import fit
 from experiments.benchmarks.harness import show
+from experiments.benchmarks.published_runs import TABLE, Run, reader_of, runs
 from strategies import registry
-from strategies.dims import Options
-from strategies.layout import choose
-
-BETWEEN_NODES = {"h100": 3200e9 / 8, "a100": 1600e9 / 8}
-"""Bytes/s of a node, as the runs' pages say: 3.2 Tb/s of InfiniBand, 1.6 Tb/s of RoCE."""
-TRAINER = {"h100": 0.108, "a100": 0.0758}
-"""Seconds of a step of the runs' own trainer that nothing hides."""
-COLUMNS = ("d_model", "n_layers", "n_heads", "vocab_size", "seq_len", "gpus", "micro_batch_size", "grad_accum")
-
-
-class _InPlaceCrossEntropy(torch.autograd.Function):
-    """The runs' fused loss: only the 16-bit logits are kept, and their gradient is written over them."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
-        ctx.save_for_backward(logits)
-        return logits.amax(1).float().mean()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (logits,) = ctx.saved_tensors
-        return logits.detach().mul_(1.0), None
-
-
-class PublishedTask(Task):
-    """A GPT-2 of transformers, and the runs' loss."""
-
-    unit, float_output = "tokens", False
-
-    def __init__(self, d_model: int, n_layers: int, n_heads: int, vocab_size: int, sequence: int) -> None:
-        self.sequence_length = sequence
-        sizes = {
-            "n_embd": d_model,
-            "n_layer": n_layers,
-            "n_head": n_heads,
-            "vocab_size": vocab_size,
-            "n_positions": sequence,
-        }
-        no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        self.config: dict[str, Any] = {**sizes, **no_dropout, "activation_function": "gelu", "use_cache": False}
-
-    def build_model(self) -> nn.Module:
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        return GPT2LMHeadModel(GPT2Config(**self.config))
-
-    def train_data(self) -> Dataset[Any]:
-        tokens = torch.zeros(8, self.sequence_length, dtype=torch.long)
-        return TensorDataset(tokens, tokens)
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return _InPlaceCrossEntropy.apply(model(batch[0]).logits.flatten(0, 1), batch[1].flatten())
-
-    def items(self, batch: Any) -> int:
-        return batch[1].numel()
-
-    def heads(self) -> int:
-        return 1  # it was never split over tensor-parallel workers
-
-
-@functools.lru_cache(maxsize=256)
-def reader_of(*sizes: int) -> Reader:
-    return Reader(PublishedTask(*sizes))
+from strategies.dims import Layout, Options, ParallelDims
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One row of the table, beside what the planner predicts of it."""
+    """A run and what the plan says of it."""
 
-    name: str
-    is_held_out: bool
-    """Kept for checking, by a rule that looks at no result: about half of them, and all in fp8."""
-    tokens_per_second: float
-    predicted: float
+    run: Run
     plan: Estimate
 
+    @property
+    def error(self) -> float:
+        """Of tokens/s: 0.1 is a tenth too fast."""
+        return self.run.step_seconds / self.plan.step_seconds - 1
 
-def compare(entry: dict[str, str]) -> Compared:
-    """The one layout that the row is, planned.
 
-    Raises:
-        KeyError, ValueError: a column is missing, or not a number.
-    """
-    width, layers, heads, words, length, gpus, size, count = (int(entry[key]) for key in COLUMNS)
-    gpu, precision = entry["gpu"].replace("_", "-"), "fp8" if entry["precision"].endswith("fp8") else "bf16"
-    mode, reached = ("full" if entry["activation_checkpointing"] == "True" else "none"), entry["tokens_per_s_per_gpu"]
-    # the runs' FSDP gathers for every micro-batch and reduces gradients of every micro-batch, in 16 bits
-    reshards = entry["sharding"] == "FULL_SHARD"
-    options = Options(reduce_dtype="bf16", reshard_after_forward=reshards, accumulate_sharded=True)
-    layout, on = choose(registry.by_degrees("dp_shard").name, gpus), device(gpu)
-    family = gpu.partition("-")[0]
-    machine = Machine(replace(on, step=TRAINER[family]), gpus, 8, BETWEEN_NODES[family])
-    candidate = Candidate(layout, size, count, mode, precision)
-    plan = Estimator(reader_of(width, layers, heads, words, length), machine, options).estimate(candidate)
-    chosen = (width // 256 + length // 512 + gpus // 8 + size) % 2 == 0
-    return Compared(
-        f"{entry['model']} {length} × {size} on {gpus} {gpu} {precision}{' recomputed' if mode == 'full' else ''}",
-        chosen or precision != "bf16",
-        float(reached) * gpus,
-        size * count * gpus * length / plan.step_seconds,
-        plan,
+def layouts_of(run: Run) -> list[Candidate]:
+    """The layout that a run had; several where it does not tell all of it."""
+    copies = run.gpus // (run.tp * run.pp * run.cp)
+    shard = min(copies, run.per_node) if run.data == "hsdp" else copies
+    dims = ParallelDims(dp_replicate=copies // shard, dp_shard=shard, tp=run.tp, pp=run.pp)
+    data = "fsdp" if run.pp > 1 and run.data == "zero1" else run.data  # in a pipeline they are the same
+    split = [registry.by_degrees(name).name for name in ("tp", "pp") if getattr(run, name) > 1]
+    layout = Layout("+".join([*([data] if copies > 1 else []), *split] or ["single"]), dims)
+    share, found = run.global_batch // copies, []
+    for size in [run.micro_batch] if run.micro_batch else [size for size in (1, 2, 4) if share % size == 0]:
+        for chunks in [run.chunks] if run.chunks else [c for c in (1, 2, 4, 6, 7) if run.n_layers >= run.pp * c]:
+            chunks = chunks if run.pp > 1 else 1
+            schedule = "" if run.pp == 1 else "interleaved_1f1b" if chunks > 1 else "1f1b"
+            found.append(Candidate(layout, size, share // size, run.recompute, run.precision, schedule, chunks))
+    return found
+
+
+_CUTS: dict[tuple[Run, Candidate], tuple[int, ...] | None] = {}
+
+
+def compare(run: Run, values: fit.Values | None = None) -> Compared:
+    """A run beside its plan. values: what is tried instead of the GPU's constants."""
+    shape = of_gpus(run.gpus, run.gpu, min(run.per_node, run.gpus), run.network_gbit * 1e9 / 8)
+    machine = of_shape(shape, run.gpus)
+    device = fit.changed(values)(machine.device) if values else machine.device
+    if run.overlap:
+        device = replace(device, overlap=values["overlap"] if values else asynchronous())
+    options = Options(
+        compile=run.kernels == "fused", sequence_parallel=bool(run.sequence_parallel), reduce_dtype=run.reduce
     )
+    plans = []
+    for candidate in layouts_of(run):  # the cut of a pipeline hardly depends on the constants, and takes time to find
+        asked = replace(options, stages=_CUTS.get((run, candidate)))
+        estimator = Estimator(reader_of(run), replace(machine, device=device), asked, clips=True)
+        plans.append(estimator.estimate(candidate))
+        _CUTS[run, candidate] = plans[-1].stages
+    return Compared(run, min(plans, key=lambda plan: (not plan.fits, plan.step_seconds)))
+
+
+def refit(table: list[Run]) -> str:
+    """Fits the constants to the rows that are for it, and writes them."""
+    chosen = [run for run in table if not run.is_unseen and run.step_seconds]
+    values = fit.fit(
+        lambda tried: [compare(run, tried).plan.step_seconds for run in chosen], [run.step_seconds for run in chosen]
+    )
+    errors = [(one.run.kind, one.error) for one in (compare(run, values) for run in chosen)]
+    return fit.write(values, fit.ranges(errors), len(chosen))
+
+
+def summary(compared: Iterable[Compared]) -> list[dict[str, Any]]:
+    """By half, kind of layout and GPU: errors of speed in %, who is inside the range, what is said not to fit."""
+    groups = defaultdict[tuple[str, str], list[Compared]](list)
+    for one in compared:
+        half = "unseen" if one.run.is_unseen else "fit"
+        for kind in (one.run.kind, one.run.gpu.partition("-")[0], "all"):
+            groups[half, kind].append(one)
+    rows = []
+    for (half, kind), own in sorted(groups.items()):
+        ran, out = [one for one in own if one.run.step_seconds], [one for one in own if not one.run.step_seconds]
+        errors = sorted(abs(one.error) for one in ran)
+        known = [one.plan.memory_bytes / GIB / one.run.memory_gib - 1 for one in ran if one.run.memory_gib]
+        inside = sum(one.plan.range[0] <= 1 / (1 + one.error) <= one.plan.range[1] for one in ran)
+        rows.append(
+            {
+                "half": half,
+                "kind": kind,
+                "runs": str(len(ran)),
+                "median": _percent(statistics.median(errors)) if ran else "",
+                "90th": _percent(errors[int(0.9 * (len(errors) - 1))]) if ran else "",
+                "bias": _percent(statistics.median(one.error for one in ran), True) if ran else "",
+                "inside": _percent(inside / len(ran)) if ran else "",
+                "memory": _percent(statistics.median(known), True) if known else "",
+                "said not to fit": str(sum(one.plan.verdict == "does not fit" for one in ran)),
+                "ran out": f"{sum(one.plan.verdict != 'fits' for one in out)} of {len(out)} foreseen" if out else "",
+            }
+        )
+    return rows
+
+
+def asynchronous() -> float:
+    """Share of tensor parallelism's communication that runs hide which overlap it; Trireme does not."""
+    return float(known_constants()["fitted"]["asynchronous"])
+
+
+def _percent(value: float, signed: bool = False) -> str:
+    return f"{100 * value:{'+' if signed else ''}.1f} %"
 
 
 @click.command(help=__doc__)
-@click.argument("table", type=click.Path(exists=True))
+@click.argument("table", type=click.Path(exists=True), default=str(TABLE))
+@click.option("--fit", "fits", is_flag=True, help="Find the constants first, and write app/planner/fitted.yaml.")
+@click.option("--runs", "every", is_flag=True, help="A line per run too.")
 @click.option("--json", "as_json", is_flag=True)
-def main(table: str, as_json: bool) -> None:
-    with open(table, newline="") as file:
-        compared = [compare(entry) for entry in csv.DictReader(file)]
-    found: dict[str, Any] = {"rows": len(compared), "not_fitting": sum(not one.plan.fits for one in compared)}
-    errors = defaultdict[bool, Any](list)
-    for one in compared:
-        errors[one.is_held_out].append(abs(one.predicted / one.tokens_per_second - 1))
-    found["median error"] = {
-        ("held out" if held_out else "fitted"): statistics.median(own) for held_out, own in sorted(errors.items())
+def main(table: str, fits: bool, every: bool, as_json: bool) -> None:
+    entries = [run for run in runs(table) if run.cp == 1]
+    if fits:
+        click.echo(refit(entries), err=True)
+        known_constants.cache_clear()
+    compared = [compare(run) for run in entries]
+    rows = summary(compared)
+    if every:
+        rows = [
+            {
+                "run": one.run.name,
+                "half": "unseen" if one.run.is_unseen else "fit",
+                "error": _percent(one.error, True) if one.run.step_seconds else "ran out of memory",
+                "GiB": f"{one.plan.memory_bytes / GIB:.1f}, {one.plan.verdict}",
+                "measured": str(one.run.memory_gib or ""),
+            }
+            for one in compared
+        ]
+    ran = [one for one in compared if one.run.step_seconds]
+    found = {
+        "rows": len(compared),
+        "not_fitting": sum(one.plan.verdict == "does not fit" for one in ran),
+        "median_error": statistics.median(abs(one.error) for one in ran),
     }
-    rows = [
-        {
-            "run": one.name,
-            "tokens/s": f"{one.tokens_per_second:,.0f}",
-            "predicted": f"{one.predicted:,.0f}",
-            "error": f"{100 * (one.predicted / one.tokens_per_second - 1):+.0f} %",
-            "GiB": f"{one.plan.memory_bytes / GIB:.1f}{'' if one.plan.fits else ', does not fit'}",
-        }
-        for one in compared
-    ]
     show("published", found, rows, as_json)
-    if not as_json:
-        errors_text = ", ".join(f"{100 * error:.1f} % ({name})" for name, error in found["median error"].items())
-        click.echo(f"\nmedian error of tokens/s: {errors_text}; do not fit by prediction: {found['not_fitting']}")

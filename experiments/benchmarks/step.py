@@ -14,7 +14,7 @@ import click
 
 from experiments.benchmarks.harness import Ours, answer, beside, measured, ratio_row, show, torchrun
 
-BLOCK_STEPS = {"mnist": 40, "gpt": 10}
+BLOCK_STEPS = {"mnist": 40, "gpt": 10, "mixture": 10}
 OURS = {
     "mnist": [
         "task=image_classification",
@@ -31,6 +31,7 @@ OURS = {
         "schedule.name=cosine",
     ],
 }
+OURS["mixture"] = [*OURS["gpt"], "task_args.mixture={n_experts: 8, top_k: 2}"]
 """The experiments of plain.py's models."""
 NEVER_SAVED = ["checkpoint.every_seconds=null", "checkpoint.every_steps=null"]
 
@@ -46,15 +47,20 @@ def _keys(strategy: str) -> tuple[int, list[str]]:
     """Workers, and the keys of the experiment: of a strategy as in the parity matrix's smallest row, of a schedule of
     torch's with stages as large."""
     from experiments.benchmarks.plain import MICRO_BATCHES, SCHEDULES
-    from experiments.parity.rows import ROWS, SINGLE
+    from experiments.parity.rows import MIXTURES, ROWS, SINGLE
 
     if strategy in SCHEDULES:
         chunks = SCHEDULES[strategy][1]
         stages = [4 // (2 * chunks)] * (2 * chunks)
         words = ["strategy=pipeline", "parallel.pp=2", f"parallel.schedule={strategy}", f"parallel.chunks={chunks}"]
         return 2, [*words, f"parallel.stages={stages}", f"train.micro_batch_size={16 // MICRO_BATCHES}"]
-    row = next(row for row in (SINGLE, *ROWS) if row.name == strategy)
-    return row.workers, [f"strategy={strategy}", *(f"parallel.{key}={degree}" for key, degree in row.degrees.items())]
+    name, _, workers = strategy.partition(" ")
+    row = next(
+        row
+        for row in (SINGLE, *ROWS, *MIXTURES)
+        if row.name == name and str(row.workers).endswith(workers) and row.degrees.get("ep", row.workers) == row.workers
+    )
+    return row.workers, [f"strategy={name}", *(f"parallel.{key}={degree}" for key, degree in row.degrees.items())]
 
 
 def _worker(model: str, strategy: str, blocks: int, *keys: str) -> None:
@@ -75,6 +81,10 @@ def _worker(model: str, strategy: str, blocks: int, *keys: str) -> None:
     answer(times)
 
 
+def _goes(model: str, strategy: str) -> bool:
+    return (model == "mixture") is ("expert" in strategy) and (model != "mnist" or strategy == "ddp")
+
+
 @click.command()
 @click.option("--model", "models", multiple=True, type=click.Choice(list(OURS)), help="Default: all.")
 @click.option("--strategy", "strategies", multiple=True, default=("ddp",), show_default=True, metavar="NAME|SCHEDULE")
@@ -93,9 +103,9 @@ def main(
     if unknown := set(strategies) - WRAPS.keys() - SCHEDULES.keys():
         choice = ", ".join([*WRAPS, *SCHEDULES])
         raise click.UsageError(f"{min(unknown)} is not written by hand here: write one of {choice}")
-    pairs = [(m, s) for m in models or OURS for s in strategies if m != "mnist" or s == "ddp"]
+    pairs = [(m, s) for m in models or OURS for s in strategies if _goes(m, s)]
     if not pairs:
-        raise click.UsageError("mnist is for ddp only: write --strategy ddp, or --model gpt")
+        raise click.UsageError("mnist is for ddp only, a mixture for ddp+expert: write --strategy ddp, or --model gpt")
     found = {f"{model}, {strategy}": run(model, strategy, blocks, keys) for model, strategy in pairs}
     show("step", found, [ratio_row(name, one, "by hand", "Trireme") for name, one in found.items()], as_json)
 

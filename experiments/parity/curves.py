@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from strategies.parallel import Parallel
-from strategies.parallelize import Blocks, Layout, LayoutError, Options, Plan, check, parallelize
+from strategies.parallelize import Blocks, Layout, LayoutError, Options, Places, Plan, check, parallelize
 from strategies.tree import tree_leaves, tree_map
 
 Batch = Any
@@ -40,6 +40,7 @@ class Trial:
     clip: float | None = None
     blocks: Blocks = None
     tensor_plan: Plan = None
+    context_plan: Places = None
     heads: int | None = None
     # A larger epsilon than Adam's usual: a gradient that is zero but for rounding (the bias of attention's keys) would
     # otherwise be scaled up to a step of full size in a random direction, on one device too.
@@ -138,6 +139,7 @@ def begin(trial: Trial, layout: Layout, options: Options, device: torch.device) 
         device=device,
         blocks=trial.blocks,
         tensor_plan=trial.tensor_plan,
+        context_plan=trial.context_plan,
         example=(trial.loss, _micro_batches(trial.batch(0), 0, layout.dims.dp, trial.micro_batches)[0]),
     )
 

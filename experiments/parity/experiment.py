@@ -21,7 +21,8 @@ from app.randomness import seed_everything
 from app.tasks import load_task
 from experiments.parity.curves import Trial
 from experiments.parity.matrix import Result, run
-from experiments.parity.rows import DEEPSPEED, ROWS, THREE, Row
+from experiments.parity.rows import DEEPSPEED, MIXTURES, ROWS, THREE, Row
+from strategies.mixtures import find_mixtures
 
 LEAST_EPS = 1e-5
 """Adam's epsilon is raised to this: a gradient that is zero but for rounding would otherwise be scaled up to a step of
@@ -31,6 +32,7 @@ full size in a random direction, on one device too."""
 def make_trial(values: dict[str, Any], steps: int) -> Trial:
     """The trial that an experiment's configuration (as `to_dict` gives it) describes; called in every worker."""
     config = from_dict(values)
+    seed_everything(config.train.seed)
     task = load_task(config.task, config.task_args)
     data = task.train_data()
     order = Order(len(data), config.train.seed)  # type: ignore[arg-type]
@@ -53,6 +55,7 @@ def make_trial(values: dict[str, Any], steps: int) -> Trial:
         clip=config.train.clip_norm,
         blocks=task.blocks,
         tensor_plan=task.tensor_plan,
+        context_plan=task.context_plan,
         heads=task.heads(),
         optimizer=lambda parameters: build_optimizer(optimizer, parameters),
     )
@@ -74,15 +77,23 @@ def measure(config: Config, *, steps: int, rows: Iterable[Row], checkpoints: boo
     return run(functools.partial(make_trial, to_dict(config), steps), rows, options=own, checkpoints=checkpoints)
 
 
-def chosen(names: str | None, workers: str | None) -> list[Row]:
-    """The matrix rows of these comma-separated names and numbers of workers; all by default.
+def has_experts(config: Config) -> bool:
+    """Whether the experiment's model is a mixture of experts."""
+    with torch.device("meta"):
+        return bool(find_mixtures(load_task(config.task, config.task_args).build_model()))
+
+
+def chosen(names: str | None, workers: str | None, mixture: bool = False) -> list[Row]:
+    """The matrix rows of these comma-separated names and numbers of workers; all by default. mixture: those of experts
+    too.
 
     Raises:
         UserError: there is no such row.
     """
     wanted, counts = (set(filter(None, (text or "").split(","))) for text in (names, workers))
-    rows = (*ROWS, *THREE, *((DEEPSPEED,) if find_spec("deepspeed") or DEEPSPEED.name in wanted else ()))
-    known = {row.name for row in (*rows, DEEPSPEED)}
+    experts = [row for row in MIXTURES if mixture or row.name in wanted]
+    rows = (*ROWS, *THREE, *experts, *((DEEPSPEED,) if find_spec("deepspeed") or DEEPSPEED.name in wanted else ()))
+    known = {row.name for row in (*rows, *MIXTURES, DEEPSPEED)}
     if wanted - known:
         raise UserError(f"there is no row {min(wanted - known)!r}: write some of {', '.join(sorted(known))}")
     named = [row for row in rows if not wanted or row.name in wanted]

@@ -14,7 +14,6 @@ everything in 16 bits, which is noisier (strategies/precision.py): they are comp
 from __future__ import annotations
 
 import datetime
-import functools
 import multiprocessing
 import os
 import tempfile
@@ -36,8 +35,9 @@ from experiments.parity.rows import ROWS, SINGLE, Row
 from strategies import one_process, registry
 from strategies.blocks import find_blocks, separable
 from strategies.layout import LayoutError
+from strategies.parallel import WholeStep
 from strategies.parallelize import Options
-from strategies.precision import DTYPES
+from strategies.precision import DTYPES, cast_calls
 from strategies.tree import tree_leaves, tree_map
 
 MakeTrial = Callable[[], Trial]
@@ -147,16 +147,22 @@ class OneDevice:
         calls += [Call(SINGLE, name, by_parameters=True) for name in narrow]
         orders = [replace(call, order=order) for call in calls if call.variant in narrow for order in ORDERS]
         self.runs: list[tuple[Call, Curve]] = []
+        self.without: dict[str, str] = {}  # variants in 16 bits that one device does not train, and why
         for call, result in trials.run(calls + orders):
             if result.refused:
                 raise LayoutError(result.refused)
-            if result.curve is None:
+            if result.curve is not None:
+                self.runs.append((call, result.curve))
+            elif call.variant in narrow:
+                self.without[call.variant] = f"one device does not train this in 16 bits: {result.error}"
+            else:
                 raise RuntimeError(f"one device does not train this: {result.error}")
-            self.runs.append((call, result.curve))
 
     def compared(self, call: Call, result: Result) -> Result:
         if result.curve is None:
             return result
+        if call.variant in self.without:
+            return replace(result, error=self.without[call.variant])
         dims, precision = call.row.layout.dims, self.precision[call.variant]
         whole = precision != "fp32" and dims.dp_shard > 1 and dims.pp == 1
         truth, *others = [c for own, c in self.runs if (own.variant, own.by_parameters) == (call.variant, whole)]
@@ -243,7 +249,7 @@ def _trained(trials: Trials, call: Call, device: torch.device) -> Result:
     if call.order is not None:
         trial = _reordered(trial, call.order)
     if call.by_parameters:
-        trial = computed_in(DTYPES[options.precision], trial, float_output=options.float_output)
+        trial = computed_in(options.precision, trial, float_output=options.float_output)
         options = replace(options, precision="fp32", activation_checkpointing="none")  # no number depends on the latter
     try:
         curve = train(trial, call.row.layout, options, device, steps=steps, load=call.load, save=call.save)
@@ -266,37 +272,27 @@ def _reordered(trial: Trial, seed: int) -> Trial:
     return replace(trial, batch=batch)
 
 
-def computed_in(dtype: torch.dtype, trial: Trial, *, float_output: bool) -> Trial:
-    """The trial on one device as sharded rows compute it: parameters as `dtype`, and so the floating-point tensors
-    that the model and the units of its sharding are called with."""
+def computed_in(precision: str, trial: Trial, *, float_output: bool) -> Trial:
+    """The trial on one device as sharded rows compute it: parameters in 16 bits, and so the floating-point tensors that
+    the model, the units of its sharding and its layers are called with."""
 
-    def cast(tree: Any, wanted: Callable[[torch.Tensor], bool], to: torch.dtype) -> Any:
-        return tree_map(lambda t: t.to(to) if isinstance(t, torch.Tensor) and wanted(t) else t, tree)
+    def lower(value: Any) -> Any:
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(DTYPES[precision]) if is_float else value
 
-    narrow = functools.partial(cast, wanted=torch.Tensor.is_floating_point, to=dtype)
+    def narrow(tree: Any) -> Any:
+        return tree_map(lower, tree)
 
     def build() -> nn.Module:
         module = trial.build()
         blocks = find_blocks(module, trial.blocks(module) if callable(trial.blocks) else trial.blocks)
-        for unit in (module, *map(module.get_submodule, separable(module, blocks))):
+        for unit in map(module.get_submodule, separable(module, blocks)):
             unit.register_forward_pre_hook(lambda _, args, named: (narrow(args), narrow(named)), with_kwargs=True)
-        if float_output:
-            module.register_forward_hook(lambda _, args, out: cast(out, lambda t: t.dtype is dtype, torch.float32))
+        cast_calls(module, precision, float_output)
         return module
 
     def loss(module: nn.Module, batch: Batch) -> torch.Tensor:
-        weights = {f"model.{name}": narrow(parameter) for name, parameter in module.named_parameters()}
-        return functional_call(_Loss(module, trial.loss), weights, (batch,))
+        weights = {f"module.{name}": narrow(parameter) for name, parameter in module.named_parameters()}
+        return functional_call(WholeStep(module), weights, (trial.loss, batch))
 
     return replace(trial, build=build, loss=loss)
-
-
-class _Loss(nn.Module):
-    """A loss as a module that holds the model, so that whatever it calls of the model has the cast parameters."""
-
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Batch], torch.Tensor]) -> None:
-        super().__init__()
-        self.model, self.loss = model, loss
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        return self.loss(self.model, batch)

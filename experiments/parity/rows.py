@@ -45,6 +45,11 @@ def _pipeline(name: str, workers: int, schedule: str, stages: int, micro_batches
     )
 
 
+def _context(name: str, workers: int, method: str, **degrees: int) -> Row:
+    piped = 4 if "pp" in degrees else None
+    return Row(name, workers, degrees, options={"context": method}, micro_batches=piped)
+
+
 SINGLE = Row("single", 1)
 
 ROWS: tuple[Row, ...] = (
@@ -64,6 +69,11 @@ ROWS: tuple[Row, ...] = (
     _pipeline("ddp+pipeline", 4, "interleaved_1f1b", 2, chunks=2),
     _pipeline("fsdp+pipeline", 4, "zb_h2", 2),
     _pipeline("tensor+pipeline", 4, "1f1b", 2),
+    *(_context("context", 2, method) for method in ("ring", "allgather", "ulysses")),
+    _context("context", 4, "ring"),
+    *(_context(f"{name}+context", 4, "ring", cp=2) for name in ("ddp", "zero1", "zero2", "fsdp")),
+    _context("tensor+context", 4, "ulysses", tp=2),
+    _context("pipeline+context", 4, "allgather", pp=2),
 )
 """Every name and every pair, at 2 and 4 workers."""
 
@@ -71,8 +81,25 @@ THREE: tuple[Row, ...] = (
     Row("hsdp+tensor", 8, {"dp_shard": 2, "tp": 2}),
     _pipeline("ddp+tensor+pipeline", 8, "1f1b", 2, tp=2),
     _pipeline("fsdp+tensor+pipeline", 8, "1f1b", 2, tp=2),
+    _context("hsdp+context", 8, "ring", dp_shard=2, cp=2),
+    _context("fsdp+tensor+context", 8, "ring", tp=2, cp=2),
+    _context("ddp+tensor+context", 8, "ulysses", tp=2, cp=2),
+    _context("fsdp+pipeline+context", 8, "ring", pp=2, cp=2),
+    _context("tensor+pipeline+context", 8, "ring", tp=2, pp=2, cp=2),
 )
 """Three sides of the grid at once, at the fewest workers that have them: 8."""
+
+MIXTURES: tuple[Row, ...] = (
+    *(Row("ddp+expert", n, {"ep": ep}) for n, ep in ((2, 2), (4, 2), (4, 4))),
+    *(Row("fsdp+expert", n, {"ep": ep}) for n, ep in ((2, 2), (4, 2), (4, 4))),
+    *(Row("hsdp+expert", 4, {"dp_shard": 2, "ep": ep}) for ep in (2, 4)),
+    Row("zero2+expert", 4, {"ep": 2}),
+    *(Row(f"{name}+tensor+expert", 4, {"tp": 2, "ep": 2}) for name in ("ddp", "fsdp")),
+    *(Row("fsdp+context+expert", 4, {"cp": 2, "ep": ep}) for ep in (2, 4)),
+    _pipeline("ddp+pipeline+expert", 4, "1f1b", 2, ep=2),
+    _pipeline("fsdp+pipeline+expert", 4, "zb_h2", 2, ep=2),
+)
+"""Of a mixture's experts: with each kind of data parallelism, and with tensor and context parallelism and pipelines."""
 
 DEEPSPEED = Row("deepspeed", 2, tolerance=2e-5)
 """The optional extra, where it is installed; its engine adds up in buckets of its own."""

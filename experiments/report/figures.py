@@ -133,7 +133,7 @@ def heat_map(
     unfinished: Collection[tuple[float, float]],
 ) -> Figure:
     """A cell per (batch size, learning rate) with its value written in it, with … where it is unfinished; the best cell
-    framed; empty where nothing was tried."""
+    framed; empty where nothing was tried. Values may be infinite (diverged) or nan (failed)."""
     from matplotlib import pyplot
 
     finite = sorted((v for v in values.values() if math.isfinite(v)), reverse=not best_low)
@@ -153,7 +153,9 @@ def heat_map(
         at = (columns.index(column), rows.index(row))
         known = math.isfinite(value)
         dark = known and worst != best and (value - best) / (worst - best) > 0.45
-        text = f"{value:.3g}{' …' if (column, row) in unfinished else ''}" if known else "diverged"
+        text = f"{value:.3g}{' …' if (column, row) in unfinished else ''}"
+        if not known:
+            text = "failed" if math.isnan(value) else "diverged"
         axes.annotate(text, at, ha="center", va="center", fontsize=9, color="white" if dark else INK)
         if value == best:
             frame = pyplot.Rectangle((at[0] - 0.5, at[1] - 0.5), 1, 1, fill=False, edgecolor="#d1651c", linewidth=2.5)

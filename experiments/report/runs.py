@@ -9,13 +9,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from app.config_io import flatten, from_dict, to_yaml
 from app.console import duration, quantity, size
 from app.errors import UserError
 from app.tracking.settings import resolve_tracking
 from app.tracking.spool import State, last_start
+from cluster.document import load_yaml
 from experiments.report import figures
 from experiments.report.page import PAGE, number, render
 
@@ -99,7 +98,7 @@ def read_run(folder: Path) -> RunRecord:
     """Raises UserError if the folder holds no run."""
     try:
         manifest = json.loads((folder / "run.json").read_text())
-        config = yaml.safe_load((folder / "config.yaml").read_text())
+        config = load_yaml((folder / "config.yaml").read_text())
     except FileNotFoundError:
         raise UserError(
             f"{folder} is not the folder of a run, sweep or study: write one that `trireme train`, sweep or scale named"

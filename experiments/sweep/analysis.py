@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from experiments.sweep.search import Search
-from experiments.sweep.trials import BATCH, RATE, SEED, Trial
+from experiments.sweep.trials import BATCH, FAILURES, RATE, SEED, Trial
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def best_value(trial: Trial, search: Search, samples: float = math.inf) -> float
 
 def ranked(trials: Iterable[Trial], search: Search) -> list[tuple[float, Trial]]:
     """Trials that have a value and did not fail, with their values, the best first."""
-    found = [(best_value(trial, search), trial) for trial in trials if trial.status != "failed"]
+    found = [(best_value(trial, search), trial) for trial in trials if trial.status not in FAILURES]
     return sorted(((v, t) for v, t in found if v is not None), key=lambda pair: search.sign * pair[0])
 
 

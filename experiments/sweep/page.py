@@ -12,7 +12,7 @@ from experiments.report import figures
 from experiments.sweep import analysis
 from experiments.sweep.analysis import Answer
 from experiments.sweep.spec import Sweep
-from experiments.sweep.trials import BATCH, RATE, TrialStore
+from experiments.sweep.trials import BATCH, FAILURES, RATE, TrialStore
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,7 +57,7 @@ def content(sweep: Sweep, store: TrialStore, answer: Answer) -> dict[str, Any]:
             {"title": "What to use, by workers", "tables": [{"rows": answer.by_workers}], "note": BY_WORKERS},
             {"title": "Plots", "plots": _plots(sweep, store, answer)},
             {"title": "Trials", "tables": [{"rows": rows, "best": at}]},
-            {"title": "Failures", "sentences": [f"{t.name}: {t.message}" for t in trials if t.status == "failed"]},
+            {"title": "Failures", "sentences": [f"{t.name}: {t.message}" for t in trials if t.status in FAILURES]},
             {"title": "The sweep", "folded": {"search and experiment": json.dumps(store.head["about"], indent=1)}},
         ],
     }
@@ -78,10 +78,11 @@ def _heat_map(sweep: Sweep, store: TrialStore, answer: Answer) -> Figure | None:
     few = len({trial.values[RATE] for trial in trials}) <= 12
     for trial in trials:
         value, rate = analysis.best_value(trial, sweep), float(trial.values[RATE])
-        value = sweep.sign * math.inf if value is None else value
+        if value is None:
+            value = math.nan if trial.status == "failed" else sweep.sign * math.inf
         # Where rates are drawn at random, cells gather them by half decade.
         place = (float(trial.values[BATCH]), rate if few else float(f"{10 ** (round(math.log10(rate) * 2) / 2):.2g}"))
-        if place not in cells or sweep.sign * value < sweep.sign * cells[place]:
+        if math.isnan(cells.get(place, math.nan)) or sweep.sign * value < sweep.sign * cells[place]:
             cells[place] = value
             (early.add if trial.status == "pruned" else early.discard)(place)
     if len(cells) < 2 or not any(math.isfinite(v) for v in cells.values()):

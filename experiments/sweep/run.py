@@ -25,14 +25,14 @@ from experiments.sweep import analysis
 from experiments.sweep.analysis import Answer, Way
 from experiments.sweep.page import content
 from experiments.sweep.spec import Sweep
-from experiments.sweep.trials import ENDED, RATE, SEED, WORKERS, Trial, TrialStore
+from experiments.sweep.trials import ENDED, FAILURES, RATE, SEED, WORKERS, Trial, TrialStore
 
 
 @dataclass
 class Outcome:
     """What became of `trireme sweep`; `--json` prints it."""
 
-    status: str  # finished
+    status: str  # finished, or incomplete: some trials failed
     sweep: str
     folder: str
     best: dict[str, Any]
@@ -40,6 +40,7 @@ class Outcome:
     recommendation: dict[str, Any] | None
     page: str
     mlflow_run_id: str | None
+    message: str = ""  # how many failed, the first of them, and what to do
 
 
 def sweep(found: Sweep, console: Console, *, verbose: bool = False) -> Outcome:
@@ -52,6 +53,7 @@ def sweep(found: Sweep, console: Console, *, verbose: bool = False) -> Outcome:
     """
     with own_folder(found.experiment, found.name, "sweep", console, verbose=verbose) as folder:
         store = TrialStore(folder, found.name, found.identity())
+        store.retry_failed()
         left, tuning = len(store.ended) < found.count, None
         try:
             if left:
@@ -73,7 +75,13 @@ def sweep(found: Sweep, console: Console, *, verbose: bool = False) -> Outcome:
     ended = Counter(trial.status for trial in store.trials.values())
     counts = {status: ended[status] for status in ENDED}
     run_id = State.load(folder / "tracking").run_id
-    return Outcome("finished", found.name, str(folder), answer.best, counts, answer.soonest, str(page), run_id)
+    failed = [trial for trial in store.trials.values() if trial.status == "failed"]
+    message = ""
+    if failed:
+        why = f"{len(failed)} of {found.count} trials failed, the first {failed[0].name}: {failed[0].message}"
+        message = f"{why}; run the same command again to try them again"
+    status = "incomplete" if failed else "finished"
+    return Outcome(status, found.name, str(folder), answer.best, counts, answer.soonest, str(page), run_id, message)
 
 
 def _conclude(found: Sweep, store: TrialStore, console: Console, tracker: Tracker) -> tuple[Answer, Path]:
@@ -101,7 +109,7 @@ def _conclude(found: Sweep, store: TrialStore, console: Console, tracker: Tracke
 def work_out(sweep: Sweep, store: TrialStore) -> Answer:
     """The answer from what the trials reported; at least one has a value."""
     trials = [trial for trial in store.trials.values() if trial.reports]
-    whole = [trial for trial in trials if trial.status != "failed"]
+    whole = [trial for trial in trials if trial.status not in FAILURES]
     value, best = analysis.ranked(trials, sweep)[0]
     target = sweep.target if sweep.target is not None else analysis.fair_target(trials, sweep)
     rates = analysis.best_rates(trials, sweep)
@@ -172,8 +180,8 @@ def _soonest(sweep: Sweep, trials: list[Trial], target: float | None) -> Way | N
 
 def _sentences(sweep: Sweep, store: TrialStore, answer: Answer) -> list[str]:
     counts = Counter(trial.status for trial in store.trials.values())
-    words = {"finished": "finished", "reached": "reached the target", "pruned": "stopped early", "failed": "failed"}
-    ended = ", ".join(f"{counts[status]} {word}" for status, word in words.items() if counts[status])
+    words = {"reached": "reached the target", "pruned": "stopped early"}
+    ended = ", ".join(f"{counts[status]} {words.get(status, status)}" for status in ENDED if counts[status])
     best, target = answer.best, f"{sweep.metric} {answer.target:.4g}" if answer.target is not None else ""
     lines = [f"trials    {ended}"]
     lines.append(f"best      {sweep.metric} {best['value']:.4g}: {_words(best['values'])} ({best['trial']})")

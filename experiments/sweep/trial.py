@@ -24,7 +24,7 @@ import ray
 from app.config import Config
 from app.config_io import with_values
 from app.console import Console
-from app.errors import Interrupted, RunFailed, UserError
+from app.errors import Interrupted, NonFiniteError, RunFailed, UserError
 from app.launchers.actors import ActorWorkers
 from app.launchers.local import LocalWorkers
 from app.launchers.recovery import device_failure
@@ -216,7 +216,8 @@ class TrialRun:
             first = (str(error).strip().splitlines() or [""])[0]
             known = isinstance(error, UserError | RunFailed) or type(error).__name__ in ("LayoutError", "ClusterError")
             message = first if known else f"{type(error).__name__}: {first}"
-            status = "wrong metric" if isinstance(error, WrongMetric) else "failed"
+            kinds = {WrongMetric: "wrong metric", NonFiniteError: "diverged"}
+            status = next((name for kind, name in kinds.items() if isinstance(error, kind)), "failed")
             self.console.say(traceback.format_exc())
             if _in_process(self.config) and device_failure(error):
                 self.console.say("the device of this process can compute no more: ending it")
@@ -262,7 +263,8 @@ def _wait_for_lease(run: Run) -> None:
     until = time.monotonic() + LEASE_SECONDS
     while read_lease(run.storage) is not None:
         try:
-            return run.refuse_if_held(lambda text: None)
+            run.lease.refuse_if_held()
+            return
         except UserError:
             if time.monotonic() > until:
                 raise

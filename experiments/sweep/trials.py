@@ -19,8 +19,10 @@ from app.storage import Storage
 from experiments.study import open_head
 
 FILE = "trial.json"
-ENDED = ("finished", "reached", "pruned", "failed")
-"""How a trial may end: its steps are done; the target is reached; the scheduler stopped it; it crashed or diverged."""
+ENDED = ("finished", "reached", "pruned", "diverged", "failed")
+"""How a trial may end: its steps are done; the target is reached; the scheduler stopped it; its numbers were no longer
+finite; something broke, and the next start tries it again."""
+FAILURES = ("diverged", "failed")
 BATCH, RATE, WORKERS, SEED = "train.global_batch_size", "optimizer.lr", "workers", "train.seed"
 
 
@@ -78,6 +80,13 @@ class TrialStore:
     @property
     def ended(self) -> list[Trial]:
         return [trial for trial in self.trials.values() if trial.ended]
+
+    def retry_failed(self) -> None:
+        """From now on failed trials are under way: Tune starts them again, and each continues from its checkpoint."""
+        for trial in self.ended:
+            if trial.status == "failed":
+                trial.status, trial.message = "running", ""
+                self.save(trial)
 
 
 def trial_name(index: int, values: dict[str, Any]) -> str:

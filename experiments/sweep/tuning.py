@@ -29,6 +29,7 @@ ENVIRONMENT = {
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
     "TUNE_MAX_PENDING_TRIALS_PG": "16",  # by default 200 placement groups wait, also for what others use
     "RAY_AIR_NEW_OUTPUT": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths mean the folder that the sweep was started in, in every trial
 }
 """Settings of Tune (docs.ray.io, tune/api/env.html)."""
 

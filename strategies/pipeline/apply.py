@@ -12,10 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from strategies import precision
+from strategies.blocks import separable
+from strategies.context.apply import Context
 from strategies.dims import Layout, LayoutError, Options, ParallelDims, own_group, submesh
-from strategies.grad_sync import GradientBuckets, GradSync, Named, ShardedGradients, shard_without_hooks
+from strategies.grad_sync import (
+    GradientBuckets,
+    GradSync,
+    Named,
+    ShardedGradients,
+    Together,
+    experts_apart,
+    shard_without_hooks,
+)
 from strategies.parallel import Loss
 from strategies.pipeline import partition, schedules, weight_grad
 from strategies.pipeline.p2p import P2PComm
@@ -64,21 +75,17 @@ class Division:
         return [call.path for call in self.trace.blocks if self.assignment.part_of[call.name] in self.parts]
 
     def connect(
-        self, setup: Setup, mesh: DeviceMesh, split: SplitLayers | None, notes: tuple[str, ...]
+        self,
+        setup: Setup,
+        mesh: DeviceMesh,
+        split: SplitLayers | None,
+        notes: tuple[str, ...],
+        context: Context | None = None,
     ) -> PipelineParallel:
         """Shards this stage over its data-parallel workers, and connects it with the others."""
         module, options, device, dims = setup.module, setup.options, setup.device, setup.layout.dims
-        sync: GradSync | None = None
-        units = None
-        if setup.mesh is not None and dims.dp_shard > 1:  # arithmetic in 16 bits is autocast's, as for replicas
-            units = shard_without_hooks(module, setup.mesh, setup.blocks)
-        setup.load()
+        sync = self._gradient_sync(setup)
         named = list(module.named_parameters())
-        by_chunk = _by_chunk(named, self.assignment, self.parts)
-        if units is not None and setup.mesh is not None:
-            sync = ShardedGradients(module, units, by_chunk, setup.mesh, options)
-        elif setup.group is not None:
-            sync = GradientBuckets(by_chunk, setup.group, options)
         stage_group = submesh(mesh, "pp").get_group()
         runtime = Runtime(
             Stage(module, self.blocks, self.assignment, self.tracer, self.parts),
@@ -103,7 +110,32 @@ class Division:
             after_step=tensor_parallel.GradientSums(module, split).finish if split is not None else lambda: None,
             group=setup.group,
             notes=(*notes, *_whole_backward(options)),
+            context=context,
         )
+
+    def _gradient_sync(self, setup: Setup) -> GradSync | None:
+        """Shards what is sharded, and loads. Experts that are split have fewer workers to share them with."""
+        module, options, experts = setup.module, setup.options, setup.experts
+        split: list[FSDPModule] = []
+        whole: list[FSDPModule] = []
+        compute = None if options.precision == "fp32" else precision.DTYPES[options.precision]
+        if setup.mesh is not None and setup.strategy.is_sharded:
+            if experts is not None and experts.mesh is not None:
+                held, where = [found.experts for found in experts.mixtures], experts.placement
+                split = shard_without_hooks(held, experts.mesh, compute=compute, shard_placement_fn=where)
+            owners = [module.get_submodule(name) for name in separable(module, setup.blocks)]
+            whole = shard_without_hooks([*owners, module], setup.mesh, but=split, compute=compute)
+        setup.load()
+        syncs: list[GradientBuckets | ShardedGradients] = []
+        own, others = experts_apart(list(module.named_parameters()), experts)
+        of_experts = (own, split, experts.mesh, experts.group) if experts is not None else ([], [], None, None)
+        for named, units, mesh, group in (of_experts, (others, whole, setup.mesh, setup.group)):
+            by_chunk = _by_chunk(named, self.assignment, self.parts)
+            if units and mesh is not None:
+                syncs.append(ShardedGradients(module, units, by_chunk, mesh, options))
+            elif group is not None and named:
+                syncs.append(GradientBuckets(by_chunk, group, options))
+        return Together(syncs) if len(syncs) > 1 else syncs[0] if syncs else None
 
 
 def plan_stages(
@@ -186,6 +218,6 @@ STRATEGY = Strategy(
     "pipeline",
     "blocks split into stages",
     degrees=("pp",),
-    also=("dp_replicate", "dp_shard", "tp"),
+    also=("dp_replicate", "dp_shard", "cp", "tp", "ep"),
     precisions=("fp32", "bf16", "fp16"),
 )

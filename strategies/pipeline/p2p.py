@@ -12,9 +12,11 @@ What carries no gradient (masks, positions) travels as it is, as does everything
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,6 +29,8 @@ from strategies.pipeline.schedules import Placement
 
 HEADER_BYTES = 8192
 """Of a message that says shapes."""
+TIMEOUT = timedelta(minutes=30)
+"""Of an operation: torch's of every group that is not NCCL's alone, which has 10. The first step may compile."""
 CTAS = 4
 """Most of a GPU's multiprocessors that one connection may occupy. A receive or send occupies them while it waits, and a
 stage has up to four at once; NCCL alone may take 32 for each."""
@@ -91,8 +95,12 @@ class P2PComm:
         self.sent: dict[Key | None, list[tuple[Any, Tensor]]] = {}
         """What is kept until it has been taken, by the key it was sent with."""
         if device.type == "cuda":
-            for key in ((kind, down) for kind in ("F", "B") for down in (True, False)):
-                self.groups[key] = own_group([list(ranks) for ranks in pipelines], **_nccl())  # type: ignore[assignment]
+            with warnings.catch_warnings():  # of the options' own timeout, that the argument goes before it
+                warnings.filterwarnings("ignore", "backend_options._timeout")
+                for key in ((kind, down) for kind in ("F", "B") for down in (True, False)):
+                    made = own_group([list(ranks) for ranks in pipelines], **_nccl())
+                    assert made is not None
+                    self.groups[key] = made
         self._connect(placement)
 
     def _connect(self, placement: Placement) -> None:
@@ -139,7 +147,7 @@ def _nccl() -> dict[str, Any]:
         return {}
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = CTAS
-    return {"backend": "nccl", "pg_options": options}
+    return {"backend": "nccl", "pg_options": options, "timeout": TIMEOUT}
 
 
 class Receiver:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from strategies import state
 from strategies.clip import GradNorm
+from strategies.context.apply import Context
 from strategies.dims import Layout, Options
-from strategies.grad_sync import Named, ShardedGradients, add_over_stages
+from strategies.grad_sync import Named, add_over_stages
 from strategies.parallel import Loss, Parallel
 from strategies.pipeline import schedules
 from strategies.pipeline.runtime import Runtime, Step
@@ -39,8 +40,9 @@ class PipelineParallel(Parallel):
         after_step: Callable[[], None],
         group: dist.ProcessGroup | None = None,
         notes: tuple[str, ...] = (),
+        context: Context | None = None,
     ) -> None:
-        super().__init__(module, layout, device, group=group, notes=notes)
+        super().__init__(module, layout, device, group=group, notes=notes, context=context)
         self.runtime, self.options, self.stage_group = runtime, options, stage_group
         self._shared, self._after_step = shared, after_step
         trained = [p for _, p in self._named if p.requires_grad]
@@ -72,6 +74,8 @@ class PipelineParallel(Parallel):
             LayoutError: micro-batches that the schedule cannot use; a model whose shapes change from batch to batch.
         """
         schedule = self.schedule(len(batches))
+        if self.context is not None:
+            (batches, weights), loss = self.context.split(batches, weights), self.context.counted(loss)
         ways = self.layout.dims.dp
         factors = [weight * ways * scale for weight in weights]
         kinds = [self.runtime.stage.signature(batch) for batch in batches]
@@ -92,14 +96,16 @@ class PipelineParallel(Parallel):
     @torch.no_grad()
     def forward(self, function: Callable[[nn.Module, Any], T], batch: Any) -> T | None:
         self._gather()
+        if self.context is not None:
+            function = self.context.averaged(function)
         found = self.runtime.evaluate(function, batch)
-        if isinstance(self.runtime.sync, ShardedGradients):
+        if self.runtime.sync is not None:
             self.runtime.sync.free()
         self._gathered = False
         return found if self.has_loss else None
 
     def _gather(self) -> None:
-        if isinstance(self.runtime.sync, ShardedGradients) and not self._gathered:
+        if self.runtime.sync is not None and not self._gathered:
             self.runtime.sync.gather()
             self._gathered = True
 

@@ -93,6 +93,16 @@ class Runtime:
         release = "W" if schedule.split else "B"
         final = {op.chunk: i for i, op in enumerate(ops) if op.kind == release}
         seed = torch.initial_seed()
+        with self.autocast():  # remembers cast weights until it ends: all micro-batches in flight share one copy
+            self._play(schedule, step, device, seed, ops, final)
+        seed_generators(_mixed(seed, self.placement.parts, 0), device)
+        self.comm.settle()
+        return self.total
+
+    def _play(
+        self, schedule: Schedule, step: Step, device: torch.device, seed: int, ops: Sequence[Op], final: dict[int, int]
+    ) -> None:
+        """Does the instructions. final: by chunk the place of the one after which its gradients are complete."""
         for i, op in enumerate(ops):
             part = self.placement.part(self.comm.stage, op.chunk)
             if op.kind == "F":
@@ -108,9 +118,6 @@ class Runtime:
             if final[op.chunk] == i and self.sync is not None:
                 self.sync.chunk_done(op.chunk)
             self.receiver.ask(i + 1)
-        seed_generators(_mixed(seed, self.placement.parts, 0), device)
-        self.comm.settle()
-        return self.total
 
     def reduced(self, work: Callable[[], None]) -> None:
         """Waits for the gradients' reduction, which is `work`."""
@@ -147,7 +154,8 @@ class Runtime:
             gradients = self._take("B", part, op)
         if split:
             self.deferred.waiting = self.left[part, op.micro] = []
-        self._timed("B", op, lambda: torch.autograd.backward(ends, gradients) if ends else None)
+        with torch.autocast(self.comm.device.type, enabled=False):  # backward's types are forward's
+            self._timed("B", op, lambda: torch.autograd.backward(ends, gradients) if ends else None)
         self.deferred.waiting = None
         if part:
             back = [
@@ -160,7 +168,8 @@ class Runtime:
 
     def _weights(self, op: Op, part: int) -> None:
         waiting = self.left.pop((part, op.micro))
-        self._timed("W", op, lambda: weight_grad.finish(waiting))
+        with torch.autocast(self.comm.device.type, enabled=False):
+            self._timed("W", op, lambda: weight_grad.finish(waiting))
 
     def _send_on(self, outputs: list[Tensor], op: Op, part: int, kind: Any) -> None:
         metas = tuple(TensorMeta.of(tensor, self.wire) for tensor in outputs)

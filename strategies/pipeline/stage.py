@@ -23,7 +23,15 @@ from torch import Tensor, nn
 
 from strategies.dims import LayoutError
 from strategies.parallel import Loss
-from strategies.pipeline.trace import PlaceholderTensor, Trace, Tracer, hide, numbered, traced_modules
+from strategies.pipeline.trace import (
+    PlaceholderTensor,
+    Trace,
+    Tracer,
+    hide,
+    numbered,
+    remember_in_evaluation,
+    traced_modules,
+)
 from strategies.tree import tree_leaves, tree_map
 
 
@@ -150,6 +158,7 @@ class Stage:
         self.traced: dict[Any, dict[str, Any]] = {}
         self.assumed: dict[str, str] = {}
         self._forward: _Forward | None = None
+        remember_in_evaluation(module)
         torch.backends.mha.set_fastpath_enabled(False)  # it would read the parameters of layers of other stages
         for path in traced_modules(module, blocks):
             child = module.get_submodule(path)

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from strategies.dims import LayoutError
-from strategies.parallel import Loss
 from strategies.state import tensor_attributes
 from strategies.torch_internals import OperationMode
 from strategies.tree import tree_leaves, tree_map
@@ -155,6 +154,8 @@ class Tracer:
         """Of each module that is traced, its parameters."""
         self._trace: Trace | None = None
         self._seen: dict[str, int] = {}
+        self._twice = False
+        remember_in_evaluation(module)
         for owner in list(module.modules()):
             for name, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
                 hide(owner, name, PlaceholderTensor.make(parameter, ["=" + canonical[id(parameter)]], place))
@@ -167,20 +168,20 @@ class Tracer:
             child = module.get_submodule(path)
             child.forward = self._watched(path, child.forward)
 
-    def trace(self, loss: Loss, batch: Any, training: bool = True) -> Trace:
+    def trace(self, loss: Callable[[nn.Module, Any], Any], batch: Any, training: bool = True) -> Trace:
         """Runs `loss(model, batch)` without numbers.
 
         Raises:
             LayoutError: a model whose blocks do not form a chain.
         """
         self.module.train(training)
-        self._trace, self._seen = Trace(), {}
+        self._trace, self._seen, self._twice = Trace(), {}, False
         with _OperationCount() as self._count, torch.no_grad():
             with PlaceholderTensor.watched() as self._used:
                 try:
                     loss(self.module, batch)
                 except Exception:  # after the last block everything is on one stage, and may look at numbers
-                    if not all(self._seen.get(path) for path, held in self.held.items() if held):
+                    if self._twice or not all(self._seen.get(path) for path, held in self.held.items() if held):
                         raise
             self._trace.last_cost = self._count.take()
         self._trace.last_uses = frozenset(self._used)
@@ -197,9 +198,10 @@ class Tracer:
             self._seen[path] = seen + 1
             call = Call(numbered(path, seen), path, path in self.blocks, sources_of((args, kwargs)))
             if call.is_block and seen:
+                self._twice = True
                 raise LayoutError(
-                    f"the model calls its block {path} twice in one forward, so its blocks do not form a chain: write "
-                    "strategy=fsdp"
+                    f"the model calls its block {path} twice in one forward, or the task calls the model twice, so its "
+                    "blocks do not form a chain: write strategy=fsdp"
                 )
             before = self._count.take()  # the code between two calls counts with the first of them
             (trace.calls[-1] if trace.calls else call).cost += before
@@ -229,6 +231,26 @@ class Tracer:
                 raise
             call.assumed = (str(error).strip().splitlines() or [type(error).__name__])[0]
             return first
+
+
+def remember_in_evaluation(module: nn.Module) -> None:
+    """In evaluation the model answers as before when it is called again with the same tensors: metrics may call it once
+    for the loss and once for a figure. In training it does not: dropout draws anew."""
+    forward, before = module.forward, list[tuple[Any, Any]]()
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        given = tree_leaves((args, kwargs))
+        if not module.training and before:
+            known, output = before[0]
+            if len(known) == len(given) and all(a is b for a, b in zip(known, given)):
+                return output
+        before.clear()
+        output = forward(*args, **kwargs)
+        if not module.training:
+            before.append((given, output))
+        return output
+
+    module.forward = once
 
 
 def numbered(path: str, before: int) -> str:

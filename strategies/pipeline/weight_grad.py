@@ -93,15 +93,15 @@ def _add(parameter: Tensor, dy: Tensor, x: Tensor) -> None:
     if own is not None and dy.dtype == x.dtype == own.dtype:  # not the gradient of a product in bfloat16
         own.addmm_(dy.T, x)
         return
-    found = dy.T @ x
+    found, dtype = dy.T @ x, parameter.grad_dtype or parameter.dtype  # type: ignore[attr-defined]
     if own is not None:
         own.add_(found)
     elif isinstance(parameter, DTensor):
         spec: dict[str, Any] = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
-        found = found.to(parameter.dtype).contiguous()
+        found = found.to(dtype).contiguous()
         parameter.grad = DTensor.from_local(found, parameter.device_mesh, parameter.placements, **spec)
     else:
-        parameter.grad = found.to(parameter.dtype)
+        parameter.grad = found.to(dtype)
 
 
 def _parameter(input: Any, weight: Any) -> Tensor | None:

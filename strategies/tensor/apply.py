@@ -109,29 +109,36 @@ def _embedding(self: Any, tokens: Tensor) -> Tensor:
     return self._split.leave(rows)
 
 
+def _experts(self: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    split = self._split
+    return split.leave(self.computed(split.enter(x), index, split.share(weights)))
+
+
 _FORWARD: dict[str, Callable[..., Tensor]] = {
     "colwise": _colwise,
     "colwise_gather": _colwise_gather,
     "head": _head,
     "rowwise": _rowwise,
+    "experts": _experts,
     "embedding": _embedding,
 }
 
 
-def _read(name: str, self: Any) -> Any:
-    """A parameter as the model's own code reads it: plain and whole. (Sharded by fsdp it is not for reading.)"""
+def _read(name: str, part: bool, self: Any) -> Any:
+    """A parameter as the model's own code reads it: plain and whole, or this worker's part. (Sharded by fsdp it is not
+    for reading.)"""
     parameter = nn.Module.__getattr__(self, name)
     if not isinstance(parameter, DTensor) or parameter.device_mesh != self._split.mesh:
         return parameter
-    return parameter.to_local() if parameter.placements[0].is_replicate() else parameter.full_tensor()
+    return parameter.to_local() if part or parameter.placements[0].is_replicate() else parameter.full_tensor()
 
 
 @functools.cache
 def _class(kind: type[nn.Module], style: str, names: tuple[str, ...]) -> type[nn.Module]:
     """`kind` with plain reading of its parameters and the forward of `style`."""
-    members: dict[str, Any] = {name: property(functools.partial(_read, name)) for name in names}
+    members: dict[str, Any] = {name: property(functools.partial(_read, name, style == "experts")) for name in names}
     if style in _FORWARD:
-        members["forward"] = _FORWARD[style]
+        members |= {"forward": _FORWARD[style], "computed": kind.forward}
     if issubclass(kind, nn.RNNBase):
         members |= rnn_reading_its_parameters()
     return type(kind.__name__, (kind,), members)
@@ -279,6 +286,6 @@ STRATEGY = Strategy(
     "tensor",
     "each layer split",
     degrees=("tp",),
-    also=("dp_replicate", "dp_shard", "pp"),
+    also=("dp_replicate", "dp_shard", "cp", "pp", "ep"),
     precisions=("fp32", "bf16", "fp16"),
 )

@@ -195,6 +195,10 @@ class SplitLayers:
             return _Gather.apply(x, self.peers, -2, x.size(-2) * self.peers.size, True)
         return _Enter.apply(x, self.peers)
 
+    def share(self, x: Tensor) -> Tensor:
+        """What every worker has alike, for a part of what is computed with it: its gradient is the workers' sum."""
+        return _Enter.apply(x, self.peers)
+
     def leave(self, x: Tensor) -> Tensor:
         """The sum over workers, or this worker's part of it along the sequence."""
         return _Split.apply(x, self.peers, -2, True) if self.plan.sequence else _Leave.apply(x, self.peers)

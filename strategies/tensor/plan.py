@@ -5,6 +5,7 @@
     colwise      nn.Linear         output features; output stays split
     colwise_gather  nn.Linear      output features; output gathered
     rowwise      nn.Linear         input features, as a colwise layer left them; output summed
+    experts      a mixture's   gate and up (E, F, D) and down (E, D, F) along F; called with tokens, indices, weights
     head         nn.Linear         output features (the vocabulary); kept split for the loss, else gathered
     sequence     norm, dropout     whole parameters; works on its part of the sequence
     split        any               whole; its output is narrowed to this worker's part of the sequence
@@ -31,6 +32,7 @@ VALUES: dict[str, tuple[type[nn.Module] | None, int | None]] = {
     "colwise": (nn.Linear, 0),
     "colwise_gather": (nn.Linear, 0),
     "rowwise": (nn.Linear, 1),
+    "experts": (None, None),
     "head": (nn.Linear, 0),
     "sequence": (None, None),
     "split": (None, None),
@@ -38,6 +40,8 @@ VALUES: dict[str, tuple[type[nn.Module] | None, int | None]] = {
     "replicate": (None, None),
 }
 """For each value the class it is for and the dimension of a weight (out, in) or table that it splits."""
+OF_EXPERTS = {"gate": 1, "up": 1, "down": 2}
+"""For experts, by parameter."""
 
 SYNONYMS = {
     "embedding_rowwise": "embedding",
@@ -104,6 +108,8 @@ def _matches(name: str, key: str) -> bool:
 
 def _require_class(module: nn.Module, name: str, value: str) -> None:
     kind = VALUES[value][0]
+    if value == "experts" and {name for name, _ in module.named_parameters()} != OF_EXPERTS.keys():
+        raise LayoutError(f"the tensor plan splits {name} as experts, which have gate, up and down: leave it out")
     if kind is nn.Linear and is_transposed_linear(module):
         return
     if kind is not None and (not isinstance(module, kind) or type(module).forward is not kind.forward):
@@ -159,6 +165,8 @@ def _dims(module: nn.Module, styles: dict[str, str]) -> dict[str, int]:
             path = f"{name}.{key}".lstrip(".")
             names[path] = id(parameter)
             split = dim if key == "weight" or (key == "bias" and dim == 0) else None
+            if styles.get(name) == "experts":
+                split = OF_EXPERTS[key]
             if key == "weight" and dim is not None and is_transposed_linear(owner):
                 split = 1 - dim
             if split is None:

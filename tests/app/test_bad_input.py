@@ -28,6 +28,9 @@ class Row:
 BASE = ["task=tests.tasks:Points", "train.steps=4", "train.global_batch_size=8", "launcher=local"]
 PIPELINE = ["strategy=pipeline", "parallel.pp=2"]
 
+DIGITS = ["task=image_classification", "task_args.data=digits"]
+SEVERAL = "trian: {a: 1}\noptimizer: {betas: [1]}\ntrain: {clip_norm: -1, stepz: 2}\n"
+
 ROWS = [
     Row("unknown key", [*BASE, "train.stepz=3"], ("train.stepz", "train.steps")),
     Row("unknown section", [*BASE, "trian.steps=3"], ("trian", "train")),
@@ -51,6 +54,18 @@ ROWS = [
     Row("workers", [*BASE, "workers=some"], ("workers", "some")),
     Row("unknown task", [*BASE, "task=image_clasification"], ("image_clasification", "image_classification")),
     Row("missing data", [*BASE, "task=image_classification", "task_args.data=/nowhere"], ("/nowhere",)),
+    Row("a metric that is not measured", [*BASE, "checkpoint.metric=banana"], ("banana", "loss, accuracy")),
+    Row("two lengths", [*BASE, "train.epochs=1"], ("train.steps and train.epochs",)),
+    Row("a key twice", ["x.yaml"], ("x.yaml", "line 2", "task", "twice"), {"x.yaml": "task: a\ntask: b"}),
+    Row("one beta", [*BASE, "optimizer.betas=[0.9]"], ("optimizer.betas", "two numbers")),
+    Row("a batch that fits nowhere", [*BASE, "train.global_batch_size=100000000"], ("global_batch_size", "GB")),
+    Row("no loss", [*BASE, "task=tests.tasks:Odd", "task_args.what=no loss"], ("WithoutLoss has no loss",)),
+    Row("a loss of many numbers", [*BASE, "task=tests.tasks:Odd", "task_args.what=vector"], ("loss has shape (",)),
+    Row("ragged samples", [*BASE, "task=tests.tasks:Odd", "task_args.what=ragged"], ("do not make a batch",)),
+    Row("a stream", [*BASE, "task=tests.tasks:Odd", "task_args.what=stream"], ("Stream", "map-style")),
+    Row("several mistakes", ["x.yaml"], ("trian", "betas", "clip_norm", "stepz"), {"x.yaml": SEVERAL}),
+    Row("a swap", [*BASE, "strategy=dpp"], ("did you mean ddp",)),
+    Row("too far a shift", [*BASE, *DIGITS, "task_args.augment_shift=100"], ("augment_shift is 100",)),
     Row("empty data", [*BASE, "task_args.samples=0"], ("training data is empty",)),
     Row("unknown strategy", [*BASE, "strategy=fsdpp"], ("fsdpp", "fsdp")),
     Row("two workers in one process", [*BASE, "workers=2"], ("launcher=local", "workers=1")),
@@ -83,11 +98,17 @@ def test_one_sentence(row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     result = CliRunner().invoke(group, ["train", *arguments], catch_exceptions=False)
     assert result.exit_code == 2, result.output
     said = result.stderr.strip()
-    assert said.startswith("trireme: ") and "\n" not in said, said
+    assert said.startswith("trireme: ") and (row.name == "several mistakes") == ("\n" in said), said
     assert all(word in said for word in row.says), said
     assert "Traceback" not in result.output
     left = [name for name in sorted(os.listdir(tmp_path)) if name not in before]
     assert left in ([], ["runs"]) and not list(tmp_path.glob("runs/*")), left
+
+
+def test_config_lists_the_arguments_of_the_task() -> None:
+    result = CliRunner().invoke(group, ["config", "task=tabular"], catch_exceptions=False)
+    said = result.stdout.partition("# task_args of tabular:")[2]
+    assert "ignore: 'list[str] | None' = None" in said and "ignore: columns to leave out." in said
 
 
 def test_json_says_it_too() -> None:
@@ -138,9 +159,9 @@ def test_damaged_checkpoints_are_skipped_and_only_damaged_ones_end_it(
     assert result.exit_code == 2 and "step-0000000" in result.stderr and "Traceback" not in result.output
     flip(first)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert CliRunner().invoke(group, train).exit_code == 0
-    said = capfd.readouterr().out
-    assert last.name in said and "continuing after step 2" in said
+    ended = CliRunner().invoke(group, train)
+    said = ended.output + capfd.readouterr().out
+    assert ended.exit_code == 0 and last.name in said and "continuing after step 2" in said
     assert "1 of this machine's 2 GPUs are not used: workers=1 takes 1" in said
 
 

@@ -41,6 +41,6 @@ def test_on_this_machine_the_kernel_knows_whether_the_very_process_lives(tmp_pat
         assert not lease.is_alive(Storage(tmp_path), held | {"process_started": began - 1}, 0.0)
     finally:
         process.kill()
-    wait_until(lambda: lease.process_started(process.pid) == 0.0, 5)  # a zombie trains nothing
+    wait_until(lambda: lease.process_started(process.pid) == 0.0)  # a zombie trains nothing
     process.wait()
     assert not lease.is_alive(Storage(tmp_path), held, 0.0)

@@ -73,4 +73,4 @@ def test_a_run_makes_the_cluster_grow_and_its_end_makes_it_shrink() -> None:
         assert alive() == 3, "two workers came, and no third"
         too_much = lab.trireme(0, "train", *run, "run.name=x", "workers=4", "resources_per_worker.CPU=2", **ENVIRONMENT)
         assert too_much.returncode == 2 and "do not fit" in too_much.stderr, too_much.stderr
-        wait_until(lambda: alive() == 1, 300)  # Ray Train's request for nodes lives for 180 s after it
+        wait_until(lambda: alive() == 1)  # Ray Train's request for nodes lives for 180 s after it

@@ -93,7 +93,7 @@ def test_doctor_finds_nothing_in_a_sound_cluster_and_what_is_planted(site: Site)
         del spared[next(node["address"] for node in facts["nodes"] if node["node_id"] in left_out)]
         slow = ["strategy=ddp", "workers=2", "train.steps=2000", "task_args.step_seconds=0.05", "--detach"]
         job = site.submit("spared", *slow, left_out).stdout.strip().splitlines()[-1]
-        wait_until(lambda: site.working_on() == set(spared.values()), 60)
+        wait_until(lambda: site.working_on() == set(spared.values()))
         stopped = site.lab.trireme(DESK, "submit", "stop", job, "--cluster", str(site.file))
         assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     found = {finding["code"]: finding for finding in json.loads(told.stdout)["findings"]}
@@ -152,14 +152,14 @@ def test_a_run_survives_a_host_that_is_cut_off(
     sent = site.submit(name, *arguments, *long, "--detach")
     assert sent.returncode == 0, sent.stdout + sent.stderr
     job = sent.stdout.strip().splitlines()[-1]
-    wait_until(lambda: committed(folder), 90)
+    wait_until(lambda: committed(folder))
     workers = {host: sum(process in line for line in lab.processes_of(host)) for host in (FIRST, SECOND)}
     victim = max(workers, key=workers.__getitem__)
     assert workers[victim] == on_a_host, workers
     lab.cut(victim)
     before = committed(folder)[-1]
     try:
-        wait_until(lambda: committed(folder) and committed(folder)[-1] > before + 20, 120)
+        wait_until(lambda: committed(folder) and committed(folder)[-1] > before + 20)
         status = json.loads(lab.trireme(DESK, "cluster", "status", str(site.file), "--json").stdout)
         assert lab.address(victim) not in {node["ip"] for node in status["alive"]}
         stopped = lab.trireme(DESK, "submit", "stop", job, "--cluster", str(site.file))
@@ -175,7 +175,7 @@ def test_down_leaves_nothing(site: Site) -> None:
     def left() -> list[str]:
         return [line for host in range(3) for line in site.lab.processes_of(host)]
 
-    wait_until(lambda: not left(), 20)  # SSH's shared connections end by themselves, some seconds later
+    wait_until(lambda: not left())  # SSH's shared connections end by themselves, some seconds later
     assert not list((site.lab.home(DESK) / "tmp").glob("ray/cluster-onprem.*"))
     status = site.lab.trireme(DESK, "cluster", "status", str(site.file))
     assert status.returncode == 1 and "is not up" in status.stdout

@@ -20,7 +20,7 @@ from experiments.benchmarks import chaos_task
 from experiments.benchmarks.chaos import HEALTH
 from experiments.benchmarks.chaos_task import SAMPLES
 from tests.lab import NEEDS_LAB, NETWORK, Lab
-from tests.running import close, committed, curve, end_tree, mlflow_run, trireme, wait_until
+from tests.running import LONG, close, committed, curve, end_tree, mlflow_run, trireme, wait_until
 
 pytestmark = NEEDS_LAB
 
@@ -113,12 +113,12 @@ def test_four_three_two_four_workers_on_hosts_that_go_and_come_back(lab: Lab, la
         lab.mend(CUT)
         lab.boot(CRASHED)
         # A raylet that was cut off ends when it hears that it was taken for dead; its processes with it.
-        wait_until(lambda: not any("raylet" in line for line in lab.processes_of(CUT)), 60)
+        wait_until(lambda: not any("raylet" in line for line in lab.processes_of(CUT)))
         start_ray(lab, CUT, CRASHED)
         run.said("there is room for 4 workers again; continuing with 4 of 4")
         run.further()
         assert at_work(lab) == set(range(HOSTS)), run.text
-        assert run.process.wait(120) == 0, run.text
+        assert run.process.wait(LONG) == 0, run.text
     finally:
         end_tree(run.process.pid)
         run.process.wait()

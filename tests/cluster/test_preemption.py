@@ -109,16 +109,16 @@ def test_a_warning_leads_to_a_checkpoint_and_the_run_goes_on(
         env = environment(RAY_ADDRESS=address, RAY_AUTH_MODE="disabled")
         process = start(run, env=env)
         try:
-            wait_until(lambda: "/latest/meta-data/spot/instance-action" in Cloud.asked, 300)
+            wait_until(lambda: "/latest/meta-data/spot/instance-action" in Cloud.asked)
             assert not committed(tmp_path / "spot")
             Cloud.going = True
-            wait_until(lambda: committed(tmp_path / "spot"), 120)
+            wait_until(lambda: committed(tmp_path / "spot"))
             (saved,) = committed(tmp_path / "spot")
             Cloud.going = False
             if launcher == "actors":
                 done = finish(start(["-c", DRAIN], env=env, program=[sys.executable]))
                 assert "True" in done.out, done.out + done.err
-                wait_until(lambda: len(committed(tmp_path / "spot")) > 1, 120)
+                wait_until(lambda: len(committed(tmp_path / "spot")) > 1)
             process.terminate()
         finally:
             ended = finish(process, 120)

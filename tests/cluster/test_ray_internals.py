@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 import ray
 
@@ -32,18 +33,22 @@ def test_ray_itself_answers(connected: None) -> None:
     assert ray_internals.draining_nodes() == {}
     assert ray.util.placement_group_table()[group.id.hex()]["bundles_to_node_id"] == {0: node["NodeID"]}
     ray.util.remove_placement_group(group)
+    worker = ray.remote(lambda: ray_internals.raylet_pid())
+    assert psutil.Process(ray.get(worker.remote())).name() == "raylet"
 
 
 def test_each_entry_where_ray_has_none_of_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NAMES:
         monkeypatch.delattr(name)
     monkeypatch.setattr(ray, "nodes", lambda: NODES)
+    monkeypatch.delenv("RAY_RAYLET_PID", raising=False)
+    assert ray_internals.raylet_pid() == 0
     monkeypatch.setattr(ray.util, "placement_group_table", lambda: GROUPS)
     expected = {"a": {"GPU": 1.0, "CPU": 8.0}, "b": {"GPU": 1.0, "CPU": 8.0}}
     assert ray_internals.available_resources_per_node() == expected
     assert ray_internals.draining_nodes() == {}
     with pytest.raises((ImportError, AttributeError)):
-        ray_internals.start_lean_head(100_000_000, "")
+        ray_internals.start_lean_head(100_000_000, "", "")
     with ray_internals.actor_ids_from_system():
         assert not hasattr(ray.actor, "ActorClassID")
 

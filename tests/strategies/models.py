@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.parity.curves import Trial
+from strategies.context.apply import ContextPlan
 from strategies.layout import LayoutError
 
 VOCABULARY, WIDTH, HEADS, SEQUENCE, BATCH = 30, 16, 4, 8, 8
@@ -106,6 +107,7 @@ def gpt_trial(tied: bool = False, plan: bool = True, layers: int = 4, **changes:
         loss=language_loss,
         batch=language_batch,
         tensor_plan=GPT_PLAN if plan else None,
+        context_plan=ContextPlan(lambda places: {}),  # it has no positions; test_context.py has models that do
         **changes,
     )
 

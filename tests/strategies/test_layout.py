@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import strategies
-from experiments.parity.rows import ROWS
+from experiments.parity.rows import MIXTURES, ROWS
 from strategies.one_process import home, remark, share
 from strategies.parallelize import Layout, Options, ParallelDims, check, choose
 from strategies.registry import STRATEGIES
@@ -113,7 +113,7 @@ def test_check_accepts_what_fits() -> None:
 
 def test_every_name_has_a_row() -> None:
     """A name without a row in the parity matrix is a bug. deepspeed has tests of its own."""
-    rows = {part for row in ROWS for part in row.layout.parts}
+    rows = {part for row in (*ROWS, *MIXTURES) for part in row.layout.parts}
     assert rows | {"single", "deepspeed"} == set(STRATEGIES) | {"tensor"}
 
 
@@ -122,7 +122,30 @@ def test_data_ranks_and_coordinates() -> None:
     assert dims.world_size == 24 and dims.dp == 6
     shares = [dims.data_rank(rank) for rank in range(24)]
     assert shares[:12] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5] == shares[12:]
-    assert dims.coordinates(23) == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "tp": 1}
+    assert dims.coordinates(23) == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 0, "tp": 1}
+
+
+def test_ranks_of_one_sequence_share_samples_and_are_further_data_parallel_workers_for_parameters() -> None:
+    dims = ParallelDims(dp_replicate=2, dp_shard=2, cp=2, tp=2, pp=2, ep=4)
+    assert dims.world_size == 32 and dims.dp == 4 and dims.dp_cp == 8
+    assert [dims.data_rank(rank) for rank in range(16)] == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
+    assert dims.peers("cp")[:3] == [[0, 2], [1, 3], [4, 6]] and dims.peers("tp")[0] == [0, 1]
+    assert str(dims) == "pp 2 × dp_replicate 2 × dp_shard 2 × cp 2 × tp 2, ep 4"
+    assert str(dims.for_parameters(sharded=True)) == "pp 2 × dp_replicate 2 × dp_shard 4 × tp 2, ep 4"
+    assert [dims.for_parameters(sharded=True).coordinates(rank)["dp_shard"] for rank in (0, 2, 4, 6)] == [0, 1, 2, 3]
+    assert str(ParallelDims(dp_replicate=2, cp=2).for_parameters(sharded=False)) == "dp_replicate 4"
+
+
+@pytest.mark.parametrize(
+    ("degrees", "ep", "words"),
+    [
+        ({"dp_shard": 4}, 3, ["parallel.ep is 3", "4 data-parallel workers", "write 1, 2, 4"]),
+        ({"dp_shard": 4, "dp_replicate": 3}, 6, ["12 data-parallel", "write 1, 2, 4, 12"]),
+        ({"tp": 4}, 2, ["1 data-parallel", "write 1"]),
+    ],
+)
+def test_experts_are_split_over_data_parallel_workers(degrees: dict[str, int], ep: int, words: list[str]) -> None:
+    assert_refused(words, ParallelDims, **degrees, ep=ep)
 
 
 def test_idle_devices_are_said_aloud() -> None:

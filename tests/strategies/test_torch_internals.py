@@ -35,6 +35,18 @@ def test_each_entry_where_torch_has_none_of_the_names(monkeypatch: pytest.Monkey
     assert torch_internals.flight_recorder() == "" and torch_internals.rnn_reading_its_parameters() == {}
 
 
+def test_attention_with_its_log_sum_exp() -> None:
+    q = torch.randn(1, 1, 4, 8)
+    kernel = torch_internals.flash_attention(q, q)
+    assert kernel is not None
+    out, lse = kernel[0](q, q, q, False, 0.5)
+    assert torch.allclose(lse, (q @ q.mT * 0.5).logsumexp(-1)) and out.shape == q.shape
+    for other in (q.to("meta"), torch.randn(1, 1, 4, 6)):  # no kernel there; values of another size than keys
+        assert torch_internals.flash_attention(q if other.is_cpu else other, other) is None
+    with mock.patch.object(torch, "ops", mock.Mock(aten=object())):
+        assert torch_internals.flash_attention(q, q) is None
+
+
 def _collectives(rank: int, operators: Any) -> list[list[float]]:
     with mock.patch.object(torch, "ops", operators or torch.ops):
         reduce, gather, scatter, found = torch_internals.functional_collectives()

@@ -156,6 +156,11 @@ def choose_kind(found: Found, wanted: str) -> str:
         raise UserError(
             f"task_args.kind is {wanted}, but {found.base.model_type} is made for {made_for}; write another"
         )
+    if getattr(found.base, "is_encoder_decoder", False):
+        raise UserError(
+            f"task_args.model: {found.base.model_type} is an encoder and a decoder, which this task does not "
+            "train: give a decoder (llama, gpt2) or an encoder (bert), or write a task of your own"
+        )
     built = (found.base.architectures or [""])[0].replace("LMHeadModel", "ForCausalLM")
     named = [kind for kind in has if built.endswith(KINDS[kind].removeprefix("AutoModel"))]
     encoder = _is_in("MODEL_FOR_MASKED_LM_MAPPING_NAMES", found.base.model_type)  # looks at a text from both sides

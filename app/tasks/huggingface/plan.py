@@ -11,8 +11,10 @@ import fnmatch
 import math
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from app.errors import UserError
 from strategies.tensor.plan import SYNONYMS
 
 GATHER = "colwise_gather"
@@ -55,6 +57,19 @@ def tensor_plan(model: nn.Module, *, parallel_head: bool) -> dict[str, str] | No
     return plan or None
 
 
+def require_full_attention(config: Any, length: int) -> None:
+    """Raises UserError unless every layer attends to all tokens before, in sequences of this length."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if isinstance(window, int) and window < length:
+        raise UserError(
+            f"the model's layers see {window} tokens back (sliding_window) and task_args.sequence_length is {length}, "
+            f"which parallel.cp cannot split: write a length of at most {window}, or leave parallel.cp out"
+        )
+    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if other:
+        raise UserError(f"the model has layers of {min(other)}, which parallel.cp cannot split: leave parallel.cp out")
+
+
 def _unpaired(plan: dict[str, str]) -> set[str]:
     """Parents in which a colwise layer has no rowwise one to follow it, or the other way round."""
     columns = {_parent(name) for name, value in plan.items() if value == "colwise"}
@@ -81,6 +96,15 @@ def _matching(key: str, modules: dict[str, nn.Module]) -> list[str]:
 
 def _parent(name: str) -> str:
     return name.rpartition(".")[0]
+
+
+def balance(router_logits: Any, sequences: int, top_k: int) -> Tensor:
+    """The library's balance loss, E·Σ over experts of (choices of it per token) · (its mean score), over all layers and
+    of each sequence by itself; the mean over the batch's sequences. (Of the whole batch, as the library has it, it
+    would be no mean, and depend on how a batch is divided.) router_logits: each (B·T, E), layer by layer."""
+    scores = torch.stack([each.float() for each in router_logits]).unflatten(1, (sequences, -1)).softmax(-1)
+    chosen = torch.zeros_like(scores).scatter_(-1, scores.topk(top_k, -1).indices, 1.0)
+    return scores.size(-1) * (chosen.mean((0, 2)) * scores.mean((0, 2))).sum(-1).mean()
 
 
 def heads(config: Any, plan: dict[str, str] | None) -> int | None:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import inspect
+import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from app.data.loader import fetch
+from app.data.loader import rows
 from app.errors import UserError
+from app.prediction import Preprocessor, classes_table, texts_of
 from app.tasks.base import Batch
 from app.tasks.huggingface import plan
 from app.tasks.huggingface.data import chosen_tokenizer, images, labelled_text, running_text, tokenizer_of
 from app.tasks.huggingface.model import KINDS, Recipe, choose_kind, find, position_tables, settle, trial
+from app.tasks.language import TextInput
 from app.tasks.parts import InParts, one_of, whole
+from app.tasks.vision import ImageInput
+from strategies.context.apply import ContextPlan
+from strategies.mixtures import find_mixtures
 
 GENERATION = "generation_config.json"
 DEFAULT_LENGTHS = {"causal_lm": 256, "sequence_classification": 512}
@@ -90,11 +98,14 @@ class HuggingFace(InParts):
         base = settle(found, {}, written)  # so that what is wrong there is known before the data is read
         self.tokenizer: Any = None  # the library's, for the export
         if self.kind == "image_classification":
+            self._data: Any
             self._data, derived = images(found, **own)
         else:
             chosen = chosen_tokenizer(found, tokenizer, pretrained)
             self.tokenizer = tokenizer_of(found, chosen, padded=self.kind == "sequence_classification")
             own["sequence_length"] = _length(self.kind, sequence_length, base)
+            if self.kind == "causal_lm":  # texts that are classified have lengths of their own
+                self.sequence_length = own["sequence_length"]
             own_size = int(base.vocab_size) if found.folder or "vocab_size" in written else None
             own["tokenizer"] = chosen if self.kind == "causal_lm" else self.tokenizer
             read = running_text if self.kind == "causal_lm" else labelled_text
@@ -109,6 +120,7 @@ class HuggingFace(InParts):
         # Keeping keys and values for the next token has no use in training.
         cached = "use_cache" in inspect.signature(structure.forward).parameters
         self._keywords: dict[str, Any] = {"use_cache": False} if cached else {}
+        self._chosen_experts = [found.top_k for found in find_mixtures(structure)]  # of each layer that has some
         self._heads = plan.heads(self.config, self.tensor_plan(structure))
         patch, sides = getattr(self.config, "patch_size", None), _sides(self.config)
         if isinstance(patch, int) and sides and any(side % patch for side in sides):  # a rest would be left out
@@ -122,9 +134,15 @@ class HuggingFace(InParts):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         called: Any = Called(self, model)
         loss = self._data.loss(called, batch)
-        balance = getattr(called.output, "aux_loss", None)
-        if balance is not None:  # of a mixture of experts whose config has output_router_logits
-            loss = loss + float(getattr(self.config, "router_aux_loss_coef", 0.0)) * balance
+        logits = getattr(called.output, "router_logits", None)
+        if logits:  # of a mixture of experts whose config has output_router_logits
+            if len(logits) < len(self._chosen_experts):
+                raise UserError(
+                    "task_args.config.output_router_logits is true, but a pipeline's stage sees its own routers only: "
+                    "write false, or strategy=fsdp"
+                )
+            weight = float(getattr(self.config, "router_aux_loss_coef", 0.0))
+            loss = loss + weight * plan.balance(logits, rows(batch), self._chosen_experts[0])
         return loss
 
     def items(self, batch: Batch) -> int | Tensor:
@@ -148,10 +166,17 @@ class HuggingFace(InParts):
 
     def fitted(self, images: Tensor) -> Tensor:
         """Images (N, C, H, W) in the size and with the channels that the model was made for."""
-        channels, sides = getattr(self.config, "num_channels", images.shape[1]), _sides(self.config)
-        if sides and tuple(images.shape[2:]) != sides:
-            images = F.interpolate(images, sides, mode="bilinear", antialias=True)
-        return images.expand(-1, channels, -1, -1) if images.shape[1] == 1 < channels else images
+        return _fitted(images, getattr(self.config, "num_channels", images.shape[1]), _sides(self.config))
+
+    def preprocessor(self) -> Preprocessor | None:
+        given = self._data.preprocessor()
+        if isinstance(given, ImageInput):
+            return FittedImages(**vars(given), channels=self.config.num_channels, sides=_sides(self.config))
+        if isinstance(given, TextInput):
+            return replace(given, keyword="input_ids", keywords=self._keywords)
+        if self.kind != "sequence_classification":
+            return given  # token files
+        return TextsInput(self.tokenizer, self._train.longest, list(self._data.classes), self._keywords)
 
     def blocks(self, model: nn.Module) -> list[str] | None:
         return plan.blocks(model)
@@ -159,17 +184,15 @@ class HuggingFace(InParts):
     def tensor_plan(self, model: nn.Module) -> dict[str, str] | None:
         return plan.tensor_plan(model, parallel_head=self.kind == "causal_lm")
 
+    def context_plan(self, model: nn.Module) -> ContextPlan | None:
+        if self.kind != "causal_lm":
+            raise UserError(f"parallel.cp splits the sequences of causal_lm, but this model is for {self.kind}")
+        plan.require_full_attention(self.config, self.sequence_length)
+        # A mask without padding, because the library takes places that jump for several sequences in one.
+        return ContextPlan(lambda places: {"position_ids": places, "attention_mask": torch.ones_like(places)})
+
     def heads(self) -> int | None:
         return self._heads
-
-    def example_input(self) -> tuple[Any, ...]:
-        inputs = fetch(self.train_data(), [(0, 0)])[0]
-        if self.kind == "image_classification":
-            return (self.fitted(inputs),)
-        if self.kind == "causal_lm":
-            return (inputs,)
-        tokens, mask = inputs
-        return (tokens[:, : int(mask.sum())],)  # one text needs no mask, which models do not all take as the second
 
     # --- for the export ----------------------------------------------------------------------------------------
 
@@ -186,6 +209,56 @@ class HuggingFace(InParts):
             self.tokenizer.save_pretrained(folder)
         if self.found.folder is not None and (self.found.folder / GENERATION).is_file():
             shutil.copyfile(self.found.folder / GENERATION, folder / GENERATION)
+        if isinstance(given := self.preprocessor(), FittedImages):
+            (folder / "preprocessor_config.json").write_text(json.dumps(given.for_transformers(), indent=1))
+
+
+@dataclass
+class FittedImages(ImageInput):
+    channels: int
+    sides: tuple[int, int] | None
+
+    def __call__(self, given: Any) -> dict[str, Any]:
+        return {"pixel_values": _fitted(self.standardised(given), self.channels, self.sides)}
+
+    def for_transformers(self) -> dict[str, Any]:
+        """As its image processors read it, which bring pixels to 0 … 1 first."""
+        height, width = self.sides or self.example.shape[1:3]
+        whole = 255.0 if self.example.dtype.kind in "ui" else 1.0
+        mean, std = ((each.flatten() / whole).expand(self.channels).tolist() for each in (self.mean, self.std))
+        sizes = {"do_resize": True, "size": {"height": height, "width": width}, "resample": 2}
+        pixels = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
+        return {"image_processor_type": "ViTImageProcessor", **sizes, **pixels, "image_mean": mean, "image_std": std}
+
+
+def _fitted(images: Tensor, channels: int, sides: tuple[int, int] | None) -> Tensor:
+    if sides and tuple(images.shape[2:]) != sides:
+        images = F.interpolate(images, sides, mode="bilinear", antialias=True)
+    return images.expand(-1, channels, -1, -1) if images.shape[1] == 1 < channels else images
+
+
+@dataclass
+class TextsInput(Preprocessor):
+    """Texts to classify; tokenizer: the library's."""
+
+    tokenizer: Any
+    longest: int
+    classes: list[str]
+    keywords: dict[str, Any]
+
+    @property
+    def example(self) -> Any:
+        import pandas
+
+        return pandas.DataFrame({"text": ["a text"]})
+
+    def __call__(self, given: Any) -> dict[str, Any]:
+        how = {"padding": True, "truncation": True, "max_length": self.longest, "return_tensors": "pt"}
+        found = self.tokenizer(texts_of(given), **how)
+        return {"input_ids": found["input_ids"], "attention_mask": found["attention_mask"], **self.keywords}
+
+    def read(self, output: Any) -> Any:
+        return classes_table("label", self.classes, output)
 
 
 class Called:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster.environment import set_defaults
+
 if TYPE_CHECKING:
     import torch
 
@@ -129,6 +131,7 @@ def misses(predicted: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 def main(function: str, arguments: str, device: str, model: str, path: str, limit: str) -> None:
     """Ends well also where the check raises: that is in the file, too."""
+    set_defaults()  # before CUDA starts, as in a run's workers
     faulthandler.enable()
     faulthandler.dump_traceback_later(0.8 * float(limit))  # says where it hangs, just before it is killed
     module, _, name = function.rpartition(".")

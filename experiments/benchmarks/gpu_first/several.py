@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import os
@@ -19,6 +18,7 @@ from experiments.benchmarks.gpu_first.check import Here
 from experiments.benchmarks.gpu_first.training import trial
 from experiments.parity.matrix import EVERYTHING, run
 from experiments.parity.rows import ROWS
+from strategies.torch_internals import failed_groups
 
 LET_GO_SECONDS = 30.0
 TIMEOUT = datetime.timedelta(minutes=2)
@@ -46,9 +46,11 @@ def killed_peer(here: Here) -> None:
     here.expect(
         "survivors", world - 1, world - 1, "TORCH_NCCL_ASYNC_ERROR_HANDLING=2: abort, and do not end the process"
     )
+    here.expect(
+        "told", world - 1, world - 1, "the collective raises, or failed_groups says that it is not to be believed"
+    )
     here.expect("seconds", 0.0, LET_GO_SECONDS, "aborting a communicator takes a second or two")
     folder, context = os.environ["TMPDIR"], multiprocessing.get_context("spawn")
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
     gone = Path(folder, "gone")  # a file: what a process shares in memory, one that is killed may hold for ever
     peers = [
         context.Process(target=_peer, args=(rank, world, folder, here.device.type, gone), daemon=True)
@@ -63,9 +65,13 @@ def killed_peer(here: Here) -> None:
     for peer in peers[:-1]:
         peer.join(max(0.1, 3 * LET_GO_SECONDS - (time.monotonic() - begun)))
     said = [json.loads(path.read_text()) for path in Path(folder).glob("survivor-*")]
-    here.found(survivors=sum(total == world - 1 for _, total in said), codes=[peer.exitcode for peer in peers])
+    here.found(survivors=sum(total == world - 1 for _, total, *_ in said), codes=[peer.exitcode for peer in peers])
+    right = "DistBackendError" if here.on_gpu else "RuntimeError"
+    here.found(
+        told=sum(bool(raised == right or failed) for *_, raised, failed in said), said=[each[2:] for each in said]
+    )
     if said:
-        here.found(seconds=max(ended for ended, _ in said) - begun)
+        here.found(seconds=max(each[0] for each in said) - begun)
 
 
 def _peer(rank: int, world: int, folder: str, kind: str, gone: Path) -> None:
@@ -83,7 +89,8 @@ def _peer(rank: int, world: int, folder: str, kind: str, gone: Path) -> None:
     watching = threading.Thread(target=let_go, daemon=True)
     watching.start()
     x = torch.ones(1 << 20, device=device)
-    with contextlib.suppress(RuntimeError):  # gloo's broken connection; of NCCL's, what an aborted collective raises
+    raised = ""
+    try:
         for step in range(1_000_000):
             if rank == world - 1 and step == 20:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -92,14 +99,17 @@ def _peer(rank: int, world: int, folder: str, kind: str, gone: Path) -> None:
             float(x[0])
             if gone.exists():
                 break
+    except RuntimeError as error:  # gloo's broken connection; of NCCL's, what an aborted collective raises
+        raised = type(error).__name__
     watching.join()
+    failed = failed_groups()
     dist.destroy_process_group()
     _group(Path(folder, "second"), rank, world - 1, device)
     one = torch.ones(1, device=device)
     dist.all_reduce(one)
     total = float(one)
     # monotonic is a clock that processes of one machine share
-    Path(folder, f"survivor-{rank}").write_text(json.dumps([time.monotonic(), total]))
+    Path(folder, f"survivor-{rank}").write_text(json.dumps([time.monotonic(), total, raised, failed]))
     os._exit(0)
 
 

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from app.job import memory_bytes
 from app.models.cross_entropy import fusible, one_by_one
 from app.models.gpt import GPT
-from experiments.benchmarks.gpt import SHAPES, ByHand, Shape
+from experiments.benchmarks.gpt import OPTIONS, SHAPES, ByHand, Shape
 from experiments.benchmarks.gpu_first.check import Here, NotHere
 from experiments.benchmarks.gpu_first.training import config, planned, training
 from experiments.benchmarks.harness import measured
@@ -99,11 +99,44 @@ def _short(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row | {"name": row["name"][:120], "ms": round(row["ms"], 4)} for row in rows[:LONGEST]]
 
 
-def speed(here: Here) -> None:
+def block_options(here: Here) -> None:
+    """Forward and backward of a block in bf16 with each of `OPTIONS`, on a GPU compiled as well."""
+    why = "`benchmarks operators`: of the bytes that others than products and attention move 0.65 (1.3b) are left"
+    here.expect_speed("both_over_default", 0.6, 0.97, why)
+    if here.on_gpu:
+        why = "a compiler fuses by itself, so that half of the residual's bytes are what is spared"
+        here.expect_speed("both_over_default_compiled", 0.8, 1.02, why)
+    for compiled in (False, True)[: 1 + here.on_gpu]:
+        ms = {name: 1e3 * _block_seconds(here, options, compiled) for name, options in OPTIONS.items()}
+        kind = "_compiled" if compiled else ""
+        here.found(**{f"ms{kind}": ms, f"both_over_default{kind}": ms["both"] / ms["default"]})
+
+
+def _block_seconds(here: Here, options: dict[str, bool], compiled: bool) -> float:
+    shape = SHAPES[here.model]
+    sizes: dict[str, Any] = {**shape.model(), "n_layers": 1, **options}
+    with here.device:
+        block = GPT(256, **sizes).blocks["0"]
+        x = torch.randn(shape.batch, shape.sequence_length, shape.d_model)
+    if "residual_in_fp32" in options:
+        x = x.bfloat16()
+    if compiled:
+        block.compile(fullgraph=True)
+    x, gradient = x.requires_grad_(), torch.ones_like(x)
+
+    def once() -> None:
+        with torch.autocast(here.kind, torch.bfloat16):
+            y = block(x)
+        y.backward(gradient)
+
+    return here.seconds_of(once)
+
+
+def speed(here: Here, options: str = "default") -> None:
     """A run's own steps beside plain PyTorch's; then the kernels of one of ours. One after the other, not in turns:
-    both at once do not fit."""
+    both at once do not fit. options: of `OPTIONS`, for ours."""
     shape, folder, compiled = SHAPES[here.model], os.environ["TMPDIR"], here.on_gpu
-    made = config(shape, folder, compile=compiled)
+    made = config(shape, folder, OPTIONS[options], compile=compiled)
     plan, peak = planned(made), here.datasheet().gpu.rate("bf16")
     with torch.device("meta"):
         sizes: Any = shape.model()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from app.config_check import validate
 from app.job import Job, Place, SilentChannel
 from app.lease import write_lease
 from app.loop import Training
-from app.models.cross_entropy import LARGE_VOCABULARY
 from app.models.gpt import GPT, TENSOR_PLAN
 from app.planner.advice import predict
 from app.planner.estimate import Estimate
@@ -37,8 +37,8 @@ STATE_BYTES = 12
 """A parameter's in a checkpoint: itself and AdamW's two moments, in float32."""
 
 
-def config(shape: Shape, folder: str, **train: Any) -> Config:
-    """A GPT of that shape on random tokens in bf16, clipped; `train`: other values for TrainConfig."""
+def config(shape: Shape, folder: str, options: Mapping[str, bool] | None = None, **train: Any) -> Config:
+    """A GPT of that shape on random tokens in bf16, clipped. options: of the model; train: of TrainConfig."""
     tokens = Path(folder, f"{shape.vocab_size}.bin")
     if not tokens.exists():
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -46,12 +46,11 @@ def config(shape: Shape, folder: str, **train: Any) -> Config:
         numbers = torch.randint(shape.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
         tokens.write_bytes(numbers.to(torch.int32).numpy().astype("uint16").tobytes())
     sizes: dict[str, Any] = {"vocab_size": shape.vocab_size, "sequence_length": shape.sequence_length, **shape.model()}
-    values: dict[str, Any] = {"steps": 1000, "global_batch_size": shape.batch, "precision": "bf16", "clip_norm": 1.0}
-    # As it is by default on a GPU; written out, the planner sees it too, which looks at the model on the CPU.
-    sizes["linear_loss"] = shape.vocab_size >= LARGE_VOCABULARY
+    values: dict[str, Any] = {"steps": 1000, "precision": "bf16", "clip_norm": 1.0, "micro_batch_size": shape.batch}
+    values["global_batch_size"] = shape.batch * shape.micro_batches
     found = Config(
         task="language_modelling",
-        task_args={"data": str(tokens), "eval_samples": 1, **sizes},
+        task_args={"data": str(tokens), "eval_samples": 1, **sizes, **(options or {})},
         strategy="single",
         run=RunConfig("first", folder),
         train=TrainConfig(**values | train),

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from app.data import loader
 from app.data.loader import eval_batches, map_tensors, prefetched, rows, tensors, train_batches
@@ -153,8 +153,8 @@ def test_an_exception_surfaces_in_next_and_no_thread_or_process_is_left(
     next(batches)
     del batches
     gc.collect()
-    wait_until(lambda: "trireme-prefetch" not in {thread.name for thread in threading.enumerate()}, 30)
-    wait_until(lambda: set(multiprocessing.active_children()) <= others, 30)
+    wait_until(lambda: "trireme-prefetch" not in {thread.name for thread in threading.enumerate()})
+    wait_until(lambda: set(multiprocessing.active_children()) <= others)
 
 
 def test_a_thread_makes_items_a_few_ahead() -> None:
@@ -167,21 +167,45 @@ def test_a_thread_makes_items_a_few_ahead() -> None:
 
     batches = prefetched(make, CPU, ahead=2)
     next(batches)
-    wait_until(lambda: len(made) >= 4, 30)  # read, two waiting in the queue, one in the thread's hand
+    wait_until(lambda: len(made) >= 4)  # read, two waiting in the queue, one in the thread's hand
     assert len(made) == 4 and made[0] == "trireme-prefetch"
     batches.close()
 
 
-def test_data_workers_draw_random_numbers_by_position_and_leave_the_global_generator_alone() -> None:
-    before = torch.get_rng_state()
-    load(Plain(20), batch=5, steps=4)
-    once = load(Noisy(16), batch=8, steps=4, data_workers=1)
-    rest = load(Noisy(16), batch=8, steps=2, data_workers=2, micro_batch_size=4, samples_seen=16)
-    other = load(Noisy(16), batch=8, steps=4, data_workers=1, seed=8)
+@pytest.mark.parametrize("wrapped", [lambda data: data, lambda data: Subset(data, range(16))])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_random_numbers_are_drawn_by_position_whatever_the_workers(
+    workers: int, wrapped: Callable[[Any], Dataset[Any]]
+) -> None:
+    """Also through a Subset, whose `__getitems__` is asked for a batch."""
+    once = load(wrapped(Noisy(16)), batch=8, steps=4, data_workers=workers)
+    torch.manual_seed(99)
+    rest = load(wrapped(Noisy(16)), batch=8, steps=2, data_workers=2, micro_batch_size=4, samples_seen=16)
+    other = load(wrapped(Noisy(16)), batch=8, steps=4, data_workers=workers, seed=8)
     assert torch.equal(torch.cat([step[0][0] for step in once[2:]]), torch.cat([m[0] for step in rest for m in step]))
     assert len(torch.cat([step[0][0] for step in once]).unique()) == 32
     assert not torch.equal(once[0][0][0], other[0][0][0])
-    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_thread_leaves_the_generators_to_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: what draws is made between the steps, what does not in a thread that seeds nothing."""
+    made: list[str] = []
+
+    class Watched(Plain):
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            made.append(threading.current_thread().name)
+            return (torch.rand(1) if noisy else torch.zeros(1)), index
+
+    monkeypatch.setattr(loader, "_ahead", lambda device, beside: 2 if beside else 0)
+    for noisy, expected in ((True, "MainThread"), (False, "trireme-prefetch")):
+        batches = begun(Watched(64), batch=2, steps=30)
+        next(batches)
+        before = torch.get_rng_state()
+        for _ in range(4):
+            next(batches)
+        assert set(made) == {expected}
+        assert noisy or torch.equal(before, torch.get_rng_state())
+        batches.close()
 
 
 @settings(max_examples=40)

@@ -15,7 +15,7 @@ import pytest
 from pyarrow import parquet
 
 from app.data import tables
-from app.data.tables import Column, encoded, read_table
+from app.data.tables import Column, Encoding, read_table
 from app.errors import UserError
 from tests.app.data.test_data_text import write
 
@@ -61,7 +61,8 @@ def test_encoding_uses_the_training_rows_only() -> None:
     complete = Column("c", np.array([1.0, 1.0, 1.0, 2.0, np.nan]))
     names = Column("t", np.array(["a", "b", "a", "new", None], dtype=object))
     nothing = [Column("n", np.full(5, np.nan)), Column("t", np.array([None] * 5, dtype=object))]
-    assert encoded([number, complete, names, *nothing], np.array([0, 1, 2])).tolist() == [
+    columns, train = [number, complete, names, *nothing], np.array([0, 1, 2])
+    assert np.concatenate([Encoding.fit(c, train).encode(c.values) for c in columns], 1).tolist() == [
         [-1, 0, 0, 1, 0, 0, 1, 1],
         [1, 0, 0, 0, 1, 0, 1, 1],
         [0, 1, 0, 1, 0, 0, 1, 1],
@@ -73,7 +74,7 @@ def test_encoding_uses_the_training_rows_only() -> None:
 def test_rare_and_missing_categories_share_an_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "MOST_CATEGORIES", 2)
     names = Column("t", np.array(["a", "a", "b", "b", "c", None, "never seen"], dtype=object))
-    found = encoded([names], np.arange(6))
+    found = Encoding.fit(names, np.arange(6)).encode(names.values)
     assert found.argmax(axis=1).tolist() == [0, 0, 1, 1, 2, 2, 2] and found.sum(axis=1).tolist() == [1] * 7
 
 

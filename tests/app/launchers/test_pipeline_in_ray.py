@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.running import (
+    LONG,
     Lines,
     close,
     committed,
@@ -76,16 +77,16 @@ def test_stages_are_killed_and_stopped_and_the_weights_are_those_of_an_undisturb
     process = start([*plain, "run.name=hurt", *slow], env=ray_environment)
     lines = Lines(process)
     folder = tmp_path / "hurt"
-    wait_until(lambda: max(committed(folder), default=0) >= 15, 90)
+    wait_until(lambda: max(committed(folder), default=0) >= 15)
     killed = disturb(folder, 1, signal.SIGKILL)
     assert lines.when("died") >= killed, "noticed by the supervisor, not by a time-out"
-    wait_until(lambda: max(committed(folder), default=0) >= 35, 60)
+    wait_until(lambda: max(committed(folder), default=0) >= 35)
     stopped = disturb(folder, 0, signal.SIGSTOP)
     assert lines.when("does not answer") - stopped >= 1.5
-    wait_until(lambda: max(committed(folder), default=0) >= 45, 60)
+    wait_until(lambda: max(committed(folder), default=0) >= 45)
     (tmp_path / "sleep").touch()
     assert lines.when("without progress"), "a block that sleeps for ever, and answers"
-    process.wait(60)
+    process.wait(LONG)
     assert process.returncode == 0, lines.text
     assert same_bits(weights(folder), weights(tmp_path / "calm"))
     assert curve(tmp_path, "hurt") == curve(tmp_path, "calm"), "one unbroken curve in one MLflow run"

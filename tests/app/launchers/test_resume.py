@@ -15,6 +15,7 @@ from app.cli import group
 from app.config_io import load_config
 from app.run.manifest import Run
 from tests.running import (
+    LONG,
     POINTS,
     Lines,
     committed,
@@ -42,7 +43,7 @@ def command(storage: Path, *more: str) -> list[str]:
     return ["train", *SLOW, pace, "run.name=run", f"run.storage={storage}", *more]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # other modules' tests come between those of this one
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The storages of runs that were not stopped: of one worker, and of two under torchrun."""
     storages = {name: tmp_path_factory.mktemp(name) for name in ("one", "two")}
@@ -84,14 +85,14 @@ def test_a_worker_is_killed_then_the_command_and_run_again(
     (tmp_path / "slow").touch()
     process = start(arguments, env=None if OWN_RAY in more else ray_environment)
     lines = Lines(process)
-    wait_until(lambda: committed(folder), 90)
+    wait_until(lambda: committed(folder))
     if kill_worker:
         disturb(folder, 1, signal.SIGKILL)
         lines.when("starting again from the last checkpoint")
         before = committed(folder)[-1]
-        wait_until(lambda: committed(folder)[-1] > before, 60)
+        wait_until(lambda: committed(folder)[-1] > before)
     end_tree(process.pid) if OWN_RAY in more else process.send_signal(number)
-    process.wait(60)
+    process.wait(LONG)
     at = committed(folder)[-1]
     if number != signal.SIGKILL:
         assert process.returncode == 130 and at < STEPS, lines.text
@@ -120,3 +121,44 @@ def test_a_run_is_trained_by_one_command_and_once_finished_trained_further(tmp_p
     assert [each["status"] for each in outcomes] == ["finished", "already_finished", "finished", "finished"]
     assert outcomes[2]["summary"]["resumed_from"] == 6 and outcomes[2]["summary"]["step"] == 8
     assert [each["run"] for each in outcomes[2:]] == ["run", "run-2"]
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_start_that_is_taken_over_ends_and_says_so(
+    tmp_path: Path, undisturbed: dict[str, Path], stopped: bool
+) -> None:
+    arguments, folder = command(tmp_path, "launcher=local"), tmp_path / "run"
+    (tmp_path / "slow").touch()
+    first = start(arguments)
+    lines = Lines(first)
+    wait_until(lambda: committed(folder), 90)
+    if stopped:
+        first.send_signal(signal.SIGSTOP)
+    second = start([*arguments, "--take-over"])
+    later = Lines(second)
+    later.when(f"taking the run over from process {first.pid} on ")
+    if stopped:
+        later.when("continuing after step")
+        first.send_signal(signal.SIGCONT)
+    assert first.wait(15) == 1 and f"was taken over by process {second.pid} on " in lines.text, lines.text
+    (tmp_path / "slow").unlink()
+    assert second.wait(60) == 0, later.text
+    assert_unbroken(tmp_path, undisturbed["one"])
+
+
+@pytest.mark.slow
+def test_a_killed_worker_of_a_split_sequence_is_replaced(tmp_path: Path, ray_environment: dict[str, str]) -> None:
+    """To the last bit as the undisturbed run: each of the two workers has half of every sequence."""
+    (tmp_path / "text.txt").write_text("one two three four five six seven eight nine ten\n" * 400)
+    text = f"data: {tmp_path}/text.txt, sequence_length: 256, d_model: 64, n_layers: 2, n_heads: 2"
+    given = ["task=language_modelling", f"task_args={{{text}}}", "train.steps=200", "train.global_batch_size=4"]
+    given += ["checkpoint.every_steps=20", "strategy=context", "parallel.cp=2", "workers=2", f"run.storage={tmp_path}"]
+    truth = trireme("train", *given, "run.name=truth", "launcher=actors", env=ray_environment)
+    assert truth.code == 0, truth.out + truth.err
+    process = start(["train", *given, "run.name=run", "launcher=actors"], env=ray_environment)
+    lines = Lines(process)
+    wait_until(lambda: committed(tmp_path / "run"))
+    disturb(tmp_path / "run", 1, signal.SIGKILL)
+    lines.when("starting again from the last checkpoint")
+    assert process.wait(LONG) == 0, lines.text
+    assert same_bits(weights(tmp_path / "run"), weights(tmp_path / "truth"))

@@ -22,7 +22,7 @@ from app.run.prepare import Prepared, prepare, read_task
 from app.tracking.settings import resolve_tracking
 from tests.chain import config
 
-PROGRESS = {"type": "progress", "seconds_per_step": 0.1}
+PROGRESS = {"type": "progress", "seconds_per_step": 0.1, "rate": 1.0, "unit": "samples"}
 
 
 def elastic(
@@ -58,8 +58,10 @@ class Scene:
         prepared = self.elastic.first
         self.job = Job(prepared.config, prepared.layout, "/nowhere", "x", "y", 5, "/")
         run: Any = SimpleNamespace(local_folder=Path("/nowhere"), manifest=SimpleNamespace(name="x", uid="y"))
+        run.storage, run.attempt, run.lease = None, "x", SimpleNamespace(step=0, successor=None)
         console: Any = SimpleNamespace(say=self.said.append, progress=lambda event: None)
         self.driver: Any = Driver(run, prepared.config, console, resolve_tracking(prepared.config.tracking, "/nowhere"))
+        self.driver.progress = SimpleNamespace(note=lambda values: None)
         self.driver.tracker = SimpleNamespace(
             tags=self.tags.update,
             metrics=lambda step, values, time=None: self.logged.append((step, values)),
@@ -160,6 +162,7 @@ def test_four_three_two_four_workers_of_the_same_run() -> None:
         "worker 3, process 103 on 10.0.0.3, died after step 10 with its node; there is room for 3 of 4" in scene.said[0]
     )
     assert scene.tags["trireme.restarts"] == "2", "growing is no failure"
+    assert scene.driver.metrics._values["restarts"] == 2
     assert scene.now.layout == scene.job.layout
 
 

@@ -106,7 +106,7 @@ def test_what_is_set_where_the_user_has_set_nothing() -> None:
     set_defaults(environ := dict(own))
     assert environ == own | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
     assert shared(environ | {"OMP_NUM_THREADS": "3", "HOME": "/"}) == environ | {"OMP_NUM_THREADS": "3"}
-    job = {"OMP_NUM_THREADS": "1", "RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}
+    job = {"OMP_NUM_THREADS": "1", "RAY_RAYLET_PID": "7"}
     assert shared(job) == {}, "Ray has set it for the job's own process, which has no CPUs"
 
 

@@ -112,17 +112,18 @@ def test_resnets_have_the_size_of_the_paper(depth: int, millions: float) -> None
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp8"])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "bf16 options", "fp8"])
 def test_a_block_of_a_gpt_is_compiled_as_one_graph(kind: str, mode: str) -> None:
     """Forward and backward, as strategies/parallelize.py puts things on it: a break would launch what lies between two
     graphs operation by operation."""
-    model = GPT(50, d_model=32, n_layers=2, n_heads=2, dropout=0.1)
+    kind, options = kind.split()[0], "options" in kind
+    model = GPT(50, d_model=32, n_heads=2, dropout=0.1, fused_projections=options)
     names = find_blocks(model)
     if kind == "fp8":
         precision.use_float8(model, names)
     activation_checkpointing.apply(model, names, mode)
     block = model.get_submodule(names[0])
-    x = torch.randn(2, 8, 32, requires_grad=True)
+    x = torch.randn(2, 8, 32, dtype=torch.bfloat16 if options else torch.float32, requires_grad=True)
     with precision.autocast(kind, "cpu")():
         torch.compile(block.forward, fullgraph=True, backend="aot_eager")(x).float().square().mean().backward()
     assert x.grad is not None and all(parameter.grad is not None for parameter in block.parameters())

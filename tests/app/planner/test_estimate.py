@@ -14,11 +14,15 @@ from app.planner import estimate
 from app.planner.device import PartCost
 from app.planner.layouts import Candidate
 from app.planner.machine import cpus
+from app.planner.output import between
+from app.planner.plan import ranked
+from app.planner.read import Reader
 from strategies.costs import ModelSize, ParameterSize
 from strategies.dims import Layout, Options
 from strategies.layout import choose
 from strategies.pipeline.schedules import Placement, Schedule
 from strategies.pipeline.simulate import alive_by_formula
+from tests.app.planner.conftest import gpus, plan_of
 from tests.layout_cost import layout_cost
 
 CHAIN = ["before", *["block0"] * 4, "after"]
@@ -63,7 +67,9 @@ def test_memory_is_that_of_the_worst_moment_on_the_fullest_device(
         model: Any = SimpleNamespace(counts=COUNTS, parts=parts, order=CHAIN[1:-1])
         model.parameters = {name: (size,) for name, size in sizes.items()}
         monkeypatch.setattr(estimate, "part_costs", lambda *_, found=parts: list(found.values()))
-        reader: Any = SimpleNamespace(costs=lambda way, found=model: found, size=ModelSize((), 24), sample_bytes=1.0)
+        size = ModelSize((), 24)
+        reader: Any = SimpleNamespace(costs=lambda way, found=model: found, size=size, sample_bytes=1.0, exchanged=0.0)
+        reader.heads = None
         options = Options(stages=cut if pp > 1 else None)
         candidate = Candidate(layout, 2, many, "none", "fp32", schedule, chunks)
         found = estimate.Estimator(reader, cpus(4), options).estimate(candidate)
@@ -79,3 +85,24 @@ def test_memory_is_that_of_the_worst_moment_on_the_fullest_device(
         fullest = max(expected, key=lambda memory: sum(memory.values()))
         assert found.memory == fullest | {"margin": sum(fullest.values()) * cpus(4).device.fragmentation}
         assert found.stages == options.stages and found.memory_bytes == sum(found.memory.values())
+
+
+def test_a_plan_says_fits_close_or_does_not_fit_and_between_which_speeds(small: Reader) -> None:
+    plan = plan_of(small, gpus(8), "train.precision=bf16")
+    row = plan.rows[0]
+    assert row.verdict == "fits" and row.range[0] < 1 < row.range[1]
+    low, high = plan.layout(row)["tokens_per_second_range"]
+    assert low < plan.layout(row)["tokens_per_second"] < high
+    for share, verdict in ((1.2, "fits"), (1.05, "close"), (0.95, "close"), (0.8, "does not fit")):
+        assert replace(row, capacity=share * row.memory_bytes).verdict == verdict
+    assert not replace(row, in_host=1.1).fits and replace(row, in_host=1.1).verdict == "does not fit"
+    assert between(6.1e3, 7e3) == "6.1–7.0 k" and between(95, 120) == "95–120"
+
+
+def test_a_simpler_layout_within_the_range_of_the_fastest_comes_first(small: Reader) -> None:
+    rows = plan_of(small, gpus(8), "train.precision=bf16").rows
+    simple = min((row for row in rows if row.fits), key=lambda row: row.candidate.complexity)
+    other = next(row for row in rows if row.fits and row.candidate.complexity > simple.candidate.complexity)
+    slow = replace(simple, seconds={"compute": 1.0})
+    assert ranked([slow, replace(other, seconds={"compute": 0.98}, range=(0.9, 1.1))])[0] is slow
+    assert ranked([slow, replace(other, seconds={"compute": 0.6}, range=(0.9, 1.1))])[0] is not slow

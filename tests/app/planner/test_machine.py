@@ -19,6 +19,7 @@ from app.config_io import load_config
 from app.errors import RunFailed, UserError
 from app.planner import calibrate, trial
 from app.planner.calibrate import keep
+from app.planner.device import assumptions, device
 from app.planner.machine import Asked, cpus, find, of_shape
 from app.planner.output import experiment
 from app.planner.plan import make_plan
@@ -26,6 +27,7 @@ from app.planner.read import Reader
 from app.planner.trial import Trial, in_processes, max_batch, search
 from cluster import hardware
 from cluster.files import read_cluster
+from cluster.hardware import HardwareError
 from cluster.shape import NodeState, of_gpus, of_nodes
 from tests.app.planner.conftest import TINY, with_memory
 
@@ -195,3 +197,21 @@ def test_a_try_has_two_micro_batches_and_none_may_run(tiny: Reader, monkeypatch:
     _, row, found = max_batch(plan)
     assert row is None and (found["predicted"], found["largest"], found["share"]) == (5, 0, 32)
     assert tried[0]["train"]["global_batch_size"] == 2 * 2 * 5, "two micro-batches tell the memory of many"
+
+
+def test_a_variant_of_a_gpu_is_what_is_written_of_it_and_slower_by_its_power_limit() -> None:
+    whole, limited = hardware.gpu("h100"), hardware.gpu("h100:hbm=2.4TB/s,power=500W")
+    assert (limited.memory_bandwidth, limited.watts, limited.base) == (2.4e12, 500, "h100-80gb")
+    assert limited.clock == pytest.approx((500 / 700) ** (1 / 3)) and whole.clock == 1
+    assert device(limited.name).peak("bf16") < device("h100").peak("bf16") and device(limited.name).fitted
+    with pytest.raises(HardwareError, match="memory=…GiB, hbm=…TB/s"):
+        hardware.gpu("h100:hbm=fast")
+
+
+def test_what_is_assumed_is_listed_in_two_lines_and_changed_by_name() -> None:
+    machine = find(Asked(gpus=8, gpu="h100-80gb", assume=("across=0.5", "products=0.4")), "auto")
+    assert (machine.device.across, machine.device.matmul["bf16"], machine.device.matmul["fp8"]) == (0.5, 0.4, 0.4)
+    said = assumptions(machine.device, "bf16").splitlines()
+    assert len(said) == 2 and "fitted to published runs" in said[0] and "across 0.5" in said[1]
+    with pytest.raises(UserError, match="--assume speed=2: write one of products"):
+        find(Asked(gpus=8, gpu="h100-80gb", assume=("speed=2",)), "auto")

@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -21,16 +22,19 @@ from app.planner.estimate import Estimate
 from app.planner.layouts import Space, enumerate_layouts
 from app.planner.machine import cpus
 from app.planner.output import cells, families
+from app.planner.picture import content
 from app.planner.plan import Plan
 from app.planner.read import Reader
+from app.tasks import load_task
 from cluster import hardware
+from experiments.report.page import render
 from strategies import registry
 from strategies.dims import NAMES, LayoutError, Options
 from strategies.layout import check, choose
 from strategies.pipeline.schedules import SCHEDULES
 from tests.app.planner.conftest import EXPERIMENT, TINY, gpus, plan_of, read, with_memory
 
-SPACE = Space(64, 8, 256, 8, 8, 128, True, ("bf16",))
+SPACE = Space(64, 8, 256, 8, 8, 128, True, ("bf16",), length=16384)
 
 # --- hardware ---------------------------------------------------------------------------------------------------
 
@@ -87,9 +91,38 @@ def test_every_layout_multiplies_to_the_workers_is_runnable_and_there_once() -> 
         assert choose(layout.name, 64, **{name: getattr(layout.dims, name) for name in NAMES}) == layout
         check(layout, Options(precision="bf16", schedule=schedule or "1f1b", chunks=chunks), micro_batches=256)
     wanted = {r.name for r in registry.STRATEGIES.values() if r.plannable and not r.alias_of and r.degrees}
-    assert {one.family for one in found} == wanted
+    assert {one.family for one in found} == wanted - {"expert"}, "which only mixtures have"
     assert {"fsdp+tensor", "hsdp+tensor+pipeline", "zero1+tensor"} <= {one.layout.name for one in found}
     assert {one.schedule for one in found} == {*SCHEDULES, ""}
+
+
+def test_only_long_sequences_are_split() -> None:
+    assert {one.dims.cp for one in enumerate_layouts(SPACE, {})} == {1, 2, 4}, "4,096 tokens a worker at least"
+    assert {one.dims.cp for one in enumerate_layouts(dataclasses.replace(SPACE, length=4096), {})} == {1}
+    found = enumerate_layouts(dataclasses.replace(SPACE, length=4096), {"parallel.cp": 8})
+    assert {"ddp+context", "fsdp+context", "hsdp+tensor+context"} <= {one.layout.name for one in found}
+    assert not enumerate_layouts(dataclasses.replace(SPACE, length=None), {"parallel.cp": 2})
+
+
+def test_a_part_of_a_sequence_takes_its_part_of_memory_and_time() -> None:
+    reader = read((EXPERIMENT,), "task_args.sequence_length=8192", "task_args.d_model=256")
+    plans = {cp: plan_of(reader, gpus(4), f"parallel.cp={cp}", given=("parallel.cp",)) for cp in (1, 4)}
+    alike = ("none", "bf16", True)
+    one, four = (
+        next(
+            row
+            for row in plan.rows
+            if row.candidate.dims.tp == row.candidate.dims.pp == 1
+            and (row.candidate.checkpointing, row.candidate.precision, row.candidate.strategy.is_sharded) == alike
+            and not row.candidate.offload
+        )
+        for plan in plans.values()
+    )
+    whole, part = (one.memory["activations"], four.memory["activations"])
+    many = one.candidate.micro_batch / four.candidate.micro_batch
+    assert part == pytest.approx(whole / 4 / many, rel=0.05) and four.seconds["context"] > 0 == one.seconds["context"]
+    page = render(content(plans[4], four))
+    assert "cp 4" in page and "2,048 tokens of each sequence" in page and page.count("<rect") == 4
 
 
 def test_float8_is_planned_only_where_it_can_be(tiny: Reader) -> None:
@@ -113,7 +146,7 @@ def test_a_key_that_is_given_is_fixed_and_is_why_others_are_left_out(small: Read
     plan = planned("parallel.tp", "2")
     assert {row.candidate.dims.tp for row in plan.rows} == {2} and "parallel.tp=2 is fixed" in families(plan)["ddp"]
     plan = planned("parallel.offload", "true")
-    assert "state in host memory" in settings_text(plan.rows[0]) and "offload" in cells(plan.layout(plan.rows[0]))[1]
+    assert "state in host memory" in settings_text(plan.rows[0]) and "offload" in cells(plan, plan.rows[0])[1]
 
 
 # --- memory and time --------------------------------------------------------------------------------------------
@@ -142,6 +175,25 @@ def test_recomputing_trades_time_for_memory(large: Reader) -> None:
     sent = [found["tensor", mode].seconds["tensor"] for mode in modes]
     assert sent[1] == pytest.approx(sent[0]), "what collectives gave is kept"
     assert 1.3 < sent[3] / sent[0] <= 1.5, "what is outside of blocks is not recomputed"
+
+
+def test_a_gpus_loss_without_its_logits_is_planned_where_a_device_has_the_whole_model(tmp_path: Path) -> None:
+    """What app/models/cross_entropy.py does there; layers split over workers, and a pipeline's, make all logits."""
+    np.zeros(6000, np.uint16).tofile(tmp_path / "tokens.bin")
+    sizes = "vocab_size: 50304, sequence_length: 128, d_model: 128, n_layers: 4, n_heads: 4"
+    args = f"task_args={{data: {tmp_path}/tokens.bin, {sizes}}}"
+    config = load_config([], ["task=language_modelling", args, "train.precision=bf16", "train.global_batch_size=64"])
+
+    def activations(name: str, machine: Any, linear: bool | None, **degrees: int) -> float:
+        task = load_task(config.task, {**config.task_args, "linear_loss": linear})
+        return predict(config, task, choose(name, machine.world, **degrees), machine).memory["activations"]
+
+    logits = 32 * 128 * 50304 * 2
+    for name in ("ddp", "fsdp"):
+        by_itself, linear, whole = (activations(name, gpus(2), linear) for linear in (None, True, False))
+        assert by_itself == pytest.approx(linear) and linear < whole - logits / 2
+    for name, machine, degrees in (("tensor", gpus(2), {}), ("pipeline", gpus(2), {"pp": 2}), ("ddp", cpus(2), {})):
+        assert activations(name, machine, None, **degrees) == activations(name, machine, False, **degrees) > logits / 8
 
 
 def test_gradients_are_reduced_each_time_only_where_memory_asks_for_it(large: Reader) -> None:

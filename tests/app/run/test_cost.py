@@ -59,13 +59,13 @@ def test_a_run_stops_with_a_checkpoint_when_its_budget_is_spent(
 ) -> None:
     run = ["train", *POINTS, "train.steps=1000000", "run.name=dear", f"run.storage={tmp_path}", "workers=2"]
     run += [f"cluster.file={priced(tmp_path)}", "budget=25"]
-    ended = trireme(*run, env=ray_environment, timeout=300)
+    ended = trireme(*run, env=ray_environment)
     assert ended.code == 130, ended.out + ended.err
     assert "of a budget of $25.00: saving a checkpoint and stopping" in ended.out
     assert committed(tmp_path / "dear"), "its checkpoint is there"
     metrics = mlflow_run(tmp_path, "dear").data.metrics
     assert 22 < metrics["cost/dollars"] <= 25 and 0 < metrics["cost/wasted_dollars"] < metrics["cost/dollars"]
-    again = trireme(*run, env=ray_environment, timeout=300)
+    again = trireme(*run, env=ray_environment)
     assert again.code == 2 and "budget is spent" in again.err, again.err
 
 
@@ -77,7 +77,7 @@ def test_workers_that_are_still_starting_spend_no_more_than_the_budget(
     run = ["train", *POINTS, "train.steps=9", "run.name=slow", f"run.storage={tmp_path}", "workers=2"]
     run += [f"cluster.file={priced(tmp_path)}", "budget=8", f"launcher={launcher}", "task_args.step_seconds=300"]
     run += ["strategy=ddp"]  # the planner would measure a step
-    ended = trireme(*run, env=ray_environment, timeout=300)
+    ended = trireme(*run, env=ray_environment)
     assert ended.code == 130 and "stopped before training began" in ended.err, ended.out + ended.err
     assert "of a budget of $8.00: stopping before training begins" in ended.out
     assert not committed(tmp_path / "slow")

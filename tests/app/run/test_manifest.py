@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
-from app.config import Config, RunConfig, TrackingConfig
+import pytest
+
+from app.config import Config, RunConfig, TrackingConfig, TrainConfig
+from app.errors import UserError
 from app.lease import is_current, write_lease
 from app.run.manifest import Run
 
@@ -38,3 +43,41 @@ def test_a_start_that_was_taken_over_leaves_the_folder_to_its_successor(tmp_path
     assert Run(second.config).manifest.status == second.manifest.status != "failed"
     second.end("finished")
     assert Run(second.config).finished and not (tmp_path / "kept" / "lease.json").exists()
+
+
+def test_of_several_that_start_at_one_moment_one_trains(tmp_path: Path) -> None:
+    run = RunConfig(name="kept", storage=str(tmp_path))
+    starts = [Run(Config(task="image_classification", run=run)) for _ in range(6)]
+    barrier, refused = threading.Barrier(len(starts)), list[str]()
+
+    def start(own: Run) -> None:
+        barrier.wait()
+        try:
+            own.open(own.config, 5)
+        except UserError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=start, args=(own,)) for own in starts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (winner,) = [own for own in starts if is_current(own.folder, own.attempt)]
+    assert len(refused) == len(starts) - 1 and f"by process {os.getpid()} on " in refused[0]
+    assert "at step 0 of 5: wait for it, add --take-over" in refused[0]
+    winner.end("stopped")
+
+
+def test_a_run_that_never_trained_may_become_another(tmp_path: Path) -> None:
+    def start(seed: int) -> Run:
+        run = RunConfig(name="kept", storage=str(tmp_path))
+        return Run(Config(task="language_modelling", train=TrainConfig(seed=seed), run=run))
+
+    first = start(0)
+    first.open(first.config, 5)
+    first.end("failed")
+    second = start(1)
+    assert second.manifest.uid == first.manifest.uid and second.manifest.identity["train.seed"] == 1
+    (tmp_path / "kept" / "progress.json").write_text("{}")
+    with pytest.raises(UserError, match=r"was started with train.seed=0, and this is train.seed=1"):
+        start(1)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from app.errors import UserError
 from app.job import strategy_options
 from app.run.prepare import default_micro_batch_size, prepare, read_task
 from strategies.layout import LayoutError, check, choose
@@ -15,6 +16,8 @@ PIPELINE = ["strategy=pipeline", "parallel.pp=2"]
 INTERLEAVED = ["parallel.schedule=interleaved_1f1b", "parallel.chunks=2", "train.micro_batch_size=6"]
 TRACED = ["parallel.trace_step=50", "train.steps=5", "train.micro_batch_size=4"]
 WRONG = "task=tests.chain:Wrong"
+SPLIT = ["strategy=context", "parallel.cp=2"]
+GPT = ["task=language_modelling", "task_args={data: strategies/fsdp.py, n_layers: 1, d_model: 96}"]
 
 
 @pytest.mark.parametrize(
@@ -37,6 +40,7 @@ def test_micro_batches_that_nobody_decided(share: int, stages: int, schedule: st
         (["strategy=ddp", "train.global_batch_size=2"], ["computes one sample per step"]),
         (["strategy=ddp", "train.global_batch_size=10000"], ["but the data has"]),
         ([*PIPELINE, *TRACED], ["parallel.trace_step is 50, but the run has 5 steps: no step is traced"]),
+        (["strategy=ddp", "train.steps=5", "schedule.warmup_steps=9"], ["is 9, but the run has 5 steps: the learning"]),
     ],
 )
 def test_remarks_on_the_batch_and_the_length(more: list[str], said: list[str]) -> None:
@@ -56,12 +60,27 @@ def test_remarks_on_the_batch_and_the_length(more: list[str], said: list[str]) -
         ([WRONG, "task_args.what=fork", "strategy=tensor"], r"'blocks.\*.upp' matches no module of Net"),
         ([WRONG, "task_args.what=fork", *PIPELINE], "blocks.1 does not use what blocks.0 puts out"),
         ([WRONG, "task_args.what=misnamed", *PIPELINE, "parallel.schedule=zbv"], "names the block"),
+        ([WRONG, "task_args.what=twice", *PIPELINE], "the task calls the model twice"),
+        ([WRONG, "task_args.what=twice in metrics", *PIPELINE], "the task calls the model twice"),
+        ([WRONG, "task_args.what=scalar", *PIPELINE, "parallel.dp_shard=2"], "scale is a parameter without dimensions"),
+        (
+            [*GPT, *SPLIT, "task_args.sequence_length=130"],
+            "130 tokens.*4 equal pieces: write a sequence length of 128 or",
+        ),
+        ([*GPT, *SPLIT, "parallel.context=ulysses", "task_args.n_heads=3"], "3 heads over .* = 2 .*context=ring"),
+        ([WRONG, "task_args.what=fork", *SPLIT], "Net cannot be told where in the sequence its tokens are"),
+        ([WRONG, "task_args.what=own generator", *PIPELINE], "a random generator of its own.*2 workers need the same"),
     ],
 )
 def test_what_does_not_fit_the_model_is_known_before_a_worker_starts(more: list[str], said: str) -> None:
     wanted = config(*more)
-    with pytest.raises(LayoutError, match=said):
-        prepare(wanted, read_task(wanted), wanted.parallel.pp or 2, devices_per_node=None)
+    with pytest.raises((LayoutError, UserError), match=said):
+        prepare(
+            wanted,
+            read_task(wanted),
+            (wanted.parallel.pp or 2) * (wanted.parallel.dp_shard or 1),
+            devices_per_node=None,
+        )
 
 
 def test_a_deepspeed_file_is_read_before_a_worker_starts(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from app.config_io import load_config
 from app.job import Job, Place, SilentChannel
 from app.run.manifest import Run
 from app.run.prepare import prepare, read_task
-from tests.running import POINTS, Lines, committed, curve, mlflow_run, start, trireme, wait_until
+from tests.running import LONG, POINTS, Lines, committed, curve, mlflow_run, start, trireme, wait_until
 
 # --- real file systems ------------------------------------------------------------------------------------------------
 
@@ -73,7 +73,7 @@ def test_a_storage_that_is_unmounted_and_then_full_fails_checkpoints_and_not_the
     pace = ["task_args.step_seconds=0.05", f"task_args.slow_while={slow}"]
     process = start([*run, *pace, "run.name=run", f"run.storage={mount.here}"])
     lines, folder = Lines(process), mount.here / "run"
-    wait_until(lambda: committed(folder), 60)
+    wait_until(lambda: committed(folder))
     mount.off()
     try:
         lines.when("the storage cannot be reached")
@@ -82,13 +82,13 @@ def test_a_storage_that_is_unmounted_and_then_full_fails_checkpoints_and_not_the
     finally:
         mount.on()
     before = committed(folder)[-1]
-    wait_until(lambda: committed(folder)[-1] > before, 30)
+    wait_until(lambda: committed(folder)[-1] > before)
     mount.fill()
     lines.when("metrics wait in memory until there is room")
     lines.when("No space left on device")
     mount.empty()
     slow.unlink()
-    assert process.wait(90) == 0, lines.text
+    assert process.wait(LONG) == 0, lines.text
     said = [line for line in lines.text.splitlines() if "the storage cannot be reached" in line]
     assert said and all("training continues, and the next one is tried when it is due" in line for line in said)
     assert "Traceback" not in lines.text

@@ -159,12 +159,12 @@ def server() -> Iterator[dict[str, str]]:
 
 def submit(server: dict[str, str], storage: Path, name: str, *more: str) -> Ended:
     run = ["submit", *POINTS, "train.log_every=1", f"run.name={name}", f"run.storage={storage}", "workers=2"]
-    return trireme(*run, *more, env=server, timeout=180)
+    return trireme(*run, *more, env=server)
 
 
 @pytest.mark.slow
 def test_doctor_asks_a_cluster_that_it_is_not_part_of(tmp_path: Path, server: dict[str, str]) -> None:
-    told = trireme("doctor", "--json", "--storage", str(tmp_path), env=server, timeout=180)
+    told = trireme("doctor", "--json", "--storage", str(tmp_path), env=server)
     (node,) = json.loads(told.out)["facts"]["nodes"]
     assert node["storage_seen"] == [node["node_id"]] and node["versions"]["ray"], told.out
     ended = trireme("train", *POINTS, "train.steps=1", "run.name=x", f"run.storage={tmp_path}", env=server)
@@ -189,7 +189,7 @@ def test_stop_saves_a_checkpoint_first_and_the_same_submit_goes_on(tmp_path: Pat
     sent = submit(server, tmp_path, "long", *long, "--detach", "--json")
     job = sent.json["job"]
     client = JobSubmissionClient(server["RAY_ADDRESS"])
-    wait_until(lambda: "step 1/" in client.get_job_logs(job), 90)
+    wait_until(lambda: "step 1/" in client.get_job_logs(job))
     follower = subprocess.Popen(
         [sys.executable, "-m", "app", "submit", "logs", job], cwd=ROOT, env=server, stdout=subprocess.PIPE, text=True
     )

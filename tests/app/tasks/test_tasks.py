@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from app.data.loader import fetch
 from app.evaluation import evaluate
 from app.job import Heartbeat
+from app.prediction import Predictor, watched_arguments
 from app.tasks import Task, load_task
 from app.tasks.vision import shifted
 from strategies.parallelize import choose, parallelize
@@ -96,7 +97,8 @@ def test_the_whole_interface(task: Task) -> None:
     names = dict(model.named_modules())
     blocks = task.blocks(model)
     assert blocks and all(name in names for name in blocks)
-    assert model(*task.example_input()).shape[0] == 1
+    asked = task.preprocessor()
+    assert asked is not None and len(Predictor(model, asked).predict(asked.example)) == 1
     held_out = task.eval_data()
     assert held_out is not None and len(held_out) > 0  # type: ignore[arg-type]
     for one, many in zip(task.train_data()[3], batch, strict=True):
@@ -148,7 +150,7 @@ def test_a_user_may_leave_everything_but_three_methods_out() -> None:
     assert set(task.metrics(model, batch)) == {"loss"} and task.derived({"loss": 1.0}) == {}
     assert task.eval_data() is None and task.blocks(model) is None and task.tensor_plan(model) is None
     assert task.heads() is None
-    assert [x.shape for x in task.example_input()] == [(1, 16)]
+    assert watched_arguments(model, task.loss, batch).example.shape == (4, 16)
 
 
 # --- what each makes of its data --------------------------------------------------------------------------------

@@ -205,3 +205,24 @@ def test_a_task_of_ones_own_is_found_where_trireme_was_started() -> None:
 def test_an_error_of_the_tasks_own_code_is_left_as_it_is() -> None:
     with pytest.raises(KeyError, match="key"):
         load_task("own_tasks:Failing", {})
+
+
+def test_an_encoder_with_a_decoder_is_refused() -> None:
+    with pytest.raises(UserError, match="t5 is an encoder and a decoder, which this task does not train"):
+        HuggingFace(model="t5", data="text.txt")
+
+
+def test_a_package_of_ones_own_that_is_called_app(tmp_path: Path) -> None:
+    import app
+
+    before = list(app.__path__)
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "mine_too.py").write_text(OWN + "\nfrom app.mine_net import WIDTH\n")
+    (tmp_path / "app" / "mine_net.py").write_text("WIDTH = 3\n")
+    (tmp_path / "app" / "config.py").write_text(OWN)
+    try:
+        assert load_task("app.mine_too:Mine", {"width": 3}).width == 3  # type: ignore[attr-defined]
+        with pytest.raises(UserError, match=r"app/config.py is hidden by Trireme's own module app.config"):
+            load_task("app.config:Mine", {"width": 3})
+    finally:
+        app.__path__[:] = before

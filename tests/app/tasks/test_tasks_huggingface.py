@@ -8,12 +8,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from app.config_io import load_config, to_dict
+from app.data.loader import fetch
+from app.errors import UserError
+from app.prediction import Predictor, called, logits_of
 from app.tasks.huggingface.data import Texts
 from app.tasks.huggingface.plan import tensor_plan
 from app.tasks.huggingface.task import HuggingFace
@@ -33,6 +37,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama tied": ("llama", GROUPED | {"tie_word_embeddings": True}),
     "gpt2": ("gpt2", GPT2),
     "qwen3": ("qwen3", GROUPED | {"head_dim": 4}),
+    "mistral": ("mistral", GROUPED),
     "phi3": ("phi3", GROUPED | {"resid_pdrop": 0.0}),
     "mixtral": ("mixtral", GROUPED | {"num_local_experts": 2, "output_router_logits": True}),
     "bert": ("bert", SMALL | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
@@ -81,7 +86,9 @@ def test_builds_and_has_gradients(name: str, data: Path) -> None:
     loss = task.loss(model, batch)
     loss.backward()
     assert loss.dim() == 0 and all(p.grad is not None for p in model.parameters())
-    classes = model.eval()(*task.example_input()).logits.shape[-1]
+    asked = task.preprocessor()
+    assert asked is not None and len(Predictor(model.eval(), asked).predict(asked.example)) == 1
+    classes = logits_of(called(model, asked(asked.example))).shape[-1]
     model.train()
     expected = {"text": 256, "digits": 10, "reviews": 2}[Path(str(arguments(name, data)["data"])).stem]
     assert classes == expected and loss.item() == pytest.approx(math.log(classes), rel=0.35)
@@ -199,6 +206,8 @@ PARITY = [  # the experts' balance is a product of two means, so the mean over t
     ("fsdp", 2, {}, ("llama tied", "gpt2", "qwen3", "phi3", "bert", "vit"), 1e-5),
     ("tensor", 2, {}, ("llama tied", "gpt2", "qwen3", "phi3", "mixtral", "bert", "vit"), 2e-5),
     ("fsdp+tensor", 4, {"tp": 2}, ("llama", "gpt2"), 2e-5),
+    ("context", 2, {"cp": 2}, ("llama", "gpt2", "qwen3", "mistral"), 1e-5),
+    ("fsdp+tensor+context", 4, {"tp": 2, "cp": 2, "dp_shard": 1}, ("llama",), 2e-5),
 ]
 
 
@@ -212,6 +221,23 @@ def test_trains_the_same_model(
     for name, one, other in zip(names, _curves(0, rows, "single", 1, {}), split, strict=True):
         away = difference(one, other)
         assert away.within(tolerance), f"{name}: {away}"
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "words"),
+    [
+        ("mistral", {"sliding_window": 4}, ["4 tokens back", "at most 4"]),
+        ("qwen3", {"layer_types": ["full_attention", "linear_attention"]}, ["linear_attention"]),
+        ("bert", {}, ["causal_lm", "sequence_classification"]),
+    ],
+)
+def test_a_sequence_that_cannot_be_split(model: str, changes: dict[str, Any], words: list[str], data: Path) -> None:
+    task = HuggingFace(**arguments(model, data))
+    for key, value in changes.items():
+        setattr(task.config, key, value)
+    with pytest.raises(UserError) as caught:
+        task.context_plan(nn.Module())
+    assert all(word in str(caught.value) for word in words), caught.value
 
 
 # --- folders and tokenizers -----------------------------------------------------------------------------------------
@@ -272,11 +298,20 @@ def test_from_the_hubs_cache(folder: Path, data: Path, monkeypatch: pytest.Monke
 
 
 def test_images_are_fitted_to_a_folders_model(tmp_path: Path, own_cache: Path) -> None:
-    from transformers import ViTConfig
+    from transformers import AutoImageProcessor, ViTConfig
 
     ViTConfig(**SMALL, image_size=12, patch_size=4, num_channels=3).save_pretrained(tmp_path)
     task = HuggingFace(model=str(tmp_path), data="digits")
     assert task.kind == "image_classification"
-    (pixels,) = task.example_input()
-    assert pixels.shape == (1, 3, 12, 12) and torch.equal(pixels[:, 0], pixels[:, 2])
-    assert built(task)(pixels).logits.shape == (1, 10)
+    pixels = task.arguments(one_batch(task)[0])["pixel_values"]
+    assert pixels.shape[1:] == (3, 12, 12) and torch.equal(pixels[:, 0], pixels[:, 2])
+    assert built(task)(pixels).logits.shape == (len(pixels), 10)
+    asked = task.preprocessor()
+    assert asked is not None
+    raw = task.train_data().images[:2]  # type: ignore[attr-defined]
+    mine = fetch(task.train_data(), [(0, 0), (1, 1)])[0]
+    assert torch.equal(asked(raw)["pixel_values"], task.arguments(mine)["pixel_values"])
+    task.write_folder(tmp_path)
+    theirs = AutoImageProcessor.from_pretrained(tmp_path)
+    pixels = theirs(list(raw.expand(-1, 3, -1, -1).numpy()), input_data_format="channels_first")["pixel_values"]
+    assert np.abs(np.array(pixels) - task.arguments(mine)["pixel_values"].numpy()).mean() < 0.1, "but for resizing"

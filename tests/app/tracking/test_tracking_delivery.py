@@ -55,6 +55,8 @@ mlflow.set_tracking_uri(sys.argv[1])
 model = mlflow.pytorch.load_model(f"runs:/{sys.argv[2]}/model")
 print(type(model).__name__, sys.modules[type(model).__module__].__file__)
 print(model(torch.ones(1, 4)).tolist())
+asked = mlflow.pyfunc.load_model(f"runs:/{sys.argv[2]}/model").predict(torch.ones(1, 4).numpy())
+assert asked.tolist() == model(torch.ones(1, 4)).tolist()
 info = mlflow.models.get_model_info(f"runs:/{sys.argv[2]}/model")
 signature = info.signature
 print(signature.inputs.inputs[0].shape, signature.outputs.inputs[0].shape, bool(info.saved_input_example_info))

@@ -82,7 +82,7 @@ def test_gpus_whose_metrics_cannot_be_seen_are_told(
     monkeypatch.setitem(sys.modules, "pynvml", None)
     emitted: list[dict] = []
     sampler = SystemSampler(emitted.append, "node-3", 0.01)
-    wait_until(lambda: len(emitted) > gpus, 5)
+    wait_until(lambda: len(emitted) > gpus)
     sampler.close()
     warnings = [event["text"] for event in emitted if event["type"] == "warning"]
     assert len(warnings) == len(said) and all(text.startswith(start) for text, start in zip(warnings, said))
@@ -94,7 +94,7 @@ def test_gpus_whose_metrics_cannot_be_seen_are_told(
 def test_a_sampler_emits_and_stops() -> None:
     emitted: list[dict] = []
     sampler = SystemSampler(emitted.append, "node-3", 0.01)
-    wait_until(lambda: emitted, 5)
+    wait_until(lambda: emitted)
     sampler.close()
     assert not sampler._thread.is_alive() and emitted[0]["type"] == "system"
     assert emitted[0]["event"]["type"] == "metrics" and emitted[0]["event"]["step"] is None

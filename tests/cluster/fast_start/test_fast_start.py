@@ -19,7 +19,7 @@ from app.launchers import PRELOAD
 from cluster import connect
 from cluster.fast_start import client, server, warm
 from experiments.benchmarks import harness
-from tests.running import POINTS, ROOT, environment, finish, start, trireme, wait_until, writes
+from tests.running import LONG, POINTS, ROOT, environment, finish, start, trireme, wait_until, writes
 
 SAYS = """
 import json, os, resource, signal, sys
@@ -48,7 +48,7 @@ def forker(tmp_path: Path, owner: subprocess.Popen[bytes]) -> Iterator[tuple[str
     yield path, process
     assert process.status() != psutil.STATUS_ZOMBIE
     owner.kill()
-    assert process.wait(60) == 0 and not Path(path).exists()
+    assert process.wait(LONG) == 0 and not Path(path).exists()
 
 
 def ask(path: str, script: Path, *words: str, **more: object) -> subprocess.Popen[str]:
@@ -64,7 +64,7 @@ def ask(path: str, script: Path, *words: str, **more: object) -> subprocess.Pope
 def test_a_fork_is_the_process_that_was_asked_for(forker: tuple[str, psutil.Process], tmp_path: Path) -> None:
     script = tmp_path / "says.py"
     script.write_text(SAYS)
-    out, err = ask(forker[0], script, "7", limits={"RLIMIT_CORE": [0, 0]}).communicate(timeout=60)
+    out, err = ask(forker[0], script, "7", limits={"RLIMIT_CORE": [0, 0]}).communicate(timeout=LONG)
     said = json.loads(next(line for line in out.splitlines() if line.startswith('{"core"')))
     assert said["argv"] == [str(script), "7"] and said["cwd"] == str(tmp_path) and said["own"] == "yes"
     assert said["name"] == "__main__" and said["parent"] == forker[1].pid
@@ -81,7 +81,7 @@ def test_forks_do_not_draw_the_same_numbers_or_ids(tmp_path: Path) -> None:
     script.write_text("import random, ray; print('drawn', random.random(), ray.ObjectID.from_random())")
     path, drawn = client.ensure(PRELOAD, os.getpid(), environment()), []
     for _ in range(2):
-        said = ask(path, script).communicate(timeout=60)[0].splitlines()
+        said = ask(path, script).communicate(timeout=LONG)[0].splitlines()
         drawn.append(next(line for line in said if line.startswith("drawn")).split())
     assert drawn[0][1] != drawn[1][1] and drawn[0][2] != drawn[1][2]
 
@@ -94,7 +94,7 @@ def test_when_a_command_is_killed_its_fork_is(forker: tuple[str, psutil.Process]
     assert psutil.pid_exists(pid)
     process.kill()
     process.communicate()
-    wait_until(lambda: not psutil.pid_exists(pid), 20)
+    wait_until(lambda: not psutil.pid_exists(pid))
 
 
 @pytest.mark.parametrize("lost", [True, False])
@@ -122,7 +122,7 @@ def test_a_server_whose_code_has_changed_is_replaced(tmp_path: Path, owner: subp
 
     def parent() -> int:
         with (tmp_path / "out").open("w") as out:
-            subprocess.run(words, env=env, stdout=out, check=True, timeout=60)
+            subprocess.run(words, env=env, stdout=out, check=True, timeout=LONG)
         return int(wait_until(lambda: (tmp_path / "out").read_text()).split()[1])
 
     first = parent()

@@ -31,6 +31,10 @@ def is_wrong(here: Here, value: float) -> None:
     here.found(value=value)
 
 
+def says_its_environment(here: Here) -> None:
+    here.found(**{name: value for name, value in os.environ.items() if name.startswith(("TORCH_NCCL_", "PYTORCH_"))})
+
+
 def lacks_a_package(here: Here) -> None:
     __import__("no_such_package")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from click.testing import CliRunner
 from torch.utils.flop_counter import FlopCounterMode
 
 from app.models.gpt import GPT
-from experiments.benchmarks import gpu, harness, published
+from experiments.benchmarks import fit, gpu, harness, operators, published
+from experiments.benchmarks.gpt import OPTIONS
 from tests.running import ROOT, environment
 
 
@@ -37,6 +39,14 @@ def test_the_flops_of_a_step_are_what_the_model_computes() -> None:
     assert counted.get_total_flops() == pytest.approx(shape.flops(parameters), rel=0.02)
 
 
+def test_the_options_of_a_gpt_launch_less_move_less_and_keep_less() -> None:
+    by = {name: operators.counted(gpu.SHAPES["124m"], options) for name, options in OPTIONS.items()}
+    share = {name: {what: value / by["default"][what] for what, value in found.items()} for name, found in by.items()}
+    assert all(found["operators"] < 0.95 and found["products"] == 1 for found in share.values() if found["moved"] < 1)
+    assert share["both"]["moved"] < share["residual_in_fp32=false"]["moved"] < 0.8
+    assert share["fused_projections=true"]["moved"] < 0.9 and max(found["kept"] for found in share.values()) == 1
+
+
 def test_a_table_of_published_runs_is_compared(tmp_path: Path) -> None:
     columns = "d_model,n_layers,n_heads,vocab_size,seq_len,gpus,micro_batch_size,grad_accum,model,gpu,precision"
     values = "1024,6,16,1000,512,8,8,2,x,a100_80gb,bf16"
@@ -45,7 +55,26 @@ def test_a_table_of_published_runs_is_compared(tmp_path: Path) -> None:
         f"{columns},sharding,activation_checkpointing,tokens_per_s_per_gpu\n{values},FULL_SHARD,True,50000\n"
     )
     found = json.loads(CliRunner().invoke(published.main, [str(table), "--json"]).stdout)["found"]
-    assert found["rows"] == 1 and found["not_fitting"] == 0 and -1 < found["median error"]["held out"] < 10
+    assert found["rows"] == 1 and found["not_fitting"] == 0 and 0 < found["median_error"] < 10
+
+
+def test_published_runs_are_halved_by_their_address_and_settings_and_not_by_what_they_reached() -> None:
+    table = published.runs()
+    assert all(run.source.startswith("https://") for run in table)
+    ran = [run for run in table if run.tp * run.pp > 1 and run.step_seconds]
+    assert len(ran) >= 60 and 0.4 < sum(run.is_unseen for run in ran) / len(ran) < 0.6
+    assert all(replace(run, step_seconds=1.0, memory_gib=1.0).is_unseen == run.is_unseen for run in table)
+
+
+def test_constants_are_found_again_from_what_they_give_and_ranges_hold_what_they_were_made_of() -> None:
+    run = next(run for run in published.runs() if run.model == "llama3-8b" and run.data == "fsdp")
+    truth = fit.START | {"hopper.bf16": 0.6, "hopper.fp8": 0.5}
+    measured = [published.compare(replace(run, micro_batch=size, global_batch=8 * size), truth).plan for size in (1, 2)]
+    slower = published.compare(replace(run, micro_batch=1, global_batch=8), fit.START).plan.step_seconds
+    assert slower < measured[0].step_seconds < measured[1].step_seconds
+    found = fit.ranges([("tp", error / 100) for error in range(-10, 11)])
+    low, high = found["tp"]
+    assert found["any"] == found["tp"] and 0.90 < low < 0.93 and 1.08 < high < 1.12
 
 
 SMALLEST = {

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from app.planner.machine import of_shape
+from cluster.environment import ALLOCATOR, NCCL, set_defaults
 from cluster.shape import of_gpus
 from experiments.benchmarks.gpt import SHAPES
 from experiments.benchmarks.gpu_first import program
@@ -90,6 +91,15 @@ def test_a_check_that_hangs_crashes_or_fails_is_ended_and_the_later_ones_run(mon
     assert by["gpu"]["error"] == "needs a GPU" and by["3.0"]["error"] == "value is 3, outside of 1.0 to 2.0"
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
     assert b"sleep\x001234.5\x00" not in commands
+
+
+def test_a_check_has_the_environment_of_a_runs_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for name in (*NCCL, *ALLOCATOR):
+        monkeypatch.delenv(name, raising=False)
+    found = program.run(Check("environment", BAD + "says_its_environment", 60.0), "cpu", "tiny")["found"]
+    set_defaults(wanted := {})
+    assert wanted and found == wanted
 
 
 def test_a_prediction_holds_within_its_bounds_and_only_for_what_was_found() -> None:

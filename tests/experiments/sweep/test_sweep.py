@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.running import end_tree, finish, start, trireme, wait_until
+from tests.running import ROOT, end_tree, finish, start, trireme, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -35,6 +36,12 @@ def write(tmp_path: Path, text: str = SLOW) -> list[str]:
 def trials(tmp_path: Path) -> dict[int, dict[str, Any]]:
     found = [json.loads(file.read_text()) for file in (tmp_path / "s").glob("*/trial.json")]
     return {trial["index"]: trial for trial in sorted(found, key=lambda trial: trial["index"])}
+
+
+def starts(tmp_path: Path) -> dict[int, int]:
+    """How often each trial's run was started."""
+    manifests = {index: tmp_path / "s" / trial["name"] / "run.json" for index, trial in trials(tmp_path).items()}
+    return {index: json.loads(file.read_text())["starts"] for index, file in manifests.items()}
 
 
 def log(tmp_path: Path, trial: dict[str, Any]) -> str:
@@ -62,7 +69,7 @@ def test_killed_and_run_again(tmp_path: Path, ray_environment: dict[str, str]) -
         going = [t for t in trials(tmp_path).values() if t["status"] == "running" and t["reports"]]
         return len(going) < len(trials(tmp_path)) and any(20 <= t["reports"][-1]["step"] <= 30 for t in going)
 
-    wait_until(half_way, 100)
+    wait_until(half_way)
     first.send_signal(signal.SIGKILL)
     finish(first)
     at_kill = {index: t["reports"][-1]["step"] for index, t in trials(tmp_path).items() if t["reports"]}
@@ -105,20 +112,40 @@ concurrent: 1
     arguments = write(tmp_path, text)
     first = start(arguments, env=ray_environment)
     try:
-        wait_until(lambda: any(t["status"] != "running" for t in trials(tmp_path).values()), 200)
+        wait_until(lambda: any(t["status"] != "running" for t in trials(tmp_path).values()))
         first.send_signal(signal.SIGTERM)
         stopped = finish(first, 60)
     finally:
         end_tree(first.pid)
     assert stopped.code == 130 and "run the same command again" in stopped.err
     ended = trireme(*arguments, "--json", env=ray_environment)
-    assert ended.code == 0, ended.err
-    assert ended.json["trials"] == {"finished": 2, "reached": 0, "pruned": 0, "failed": 2}
+    assert ended.code == 1 and "1 of 4 trials failed, the first t002" in ended.err
+    assert ended.json["status"] == "incomplete"
+    assert ended.json["trials"] == {"finished": 2, "reached": 0, "pruned": 0, "diverged": 1, "failed": 1}
     found = trials(tmp_path)
     before = int((re.findall(r"continuing after step (\d+)", log(tmp_path, found[1])) or [0])[-1])
     assert f"not finite at step {before + 6}" in found[1]["message"] and "a bug of the user's" in found[2]["message"]
     by_index = {name[:4]: status for name, (status, _) in runs(tmp_path).items() if name.startswith("t0")}
     assert by_index == {"t000": "FINISHED", "t001": "FAILED", "t002": "FAILED", "t003": "FINISHED"}
+    before = starts(tmp_path)
+    again = trireme(*arguments, env=ray_environment)
+    assert again.code == 1
+    assert starts(tmp_path) == {**before, 2: before[2] + 1}, "what failed is tried again, and nothing else"
+
+
+def test_relative_paths_mean_the_folder_of_the_command(tmp_path: Path, ray_environment: dict[str, str]) -> None:
+    """Also in the second trial of a process, which Tune gives a folder of its own."""
+    rows = "".join(f"{i % 7},{i % 5},{'xy'[i % 2]}\n" for i in range(60))
+    (tmp_path / "t.csv").write_text(f"a,b,y\n{rows}")
+    table = os.path.relpath(tmp_path / "t.csv", ROOT)
+    text = f"""
+experiment: {{task: tabular, task_args: {{data: {table}, target: y}}, train: {{steps: 4, global_batch_size: 8}}}}
+set: {{tracking.enabled: false}}
+space: {{optimizer.lr: [0.001, 0.01, 0.1]}}
+concurrent: 1
+"""
+    ended = trireme(*write(tmp_path, text), "--json", env=ray_environment)
+    assert ended.code == 0 and ended.json["trials"]["finished"] == 3, ended.out
 
 
 def test_schedulers_stop_trials_and_the_target_ends_them(tmp_path: Path, ray_environment: dict[str, str]) -> None:

@@ -83,8 +83,11 @@ def of_row(row: Row, slow: bool = False, precision: str = "fp32", **options: Any
     )
 
 
-def train(row: Row, options: dict[str, Any], layers: int, on: str, rank: int) -> dict[str, Any]:
-    """Two steps as the loop takes them, an evaluation, and what a save copies. on: cuda, or cpu."""
+def train(
+    row: Row, options: dict[str, Any], layers: int, on: str, rank: int, *, profiled: bool = False
+) -> dict[str, Any]:
+    """Two steps as the loop takes them, an evaluation, and what a save copies. on: cuda, or cpu. profiled: a pipeline's
+    second step."""
     trial, chosen = row.applied(gpt_trial(tied=True, layers=layers, micro_batches=2, clip=0.5), Options(**options))
     device, dims = _own_device(row, rank) if on == "cuda" else torch.device(on), row.layout.dims
     parallel = begin(trial, row.layout, chosen, device)
@@ -97,13 +100,24 @@ def train(row: Row, options: dict[str, Any], layers: int, on: str, rank: int) ->
 
     waits: list[list[tuple[str, str]]] = []
     weights = [1 / trial.micro_batches / dims.dp] * trial.micro_batches
-    for micro_batches in prefetched(batches, device):
+    loss = norm = torch.zeros(())
+
+    def step(micro_batches: Any) -> None:
+        nonlocal loss, norm
         fake.waits.clear()
         loss = parallel.forward_backward(micro_batches, weights, trial.loss)
         norm = parallel.grad_norm_(trial.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         waits.append(list(fake.waits))
+
+    for micro_batches in prefetched(batches, device):
+        if profiled and waits:
+            spans = parallel.profile(partial(step, micro_batches))
+            assert {span.kind for span in spans} >= {"F", "B", "SEND", "RECV", "REDUCE"}, spans
+            assert all(0 <= span.start <= span.end for span in spans), spans
+        else:
+            step(micro_batches)
     parallel.module.eval()
     parallel.forward(lambda module, batch: {"loss": trial.loss(module, batch)}, micro_batches[0])
     parallel.module.train()
@@ -173,6 +187,10 @@ def staging(rank: int) -> dict[str, Any]:
     assert len(where) == 1
     stager.close()
     assert fake.pinned_bytes() == 0
+    fake.refuse_page_locks()
+    staged = Stager(Ranks()).stage(state)
+    staged.wait()
+    assert all(torch.equal(staged.data[name], tensor.cpu()) for name, tensor in state.items()), "copied all the same"
     return {"waits": waits}
 
 
@@ -254,8 +272,10 @@ NARROW = ("single", "ddp", "fsdp", "tensor", "pipeline")
 """Those that cast in a way of their own."""
 TRIED = [row for row in (SINGLE, *ROWS, *THREE) if row.name not in CANNOT]
 CASES = [of_row(row, row not in QUICK) for row in TRIED]
+PROFILED = [case for case in CASES if case.name.startswith("pipeline") and not case.slow]
 CASES += [of_row(row, row not in QUICK or row.name not in NARROW, "bf16") for row in TRIED]
 CASES += [of_row(Row("fsdp", 2), offload=True), of_row(Row("tensor", 2), sequence_parallel=False)]
+CASES += [replace(case, name=f"{case.name} profiled", work=partial(case.work, profiled=True)) for case in PROFILED]
 CASES += [
     Case(f"{row} images", row.workers, partial(images, row, "cuda"), Case("truth", 1, partial(images, SINGLE, "cpu")))
     for row in (SINGLE, Row("ddp", 2), Row("fsdp", 2), Row("model_parallel", 1))

@@ -241,7 +241,11 @@ struct DeviceWork final : c10d::Work {
   }
 };
 
+bool refusing = false; // of fake_cuda_register
+thread_local bool last_error = false; // the CUDA runtime keeps a call's error until somebody asks, as each launch of torch's does
+
 void run_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet, c10::Stack* stack) {
+  TORCH_CHECK(!std::exchange(last_error, false), "CUDA error: out of memory");
   const auto& schema = op.schema();
   const size_t count = schema.arguments().size(), begin = stack->size() - count;
   const std::string name = schema.overload_name().empty() ? schema.name() : schema.name() + "." + schema.overload_name();
@@ -355,7 +359,12 @@ void fake_cuda_resize(void* storage, size_t bytes) { // c10::StorageImpl: torch'
   impl->set_data_ptr_noswap(std::move(data));
   impl->set_nbytes(bytes);
 }
+void fake_cuda_refuse(int refused) { refusing = refused != 0; }
 int fake_cuda_register(void* memory, size_t bytes) { // cudaHostRegister
+  if (refusing) {
+    last_error = true;
+    return 2;
+  }
   std::lock_guard<std::mutex> held(lock);
   pinned[reinterpret_cast<uintptr_t>(memory)] = bytes;
   return 0;

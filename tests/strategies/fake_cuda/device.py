@@ -103,6 +103,11 @@ def _quiet() -> Iterator[None]:
         os.close(nothing)
 
 
+def refuse_page_locks() -> None:
+    """From here on cudaHostRegister refuses, and the CUDA runtime remembers that it did."""
+    _library.fake_cuda_refuse(1)
+
+
 def pinned_bytes() -> int:
     return _library.fake_cuda_pinned()
 

@@ -1,225 +1,25 @@
-"""No stage waits for what depends on itself: what the runtime asks of a GPU in a step, played through without one.
-
-The runtime's own code is run with blocks that compute nothing, and what it asks for is noted, stage by stage. A model
-of devices then says whether all of it can be done. A device has a stream of computation and one for each connection and
-direction, each in order; a message needs both its ends at the heads of their streams. The host waits for its device
-
-    eager    nowhere but where the runtime does (it reads the shapes of the first messages)
-    lazy     as well before the first of each kind of instruction, which loads its kernels
-    strict   as well before everything that it asks of it: computation, sends and receives
-"""
+"""No stage waits for what depends on itself: what the runtime asks of a GPU in a step, played through (devices.py)."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import random
-from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from strategies.layout import LayoutError
-from strategies.pipeline import p2p, runtime, schedules, timeline
+from strategies.pipeline import p2p, schedules, timeline
 from strategies.pipeline.postings import Arrival, arrivals, connections, ends
 from strategies.pipeline.schedules import SCHEDULES, Op, Placement, Schedule
 from strategies.pipeline.simulate import Times, length, simulate
 from strategies.pipeline.timeline import Timeline
-
-CPU = torch.device("cpu")
-Event = tuple[str, Any]
-"""launch an instruction; send, receive: (connection, which message on it); after those: what computes next waits for
-one; read: the host waits for what computes."""
-
-
-class Recorder:
-    """In the place of torch.distributed and of a stage, of which it notes what it is asked for."""
-
-    def __init__(self, stage: int) -> None:
-        self.stage, self.events = stage, list[Event]()
-        self.count: Counter[Any] = Counter()
-        self.output = torch.zeros(0, requires_grad=True)
-
-    def get_process_group_ranks(self, group: Any) -> range:
-        return range(100)
-
-    def send(self, tensor: Any, rank: int, group: Any, tag: int) -> None:
-        self.isend(tensor, rank, group, tag).wait()
-
-    def recv(self, tensor: Any, rank: int, group: Any, tag: int) -> None:
-        self.irecv(tensor, rank, group, tag).wait()
-
-    def isend(self, tensor: Any, rank: int, group: Any, tag: int) -> Any:
-        return self._note("send", ("FB"[tag], self.stage, rank))
-
-    def irecv(self, tensor: Any, rank: int, group: Any, tag: int) -> Any:
-        return self._note("receive", ("FB"[tag], rank, self.stage))
-
-    def all_reduce(self, tensor: Any) -> None:
-        """Between steps."""
-
-    def _note(self, what: str, connection: Any) -> Any:
-        message = (connection, self.count[what, connection])
-        self.count[what, connection] += 1
-        self.events.append((what, message))
-        return SimpleNamespace(wait=lambda: self.events.append(("after", message)))
-
-    def decode(self, header: Any) -> p2p.TensorMetas:
-        self.events.append(("read", None))
-        return (p2p.TensorMeta.of(self.output, None),)
-
-    def launch(self, kind: str) -> None:
-        self.events.append(("launch", kind))
-
-    def placeholders(self, *_: Any) -> Any:
-        return {}
-
-    def run(self, part: int, *_: Any) -> Any:
-        self.launch("F")
-        return torch.zeros(()), [self.output]
-
-
-@contextlib.contextmanager
-def _recorded(recorder: Recorder) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(p2p, "dist", recorder)
-        patch.setattr(runtime, "dist", recorder)
-        patch.setattr(p2p, "decode", recorder.decode)
-        patch.setattr(runtime, "seed_generators", lambda *_: None)
-        patch.setattr(torch.autograd, "backward", lambda *_: recorder.launch("B"))
-        patch.setattr(runtime.weight_grad, "finish", lambda _: recorder.launch("W"))
-        patch.setattr(runtime, "Timeline", lambda stage, _: Timeline(stage, torch.device("cuda")))
-        patch.setattr(timeline.torch, "cuda", SimpleNamespace(Event=FakeEvent, current_stream=lambda _: "current"))
-        yield
-
-
-class FakeEvent:
-    """Nothing waits for it but who calls synchronize."""
-
-    clock = 0.0
-    waited = 0
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self, stream: str) -> None:
-        assert stream == "current"
-        FakeEvent.clock += 500.0
-        self.at = FakeEvent.clock
-
-    def elapsed_time(self, other: FakeEvent) -> float:
-        return other.at - self.at
-
-    def synchronize(self) -> None:
-        FakeEvent.waited += 1
-
-
-def _events(
-    schedule: Schedule,
-    stage: int,
-    order: tuple[Arrival, ...],
-    *,
-    steps: int = 1,
-    ragged: bool = False,
-    known: bool = False,
-    profiled: bool = False,
-) -> list[Event]:
-    """ragged: the last micro-batch has other shapes. known: shapes are, as in later steps."""
-    recorder, count = Recorder(stage), schedule.micro_batches
-    with _recorded(recorder):
-        comm = p2p.P2PComm(schedule.placement, stage, None, CPU, [])  # type: ignore[arg-type]
-        made = runtime.Runtime(
-            recorder,  # type: ignore[arg-type]
-            comm,
-            schedule.placement,
-            autocast=contextlib.nullcontext,
-            wire=None,
-            sync=None,
-            deferred=SimpleNamespace(waiting=None),  # type: ignore[arg-type]
-        )
-        made._arrivals[schedule.name, count, schedule.chunks] = order
-        kinds = ["whole"] * (count - ragged) + ["rest"] * ragged
-        step = runtime.Step([None] * count, [1.0] * count, [1.0] * count, None, kinds)  # type: ignore[arg-type]
-        if known:
-            metas = (p2p.TensorMeta.of(recorder.output, None),)
-            made.metas = {(edge, kind): metas for edge in range(schedule.placement.parts) for kind in kinds}
-        for _ in range(steps):
-            made.step(schedule, step, CPU, profiled)
-    return recorder.events
-
-
-class Device:
-    """A stage's host and its streams."""
-
-    def __init__(self, events: list[Event]) -> None:
-        self.events, self.next = events, 0
-        self.streams: dict[Any, list[tuple[str, Any, int]]] = {"compute": []}
-        self.done: Counter[Any] = Counter()
-        self.over: set[Event] = set()
-        self.loaded: set[Any] = set()
-
-    def idle(self, name: Any) -> bool:
-        return self.done[name] == len(self.streams.get(name, ()))
-
-    def host(self, model: str) -> bool:
-        """Asks for the next event unless the host has to wait first."""
-        if self.next == len(self.events):
-            return False
-        what, which = self.events[self.next]
-        waits = model == "strict" and what in ("launch", "send", "receive")
-        waits |= model == "lazy" and what == "launch" and which not in self.loaded
-        if (waits and not all(map(self.idle, self.streams))) or (what == "read" and not self.idle("compute")):
-            return False
-        if what == "launch":
-            self.loaded.add(which)
-        if what != "read":  # a message waits for all computation that was asked for before it
-            name = which[0] if what in ("send", "receive") else "compute"
-            self.streams.setdefault(name, []).append((what, which, len(self.streams["compute"])))
-        self.next += 1
-        return True
-
-    def head(self, name: Any, what: str) -> bool:
-        """Whether that is what this stream would do now."""
-        items = self.streams.get(name, ())
-        if self.done[name] == len(items):
-            return False
-        found, _, behind = items[self.done[name]]
-        return found == what and self.done["compute"] >= behind
-
-    def finish(self, name: Any) -> None:
-        self.over.add(self.streams[name][self.done[name]][1])
-        self.done[name] += 1
-
-    def compute(self) -> bool:
-        if self.idle("compute"):
-            return False
-        what, which, _ = self.streams["compute"][self.done["compute"]]
-        if what == "after" and which not in self.over:
-            return False
-        self.done["compute"] += 1
-        return True
-
-
-def finishes(programs: list[list[Event]], model: str) -> bool:
-    """Whether the devices get through what the hosts ask of them."""
-    devices = [Device(events) for events in programs]
-    names = {which[0] for events in programs for what, which in events if what == "send"}
-    moved = True
-    while moved:
-        moved = False
-        for device in devices:
-            while device.host(model) or device.compute():
-                moved = True
-        for name in names:
-            _, source, target = name
-            while devices[source].head(name, "send") and devices[target].head(name, "receive"):
-                devices[source].finish(name)
-                devices[target].finish(name)
-                moved = True
-    return all(each.next == len(each.events) and all(map(each.idle, each.streams)) for each in devices)
+from tests.strategies.pipeline.devices import FakeEvent, events_of, finishes
 
 
 def _schedules(name: str) -> Iterator[Schedule]:
@@ -238,7 +38,7 @@ def test_no_stage_waits_for_what_depends_on_itself(name: str) -> None:
             "ragged": schedule.micro_batches % 4 == 3,
             "profiled": schedule.micro_batches % 2 == 0,
         }
-        programs = [_events(schedule, stage, order, **how) for stage, order in enumerate(arrivals(schedule))]
+        programs = [events_of(schedule, stage, order, **how) for stage, order in enumerate(arrivals(schedule))]
         assert finishes(programs, "strict"), (name, schedule.stages, schedule.micro_batches, schedule.chunks)
 
 
@@ -259,7 +59,7 @@ def _three_ahead(schedule: Schedule, stage: int) -> tuple[Arrival, ...]:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_to_ask_three_messages_ahead_is_seen_to_hang(name: str) -> None:
     schedule = schedules.make.__wrapped__(name, 4, 8, 2 if name in ("interleaved_1f1b", "zbv") else 1)
-    programs = [_events(schedule, stage, _three_ahead(schedule, stage), known=True) for stage in range(4)]
+    programs = [events_of(schedule, stage, _three_ahead(schedule, stage), known=True) for stage in range(4)]
     assert [finishes(programs, model) for model in ("eager", "lazy", "strict")] == [True, False, False]
 
 
@@ -359,3 +159,17 @@ def test_on_a_gpu_instructions_are_timed_by_events_and_waited_for_once(monkeypat
     spans = line.spans()
     assert [(s.stage, s.kind, s.micro, s.start, s.end) for s in spans] == [(1, "F", 2, 0.5, 1.0), (1, "B", 2, 1.5, 2.0)]
     assert FakeEvent.waited == 1
+
+
+def test_an_operation_of_any_direction_may_take_as_long_as_one_of_other_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's groups have 10 minutes unless they are told, others 30."""
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(p2p, "own_group", lambda every, **how: made.append(how) or object())
+    monkeypatch.setattr(p2p.P2PComm, "_connect", lambda *_: None)
+    options = SimpleNamespace(config=SimpleNamespace())
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=lambda: options), raising=False)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    p2p.P2PComm(Placement(2), 0, object(), torch.device("cuda", 0), [[0, 1]])  # type: ignore[arg-type]
+    assert len(made) == 4 and {how["timeout"] for how in made} == {dist.distributed_c10d.default_pg_timeout}
+    assert options.config.max_ctas == p2p.CTAS and all(how["pg_options"] is options for how in made)

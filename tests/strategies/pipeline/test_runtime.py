@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiments.parity import curves
 from strategies import activation_checkpointing
@@ -107,6 +109,48 @@ def _sent(_: int, options: dict[str, Any]) -> tuple[set[Any], set[Any], list[Any
     evaluated.clear()
     parallel.forward(language_loss, batch)
     return trained, evaluated, taken
+
+
+class Casts(TorchDispatchMode):
+    """How often a matrix in float32 is cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: dict[int, int] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and args[0].dim() == 2 and args[0].dtype == torch.float32:
+            self.times[args[0].data_ptr()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _casts(_: int, name: str, workers: int, options: dict[str, Any]) -> tuple[int, set[Any], set[Any]]:
+    """The most that a parameter is cast in a step; the types of gathered parameters and of their gradients."""
+    parallel: Any = curves.begin(gpt_trial(layers=4), choose(name, workers, pp=2), Options(**options), CPU)
+    sync = parallel.runtime.sync
+    kept, gradients, parameters = sync.chunk_done if sync else None, set[Any](), set[Any]()
+
+    def done(chunk: int) -> None:
+        matrices = [p for p in sync.unsharded.values() if p.dim() > 1]
+        parameters.update(p.dtype for p in matrices)
+        gradients.update(p.grad.dtype for p in matrices if p.grad is not None)
+        kept(chunk)
+
+    if sync:
+        sync.chunk_done = done
+    own = {p.data_ptr() for p in parallel.inner.parameters()}
+    with Casts() as casts:
+        parallel.forward_backward([language_batch(0)] * 4, [1 / 4] * 4, language_loss)
+    return max((times for at, times in casts.times.items() if at in own), default=0), parameters, gradients
+
+
+def test_a_step_casts_each_weight_once_and_gathers_it_in_the_type_of_arithmetic() -> None:
+    for times, _, _ in run_distributed(_casts, 2, "pipeline", 2, {"precision": "bf16"}):
+        assert times == 1, "not once for each micro-batch in flight"
+    for reduce, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        options = {"precision": "bf16", "reduce_dtype": reduce}
+        for times, parameters, gradients in run_distributed(_casts, 4, "fsdp+pipeline", 4, options):
+            assert times <= 1 and parameters == {torch.bfloat16} and gradients == {kind}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

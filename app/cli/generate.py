@@ -1,0 +1,67 @@
+"""`trireme generate`: text from a trained language model."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from app.cli.common import Invocation, verb
+from app.errors import UserError
+
+
+@verb("generate")
+@click.argument("run", metavar="RUN")
+@click.argument("text", required=False)
+@click.option("--max-tokens", type=int, default=200, show_default=True, metavar="N", help="Tokens to add at most.")
+@click.option(
+    "--temperature", type=float, default=0.8, show_default=True, metavar="T", help="0 takes the most probable token."
+)
+@click.option("--top-k", type=int, metavar="K", help="Draw from the K most probable tokens only.")
+@click.option("--top-p", type=float, metavar="P", help="Draw from the fewest tokens that together reach P.")
+@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="The same seed, the same text.")
+@click.option("--step", type=int, metavar="N", help="The checkpoint of this step. Default: the newest intact one.")
+@click.option("--interactive", is_flag=True, help="Ask for one text after another, until Ctrl-D.")
+def generate(
+    cli: Invocation, run: str, text: str | None, seed: int, step: int | None, interactive: bool, **sampled: float
+) -> None:
+    """Continue a text with a language model that a run has trained, or trains now.
+
+    \b
+    trireme generate runs/gpt "def main("
+    trireme generate runs/gpt "import " --temperature 0.5 --top-k 40 --step 300
+    trireme generate runs/llama --interactive
+
+    Works for every language model of Trireme's own and of transformers, trained on whatever layout, on this machine's
+    GPU if it has one.
+    """
+    import torch
+
+    from app.generate import Sampling, continuation, text_input
+    from app.run.look import open_run
+    from app.trained import trained
+
+    if text is None and not interactive:
+        raise UserError('no text is given: write one, such as "def main(", or --interactive')
+    sampling = Sampling(**sampled)  # type: ignore[arg-type]
+    cli.console.status("reading the checkpoint")
+    found = trained(open_run(run), step, cli.console.say)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, given = found.model.to(device), text_input(found.task)
+    generator = torch.Generator(device).manual_seed(seed)
+    if text is not None:
+        pieces = [text]
+        cli.console.part(text)
+        for piece in continuation(model, given, text, sampling, generator):
+            pieces.append(piece)
+            cli.console.part(piece)
+        cli.console.say("")
+        cli.answer({"status": "complete", "step": found.step, "text": "".join(pieces)})
+    while interactive:
+        try:
+            text = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        for piece in continuation(model, given, text, sampling, generator):
+            cli.console.part(piece)
+        cli.console.say("")

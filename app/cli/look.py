@@ -1,0 +1,78 @@
+"""`trireme runs`, `watch` and `profile`: runs seen from another shell or machine."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import click
+
+from app.cli.common import Invocation, verb
+from app.errors import Interrupted, RunFailed
+
+
+@verb("runs")
+@click.argument("folder", metavar="[FOLDER]", default="runs")
+def runs(cli: Invocation, folder: str) -> None:
+    """List runs with their state, last loss and age, the newest first.
+
+    \b
+    trireme runs                 those in ./runs
+    trireme runs s3://team/runs  those in another run.storage
+    trireme runs runs/sweep      the trials of a sweep
+
+    A run is lost when its driver has died: the command that started it continues it.
+    """
+    from app.run.look import list_runs, table
+
+    found = list_runs(folder)
+    cli.answer([dataclasses.asdict(run) for run in found], table(found) if found else f"there is no run in {folder}")
+
+
+@verb("watch")
+@click.argument("run", metavar="RUN")
+def watch(cli: Invocation, run: str) -> None:
+    """Follow a run that trains in another shell or on another machine.
+
+    \b
+    trireme watch runs/gpt
+    trireme watch s3://team/runs/gpt
+
+    RUN is the run's folder, which this machine must be able to read. Ctrl-C ends the watching, not the run. The exit
+    code is the run's own: 0 finished, 1 failed or lost, 130 stopped.
+    """
+    from app.console import evaluation_line
+    from app.run.look import follow, open_run
+
+    storage, said = open_run(run), ""
+    for state in follow(storage, 1.0 if storage.is_local else 5.0):
+        if state.driver != said and state.driver:
+            cli.console.say(f"{state.name}: {state.state}, {state.driver}")
+        said = state.driver
+        if state.progress and state.state == "running":
+            cli.console.progress(state.progress)
+    ending = f"{state.name} {state.state} after step {state.step:,} of {state.steps:,}"
+    if state.state == "stopped":
+        raise Interrupted(f"{ending}: the command that started it continues it")
+    if state.state != "finished":
+        raise RunFailed(f"{ending}; its logs are in {state.folder}/logs")
+    cli.answer(state, f"{ending}: {evaluation_line(state.evaluated)}" if state.evaluated else ending)
+
+
+@verb("profile")
+@click.argument("run", metavar="RUN")
+def profile(cli: Invocation, run: str) -> None:
+    """Show where the time of a run's profiled steps went: the longest operators, and exposed communication.
+
+    \b
+    trireme train experiments/gpt.yaml profile.steps=[20,25]
+    trireme profile runs/gpt
+
+    Per step: each operator without what it calls. Communication is exposed while nothing is computed. The traces
+    beside the table open in https://ui.perfetto.dev.
+    """
+    from app.profiler import read_profile, table
+    from app.run.look import open_run
+
+    storage = open_run(run)
+    found, folder = read_profile(storage)
+    cli.answer(found | {"folder": f"{storage.url}/{folder}"}, f"{table(found)}traces are in {storage.url}/{folder}")

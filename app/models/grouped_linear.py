@@ -1,0 +1,80 @@
+"""Many linear layers at once, each over its own rows: what the experts of a mixture compute.
+
+    rows (M, K), sorted by expert     weights (E, N, K)     ends (E,): one past each expert's last row
+    y[ends[e-1]:ends[e]] = rows[ends[e-1]:ends[e]] · weights[e]ᵀ                       y (M, N)
+
+On a GPU in bfloat16 it is one kernel, `torch.nn.functional.grouped_mm`, and the host does not learn how many rows an
+expert has; elsewhere a loop of matrix products, which on a CPU is as fast. An operator of its own, so that shapes can
+be followed without numbers (planning, dividing a pipeline), recomputation can keep its result, and its products are
+counted. https://docs.pytorch.org/docs/stable/library.html
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+
+@torch.library.custom_op("trireme::grouped_linear", mutates_args=())
+def grouped_linear(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """(M, K), (E, N, K), (E,) int32 → (M, N)."""
+    if _has_kernel(rows):
+        return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+    y = rows.new_empty(rows.size(0), weights.size(1))
+    for (start, end), weight in zip(_spans(ends), weights.unbind()):
+        torch.mm(rows[start:end], weight.t(), out=y[start:end])
+    return y
+
+
+@torch.library.custom_op("trireme::grouped_linear_weights", mutates_args=())
+def _weight_gradient(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    """(M, N), (M, K), (E,) → (E, N, K): of each expert, over its own rows."""
+    if _has_kernel(rows):
+        return F.grouped_mm(gradient.t(), rows, offs=ends)
+    found = rows.new_empty(ends.numel(), gradient.size(1), rows.size(1))
+    for (start, end), own in zip(_spans(ends), found.unbind()):
+        torch.mm(gradient[start:end].t(), rows[start:end], out=own)
+    return found
+
+
+def _has_kernel(rows: Tensor) -> bool:
+    return rows.is_cuda and rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+
+
+def _spans(ends: Tensor) -> list[tuple[int, int]]:
+    last = ends.tolist()
+    return list(zip([0, *last], last))
+
+
+@grouped_linear.register_fake
+def _(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.size(0), weights.size(1))
+
+
+@_weight_gradient.register_fake
+def _(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(ends.numel(), gradient.size(1), rows.size(1))
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    rows, weights, ends = ctx.saved_tensors
+    gradient = gradient.contiguous()
+    to_rows = grouped_linear(gradient, weights.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+    return to_rows, _weight_gradient(gradient, rows, ends) if ctx.needs_input_grad[1] else None, None
+
+
+grouped_linear.register_autograd(_backward, setup_context=_keep)
+
+
+@register_flop_formula([torch.ops.trireme.grouped_linear, torch.ops.trireme.grouped_linear_weights])
+def _flops(a_shape: Any, b_shape: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """2·M·N·K: of the two matrices with M rows, and the third with neither."""
+    return 2 * a_shape[0] * a_shape[1] * b_shape[1]

@@ -1,0 +1,88 @@
+"""A task tried out before a worker starts: what its methods, its data, its loss and its metrics are.
+
+The model is run on the meta device, without numbers; code that looks at numbers cannot be tried there, and is left to
+the workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from app.config import Config
+from app.data.loader import fetch, map_tensors, tensors
+from app.errors import UserError, nearest
+from app.tasks.base import Task
+
+TRIED = 4  # samples that are put into a batch
+PICK_BYTES = 200  # that a sample's number and position take in a worker, besides its tensors
+
+
+def require_methods(task: Task) -> None:
+    """Raises UserError for a task without one of the three that it must have."""
+    own = type(task)
+    missing = [name for name in ("build_model", "train_data", "loss") if getattr(own, name) is getattr(Task, name)]
+    if missing:
+        raise UserError(f"{own.__name__} has no {' and no '.join(missing)}: app/tasks/base.py shows what a task has")
+
+
+def require_map_style(data: Any, whose: str) -> None:
+    """Raises UserError for data whose samples have no numbers."""
+    if isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise UserError(
+            f"the {whose} data is a {type(data).__name__}, which cannot be asked for a sample by its number, as "
+            "resuming and several workers need it: give a map-style data set, with __len__ and __getitem__"
+        )
+
+
+def rehearse(config: Config, task: Task, share: int) -> None:
+    """share: samples of a step that a worker has.
+
+    Raises:
+        UserError: every mistake found, a sentence each.
+    """
+    data: Any = task.train_data()
+    at = range(0, len(data), max(1, len(data) // TRIED))
+    try:
+        batch = fetch(data, [(index, index) for index in at])
+    except (RuntimeError, TypeError, ValueError, KeyError, IndexError) as error:
+        said = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        raise UserError(
+            f"samples of the training data do not make a batch ({type(error).__name__}: {said}): give tensors of the "
+            "same shape in every sample, or make whole batches in __getitems__"
+        ) from error
+    each = sum(t.nbytes for t in tensors(batch)) / len(at) + PICK_BYTES
+    memory = psutil.virtual_memory().total
+    if share * each > memory / 2:
+        raise UserError(
+            f"train.global_batch_size is {config.train.global_batch_size:,}: a worker's {share:,} samples take "
+            f"{share * each / 1e9:,.0f} GB, and this machine has {memory / 1e9:,.0f} GB: write a smaller one"
+        )
+    mistakes = list(_on_meta(config, task, batch))
+    if mistakes:
+        raise UserError("\n".join(mistakes))
+
+
+def _on_meta(config: Config, task: Task, batch: Any) -> Iterator[str]:
+    try:
+        with torch.device("meta"), torch.no_grad():
+            model, batch = task.build_model(), map_tensors(lambda tensor: tensor.to("meta"), batch)
+            loss = task.loss(model, batch)
+            figures = task.metrics(model.eval(), batch) if task.eval_data() is not None else {}
+            names = [*figures, *task.derived(dict.fromkeys(figures, 1.0))]
+    except Exception:  # whatever the task's own code does with numbers
+        return
+    for name, value in [("loss", loss), *figures.items()]:
+        if isinstance(value, Tensor) and value.dim():
+            yield f"the task's {name} has shape {tuple(value.shape)}, but it must be one number: its mean, say"
+    metric = config.checkpoint.metric
+    if names and metric not in names and config.checkpoint.keep_best:
+        yield (
+            f"checkpoint.metric is {metric!r}, which the evaluation does not give{nearest(metric, names)}: write "
+            f"one of {', '.join(names)}"
+        )

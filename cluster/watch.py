@@ -1,0 +1,72 @@
+"""Whether the Ray that this process is connected to still answers: the head's control service and this node's raylet.
+
+Ray's own calls wait for either as long as they may, and after a minute Ray ends the process without a word.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+LOOK_SECONDS = 0.5
+SAY_SECONDS = 10.0  # without an answer, until a person is told
+GONE_SECONDS = 45.0  # until it is given up; Ray ends the process after 60 (RAY_gcs_rpc_server_reconnect_timeout_s)
+OWN_SECONDS = 1.0  # of a Ray that this process has started, which nobody else will start again
+Address = tuple[str, int]
+
+
+def addresses() -> dict[str, Address]:
+    """Of what this process needs, by a name for a person."""
+    import ray
+
+    context = ray.get_runtime_context()
+    host, _, port = context.gcs_address.rpartition(":")
+    found = {"Ray's head": (host.strip("[]"), int(port))}
+    for node in ray.nodes():
+        if node["NodeID"] == context.get_node_id():
+            found["Ray on this machine"] = (node["NodeManagerAddress"], node["NodeManagerPort"])
+    return found
+
+
+class RayWatch:
+    """A thread that looks, until `close`. say: told, in a sentence, once something does not answer, and when it does
+    again. lost: called once, with why, when that lasts `patience` seconds; then the thread ends."""
+
+    def __init__(
+        self, at: Mapping[str, Address], patience: float, say: Callable[[str], None], lost: Callable[[str], None]
+    ) -> None:
+        self.at, self.patience, self.say, self.lost = at, patience, say, lost
+        self.over = threading.Event()
+        threading.Thread(target=self._look, daemon=True, name="ray").start()
+
+    def close(self) -> None:
+        self.over.set()
+
+    def _look(self) -> None:
+        silent: dict[str, float] = {}
+        said: set[str] = set()
+        while not self.over.wait(LOOK_SECONDS):
+            for name, address in self.at.items():
+                now, where = time.monotonic(), f"{name} ({address[0]}:{address[1]})"
+                if answers(address):
+                    if name in said:
+                        self.say(f"{where} answers again")
+                    silent.pop(name, None)
+                    said.discard(name)
+                    continue
+                seconds = now - silent.setdefault(name, now)
+                if seconds > self.patience:
+                    return None if self.over.is_set() else self.lost(f"{where} is gone")
+                if seconds > SAY_SECONDS and name not in said:
+                    said.add(name)
+                    self.say(f"{where} does not answer: waiting up to {self.patience:.0f} s for it")
+
+
+def answers(address: Address) -> bool:
+    try:
+        socket.create_connection(address, timeout=2.0).close()
+        return True
+    except OSError:
+        return False

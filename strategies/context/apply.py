@@ -1,0 +1,264 @@
+"""Context parallelism: one sequence over several workers.
+
+Everything in a transformer but attention looks at one token at a time. So a worker of C takes T/C tokens of every
+sequence, the model's own code runs on them unchanged, and only `F.scaled_dot_product_attention` is another function:
+one in which tokens meet across workers (ring.py, allgather.py, ulysses.py). Activations fall as 1/C, arithmetic too.
+
+What has to know its place in the sequence is told it:
+
+- *batches*: every tensor along the sequence is cut, inputs, labels and masks alike, into the parts of `order`;
+- *positions*: the model is called with the places of its tokens as `position_ids`, from which it makes its rotary
+  tables or looks up embeddings. A model that has another way says so in a `ContextPlan`;
+- *the loss* is a mean over the worker's own labels. Of n labels in the micro-batch it has nᵣ, and averaging over C
+  workers what each multiplies by C·nᵣ/n gives the mean over all n, labels that do not count (-100) included.
+
+For parameters the C workers are further data-parallel ones: replicas, or shards (dims.py). Dropout in attention cannot
+be the same on any number of workers and is refused, and so is a mask that the model has made of its own part.
+
+Choose it when the activations of one sequence do not fit on a device, before tensor parallelism across nodes: it sends
+keys and values instead of all activations.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from strategies.context import allgather, ring, ulysses
+from strategies.context.attention import number_of
+from strategies.dims import LayoutError, Options, ParallelDims, own_group
+from strategies.strategy import Strategy
+from strategies.tree import tree_leaves, tree_map
+
+METHODS: dict[str, ModuleType] = {"ring": ring, "allgather": allgather, "ulysses": ulysses}
+IGNORED = -100
+"""A label that does not count, as in torch's cross entropy."""
+
+STRATEGY = Strategy(
+    "context", "each sequence split over workers", degrees=("cp",), also=("dp_replicate", "dp_shard", "tp", "pp", "ep")
+)
+
+
+@dataclass(frozen=True)
+class ContextPlan:
+    """Where a model and its batches have their sequence.
+
+    keywords: places of this worker's tokens, int64 (1, T/C) → keyword arguments of the model's forward. cut: (batch,
+    part) → this worker's batch, where part(tensor, dim) is its part of a tensor; None: dimension 1 of every tensor
+    that has one as long as the first. labels: batch → how many labels its loss is the mean of, 0-d; None: as many as
+    the last tensor that is cut has entries other than -100.
+    """
+
+    keywords: Callable[[Tensor], dict[str, Any]] = lambda places: {"position_ids": places}
+    cut: Callable[[Any, Callable[[Tensor, int], Tensor]], Any] | None = None
+    labels: Callable[[Any], Tensor] | None = None
+
+
+def choose_method(asked: str, heads: int | None, dims: ParallelDims, per_node: int | None) -> str:
+    """What parallel.context=auto is: ulysses within a node where the heads divide, else ring."""
+    if asked != "auto":
+        return asked
+    near = per_node is not None and dims.cp * dims.tp <= per_node
+    return "ulysses" if near and heads and heads % (dims.cp * dims.tp) == 0 else "ring"
+
+
+def check_length(length: int, ways: int, method: str) -> None:
+    """Raises LayoutError unless a sequence of this many tokens can be cut."""
+    pieces = ways * (2 if METHODS[method].ZIGZAG else 1)
+    if length % pieces:
+        below, above = length - length % pieces, length - length % pieces + pieces
+        near = f"{below} or {above}" if below else f"{above}"
+        raise LayoutError(
+            f"a sequence of {length} tokens cannot be split over parallel.cp={ways}, for which {method} cuts it into "
+            f"{pieces} equal pieces: write a sequence length of {near}"
+        )
+
+
+def require_positions(module: nn.Module, plan: ContextPlan | None) -> None:
+    """Raises LayoutError if nothing says where the model takes the places of its tokens."""
+    known = inspect.signature(module.forward).parameters
+    if plan is None and "position_ids" not in known:
+        raise LayoutError(
+            f"the model {type(module).__name__} cannot be told where in the sequence its tokens are, so parallel.cp "
+            "cannot split it: give its forward a parameter position_ids, or the task a context_plan "
+            "(strategies/context/apply.py)"
+        )
+
+
+class Context:
+    """This worker's part of every sequence. Collective over all workers."""
+
+    def __init__(self, dims: ParallelDims, options: Options, plan: ContextPlan | None) -> None:
+        group = own_group(dims.peers("cp"))
+        assert group is not None
+        self.group, self.ways, self.plan = group, dims.cp, plan or ContextPlan()
+        self.number = number_of(group)
+        self.name = "ring" if options.context == "auto" else options.context
+        self.method = METHODS[self.name]
+        self.length = 0
+        self.seen = self.told = False
+        """Whether the model has attended; whether it has been told the places of its tokens."""
+        self.active = False
+
+    def install(self, module: nn.Module, blocks: list[str]) -> None:
+        """Tells the model the places of its tokens, and lets its blocks attend across workers; in place.
+
+        Blocks by themselves, because one that is recomputed runs in backward, where the loss function is over (and on a
+        GPU in another thread)."""
+        for name in blocks or [""]:
+            part = module.get_submodule(name)
+            part.forward = self._attending(part.forward)
+        module.register_forward_pre_hook(self._with_places, with_kwargs=True)
+
+    def _attending(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def attending(*args: Any, **kwargs: Any) -> Any:
+            if self.active:
+                return forward(*args, **kwargs)
+            self.active = True
+            try:
+                with _Attention(self):
+                    return forward(*args, **kwargs)
+            finally:
+                self.active = False
+
+        return attending
+
+    def _with_places(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        self.told = True
+        device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        return args, {**self.plan.keywords(self.places(device)), **kwargs}
+
+    def places(self, device: torch.device) -> Tensor:
+        """Where in the sequence this worker's tokens are: (1, T/C)."""
+        return self._part(torch.arange(self.length, device=device).unsqueeze(0), 1)
+
+    # --- batches and losses -----------------------------------------------------------------------------------------
+
+    def split(self, batches: Sequence[Any], weights: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Micro-batches cut to this worker's tokens; weights so that their mean over the C workers is right."""
+        found = [self.cut(batch) for batch in batches]
+        return [batch for batch, _ in found], [weight * share for weight, (_, share) in zip(weights, found)]
+
+    def cut(self, batch: Any) -> tuple[Any, Tensor]:
+        """(this worker's tokens, C·nᵣ/n).
+
+        Raises:
+            LayoutError: a length that cannot be cut."""
+        lengths = [leaf.size(1) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 1]
+        if not lengths:
+            raise LayoutError("parallel.cp splits sequences, but the batch has no tensor with a second dimension")
+        if self.plan.cut is not None:
+            own = self.plan.cut(batch, self._part)
+        else:
+            self._long(lengths[0])
+            own = tree_map(lambda leaf: self._part(leaf, 1) if self._is_along(leaf, lengths[0]) else leaf, batch)
+        return own, self.ways * self.labels(own) / self.labels(batch)
+
+    def labels(self, batch: Any) -> Tensor:
+        """How many labels count."""
+        if self.plan.labels is not None:
+            return self.plan.labels(batch)
+        along = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 1]
+        return (along[-1] != IGNORED).sum()
+
+    def counted(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """The loss of a cut batch; 0 where none of its labels counts, whose mean is nan."""
+
+        def of_own(module: nn.Module, batch: Any) -> Any:
+            value = self._attending(loss)(module, batch)
+            self._require_attention()
+            return torch.where(self.labels(batch) > 0, value, 0.0)
+
+        return of_own
+
+    def averaged(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Of an evaluation's means over a whole batch, this worker's terms: their mean over the C workers is right."""
+
+        def of_own(module: nn.Module, batch: Any) -> Any:
+            own, share = self.cut(batch)
+            found = self._attending(function)(module, own)
+            return tree_map(lambda v: torch.where(share > 0, v * share, 0.0) if isinstance(v, Tensor) else v, found)
+
+        return of_own
+
+    def _is_along(self, leaf: Any, length: int) -> bool:
+        return isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.size(1) == length
+
+    def _long(self, length: int) -> None:
+        check_length(length, self.ways, self.name)
+        self.length = length
+
+    def _part(self, tensor: Tensor, dim: int) -> Tensor:
+        self._long(tensor.size(dim))
+        rank = self.group.rank()
+        if not self.method.ZIGZAG:
+            return tensor.chunk(self.ways, dim)[rank].contiguous()
+        pieces = tensor.chunk(2 * self.ways, dim)
+        return torch.cat([pieces[rank], pieces[-1 - rank]], dim)
+
+    def _require_attention(self) -> None:
+        if not self.told:
+            raise LayoutError(
+                "the loss calls parts of the model and not the model itself, so parallel.cp cannot tell it where its "
+                "tokens are: call the model, or leave parallel.cp out"
+            )
+        if not self.seen:
+            raise LayoutError(
+                "the model's attention is not F.scaled_dot_product_attention, so parallel.cp cannot split it: use "
+                "that, or leave parallel.cp out"
+            )
+
+
+class _Attention(TorchFunctionMode):
+    """Attention across workers in place of `F.scaled_dot_product_attention`."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        self.context = context
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention or getattr(args[0] if args else None, "is_placeholder", False):
+            return func(*args, **(kwargs or {}))
+        self.context.seen = True
+        return _attend(self.context.method, self.context.number, *args, **(kwargs or {}))
+
+
+def _attend(
+    method: ModuleType,
+    group: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`F.scaled_dot_product_attention` of this worker's part."""
+    wrong = ""
+    if attn_mask is not None:
+        wrong = "gives attention a mask, which it has made of its own part of the sequence alone"
+    elif dropout_p:
+        wrong = f"drops attention with probability {dropout_p:g}, which no split of a sequence can repeat"
+    elif query.dim() != 4 or query.size(2) != key.size(2):
+        wrong = "attends from one sequence to another, or to tensors that are not (batch, heads, tokens, numbers)"
+    if wrong:
+        raise LayoutError(
+            f"the model {wrong}: parallel.cp cannot split it; leave parallel.cp out, or write parallel.tp"
+        )
+    if torch.is_autocast_enabled(query.device.type):  # which would cast for the function itself
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    return method.attention(query, key, value, is_causal, scale or 1 / math.sqrt(query.size(-1)), group)

@@ -1,0 +1,100 @@
+"""Sending tokens to the workers that have their experts, and the results back.
+
+Of E experts worker j of R has E/R: those from j·E/R on. A worker's N tokens chose k experts each, so it has N·k rows:
+
+    sort rows by expert                          so that what goes to one worker lies together
+    all-to-all of counts      E numbers          how many rows each worker sends for each of one's experts
+    all-to-all of rows        N·k·D numbers      uneven: as many as were chosen
+    the model's own experts, over what arrived   as if each row were a token with one choice, of weight 1
+    all-to-all of results     back the same way, to the rows' own places; y = Σₖ weightₖ · resultₖ
+
+No expert has a capacity: nothing is padded, nothing dropped. Backward is the same two exchanges the other way round.
+Weights stay at home, so the router's gradient does too. Lepikhin et al. 2020, https://arxiv.org/abs/2006.16668; without
+capacities: Gale et al. 2022, https://arxiv.org/abs/2211.15841.
+
+The sizes have to be known to the host, which waits for the counts once per layer and forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Experts: rows, indices, weights → rows."""
+
+
+class Exchange:
+    """Computes with experts that are split over `group`, `count` in all; collective in every call."""
+
+    def __init__(self, group: dist.ProcessGroup, count: int) -> None:
+        self.group, self.size, self.own = group, group.size(), count // group.size()
+
+    def __call__(self, compute: Compute, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """(…, D), (…, k), (…, k) → (…, D). compute: this worker's experts, by indices from 0."""
+        chosen, rows = index.flatten(), x.flatten(0, -2)
+        if torch.is_autocast_enabled(x.device.type):  # before it is sent, so that 16 bits are sent
+            rows = rows.to(torch.get_autocast_dtype(x.device.type))
+        order = chosen.argsort(stable=True)
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        counts = chosen.new_zeros(self.size * self.own).scatter_add_(0, chosen, torch.ones_like(chosen))
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=self.group)
+        sizes = torch.stack([counts, arriving]).view(2, self.size, self.own).sum(2).tolist()
+        arrived = _AllToAll.apply(_Spread.apply(rows, order, place, index.size(-1)), *sizes, self.group)
+        results = _AllToAll.apply(self._computed(compute, arrived, arriving), *reversed(sizes), self.group)
+        y = _Spread.apply(results, place, order, 1).view(*index.shape, -1)
+        return (y * weights.unsqueeze(-1)).sum(-2).to(x.dtype)
+
+    def _computed(self, compute: Compute, rows: Tensor, counts: Tensor) -> Tensor:
+        """counts: (workers · own experts,), how many rows came from each worker for each expert."""
+        experts, arrived = torch.arange(self.own, device=rows.device).repeat(self.size), len(rows)
+        index = experts.repeat_interleave(counts, output_size=arrived)
+        if not arrived:  # without a gradient the parameters would stop those who average it
+            rows, index = rows.new_zeros(1, rows.size(1)), index.new_zeros(1)
+        return compute(rows, index.unsqueeze(-1), rows.new_ones(len(rows), 1)).narrow(0, 0, arrived)
+
+
+class _Spread(torch.autograd.Function):
+    """(N, D), each row `times` times, in another order → (N·times, D). place: the inverse of order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, place: Tensor, times: int) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.times = times
+        return rows.index_select(0, order if times == 1 else order // times)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        found = gradient.index_select(0, *ctx.saved_tensors)
+        return found if ctx.times == 1 else found.unflatten(0, (-1, ctx.times)).sum(1), None, None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    """Sends `gives[j]` consecutive rows to worker j, and gets `takes[j]` from it."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, gives: list[int], takes: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.way = takes, gives, group
+        return _all_to_all(rows, gives, takes, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all(gradient, *ctx.way), None, None, None
+
+
+def _all_to_all(rows: Tensor, gives: list[int], takes: list[int], group: dist.ProcessGroup) -> Tensor:
+    found = rows.new_empty(sum(takes), rows.size(1))
+    dist.all_to_all_single(found, rows.contiguous(), takes, gives, group=group)
+    return found
+
+
+def exchanged_bytes(tokens: int, top_k: int, width: int, itemsize: int) -> int:
+    """Bytes that a worker's tokens are in one layer's four exchanges of one micro-batch: there and back, in forward and
+    backward. With even use (R - 1)/R of them go to other workers; what a worker gets for its experts is as much on
+    average."""
+    return 4 * tokens * top_k * width * itemsize

@@ -1,0 +1,103 @@
+"""Profiles of steps: what is in them, on every kind of layout, and that nothing but them changes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.autograd import DeviceType
+
+from app.config_io import load_config
+from app.errors import UserError
+from app.profiler import length, shares
+from tests.running import POINTS, mlflow_run, mlflow_text, same_bits, trireme, weights
+
+ON_CPU, ON_GPU = DeviceType.CPU, DeviceType.CUDA
+
+
+def event(name: str, start: float, end: float, device: Any = ON_CPU, **more: Any) -> Any:
+    own = {"thread": 1, "is_async": False, "is_user_annotation": False} | more
+    return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end), device_type=device, **own)
+
+
+def milliseconds(events: list[Any], on_gpu: bool) -> dict[str, float]:
+    found = shares(events, steps=1, on_gpu=on_gpu)
+    return {name.removesuffix("_seconds"): round(value * 1e3, 6) for name, value in found.items()}
+
+
+def test_a_union_of_intervals() -> None:
+    assert length([(0, 2), (1, 3), (5, 6), (5, 5.5)]) == 4 and length([]) == 0
+
+
+def test_communication_beside_a_gpus_kernels_is_hidden_and_the_rest_exposed() -> None:
+    events = [
+        event("ProfilerStep*", 0, 8_000, is_user_annotation=True),
+        event("aten::mm", 0, 7_000),  # of the host, which says nothing of the device
+        event("sgemm", 1_000, 4_000, ON_GPU),
+        event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 3_000, 6_000, ON_GPU),
+        event("nccl:all_reduce", 0, 9_000, ON_GPU, is_user_annotation=True),
+        event("multi_tensor_apply", 8_000, 10_000, ON_GPU),
+    ]
+    expected = {"step": 10, "computing": 5, "communication": 3, "exposed_communication": 2, "idle": 3}
+    assert milliseconds(events, on_gpu=True) == expected
+
+
+def test_on_cpus_what_a_collective_computes_itself_is_communication() -> None:
+    events = [
+        event("ProfilerStep*", 0, 10_000, is_user_annotation=True),
+        event("autograd::engine::evaluate_function: MmBackward0", 0, 4_000),
+        event("aten::mm", 0, 4_000),
+        event("shared_memory:all_reduce", 4_000, 6_000, is_user_annotation=True),
+        event("aten::add", 5_000, 6_000),
+        event("gloo:recv", 6_000, 9_000, is_async=True),  # asked for in advance by the thread that computes
+        event("aten::mm", 7_000, 8_000),
+    ]
+    expected = {"step": 10, "computing": 5, "communication": 5, "exposed_communication": 4, "idle": 1}
+    assert milliseconds(events, on_gpu=False) == expected
+
+
+@pytest.mark.parametrize("wrong", ["profile.steps=[9,5]", "profile.steps=[5]", "profile.ranks=[-1]"])
+def test_steps_and_ranks_that_cannot_be_are_refused(wrong: str) -> None:
+    with pytest.raises(UserError, match=wrong.partition("=")[0]):
+        load_config([], [wrong])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["strategy=pipeline", "parallel.pp=2"],
+        pytest.param(["strategy=ddp"], marks=pytest.mark.slow),
+        pytest.param(["strategy=fsdp"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_profiled_run_is_the_same_run_with_its_profile(
+    layout: list[str], tmp_path: Path, ray_environment: dict[str, str]
+) -> None:
+    known = [*POINTS, *layout, "workers=2", "train.steps=8", f"run.storage={tmp_path}", "tracking.log_model=false"]
+    profiled = ["profile.steps=[4,6]", "profile.ranks=[0,1]", "profile.memory=true", "run.name=profiled"]
+    for more in (profiled, ["run.name=plain"]):
+        ended = trireme("train", *known, *more, env=ray_environment)
+        assert ended.code == 0, ended.err
+    assert same_bits(weights(tmp_path / "profiled"), weights(tmp_path / "plain"))
+    folder = tmp_path / "profiled" / "profile" / "steps-4-6"
+    for rank in (0, 1):
+        trace = json.loads(gzip.decompress((folder / f"rank-{rank}.trace.json.gz").read_bytes()))
+        steps = {e["name"] for e in trace["traceEvents"] if str(e.get("name")).startswith("ProfilerStep")}
+        assert len(steps) == 3, "the three that were asked for, without the one to warm up"
+    shown = trireme("profile", str(tmp_path / "profiled"), "--json")
+    ranks = json.loads(shown.out)["ranks"]
+    assert [rank["rank"] for rank in ranks] == [0, 1]
+    for rank in ranks:
+        assert rank["communication_seconds"] > 0, "gradients or activations are sent in every step"
+        parts = [rank[f"{part}_seconds"] for part in ("computing", "exposed_communication", "idle")]
+        assert sum(parts) == pytest.approx(rank["step_seconds"], rel=0.01)
+        assert any(row["name"].startswith("aten::") and row["bytes"] > 0 for row in rank["operators"])
+    run = mlflow_run(tmp_path, "profiled")
+    assert run.data.metrics["profile/step_seconds"] == pytest.approx(ranks[0]["step_seconds"])
+    (table,) = mlflow_text(tmp_path, run.info.run_id, "profile/steps-4-6")
+    assert table in trireme("profile", str(tmp_path / "profiled")).out
+    assert trireme("profile", str(tmp_path / "plain")).code == 2

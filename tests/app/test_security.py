@@ -1,0 +1,188 @@
+"""SECURITY.md, kept: no code from a file, no secret where others look, nothing that other users may open."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import stat
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from app import checkpoint
+from app.checkpoint import Commit, Weights
+from app.checkpoint.commit import MARKER, File, encode
+from app.config_check import check_trainable
+from app.config_io import load_config
+from app.data.files import cache_folder
+from app.errors import UserError
+from app.run.manifest import run_folder
+from app.tasks import load_task
+from cluster.fast_start import client
+from cluster.files import FOLDER
+from tests.app.checkpoint.kit import save, state_of
+from tests.running import POINTS, environment, finish, ray_head_with_jobs, start
+from tests.test_fuzz import LAUGHS
+
+
+class Attack:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.file),)
+
+    def __deepcopy__(self, memo: Any) -> Attack:
+        return self
+
+
+def forged(commit: Commit, name: str, content: bytes) -> Commit:
+    """The checkpoint with another file in it, and a marker that vouches for it: its writer can write anything."""
+    Path(commit.path, name).write_bytes(content)
+    files = commit.files | {name: File(len(content), hashlib.sha256(content).hexdigest())}
+    changed = replace(commit, files=files)
+    Path(commit.path, MARKER).write_bytes(encode(changed))
+    return changed
+
+
+def test_a_checkpoints_table_runs_no_code(tmp_path: Path) -> None:
+    save(tmp_path / "c", 1)
+    (good,) = checkpoint.commits(str(tmp_path / "c"))
+    for content, said in [
+        (pickle.dumps(Attack(tmp_path / "made")), r"its \.metadata names posix\.mkdir"),
+        (pickle.dumps({"a": 1}), "is no table"),
+        (b"\x80\x05.", "is not read"),
+    ]:
+        bad = forged(good, ".metadata", content)
+        for read in (partial(checkpoint.load, bad, state_of(0.0)), partial(Weights, bad)):
+            with pytest.raises(UserError, match=said):
+                read()
+    assert not (tmp_path / "made").exists()
+
+
+def test_what_is_no_tensor_in_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
+    state = state_of(1.0)
+    state["scheduler"]["last_epoch"] = Attack(tmp_path / "made")
+    save(tmp_path / "c", 1, state=state)
+    (bad,) = checkpoint.commits(str(tmp_path / "c"))
+    with pytest.raises(UserError, match="could not be read"):
+        checkpoint.load(bad, state_of(0.0))
+    assert not (tmp_path / "made").exists()
+
+
+def test_what_reads_torchs_files_reads_data_alone() -> None:
+    """Parity reads its own processes' results, from a folder of its own; app/prediction.py is within an MLflow model,
+    which is a pickle as a whole."""
+    root = Path(__file__).parents[2]
+    files = [file for part in ("app", "cluster", "strategies", "experiments") for file in (root / part).rglob("*.py")]
+    unsafe = {str(f.relative_to(root)) for f in files if "weights_only=False" in f.read_text()}
+    loads = {str(f.relative_to(root)) for f in files if "pickle.load" in f.read_text().replace("cloudpickle.load", "")}
+    assert unsafe == {"app/prediction.py", "experiments/parity/matrix.py"}
+    # Between the ranks of one run, which torch connects; and a run whose config.yaml says that its task is a pickle.
+    assert loads == {"strategies/pipeline/p2p.py", "app/tasks/by_value.py"}
+
+
+@pytest.mark.parametrize("name", ["..", "../x", "/tmp/x", "a/b", ".hidden", "", "a\nb", "~root", "a" * 129, "x\x00"])
+def test_a_runs_name_stays_in_its_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match=r"run\.name"):
+        check_trainable(load_config([], ["task=a", "train.steps=1", f"run.storage={tmp_path}", f"run.name='{name}'"]))
+    kept = load_config([], ["task=a", f"run.storage={tmp_path}", "run.name=a..b-1"])
+    assert Path(run_folder(kept).url).parent == tmp_path
+
+
+@pytest.mark.parametrize(
+    "text", [LAUGHS, b"a: &a [*a]", b"task: !!python/object/apply:os.mkdir [made]", b"task: !!python/name:os.mkdir"]
+)
+def test_an_experiment_file_is_data_and_not_much(tmp_path: Path, text: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.yaml").write_bytes(text)
+    before = psutil.Process().memory_info().rss
+    with pytest.raises(UserError, match="cannot be read as YAML"):
+        load_config([tmp_path / "x.yaml"])
+    assert psutil.Process().memory_info().rss - before < 50e6 and not (tmp_path / "made").exists()
+
+
+def test_sockets_and_temporary_files_are_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stat.S_IMODE(os.stat(client.folder()).st_mode) == 0o700
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # where no cache can be
+    assert stat.S_IMODE(cache_folder().stat().st_mode) == 0o700
+    cache_folder().chmod(0o777)
+    with pytest.raises(UserError, match="can be written by others"):
+        cache_folder()
+
+
+# --- secrets ----------------------------------------------------------------------------------------------------------
+
+NAMES = ("HF_TOKEN", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "AWS_SECRET_ACCESS_KEY")
+PLANTED = {name: f"planted-{uuid.uuid4().hex}" for name in NAMES}
+
+
+@contextmanager
+def command_lines() -> Iterator[set[str]]:
+    """Command lines, as `ps` shows them to everyone, of all processes while it lasts."""
+    seen, over = set[str](), threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.05):
+            for process in psutil.process_iter(["cmdline"]):
+                seen.add(" ".join(process.info["cmdline"] or ()))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.slow
+def test_planted_secrets_are_found_nowhere(tmp_path: Path) -> None:
+    """A job with secrets, on a real job server: in the run's folder, MLflow, Ray's session, its job's information and
+    every command line."""
+    home, experiment = tmp_path / "home", tmp_path / "work" / "x.yaml"
+    home.mkdir()
+    experiment.parent.mkdir()
+    experiment.write_text("task: tests.tasks:Points\ntrain: {global_batch_size: 16, steps: 20}\n")
+    with ray_head_with_jobs() as (address, dashboard), command_lines() as seen:
+        text = (FOLDER / "laptop.yaml").read_text().replace("6379", address.rpartition(":")[2])
+        (tmp_path / "c.yaml").write_text(text.replace("8265", dashboard.rpartition(":")[2]))
+        env = environment(HOME=str(home), RAY_AUTH_MODE="disabled", **PLANTED)
+        words = ["submit", *POINTS, "train.steps=20", "run.name=kept", f"run.storage={tmp_path}/runs", "workers=2"]
+        words += [f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", "--cluster", str(tmp_path / "c.yaml")]
+        ended = finish(start([*words, "--env", "HF_TOKEN", "--env", "AWS_SECRET_ACCESS_KEY"], env=env))
+        assert ended.code == 0, ended.out + ended.err
+        from ray.job_submission import JobSubmissionClient
+
+        jobs = json.dumps([job.model_dump() for job in JobSubmissionClient(dashboard).list_jobs()], default=str)
+        head = next(line for line in seen if f"--port={address.rpartition(':')[2]} " in line and "--temp-dir=" in line)
+        session = head.partition("--temp-dir=")[2].split()[0]
+        places = [path for at in (tmp_path, Path(session)) for path in at.rglob("*") if path.is_file()]
+        assert "HF_TOKEN (secret)" in ended.out and len(places) > 50 and (tmp_path / "runs" / "kept").is_dir()
+        found = {str(path) for path in places for value in PLANTED.values() if value.encode() in path.read_bytes()}
+    for value in PLANTED.values():
+        assert value not in jobs + ended.out + ended.err + "\n".join(seen)
+    assert not found
+
+
+def test_a_tensor_file_with_code_in_it_is_refused(tmp_path: Path) -> None:
+    torch.save(Attack(tmp_path / "made"), tmp_path / "x.pt")
+    with pytest.raises(UserError):
+        task = load_task("image_classification", {"data": str(tmp_path / "x.pt")})
+        task.train_data()
+    assert not (tmp_path / "made").exists()

@@ -1,0 +1,178 @@
+"""A mixture's experts over workers: the same training, to the byte what it holds and sends, from any layout to any."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from app.models.mixture import TENSOR_PLAN, MixtureGPT
+from experiments.parity import curves
+from experiments.parity.curves import Curve, Trial
+from experiments.parity.rows import MIXTURES, SINGLE, Row
+from strategies.blocks import find_blocks
+from strategies.costs import model_size
+from strategies.expert.exchange import exchanged_bytes
+from strategies.layout import choose
+from strategies.mixtures import find_mixtures, shard_dim
+from strategies.parallelize import Options, parallelize
+from strategies.tensor.plan import make_plan
+from tests.layout_cost import layout_cost
+from tests.pool import run_distributed
+from tests.strategies.models import BATCH, SEQUENCE, PlainGPT, assert_refused, gpt_trial, language_batch, seeded
+
+CPU = torch.device("cpu")
+EXPERTS, TOP_K, WIDTH, LAYERS = 8, 2, 16, 2
+
+
+def _model() -> nn.Module:
+    sizes: dict[str, Any] = {"d_model": WIDTH, "n_heads": 4, "n_layers": LAYERS}
+    return MixtureGPT(32, **sizes, n_experts=EXPERTS, top_k=TOP_K, d_expert=24, balance_weight=0.1, bias_rate=0.01)
+
+
+def _trial(**changes: Any) -> Trial:
+    return Trial(seeded(_model), lambda model, batch: model(*batch), language_batch, tensor_plan=TENSOR_PLAN, **changes)
+
+
+HARD: dict[str, Any] = {"steps": 4, "micro_batches": 2, "clip": 0.5}
+
+
+def _train(_: int, row: Row, options: Options, more: dict[str, Any]) -> Curve:
+    trial, options = row.applied(_trial(**HARD), options)
+    return curves.train(trial, row.layout, options, CPU, **more)
+
+
+@functools.cache
+def _truth(**options: Any) -> Curve:
+    return _train(0, SINGLE, Options(**options), {})
+
+
+@pytest.mark.parametrize("row", MIXTURES, ids=str)
+def test_row_trains_the_same_mixture(row: Row) -> None:
+    found = run_distributed(_train, row.workers, row, Options(activation_checkpointing="full"), {})[0]
+    assert curves.difference(_truth(), found).within(1e-6), curves.difference(_truth(), found)
+
+
+def test_loss_and_routing_do_not_depend_on_how_the_batch_is_divided() -> None:
+    whole = curves.train(_trial(**HARD | {"micro_batches": 1}), SINGLE.layout, Options(), CPU)
+    assert curves.difference(whole, _truth()).within(1e-6)
+    biases = [value for name, value in whole.weights.items() if name.endswith("router.bias")]
+    assert all(bias.abs().max() > 0.005 for bias in biases), "and the biases have moved"
+    assert all(
+        torch.equal(value, _truth().weights[name]) for name, value in whole.weights.items() if "router.b" in name
+    )
+
+
+@pytest.mark.parametrize("row", [Row("ddp+expert", 2, {"ep": 2}), Row("fsdp+expert", 4, {"ep": 2})], ids=str)
+def test_sixteen_bits_stay_within_their_rounding(row: Row) -> None:
+    found = run_distributed(_train, row.workers, row, Options(precision="bf16"), {})[0]
+    assert 1e-6 < curves.difference(_truth(), found).loss < 5e-3
+
+
+def test_any_layout_reads_any_others_checkpoint(tmp_path: Any) -> None:
+    """Experts over 4 workers, then over 2, then on one."""
+    first, second = (str(tmp_path / name) for name in ("4", "2"))
+    four, two = Row("fsdp+expert", 4, {"ep": 4}), Row("ddp+tensor+expert", 4, {"tp": 2, "ep": 2})
+    run_distributed(_train, 4, four, Options(), {"steps": range(2), "save": first})
+    run_distributed(_train, 4, two, Options(), {"steps": range(2, 3), "load": first, "save": second})
+    end = _train(0, SINGLE, Options(), {"steps": range(3, 4), "load": second})
+    truth = Curve(_truth().losses[3:], _truth().norms[3:], _truth().weights)
+    assert curves.difference(truth, end).within(1e-6)
+
+
+# --- what is held and sent ------------------------------------------------------------------------------------------
+
+
+def _held(_: int, row: Row) -> tuple[int, int]:
+    parallel = parallelize(_trial().build, row.layout, device=CPU, tensor_plan=TENSOR_PLAN)
+    local = [getattr(p, "_local_tensor", p) for p in parallel.parameters()]
+    optimizer = torch.optim.AdamW(parallel.parameters(), fused=False)
+    curves.run_steps(_trial(), parallel, optimizer, range(1))
+    states = [getattr(v, "_local_tensor", v) for state in optimizer.state.values() for v in state.values()]
+    return tuple(sum(t.untyped_storage().nbytes() for t in own if t.numel()) for own in (local, states))  # type: ignore
+
+
+@pytest.mark.parametrize("row", [row for row in MIXTURES if row.layout.dims.pp == 1], ids=str)
+def test_memory_is_exact_to_the_byte(row: Row) -> None:
+    with torch.device("meta"):
+        module = _model()
+    split = make_plan(module, TENSOR_PLAN, True).dims if row.layout.dims.tp > 1 else {}
+    cost, _ = layout_cost(row.layout, model_size(module, find_blocks(module), split).parameters)
+    assert run_distributed(_held, row.workers, row)[0] == (cost.parameters, cost.optimizer)
+
+
+def _sent(_: int, row: Row) -> tuple[int, int]:
+    """Bytes of the rows that this rank gives into all-to-alls, and of the counts."""
+    parallel = parallelize(_trial().build, row.layout, device=CPU)
+    given: list[torch.Tensor] = []
+    real = dist.all_to_all_single
+
+    def noting(output: torch.Tensor, input: torch.Tensor, *args: Any, **named: Any) -> Any:
+        given.append(input)
+        return real(output, input, *args, **named)
+
+    with mock.patch("strategies.expert.exchange.dist.all_to_all_single", noting):
+        curves.run_steps(_trial(), parallel, torch.optim.SGD(parallel.parameters(), lr=0.1), range(1))
+    rows, counts = ([t for t in given if t.is_floating_point() is kind] for kind in (True, False))
+    return sum(t.nbytes for t in rows), sum(t.nbytes for t in counts)
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+def test_what_is_exchanged_is_what_it_costs_to_the_byte(ep: int) -> None:
+    sent = run_distributed(_sent, 4, Row("ddp+expert", 4, {"ep": ep}))
+    tokens = BATCH * SEQUENCE // 4
+    assert sum(rows for rows, _ in sent) == 4 * LAYERS * exchanged_bytes(tokens, TOP_K, WIDTH, 4)
+    assert [counts for _, counts in sent] == [LAYERS * EXPERTS * 8] * 4
+
+
+def test_few_experts_are_shared_between_many_shards_by_rows() -> None:
+    assert [shard_dim((4, 24, 16), ways) for ways in (1, 2, 4, 8, 5)] == [0, 0, 0, 1, 0]
+
+
+# --- what is reported and refused -----------------------------------------------------------------------------------
+
+
+def _load(_: int, row: Row) -> list[dict[str, list[float]]]:
+    parallel = parallelize(_trial().build, row.layout, device=CPU)
+    optimizer = parallel.prepare_optimizer(torch.optim.SGD(parallel.parameters(), lr=0.0))
+    curves.run_steps(_trial(micro_batches=2), parallel, optimizer, range(1))
+    return [parallel.router_metrics()]
+
+
+def test_load_and_entropy_are_the_global_batchs_and_nothing_is_dropped() -> None:
+    row = Row("ddp+expert", 2, {"ep": 2})
+    alone, here, there = _load(0, SINGLE)[0], *(found[0] for found in run_distributed(_load, 2, row))
+    assert len(alone) == LAYERS and here == there
+    for name, (*load, entropy, dropped) in alone.items():
+        assert sum(load) == pytest.approx(EXPERTS) and 0.5 < entropy <= 1 and dropped == 0
+        assert here[name] == pytest.approx(alone[name], rel=1e-6, abs=1e-9)
+
+
+def test_mixtures_are_told_by_their_looks() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        assert find_mixtures(PlainGPT()) == []
+        for kind in ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3"):
+            config = AutoConfig.for_model(kind, num_hidden_layers=4)
+            found = find_mixtures(AutoModelForCausalLM.from_config(config))
+            assert found and all(each.router is not None for each in found)
+            assert {each.top_k for each in found} == {config.num_experts_per_tok}
+
+
+def _refused(_: int, ep: int, plain: bool) -> None:
+    build = gpt_trial().build if plain else seeded(_model)
+    words = ["parallel.ep is 2", "no experts"] if plain else ["parallel.ep is 3", "8 experts", "1, 2, 4, 8"]
+    assert_refused(words, parallelize, build, choose("ddp", ep, ep=ep), device=CPU)
+
+
+def test_what_cannot_be_split_is_refused() -> None:
+    run_distributed(_refused, 2, 2, True)
+    run_distributed(_refused, 3, 3, False)
+    assert_refused(["ddp+expert"], choose, "expert", 2, ep=2)
+    assert_refused(["parallel.ep is 3", "1, 2, 4"], choose, "ddp", 4, ep=3)
