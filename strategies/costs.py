@@ -33,6 +33,8 @@ class ParameterSize:
     """The dimension that tensor parallelism splits; None: replicated on every tp rank."""
     is_expert: bool = False
     """Whether it has a row per expert of a mixture, which expert parallelism splits."""
+    is_uneven: bool = False
+    """Whether tensor parallelism has left some of its ranks fewer rows than others."""
 
     @property
     def numel(self) -> int:
@@ -44,8 +46,7 @@ class ParameterSize:
 
     def shard(self, ways: int, dim: int = 0) -> ParameterSize:
         """The largest of the shards that torch.chunk makes along `dim`: that of the first rank."""
-        shape = self.shape or (1,)
-        return replace(self, shape=(*shape[:dim], -(-shape[dim] // ways), *shape[dim + 1 :]))
+        return replace(self, shape=(*self.shape[:dim], -(-self.shape[dim] // ways), *self.shape[dim + 1 :]))
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class UnitSize:
     sharded_gradients: Number
     gathered: Number
     """Numbers (not bytes) that an all-gather over dp_shard gives, padding included."""
+    whole_gradients: Number = 0
+    """Bytes of those of `sharded_gradients` that cannot be sharded: every worker has them."""
     is_root: Number = False
     """Whether it is what is outside of blocks."""
 
@@ -140,6 +143,7 @@ class Cost:
 def part_of(p: ParameterSize, tp: int, ep: int = 1) -> ParameterSize:
     """What one worker has of a parameter under tensor and expert parallelism."""
     part = p if p.split_dim is None else p.shard(tp, p.split_dim)
+    part = replace(part, is_uneven=p.split_dim == 0 and p.shape[0] % tp != 0)
     return part.shard(ep) if part.is_expert else part
 
 
@@ -162,6 +166,17 @@ def model_size(module: nn.Module, blocks: list[str] | None = None, split: dict[s
     )
 
 
+def fsdp_dim(shape: tuple[int, ...], is_uneven: bool, ways: int) -> int | None:
+    """Along which dimension a worker's part of a parameter is sharded; None: not at all, every worker keeps it.
+
+    Along rows; where tensor parallelism has split those unevenly (a vocabulary of 50,257), along columns if all workers
+    can have equally many, for torch (2.11 to 2.15) describes rows that are split unevenly twice wrongly, and no
+    checkpoint of them can be written."""
+    if shape and not is_uneven:
+        return 0
+    return 1 if len(shape) > 1 and shape[1] % ways == 0 else None
+
+
 def unit_size(
     parameters: tuple[ParameterSize, ...], dp_shard: int, is_root: bool = False, of_experts: int | None = None
 ) -> UnitSize:
@@ -170,7 +185,8 @@ def unit_size(
     def shard(p: ParameterSize) -> tuple[ParameterSize, int]:
         if p.is_expert and of_experts is not None:
             return p.shard(of_experts, shard_dim(p.shape, of_experts)), of_experts
-        return p.shard(dp_shard), dp_shard
+        dim = fsdp_dim(p.shape, p.is_uneven, dp_shard)
+        return (p, 0) if dim is None else (p.shard(dp_shard, dim), dp_shard)
 
     trained = [p for p in parameters if p.trainable]
     return UnitSize(
@@ -180,6 +196,7 @@ def unit_size(
         sum(shard(p)[0].bytes for p in parameters),
         sum(shard(p)[0].bytes for p in trained),
         sum(part.numel * ways for part, ways in map(shard, parameters)),
+        sum(p.bytes for p in trained if not shard(p)[1]),
         is_root,
     )
 

@@ -17,7 +17,7 @@ are freed and gradients reduced, and in the shape of the mesh.
 
 - *Units*: each repeating block; what is left (embeddings, the last norm, the head) is the root's, gathered for the
   whole step. A weight used in two places must be in one unit: blocks that share a weight stay with the root.
-- *Scalars*: a parameter without dimensions (CLIP's temperature) cannot be cut; every worker keeps it, and its gradient
+- *Whole*: a parameter without dimensions (CLIP's temperature) cannot be cut; every worker keeps it, and its gradient
   is averaged.
 - *Padding*: each parameter is cut along dimension 0 as torch.chunk does, in slices of ⌈n/R⌉ rows, and a rank's memory
   holds a full slice even where fewer or no rows are left: a bias of 10 over 4 ranks is 3+3+3+1, stored as 12.
@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -43,7 +43,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from strategies import precision
 from strategies.blocks import separable
@@ -55,9 +55,11 @@ from strategies.costs import (
     RankSize,
     StepShape,
     UnitSize,
+    fsdp_dim,
     optimizer_bytes,
 )
 from strategies.dims import Options
+from strategies.grad_sync import Named, local
 from strategies.mixtures import SplitExperts
 from strategies.parallel import WholeStep
 from strategies.strategy import Applied, MicroStep, Setup, Strategy
@@ -82,12 +84,12 @@ def apply(setup: Setup) -> Applied:
         size = _numel(p for p in module.parameters() if p.requires_grad) * (2 if options.reduce_dtype == "bf16" else 4)
         each = _on_any_rank(gradients_are_large(size, memory), device)
         notes += [SCATTERED] if each else []
-    root = WholeStep(module)
+    root, whole = WholeStep(module), {name for name, _ in kept_whole(module, setup.mesh)}
     units = shard(root, setup.mesh, setup.blocks, options, reshard_after_forward=reshard, experts=setup.experts)
     setup.load()
     step = micro_step(units, reduce_scatter_each_microbatch=each, keep_gathered=not reshard)
     if setup.group is not None:
-        step = average_scalars(scalars(module), setup.group, step)
+        step = average_whole([p for name, p in module.named_parameters() if name in whole], setup.group, step)
     return Applied(root, step, casts=True, notes=tuple(notes), whole=True)
 
 
@@ -108,15 +110,17 @@ def shard(
     precision.cast_calls(module, options.precision, options.float_output)
     units: list[Any] = [module.get_submodule(name) for name in separable(module, blocks)]
     units = [block for block in units if any(True for _ in block.parameters())]
-    how: dict[str, Any] = {"offload_policy": offload, "ignored_params": set(scalars(module))}
+    whole = {p for _, p in kept_whole(module, mesh)}
+    how: dict[str, Any] = {"offload_policy": offload, "ignored_params": whole}
+    cut: dict[str, Any] = {"mesh": mesh, "shard_placement_fn": placement(mesh)}
     inner: dict[Any, list[Any]] = {block: experts.modules_in(block) if experts else [] for block in [*units, module]}
     for held in inner[module]:
         assert experts is not None
         where: dict[str, Any] = {"mesh": experts.mesh, "shard_placement_fn": experts.placement}
         fully_shard(held, reshard_after_forward=reshard_after_forward, mp_policy=policy, **where, **how)
     for block in units:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy, **how)
-    fully_shard(root, mesh=mesh, reshard_after_forward=False, mp_policy=root_policy, **how)
+        fully_shard(block, reshard_after_forward=reshard_after_forward, mp_policy=policy, **cut, **how)
+    fully_shard(root, reshard_after_forward=False, mp_policy=root_policy, **cut, **how)
     for before, after in itertools.pairwise(units):  # each gathers its neighbour's parameters while it computes
         before.set_modules_to_forward_prefetch([after, *inner[after]])
         after.set_modules_to_backward_prefetch([before, *inner[before]])
@@ -144,21 +148,38 @@ def micro_step(units: list[FSDPModule], *, reduce_scatter_each_microbatch: bool,
     return context
 
 
-def scalars(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters without a dimension that could be cut: every worker keeps them whole."""
-    return [p for p in module.parameters() if p.dim() == 0]
+def placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
+    """For fully_shard over `mesh`: along which dimension a parameter is cut; None for one that is kept whole."""
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        own, is_uneven = tuple(parameter.shape), False
+        if isinstance(parameter, DTensor):
+            own = tuple(parameter.to_local().shape)
+            is_uneven = parameter.placements[0].is_shard(0) and parameter.shape[0] % parameter.device_mesh.size() != 0
+        dim = fsdp_dim(own, is_uneven, mesh.size(-1))
+        return None if dim is None else Shard(dim)
+
+    return place
 
 
-def average_scalars(parameters: list[nn.Parameter], group: dist.ProcessGroup, step: MicroStep) -> MicroStep:
+def kept_whole(module: nn.Module, mesh: DeviceMesh) -> Named:
+    """Before others are cut, the parameters that cannot be: every worker keeps them."""
+    place = placement(mesh)
+    return [(name, p) for name, p in module.named_parameters() if place(p) is None]
+
+
+def average_whole(parameters: list[nn.Parameter], group: dist.ProcessGroup, step: MicroStep) -> MicroStep:
     """The MicroStep that also averages these parameters' gradients over the workers, in a step's last micro-batch."""
     if not parameters:
         return step
     state = {"last": True}
 
+    @torch.no_grad()
     def average(parameter: torch.Tensor) -> None:
         if state["last"] and parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=group)
-            parameter.grad /= group.size()
+            own = local(parameter.grad)
+            dist.all_reduce(own, group=group)
+            own /= group.size()
 
     for parameter in parameters:
         if parameter.requires_grad:
@@ -234,7 +255,8 @@ def collectives(unit: UnitSize, step: StepShape) -> tuple[Collective, ...]:
     again = step.micro_batches - 1
     gather = unit.gathered * gathered
     reductions = 1 + again * each
-    numbers = unit.sharded_gradients // 4
+    numbers, whole = (unit.sharded_gradients - unit.whole_gradients) // 4, unit.whole_gradients
+    of_whole = [Collective("all_reduce", over, whole, 1, "backward") for over in ("dp_shard", "dp_replicate")]
     return (
         Collective("all_gather", "dp_shard", gather, 1 + again * (1 - keeps), "forward"),
         Collective("all_gather", "dp_shard", gather, step.micro_batches * (1 - keeps) * (1 - unit.is_root), "backward"),
@@ -242,6 +264,7 @@ def collectives(unit: UnitSize, step: StepShape) -> tuple[Collective, ...]:
             "reduce_scatter", "dp_shard", numbers * step.dp_shard * step.reduce_itemsize, reductions, "backward"
         ),
         Collective("all_reduce", "dp_replicate", numbers * step.reduce_itemsize, reductions, "backward"),
+        *(of_whole if whole else ()),
     )
 
 

@@ -185,16 +185,17 @@ def buckets(named: Named, limit: float) -> list[Bucket]:
 def shard_without_hooks(
     owners: Sequence[nn.Module],
     mesh: DeviceMesh,
-    but: Sequence[Any] = (),
+    but: Iterable[nn.Parameter] = (),
     compute: torch.dtype | None = None,
     **how: Any,
 ) -> list[FSDPModule]:
     """Shards parameters in place, in units that the caller gathers (`unshard`) and frees (`reshard`). Their hooks go to
     a module that holds the owner and is never called: they would do nothing, in a tenth of a step's time here.
 
-    but: what is sharded already. compute: what matrices are gathered as; None: as they are. how: see fully_shard."""
+    but: what is sharded already or kept whole. compute: what matrices are gathered as; None: as they are. how: see
+    fully_shard."""
     units: list[FSDPModule] = []
-    done = {p for unit in but for p in unit.parameters()}
+    done = set(but)
     # of norms and biases: autocast computes with those in float32
     vectors = {p for owner in owners for p in owner.parameters() if p.dim() < 2} - done
 

@@ -258,15 +258,6 @@ def looked_at(task: Task, layout: Layout) -> nn.Module | None:
     return module
 
 
-def _refuse_scalars(module: nn.Module, layout: Layout) -> None:
-    scalar = next((name for name, p in module.named_parameters() if p.dim() == 0), "")
-    if scalar and layout.dims.dp_shard > 1:
-        raise LayoutError(
-            f"{scalar} is a parameter without dimensions, which the shards of a pipeline's stages cannot hold: write "
-            "torch.zeros(1) for it, or strategy=fsdp without parallel.pp"
-        )
-
-
 def check_devices(config: Config, device: str) -> None:
     """Raises LayoutError if the workers' type of device (cuda, cpu) cannot compute as asked."""
     if config.train.precision == "fp8" and device == "cpu":
@@ -281,7 +272,6 @@ def check_model(config: Config, task: Task, layout: Layout, module: nn.Module | 
     if layout.dims.tp > 1:
         make_plan(module, task.tensor_plan(module), chosen.sequence_parallel)
     if layout.dims.pp > 1:
-        _refuse_scalars(module, layout)
         batch = fetch(task.train_data(), [(0, 0)])
         blocks, cpu = find_blocks(module, task.blocks(module)), torch.device("cpu")
         try:

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
-from strategies import precision
+from strategies import fsdp, precision
 from strategies.blocks import separable
 from strategies.context.apply import Context
 from strategies.dims import Layout, LayoutError, Options, ParallelDims, own_group, submesh
@@ -116,23 +115,30 @@ class Division:
     def _gradient_sync(self, setup: Setup) -> GradSync | None:
         """Shards what is sharded, and loads. Experts that are split have fewer workers to share them with."""
         module, options, experts = setup.module, setup.options, setup.experts
-        split: list[FSDPModule] = []
-        whole: list[FSDPModule] = []
+        split: list[Any] = []
+        units: list[Any] = []
+        whole: set[str] = set()
         compute = None if options.precision == "fp32" else precision.DTYPES[options.precision]
         if setup.mesh is not None and setup.strategy.is_sharded:
             if experts is not None and experts.mesh is not None:
                 held, where = [found.experts for found in experts.mixtures], experts.placement
                 split = shard_without_hooks(held, experts.mesh, compute=compute, shard_placement_fn=where)
             owners = [module.get_submodule(name) for name in separable(module, setup.blocks)]
-            whole = shard_without_hooks([*owners, module], setup.mesh, but=split, compute=compute)
+            kept, cut = dict(fsdp.kept_whole(module, setup.mesh)), fsdp.placement(setup.mesh)
+            whole, done = set(kept), set(kept.values()).union(*(unit.parameters() for unit in split))
+            units = shard_without_hooks(
+                [*owners, module], setup.mesh, but=done, compute=compute, shard_placement_fn=cut
+            )
         setup.load()
         syncs: list[GradientBuckets | ShardedGradients] = []
         own, others = experts_apart(list(module.named_parameters()), experts)
         of_experts = (own, split, experts.mesh, experts.group) if experts is not None else ([], [], None, None)
-        for named, units, mesh, group in (of_experts, (others, whole, setup.mesh, setup.group)):
+        of_whole: Any = ([(n, p) for n, p in others if n in whole], [], None, setup.group)
+        of_others = ([(n, p) for n, p in others if n not in whole], units, setup.mesh, setup.group)
+        for named, sharded, mesh, group in (of_experts, of_whole, of_others):
             by_chunk = _by_chunk(named, self.assignment, self.parts)
-            if units and mesh is not None:
-                syncs.append(ShardedGradients(module, units, by_chunk, mesh, options))
+            if sharded and mesh is not None:
+                syncs.append(ShardedGradients(module, sharded, by_chunk, mesh, options))
             elif group is not None and named:
                 syncs.append(GradientBuckets(by_chunk, group, options))
         return Together(syncs) if len(syncs) > 1 else syncs[0] if syncs else None

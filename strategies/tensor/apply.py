@@ -69,7 +69,10 @@ def _matrix(self: Any) -> Tensor:
 
 
 def _colwise(self: Any, x: Tensor) -> Tensor:
-    return F.linear(self._split.enter(x), _matrix(self), _own(self, "bias"))
+    weight, bias = _matrix(self), _own(self, "bias")
+    if bias is not None and bias.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        bias = bias.to(weight.dtype)  # one that fsdp keeps whole, in float32
+    return F.linear(self._split.enter(x), weight, bias)
 
 
 def _colwise_gather(self: Any, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from experiments.parity import curves
 from experiments.parity.rows import ROWS, Row
 from strategies import fsdp, registry
 from strategies.blocks import find_blocks
-from strategies.costs import Cost, ParameterSize, StepShape, model_size, rank_size, replicated, unit_size
+from strategies.costs import Cost, ParameterSize, StepShape, model_size, part_of, rank_size, replicated, unit_size
 from strategies.layout import Layout
 from strategies.parallelize import Options, choose, parallelize
 from strategies.tensor.plan import make_plan
@@ -102,6 +102,15 @@ def test_freeing_after_forward_holds_two_blocks() -> None:
     assert (rank_size(uneven).two_largest_blocks, rank_size(uneven).largest_block) == (10, 6), "numbers, not bytes"
     piped = _cost("fsdp", 4, Options(precision="bf16"), micro=4, pp=2)  # gathered once per step
     assert piped.transient == BYTES // 2 + 16 * (2 + 4) + BYTES, "in 16 bits; gradients add up in float32"
+
+
+def test_rows_that_tensor_parallelism_has_split_unevenly_are_not_split_again() -> None:
+    """By columns where workers get equally many, or not at all, and then averaged by an all-reduce."""
+    for shape, expected in (((10, 4), 0), ((9, 4), 1), ((9, 3), None), ((9,), None), ((), None), ((3, 3), None)):
+        assert fsdp.fsdp_dim(shape, shape[:1] in ((9,), (3,)), 2) == expected
+    part = part_of(ParameterSize("bias", (9,), split_dim=0), 2)
+    sent = [(c.name, c.bytes) for c in fsdp.collectives(unit_size((part,), 2), StepShape(dp_shard=2)) if c.bytes]
+    assert sent == [("all_reduce", 20)] * 2, "5 rows"
 
 
 def test_what_is_large_is_so_beside_the_memory_that_there_is() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -48,18 +49,20 @@ def twice(model: Any, batch: Any) -> Tensor:
 
 
 def curve(rank: int, name: str, ways: int, loss: Any, precision: str = "fp32", micro_batches: int = 2) -> list[float]:
-    layout = choose(name, ways, dp_replicate=2 if name == "hsdp" else None, dp_shard=2 if name == "hsdp" else None)
+    pp = 2 if "pipeline" in name else 1
+    layout = choose(name, ways * pp, dp_shard=2 if name == "hsdp" else None, pp=pp)
 
     def build() -> nn.Module:
         torch.manual_seed(1)
         return Two()
 
-    parallel = parallelize(build, layout, Options(precision=precision), device=torch.device("cpu"))
-    groups = ([p for p in parallel.parameters() if p.dim()], [p for p in parallel.parameters() if not p.dim()])
-    optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=0.02)
     torch.manual_seed(0)
     tokens, targets = torch.randint(0, 12, (16, 5)), torch.randint(0, 4, (16,))
-    share = 16 // ways
+    options, example = Options(precision=precision), (loss, (tokens, targets))
+    parallel = parallelize(build, layout, options, device=torch.device("cpu"), example=example)
+    groups = ([p for p in parallel.parameters() if p.dim()], [p for p in parallel.parameters() if not p.dim()])
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=0.02)
+    share, rank = 16 // ways, rank % ways
     found = []
     for _ in range(4):
         batches = [
@@ -72,16 +75,22 @@ def curve(rank: int, name: str, ways: int, loss: Any, precision: str = "fp32", m
         optimizer.zero_grad()
         found += [parallel.total(value).item(), norm.item()]
     evaluated = parallel.forward(lambda model, batch: {"loss": loss(model, batch)}, (tokens, targets))
-    assert evaluated is not None
-    return [*found, evaluated["loss"].item(), parallel.full_model_state().get("scale", torch.zeros(())).item()]
+    after = evaluated["loss"].item() if evaluated is not None else math.nan  # a stage that is not the last
+    return [*found, parallel.full_model_state().get("scale", torch.zeros(())).item(), after]
 
 
 @pytest.mark.parametrize("loss", [by_forward, by_method, twice])
 @pytest.mark.parametrize(("name", "ways"), [("ddp", 2), ("fsdp", 2), ("zero2", 2), ("hsdp", 4)])
 def test_the_model_is_used_as_on_one_device(name: str, ways: int, loss: Any) -> None:
     expected = curve(0, "single", 1, loss)
-    assert expected[-1] != 0.5, "the scalar has learnt"
+    assert expected[-2] != 0.5, "the scalar has learnt"
     assert run_distributed(curve, ways, name, ways, loss)[0] == pytest.approx(expected, rel=2e-5)
+
+
+def test_a_scalar_in_a_pipelines_sharded_stages() -> None:
+    found = run_distributed(curve, 4, "fsdp+pipeline", 2, by_forward)
+    told = [*found[2][:-2], found[0][-2], found[2][-1]]
+    assert told == pytest.approx(curve(0, "single", 1, by_forward), rel=2e-5)
 
 
 @pytest.mark.parametrize("loss", [by_forward, by_method])

@@ -62,7 +62,6 @@ def test_remarks_on_the_batch_and_the_length(more: list[str], said: list[str]) -
         ([WRONG, "task_args.what=misnamed", *PIPELINE, "parallel.schedule=zbv"], "names the block"),
         ([WRONG, "task_args.what=twice", *PIPELINE], "the task calls the model twice"),
         ([WRONG, "task_args.what=twice in metrics", *PIPELINE], "the task calls the model twice"),
-        ([WRONG, "task_args.what=scalar", *PIPELINE, "parallel.dp_shard=2"], "scale is a parameter without dimensions"),
         (
             [*GPT, *SPLIT, "task_args.sequence_length=130"],
             "130 tokens.*4 equal pieces: write a sequence length of 128 or",
