@@ -33,7 +33,7 @@ state float32, norms, attention, embedding and head 16 bits.
 Choose it for large models on an H100 or newer, with train.compile (the scaling is a few passes over each tensor, which
 compiling fuses), once bf16 trains well: a number is rounded by up to 2⁻⁴ of itself instead of 2⁻⁹. Scaling grows with a
 layer's width and the product with its square, so where layers are narrow nothing is gained. (Not measured on a GPU yet:
-`python -m experiments.benchmarks gpu train.precision=fp8` does.)
+`python -m experiments.benchmarks gpu first --only speed_fp8` does.)
 
 Only the linear layers of the blocks are changed, and of these those whose sizes 16 divides, as the hardware wants it. A
 call with a number of rows that 16 does not divide is computed in bfloat16. A worker scales by what it has itself, so

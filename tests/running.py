@@ -127,6 +127,21 @@ def end_tree(pid: int) -> None:
                 process.send_signal(signal.SIGKILL)
 
 
+@contextlib.contextmanager
+def tree_without(*paths: str) -> Iterator[str]:
+    """A folder with a copy of this checkout, in which these files or folders are not: for PYTHONPATH."""
+    with tempfile.TemporaryDirectory() as folder:
+        tracked = subprocess.run(["git", "ls-files", "-z"], check=True, capture_output=True, text=True).stdout
+        for name in filter(None, tracked.split("\0")):
+            if not name.startswith(paths) and Path(name).exists():
+                Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(name, Path(folder, name))
+        # Where Trireme is installed in editable mode, its finder would find in the checkout what is not here.
+        finders = "[finder for finder in sys.meta_path if 'Editable' not in repr(finder)]"
+        Path(folder, "sitecustomize.py").write_text(f"import sys; sys.meta_path[:] = {finders}")
+        yield folder
+
+
 def wait_until(condition: Callable[[], Any], timeout: float = LONG) -> Any:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:

@@ -9,10 +9,6 @@ from app.errors import nearest
 
 BENCHMARKS = {
     "step": "a step under each strategy or schedule, beside the same written by hand",
-    "overhead": "what tracking and saving cost a run, and what each file of strategies/cpu_collectives brings",
-    "start": "from the command to the first finished step, under every launcher",
-    "operators": "what the options of a GPT change in a step, counted: operators launched, bytes moved and kept",
-    "gpu": "a GPT on one GPU: tokens/s, MFU and memory, beside plain PyTorch and the plan",
     "gpu first": "the first 30 minutes on a GPU: checks with predictions, a JSON line each; needs little but PyTorch",
     "published": "the planner's tokens/s and memory beside a table of published runs",
     "chaos": "kills of anything at any moment: what is lost, and seconds to the next step",

@@ -14,7 +14,6 @@ import random
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -26,13 +25,10 @@ import psutil
 import torch
 
 from experiments.benchmarks import chaos_task
+from experiments.benchmarks.chaos_session import Session, end_tree
 from experiments.benchmarks.chaos_task import SAMPLES
-from experiments.benchmarks.harness import TORCHRUN, show
-from experiments.benchmarks.start import RayCluster, end_tree
+from experiments.benchmarks.harness import show
 
-ROOT = Path(__file__).parents[2]
-HEALTH = {"RAY_health_check_initial_delay_ms": "2000", "RAY_health_check_period_ms": "1000"}
-HEALTH |= {"RAY_health_check_timeout_ms": "2000", "RAY_health_check_failure_threshold": "3"}  # as cluster/onprem.yaml
 BATCH, WORKERS, STEPS, STEP_SECONDS, PAUSE, HANG_SECONDS = 16, 2, 480, 0.01, 1.2, 60.0
 COMMON = ["task=experiments.benchmarks.chaos_task:Recorded", f"train.global_batch_size={BATCH}", "train.log_every=1"]
 COMMON += ["checkpoint.every_steps=10", f"workers={WORKERS}", "tracking.log_model=false", "tracking.flush_timeout=60"]
@@ -91,32 +87,6 @@ def draw(seed: int, number: int, count: int, layout: str) -> list[Kill]:
     return kills
 
 
-class Session(RayCluster):
-    """Ray, with an MLflow database, and what is run there. storage: the folder of both."""
-
-    def __init__(self, storage: Path) -> None:
-        self.storage, self.database = storage, f"sqlite:///{storage}/mlflow.db"
-        storage.mkdir(parents=True, exist_ok=True)
-        drop = ("MLFLOW_", "RAY_ADDRESS", "RANK", "WORLD_SIZE", "LOCAL_RANK")
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(drop)}
-        kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": self.database}
-        super().__init__(kept | HEALTH, head_cpus=0, nodes=2)
-
-    def start(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
-        """A driver; what it says is appended to `log`."""
-        env = self.env | {"RAY_ADDRESS": self.address}
-        with log.open("ab") as out:
-            return subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out, start_new_session=True)
-
-    def raylet_of(self, worker: int) -> int | None:
-        """The raylet of a worker's node, if that is one of ours; None for the head's."""
-        with contextlib.suppress(psutil.Error, KeyError):
-            raylet = int(psutil.Process(worker).environ()["RAY_RAYLET_PID"])  # its parent may be a fork server
-            living = [psutil.Process(node.pid) for node in self.nodes if node.poll() is None]
-            return raylet if raylet in {child.pid for node in living for child in node.children(True)} else None
-        return None
-
-
 class Hung(Exception):
     """The run did not get on within a minute."""
 
@@ -132,8 +102,8 @@ class Trial:
         self.folder.mkdir(parents=True)
         own = [f"run.name={name}", f"run.storage={session.storage}/runs"]
         own += [f"task_args={{folder: {self.folder}, step_seconds: {STEP_SECONDS}}}"]
-        torchrun = [*TORCHRUN[:-1], "--max-restarts=100", "-m"]
-        program = torchrun if "torchrun" in layout else [sys.executable, "-m"]
+        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=100", "-m"]
+        program = [sys.executable, "-m", *(torchrun if "torchrun" in layout else [])]
         self.command = [*program, "app", "train", *COMMON, *LAYOUTS[layout], *own]
         self.driver = session.start(self.command, self.log)
         self.weights: dict[str, torch.Tensor] = {}

@@ -12,25 +12,15 @@ import os
 import platform
 import random
 import shlex
-import shutil
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
-
-if TYPE_CHECKING:
-    from app.config import Config
+from typing import Any
 
 Times = dict[str, list[float]]
 """Seconds per step of each block, by side."""
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-ANSWER = "TRIREME_BENCHMARK_ANSWER"
-"""In the environment of the processes that `torchrun` starts: where rank 0 writes its answer."""
 
 
 def measured(
@@ -72,102 +62,6 @@ def interval(a: list[float], b: list[float], draws: int = 2000) -> tuple[float, 
     draw, known = random.Random(0), ratios(a, b)
     found = sorted(statistics.median(draw.choices(known, k=len(known))) for _ in range(draws))
     return found[int(0.025 * draws)], found[int(0.975 * draws)]
-
-
-# --- in processes -----------------------------------------------------------------------------------------------
-
-
-def torchrun(module: str, *arguments: object, processes: int = 2) -> Any:
-    """Runs `python -m MODULE ARGUMENTS` in several processes, one thread each; what rank 0 gave to `answer`.
-
-    Raises:
-        RuntimeError: it failed; with the end of what it printed.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.getcwd()}
-        env[ANSWER] = f"{folder}/answer.json"
-        command = [*TORCHRUN[:-1], f"--nproc-per-node={processes}", "-m", module, *map(str, arguments)]
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{module} ended with exit code {done.returncode}:\n{done.stderr[-4000:]}")
-        return json.loads(Path(env[ANSWER]).read_text())
-
-
-def answer(value: Any) -> NoReturn:
-    """Ends one of those processes, at once: gloo's threads sometimes abort an interpreter that shuts down."""
-    import torch.distributed as dist
-
-    if os.environ["RANK"] == "0":
-        Path(os.environ[ANSWER]).write_text(json.dumps(value))
-    dist.barrier()
-    os._exit(0)
-
-
-def trained(program: list[str], keys: Sequence[str], tree: str, env: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The summary of a whole `trireme train KEYS`, by the code in the folder `tree`. program: what starts Trireme."""
-    with tempfile.TemporaryDirectory() as folder:
-        words = ["train", *keys, "run.name=benchmark", f"run.storage={folder}", "tracking.log_model=false", "--json"]
-        own = {**env, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": tree}
-        done = subprocess.run([*program, *words], env=own, capture_output=True, text=True, cwd=tree)
-    if done.returncode:
-        sys.exit(f"the run ended with exit code {done.returncode}: {done.stderr[-2000:]}")
-    return dict(json.loads(done.stdout.splitlines()[-1])["summary"])
-
-
-class Ours:
-    """What one worker of a run has, in a benchmark's own process: the rank of this process in its process group, or the
-    only one. The one place where benchmarks use the application's inside; all others run its commands.
-
-    Preparing reads the data; `build` makes the model and all else that training needs. Events go nowhere.
-    """
-
-    def __init__(self, config: Config, device: Any = "cpu") -> None:
-        import torch
-        import torch.distributed as dist
-
-        from app.job import Job
-        from app.run.prepare import prepare, read_task
-
-        grouped = dist.is_available() and dist.is_initialized()
-        self.device = torch.device(device)
-        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
-        prepared = prepare(config, read_task(config), self.world, devices_per_node=None)
-        self.config, folder = prepared.config, f"{config.run.storage}/{config.run.name}"
-        self.job = Job(prepared.config, prepared.layout, folder, "benchmark", "benchmark", prepared.steps, os.getcwd())
-
-    def build(self) -> Ours:
-        from app.job import Place, SilentChannel
-        from app.loop import Training
-
-        self.training = Training(self.job, Place(self.rank, self.world, self.rank, self.device), SilentChannel())
-        self.batches: Any = self.training.batches()
-        return self
-
-    def advance(self) -> None:
-        """One step, and all that a run does between two."""
-        self.training.advance(self.batches)
-
-    def close(self) -> None:
-        """Ends the data's threads."""
-        self.batches.close()
-
-
-@contextlib.contextmanager
-def tree_without(*paths: str) -> Iterator[str]:
-    """A folder with a copy of this checkout, in which these files or folders are not: for PYTHONPATH."""
-    with tempfile.TemporaryDirectory() as folder:
-        tracked = subprocess.run(["git", "ls-files", "-z"], check=True, capture_output=True, text=True).stdout
-        for name in filter(None, tracked.split("\0")):
-            if not name.startswith(paths) and Path(name).exists():
-                Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(name, Path(folder, name))
-        # Where Trireme is installed in editable mode, its finder would find in the checkout what is not here.
-        finders = "[finder for finder in sys.meta_path if 'Editable' not in repr(finder)]"
-        Path(folder, "sitecustomize.py").write_text(f"import sys; sys.meta_path[:] = {finders}")
-        yield folder
-
-
-# --- what is printed --------------------------------------------------------------------------------------------
 
 
 def show(name: str, found: Any, rows: Sequence[dict[str, str]], as_json: bool) -> None:

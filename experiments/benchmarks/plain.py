@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -289,24 +288,3 @@ def mixture(steps: int, wrap: str = "ddp+expert") -> Plain:
 
 
 MODELS = {"mnist": mnist, "gpt": gpt, "mixture": mixture}
-
-
-def main(name: str, steps: int) -> None:
-    """A whole program, as the `start` benchmark runs it: prints the Unix time at which the first step was done."""
-    dist.init_process_group("gloo")
-    training = MODELS[name](steps)
-    training.advance()
-    if dist.get_rank() == 0:
-        print(f"first step done at {time.time()}", flush=True)
-    for _ in range(steps - 1):
-        training.advance()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    import os
-    import sys
-
-    main(sys.argv[1], int(sys.argv[2]))
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads sometimes abort an interpreter that shuts down around them

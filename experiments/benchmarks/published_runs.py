@@ -15,43 +15,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from app.planner.read import Reader
 from app.tasks.base import Task
 
-ALEPH = "https://github.com/Aleph-Alpha/NeurIPS-WANT-submission-efficient-parallelization-layouts/blob/e13c2cb/data/"
-DGXC = "https://github.com/NVIDIA/dgxc-benchmarking/blob/"
-TITAN = "https://github.com/pytorch/torchtitan/blob/"
-SOURCES = {
-    "s0": ALEPH + "llama_13B_bfloat16_64_GPUs_all_runs.xlsx",
-    "s1": ALEPH + "llama_13B_bfloat16_8k_seq_length_128_GPUs_all_runs.xlsx",
-    "s2": ALEPH + "llama_30B_8k_seq_length_bfloat16_128_GPUs_all_runs.xlsx",
-    "s3": ALEPH + "llama_30B_bfloat16_256_GPUs_all_runs.xlsx",
-    "s4": ALEPH + "llama_65B_bfloat16_128_GPUs_all_runs.xlsx",
-    "s5": ALEPH + "seqpara/llama_13B_bfloat16_32_GPUs_sequence_parallelism.xlsx",
-    "s6": ALEPH + "seqpara/llama_13B_bfloat16_8k_seq_length_64_GPUs_sequence_parallelism.xlsx",
-    "s7": ALEPH + "seqpara/llama_30B_8k_seq_length_bfloat16_64_GPUs_sequence_parallelism.xlsx",
-    "s8": ALEPH + "seqpara/llama_30B_bfloat16_64_GPUs_sequence_parallelism.xlsx",
-    "s9": ALEPH + "seqpara/llama_65B_bfloat16_64_GPUs_sequence_parallelism.xlsx",
-    "s10": "https://github.com/bigscience-workshop/bigscience/blob/9e64ede/train/tr11-176B-ml/chronicles-prequel.md",
-    "s11": DGXC + "741c886/nemo_megatron/README_175b.md",
-    "s12": DGXC + "8f5cbb3/nemotron/README_340b.md",
-    "s13": DGXC + "0b71cfd/nemotron/README_15b.md",
-    "s14": DGXC + "68eaf7e/nemotron/README.md",
-    "s15": DGXC + "8f5cbb3/llama3.1/README_70b.md",
-    "s16": DGXC + "8f5cbb3/llama3.1/README_8b.md",
-    "s17": DGXC + "8f5cbb3/llama3.1/README_405b.md",
-    "s18": "https://github.com/NVIDIA/NeMo/blob/070a0bb/docs/source/performance/performance_summary.md",
-    "s19": "https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/0a25f91/docs/performance-summary-archive.md",
-    "s20": "https://github.com/NVIDIA/Megatron-LM/blob/f2e5db4/images/model_table.png",
-    "s21": TITAN + "31a17bf/benchmarks/llama3_h100_202412_torchtitan.md",
-    "s22": TITAN + "5ecb74e/assets/images/async-tp-perf-06-14-2025.png",
-    "s23": "https://github.com/foundation-model-stack/fms-fsdp/blob/0d31998/README.md",
-}
-"""Where the rows were read, by what stands in the table."""
-TABLE = Path(__file__).with_name("published.csv")
+TABLE, SOURCES = (Path(__file__).with_name(f"published{end}") for end in (".csv", "_sources.yaml"))
 
 
 @dataclass(frozen=True)
@@ -118,13 +89,14 @@ def runs(path: str | Path = TABLE) -> list[Run]:
     """
     with open(path, newline="") as file:
         entries = list(csv.DictReader(file))
-    return [_run(entry if "network_gbit" in entry else _of_llm_foundry(entry)) for entry in entries]
+    sources = yaml.safe_load(SOURCES.read_text())
+    return [_run(entry if "network_gbit" in entry else _of_llm_foundry(entry), sources) for entry in entries]
 
 
-def _run(entry: dict[str, Any]) -> Run:
+def _run(entry: dict[str, Any], sources: dict[str, str]) -> Run:
     kinds: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str}
     run = Run(**{field.name: kinds[str(field.type)](entry[field.name] or 0) for field in fields(Run)})
-    return replace(run, source=SOURCES.get(run.source, run.source))
+    return replace(run, source=sources.get(run.source, run.source))
 
 
 def _of_llm_foundry(entry: dict[str, str]) -> dict[str, Any]:
@@ -267,24 +239,19 @@ class PublishedTask(Task):
         return TENSOR_PLAN
 
 
-@functools.lru_cache(maxsize=256)
-def _reader(run: Run) -> Reader:
-    return Reader(PublishedTask(run), sequence_parallel=bool(run.sequence_parallel))
+@functools.cache
+def _reader(model: Run) -> Reader:
+    return Reader(PublishedTask(model), sequence_parallel=bool(model.sequence_parallel))
+
+
+MODEL = (
+    *("d_model", "n_layers", "n_heads", "n_kv_heads", "d_hidden", "gated", "vocab_size", "tied", "attention"),
+    *("sequence", "sequence_parallel"),
+)
+"""What a run's model depends on, and on whether its kernels are plain."""
 
 
 def reader_of(run: Run) -> Reader:
     """The run's model, read once for all runs that differ in their layout alone."""
-    same = {
-        "source": "",
-        "model": "",
-        "kernels": "",
-        "gpu": "",
-        "per_node": 0,
-        "network_gbit": 0,
-        "gpus": 0,
-        "data": "",
-    }
-    same |= {"tp": 1, "pp": 1, "chunks": 1, "cp": 1, "micro_batch": 0, "global_batch": 0, "precision": ""}
-    same |= {"recompute": "", "reduce": "", "overlap": 0, "step_seconds": 0, "memory_gib": 0}
-    same |= {"kernels": "plain" if run.kernels == "plain" else ""}
-    return _reader(replace(run, **same))  # type: ignore[arg-type]
+    others = {field.name: type(getattr(run, field.name))() for field in fields(Run) if field.name not in MODEL}
+    return _reader(replace(run, **(others | {"kernels": "plain" if run.kernels == "plain" else ""})))

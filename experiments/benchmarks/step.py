@@ -1,18 +1,18 @@
 """`step`: one training step of ours beside the same strategy written by hand (plain.py); a pipeline beside torch's.
 
-Both trainings live in the same torchrun processes and process group and take turns (harness.py). Ours is the loop as a
-worker runs it, its data thread and the agreement between ranks included; `tracking` has what logging adds.
+Both trainings live in the same processes and process group, on CPUs, and take turns (harness.py). Ours is the loop as a
+worker runs it, its data thread and the agreement between ranks included.
 """
 
 from __future__ import annotations
 
-import sys
+import os
 import tempfile
 from typing import Any
 
 import click
 
-from experiments.benchmarks.harness import Ours, answer, beside, measured, ratio_row, show, torchrun
+from experiments.benchmarks.harness import Times, beside, measured, ratio_row, show
 
 BLOCK_STEPS = {"mnist": 40, "gpt": 10, "mixture": 10}
 OURS = {
@@ -33,13 +33,16 @@ OURS = {
 }
 OURS["mixture"] = [*OURS["gpt"], "task_args.mixture={n_experts: 8, top_k: 2}"]
 """The experiments of plain.py's models."""
+TIMEOUT = 3600.0
 NEVER_SAVED = ["checkpoint.every_seconds=null", "checkpoint.every_steps=null"]
 
 
 def run(model: str, strategy: str, blocks: int, keys: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
     """Milliseconds of "by hand" and "Trireme", and the ratio with a 95 % interval."""
-    arguments = (model, strategy, blocks, *keys)
-    times = torchrun("experiments.benchmarks.step", *arguments, processes=_keys(strategy)[0])
+    from app.planner.trial import in_processes
+
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+    times = in_processes(_worker, _keys(strategy)[0], model, strategy, blocks, keys, timeout=TIMEOUT)
     return beside(times, "by hand")
 
 
@@ -63,22 +66,30 @@ def _keys(strategy: str) -> tuple[int, list[str]]:
     return row.workers, [f"strategy={name}", *(f"parallel.{key}={degree}" for key, degree in row.degrees.items())]
 
 
-def _worker(model: str, strategy: str, blocks: int, *keys: str) -> None:
+def _worker(rank: int, device: Any, model: str, strategy: str, blocks: int, keys: tuple[str, ...]) -> Times:
+    """Seconds per step of both sides, in one of the processes."""
     import torch.distributed as dist
 
     from app.config_io import load_config
+    from app.job import Job, Place, SilentChannel
+    from app.loop import Training
+    from app.run.prepare import prepare, read_task
     from experiments.benchmarks.plain import MODELS
 
-    dist.init_process_group("gloo")
-    each = BLOCK_STEPS[model]
+    each, world = BLOCK_STEPS[model], dist.get_world_size()
     steps = each * (blocks + 2)
     with tempfile.TemporaryDirectory() as folder:
-        words = [*OURS[model], *_keys(strategy)[1], f"train.steps={steps}", f"run.storage={folder}"]
-        ours = Ours(load_config([], [*words, *NEVER_SAVED, "run.name=ours", *keys])).build()
+        words = [*OURS[model], *_keys(strategy)[1], f"train.steps={steps}", f"run.storage={folder}", "run.name=ours"]
+        config = load_config([], [*words, *NEVER_SAVED, *keys])
+        prepared = prepare(config, read_task(config), world, devices_per_node=None)
+        job = Job(prepared.config, prepared.layout, f"{folder}/ours", "ours", "ours", steps, os.getcwd())
+        ours = Training(job, Place(rank, world, rank, device), SilentChannel())
+        batches: Any = ours.batches()
         plain = MODELS[model](steps, strategy)
-        times = measured({"by hand": plain.advance, "Trireme": ours.advance}, blocks, each, dist.barrier)
-        ours.close()
-    answer(times)
+        sides = {"by hand": plain.advance, "Trireme": lambda: ours.advance(batches)}
+        times = measured(sides, blocks, each, dist.barrier)
+        batches.close()
+    return times
 
 
 def _goes(model: str, strategy: str) -> bool:
@@ -108,7 +119,3 @@ def main(
         raise click.UsageError("mnist is for ddp only, a mixture for ddp+expert: write --strategy ddp, or --model gpt")
     found = {f"{model}, {strategy}": run(model, strategy, blocks, keys) for model, strategy in pairs}
     show("step", found, [ratio_row(name, one, "by hand", "Trireme") for name, one in found.items()], as_json)
-
-
-if __name__ == "__main__":
-    _worker(sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:])

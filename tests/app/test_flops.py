@@ -17,7 +17,7 @@ from app.flops import Utilization, multiplied, peak_flops, sample_flops, transfo
 from app.job import Job, Place, SilentChannel
 from app.run.prepare import prepare
 from app.tasks import load_task
-from experiments.benchmarks.gpu import SHAPES
+from experiments.benchmarks.gpt import SHAPES
 from strategies.layout import choose
 from tests.chain import config
 from tests.tasks import Plain, Points

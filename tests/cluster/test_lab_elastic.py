@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from experiments.benchmarks import chaos_task
-from experiments.benchmarks.chaos import HEALTH
+from experiments.benchmarks.chaos_session import HEALTH
 from experiments.benchmarks.chaos_task import SAMPLES
 from tests.lab import NEEDS_LAB, NETWORK, Lab
 from tests.running import LONG, close, committed, curve, end_tree, mlflow_run, trireme, wait_until

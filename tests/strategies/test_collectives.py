@@ -13,12 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from experiments.benchmarks import harness
 from strategies import collectives
 from strategies.cpu_collectives import shared_memory as module
 from strategies.cpu_collectives.shared_memory import PIECE_BYTES, shared_memory_all_reduce
 from tests.pool import DistributedFailure, run_distributed
-from tests.running import environment
+from tests.running import environment, tree_without
 from tests.strategies.models import random
 
 CPU = torch.device("cpu")
@@ -84,7 +83,7 @@ def test_the_accelerator_can_be_deleted() -> None:
     """And rows of the parity matrix train the same model."""
     test = "tests/strategies/test_parity.py::test_row_trains_the_same_model"
     rows = [f"{test}[ddp (dp_replicate 2)]", f"{test}[fsdp (dp_shard 2)]"]
-    with harness.tree_without("strategies/cpu_collectives") as tree:
+    with tree_without("strategies/cpu_collectives") as tree:
         command = [sys.executable, "-m", "pytest", "--noconftest", *rows]
         done = subprocess.run(command, cwd=tree, env=environment(PYTHONPATH=tree), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

@@ -47,30 +47,6 @@ def _profiled(here: Here, function: Callable[[], object], times: int) -> list[di
     return [row | {"share": round(row["ms"] / total, 4)} for row in rows]
 
 
-def kernels(here: Here) -> None:
-    """Which kernels a compiled step in bf16 runs."""
-    why = "scaled_dot_product_attention of causal bf16 heads of 64 chooses flash attention or cuDNN's"
-    here.expect("attention_kernels", 1, None, why)
-    here.expect("fused_optimizer_kernels", 1, None, "AdamW is made with fused=True (app/optimizer.py)")
-    if here.on_gpu:
-        here.expect("bf16_share_of_products", 0.98, 1.0, "autocast: no product but small ones is in float32")
-    shape = SHAPES[here.model]
-    run = training(here, config(shape, os.environ["TMPDIR"], compile=here.on_gpu))
-    batches: Any = run.batches()
-    for _ in range(3):
-        run.step(next(batches))
-    rows = _profiled(here, lambda: run.step(next(batches)), 3)
-    batches.close()
-    here.found(
-        attention_kernels=sum(bool(ATTENTION.search(row["name"])) for row in rows),
-        fused_optimizer_kernels=sum(bool(OPTIMIZER.search(row["name"])) for row in rows),
-        longest=_short(rows),
-    )
-    products = [row for row in rows if PRODUCT.search(row["name"]) and not ATTENTION.search(row["name"])]
-    if time := sum(row["ms"] for row in products):
-        here.found(bf16_share_of_products=sum(r["ms"] for r in products if IN_BF16.search(r["name"])) / time)
-
-
 def loss_chunks(here: Here) -> None:
     """One chunk of the loss over a large vocabulary, compiled as on a GPU and operation by operation."""
     if not here.on_gpu and shutil.which("g++") is None:
@@ -95,48 +71,11 @@ def loss_chunks(here: Here) -> None:
     here.found(difference=float((slope.float() - truth).abs().max()))
 
 
-def _short(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [row | {"name": row["name"][:120], "ms": round(row["ms"], 4)} for row in rows[:LONGEST]]
-
-
-def block_options(here: Here) -> None:
-    """Forward and backward of a block in bf16 with each of `OPTIONS`, on a GPU compiled as well."""
-    why = "`benchmarks operators`: of the bytes that others than products and attention move 0.65 (1.3b) are left"
-    here.expect_speed("both_over_default", 0.6, 0.97, why)
-    if here.on_gpu:
-        why = "a compiler fuses by itself, so that half of the residual's bytes are what is spared"
-        here.expect_speed("both_over_default_compiled", 0.8, 1.02, why)
-    for compiled in (False, True)[: 1 + here.on_gpu]:
-        ms = {name: 1e3 * _block_seconds(here, options, compiled) for name, options in OPTIONS.items()}
-        kind = "_compiled" if compiled else ""
-        here.found(**{f"ms{kind}": ms, f"both_over_default{kind}": ms["both"] / ms["default"]})
-
-
-def _block_seconds(here: Here, options: dict[str, bool], compiled: bool) -> float:
-    shape = SHAPES[here.model]
-    sizes: dict[str, Any] = {**shape.model(), "n_layers": 1, **options}
-    with here.device:
-        block = GPT(256, **sizes).blocks["0"]
-        x = torch.randn(shape.batch, shape.sequence_length, shape.d_model)
-    if "residual_in_fp32" in options:
-        x = x.bfloat16()
-    if compiled:
-        block.compile(fullgraph=True)
-    x, gradient = x.requires_grad_(), torch.ones_like(x)
-
-    def once() -> None:
-        with torch.autocast(here.kind, torch.bfloat16):
-            y = block(x)
-        y.backward(gradient)
-
-    return here.seconds_of(once)
-
-
-def speed(here: Here, options: str = "default") -> None:
-    """A run's own steps beside plain PyTorch's; then the kernels of one of ours. One after the other, not in turns:
-    both at once do not fit. options: of `OPTIONS`, for ours."""
+def speed(here: Here, options: str = "default", precision: str = "bf16") -> None:
+    """A run's own steps beside plain PyTorch's in bf16, one after the other, as both at once do not fit; then the
+    kernels of ours. options: of `OPTIONS`; options and precision: of ours. MFU: of bf16's peak."""
     shape, folder, compiled = SHAPES[here.model], os.environ["TMPDIR"], here.on_gpu
-    made = config(shape, folder, OPTIONS[options], compile=compiled)
+    made = config(shape, folder, OPTIONS[options], compile=compiled, precision=precision)
     plan, peak = planned(made), here.datasheet().gpu.rate("bf16")
     with torch.device("meta"):
         sizes: Any = shape.model()
@@ -146,6 +85,11 @@ def speed(here: Here, options: str = "default") -> None:
     here.expect_speed("ms_a_step", 850 * plan.step_seconds, 1150 * plan.step_seconds, "the planner, within 15 %")
     here.expect_speed("mfu", 0.87 * expected, 1.18 * expected, "the planner; (6N + 12LDT) tokens/s / peak of bf16")
     here.expect_speed("over_by_hand", 0.7, 1.05, "the same products; our loss is in chunks, our loader runs beside")
+    why = "scaled_dot_product_attention of causal bf16 heads of 64 chooses flash attention or cuDNN's"
+    here.expect("attention_kernels", 1, None, why)
+    here.expect("fused_optimizer_kernels", 1, None, "AdamW is made with fused=True (app/optimizer.py)")
+    if here.on_gpu and precision == "bf16":
+        here.expect("bf16_share_of_products", 0.98, 1.0, "autocast: no product but small ones is in float32")
     rows = torch.randint(shape.vocab_size, (8 * shape.batch, shape.sequence_length + 1), device=here.device)
     by_hand = _taken(here, ByHand(shape, rows, compiled=compiled).advance)
     run = training(here, made)
@@ -158,8 +102,21 @@ def speed(here: Here, options: str = "default") -> None:
     seconds = ours["seconds"]
     here.found(ms_a_step=1e3 * seconds, tokens_per_second=shape.tokens / seconds, mfu=flops / seconds / peak)
     here.found(over_by_hand=seconds / by_hand["seconds"], by_hand=by_hand, ours=ours, parameters=parameters)
-    here.found(longest=_short(_profiled(here, step, 3)))
+    here.found(**_kernels(_profiled(here, step, 3)))
     batches.close()
+
+
+def _kernels(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """rows: of `_profiled`."""
+    found: dict[str, Any] = {
+        "attention_kernels": sum(bool(ATTENTION.search(row["name"])) for row in rows),
+        "fused_optimizer_kernels": sum(bool(OPTIMIZER.search(row["name"])) for row in rows),
+        "longest": [row | {"name": row["name"][:120], "ms": round(row["ms"], 4)} for row in rows[:LONGEST]],
+    }
+    products = [row for row in rows if PRODUCT.search(row["name"]) and not ATTENTION.search(row["name"])]
+    if time := sum(row["ms"] for row in products):
+        found["bf16_share_of_products"] = sum(r["ms"] for r in products if IN_BF16.search(r["name"])) / time
+    return found
 
 
 def _taken(here: Here, step: Callable[[], object]) -> dict[str, float]:

@@ -18,8 +18,7 @@ import pytest
 from app.launchers import PRELOAD
 from cluster import connect
 from cluster.fast_start import client, server, warm
-from experiments.benchmarks import harness
-from tests.running import LONG, POINTS, ROOT, environment, finish, start, trireme, wait_until, writes
+from tests.running import LONG, POINTS, ROOT, environment, finish, start, tree_without, trireme, wait_until, writes
 
 SAYS = """
 import json, os, resource, signal, sys
@@ -246,7 +245,7 @@ def test_a_ray_of_its_own_is_forked_and_leaves_nothing(how: str, tmp_path: Path)
 def test_without_the_folder_everything_works(launcher: str, tmp_path: Path) -> None:
     words = ["-m", "app", "train", *POINTS, "train.steps=4", "workers=2", f"launcher={launcher}"]
     words += [f"run.storage={tmp_path}", "run.name=cold"]
-    with harness.tree_without("cluster/fast_start") as tree:
+    with tree_without("cluster/fast_start") as tree:
         streams = {"cwd": tree, "env": environment(PYTHONPATH=tree), "capture_output": True, "text": True}
         ended = subprocess.run([sys.executable, *words], timeout=300, **streams)
         found = subprocess.run([sys.executable, "-c", "import cluster.connect, cluster.fast_start"], **streams)
