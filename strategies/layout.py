@@ -31,29 +31,18 @@ from strategies.strategy import Strategy
 __all__ = ["DEGREES", "Layout", "LayoutError", "ParallelDims", "check", "choose"]
 
 
-def choose(
-    name: str,
-    world_size: int,
-    *,
-    dp_replicate: int | None = None,
-    dp_shard: int | None = None,
-    cp: int | None = None,
-    tp: int | None = None,
-    pp: int | None = None,
-    ep: int | None = None,
-    devices_per_node: int | None = None,
-) -> Layout:
+def choose(name: str, world_size: int, *, devices_per_node: int | None = None, **degrees: int | None) -> Layout:
     """The layout that `name` means for `world_size` workers.
 
-    auto is single with one worker, else what the degrees say, else ddp. hsdp shards within a node and replicates
-    across nodes when `devices_per_node` is known.
+    degrees: of DEGREES, those that are written. auto is single with one worker, else what the degrees say, else ddp.
+    hsdp shards within a node and replicates across nodes when `devices_per_node` is known.
 
     Raises:
         LayoutError: an unknown name; degrees that do not multiply to the workers, or that the name has no use for.
     """
     if world_size < 1:
         raise LayoutError(f"there are {world_size} workers, but training needs at least 1")
-    given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp, "pp": pp, "ep": ep}
+    given = dict.fromkeys(DEGREES) | degrees
     found = [registry.automatic(world_size, given)] if name == "auto" else registry.records(name)
     dims = ParallelDims(**_degrees(found, world_size, given, devices_per_node))
     for degree in BESIDE_DATA:

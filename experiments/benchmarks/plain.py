@@ -244,15 +244,19 @@ def mnist(steps: int, wrap: str = "ddp") -> Plain:
     return Plain(lambda: CNN(1, 28, 28, 10), data, 64, 2e-3, steps, wrap)
 
 
-def gpt(steps: int, wrap: str = "ddp") -> Plain:
+SHAPE: dict[str, Any] = {"d_model": 128, "n_layers": 4, "n_heads": 4}
+
+
+def _text() -> tuple[torch.Tensor, torch.Tensor]:
     from app.tasks.language import LanguageModelling
 
-    shape: dict[str, Any] = {"d_model": 128, "n_layers": 4, "n_heads": 4}
-    data = fetch(
-        LanguageModelling(data="python", sequence_length=128, **shape).train_data(), [(i, i) for i in range(4096)]
-    )
+    task = LanguageModelling(data="python", sequence_length=128, **SHAPE)
+    return fetch(task.train_data(), [(i, i) for i in range(4096)])
+
+
+def gpt(steps: int, wrap: str = "ddp") -> Plain:
     kind = Pipelined if wrap in SCHEDULES else Plain
-    return kind(lambda: GPT(vocab_size=256, **shape), data, 16, 1e-3, steps, wrap)
+    return kind(lambda: GPT(vocab_size=256, **SHAPE), _text(), 16, 1e-3, steps, wrap)
 
 
 class PlainMixture(Plain):
@@ -278,13 +282,7 @@ class PlainMixture(Plain):
 
 
 def mixture(steps: int, wrap: str = "ddp+expert") -> Plain:
-    from app.tasks.language import LanguageModelling
-
-    shape: dict[str, Any] = {"d_model": 128, "n_layers": 4, "n_heads": 4}
-    data = fetch(
-        LanguageModelling(data="python", sequence_length=128, **shape).train_data(), [(i, i) for i in range(4096)]
-    )
-    return PlainMixture(lambda: MixtureGPT(256, **shape), data, 16, 1e-3, steps, wrap)
+    return PlainMixture(lambda: MixtureGPT(256, **SHAPE), _text(), 16, 1e-3, steps, wrap)
 
 
 MODELS = {"mnist": mnist, "gpt": gpt, "mixture": mixture}

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strategies.context.attention import Answered, attend, attend_backward, join_, operator
+from strategies.context.attention import Answered, How, attend, attend_backward, join_, operator
 from strategies.costs import Number
 from strategies.torch_internals import functional_collectives
 
@@ -28,9 +28,8 @@ ZIGZAG = True
 HIDDEN = False
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+    causal, scale, group = how
     keys, values = _gather(k, group), _gather(v, group)
     outs, lses = [], []
     for rows, pieces in _seen(group.rank(), group.size(), q.size(2), causal):
@@ -43,21 +42,12 @@ def _forward(
     return torch.cat(outs, 2), torch.cat(lses, 2).contiguous()
 
 
-def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    group: dist.ProcessGroup,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(of: Answered, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
+    (causal, scale, group), q = how, of.q
     keys, values, dq = _gather(k, group), _gather(v, group), torch.zeros_like(q, dtype=torch.float32)
     dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (keys, values))
     for rows, pieces in _seen(group.rank(), group.size(), q.size(2), causal):
-        mine = Answered(*(x[:, :, rows].contiguous() for x in (grad, q, out, lse)))
+        mine = Answered(*(x[:, :, rows].contiguous() for x in of))
         for p, own in pieces:
             found = attend_backward(mine, keys[:, :, p], values[:, :, p], own, scale)
             dq[:, :, rows] += found[0]

@@ -80,6 +80,14 @@ def attend_backward(of: Answered, k: Tensor, v: Tensor, causal: bool, scale: flo
     return dq, _of_shared_heads(dk, groups), _of_shared_heads(dv, groups)
 
 
+class How(NamedTuple):
+    """causal: query i of the whole sequence sees keys 0 to i. scale: of scores. group: the workers of the sequence."""
+
+    causal: bool
+    scale: float
+    group: dist.ProcessGroup
+
+
 def join_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
     """Joins the result for other keys to `out` and `lse`, float32, in place."""
     both = torch.logaddexp(lse, other_lse)
@@ -97,13 +105,17 @@ def kept_bytes(query: Number, keys: Number, rows: Number, itemsize: Number) -> N
 def operator(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Tensor]:
     """The function (q, k, v, causal, scale, number of a group) → o of this worker's part of a sequence.
 
-    forward: the same of a group → (o, l). backward: (do, q, k, v, o, l, causal, scale, group) → (dq, dk, dv).
+    forward: (q, k, v, How) → (o, l). backward: (Answered, k, v, How) → (dq, dk, dv).
     """
     rest, results = "bool causal, float scale, int group", "Tensor o, Tensor l"
 
-    def run(function: Callable[..., Any]) -> Callable[..., Any]:
-        """Of a group instead of its number; results in the memory layout that `register_fake` says."""
-        return lambda *given: tuple(x.contiguous() for x in function(*given[:-1], GROUPS[given[-1]]))
+    def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, group: int) -> tuple[Tensor, ...]:
+        """Results have the memory layout that `register_fake` says."""
+        return tuple(x.contiguous() for x in forward(q, k, v, How(causal, scale, GROUPS[group])))
+
+    def run_back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *how: Any) -> Any:
+        found = backward(Answered(grad, q, out, lse), k, v, How(*how[:2], GROUPS[how[2]]))
+        return tuple(x.contiguous() for x in found)
 
     def kept(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(*inputs[:3], *output)
@@ -114,13 +126,13 @@ def operator(name: str, forward: Callable[..., Any], backward: Callable[..., Any
 
     tensors = "Tensor q, Tensor k, Tensor v"
     op = torch.library.custom_op(f"trireme::{name}", mutates_args=(), schema=f"({tensors}, {rest}) -> (Tensor, Tensor)")
-    forwards: Any = op(run(forward))
+    forwards: Any = op(run)
     op = torch.library.custom_op(
         f"trireme::{name}_backward",
         mutates_args=(),
         schema=f"(Tensor grad, {tensors}, {results}, {rest}) -> (Tensor, Tensor, Tensor)",
     )
-    backwards: Any = op(run(backward))
+    backwards: Any = op(run_back)
     forwards.register_fake(lambda q, k, v, *_: (q.new_empty((*q.shape[:-1], v.size(-1))), _lse_like(q)))
     backwards.register_fake(lambda grad, q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)))
     forwards.register_autograd(gradients, setup_context=kept)

@@ -28,16 +28,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strategies.context.attention import Answered, attend, attend_backward, join_, operator
+from strategies.context.attention import Answered, How, attend, attend_backward, join_, operator
 from strategies.costs import Number
 
 ZIGZAG = True
 _ALL = slice(None)
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+    causal, scale, group = how
     rank, size, held = group.rank(), group.size(), [k.contiguous(), v.contiguous()]
     for i in range(size):
         passing = _Passing(held, group, 0) if i < size - 1 else None
@@ -51,23 +50,14 @@ def _forward(
     return out.to(q.dtype), lse
 
 
-def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    group: dist.ProcessGroup,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(of: Answered, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
+    (causal, scale, group), q = how, of.q
     rank, size, held = group.rank(), group.size(), [k.contiguous(), v.contiguous()]
     dq, returning = torch.zeros_like(q, dtype=torch.float32), None
     for i in range(size):
         passing = _Passing(held, group, 0) if i < size - 1 else None
         rows, keys, diagonal = _seen(rank, (rank - i) % size, q.size(2), causal)
-        mine, (their_k, their_v) = Answered(*(x[:, :, rows].contiguous() for x in (grad, q, out, lse))), held
+        mine, (their_k, their_v) = Answered(*(x[:, :, rows].contiguous() for x in of)), held
         found = attend_backward(mine, their_k[:, :, keys], their_v[:, :, keys], diagonal, scale)
         dq[:, :, rows] += found[0]
         if returning is None:
