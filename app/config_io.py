@@ -22,7 +22,7 @@ from app import config as schema
 from app.config import Config
 from app.config_check import validate
 from app.errors import UserError, nearest
-from cluster.document import load_yaml
+from cluster.document import read_document
 
 
 def load_config(files: Iterable[str | Path], overrides: Iterable[str] = ()) -> Config:
@@ -35,8 +35,9 @@ def load_config(files: Iterable[str | Path], overrides: Iterable[str] = ()) -> C
     paths, mistakes = [Path(file) for file in files], list[str]()
     for file in paths:
         tree = _merge(tree, read_yaml(file), str(file), mistakes)
-    for override in overrides:
-        tree = _merge(tree, _read_override(override), "on the command line", mistakes)
+    if given := [_read_override(override) for override in overrides]:
+        together = typing.cast(DictConfig, OmegaConf.merge(*given))
+        tree = _merge(tree, together, "on the command line", mistakes)
     if paths and not OmegaConf.is_interpolation(tree.run, "name") and not tree.run.name:
         tree = OmegaConf.merge(tree, {"run": {"name": paths[0].stem}})
     return _finished(tree, mistakes)
@@ -159,35 +160,18 @@ def read_yaml(file: Path) -> DictConfig:
         near = nearest(str(file), file.parent.glob("*.y*ml"))
         raise UserError(f"there is no file {file}{near}: write the path of a YAML file")
     try:
-        text = file.read_text()
-        values = load_yaml(text)
-        _refuse_twice(yaml.compose(text, Loader=yaml.CSafeLoader), set())
-        tree = OmegaConf.create(values if values is not None else {})
+        read = read_document(str(file), file.read_text())
+        tree = OmegaConf.create(read.data if read.data is not None else {})
     except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError, RecursionError) as error:
         where = getattr(error, "problem_mark", None)
         place = f" at line {where.line + 1}" if where else ""
         what = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise UserError(f"{file} cannot be read as YAML{place}: {what}") from error
+    for twice in read.duplicates:
+        raise UserError(f"{file} at line {twice.line}: {twice.message}")
     if not isinstance(tree, DictConfig):
         raise UserError(f"{file} holds no keys: write lines such as `task: image_classification`")
     return tree
-
-
-def _refuse_twice(node: Any, seen: set[int]) -> None:
-    """Raises YAMLError for a key that is written twice, of which YAML's loader would silently keep the last."""
-    if id(node) in seen or not isinstance(node, yaml.CollectionNode):
-        return
-    seen.add(id(node))
-    keys: list[str] = []
-    for each in node.value:
-        for inner in each if isinstance(node, yaml.MappingNode) else [each]:
-            _refuse_twice(inner, seen)
-        if isinstance(node, yaml.MappingNode):
-            key = each[0]
-            if key.value in keys and key.tag != "tag:yaml.org,2002:merge":
-                problem = f"the key {key.value!r} is written twice"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
-            keys.append(key.value)
 
 
 def _read_override(override: str) -> DictConfig:

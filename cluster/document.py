@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,45 +79,32 @@ def read_documents(path: str | Path) -> list[Document]:
 
 def load_yaml(text: str | bytes) -> Any:
     """The value of a YAML text that somebody else may have written: data alone, and no more of it than MAX_VALUES, with
-    every alias counted as what it stands for.
+    every alias counted as what it stands for. Raises YAMLError: it is not YAML, or too much, or contains itself."""
+    return read_document("", text).data
 
-    Raises:
-        yaml.YAMLError: it is not YAML, or too much, or contains itself.
-    """
+
+def read_document(file: str, text: str | bytes) -> Document:
+    """The one document of a YAML text. Raises as `load_yaml`."""
     root = yaml.compose(text, Loader=yaml.CSafeLoader)
-    if root is None:
-        return None
-    sizes: dict[int, int] = {}
-
-    def size(node: yaml.Node) -> int:
-        if id(node) not in sizes:
-            sizes[id(node)] = MAX_VALUES + 1  # as long as it is not counted: it would contain itself
-            parts = [node.value] if isinstance(node, yaml.SequenceNode) else zip(*node.value)
-            inner = parts if isinstance(node, yaml.CollectionNode) else ()
-            sizes[id(node)] = min(1 + sum(size(each) for part in inner for each in part), MAX_VALUES + 1)
-        return sizes[id(node)]
-
-    if size(root) > MAX_VALUES:
-        problem = f"this has more than {MAX_VALUES:,} values, or a value contains itself"
-        raise yaml.MarkedYAMLError(problem=problem, problem_mark=root.start_mark)
-    return yaml.CSafeLoader("").construct_document(root)
+    return Document(file, None, {}, []) if root is None else _document(file, root)
 
 
 def _document(file: str, root: yaml.Node) -> Document:
     lines: dict[Keys, int] = {}
     duplicates: list[Problem] = []
+    values = itertools.count(1)
 
     def walk(node: yaml.Node, path: Keys, line: int, around: Keys) -> None:
         """Notes a value's line (that of its key, in a mapping). around: the nodes that it is in."""
-        if node in around:
-            here = yaml.Mark("", 0, line - 1, 0, None, 0)
-            raise yaml.MarkedYAMLError(problem="an alias makes a value contain itself", problem_mark=here)
-        if len(lines) > MAX_VALUES:
-            raise ClusterError(f"{file}: this has more than {MAX_VALUES:,} values, too many for a cluster file")
+        problem = "an alias makes a value contain itself" if node in around else ""
+        if next(values) > MAX_VALUES:
+            problem = f"it has more than {MAX_VALUES:,} values"
+        if problem:
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=yaml.Mark("", 0, line - 1, 0, None, 0))
         lines[path] = line
         seen = set()
         for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            name, at = key.value if isinstance(key, yaml.ScalarNode) else str(key), key.start_mark.line + 1
+            name, at = key.value if isinstance(key, yaml.ScalarNode) else "?", key.start_mark.line + 1
             if name in seen:
                 message = f"the key {name!r} is written twice: only the last would count"
                 duplicates.append(Problem(file, at, message))
@@ -205,7 +193,7 @@ def strict(schema: Any) -> Any:
         return [strict(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    changed = {key: strict(each) for key, each in schema.items()}
+    changed = {key: strict(each) for key, each in schema.items() if key != "properties"}
     if isinstance(named := schema.get("properties"), dict):
         changed["properties"] = {key: each if key == "priority" else strict(each) for key, each in named.items()}
     kinds = {"object": {"properties", "propertyNames"} & schema.keys(), "array": "items" in schema}

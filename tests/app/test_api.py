@@ -40,15 +40,17 @@ class Sums(trireme.Task):  # of the script itself: no worker can import it
         return F.mse_loss(model(batch[0]), batch[1])
 
 ray.init(log_to_driver=False, namespace="mine")
-common = dict(workers=2, train={"steps": 12, "log_every": 4}, quiet=True, launcher="actors")
+common = dict(train={"steps": 12, "log_every": 4}, quiet=True, tracking={"log_model": False})
+in_ray = dict(workers=2, strategy="fsdp", launcher="actors", run={"name": "thread"})
 runs = []
 def work():
-    runs.append(trireme.train(task=Sums(width=8), strategy="fsdp", run={"name": "thread"}, **common))
+    runs.append(trireme.train(task=Sums(width=8), **in_ray, **common))
 thread = threading.Thread(target=work)
 thread.start()
 thread.join()
-runs.append(trireme.train(task=Sums, task_args={"width": 8}, strategy="ddp", run={"name": "main"}, **common))
-again = trireme.train(task=Sums, task_args={"width": 8}, strategy="ddp", run={"name": "main"}, **common)
+here = dict(task=Sums, task_args={"width": 8}, launcher="local", run={"name": "main"})
+runs.append(trireme.train(**here, **common))
+again = trireme.train(**here, **common)
 found = [run.metrics()["train/loss"].dropna().to_dict() for run in runs]
 outputs = [run.model()(torch.ones(1, 4)).item() for run in runs]
 print(json.dumps({"curves": found, "outputs": outputs, "connected": ray.is_initialized(), "again": again.state.state}))

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner, Result
 from torch import nn
 
+from app.cli import group
 from app.errors import UserError
 from app.generate import Sampling, _Reader, continuation, text_input
 from app.tasks import load_task
 from app.tasks.language import TextInput
-from tests.running import POINTS, trireme
+from tests.running import POINTS
 
 LOGITS = torch.log(torch.tensor([0.1, 0.6, 0.3]))
 
@@ -71,14 +73,17 @@ def test_keys_and_values_that_are_kept_change_nothing(model: str, text: str, own
 
 
 def test_a_trained_run_continues_texts_and_others_say_why_not(tmp_path: Path, text: str) -> None:
+    def trireme(*words: str) -> Result:
+        return CliRunner().invoke(group, words)
+
     known = ["launcher=local", "strategy=single", f"run.storage={tmp_path}", "tracking.enabled=false"]
     sizes = f"task_args={{data: {text}, sequence_length: 16, d_model: 32, n_layers: 1, n_heads: 2}}"
     train = ["train.steps=150", "train.global_batch_size=16", "optimizer.lr=0.01", "run.name=gpt"]
-    assert trireme("train", "task=language_modelling", sizes, *train, *known).code == 0
+    assert trireme("train", "task=language_modelling", sizes, *train, *known).exit_code == 0
     said = trireme("generate", str(tmp_path / "gpt"), "saved is a penny ", "--max-tokens", "6", "--temperature", "0")
-    assert said.out == "saved is a penny earned\n", said.err
-    seeded = [trireme("generate", str(tmp_path / "gpt"), "a", "--seed", seed).out for seed in ("1", "1", "2")]
+    assert said.stdout == "saved is a penny earned\n", said.output
+    seeded = [trireme("generate", str(tmp_path / "gpt"), "a", "--seed", seed).stdout for seed in ("1", "1", "2")]
     assert seeded[0] == seeded[1] != seeded[2]
-    assert trireme("train", *POINTS, "train.steps=2", "run.name=points", *known).code == 0
+    assert trireme("train", *POINTS, "train.steps=2", "run.name=points", *known).exit_code == 0
     refused = trireme("generate", str(tmp_path / "points"), "a")
-    assert refused.code == 2 and "does not continue texts" in refused.err
+    assert refused.exit_code == 2 and "does not continue texts" in refused.stderr

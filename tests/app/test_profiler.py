@@ -9,8 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from torch.autograd import DeviceType
 
+from app.cli import group
 from app.config_io import load_config
 from app.errors import UserError
 from app.profiler import length, shares
@@ -66,38 +68,37 @@ def test_steps_and_ranks_that_cannot_be_are_refused(wrong: str) -> None:
         load_config([], [wrong])
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        ["strategy=pipeline", "parallel.pp=2"],
-        pytest.param(["strategy=ddp"], marks=pytest.mark.slow),
-        pytest.param(["strategy=fsdp"], marks=pytest.mark.slow),
-    ],
-)
-def test_a_profiled_run_is_the_same_run_with_its_profile(
-    layout: list[str], tmp_path: Path, ray_environment: dict[str, str]
-) -> None:
-    known = [*POINTS, *layout, "workers=2", "train.steps=8", f"run.storage={tmp_path}", "tracking.log_model=false"]
-    profiled = ["profile.steps=[4,6]", "profile.ranks=[0,1]", "profile.memory=true", "run.name=profiled"]
-    for more in (profiled, ["run.name=plain"]):
-        ended = trireme("train", *known, *more, env=ray_environment)
-        assert ended.code == 0, ended.err
-    assert same_bits(weights(tmp_path / "profiled"), weights(tmp_path / "plain"))
-    folder = tmp_path / "profiled" / "profile" / "steps-4-6"
+def assert_profiled(storage: Path, name: str, first: int) -> None:
+    """Three steps of a run's ranks 0 and 1, from `first` on: in its folder, in MLflow and as they are shown."""
+    steps = f"steps-{first}-{first + 2}"
     for rank in (0, 1):
-        trace = json.loads(gzip.decompress((folder / f"rank-{rank}.trace.json.gz").read_bytes()))
-        steps = {e["name"] for e in trace["traceEvents"] if str(e.get("name")).startswith("ProfilerStep")}
-        assert len(steps) == 3, "the three that were asked for, without the one to warm up"
-    shown = trireme("profile", str(tmp_path / "profiled"), "--json")
-    ranks = json.loads(shown.out)["ranks"]
+        packed = storage / name / "profile" / steps / f"rank-{rank}.trace.json.gz"
+        events = json.loads(gzip.decompress(packed.read_bytes()))["traceEvents"]
+        taken = {event["name"] for event in events if str(event.get("name")).startswith("ProfilerStep")}
+        assert len(taken) == 3, "those that were asked for, without the one to warm up"
+    ranks = json.loads(CliRunner().invoke(group, ["profile", str(storage / name), "--json"]).stdout)["ranks"]
     assert [rank["rank"] for rank in ranks] == [0, 1]
     for rank in ranks:
         assert rank["communication_seconds"] > 0, "gradients or activations are sent in every step"
         parts = [rank[f"{part}_seconds"] for part in ("computing", "exposed_communication", "idle")]
         assert sum(parts) == pytest.approx(rank["step_seconds"], rel=0.01)
         assert any(row["name"].startswith("aten::") and row["bytes"] > 0 for row in rank["operators"])
-    run = mlflow_run(tmp_path, "profiled")
+    run = mlflow_run(storage, name)
     assert run.data.metrics["profile/step_seconds"] == pytest.approx(ranks[0]["step_seconds"])
-    (table,) = mlflow_text(tmp_path, run.info.run_id, "profile/steps-4-6")
-    assert table in trireme("profile", str(tmp_path / "profiled")).out
-    assert trireme("profile", str(tmp_path / "plain")).code == 2
+    (table,) = mlflow_text(storage, run.info.run_id, f"profile/{steps}")
+    assert table in CliRunner().invoke(group, ["profile", str(storage / name)]).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [["strategy=ddp"], ["strategy=fsdp"], ["strategy=pipeline", "parallel.pp=2"]])
+def test_a_profiled_run_is_the_same_run_with_its_profile(
+    layout: list[str], tmp_path: Path, ray_environment: dict[str, str]
+) -> None:
+    """Of a pipeline, beside one device: launchers/test_pipeline_in_ray.py."""
+    known = [*POINTS, *layout, "workers=2", "train.steps=8", f"run.storage={tmp_path}"]
+    profiled = ["profile.steps=[4,6]", "profile.ranks=[0,1]", "profile.memory=true", "run.name=profiled"]
+    for more in (profiled, ["run.name=plain"]):
+        ended = trireme("train", *known, *more, env=ray_environment)
+        assert ended.code == 0, ended.err
+    assert same_bits(weights(tmp_path / "profiled"), weights(tmp_path / "plain"))
+    assert_profiled(tmp_path, "profiled", 4)

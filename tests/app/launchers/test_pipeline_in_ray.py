@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from app.cli import group
+from tests.app.test_profiler import assert_profiled
 from tests.running import (
     LONG,
     Lines,
@@ -35,6 +38,7 @@ CHAIN += ["tracking.log_model=false", "fault.hang_seconds=1.5"]
 
 def test_the_same_training_as_on_one_device_and_what_it_leaves(tmp_path: Path, ray_environment: dict[str, str]) -> None:
     more = ["strategy=pipeline", "parallel.pp=2", "parallel.profile_every=5", "parallel.trace_step=7"]
+    more += ["profile.steps=[2,4]", "profile.ranks=[0,1]", "profile.memory=true"]
     one = trireme("train", *GPT, "strategy=single", "launcher=local", "run.name=one", f"run.storage={tmp_path}")
     two = trireme("train", *GPT, *more, "run.name=two", f"run.storage={tmp_path}", env=ray_environment)
     assert (one.code, two.code) == (0, 0), one.err + two.err
@@ -48,6 +52,8 @@ def test_the_same_training_as_on_one_device_and_what_it_leaves(tmp_path: Path, r
     assert run.info.status == "FINISHED"
     assert run.data.tags["trireme.parameters"] == str(sum(tensor.numel() for tensor in theirs.values()))
     check_profile(tmp_path, run.data.metrics)
+    assert_profiled(tmp_path, "two", 2)
+    assert CliRunner().invoke(group, ["profile", str(tmp_path / "one")]).exit_code == 2, "it has none"
 
 
 def check_profile(storage: Path, metrics: dict[str, float]) -> None:

@@ -123,26 +123,25 @@ def test_a_run_is_trained_by_one_command_and_once_finished_trained_further(tmp_p
     assert [each["run"] for each in outcomes[2:]] == ["run", "run-2"]
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_start_that_is_taken_over_ends_and_says_so(
-    tmp_path: Path, undisturbed: dict[str, Path], stopped: bool
-) -> None:
-    arguments, folder = command(tmp_path, "launcher=local"), tmp_path / "run"
+def test_starts_that_are_taken_over_end_and_say_so(tmp_path: Path, undisturbed: dict[str, Path]) -> None:
+    """The first one while it trains, the second one while it is stopped."""
+    arguments = command(tmp_path, "launcher=local", "task_args.step_seconds=0.5")
     (tmp_path / "slow").touch()
-    first = start(arguments)
-    lines = Lines(first)
-    wait_until(lambda: committed(folder), 90)
-    if stopped:
-        first.send_signal(signal.SIGSTOP)
-    second = start([*arguments, "--take-over"])
-    later = Lines(second)
-    later.when(f"taking the run over from process {first.pid} on ")
-    if stopped:
+    before = start(arguments)
+    lines = Lines(before)
+    wait_until(lambda: committed(tmp_path / "run"))
+    for stopped in (False, True):
+        if stopped:
+            before.send_signal(signal.SIGSTOP)
+        after = start([*arguments, "--take-over"])
+        later = Lines(after)
+        later.when(f"taking the run over from process {before.pid} on ")
         later.when("continuing after step")
-        first.send_signal(signal.SIGCONT)
-    assert first.wait(15) == 1 and f"was taken over by process {second.pid} on " in lines.text, lines.text
+        before.send_signal(signal.SIGCONT)
+        assert before.wait(LONG) == 1 and f"was taken over by process {after.pid} on " in lines.text, lines.text
+        before, lines = after, later
     (tmp_path / "slow").unlink()
-    assert second.wait(60) == 0, later.text
+    assert before.wait(LONG) == 0, lines.text
     assert_unbroken(tmp_path, undisturbed["one"])
 
 

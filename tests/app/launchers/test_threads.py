@@ -78,17 +78,24 @@ SHARE = "from app.launchers import threads; threads.usable_cores = lambda: 6; th
 SHARE += "import os, torch; print(os.environ.get('OMP_NUM_THREADS'), torch.get_num_threads())"
 
 
-def test_a_process_of_torchrun_or_slurm_takes_its_share_unless_the_user_has_said(tmp_path: Path) -> None:
+def test_a_process_of_torchrun_takes_its_share_and_not_the_one_thread_that_it_is_given(tmp_path: Path) -> None:
     (tmp_path / "share.py").write_text(SHARE)
     program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "share.py"]
+    env = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(program, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "3 3\n3 3\n"
 
-    def said(*words: str, **variables: str) -> str:
-        env = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"} | variables
-        return subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
 
-    assert said(*program) == "3 3\n3 3\n", "not the one thread that torchrun sets"
-    assert said(sys.executable, "share.py", OMP_NUM_THREADS="1") == "1 1\n"
-    assert said(sys.executable, "share.py", SLURM_CPUS_PER_TASK="4") == "4 4\n"
+@pytest.mark.parametrize(("name", "given", "taken"), [("OMP_NUM_THREADS", "1", 1), ("SLURM_CPUS_PER_TASK", "4", 4)])
+def test_a_process_of_slurm_takes_what_it_is_given(
+    name: str, given: str, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "usable_cores", lambda: 6)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv(name, given)
+    torch.set_num_threads(1)
+    threads.take_share_of_node(2)
+    assert (os.environ["OMP_NUM_THREADS"], torch.get_num_threads()) == (given, taken)
 
 
 # --- the environment --------------------------------------------------------------------------------------------------
