@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.cli.common import USER_ERRORS
+from app.cli.common import is_user_error, split
 from app.config import Config
 from app.console import Console
 from app.errors import UserError
@@ -47,7 +47,7 @@ def _one_at_a_time() -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if any(kind.__name__ in USER_ERRORS for kind in type(error).__mro__) and not isinstance(error, UserError):
+            if is_user_error(error) and not isinstance(error, UserError):
                 raise UserError(str(error)) from error
             raise
 
@@ -153,7 +153,7 @@ def train(*experiment: str | Path, again: bool = False, quiet: bool = False, **k
     from app.train import train as start
 
     with _one_at_a_time():
-        config = _config(experiment, keys)
+        config = _read(experiment, keys)[0]
         return Run(start(config, Console(quiet=quiet), again=again).folder)
 
 
@@ -179,9 +179,9 @@ def plan(
     from app.tasks import load_task
 
     with _one_at_a_time():
-        config = _config(experiment, keys)
+        config, words = _read(experiment, keys)
         machine = find(Asked(cluster, gpus, gpu, gpus_per_node, interconnect), config.workers)
-        given = frozenset(word.partition("=")[0] for word in [*_words(keys), *_overrides(experiment)])
+        given = frozenset(word.partition("=")[0] for word in words)
         found = make_plan(config, load_task(config.task, config.task_args), machine, given=given)
     rows = [found.layout(row) for row in found.rows]
     best = found.layout(found.best) if found.best else None
@@ -212,15 +212,13 @@ def load_run(run: str | Path) -> Run:
     return Run(run)
 
 
-def _config(experiment: tuple[str | Path, ...], keys: Mapping[str, Any]) -> Config:
+def _read(experiment: tuple[str | Path, ...], keys: Mapping[str, Any]) -> tuple[Config, list[str]]:
+    """The configuration, and what of it was given as key=value."""
     from app.config_io import load_config
 
-    words = _overrides(experiment) + _words(keys)
-    return load_config([word for word in experiment if "=" not in str(word)], words)
-
-
-def _overrides(experiment: tuple[str | Path, ...]) -> list[str]:
-    return [str(word) for word in experiment if "=" in str(word)]
+    files, words = split(tuple(map(str, experiment)))
+    words += _words(keys)
+    return load_config(files, words), words
 
 
 def _words(keys: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -19,7 +19,7 @@ from app.checkpoint import Commit, Weights, export
 from app.errors import UserError, nearest
 from app.run.look import open_run
 from app.storage import Storage
-from app.trained import checkpoint_of, task_of
+from app.trained import checkpoint_of, require_same, task_of
 
 if TYPE_CHECKING:
     from app.tasks.huggingface.task import HuggingFace
@@ -92,13 +92,8 @@ def _hugging_face(storage: Storage) -> HuggingFace:
 
 
 def _write_model_folder(task: HuggingFace, commit: Commit, folder: Path) -> None:
-    model, held = task.structure(), Weights(commit).shapes()
-    for name, tensor in model.state_dict().items():
-        if held.get(name) != tuple(tensor.shape):
-            raise UserError(
-                f"the run's task_args no longer make the model that was trained ({name} is {held.get(name)} in the "
-                f"checkpoint and {tuple(tensor.shape)} now): give it the data of the training"
-            )
+    model = task.structure()
+    require_same(model, Weights(commit))
     task.write_folder(folder)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})  # names of parameters that are another's too
     export(commit, to="safetensors", out=folder, leave_out=tied)

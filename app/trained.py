@@ -67,6 +67,13 @@ def trained(storage: Storage, step: int | None = None, warn: Warn = lambda sente
     """The run's model with the weights of its newest good checkpoint, or of that of a step. Raises UserError."""
     commit, task = checkpoint_of(storage, step, warn), task_of(storage)
     model, weights = task.build_model(), Weights(commit)
+    require_same(model, weights)
+    model.load_state_dict({name: weights.read(name) for name in model.state_dict()})
+    return Trained(task, model.eval(), commit.step)
+
+
+def require_same(model: nn.Module, weights: Weights) -> None:
+    """Raises UserError where the task makes another model than the one that was trained."""
     shapes = weights.shapes()
     for name, tensor in model.state_dict().items():
         if shapes.get(name) != tuple(tensor.shape):
@@ -74,5 +81,3 @@ def trained(storage: Storage, step: int | None = None, warn: Warn = lambda sente
                 f"the run's task no longer makes the model that was trained ({name} is {shapes.get(name)} in the "
                 f"checkpoint and {tuple(tensor.shape)} now): give it the code and the data of the training"
             )
-    model.load_state_dict({name: weights.read(name) for name in model.state_dict()})
-    return Trained(task, model.eval(), commit.step)

@@ -68,9 +68,13 @@ def verb(name: str, *, group: Any = click, verbose: bool = False) -> Callable[[C
     return decorate
 
 
+def is_user_error(error: Exception) -> bool:
+    return any(kind.__name__ in USER_ERRORS for kind in type(error).__mro__)
+
+
 def _explain(cli: Invocation, error: Exception) -> int:
     """Says an error in one sentence; the exit code that it stands for."""
-    known = any(kind.__name__ in USER_ERRORS for kind in type(error).__mro__)
+    known = is_user_error(error)
     code = 2 if known else 130 if isinstance(error, Interrupted) else 1
     text = str(error)
     if not (known or isinstance(error, RunFailed | Interrupted)):

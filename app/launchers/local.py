@@ -9,26 +9,22 @@ from typing import Any
 import torch
 
 from app import loop
-from app.job import Heartbeat, Job, Place
+from app.job import Job, Place, SilentChannel
 from app.launchers.workers import Event, Failures, Poll, WorkerInfo
 from app.tracking.environment import SystemSampler
 
 POLL_SECONDS = 0.1
 
 
-class QueueChannel:
+class QueueChannel(SilentChannel):
     """The Channel of a worker in the driver's own process."""
 
     def __init__(self) -> None:
-        self.heartbeat = Heartbeat()
-        self.stop = False
+        super().__init__()
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
     def emit(self, event: Event) -> None:
         self.events.put(event)
-
-    def stop_requested(self) -> bool:
-        return self.stop
 
     def drain(self, seconds: float) -> list[Event]:
         """What has come; waits so long for the first."""
@@ -81,7 +77,7 @@ class LocalWorkers:
 
     def poll(self, stop: bool) -> Poll:
         assert self.training is not None
-        self.channel.stop = self.channel.stop or stop
+        self.channel.stopping = self.channel.stopping or stop
         ended = self.training.ended()  # asked first, so that no event comes after the last
         return Poll(self.channel.drain(POLL_SECONDS if ended is None else 0.0), {}, ended)
 

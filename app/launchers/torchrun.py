@@ -28,7 +28,7 @@ from app.console import worker_output
 from app.errors import Interrupted, UserError
 from app.job import Heartbeat, Job, Place, SilentChannel
 from app.launchers.heartbeats import SILENT, SILENT_SECONDS, Beat, HeartbeatThread, Reply
-from app.launchers.local import POLL_SECONDS, QueueChannel, TrainingThread
+from app.launchers.local import LocalWorkers, TrainingThread
 from app.launchers.threads import take_share_of_node
 from app.launchers.workers import Event, Poll, Status, WorkerInfo, kill_process
 from strategies import registry
@@ -184,15 +184,12 @@ class StoreHeartbeat:
                 os._exit(1)
 
 
-class TorchrunWorkers:
+class TorchrunWorkers(LocalWorkers):
     """Rank 0's view of all ranks. tell: hands the job to the others."""
 
-    restartable = False
-
     def __init__(self, ranks: Ranks, tell: Callable[[Job], None]) -> None:
+        super().__init__()
         self.ranks, self.world_size, self.tell = ranks, ranks.place.world_size, tell
-        self.channel = QueueChannel()
-        self.training: TrainingThread | None = None
         self.heartbeat: StoreHeartbeat | None = None
         self.infos: dict[int, WorkerInfo] = {}
         self.beats: dict[int, tuple[bytes, float, Beat]] = {}
@@ -206,16 +203,12 @@ class TorchrunWorkers:
         self.store = _watch_store(job, self.ranks)  # a connection for each thread
 
     def poll(self, stop: bool) -> Poll:
-        assert self.training is not None
-        self.channel.stop = self.channel.stop or stop
-        ended = self.training.ended()  # asked first, so that no event comes after the last
-        events: list[Event] = self.channel.drain(POLL_SECONDS if ended is None else 0.0)
-        now = time.monotonic()
-        if ended is None and now - self.looked > 0.25 + self.world_size / 1000:
+        found, now = super().poll(stop), time.monotonic()
+        if found.ended is None and now - self.looked > 0.25 + self.world_size / 1000:
             self.looked = now
-            events += self._read(now)
-        statuses = {rank: Status(*beat, now - at) for rank, (_, at, beat) in self.beats.items()}
-        return Poll(events, statuses, ended)
+            found.events += self._read(now)
+        found.statuses = {rank: Status(*beat, now - at) for rank, (_, at, beat) in self.beats.items()}
+        return found
 
     def _read(self, now: float) -> list[Event]:
         """Heartbeats, and events for ranks that are new."""

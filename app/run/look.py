@@ -17,6 +17,7 @@ from app.lease import FILE as LEASE
 from app.lease import LEASE_SECONDS, is_alive, is_here, read_lease
 from app.run.progress import FILE as PROGRESS
 from app.storage import Storage
+from cluster.shape import aligned
 
 
 @dataclass(frozen=True)
@@ -146,5 +147,4 @@ def table(runs: list[RunState]) -> str:
                 duration(now - run.created),
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows)
+    return "\n".join(aligned(rows))
