@@ -1,7 +1,5 @@
 """A task whose model is a chain of blocks, slow on purpose and with dropout: for pipelines that are disturbed."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

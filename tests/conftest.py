@@ -1,7 +1,5 @@
 """One Ray head for the whole session: starting Ray costs more than the trainings that tests do."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A whole layout's cost from its strategy's own functions, as app/planner puts them together, for tests of either."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 from strategies import registry

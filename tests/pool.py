@@ -14,8 +14,6 @@ raises, dies or hangs ends the call with `DistributedFailure`, and the processes
 The idea is OLMo-core's `run_distributed_test`.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

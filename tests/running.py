@@ -1,7 +1,5 @@
 """Runs `trireme` as a person would: a process of its own, its output and exit code looked at."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,7 +1,5 @@
 """Tasks that tests train: small, and slow or faulty on purpose. Named as `tests.tasks:Slow` in experiments."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

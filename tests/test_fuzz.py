@@ -1,8 +1,6 @@
 """Mutated input of every kind: whatever a file holds, one sentence of ours or a good reading; no traceback, no hang,
 and no file is changed by being read. Longer: TRIREME_FUZZ=2000 examples of each target."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """The image, as far as can be told without Docker: what it pins, what it leaves out, what KubeRay's files name."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 

@@ -4,8 +4,6 @@ Each end has a virtual environment of its own under .venv-versions, kept for the
 the README's *Works with*.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A bucket of a real S3 server on the loopback interface: s3fs against moto's."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator
 

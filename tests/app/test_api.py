@@ -1,7 +1,5 @@
 """`import trireme`: from a script, a thread and a notebook, on a Ray of its own and on one that is there already."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Every mistake a person can make gets one sentence, exit code 2, no traceback, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Configuration: precedence, documentation, round trips, completion."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

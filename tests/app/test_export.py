@@ -1,7 +1,5 @@
 """`trireme export`: what others load is what was trained, and a wrong word gets one sentence."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

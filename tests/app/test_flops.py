@@ -1,7 +1,5 @@
 """What is counted for MFU, and where it is told; the GPU is a name in the catalogue, nothing runs on one."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Text from trained language models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

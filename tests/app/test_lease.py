@@ -1,7 +1,5 @@
 """Whether the driver that holds a run lives; no clock is believed."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

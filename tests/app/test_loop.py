@@ -1,7 +1,5 @@
 """The parts of the training loop, each by itself."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

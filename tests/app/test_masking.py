@@ -1,7 +1,5 @@
 """Secrets are hidden, and what only looks like one is not."""
 
-from __future__ import annotations
-
 import pytest
 
 from app.masking import is_secret, mask_text, mask_tree

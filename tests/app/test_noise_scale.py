@@ -2,8 +2,6 @@
 
 Measured in a run: launchers/test_launchers.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """How often to save: the interval that loses least, and when a save is due by it."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

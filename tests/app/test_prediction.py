@@ -1,7 +1,5 @@
 """What a trained model is given by a person: from rows, images and texts as they are it answers as in training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a training process sets for itself: torch's settings, and when garbage is collected."""
 
-from __future__ import annotations
-
 import gc
 import os
 import weakref

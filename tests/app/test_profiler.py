@@ -1,7 +1,5 @@
 """Profiles of steps: what is in them, on every kind of layout, and that nothing but them changes."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """From no workers to a run's placement group and back, with Ray's own stand-in for a cloud, on a host of the lab."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """Cluster files: each of ours is valid and read whole, and what is wrong in one is found with its line."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """What is wrong in a cluster file though Ray, KubeRay and clouds take it: planted by hand, then by rule."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections import Counter

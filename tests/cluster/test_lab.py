@@ -2,8 +2,6 @@
 off, and that nothing is left. See tests/lab.py for what it needs; where that is missing these tests are skipped.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@ another its power; then the first gets its network back and the other is switche
 as it would be by hand.
 """
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys

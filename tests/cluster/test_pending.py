@@ -1,7 +1,5 @@
 """Why is it pending: which bundle, which node type, which limit, who holds it."""
 
-from __future__ import annotations
-
 import pytest
 
 from cluster import ClusterError

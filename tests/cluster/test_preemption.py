@@ -1,7 +1,5 @@
 """A machine that is about to be taken away says so, and the run saves a checkpoint first."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

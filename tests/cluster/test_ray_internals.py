@@ -1,7 +1,5 @@
 """Ray's internals: each entry with its name there (against Ray itself), and with the names taken away."""
 
-from __future__ import annotations
-
 import psutil
 import pytest
 import ray

@@ -1,7 +1,5 @@
 """What is said of machines before Ray is started on them, of SSH's refusals, and of a cluster's state."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from dataclasses import replace

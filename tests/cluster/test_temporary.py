@@ -1,7 +1,5 @@
 """The folder of a command's own Ray is there as long as the command is."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whether Ray is there is known within seconds, and said."""
 
-from __future__ import annotations
-
 import socket
 import time
 

@@ -1,7 +1,5 @@
 """Pages: self-contained, escaped, and the same in a real browser on a desk and on a phone."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

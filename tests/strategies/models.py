@@ -1,7 +1,5 @@
 """Small plain models, written as somebody would who never heard of strategies, trials over them, refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

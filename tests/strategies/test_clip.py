@@ -1,7 +1,5 @@
 """The gradient's norm, against float64; between layouts: test_state.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

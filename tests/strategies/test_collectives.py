@@ -1,7 +1,5 @@
 """Averages through memory that the processes of one machine share."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

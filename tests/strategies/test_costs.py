@@ -1,7 +1,5 @@
 """Costs are exact: what a rank really holds after a step, to the byte, beside the row's own cost function."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

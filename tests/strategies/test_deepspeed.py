@@ -1,7 +1,5 @@
 """The DeepSpeed engine trains the same model: runs where the optional extra is installed (`make test-deepspeed`)."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 from pathlib import Path

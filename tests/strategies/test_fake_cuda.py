@@ -3,8 +3,6 @@
 `python -m tests.strategies.fake_cuda` prints the table.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

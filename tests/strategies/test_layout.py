@@ -1,7 +1,5 @@
 """Names, degrees and options to layouts: pure functions, each mistake one sentence, before any process starts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a model that does not fit its layout gets: one sentence that names it, on every rank."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

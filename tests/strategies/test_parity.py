@@ -4,8 +4,6 @@ Few steps of a small model: what a strategy does wrong shows in the second. Twen
 `trireme parity`'s.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

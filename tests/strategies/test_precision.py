@@ -1,8 +1,6 @@
 """float8: its numbers, its products against float32, which layers have it, and where it is refused. torch's CPU has the
 same product as its GPUs, slowly; what only a GPU can show is marked."""
 
-from __future__ import annotations
-
 import copy
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """The pieces: identical start, names, clipping, the split vocabulary's loss, blocks, recomputation, accumulation."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

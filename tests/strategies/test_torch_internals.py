@@ -2,8 +2,6 @@
 name is there: test_state.py watches operations, test_parity.py trains a recurrent model, test_read.py reads a fake one.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 from unittest import mock

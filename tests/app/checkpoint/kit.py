@@ -1,7 +1,5 @@
 """What the tests of checkpoints share: a small state that tells its step, and saving it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints on one process: what is saved, what is kept, what is refused, what is exported."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading

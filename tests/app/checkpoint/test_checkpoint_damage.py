@@ -1,7 +1,5 @@
 """Damaged checkpoints are found, named in one sentence, and never resumed from."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ killed just before its k-th operation on files (opening, making, renaming, remov
 of which half is still written), for k = 1, 2, … until it gets through.
 """
 
-from __future__ import annotations
-
 import io
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Checkpoints of several ranks: any layout reads any other's; a rank that fails is named on all, and none hangs."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """The memory that saves are copied into; on GPUs: tests/strategies/fake_cuda (the case "staging a save")."""
 
-from __future__ import annotations
-
 import torch
 
 from app.checkpoint.host_buffer import HostBuffer

@@ -1,7 +1,5 @@
 """What the command line says of itself: every command and option is explained, in plain words."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Images from every kind of source, and the sentence that each wrong one gets."""
 
-from __future__ import annotations
-
 import gzip
 import struct
 import time

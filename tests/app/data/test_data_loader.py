@@ -1,7 +1,5 @@
 """The loader: which samples reach which rank in which micro-batch, the thread that brings them, and evaluation."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import threading

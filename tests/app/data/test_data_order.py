@@ -1,7 +1,5 @@
 """Data order: a pure function of (seed, position) that visits every sample once per epoch."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 import numpy as np

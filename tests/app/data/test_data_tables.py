@@ -1,7 +1,5 @@
 """Tables: read from CSV and Parquet, encoded with the training rows' statistics only."""
 
-from __future__ import annotations
-
 import datetime
 import gzip
 from collections.abc import Callable

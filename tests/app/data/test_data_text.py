@@ -1,7 +1,5 @@
 """Text and token files: found, tokenised once, read in windows without filling memory."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Doctor's judgement on facts: each planted fault is named rightly, and nothing is said where nothing is wrong."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What doctor's probes find out on a machine, between actors, and on a cluster that runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

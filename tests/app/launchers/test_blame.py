@@ -1,7 +1,5 @@
 """Which rank holds up the others, by records as torch's flight recorder writes them; no process is started."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 from unittest import mock

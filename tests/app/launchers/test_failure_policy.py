@@ -1,7 +1,5 @@
 """What is decided after a failure, and what it is called: tables of functions that start no process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Faults as runs meet them: ranks killed and stopped under torchrun and Ray Train, nodes that go and come back."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Which rank hangs, decided from heartbeats; no process is started."""
 
-from __future__ import annotations
-
 import pytest
 
 from app.launchers.heartbeats import Hang, HangDetector

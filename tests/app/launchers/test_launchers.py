@@ -1,7 +1,5 @@
 """The same experiment gives the same losses whatever launches it, and failures end as they should."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

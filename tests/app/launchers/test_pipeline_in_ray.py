@@ -1,7 +1,5 @@
 """A pipeline in Ray, as a person starts it: trains the same model, and survives the death and the hanging of stages."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

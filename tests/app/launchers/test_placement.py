@@ -1,7 +1,5 @@
 """Where the ranks of a layout are placed, and what their stages ask for: pure functions."""
 
-from __future__ import annotations
-
 import pytest
 
 from app.errors import UserError

@@ -1,7 +1,5 @@
 """What a run asks for in Ray, and what it does while that does not come: it waits, says why, shrinks or ends."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Kill anything, run the same command again: the curve continues in the same MLflow run, to the last bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """CPU threads of workers with GPUs, and the environment of every worker; no GPU is needed to see either."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """The losses that never hold float32 copies of all logits: equal to the plain one alone, in the task, and under every
 kind of layout."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A GPT's faster options: the same numbers where they are not asked for, nearly the same where they are, everywhere."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models: shapes, construction on meta, the same start from the same seed, and what parallelism relies on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

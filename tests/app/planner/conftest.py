@@ -1,7 +1,5 @@
 """What the planner's tests share: caches of their own, models read once, machines that need not exist."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from pathlib import Path

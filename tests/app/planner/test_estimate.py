@@ -1,7 +1,5 @@
 """Memory of layouts, summed up again, moment by moment, from parts whose sizes are drawn at random."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a plan is for, what is tried of it on this machine, and what is measured: machine, trial, calibrate."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

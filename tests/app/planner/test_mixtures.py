@@ -1,7 +1,5 @@
 """Plans of a mixture of experts: split experts take less memory and send tokens; active parameters are counted."""
 
-from __future__ import annotations
-
 from app.config_io import load_config
 from app.flops import multiplied
 from app.planner.plan import make_plan

@@ -1,7 +1,5 @@
 """Plans: every layout, its memory by the strategies' own cost functions, why and why not, and what bad input gets."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """What the planner reads off a model is what the model really does, at sizes and degrees that were not looked at."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a run costs: its share of the nodes, its budget, and what was wasted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

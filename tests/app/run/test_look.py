@@ -1,7 +1,5 @@
 """Runs seen from another shell: listed and followed by what their folders hold."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """What a run's folder holds of its configuration."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What operators see of a run: the right numbers, under the names that the dashboard asks for, from a real Ray."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

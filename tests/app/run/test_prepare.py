@@ -1,7 +1,5 @@
 """What is known and refused before a worker starts: layouts, batches and models that cannot work."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

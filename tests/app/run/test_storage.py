@@ -1,7 +1,5 @@
 """Storage: the same calls locally and on an object store, atomic writes, and one sentence for a bad place."""
 
-from __future__ import annotations
-
 import os
 import uuid
 from pathlib import Path

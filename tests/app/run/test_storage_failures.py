@@ -1,7 +1,5 @@
 """A storage that is full or unmounted fails the checkpoint, not the run; a start that another has superseded ends."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path

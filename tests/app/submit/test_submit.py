@@ -1,7 +1,5 @@
 """`trireme submit`: what is refused before it is sent, what goes along, and jobs on a real job server."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

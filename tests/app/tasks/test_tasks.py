@@ -1,7 +1,5 @@
 """The built-in tasks: their data, losses, metrics and models, on real and on tiny data."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a wrong task, or wrong arguments of one, are answered with: one sentence each."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

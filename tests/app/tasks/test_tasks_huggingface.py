@@ -1,7 +1,5 @@
 """Hugging Face models as tasks: built the same everywhere, split as their plans say, read from folders."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

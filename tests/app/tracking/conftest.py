@@ -1,7 +1,5 @@
 """A database for each test, and delivery without a process of its own."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

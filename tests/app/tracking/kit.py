@@ -1,7 +1,5 @@
 """What the tests of tracking share: a run's history read back, a driver to kill."""
 
-from __future__ import annotations
-
 import sqlite3
 from pathlib import Path
 from typing import Any

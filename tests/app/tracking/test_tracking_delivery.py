@@ -1,7 +1,5 @@
 """What arrives in MLflow, in a SQLite database: everything, once, whatever went wrong on the way."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The driver's end of tracking, without MLflow: the spool, the tracker that writes it, and where to track."""
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run tells of where it ran, without MLflow: provenance and samples of the system."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Drivers and writers that are killed, and a server that is late: nothing is lost and nothing doubled."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

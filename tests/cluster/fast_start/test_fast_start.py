@@ -1,7 +1,5 @@
 """Workers and commands that are forks of a process which has everything imported: processes like any other."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Checks that end badly (test_gpu_first.py). Imports little, as each is called in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

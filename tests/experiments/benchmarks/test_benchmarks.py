@@ -1,7 +1,5 @@
 """The harness (who runs when, what a ratio and its interval are), and every benchmark once in its smallest form."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

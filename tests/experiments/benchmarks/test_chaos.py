@@ -1,7 +1,5 @@
 """Chaos judges rightly."""
 
-from __future__ import annotations
-
 import signal
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The first 30 minutes on a GPU, on a CPU: every line's fields; what ends and reports a check; what is not imported."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """`trireme parity`: the matrix measures, compares, resumes and goes on; its table; what it takes from an experiment."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from functools import partial

@@ -1,7 +1,5 @@
 """The scaling law against made-up machines that follow it, what a study refuses, and one study as a person runs it."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import random

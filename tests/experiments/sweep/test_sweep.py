@@ -1,7 +1,5 @@
 """Whole sweeps as a person runs them: killed and run again, failing trials, schedulers and searchers, MLflow."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

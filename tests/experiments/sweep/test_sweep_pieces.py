@@ -1,7 +1,5 @@
 """The parts of a sweep that need no processes: its file, its space, its store, and what it concludes."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """One trial in this very process: what it reports, and how it is stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue

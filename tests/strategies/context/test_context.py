@@ -1,7 +1,5 @@
 """One sequence over several workers: the algorithms, what is cut and counted, what is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator

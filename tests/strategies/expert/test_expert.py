@@ -1,7 +1,5 @@
 """A mixture's experts over workers: the same training, to the byte what it holds and sends, from any layout to any."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 from unittest import mock

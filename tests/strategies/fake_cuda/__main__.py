@@ -3,8 +3,6 @@
 `serve` as the only word: reads a case's number from each line of its input and answers with its problems as JSON.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

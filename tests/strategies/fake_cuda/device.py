@@ -6,8 +6,6 @@ would make the host wait for a GPU is noted in `waits` with the place in our cod
 show: what streams and NCCL do at the same time, speed, and memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import hashlib

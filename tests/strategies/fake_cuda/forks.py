@@ -1,7 +1,5 @@
 """Ranks as forks of one process, which has imported everything: a process of its own would take seconds to begin."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A pipeline trains what one device trains: every schedule, alone and combined, and what it holds meanwhile."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any

@@ -1,7 +1,5 @@
 """No stage waits for what depends on itself: what the runtime asks of a GPU in a step, played through (devices.py)."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import random

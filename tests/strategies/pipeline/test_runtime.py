@@ -1,7 +1,5 @@
 """What a stage holds while it works, counted in memory; blocks that turn out to be other than they were taken for."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Schedules, cuts and simulated times: pure functions, no processes."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """Models that know nothing of pipelines, whose blocks are a chain, more or less; and what those that are not get."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
