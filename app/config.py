@@ -7,8 +7,6 @@ resolved value. Unknown keys and wrong types fail with the key, what was expecte
 valid key. Every field is annotated: an unannotated one would silently be no field at all.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any, Optional

@@ -1,7 +1,5 @@
 """Values that no run could use, told before anything starts: tables of keys, each mistake one sentence."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from functools import reduce

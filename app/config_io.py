@@ -1,7 +1,5 @@
 """Reads a `Config`: defaults < YAML files < key=value, each mistake one sentence that names its place."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import difflib

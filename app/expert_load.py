@@ -1,7 +1,5 @@
 """How a mixture's experts are used, as metrics: `experts/…`, of the last step before each boundary."""
 
-from __future__ import annotations
-
 from app.checkpoint.ranks import Ranks
 from strategies.parallel import Parallel
 

@@ -1,7 +1,5 @@
 """What a worker is given: the job, its place among the other ranks, and a channel to the driver, with its heartbeat."""
 
-from __future__ import annotations
-
 import json
 import resource
 from dataclasses import dataclass, fields, replace

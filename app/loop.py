@@ -7,8 +7,6 @@ It imports no launcher and no tracker: what it has to say goes to the `Channel` 
 all ranks but the first. No step waits for the device; only boundaries do, about once a second.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Keeps passwords and tokens out of MLflow, the spool, the log and the run's files."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What makes a step of gradients: the optimizer, its learning rate at each step, and fp16's loss scale."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Iterable

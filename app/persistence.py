@@ -1,7 +1,5 @@
 """What a training process saves: checkpoints, how to continue from them, and the trained weights."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

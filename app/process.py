@@ -1,7 +1,5 @@
 """What a training process decides for itself as a whole: torch's settings, and when Python collects garbage."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

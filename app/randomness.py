@@ -3,8 +3,6 @@
 So a resumed run draws what it would have drawn, and ranks that share data draw the same.
 """
 
-from __future__ import annotations
-
 import pickle
 import random
 

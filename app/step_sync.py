@@ -5,8 +5,6 @@ At one, the logged losses are summed over the ranks, and with them the flags "as
 was not finite". The distance to the next one follows from the agreed step time, so every rank computes the same.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What a run has trained, read back from its folder: its configuration, its task, a checkpoint, the model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A person's own modules: found from the current folder, also in a package that has the name of one of Trireme's."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

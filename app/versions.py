@@ -1,7 +1,5 @@
 """Releases that Trireme was tested with, the oldest and the newest of each: `make test-versions`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from importlib.metadata import version

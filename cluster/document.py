@@ -1,8 +1,6 @@
 """A YAML file that remembers on which line each of its values stands, and JSON schemas for it, whose errors become
 sentences."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import itertools

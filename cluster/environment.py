@@ -16,8 +16,6 @@ expandable_segments: the allocator grows segments in place of adding some of oth
 is lost between them. https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import MutableMapping
 

@@ -1,7 +1,5 @@
 """Cluster files of every kind: found, checked and read into a ClusterShape."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

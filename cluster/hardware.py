@@ -7,8 +7,6 @@ A GPU that is not in it can be put in a file of one's own, with the same `gpus:`
 ~/.config/trireme/hardware.yaml); `trireme calibrate` writes the one that it has measured there.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import os

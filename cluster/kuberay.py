@@ -4,8 +4,6 @@ What Kubernetes does not say stands in annotations of a group's pod template: `t
 `trireme/link-across` and `trireme/price-per-hour` (of one node of the group).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ schemas/kubernetes.yaml for Kubernetes' own words; here is what holds between se
 RayCluster, claims for storage are known here; the rest is for `kubectl apply` to check.
 """
 
-from __future__ import annotations
-
 import functools
 import gzip
 import json

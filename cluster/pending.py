@@ -1,7 +1,5 @@
 """Why is it pending? From what is asked, what there is and what may come, the sentence that says what is in the way."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -4,8 +4,6 @@ AWS announces it two minutes before, Google and Azure half a minute. Ray announc
 autoscaler, by `kubectl drain` (the pod's SIGTERM), by a person.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -10,8 +10,6 @@ What a cloud's API or a machine room does not say stands in the file's `metadata
 What is wrong with one: ray_rules.py.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

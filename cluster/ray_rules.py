@@ -4,8 +4,6 @@ Its schema is Ray's own (ray/autoscaler/ray-schema.json, which Ray ships); schem
 have what that leaves open; here is what holds between several values, and Ray lets through although it cannot work.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

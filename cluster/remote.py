@@ -2,8 +2,6 @@
 whether Ray can be started on a machine: Ray's launcher says little when one does not come up.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

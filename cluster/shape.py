@@ -3,8 +3,6 @@
 The planner adds up layouts over a ClusterShape; `pending` explains with it what can never come; `cost` counts with it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections import Counter

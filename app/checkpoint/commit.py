@@ -10,8 +10,6 @@ Commits are ordered by a sequence number that each takes from those before it, n
 behind a damaged checkpoint, the one written last is the newest, whatever its step.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

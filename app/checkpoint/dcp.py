@@ -11,8 +11,6 @@ and it hashes what was meant to be written, not what came back. Local files are 
 own `sync_files` would fall back to a machine-wide sync() on an object store.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import hashlib

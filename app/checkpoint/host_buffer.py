@@ -6,8 +6,6 @@ good once it is freed. So the memory is ordinary, and cudaHostRegister of the CU
 documented to give, locks its pages. Where that is refused (ulimit -l, a container) it stays as it is, and copies block.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Mapping

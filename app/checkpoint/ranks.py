@@ -4,8 +4,6 @@ A rank that fails and simply leaves would let the others wait in their next coll
 failure is a value that is exchanged like a result, and then raised everywhere with the same words.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 

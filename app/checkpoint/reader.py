@@ -1,8 +1,6 @@
 """Reading a checkpoint: into a state of any layout, after seeing that it is of the same model and whole; or its model's
 tensors as plain files for others, a file's tensors in memory at a time."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection
 from dataclasses import replace

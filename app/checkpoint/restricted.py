@@ -2,8 +2,6 @@
 read by unpicklers that know data alone. Whoever may write to the storage can change a run's numbers, but not take over
 who reads it."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from typing import Any

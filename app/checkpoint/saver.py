@@ -10,8 +10,6 @@ with training's collectives:
 4. all learn that; then rank 0 removes what is no longer kept
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

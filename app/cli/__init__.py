@@ -1,7 +1,5 @@
 """The command line. Each command is a module of its own, imported when it is called: `--help` needs none of them."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

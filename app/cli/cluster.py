@@ -1,7 +1,5 @@
 """`trireme cluster` and `trireme doctor`: the machines, and whether they are fit to train on."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """What the commands share: their common options, an experiment's arguments with completion, and how errors end."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """`trireme generate`: text from a trained language model."""
 
-from __future__ import annotations
-
 import sys
 
 import click

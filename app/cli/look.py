@@ -1,7 +1,5 @@
 """`trireme runs`, `watch` and `profile`: runs seen from another shell or machine."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import click

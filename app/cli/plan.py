@@ -1,7 +1,5 @@
 """`trireme plan` and `trireme calibrate`: what would run, how fast, and the measurements behind it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

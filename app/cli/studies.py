@@ -1,7 +1,5 @@
 """`trireme sweep`, `scale`, `parity`, `report`: many runs, and what they say together (experiments/)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import click

@@ -12,8 +12,6 @@ A record is the JSON that `strategies.torch_internals.flight_recorder` gives (fo
 group's `ranks`. NCCL tells "started" only with TORCH_NCCL_ENABLE_TIMING=1; gloo "completed" as `retired`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict

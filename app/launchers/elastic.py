@@ -4,8 +4,6 @@
 workers accumulate more micro-batches), and the data order depends on the step alone, so the curve continues.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

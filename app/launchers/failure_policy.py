@@ -4,8 +4,6 @@ decide(all failures so far, the capacity there is, limits) -> retry, resize, wai
 growth(the capacity there is)                              -> how many workers to continue with when there is room again
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -10,8 +10,6 @@ Where there is no history, limits are longer: before the second step only a rank
 loading and saving have half an hour, reading data and evaluating a minute.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import traceback

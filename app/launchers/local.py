@@ -1,7 +1,5 @@
 """Launcher: a thread of this process trains, one worker. No Ray, no process group."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from typing import Any

@@ -1,7 +1,5 @@
 """A run's workers in Ray: how many, the wait for their places, and the supervisor that trains with them."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

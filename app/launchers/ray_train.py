@@ -5,8 +5,6 @@ can be ended at any moment, also while its workers start: with the actor go Ray 
 their placement group. Events, metrics and checkpoints do not go through Ray Train.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

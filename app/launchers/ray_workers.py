@@ -4,8 +4,6 @@ A worker's events and heartbeats go to the `EventQueue`, its output to a file of
 samples the node's system metrics and watches for a preemption notice, at which all save a checkpoint.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -4,8 +4,6 @@ When one worker dies, the others fail too: their connections break. So the first
 only lost its peer is a consequence. What to do about it is decided by `failure_policy.py`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """What Ray says about the nodes of the cluster: what is free where, who holds the rest, whether a node lives."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ One mechanism for every launcher, over the small `Workers` interface. What to do
 so another attempt is new workers that find the newest commit by themselves.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from typing import Any

@@ -8,8 +8,6 @@ no more workers on a node than there are GPUs, shares of cores by GPUs add up to
 (launcher=local) has torch's own number, all cores.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -4,8 +4,6 @@ ray_train.py   workers of Ray Train's TorchTrainer        torchrun.py   processe
 actors.py      Ray actors, placed stage by stage          local.py      a thread of this process
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -21,8 +21,6 @@ Both find their gradients in forward, and only multiply them by what comes in, i
 error, not a wrong gradient.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

@@ -4,8 +4,6 @@ Their blocks are one flat dictionary rather than stages, so that they can be sha
 pipeline stages one by one.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 

@@ -7,8 +7,6 @@ Shapes: B sequences in the batch, T tokens, D model width, H heads of size K, V 
 off the projections' output, so a block works unchanged when it holds only some of the heads.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

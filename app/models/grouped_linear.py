@@ -9,8 +9,6 @@ be followed without numbers (planning, dividing a pipeline), recomputation can k
 counted. https://docs.pytorch.org/docs/stable/library.html
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

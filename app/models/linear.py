@@ -10,8 +10,6 @@ from before they are turned for as long as v (experiments/LOG.md). So weights st
 own names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

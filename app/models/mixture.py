@@ -18,8 +18,6 @@ No expert has a capacity, so no token is dropped. Two ways to keep experts evenl
 Attention, norms and shapes are those of gpt.py; E experts of hidden width F.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

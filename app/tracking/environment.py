@@ -1,7 +1,5 @@
 """Where a run runs: code revision, versions and host as tags; CPU, memory, disk, network and GPUs over time."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import getpass

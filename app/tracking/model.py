@@ -7,8 +7,6 @@ Through MlflowClient, step by step, rather than `mlflow.pytorch.log_model`: of t
 makes a second model.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

@@ -3,8 +3,6 @@
 MLflow 3.17 no longer offers its file store, so a folder (or a `file:` URI) means the SQLite database `mlflow.db` in it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -3,8 +3,6 @@
 Nothing here talks to MLflow or imports it, and nothing waits for it except `finish` and `sync`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

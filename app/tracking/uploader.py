@@ -5,8 +5,6 @@ above the highest one that MLflow has is a replay (of a resumed run, or of a cal
 sent. MLflow is asked for these steps at every start and after every failure.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

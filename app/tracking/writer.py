@@ -8,8 +8,6 @@ Ctrl-C do not end it, so that it can still report how the run ended.
 The spools of runs within this run's folder, such as a sweep's trials, are delivered too, as they appear.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -4,8 +4,6 @@ It asks the server that TRIREME_FORK_SERVER names (that of one command's own Ray
 vain, it becomes the worker itself, as Ray would have started it. It runs before every worker, so it imports little.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -6,8 +6,6 @@ starts a thread, computes anything or touches a GPU: after a fork there is only 
 parent would be unusable in its children.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """The folder's face to `cluster/connect.py`: where a command's workers, its Ray and the command itself come from."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
