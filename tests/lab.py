@@ -191,17 +191,6 @@ class Lab:
     def mend(self, host: int) -> None:
         self._ip("br", f"link set v{host} up")
 
-    def crash(self, host: int) -> None:
-        """Power off: every process of the host is gone at once."""
-        os.kill(self.first_process(host), signal.SIGKILL)
-
-    def boot(self, host: int) -> None:
-        """Power on again, after `crash`: the host has its files and its network, and no process but its own first."""
-        self.processes[host].wait(10)
-        (self.home(host) / "root" / "ready").unlink()
-        self.processes[host] = self._boot(host)
-        self._await(host)
-
     def processes_of(self, host: int) -> list[str]:
         """Command lines on a host, but for init, sshd and what is used to look."""
         listed = self.run(host, ["ps", "-eo", "args="]).stdout.splitlines()

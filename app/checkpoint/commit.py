@@ -184,9 +184,9 @@ def _newest_good(listing: Listing, faults_of: Callable[[Commit], list[str]]) -> 
 # --- damage
 
 
-def verify_together(commit: Commit, ranks: Ranks, *, by: Verify = "sha256") -> list[str]:
+def verify_together(commit: Commit, ranks: Ranks) -> list[str]:
     """Like `verify`; the ranks share the reading, and get the same answer."""
-    return [fault for part in ranks.all(verify(commit, ranks.rank, ranks.size, by=by)) for fault in part]
+    return [fault for part in ranks.all(verify(commit, ranks.rank, ranks.size)) for fault in part]
 
 
 def verify(commit: Commit, rank: int = 0, world_size: int = 1, *, by: Verify = "sha256") -> list[str]:

@@ -37,13 +37,10 @@ def set_by_user(starter: int) -> bool:
     starter: the pid of Ray's raylet or of torchrun's agent; /proc has the environment that it began with. Where that
     cannot be read, it counts as the user's."""
     try:
-        return any(entry.startswith(f"{THREADS}=".encode()) for entry in _environment(starter))
+        found = Path(f"/proc/{starter}/environ").read_bytes().split(b"\0")
     except OSError:
         return THREADS in os.environ
-
-
-def _environment(pid: int) -> list[bytes]:
-    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return any(entry.startswith(f"{THREADS}=".encode()) for entry in found)
 
 
 def take_share_of_node(workers: int) -> None:
