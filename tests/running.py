@@ -78,23 +78,54 @@ def start(arguments: list[str], *, env: dict[str, str] | None = None, program: l
 
 
 def trireme(*arguments: str, env: dict[str, str] | None = None, timeout: float = LONG) -> Ended:
-    """Runs the command to its end: in a fork of a process that has imported everything, which saves it seconds, unless
-    its environment is one that counts when libraries are loaded. `start` is the plain way."""
-    whole = env or environment()
-    if client is None or client.key(PRELOAD, whole) != client.key(PRELOAD, environment()):
-        return finish(start(list(arguments), env=whole), timeout)
-    server = client.ensure(PRELOAD, os.getpid(), environment())  # it ends with this process
-    with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err, open(os.devnull) as nothing:
-        more = client.inherited() | {"cwd": str(ROOT), "env": whole, "wait": True}
-        streams = (nothing.fileno(), out.fileno(), err.fileno())
-        with client.ask(server, {"argv": ["-m", "app", *arguments], **more}, streams) as connection:
-            begun, ended = client.answer(connection, timeout), client.answer(connection, timeout)
-            if ended is None and begun is not None:
-                end_tree(begun["pid"])
+    """Runs the command to its end, in a fork of a process that has imported everything, which saves it seconds; where
+    there can be none, as `start` does."""
+    if client is None:
+        return finish(start(list(arguments), env=env), timeout)
+    with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
+        connection, pid = _fork(list(arguments), env, out.fileno(), err.fileno())
+        with connection:
+            ended = client.answer(connection, timeout)
+            if ended is None:
+                end_tree(pid)
         said = [Path(file.name).read_text() for file in (out, err)]
-    assert begun is not None, "the code has changed while the tests ran"
     assert ended is not None, f"did not end within {timeout} s:\n" + "\n".join(said)
     return Ended(ended["exit"], said[0], said[1])
+
+
+def _fork(arguments: list[str], env: dict[str, str] | None, out: int, err: int) -> tuple[Any, int]:
+    """The connection over which its exit code will come, and its pid. Servers end with this process."""
+    env = env or environment()
+    more = client.inherited() | {"cwd": str(ROOT), "env": env, "wait": True}
+    with open(os.devnull) as nothing:
+        server = client.ensure(PRELOAD, os.getpid(), env)
+        connection = client.ask(server, {"argv": ["-m", "app", *arguments], **more}, (nothing.fileno(), out, err))
+    begun = client.answer(connection, LONG)
+    assert begun is not None, "the code has changed while the tests ran"
+    return connection, begun["pid"]
+
+
+class Forked:
+    """The command, in such a fork: what tests need of a Popen. A fork that is killed ends with no exit code."""
+
+    def __init__(self, arguments: list[str], env: dict[str, str] | None = None) -> None:
+        pipes = [os.pipe() for _ in range(2)]
+        self._connection, self.pid = _fork(arguments, env, *(write for _, write in pipes))
+        for _, write in pipes:
+            os.close(write)
+        self.stdout, self.stderr = (os.fdopen(read) for read, _ in pipes)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, timeout: float = LONG) -> int:
+        ended = client.answer(self._connection, timeout)
+        return ended["exit"] if ended else -signal.SIGKILL
+
+
+def start_soon(arguments: list[str], *, env: dict[str, str] | None = None) -> Any:
+    """As `start`, but in a fork where there can be one."""
+    return start(arguments, env=env) if client is None else Forked(arguments, env)
 
 
 def torchrun(*arguments: str) -> Ended:

@@ -23,6 +23,7 @@ from tests.running import (
     mlflow_run,
     same_bits,
     start,
+    start_soon,
     torchrun,
     trireme,
     wait_until,
@@ -81,7 +82,7 @@ def test_a_worker_is_killed_then_the_command_and_run_again(
     own is killed with it, every process at once, and the run goes on in another."""
     arguments, folder = command(tmp_path, *more), tmp_path / "run"
     (tmp_path / "slow").touch()
-    process = start(arguments, env=None if OWN_RAY in more else ray_environment)
+    process = start(arguments) if OWN_RAY in more else start_soon(arguments, env=ray_environment)
     lines = Lines(process)
     wait_until(lambda: committed(folder))
     if kill_worker:
@@ -90,10 +91,9 @@ def test_a_worker_is_killed_then_the_command_and_run_again(
         before = committed(folder)[-1]
         wait_until(lambda: committed(folder)[-1] > before)
     end_tree(process.pid) if OWN_RAY in more else process.send_signal(number)
-    process.wait(LONG)
-    at = committed(folder)[-1]
+    code, at = process.wait(LONG), committed(folder)[-1]
     if number != signal.SIGKILL:
-        assert process.returncode == 130 and at < STEPS, lines.text
+        assert code == 130 and at < STEPS, lines.text
         lines.when(f"stopped after step {at}: run the same command again")
         assert mlflow_run(tmp_path, "run").info.status == "KILLED"
     assert not kill_worker or "died after step" in lines.text, lines.text
@@ -125,13 +125,13 @@ def test_starts_that_are_taken_over_end_and_say_so(tmp_path: Path, undisturbed: 
     """The first one while it trains, the second one while it is stopped."""
     arguments = command(tmp_path, "launcher=local", "task_args.step_seconds=0.5")
     (tmp_path / "slow").touch()
-    before = start(arguments)
+    before = start_soon(arguments)
     lines = Lines(before)
     wait_until(lambda: committed(tmp_path / "run"))
     for stopped in (False, True):
         if stopped:
             before.send_signal(signal.SIGSTOP)
-        after = start([*arguments, "--take-over"])
+        after = start_soon([*arguments, "--take-over"])
         later = Lines(after)
         later.when(f"taking the run over from process {before.pid} on ")
         later.when("continuing after step")

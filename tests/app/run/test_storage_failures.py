@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ from app.config_io import load_config
 from app.job import Job, Place, SilentChannel
 from app.run.manifest import Run
 from app.run.prepare import prepare, read_task
-from tests.running import LONG, POINTS, Lines, committed, curve, mlflow_run, start, wait_until
+from tests.running import LONG, POINTS, Lines, committed, curve, mlflow_run, start_soon, wait_until
 
 # --- real file systems ------------------------------------------------------------------------------------------------
 
@@ -69,13 +70,13 @@ def test_a_storage_that_is_unmounted_and_then_full_fails_checkpoints_and_not_the
     run += ["task_args.step_seconds=0.05", f"task_args.slow_while={tmp_path}/slow"]
     slow = tmp_path / "slow"
     slow.touch()
-    process = start([*run, "run.name=run", f"run.storage={mount.here}"])
+    process = start_soon([*run, "run.name=run", f"run.storage={mount.here}"])
     lines, folder = Lines(process), mount.here / "run"
     wait_until(lambda: committed(folder))
     mount.off()
     try:
         lines.when("the storage cannot be reached")
-        assert process.poll() is None, lines.text
+        assert psutil.pid_exists(process.pid), lines.text
         assert not list(mount.here.glob("run/checkpoints/*")), "nothing is written where the storage is not"
     finally:
         mount.on()
