@@ -135,7 +135,8 @@ def test_starts_that_are_taken_over_end_and_say_so(tmp_path: Path, undisturbed: 
         later = Lines(after)
         later.when(f"taking the run over from process {before.pid} on ")
         later.when("continuing after step")
-        before.send_signal(signal.SIGCONT)
+        if stopped:
+            before.send_signal(signal.SIGCONT)
         assert before.wait(LONG) == 1 and f"was taken over by process {after.pid} on " in lines.text, lines.text
         before, lines = after, later
     (tmp_path / "slow").unlink()
