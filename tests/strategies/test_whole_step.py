@@ -1,7 +1,5 @@
 """A task may use its model as on one device: methods and parts of it, several calls, scalars, masks of float32."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
