@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from app.errors import RunFailed
 from app.planner.device import Device, device, remember
-from app.planner.trial import in_processes
+from app.planner.processes import in_processes
 from cluster.hardware import HardwareError, add_gpu, gpu
 from cluster.remote import free_port
 from cluster.shape import NodeState, living_nodes

@@ -1,4 +1,4 @@
-"""Functions run on this machine's devices in new processes, and `trireme plan --max-batch`, which tries layouts so.
+"""`trireme plan --max-batch`: layouts tried on this machine's devices.
 
 A try takes a few steps of a run's own loop. Its memory on a GPU is the peak that torch allocated; on a CPU that of the
 process beyond what it took before, bounded by the memory that a plan counts with.
@@ -6,7 +6,6 @@ process beyond what it took before, bounded by the memory that a plan counts wit
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import resource
@@ -19,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
 from app.config_io import from_dict
 from app.errors import RunFailed
@@ -29,6 +27,7 @@ from app.planner.estimate import Estimate
 from app.planner.layouts import schedules_of
 from app.planner.output import experiment
 from app.planner.plan import GIB, Plan
+from app.planner.processes import in_processes
 from strategies.dims import DEGREES
 from strategies.layout import choose
 
@@ -144,48 +143,3 @@ def _train(rank: int, device: Any, tree: dict[str, Any], limit: float) -> tuple[
     most_of_all = torch.tensor([seconds, size], dtype=torch.float64, device=device)
     dist.all_reduce(most_of_all, op=dist.ReduceOp.MAX)
     return float(most_of_all[0]), float(most_of_all[1])
-
-
-# --- new processes, in a process group of their own ---------------------------------------------------------------
-
-
-def in_processes(function: Callable[..., Any], workers: int, *arguments: Any, timeout: float) -> Any:
-    """What `function(rank, device, *arguments)` gives on rank 0 of new processes, with a device each.
-
-    function: of a module, not of another function. What it gives is passed as JSON.
-    Raises:
-        RunFailed: a process failed, or all of them took longer than `timeout` seconds.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.start_processes(
-            _run, (workers, folder, function, arguments), nprocs=workers, join=False, daemon=True, start_method="spawn"
-        )
-        until = time.monotonic() + timeout
-        try:
-            while not context.join(timeout=max(0.1, until - time.monotonic())):
-                if time.monotonic() > until:
-                    raise RunFailed(f"{workers} processes took more than {timeout:.0f} s")
-        except multiprocessing.ProcessRaisedException as error:
-            raise RunFailed(str(error).strip().splitlines()[-1][:300]) from None
-        except multiprocessing.ProcessExitedException as error:  # killed, perhaps because the host's memory ended
-            raise RunFailed(str(error)) from None
-        finally:
-            for process in context.processes:
-                process.kill()
-                process.join()
-        return json.loads(Path(folder, "found").read_text())
-
-
-def _run(rank: int, workers: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    store = dist.FileStore(f"{folder}/store", workers)
-    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=workers)
-    found = function(rank, device, *arguments)
-    if rank == 0:
-        Path(folder, "found").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()

@@ -39,7 +39,7 @@ NEVER_SAVED = ["checkpoint.every_seconds=null", "checkpoint.every_steps=null"]
 
 def run(model: str, strategy: str, blocks: int, keys: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
     """Milliseconds of "by hand" and "Trireme", and the ratio with a 95 % interval."""
-    from app.planner.trial import in_processes
+    from app.planner.processes import in_processes
 
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
     times = in_processes(_worker, _keys(strategy)[0], model, strategy, blocks, keys, timeout=TIMEOUT)

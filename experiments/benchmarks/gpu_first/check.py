@@ -11,7 +11,6 @@ import faulthandler
 import importlib
 import json
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -99,22 +98,11 @@ class Here:
 
         return running(1).device
 
-    def seconds_of(self, function: Callable[[], object], least: float = 0.5) -> float:
-        """Seconds of one call: the fastest of five blocks that take `least` together, after two calls to warm up."""
-        function()
-        self.wait()
-        begun = time.perf_counter()
-        function()
-        self.wait()
-        count = max(1, int(least / 5 / max(time.perf_counter() - begun, 1e-6)))
-        blocks = []
-        for _ in range(5):
-            begun = time.perf_counter()
-            for _ in range(count):
-                function()
-            self.wait()
-            blocks.append((time.perf_counter() - begun) / count)
-        return min(blocks)
+    def seconds_of(self, function: Callable[[], object]) -> float:
+        """Seconds of one call: the fastest of a few blocks."""
+        from app.planner.calibrate import seconds_of
+
+        return seconds_of(function, self.device)
 
 
 def misses(predicted: dict[str, Any], found: dict[str, Any]) -> list[str]:

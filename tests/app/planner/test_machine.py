@@ -21,8 +21,9 @@ from app.planner.device import assumptions, device
 from app.planner.machine import Asked, cpus, find, of_shape
 from app.planner.output import experiment
 from app.planner.plan import make_plan
+from app.planner.processes import in_processes
 from app.planner.read import Reader
-from app.planner.trial import Trial, in_processes, max_batch, search
+from app.planner.trial import Trial, max_batch, search
 from cluster import hardware
 from cluster.files import read_cluster
 from cluster.hardware import HardwareError
