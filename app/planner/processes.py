@@ -1,7 +1,5 @@
 """Functions in new processes of this machine, in a process group of their own."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 import time

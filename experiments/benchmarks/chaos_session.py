@@ -1,7 +1,5 @@
 """Where chaos.py runs: a Ray of its own on this machine, an MLflow database, and commands that are started there."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -4,8 +4,6 @@ Sides take turns, block by block, in the order A B B A. The figure is the median
 over A's, with a bootstrap interval: a machine that is slower for a minute is slower in both.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

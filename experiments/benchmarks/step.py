@@ -4,8 +4,6 @@ Both trainings live in the same processes and process group, on CPUs, and take t
 worker runs it, its data thread and the agreement between ranks included.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from typing import Any

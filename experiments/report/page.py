@@ -8,8 +8,6 @@ What is on a page is plain data:
               "folded": {title: text}}
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -91,9 +91,8 @@ def recommend(speeds: Mapping[str, Speeds]) -> str:
 
 NOTE = (
     "A whole step is computing, the bubble (what a pipeline's schedule leaves idle), exposed communication (what "
-    "is not hidden behind computing) and waiting for data. Computing is measured by the same steps over a process "
-    "group that sends nothing; of a pipeline by a profile of its stages. Balance: the mean worker's computing over the "
-    "slowest's. –: not known, and part of computing."
+    "is not hidden behind computing, on the worker that the others wait for) and waiting for data. Communication is a "
+    "profile's share of the step. Balance: the mean worker's computing over the slowest's."
 )
 PARTS = {"computing": "computing", "bubble": "bubble", "communication": "exposed communication", "data": "data"}
 AHEAD = (1, 2, 4, 16)
@@ -141,10 +140,9 @@ def content(head: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
-def _ms(own: list[dict[str, Any]], key: str) -> float | str:
-    """The median over repeats, in milliseconds; – where it is not known."""
-    known = [p[key] for p in own if p.get(key) is not None]
-    return 1e3 * statistics.median(known) if known else "–"
+def _ms(own: list[dict[str, Any]], key: str) -> float:
+    """The median over repeats, in milliseconds."""
+    return 1e3 * statistics.median(p[key] for p in own)
 
 
 def _row(own: list[dict[str, Any]], gain: float, least: int) -> dict[str, Any]:
@@ -153,8 +151,7 @@ def _row(own: list[dict[str, Any]], gain: float, least: int) -> dict[str, Any]:
     row |= {"efficiency": f"{gain / n * least:.0%}", "step": _ms(own, "step")}
     row |= {label: _ms(own, part) for part, label in PARTS.items()}
     row |= {"MiB per worker": round(max(p["memory"] for p in own) / 2**20)}
-    sent = [p["communication"] / p["step"] for p in own if p["communication"] is not None]
-    row["communication share"] = f"{statistics.median(sent):.0%}" if sent else "–"
+    row["communication share"] = f"{statistics.median(p['communication'] / p['step'] for p in own):.0%}"
     return row | {"balance": f"{statistics.median(p['balance'] for p in own):.0%}"}
 
 
@@ -184,7 +181,7 @@ def _parts(points: dict[tuple[str, int], list[dict[str, Any]]]) -> tuple[str, st
     figure, axes = figures.new()
     names, bottom = [f"{strategy}\n× {n}" for strategy, n in points], [0.0] * len(points)
     for i, (part, label) in enumerate(PARTS.items()):
-        heights = [0.0 if (ms := _ms(own, part)) == "–" else float(ms) for own in points.values()]
+        heights = [_ms(own, part) for own in points.values()]
         if any(heights):
             axes.bar(names, heights, bottom=bottom, color=figures.colour(i), label=label)
         bottom = [a + b for a, b in zip(bottom, heights)]

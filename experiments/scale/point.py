@@ -1,17 +1,14 @@
 """One point of a study: some workers in a placement group of their own, and the loop's own steps timed in them.
 
-Whole steps are timed in blocks; then the same steps over a process group that sends nothing (torch's `fake` backend,
-whose collectives return at once): what a step takes beyond that is exposed communication, whatever the strategy. A
-pipeline's stages cannot compute without what their neighbours send; their steps are profiled instead.
+Whole steps are timed in blocks; then a few are profiled, which tells what of them is communication that nothing hides
+(app/profiler.py), and of a pipeline what its stages did.
 """
-
-from __future__ import annotations
 
 import contextlib
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import ray
@@ -19,15 +16,14 @@ import torch
 import torch.distributed as dist
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 
 from app.config import Config
-from app.config_io import with_values
 from app.errors import RunFailed
 from app.job import Job, Place, SilentChannel, memory_bytes
 from app.launchers.ray_workers import work_in
 from app.loop import Training
+from app.profiler import shares
 from cluster.remote import free_port
 from strategies.pipeline.simulate import COMPUTE, Span, figures
 
@@ -43,9 +39,8 @@ class Told:
     node: str
     steps: list[float] = field(default_factory=list)  # whole steps
     data: list[float] = field(default_factory=list)  # of them, waiting for data
-    alone: list[float] = field(default_factory=list)  # steps with nothing sent, without waiting for data
+    shares: dict[str, float] = field(default_factory=dict)  # of several workers: what `shares` says of profiled steps
     spans: list[list[tuple[Any, ...]]] = field(default_factory=list)  # of a pipeline: per profiled step
-    unknown: str = ""  # why there is nothing in `alone`
     memory: int = 0  # bytes, at most
 
 
@@ -56,7 +51,7 @@ class Measured:
     step: float
     computing: float
     bubble: float  # of a pipeline: what its schedule leaves idle with the measured times
-    communication: float | None  # what is not hidden behind computing; None: unknown, and part of computing
+    communication: float  # what is not hidden behind computing
     data: float
     balance: float  # mean of the workers' computing over the largest
     memory: int  # bytes, of the worker with most
@@ -68,7 +63,7 @@ def measured(told: Sequence[Told], config: Config) -> Measured:
     step = max(statistics.median(t.steps) for t in told)
     data = min(step, max(statistics.median(t.data) for t in told))
     own = [statistics.median(t.steps) - statistics.median(t.data) for t in told]
-    bubble, sent, notes = 0.0, 0.0, [f"communication could not be measured: {t.unknown}" for t in told if t.unknown][:1]
+    bubble, sent, notes = 0.0, 0.0, list[str]()
     if told[0].spans:
         ranks = [[[Span(*span) for span in spans] for spans in t.spans] for t in told]
         wanted = config.parallel
@@ -80,16 +75,15 @@ def measured(told: Sequence[Told], config: Config) -> Measured:
         ]
         bubble = min(ideal, step - data)
         sent = max(0.0, step - data - bubble - statistics.mean(own))
-    elif len(told) > 1 and not notes:
-        own = [statistics.median(t.alone) for t in told]
-        sent = max(0.0, step - data - max(own))
+    elif len(told) > 1:  # the worker that waits least is the one that the others wait for
+        sent = (step - data) * min(t.shares["exposed_communication_seconds"] / t.shares["step_seconds"] for t in told)
+        own = [t.shares["computing_seconds"] for t in told]
     balance, slowest = statistics.mean(own) / max(own), own.index(max(own))
-    if balance < EVEN and not notes:
+    if balance < EVEN:
         what = f"worker {slowest} on {told[slowest].node}"
         notes = [f"{what} computes {1 / balance:.2f} times as long as the mean, and the others wait for it"]
-    known = not any(t.unknown for t in told)
     computing = step - data - bubble - sent
-    return Measured(step, computing, bubble, sent if known else None, data, balance, max(t.memory for t in told), notes)
+    return Measured(step, computing, bubble, sent, data, balance, max(t.memory for t in told), notes)
 
 
 # --- in the workers ---------------------------------------------------------------------------------------------------
@@ -120,51 +114,30 @@ class Bench:
         """What this worker has to tell."""
         work_in(job.cwd)
         told = Told(ray.util.get_node_ip_address())
-        self.together(job, address, told)
-        if self.place.world_size > 1 and job.layout.dims.pp == 1:
-            # Not before: DTensor remembers which part of a tensor a process has, and alone it stands in for rank 0.
-            self.alone(job, told)
-        return told
-
-    def together(self, job: Job, address: str, told: Told) -> None:
-        """Whole steps, and of a pipeline what its stages did."""
-        with self._training(job, self.place, "cpu:gloo,cuda:nccl" if self.gpu else "gloo", address) as (
-            training,
-            batches,
-        ):
+        with self._training(job, address) as (training, batches):
             for _ in range(self.blocks):
                 seconds, waited = self._block(training, batches)
                 told.steps.append(seconds)
                 told.data.append(waited)
+            told.memory = memory_bytes(self.place.device)
             if job.layout.dims.pp > 1:
                 for _ in range(self.steps):
                     spans = training.parallel.profile(lambda: training.step(next(batches)))
                     told.spans.append([astuple(span) for span in spans])
-            told.memory = memory_bytes(self.place.device)
-
-    def alone(self, job: Job, told: Told) -> None:
-        """The same steps, with nothing sent: what they compute means nothing, and takes as long. Where a strategy
-        cannot do without answers, what it sends stays unknown."""
-        job = replace(job, config=with_values(job.config, {"parallel.reduce_dtype": "fp32"}))
-        torch.set_flush_denormal(True)  # what was never received may be tiny numbers, which are slow
-        try:
-            with self._training(job, replace(self.place, rank=0), "fake", None) as (training, batches):
-                for part in training.parallel.module.modules():
-                    if isinstance(part, DistributedDataParallel):  # whose own way fails over such a group
-                        part.register_comm_hook(None, noop_hook)
-                blocks = [self._block(training, batches) for _ in range(self.blocks)]
-                told.alone = [seconds - waited for seconds, waited in blocks]
-        except Exception as error:
-            told.unknown = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        torch.set_flush_denormal(False)
+            elif self.place.world_size > 1:
+                activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.gpu else [])]
+                with profile(activities=activities) as profiled:
+                    self._block(training, batches)
+                told.shares = shares(profiled.events(), self.steps, self.gpu)
+        return told
 
     @contextlib.contextmanager
-    def _training(self, job: Job, place: Place, backend: str, address: str | None) -> Iterator[tuple[Any, Any]]:
-        """The loop, and its batches, which are this worker's own, also where it stands in as rank 0."""
-        if place.world_size > 1:
-            dist.init_process_group(backend, address, rank=place.rank, world_size=place.world_size)
-        training = Training(job, place, SilentChannel(), NothingKept)
-        training.data_rank = job.layout.dims.data_rank(self.place.rank)
+    def _training(self, job: Job, address: str) -> Iterator[tuple[Any, Any]]:
+        """The loop, and its batches."""
+        if self.place.world_size > 1:
+            backend = "cpu:gloo,cuda:nccl" if self.gpu else "gloo"
+            dist.init_process_group(backend, address, rank=self.place.rank, world_size=self.place.world_size)
+        training = Training(job, self.place, SilentChannel(), NothingKept)
         batches = training.batches()
         try:
             yield training, batches

@@ -1,7 +1,5 @@
 """Checks of speed and memory: the kernels that run, a GPT beside plain PyTorch and beside the plan."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re
