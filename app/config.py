@@ -121,9 +121,10 @@ class TrainConfig:
     data_workers: int = 0
     """Processes per worker that load data, for datasets whose samples are costly to make. 0: a thread."""
 
-    def steps_for(self, samples: int) -> int:
-        """Optimizer steps in all, with a training set of this many samples; one epoch where neither is given."""
-        return self.steps or max(1, math.ceil((self.epochs or 1.0) * samples / self.global_batch_size))
+    def steps_for(self, samples: int | None) -> int:
+        """Optimizer steps in all, with a training set of this many samples (None: of no length, which needs steps); one
+        epoch where neither is given."""
+        return self.steps or max(1, math.ceil((self.epochs or 1.0) * (samples or 1) / self.global_batch_size))
 
 
 @dataclass(frozen=True)

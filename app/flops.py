@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from app.data.loader import fetch, map_tensors, rows
+from app.data.loader import fetch, length, map_tensors, rows
 from app.job import Place
 from app.tasks.base import Task
 from strategies import registry
@@ -61,7 +61,7 @@ def multiplied(model: nn.Module) -> int:
 
 def _counted(task: Task, model: nn.Module) -> float:
     data = task.train_data()
-    batch = fetch(data, [(i % len(data), i) for i in range(2)])  # type: ignore[arg-type]
+    batch = fetch(data, [(i % (length(data) or 2), i) for i in range(2)])
     with FlopCounterMode(display=False) as counter:
         task.loss(model.train(), map_tensors(lambda t: t.to("meta"), batch)).backward()
     return counter.get_total_flops() / rows(batch)

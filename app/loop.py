@@ -183,6 +183,8 @@ class Training:
             steps=self.job.steps - self.steps_done,
             device=self.place.device,
             data_workers=config.data_workers,
+            mark=self.progress.stream,
+            note=lambda mark: setattr(self.progress, "stream", mark),
         )
 
     # --- boundaries ---------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ class Progress:
 
     step: int = 0  # optimizer steps taken
     samples_seen: int = 0  # position in the stream of samples
+    stream: str = ""  # where data that is a stream continues (app/data/stream.py)
     latest: dict[str, float] = field(default_factory=dict)  # the newest value of every metric
     events: list[str] = field(default_factory=list)  # rank 0: metric events as JSON, newest last
 
@@ -100,6 +101,7 @@ class Persistence:
         meta = {
             "step": progress.step,
             "samples_seen": progress.samples_seen,
+            "stream": progress.stream,
             "run_uid": self.job.run_uid,
             "loss_scale": self.scale.state(),
             "layout": str(self.job.layout),
@@ -187,6 +189,7 @@ class Persistence:
         self.parallel.load_optimizer_state(self.optimizer, state["optimizer"])
         meta = commit.meta
         progress.step, progress.samples_seen = meta["step"], meta["samples_seen"]
+        progress.stream = meta.get("stream", "")
         self.saved = progress.step
         self.scale.load_state(meta["loss_scale"])
         progress.latest = dict(meta["latest"])

@@ -4,7 +4,8 @@ app/data/order.py decides what the samples of a step are; here they are cut into
 fetched, and moved. A batch is tensors in tuples, lists and dicts, nested as the data set likes; conventionally
 (inputs, targets).
 
-A data set is map-style: `__len__` and `__getitem__(i)`. It may have, each faster or more able than the last:
+A data set is map-style, with `__len__` and `__getitem__(i)`, or a stream (stream.py), or a Mixture of map-style ones
+(mixture.py). A map-style one may have, each faster or more able than the last:
 
 - `__getitems__(indices)`: a whole batch in one call. A returned list is taken for a list of samples and
   collated (PyTorch's convention); anything else (tuple, dict, tensor) for a batch that is ready.
@@ -17,6 +18,11 @@ A data set may draw from the global generators of torch, NumPy and Python: they 
 (What a `__getitems__` or `batch_at` that makes ready batches draws is a function of the batch's first position.) With
 `data_workers=0` samples are fetched in the training process: on a GPU in a thread ahead of training, but for data sets
 that draw, since the thread would share the generators with the model.
+
+Whether a data set draws is found from `PROBED` samples from all over it. One that draws for none of these, but for
+others, is seeded once for each batch, by its first sample's position: a resumed run sees the same, another number of
+workers or micro-batches does not, and a GPU's thread is not seeded at all. An attribute `draws = True` of the data set
+says that it does.
 """
 
 from __future__ import annotations
@@ -25,13 +31,16 @@ import queue
 import threading
 import traceback
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, default_convert
 
-from app.data.order import HELD_OUT_SEED, Order, shares
+from app.data.mixture import order_of
+from app.data.order import HELD_OUT_SEED, shares
+from app.data.stream import examples, is_stream, stream_steps
 from app.errors import UserError
 from app.randomness import host_state, seed_sample
 from strategies.tree import tree_leaves, tree_map
@@ -51,6 +60,11 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Batch) -> Batch:
 def tensors(batch: Batch) -> list[Tensor]:
     """The batch's tensors in order."""
     return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def length(dataset: Dataset[Any]) -> int | None:
+    """Samples in a data set; None for a stream, which does not tell."""
+    return None if is_stream(dataset) else len(dataset)  # type: ignore[arg-type]
 
 
 def rows(batch: Batch) -> int:
@@ -82,17 +96,30 @@ def train_batches(
     steps: int,
     device: torch.device,
     data_workers: int = 0,
+    mark: str = "",
+    note: Callable[[str], object] = lambda mark: None,
 ) -> Generator[list[Batch]]:
     """For each of `steps` steps the list of this rank's micro-batches, on the device.
 
     The stream continues at position `samples_seen`. `dp_size` divides the global batch; every rank gets the same number
-    of micro-batches, of which the last may be smaller (5 by 2: 2, 2, 1).
+    of micro-batches, of which the last may be smaller (5 by 2: 2, 2, 1). mark: where a stream continues instead; note
+    is told the mark after each step; data_workers have no part in it.
     """
-    share, drawn = global_batch_size // dp_size, draws(dataset, seed)
+    share = global_batch_size // dp_size
     cuts = micro_batch_slices(share, micro_batch_size)
+    if is_stream(dataset):
+        own = slice(dp_rank * share, (dp_rank + 1) * share)
+        step = {"steps": steps, "global_batch_size": global_batch_size, "own": own, "cuts": cuts}
+        make = partial(stream_steps, dataset, seed=seed, mark=mark, **step)  # type: ignore[arg-type]
+        ahead = _ahead(device, beside=device.type == "cpu" or not draws(dataset, seed))
+        for mark, batches in prefetched(make, device, ahead=ahead):
+            note(mark)
+            yield batches
+        return
+    drawn = draws(dataset, seed)
 
     def picks() -> Iterator[Picks]:
-        order = Order(len(dataset), seed)  # type: ignore[arg-type]
+        order = order_of(dataset, seed)
         for step in range(steps):
             start = samples_seen + step * global_batch_size + dp_rank * share
             indices = order.indices(start, share).tolist()
@@ -144,8 +171,10 @@ def fetch(dataset: Dataset[Any], picks: Picks, seed: int | None = 0, drawn: bool
     """One batch, by the most able way the data set offers.
 
     seed: of the generators that samples are drawn under; None leaves them alone. drawn: whether the data set draws;
-    where not, they are seeded once for the batch.
+    where not, they are seeded once for the batch. Of a stream it is the first samples, as many as are picked.
     """
+    if is_stream(dataset):
+        return default_collate(examples(dataset, len(picks), seed or 0))
     indices, positions = [index for index, _ in picks], [position for _, position in picks]
     if type(dataset) is TensorDataset:
         return tuple(tensor[torch.as_tensor(indices)] for tensor in dataset.tensors)
@@ -168,8 +197,17 @@ def fetch(dataset: Dataset[Any], picks: Picks, seed: int | None = 0, drawn: bool
 
 
 def draws(dataset: Dataset[Any], seed: int) -> bool:
-    """Whether making samples draws from the global generators; found by making some from all over the data."""
-    n = len(dataset)  # type: ignore[arg-type]
+    """Whether making samples draws from the global generators; found by making some from all over the data, unless the
+    data set says so."""
+    if getattr(dataset, "draws", False):
+        return True
+    for number in range(PROBED if is_stream(dataset) else 0):
+        seed_sample(seed, number)
+        before = host_state()
+        examples(dataset, number + 1, seed)
+        if host_state() != before:
+            return True
+    n = length(dataset) or 0
     for index in range(0, n, max(1, n // PROBED)):
         seed_sample(seed, index)
         before = host_state()

@@ -7,9 +7,11 @@ up in the process's resident memory, and which ends the process with SIGBUS wher
 from __future__ import annotations
 
 import glob
+import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +20,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from app.data.files import cached, existing, identity
+from app.data.sets import column, files_key, is_dataset, open_dataset
 from app.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,20 +38,29 @@ CHECK_AT_ONCE = 1 << 20  # tokens at either end of a file that are checked befor
 
 
 def read_tokens(
-    data: str | Sequence[str], tokenizer: str, token_dtype: str, vocab_size: int | None
+    data: str | Sequence[str], tokenizer: str, token_dtype: str, vocab_size: int | None, text: str = "text"
 ) -> tuple[list[TokenFile], int, float | None]:
-    """(token files, the least size of the vocabulary, bytes of text per token if known) of text or token files.
+    """(token files, the least size of the vocabulary, bytes of text per token if known) of text or token files, or of
+    the column `text` of a data set (sets.py).
 
     Raises UserError, also if a token at the beginning or end of a token file is outside the vocabulary.
     """
+    if is_dataset(data):
+        rows = open_dataset(data)[0]
+        column(rows, text, "task_args.text")
+        encode, size = encoder(tokenizer)
+        key = hashlib.sha256(f"{files_key(data)} {text}".encode()).hexdigest()[:16]
+        key += "" if tokenizer == BYTES else identity(existing(tokenizer, "task_args.tokenizer"))
+        kept = _kept(key, size, (encode(row) for row in rows[text]), str(data))
+        return [kept], size, 1.0 if tokenizer == BYTES else None
     paths = find_files(data)
     made_of_tokens = [path for path in paths if path.suffix in SUFFIXES]
     if not made_of_tokens:
         file, size, text_bytes = tokenise(paths, tokenizer)
         return [file], size, text_bytes / file.length
     if len(made_of_tokens) < len(paths):
-        text = next(path for path in paths if path not in made_of_tokens)
-        raise UserError(f"task_args.data mixes token files ({made_of_tokens[0]}) with text ({text}); give one kind")
+        plain = next(path for path in paths if path not in made_of_tokens)
+        raise UserError(f"task_args.data mixes token files ({made_of_tokens[0]}) with text ({plain}); give one kind")
     if vocab_size is None:
         raise UserError(f"task_args.vocab_size is needed with a token file such as {made_of_tokens[0]}; write it")
     files = [open_tokens(path, token_dtype) for path in made_of_tokens]
@@ -108,6 +120,20 @@ def tokenise(files: Sequence[Path], tokenizer: str = BYTES) -> tuple[TokenFile, 
         model = load_tokenizer(path)
         vocab_size, key = model.get_vocab_size(), identity(*files, path)
         chunks = _encoded_chunks(files, model)
+    others = f" and {len(files) - 1} other files" if len(files) > 1 else ""
+    return _kept(key, vocab_size, chunks, f"{files[0]}{others}"), vocab_size, sum(f.stat().st_size for f in files)
+
+
+def encoder(tokenizer: str) -> tuple[Callable[[str], list[int]], int]:
+    """(what makes tokens of a document, which ends in a line's end; size of the vocabulary)"""
+    if tokenizer == BYTES:
+        return lambda text: list(f"{text}\n".encode()), 256
+    model = load_tokenizer(existing(tokenizer, "task_args.tokenizer"))
+    return lambda text: model.encode(f"{text}\n", add_special_tokens=False).ids, model.get_vocab_size()
+
+
+def _kept(key: str, vocab_size: int, chunks: Iterator[Any], source: str) -> TokenFile:
+    """The tokens in the cache, made if they are not there."""
     dtype = "uint8" if vocab_size <= 1 << 8 else "uint16" if vocab_size <= 1 << 16 else "uint32"
 
     def make(path: Path) -> None:
@@ -118,9 +144,8 @@ def tokenise(files: Sequence[Path], tokenizer: str = BYTES) -> tuple[TokenFile, 
     made = cached(f"tokens-{key}.{dtype}.bin", make)
     length = made.stat().st_size // np.dtype(dtype).itemsize
     if length == 0:
-        others = f" and {len(files) - 1} other files" if len(files) > 1 else ""
-        raise UserError(f"task_args.data: there is no text in {files[0]}{others}; give files with text")
-    return TokenFile(made, dtype, length), vocab_size, sum(file.stat().st_size for file in files)
+        raise UserError(f"task_args.data: there is no text in {source}; give files with text")
+    return TokenFile(made, dtype, length)
 
 
 def _byte_chunks(files: Sequence[Path]) -> Iterator[Any]:
@@ -256,6 +281,51 @@ class TokenWindows(Dataset[Any]):
             check_tokens(rows[mine], self.vocab_size, file.path)
         tokens = torch.from_numpy(rows)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+class TokenStream(IterableDataset[Any]):
+    """The same samples from the documents of a stream with a state, as they come; see app/data/stream.py.
+
+    encode: a document's text to its tokens. The state is the stream's before the first document that is still used, and
+    how many of its tokens are used up.
+    """
+
+    def __init__(self, rows: Any, column: str, encode: Callable[[str], list[int]], sequence_length: int) -> None:
+        self.rows, self.column, self.encode, self.sequence_length = rows, column, encode, sequence_length
+        self._state: dict[str, Any] = {"rows": rows.state_dict(), "used": 0}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def set_epoch(self, epoch: int) -> None:
+        self.rows.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.rows.load_state_dict(self._state["rows"])
+        rows, used = iter(self.rows), self._state["used"]
+        documents: deque[tuple[Any, list[int]]] = deque()
+        have, length = -used, self.sequence_length
+        before = self._state["rows"]
+        while True:
+            while have <= length:  # the last token of a window is a target only
+                if (row := next(rows, None)) is None:
+                    return
+                documents.append((before, self.encode(row[self.column])))
+                have += len(documents[-1][1])
+                before = self.rows.state_dict()
+            tokens: list[int] = []
+            for number, (_, document) in enumerate(documents):
+                begin = 0 if number else used
+                tokens += document[begin : begin + length + 1 - len(tokens)]
+            used, have = used + length, have - length
+            while used >= len(documents[0][1]):
+                used -= len(documents.popleft()[1])
+            self._state = {"rows": documents[0][0], "used": used}
+            found = torch.tensor(tokens)
+            yield found[:-1], found[1:]
 
 
 def check_tokens(tokens: npt.NDArray[np.int64], vocab_size: int, path: Path) -> None:

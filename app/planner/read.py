@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from app.data.loader import fetch, map_tensors, rows, tensors
+from app.data.loader import fetch, length, map_tensors, rows, tensors
 from app.errors import UserError
 from app.planner.trace import AFTER, BEFORE, PartTrace, Trace, alike, watch
 from app.tasks.base import Task
@@ -96,8 +96,8 @@ class Reader:
         self._real = fake_mode() is None
         self._costs: dict[str, ModelCosts] = {}
         data = task.train_data()
-        self.samples = len(data)  # type: ignore[arg-type]
-        self.batches = {b: fetch(data, [(i % self.samples, i) for i in range(b)]) for b in BATCHES}
+        self.samples = length(data)
+        self.batches = {b: fetch(data, [(i % (self.samples or BATCHES[-1]), i) for i in range(b)]) for b in BATCHES}
         first = self.batches[BATCHES[0]]
         self.items_per_sample = float(torch.as_tensor(task.items(first)).item()) / rows(first)
         self.sample_bytes = sum(t.nbytes for t in tensors(first)) / rows(first)

@@ -31,13 +31,16 @@ def train_run(driver: Driver, prepared: Prepared, where: str, train: Callable[[J
         return _already_finished(driver)
     run.open(prepared.config, prepared.steps, console.say)
     write_task_file(prepared.config.task, run.storage)
-    console.say(f"training {run.manifest.name} on {prepared.samples:,} samples")
+    console.say(
+        f"training {run.manifest.name} on {f'{prepared.samples:,} samples' if prepared.samples else 'a stream'}"
+    )
     console.say(
         f"{prepared.layout} on {where}; {prepared.steps:,} steps; everything else is in {run.local_folder / 'logs'}"
     )
     for note in (*newer(), *prepared.notes):
         driver.note(note)
     driver.begin_tracking()
+    driver.tracker.inputs(prepared.inputs)
     # Signals stay caught until the end is written down: torchrun sends SIGTERM as soon as one rank has failed.
     with driver.signals():
         with _ending(driver):

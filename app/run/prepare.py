@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,12 +16,14 @@ from torch import nn
 from app.checkpoint import find
 from app.config import Config
 from app.config_io import with_values
-from app.data.loader import fetch, is_reproducible, micro_batch_slices, tensors
+from app.data.describe import inputs
+from app.data.loader import fetch, is_reproducible, length, micro_batch_slices, tensors
+from app.data.stream import continues_exactly, is_stream
 from app.errors import UserError
 from app.job import strategy_options
 from app.optimizer import optimizer_class
 from app.randomness import seed_everything
-from app.run.rehearse import rehearse, require_map_style, require_methods
+from app.run.rehearse import rehearse, require_data, require_methods
 from app.tasks import load_task
 from app.tasks.base import Task
 from strategies import precision, registry
@@ -43,9 +45,10 @@ class Prepared:
     config: Config  # with what was left open in it decided
     layout: Layout
     steps: int
-    samples: int  # to train on
+    samples: int | None  # to train on; None: a stream
     notes: tuple[str, ...] = ()  # remarks for the user on what was decided, one sentence each
     prediction: Estimate | None = None  # of the planner, where it chose the layout
+    inputs: tuple[dict[str, str], ...] = ()  # what the data is, for MLflow
 
 
 def read_task(config: Config) -> Task:
@@ -60,9 +63,7 @@ def read_task(config: Config) -> Task:
     seed_everything(config.train.seed)  # as workers do
     task = load_task(config.task, config.task_args)
     require_methods(task)
-    require_map_style(task.train_data(), "training")
-    if (held_out := task.eval_data()) is not None:
-        require_map_style(held_out, "held-out")
+    require_data(config, task)
     return task
 
 
@@ -75,8 +76,8 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
     config, layout, planned, prediction = _layout(config, task, workers, devices_per_node)
     train = config.train
     registry.require_installed(layout)
-    samples = len(task.train_data())  # type: ignore[arg-type]
-    if samples < 1:
+    samples = length(task.train_data())
+    if samples == 0:
         raise UserError("the training data is empty: give the task data with at least one sample")
     _check_batch(config, layout.dims.dp)
     config, notes = _micro_batches(config, layout.dims)
@@ -95,8 +96,8 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
         micro_batches=_count_micro_batches(config, layout.dims.dp),
     )
     check_model(config, task, layout, module)
-    notes = (*planned, *notes, *_remarks(config, layout.dims, samples), *_randomness(task, layout.dims))
-    return Prepared(config, layout, train.steps_for(samples), samples, notes, prediction)
+    notes = (*planned, *notes, *_remarks(config, layout.dims, samples), *_randomness(config, task, layout.dims))
+    return Prepared(config, layout, train.steps_for(samples), samples, notes, prediction, tuple(inputs(config, task)))
 
 
 def _split_length(task: Task, layout: Layout, module: nn.Module | None) -> int | None:
@@ -156,7 +157,7 @@ def _check_batch(config: Config, dp: int) -> None:
         )
 
 
-def _remarks(config: Config, dims: ParallelDims, samples: int) -> Iterator[str]:
+def _remarks(config: Config, dims: ParallelDims, samples: int | None) -> Iterator[str]:
     """What will be slow, or is not as it may be meant."""
     batch, dp, trace = config.train.global_batch_size, dims.dp, config.parallel.trace_step
     steps = config.train.steps_for(samples)
@@ -165,7 +166,7 @@ def _remarks(config: Config, dims: ParallelDims, samples: int) -> Iterator[str]:
             f"each of the {dp} data-parallel workers computes one sample per step, so most of its time is "
             "communication: raise train.global_batch_size"
         )
-    if samples < batch:
+    if samples is not None and samples < batch:
         yield f"a step takes {batch} samples, but the data has {samples}: each step repeats some"
     if (warmup := config.schedule.warmup_steps) > steps:
         yield (
@@ -181,9 +182,19 @@ def _remarks(config: Config, dims: ParallelDims, samples: int) -> Iterator[str]:
         yield f"parallel.trace_step is {trace:,}, but the run has {steps:,} steps: no step is traced"
 
 
-def _randomness(task: Task, dims: ParallelDims) -> Iterator[str]:
+def _randomness(config: Config, task: Task, dims: ParallelDims) -> Iterator[str]:
     """Raises UserError where workers that must see the same samples would not."""
-    if is_reproducible(task.train_data()):
+    data: Any = task.train_data()
+    if is_stream(data) and dims.dp > 1:
+        yield f"the training data is a stream: each of the {dims.dp} data-parallel workers reads all of it"
+    if is_stream(data) and config.train.data_workers:
+        yield "train.data_workers read data that is asked by number; the training data is a stream"
+    if is_stream(data) and not continues_exactly(data):
+        yield (
+            f"the training data, a {type(data).__name__}, has no state (state_dict, load_state_dict) that brings back "
+            "the samples that follow: a resumed run reads it again up to where it was"
+        )
+    if is_reproducible(data):
         return
     said = "the training data draws from a random generator of its own: a sample is another whenever it is made"
     instead = "draw from torch's, NumPy's or Python's global generator, which is seeded for each sample"

@@ -12,10 +12,11 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader
 
 from app.config import Config
-from app.data.loader import fetch, map_tensors, tensors
+from app.data.loader import fetch, length, map_tensors, tensors
+from app.data.stream import is_stream
 from app.errors import UserError, nearest
 from app.tasks.base import Task
 
@@ -31,12 +32,23 @@ def require_methods(task: Task) -> None:
         raise UserError(f"{own.__name__} has no {' and no '.join(missing)}: app/tasks/base.py shows what a task has")
 
 
-def require_map_style(data: Any, whose: str) -> None:
-    """Raises UserError for data whose samples have no numbers."""
-    if isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+def require_data(config: Config, task: Task) -> None:
+    """Raises UserError for data that samples cannot be read from, or whose epochs have no length."""
+    data: Any = task.train_data()
+    if isinstance(data, DataLoader) or not (is_stream(data) or hasattr(data, "__getitem__")):
         raise UserError(
-            f"the {whose} data is a {type(data).__name__}, which cannot be asked for a sample by its number, as "
-            "resuming and several workers need it: give a map-style data set, with __len__ and __getitem__"
+            f"the training data is a {type(data).__name__}: give a data set of samples, with __len__ and __getitem__ "
+            "or with __iter__, from which batches are made as train.global_batch_size says"
+        )
+    if is_stream(data) and config.train.steps is None:
+        raise UserError(
+            f"train.epochs needs data with a length, and the training data is a stream ({type(data).__name__}): write "
+            "train.steps"
+        )
+    if is_stream(held_out := task.eval_data() or ()):
+        raise UserError(
+            f"the held-out data is a {type(held_out).__name__}, which cannot be asked for a sample by its number: give "
+            "a map-style data set, with __len__ and __getitem__, or a list of samples"
         )
 
 
@@ -47,7 +59,8 @@ def rehearse(config: Config, task: Task, share: int) -> None:
         UserError: every mistake found, a sentence each.
     """
     data: Any = task.train_data()
-    at = range(0, len(data), max(1, len(data) // TRIED))
+    samples = length(data) or TRIED
+    at = range(0, samples, max(1, samples // TRIED))
     try:
         batch = fetch(data, [(index, index) for index in at])
     except (RuntimeError, TypeError, ValueError, KeyError, IndexError) as error:

@@ -58,7 +58,8 @@ class Task:
         raise UserError(f"{type(self).__name__} has no build_model: app/tasks/base.py shows what a task has")
 
     def train_data(self) -> Dataset[Any]:
-        """The data to train on, map-style, in any fixed order: shuffling is not the data set's business."""
+        """The data to train on. Map-style (`__len__`, `__getitem__`) in any fixed order, since it is shuffled by the
+        seed; or a stream (`__iter__`; app/data/stream.py), in its own; or a Mixture (app/data/mixture.py)."""
         raise UserError(f"{type(self).__name__} has no train_data: app/tasks/base.py shows what a task has")
 
     def eval_data(self) -> Dataset[Any] | None:

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import ConcatDataset
 
 from app.data.files import existing
+from app.data.mixture import Mixture
 from app.data.order import held_out
-from app.data.text import BYTES, TOKEN_DTYPES, TokenWindows, load_tokenizer, read_tokens
+from app.data.sets import column, is_dataset, open_dataset
+from app.data.text import (
+    BYTES,
+    TOKEN_DTYPES,
+    TokenFile,
+    TokenStream,
+    TokenWindows,
+    encoder,
+    load_tokenizer,
+    read_tokens,
+)
 from app.errors import UserError
 from app.models.cross_entropy import LARGE_VOCABULARY, cross_entropy
 from app.models.gpt import GPT, TENSOR_PLAN
@@ -78,8 +92,13 @@ class TextInput(Preprocessor):
 class LanguageModelling(InParts):
     """A GPT that predicts each next token of a text.
 
-    data: text files as a path, a glob (`**` too) or a list of them; `python`, the source of Python's own library; or
-        token files: .bin (bare numbers of `token_dtype`) or .npy, which may be far larger than memory.
+    data: text files as a path, a glob (`**` too) or a list of them; `python`, the source of Python's own library;
+        token files: .bin (bare numbers of `token_dtype`) or .npy, which may be far larger than memory; or a data set of
+        documents (app/data/sets.py: a folder of save_to_disk, .parquet, .jsonl, …, also s3://). A mapping of any of
+        these to weights mixes them: {python: 3, "notes/*.txt": 1} takes three quarters of the samples from the first.
+    text: the column of a data set's documents.
+    stream: reads a data set where it lies, in its own order, instead of making a token file of it first;
+        needs train.steps, and eval_samples (default 0) are the documents at its beginning that are held out.
     tokenizer: `bytes` (256 tokens) or the path of a Hugging Face tokenizers file; text is tokenised once and kept
         in the cache.
     token_dtype: `uint16`, `uint32` or `uint8`: the numbers in a .bin file.
@@ -105,7 +124,9 @@ class LanguageModelling(InParts):
     def __init__(
         self,
         *,
-        data: str | list[str],
+        data: str | list[str] | dict[str, float],
+        text: str = "text",
+        stream: bool = False,
         tokenizer: str = BYTES,
         token_dtype: str = "uint16",
         vocab_size: int | None = None,
@@ -138,7 +159,13 @@ class LanguageModelling(InParts):
         self.linear_loss = linear_loss
         if vocab_size is not None:
             whole("vocab_size", vocab_size)
-        files, least, self.bytes_per_token = read_tokens(data, tokenizer, token_dtype, vocab_size)
+        sources: list[Any] = list(data) if isinstance(data, Mapping) else [data]
+        read: list[list[TokenFile]] = []
+        if stream:
+            least, self.bytes_per_token = self._stream(data, text, tokenizer, eval_samples), None
+        for source in () if stream else sources:
+            files, least, self.bytes_per_token = read_tokens(source, tokenizer, token_dtype, vocab_size, text)
+            read.append(files)
         self.vocab_size = vocab_size or least
         if self.vocab_size < least:
             raise UserError(
@@ -152,6 +179,18 @@ class LanguageModelling(InParts):
             if model_args.pop("d_hidden") is not None:
                 raise UserError("task_args.d_hidden is not for a mixture of experts; write task_args.mixture.d_expert")
             self._build = checked_model(MixtureGPT, sizes, model_args | dict(mixture))
+        parts = [self._parts(files, eval_samples) for files in read]
+        if parts:
+            self._train, self._eval = parts[0]
+        if isinstance(data, Mapping) and parts:
+            self._train = Mixture([train for train, _ in parts], [float(weight) for weight in data.values()])
+            held = [part for _, part in parts if part is not None]
+            self._eval = ConcatDataset(held) if held else None
+        made_of_tokens = self.bytes_per_token is None and not any(is_dataset(source) for source in sources)
+        known = None if tokenizer == BYTES else load_tokenizer(existing(tokenizer, "task_args.tokenizer"))
+        self._input = None if made_of_tokens and known is None else TextInput(known, self.sequence_length)
+
+    def _parts(self, files: list[TokenFile], eval_samples: int | None) -> tuple[TokenWindows, TokenWindows | None]:
         windows = TokenWindows(files, self.sequence_length, self.vocab_size)
         total = len(windows)
         if total < 1:
@@ -161,11 +200,20 @@ class LanguageModelling(InParts):
             )
         count = held_out(total, eval_samples, DEFAULT_EVAL_FRACTION)
         count = min(count, DEFAULT_EVAL_SEQUENCES) if eval_samples is None else count
-        self._train = windows.part(0, total - count)
-        self._eval = windows.part(total - count, total) if count else None
-        made_of_tokens = self.bytes_per_token is None
-        known = None if tokenizer == BYTES else load_tokenizer(existing(tokenizer, "task_args.tokenizer"))
-        self._input = None if made_of_tokens and known is None else TextInput(known, self.sequence_length)
+        return windows.part(0, total - count), windows.part(total - count, total) if count else None
+
+    def _stream(self, data: Any, text: str, tokenizer: str, eval_samples: int | None) -> int:
+        """Sets the data; the least size of the vocabulary."""
+        if isinstance(data, Mapping) or not is_dataset(data):
+            raise UserError(f"task_args.stream is for one data set, such as a .parquet or .jsonl file, not {data!r}")
+        rows, _ = open_dataset(data, stream=True)
+        encode, size = encoder(tokenizer)
+        make = partial(TokenStream, column=column(rows, text, "task_args.text"), encode=encode)
+        make = partial(make, sequence_length=self.sequence_length)
+        count = whole("eval_samples", eval_samples or 0, 0)
+        self._train = make(rows.skip(count))
+        self._eval = list(make(rows.take(count))) or None if count else None
+        return size
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         inputs, targets = batch

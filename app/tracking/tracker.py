@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,10 @@ class Tracker:
     def params(self, values: Mapping[str, object]) -> None:
         """One that changed since the run began is kept, and the new value becomes the tag `trireme.param.KEY`."""
         self._append("params", values=_texts(values))
+
+    def inputs(self, found: Iterable[Mapping[str, str]]) -> None:
+        """Data sets that the run reads: see app/data/describe.py."""
+        self._append("inputs", values=list(found))
 
     def tags(self, values: Mapping[str, str]) -> None:
         self._append("tags", values=_texts(values))

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
@@ -223,6 +223,10 @@ class Uploader:
                     self._log_params(event["values"])
                 elif kind == "tags":
                     self._log_tags(event["values"])
+                elif kind == "inputs":
+                    for each in event["values"]:
+                        tag = InputTag("mlflow.data.context", each.pop("context"))
+                        self.client.log_inputs(self.state.run_id, datasets=[DatasetInput(Dataset(**each), [tag])])
                 elif kind in ("text", "artifact", "model"):
                     self._upload(event)
                 elif kind == "finish":

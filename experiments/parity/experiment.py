@@ -13,7 +13,8 @@ import torch
 from app.config import Config
 from app.config_io import from_dict, to_dict
 from app.data.loader import fetch
-from app.data.order import Order
+from app.data.mixture import order_of
+from app.data.stream import is_stream
 from app.errors import UserError
 from app.job import strategy_options
 from app.optimizer import build_optimizer
@@ -35,7 +36,9 @@ def make_trial(values: dict[str, Any], steps: int) -> Trial:
     seed_everything(config.train.seed)
     task = load_task(config.task, config.task_args)
     data = task.train_data()
-    order = Order(len(data), config.train.seed)  # type: ignore[arg-type]
+    if is_stream(data):
+        raise UserError("parity takes the same samples again and again: give data that is asked by number, no stream")
+    order = order_of(data, config.train.seed)
     size = config.train.global_batch_size
     optimizer = replace(config.optimizer, eps=max(config.optimizer.eps, LEAST_EPS))
 

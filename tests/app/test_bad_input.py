@@ -60,7 +60,7 @@ ROWS = [
     Row("no loss", [*BASE, "task=tests.tasks:Odd", "task_args.what=no loss"], ("WithoutLoss has no loss",)),
     Row("a loss of many numbers", [*BASE, "task=tests.tasks:Odd", "task_args.what=vector"], ("loss has shape (",)),
     Row("ragged samples", [*BASE, "task=tests.tasks:Odd", "task_args.what=ragged"], ("do not make a batch",)),
-    Row("a stream", [*BASE, "task=tests.tasks:Odd", "task_args.what=stream"], ("Stream", "map-style")),
+    Row("a stream", [*BASE, "task=tests.tasks:Odd", "task_args.what=stream"], ("Stream", "gives no sample")),
     Row("several mistakes", ["x.yaml"], ("trian", "betas", "clip_norm", "stepz"), {"x.yaml": SEVERAL}),
     Row("a swap", [*BASE, "strategy=dpp"], ("did you mean ddp",)),
     Row("too far a shift", [*BASE, *DIGITS, "task_args.augment_shift=100"], ("augment_shift is 100",)),
