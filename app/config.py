@@ -111,6 +111,11 @@ class TrainConfig:
     """Ask torch for deterministic algorithms everywhere (slower on GPUs)."""
     eval_every: Optional[int] = None
     """Evaluate on the held-out data after every this many steps; always once at the end. null: only then."""
+    patience: Optional[int] = None
+    """Training ends when checkpoint.metric has not become better in this many evaluations. null: it does not."""
+    ema_decay: Optional[float] = None
+    """Keep an exponential moving average of the weights with this decay (0.999, say): evaluated as ema_loss and so on;
+    what is exported and stored as the model at the end is the average. null: none."""
     eval_batch_size: Optional[int] = None
     """Samples one worker evaluates at once. null: as in training."""
     log_every: int = 10

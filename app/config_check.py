@@ -12,7 +12,7 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _POSITIVE = (
     "budget cluster.min_workers "
     "train.steps train.epochs train.global_batch_size train.micro_batch_size train.clip_norm train.eval_every "
-    "train.eval_batch_size train.log_every train.noise_scale_every optimizer.lr_batch_size "
+    "train.eval_batch_size train.patience train.log_every train.noise_scale_every optimizer.lr_batch_size "
     "checkpoint.every_steps checkpoint.every_seconds checkpoint.keep_last "
     "parallel.dp_replicate parallel.dp_shard parallel.cp parallel.tp parallel.pp parallel.ep parallel.chunks "
     "parallel.trace_step"
@@ -59,6 +59,8 @@ def _mistakes(config: Config) -> Iterator[str]:
         if value(key) not in allowed:
             near = nearest(value(key), allowed)
             yield f"{key} is {value(key)!r}, but it must be one of {', '.join(allowed)}{near}"
+    if config.train.ema_decay is not None and not 0 < config.train.ema_decay < 1:
+        yield f"train.ema_decay is {config.train.ema_decay}, but it must be between 0 and 1, such as 0.999"
     if config.optimizer.lr_scaling != "none" and config.optimizer.lr_batch_size is None:
         yield (
             f"optimizer.lr_scaling is {config.optimizer.lr_scaling}, but optimizer.lr_batch_size does not say which "

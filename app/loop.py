@@ -7,6 +7,7 @@ It imports no launcher and no tracker: what it has to say goes to the `Channel` 
 all ranks but the first. No step waits for the device; only boundaries do, about once a second.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from app import hooks
 from app.checkpoint.ranks import Ranks
 from app.data.loader import fetch, number_on, rows, train_batches
 from app.evaluation import evaluate
@@ -22,7 +24,7 @@ from app.expert_load import expert_metrics
 from app.flops import Utilization
 from app.job import Channel, Job, Place, memory_bytes, strategy_options
 from app.noise_scale import NoiseScale
-from app.optimizer import LossScale, build_optimizer, learning_rate
+from app.optimizer import LossScale, learning_rate
 from app.persistence import Persistence, Progress
 from app.pipeline_monitor import PipelineMonitor
 from app.process import collect_garbage, configure_torch, garbage_waits
@@ -33,7 +35,7 @@ from app.storage import Storage
 from app.tasks import load_task
 from app.tasks.by_value import read_task_file
 from strategies.collectives import keep_freed_memory
-from strategies.parallelize import parallelize
+from strategies.parallelize import Options, parallelize
 
 Summary = dict[str, Any]
 
@@ -72,16 +74,21 @@ class Training:
         self.parallel = parallelize(
             self._build_model,
             job.layout,
-            replace(strategy_options(config), float_output=self.task.float_output),
+            self._options(),
             device=place.device,
             blocks=self.task.blocks,
             tensor_plan=self.task.tensor_plan,
             context_plan=self.task.context_plan,
             example=(self.task.loss, fetch(self.data, [(0, 0)])) if self.dims.pp > 1 else None,
         )
-        self.optimizer = self.parallel.prepare_optimizer(build_optimizer(config.optimizer, self.parallel.parameters()))
+        if hooks.overrides(self.task, "training_step"):
+            hooks.gather_when_called(self.parallel)
+        self.optimizer = self.parallel.prepare_optimizer(hooks.build_optimizers(config, self.task, self.parallel))
         self.scale = LossScale(config.train.precision == "fp16")
         self.persistence = keeper(job, place, channel, self.parallel, self.optimizer, self.scale)
+        self.average: hooks.Average | None = None
+        if config.train.ema_decay is not None:
+            self.average = self.persistence.average = hooks.Average(self.parallel, config.train.ema_decay)
         self.progress = Progress()
         self.items_per_sample = 1.0  # items are what the task counts: tokens, say
         if self.task.unit != "samples":
@@ -99,6 +106,12 @@ class Training:
     def steps_done(self) -> int:
         return self.progress.step
 
+    def _options(self) -> Options:
+        found = replace(strategy_options(self.config), float_output=self.task.float_output)
+        # An update of some weights leaves the others unused.
+        own = hooks.overrides(self.task, "training_step")
+        return replace(found, find_unused_parameters=found.find_unused_parameters or own)
+
     def _build_model(self) -> torch.nn.Module:
         seed_everything(self.config.train.seed)
         return self.task.build_model()
@@ -111,13 +124,14 @@ class Training:
         batches = self.batches()
         try:
             with garbage_waits():
-                while self.steps_done < self.job.steps and not stopped:
+                while self.steps_done < self.job.steps and not (stopped or self.progress.ended):
                     stopped = self.advance(batches)
         finally:
             getattr(batches, "close", lambda: None)()
         self.heartbeat.phase = "ending"
         if not stopped:
-            self.persistence.keep_weights()
+            with self.average.in_place() if self.average else contextlib.nullcontext():
+                self.persistence.keep_weights()
         self.persistence.finish(self.progress)
         return self._summary(stopped, time.monotonic() - began)
 
@@ -136,30 +150,27 @@ class Training:
         return self._is_boundary() and self._boundary()
 
     def step(self, micro_batches: list[Any]) -> None:
-        """One optimizer step: the gradient's exact mean over the global batch, from micro-batches; the update."""
-        config, parallel, task = self.config, self.parallel, self.task
+        """One step: updates of the weights from the gradient's exact mean over the global batch, as the task's
+        training_step asks for them (one, of its loss)."""
+        config = self.config
         step = self.steps_done + 1
         seed_step(config.train.seed, step, self.dims.seed_rank(self.place.rank), self.place.device)
         batch = config.train.global_batch_size
         rate = learning_rate(config.optimizer, config.schedule, self.steps_done, self.job.steps, batch)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        scale = self.scale.scale if self.scale.enabled else 1.0
-        passes = self.noise if self.noise is not None and self.noise.due(step) else parallel
-        loss = passes.forward_backward(micro_batches, self._weights(micro_batches), task.loss, scale)
+        if (factor := self.task.schedule(self.steps_done, self.job.steps)) is not None:
+            rate = config.optimizer.lr * factor
+        for group in self.optimizer.param_groups:  # of an optimizer of the task's own, its rate is the highest
+            group["lr"] = rate * group["initial_lr"] / config.optimizer.lr if "initial_lr" in group else rate
         logged = step in (1, self.job.steps) or step % config.train.log_every == 0
-        self.scale.unscale_(parallel.parameters())
-        norm = None
-        if logged or config.train.clip_norm is not None or self.scale.enabled:
-            norm = parallel.grad_norm_(config.train.clip_norm)
-        if self.scale.accepts(norm, step):
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        update = hooks.Update(self, micro_batches, self._weights(micro_batches), logged)
+        self.task.training_step(update)
+        if self.average is not None:
+            self.average.update(step)
         self.progress.step = self.heartbeat.step = step
         self.progress.samples_seen += batch
-        self.sync.add(loss)
+        self.sync.add(update.loss)
         if logged:
-            self.sync.log(step, rate, norm)
+            self.sync.log(step, rate, update.norm, update.losses())
 
     def _weights(self, micro_batches: list[Any]) -> list[Any]:
         """Each micro-batch's part of the global batch's items; they sum to 1 over micro-batches and data ranks."""
@@ -210,7 +221,7 @@ class Training:
         if last or (config.train.eval_every and step % config.train.eval_every == 0):
             self._evaluate()
         every = config.checkpoint.every_steps
-        if last or agreed.save or agreed.stop or (every and step % every == 0):
+        if last or self.progress.ended or agreed.save or agreed.stop or (every and step % every == 0):
             self.heartbeat.phase = "saving"
             self.persistence.save(self.progress)
         self.persistence.check()
@@ -226,6 +237,7 @@ class Training:
         )
         for entry in agreed.logged:
             values = {"train/loss": entry.loss, "train/lr": entry.learning_rate}
+            values |= {f"train/{name}": value for name, value in entry.losses.items()}
             if entry.grad_norm is not None:
                 values["train/grad_norm"] = entry.grad_norm
             if entry is agreed.logged[-1]:  # one number for all of them
@@ -259,15 +271,29 @@ class Training:
         self.channel.emit(event)
 
     def _evaluate(self) -> None:
-        data = self.task.eval_data()
-        if data is None:
-            return
-        train = self.config.train
-        size = train.eval_batch_size or train.micro_batch_size or max(1, train.global_batch_size // self.dims.dp)
+        """The figures of the weights and of their average (ema_…), what the task shows, and whether to go on."""
         self.heartbeat.phase = "evaluating"
+        values = self._figures()
+        with self.average.in_place() if self.average else contextlib.nullcontext():
+            if self.average is not None:
+                values |= {f"ema_{name}": value for name, value in self._figures().items()}
+            if hooks.overrides(self.task, "on_evaluation") and self.dims.pp * self.dims.cp == 1:
+                values |= hooks.on_evaluation(self)
+        if values:
+            self._metrics(self.steps_done, {f"eval/{name}": value for name, value in values.items()})
+        self.progress.evaluations.append(values)
+        if hooks.stops_early(self.config, self.task, self.progress.evaluations):
+            self.progress.ended = True
+            if self.place.rank == 0:
+                self.channel.emit({"type": "warning", "text": f"training ends early, after step {self.steps_done:,}"})
+
+    def _figures(self) -> dict[str, float]:
+        data, train = self.task.eval_data(), self.config.train
+        if data is None:
+            return {}
+        size = train.eval_batch_size or train.micro_batch_size or max(1, train.global_batch_size // self.dims.dp)
         seed_step(train.seed, self.steps_done, self.data_rank, self.place.device)  # for metrics that draw
-        values = evaluate(self.task, self.parallel, data, size, self.data_rank, self.place.device, self.heartbeat)
-        self._metrics(self.steps_done, {f"eval/{name}": value for name, value in values.items()})
+        return evaluate(self.task, self.parallel, data, size, self.data_rank, self.place.device, self.heartbeat)
 
     # --- beginning and end --------------------------------------------------------------------------------------
 

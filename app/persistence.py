@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -20,6 +20,9 @@ from app.lease import is_current, read_lease
 from app.optimizer import LossScale
 from app.storage import Storage
 from strategies.parallelize import Parallel
+
+if TYPE_CHECKING:
+    from app.hooks import Average
 
 FIRST_SECONDS = 60.0  # until the first save, where the interval is measured
 RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)  # before the last checkpoint of a start is tried again
@@ -34,6 +37,8 @@ class Progress:
 
     step: int = 0  # optimizer steps taken
     samples_seen: int = 0  # position in the stream of samples
+    evaluations: list[dict[str, float]] = field(default_factory=list)  # the figures of each, for ending early
+    ended: bool = False  # whether training has ended before its last step
     stream: str = ""  # where data that is a stream continues (app/data/stream.py)
     latest: dict[str, float] = field(default_factory=dict)  # the newest value of every metric
     events: list[str] = field(default_factory=list)  # rank 0: metric events as JSON, newest last
@@ -70,6 +75,7 @@ class Persistence:
             attempt=job.attempt,
             fence=lambda: is_current(job.folder, job.attempt),
         )
+        self.average: Average | None = None  # of the weights, saved with them; the loop sets it
         self.saved, self.saved_at = -1, time.monotonic()
         self.last_warning = ""
         self.longest_stall: float | None = None  # seconds that a save of this start has held training up at most
@@ -102,6 +108,8 @@ class Persistence:
             "step": progress.step,
             "samples_seen": progress.samples_seen,
             "stream": progress.stream,
+            "evaluations": progress.evaluations,
+            "ended": progress.ended,
             "run_uid": self.job.run_uid,
             "loss_scale": self.scale.state(),
             "layout": str(self.job.layout),
@@ -190,6 +198,7 @@ class Persistence:
         meta = commit.meta
         progress.step, progress.samples_seen = meta["step"], meta["samples_seen"]
         progress.stream = meta.get("stream", "")
+        progress.evaluations, progress.ended = meta.get("evaluations", []), meta.get("ended", False)
         self.saved = progress.step
         self.scale.load_state(meta["loss_scale"])
         progress.latest = dict(meta["latest"])
@@ -235,7 +244,8 @@ class Persistence:
             Storage(self.job.folder).write_bytes("model/weights.pt", buffer.getvalue())
 
     def _state(self) -> dict[str, Any]:
-        return {"model": self.parallel.model_state(), "optimizer": self.parallel.optimizer_state(self.optimizer)}
+        state = {"model": self.parallel.model_state(), "optimizer": self.parallel.optimizer_state(self.optimizer)}
+        return state | ({"ema": self.average.values} if self.average is not None else {})
 
     def close(self) -> None:
         self.checkpointer.close()

@@ -31,6 +31,7 @@ class LoggedStep:
     learning_rate: float
     loss: float
     grad_norm: float | None
+    losses: dict[str, float] = field(default_factory=dict)  # further ones, by name
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,16 @@ class StepSync:
         self.started = time.perf_counter()
         self.losses: list[torch.Tensor] = []  # one 0-d tensor per step: this rank's part of the global loss
         self.logged: list[tuple[int, float, float, torch.Tensor | None]] = []
+        self.named: list[dict[str, torch.Tensor]] = []  # of the logged steps, this rank's parts of further losses
 
     def add(self, loss: torch.Tensor) -> None:
         self.losses.append(loss)
 
-    def log(self, step: int, learning_rate: float, grad_norm: torch.Tensor | None) -> None:
-        self.logged.append((step, time.time(), learning_rate, grad_norm))
+    def log(
+        self, step: int, rate: float, grad_norm: torch.Tensor | None, named: dict[str, torch.Tensor] | None = None
+    ) -> None:
+        self.logged.append((step, time.time(), rate, grad_norm))
+        self.named.append(named or {})
 
     def due(self, step: int) -> bool:
         return step >= self.next_step
@@ -82,21 +87,34 @@ class StepSync:
         bad = bad_step[0] < NEVER and not may_be_infinite
         elapsed = time.perf_counter() - self.started
         logged_losses = [losses[entry[0] - self.last_step - 1].item() for entry in self.logged]
-        sums = torch.tensor([float(stop), float(save), float(bad), elapsed, *logged_losses], dtype=torch.float64)
+        flags = [float(flag) for flag in (stop, save, bad, any(self.named))]
+        sums = torch.tensor([*flags, elapsed, *logged_losses], dtype=torch.float64)
         if self.ranks.distributed:
             dist.all_reduce(sums)
         if sums[2] > 0:
             self._raise_non_finite(bad_step)
-        seconds_per_step = sums[3].item() / self.ranks.size / (step - self.last_step)
+        seconds_per_step = sums[4].item() / self.ranks.size / (step - self.last_step)
+        named = self._named() if sums[3] > 0 else [{} for _ in self.logged]
         logged = [
-            LoggedStep(at, when, rate, loss / self.loss_copies, norm)
-            for (at, when, rate, _), loss, norm in zip(self.logged, sums[4:].tolist(), norms)
+            LoggedStep(at, when, rate, loss / self.loss_copies, norm, more)
+            for (at, when, rate, _), loss, norm, more in zip(self.logged, sums[5:].tolist(), norms, named)
         ]
         ahead = round(PERIOD_SECONDS / max(seconds_per_step, 1e-9)) if step > self.first_step else 1
         self.next_step = step + min(MAX_STEPS, max(1, ahead))
         self.last_step, self.started = step, time.perf_counter()
-        self.losses, self.logged = [], []
+        self.losses, self.logged, self.named = [], [], []
         return Agreement(step, bool(sums[0] > 0), bool(sums[1] > 0), seconds_per_step, logged)
+
+    def _named(self) -> list[dict[str, float]]:
+        """Further losses of the logged steps, over all ranks; a rank may have none."""
+        mine = [{name: float(value) for name, value in each.items()} for each in self.named]
+        found = []
+        for parts in zip(*self.ranks.all(mine), strict=True):
+            total: dict[str, float] = {}
+            for name, value in (pair for part in parts for pair in part.items()):
+                total[name] = total.get(name, 0.0) + value / self.loss_copies
+            found.append(total)
+        return found
 
     def _norms(self) -> list[float | None]:
         """Of the logged steps, copied from the device at once."""

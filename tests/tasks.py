@@ -137,3 +137,65 @@ class Odd(Points):
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return model(batch[0]) if self.what == "vector" else super().loss(model, batch)
+
+
+class Gan(Task):
+    """Draws digits: a generator and a discriminator, whose optimizers take turns, on the eighth of the images that is
+    asked for. What is drawn from is a function of the image, so that every layout trains the same."""
+
+    def __init__(self, *, step_seconds: float = 0.0, ends_at: int | None = None) -> None:
+        from app.data.images import read_images
+
+        images = torch.from_numpy(read_images("digits")[0].images).flatten(1).float() / 16
+        self.images, self.step_seconds, self.ends_at = images, step_seconds, ends_at
+
+    def build_model(self) -> nn.Module:
+        def parts(*sizes: int) -> nn.Module:
+            return nn.Sequential(nn.Linear(*sizes[:2]), nn.LeakyReLU(0.2), nn.Linear(*sizes[1:]))
+
+        return nn.ModuleDict({"generator": parts(16, 48, 64), "discriminator": parts(64, 48, 1)})
+
+    def train_data(self) -> TensorDataset:
+        return TensorDataset(self.images[200:])
+
+    def eval_data(self) -> TensorDataset:
+        return TensorDataset(self.images[:200])
+
+    def draw(self, model: Any, images: Tensor) -> Tensor:
+        return model["generator"](torch.sin(99 * images[:, 20:36])).sigmoid()
+
+    def judge(self, model: Any, batch: tuple[Tensor]) -> Tensor:
+        with torch.no_grad():
+            drawn = self.draw(model, batch[0])
+        real, false = F.softplus(-model["discriminator"](batch[0])), F.softplus(model["discriminator"](drawn))
+        self.log("real", real.mean())
+        self.log("false", false.mean())
+        return real.mean() + false.mean()
+
+    def deceive(self, model: Any, batch: tuple[Tensor]) -> Tensor:
+        return F.softplus(-model["discriminator"](self.draw(model, batch[0]))).mean()
+
+    loss = judge
+
+    def optimizer(self, parameters: list[tuple[str, nn.Parameter]]) -> dict[str, torch.optim.Optimizer]:
+        parts = {
+            name: [p for full, p in parameters if full.startswith(name)] for name in ("generator", "discriminator")
+        }
+        return {name: torch.optim.Adam(own, (1 + (name[0] == "g")) * 1e-3) for name, own in parts.items()}
+
+    def schedule(self, step: int, steps: int) -> float:
+        return 1 - step / (2 * steps)
+
+    def training_step(self, update: Any) -> None:
+        time.sleep(self.step_seconds)
+        update(self.judge, "discriminator")
+        update(self.deceive, "generator")
+
+    def on_evaluation(self, model: Any, log: Any) -> None:
+        drawn = self.draw(model, self.images[:16])
+        log("digits", drawn.view(4, 4, 8, 8).transpose(1, 2).reshape(32, 32))
+        log("ink", drawn.mean().item())
+        log("words", "sixteen digits")
+
+    def stop_early(self, evaluations: Any) -> bool:
+        return self.ends_at is not None and len(evaluations) >= self.ends_at

@@ -19,7 +19,7 @@ from app.checkpoint.restricted import Planner, Reader
 from app.errors import UserError
 
 _ADVICE = "use another run.name (or checkpoint.load)"
-_PART = "model."
+_PART, _AVERAGE = "model.", "ema."
 
 
 def load(commit: Commit, state: dict[str, Any]) -> None:
@@ -104,7 +104,8 @@ def _damaged(fault: str) -> str:
 
 
 class Weights:
-    """The model's tensors of a checkpoint, read one at a time; names without the leading `model.`.
+    """The model's tensors of a checkpoint, read one at a time; names without the leading `model.`. Of weights that have
+    a moving average, that.
 
     Raises UserError: the checkpoint is damaged (its sizes are looked at) or holds no model.
     """
@@ -116,11 +117,13 @@ class Weights:
         self._reader = Reader(commit.storage)
         self._metadata: Metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, True)
+        held = self._metadata.state_dict_metadata
         self.tensors: dict[str, TensorStorageMetadata] = {
             name.removeprefix(_PART): entry
-            for name, entry in self._metadata.state_dict_metadata.items()
+            for name, entry in held.items()
             if name.startswith(_PART) and isinstance(entry, TensorStorageMetadata)
         }
+        self._keys = {name: (_AVERAGE if _AVERAGE + name in held else _PART) + name for name in self.tensors}
         if not self.tensors:
             raise UserError(f"the checkpoint {commit.path} holds no model: give one that trireme has saved")
 
@@ -130,11 +133,12 @@ class Weights:
     def read(self, name: str) -> torch.Tensor:
         """The whole tensor, in host memory."""
         entry = self.tensors[name]
-        state: dict[str, Any] = {_PART + name: torch.empty(entry.size, dtype=entry.properties.dtype)}
+        key = self._keys[name]
+        state: dict[str, Any] = {key: torch.empty(entry.size, dtype=entry.properties.dtype)}
         planner = Planner(flatten_state_dict=False)
         planner.set_up_planner(state, self._metadata, True)
         self._reader.read_data(planner.create_local_plan(), planner).wait()
-        return state[_PART + name]
+        return state[key]
 
 
 def export(

@@ -179,17 +179,21 @@ class Driver:
         """Traces and tables that workers have written into the run's folder."""
         from app.profiler import table
 
+        self._on_files(event)
+        self.tracker.text(table(event["profile"]), f"{event['folder']}/profile.txt")
+        first = event["profile"]["ranks"][0]
+        seconds = {f"profile/{name}": value for name, value in first.items() if name.endswith("_seconds")}
+        self.tracker.metrics(event["step"], seconds)
+        self.note(f"steps are profiled: `trireme profile {self.run.folder}` shows where their time went")
+
+    def _on_files(self, event: dict[str, Any]) -> None:
+        """What a worker has written into a folder of the run's."""
         here = self.run.local_folder / event["folder"]
         kept = self.run.storage.join(event["folder"])
         for name in [] if kept.is_local else kept.list():
             here.mkdir(parents=True, exist_ok=True)
             (here / name).write_bytes(kept.read_bytes(name))
         self.tracker.artifact(here, event["folder"])
-        self.tracker.text(table(event["profile"]), f"{event['folder']}/profile.txt")
-        first = event["profile"]["ranks"][0]
-        seconds = {f"profile/{name}": value for name, value in first.items() if name.endswith("_seconds")}
-        self.tracker.metrics(event["step"], seconds)
-        self.note(f"steps are profiled: `trireme profile {self.run.folder}` shows where their time went")
 
     def _on_done(self, event: dict[str, Any]) -> None:
         self.summary = event["summary"]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from app import hooks
 from app.checkpoint import find
 from app.config import Config
 from app.config_io import with_values
@@ -96,7 +97,13 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
         micro_batches=_count_micro_batches(config, layout.dims.dp),
     )
     check_model(config, task, layout, module)
-    notes = (*planned, *notes, *_remarks(config, layout.dims, samples), *_randomness(config, task, layout.dims))
+    notes = (
+        *planned,
+        *notes,
+        *hooks.check(config, task, layout),
+        *_remarks(config, layout.dims, samples),
+        *_randomness(config, task, layout.dims),
+    )
     return Prepared(config, layout, train.steps_for(samples), samples, notes, prediction, tuple(inputs(config, task)))
 
 

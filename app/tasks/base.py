@@ -29,8 +29,10 @@ called without arguments to share again after parameters were replaced (from met
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -69,6 +71,42 @@ class Task:
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The mean loss over the batch's items, 0-dimensional."""
         raise UserError(f"{type(self).__name__} has no loss: app/tasks/base.py shows what a task has")
+
+    # --- in a step --------------------------------------------------------------------------------------------------
+
+    recorded: dict[str, list[Tensor]] | None = None
+    """What `log` keeps; the training loop's."""
+
+    def log(self, name: str, value: Tensor) -> None:
+        """In `loss`, each time it is called: a part of it, a mean over the batch's items, is shown as train/NAME."""
+        if self.recorded is not None:
+            self.recorded.setdefault(name, []).append(value.detach())
+
+    def optimizer(
+        self, parameters: list[tuple[str, nn.Parameter]]
+    ) -> torch.optim.Optimizer | dict[str, torch.optim.Optimizer] | None:
+        """An optimizer over these (names are the model's; each worker has its own part of them), with its own learning
+        rates; several by name, for a training_step that uses them. None: the configuration's."""
+        return None
+
+    def schedule(self, step: int, steps: int) -> float | None:
+        """The learning rate at `step` (from 0) of `steps`, as a factor of the optimizer's. None: as configured."""
+        return None
+
+    def training_step(self, update: Any) -> None:
+        """One step. `update(loss, optimizer)` takes a function (model, batch) → mean loss, and changes the weights by
+        its gradient over the global batch: all of them, or those of the optimizer of that name (a GAN's in turn)."""
+        update(self.loss)
+
+    # --- at an evaluation -------------------------------------------------------------------------------------------
+
+    def on_evaluation(self, model: nn.Module, log: Any) -> None:
+        """After each evaluation and without gradients, on all workers, which must call the model equally often.
+        `log(name, value)` takes text, a number, an image or a figure of matplotlib (app/hooks.py)."""
+
+    def stop_early(self, evaluations: Sequence[Mapping[str, float]]) -> bool:
+        """Whether training is to end, after these figures of every evaluation so far, the newest last."""
+        return False
 
     def items(self, batch: Batch) -> int | Tensor:
         """How many items the mean of `loss` and `metrics` is over; rows of the batch's first tensor by default."""

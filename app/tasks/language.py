@@ -10,7 +10,9 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import ConcatDataset
 
@@ -38,6 +40,7 @@ from app.tasks.base import Batch
 from app.tasks.parts import InParts, checked_model, one_of, require_known, whole
 
 DEFAULT_EVAL_FRACTION, DEFAULT_EVAL_SEQUENCES = 0.1, 256
+PROMPT, SAMPLED = 16, 32  # tokens of a text that is shown at an evaluation: given, drawn
 NEW_TOKENS = 64  # that the model in MLflow continues a text with
 
 
@@ -240,6 +243,11 @@ class LanguageModelling(InParts):
         task.linear_loss = True
         return task
 
+    def on_evaluation(self, model: nn.Module, log: Any) -> None:
+        """What the model writes after the beginning of the held-out data."""
+        if isinstance(self._input, TextInput) and self._eval is not None:
+            log("sample", sample(model, self._input, self._eval[0][0][:PROMPT]))
+
     def items(self, batch: Batch) -> int | Tensor:
         return batch[1].numel()
 
@@ -259,6 +267,19 @@ class LanguageModelling(InParts):
 
     def heads(self) -> int | None:
         return self.n_heads
+
+
+def sample(model: nn.Module, given: TextInput, prompt_T: Tensor) -> str:
+    """The prompt and `SAMPLED` tokens after it, drawn as torch's generator says. The model is always called with as
+    many tokens as in training, those to come being zeros, which a causal one does not see."""
+    tokens_T = prompt_T
+    for _ in range(SAMPLED):
+        seen_T = tokens_T[-given.longest :]
+        whole_T = F.pad(seen_T, (0, given.longest - len(seen_T)))
+        logits_V = logits_of(called(model, given(whole_T[None])))[0, len(seen_T) - 1]
+        whole_V = logits_V.full_tensor() if isinstance(logits_V, DTensor) else logits_V
+        tokens_T = torch.cat([tokens_T, torch.multinomial(whole_V.float().cpu().softmax(-1), 1)])
+    return f"{given.decode(prompt_T.tolist())} → {given.decode(tokens_T[len(prompt_T) :].tolist())}"
 
 
 def _inner(model: nn.Module) -> nn.Module:

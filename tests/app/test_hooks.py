@@ -1,0 +1,143 @@
+"""What a task adds to training: a step of its own, optimizers, losses by name, pictures, an early end; and the average
+of weights. The same under every layout."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import matplotlib.image
+import pytest
+import torch
+
+from app.config import Config
+from app.config_io import load_config
+from app.errors import UserError
+from app.hooks import EvaluationLog, check, stops_early
+from app.job import Job, Place, SilentChannel
+from app.loop import Training
+from app.tasks import load_task
+from strategies.layout import choose
+from tests.pool import run_distributed
+from tests.tasks import Gan, Points
+
+GIVEN = [
+    "train.steps=6",
+    "train.global_batch_size=32",
+    "train.log_every=1",
+    "train.eval_every=2",
+    "train.ema_decay=0.9",
+]
+
+
+class Listens(SilentChannel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[dict[str, Any]] = []
+
+    def emit(self, event: dict[str, Any]) -> None:
+        self.events.append(event)
+
+
+def nothing_kept(*_: Any) -> Any:
+    does_nothing = dict.fromkeys(("keep_weights", "finish", "save", "check", "close"), lambda *_: None)
+    return SimpleNamespace(resume=lambda progress: None, overdue=lambda: False, **does_nothing)
+
+
+def config(*more: str) -> Config:
+    return load_config([], ["task=tests.tasks:Gan", "run.name=gan", *GIVEN, *more])
+
+
+def trained(
+    rank: int, world: int, strategy: str, folder: str, *more: str
+) -> tuple[dict[int, Any], dict[str, Any], Any]:
+    """(metrics by step, weights, averages) of a whole training."""
+    wanted, channel = config(f"strategy={strategy}", *more), Listens()
+    job = Job(wanted, choose(strategy, world), folder, "attempt", "uid", 6, os.getcwd())
+    training = Training(job, Place(rank, world, rank, torch.device("cpu")), channel, nothing_kept)
+    summary = training.run()
+    metrics: dict[int, Any] = {}
+    for event in channel.events:
+        if event["type"] == "metrics":
+            metrics.setdefault(event["step"], {}).update(event["values"])
+    assert max(metrics) == summary["step"]
+    weights = training.parallel.full_model_state()
+    assert training.average is not None
+    with training.average.in_place():
+        averages = training.parallel.full_model_state()
+    return metrics, weights, averages
+
+
+def test_a_step_of_its_own_is_the_same_under_every_layout(tmp_path: Path) -> None:
+    metrics, weights, averages = trained(0, 1, "single", str(tmp_path / "single"))
+    named = ("train/real", "train/false", "eval/loss", "eval/ema_loss", "eval/ink")
+    assert all(metrics[6][name] > 0 for name in named) and metrics[6]["eval/ema_loss"] != metrics[6]["eval/loss"]
+    assert metrics[1]["train/lr"] == 1e-3 and metrics[6]["train/lr"] == pytest.approx(1e-3 * (1 - 5 / 12))
+    assert any(not torch.equal(weights[name], averages[name]) for name in weights)
+    for strategy in ("ddp", "fsdp"):
+        folder = str(tmp_path / strategy)
+        found = run_distributed(trained, 2, 2, strategy, folder, "train.micro_batch_size=5")[0]
+        for step, values in metrics.items():
+            for name in values:
+                if "second" not in name:
+                    assert found[0][step][name] == pytest.approx(values[name], rel=2e-4), (strategy, step, name)
+        for mine, theirs in ((weights, found[1]), (averages, found[2])):
+            assert all(torch.allclose(mine[name], theirs[name], atol=2e-5) for name in mine)
+        drawn = Path(folder) / "evaluation" / "step-00000006"
+        assert matplotlib.image.imread(drawn / "digits.png").shape == (32, 32, 4)
+        assert (drawn / "words.txt").read_text() == "sixteen digits"
+
+
+def test_an_average_is_what_its_formula_says(tmp_path: Path) -> None:
+    job = Job(config(), choose("single", 1), str(tmp_path), "attempt", "uid", 6, os.getcwd())
+    training = Training(job, Place(0, 1, 0, torch.device("cpu")), Listens(), nothing_kept)
+    expected = {name: p.detach().clone() for name, p in training.parallel.named_parameters()}
+    batches = training.batches()
+    for step in range(1, 5):
+        training.step(next(batches))
+        decay = min(0.9, (1 + step) / (10 + step))
+        for name, p in training.parallel.named_parameters():
+            expected[name] = decay * expected[name] + (1 - decay) * p.detach()
+    assert training.average is not None
+    assert all(torch.allclose(training.average.values[name], expected[name], atol=1e-6) for name in expected)
+
+
+def test_an_early_end(tmp_path: Path) -> None:
+    metrics, *_ = trained(0, 1, "single", str(tmp_path), "task_args.ends_at=2")
+    assert max(metrics) == 4
+    values = [0.5, 0.3, 0.4, 0.3, float("nan"), 0.2]
+    evaluations = [{"loss": value} for value in values]
+    patient = config("train.patience=3")
+    assert [stops_early(patient, Points(), evaluations[:n]) for n in range(1, 7)] == [False] * 4 + [True, False]
+    upward = config("train.patience=1", "checkpoint.mode=max")
+    assert [stops_early(upward, Points(), evaluations[:n]) for n in (1, 2)] == [False, True]
+    assert not stops_early(config(), Points(), evaluations) and stops_early(config(), Gan(ends_at=6), evaluations)
+
+
+def test_what_a_layout_cannot_is_one_sentence() -> None:
+    task = load_task("tests.tasks:Gan", {})
+    with pytest.raises(UserError, match="training_step of its own, but the stages of a pipeline take the steps: use"):
+        list(check(config(), task, choose("pipeline", 2, pp=2)))
+    with pytest.raises(UserError, match=r"train.ema_decay is not for deepspeed"):
+        list(check(config(), Points(), choose("deepspeed", 2)))
+    with pytest.raises(UserError, match=r"write train.eval_every"):
+        list(check(config("train.patience=2", "train.eval_every=null"), Points(), choose("ddp", 2)))
+    assert list(check(config(), task, choose("ddp", 2))) == []
+
+
+def test_images_of_every_kind(tmp_path: Path) -> None:
+    log, grey = EvaluationLog(str(tmp_path), 1, True), torch.linspace(0, 1, 48).view(6, 8)
+    figure = matplotlib.figure.Figure(figsize=(1, 1))
+    from PIL import Image
+
+    pixels = (grey * 255).to(torch.uint8)
+    kinds = {"grey": grey, "chw": grey.expand(3, 6, 8), "hwc": pixels[:, :, None].expand(6, 8, 3), "one": pixels[None]}
+    for name, value in {**kinds, "pil": Image.fromarray(pixels.numpy()), "figure": figure}.items():
+        log(name, value)
+    read = {name: matplotlib.image.imread(tmp_path / log.folder / f"{name}.png") for name in kinds}
+    assert all(torch.allclose(torch.from_numpy(each)[..., 0], grey, atol=0.01) for each in read.values())
+    assert (tmp_path / log.folder / "figure.png").exists() and (tmp_path / log.folder / "pil.png").exists()
+    with pytest.raises(UserError, match=r"of shape \(2, 2, 2, 2\)"):
+        log("wrong", torch.zeros(2, 2, 2, 2))
