@@ -8,6 +8,7 @@ torchrun's --max-restarts does that, and the same command continues.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -97,6 +98,7 @@ class Ranks:
         self.place = Place(here.rank, here.world_size, here.local_rank, device)
 
     def leave(self) -> None:
+        gc.collect()  # DDP's Reducer, were it the last to hold the group, could wait for gloo's threads for ever
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
 
