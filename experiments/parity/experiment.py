@@ -22,7 +22,7 @@ from app.randomness import seed_everything
 from app.tasks import load_task
 from experiments.parity.curves import Trial
 from experiments.parity.matrix import Result, run
-from experiments.parity.rows import DEEPSPEED, MIXTURES, ROWS, THREE, Row
+from experiments.parity.rows import ALL_FIVE, DEEPSPEED, MIXTURES, ROWS, THREE, Row
 from strategies.mixtures import find_mixtures
 
 LEAST_EPS = 1e-5
@@ -94,9 +94,9 @@ def chosen(names: str | None, workers: str | None, mixture: bool = False) -> lis
         UserError: there is no such row.
     """
     wanted, counts = (set(filter(None, (text or "").split(","))) for text in (names, workers))
-    experts = [row for row in MIXTURES if mixture or row.name in wanted]
+    experts = [row for row in (*MIXTURES, *ALL_FIVE) if mixture or row.name in wanted]
     rows = (*ROWS, *THREE, *experts, *((DEEPSPEED,) if find_spec("deepspeed") or DEEPSPEED.name in wanted else ()))
-    known = {row.name for row in (*rows, *MIXTURES, DEEPSPEED)}
+    known = {row.name for row in (*rows, *MIXTURES, *ALL_FIVE, DEEPSPEED)}
     if wanted - known:
         raise UserError(f"there is no row {min(wanted - known)!r}: write some of {', '.join(sorted(known))}")
     named = [row for row in rows if not wanted or row.name in wanted]

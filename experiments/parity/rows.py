@@ -101,5 +101,12 @@ MIXTURES: tuple[Row, ...] = (
 )
 """Of a mixture's experts: with each kind of data parallelism, and with tensor and context parallelism and pipelines."""
 
+ALL_FIVE: tuple[Row, ...] = (
+    *(_pipeline(f"{name}+tensor+pipeline+expert", 8, "1f1b", 2, tp=2, ep=2) for name in ("ddp", "fsdp")),
+    _pipeline("fsdp+pipeline+context+expert", 8, "1f1b", 2, cp=2, ep=4),
+    _pipeline("fsdp+tensor+pipeline+context+expert", 16, "1f1b", 2, tp=2, cp=2, ep=2),
+)
+"""Of a mixture: four dimensions at once, and all of them."""
+
 DEEPSPEED = Row("deepspeed", 2, tolerance=2e-5)
 """The optional extra, where it is installed; its engine adds up in buckets of its own."""

@@ -54,8 +54,8 @@ class Exchange:
         """counts: (workers · own experts,), how many rows came from each worker for each expert."""
         experts, arrived = torch.arange(self.own, device=rows.device).repeat(self.size), len(rows)
         index = experts.repeat_interleave(counts, output_size=arrived)
-        if not arrived:  # without a gradient the parameters would stop those who average it
-            rows, index = rows.new_zeros(1, rows.size(1)), index.new_zeros(1)
+        if not arrived:  # still a part of the graph: backward must come to both exchanges and to the parameters
+            rows, index = torch.cat([rows, rows.new_zeros(1, rows.size(1))]), index.new_zeros(1)
         return compute(rows, index.unsqueeze(-1), rows.new_ones(len(rows), 1)).narrow(0, 0, arrived)
 
 

@@ -12,10 +12,10 @@ from torch import nn
 from app.models.mixture import TENSOR_PLAN, MixtureGPT
 from experiments.parity import curves
 from experiments.parity.curves import Curve, Trial
-from experiments.parity.rows import MIXTURES, SINGLE, Row
+from experiments.parity.rows import ALL_FIVE, MIXTURES, SINGLE, Row
 from strategies.blocks import find_blocks
 from strategies.costs import model_size
-from strategies.expert.exchange import exchanged_bytes
+from strategies.expert.exchange import Exchange, exchanged_bytes
 from strategies.layout import choose
 from strategies.mixtures import find_mixtures, shard_dim
 from strategies.parallelize import Options, parallelize
@@ -50,10 +50,26 @@ def _truth(**options: Any) -> Curve:
     return _train(0, SINGLE, Options(**options), {})
 
 
-@pytest.mark.parametrize("row", MIXTURES, ids=str)
+LARGE = [pytest.param(row, marks=pytest.mark.slow, id=str(row)) for row in ALL_FIVE]
+
+
+@pytest.mark.parametrize("row", [*MIXTURES, *LARGE], ids=str)
 def test_row_trains_the_same_mixture(row: Row) -> None:
     found = run_distributed(_train, row.workers, row, Options(activation_checkpointing="full"), {})[0]
     assert curves.difference(_truth(), found).within(1e-6), curves.difference(_truth(), found)
+
+
+def _all_choose_the_first(rank: int) -> tuple[list[float], float]:
+    x, scale = torch.ones(3, 1, requires_grad=True), torch.tensor(2.0 + rank, requires_grad=True)
+    index, weights = torch.zeros(3, 1, dtype=torch.long), torch.full((3, 1), 0.5)
+    y = Exchange(dist.group.WORLD, 2)(lambda rows, *_: rows * scale, x, index, weights)  # type: ignore[arg-type]
+    y.sum().backward()
+    assert x.grad is not None and scale.grad is not None
+    return x.grad.flatten().tolist(), scale.grad.item()
+
+
+def test_a_worker_whose_experts_nobody_chose_takes_part_in_backward() -> None:
+    assert run_distributed(_all_choose_the_first, 2, timeout=30) == [([1.0] * 3, 3.0), ([1.0] * 3, 0.0)]
 
 
 def test_loss_and_routing_do_not_depend_on_how_the_batch_is_divided() -> None:
