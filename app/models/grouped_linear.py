@@ -3,10 +3,10 @@
     rows (M, K), sorted by expert     weights (E, N, K)     ends (E,): one past each expert's last row
     y[ends[e-1]:ends[e]] = rows[ends[e-1]:ends[e]] · weights[e]ᵀ                       y (M, N)
 
-On a GPU in bfloat16 it is one kernel, `torch.nn.functional.grouped_mm`, and the host does not learn how many rows an
-expert has; elsewhere a loop of matrix products, which on a CPU is as fast. An operator of its own, so that shapes can
-be followed without numbers (planning, dividing a pipeline), recomputation can keep its result, and its products are
-counted. https://docs.pytorch.org/docs/stable/library.html
+On a GPU in bfloat16, where N and K are multiples of 8, it is one kernel, `torch.nn.functional.grouped_mm`, and the host
+does not learn how many rows an expert has; elsewhere a loop of matrix products, which on a CPU is as fast. An operator
+of its own, so that shapes can be followed without numbers (planning, dividing a pipeline), recomputation can keep its
+result, and its products are counted. https://docs.pytorch.org/docs/stable/library.html
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 @torch.library.custom_op("trireme::grouped_linear", mutates_args=())
 def grouped_linear(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """(M, K), (E, N, K), (E,) int32 → (M, N)."""
-    if _has_kernel(rows):
+    if _has_kernel(rows, weights.size(1)):
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
     y = rows.new_empty(rows.size(0), weights.size(1))
     for (start, end), weight in zip(_spans(ends), weights.unbind()):
@@ -31,7 +31,7 @@ def grouped_linear(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 @torch.library.custom_op("trireme::grouped_linear_weights", mutates_args=())
 def _weight_gradient(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     """(M, N), (M, K), (E,) → (E, N, K): of each expert, over its own rows."""
-    if _has_kernel(rows):
+    if _has_kernel(rows, gradient.size(1)):
         return F.grouped_mm(gradient.t(), rows, offs=ends)
     found = rows.new_empty(ends.numel(), gradient.size(1), rows.size(1))
     for (start, end), own in zip(_spans(ends), found.unbind()):
@@ -39,8 +39,11 @@ def _weight_gradient(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     return found
 
 
-def _has_kernel(rows: Tensor) -> bool:
-    return rows.is_cuda and rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+def _has_kernel(rows: Tensor, features: int) -> bool:
+    """Its matrices' rows are whole pieces of 16 bytes."""
+    if not rows.is_cuda or rows.dtype != torch.bfloat16 or rows.size(1) % 8 or features % 8:
+        return False
+    return torch.cuda.get_device_capability(rows.device) >= (8, 0)
 
 
 def _spans(ends: Tensor) -> list[tuple[int, int]]:

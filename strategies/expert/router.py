@@ -51,11 +51,11 @@ class RouterLoad:
             if logits is None or not isinstance(args[1], Tensor):
                 return
             chosen = args[1].flatten()
-            found = torch.zeros(count + 2, dtype=torch.float64, device=chosen.device)
-            found[:count].scatter_add_(0, chosen, torch.ones_like(chosen, dtype=found.dtype))
+            choices = torch.zeros(count, dtype=torch.float64, device=chosen.device)
+            choices.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=choices.dtype))
             logarithms = logits.float().log_softmax(-1)
-            found[count] = logarithms.numel() // count
-            found[count + 1] = -(logarithms.exp() * logarithms).sum()
+            tokens, entropy = logarithms.numel() // count, -(logarithms.exp() * logarithms).sum()
+            found = torch.cat([choices, choices.new_full((1,), tokens), entropy.to(choices.dtype).view(1)])
             before = self.counted[place]
             self.counted[place] = found if before is None else before + found
 

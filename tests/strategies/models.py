@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from app.models.mixture import TENSOR_PLAN, MixtureGPT
 from experiments.parity.curves import Trial
 from strategies.context.apply import ContextPlan
 from strategies.layout import LayoutError
@@ -107,6 +108,20 @@ def gpt_trial(tied: bool = False, plan: bool = True, layers: int = 4, **changes:
         tensor_plan=GPT_PLAN if plan else None,
         context_plan=ContextPlan(lambda places: {}),  # it has no positions; test_context.py has models that do
         **changes,
+    )
+
+
+EXPERTS, TOP_K, EXPERT_WIDTH, MIXTURE_LAYERS = 8, 2, 16, 2
+
+
+def mixture() -> nn.Module:
+    sizes: dict[str, Any] = {"d_model": EXPERT_WIDTH, "n_heads": 4, "n_layers": MIXTURE_LAYERS, "d_expert": 24}
+    return MixtureGPT(32, **sizes, n_experts=EXPERTS, top_k=TOP_K, balance_weight=0.1, bias_rate=0.01)
+
+
+def mixture_trial(**changes: Any) -> Trial:
+    return Trial(
+        seeded(mixture), lambda model, batch: model(*batch), language_batch, tensor_plan=TENSOR_PLAN, **changes
     )
 
 

@@ -7,11 +7,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from app.models.mixture import TENSOR_PLAN, MixtureGPT
+from app.models.mixture import TENSOR_PLAN
 from experiments.parity import curves
-from experiments.parity.curves import Curve, Trial
+from experiments.parity.curves import Curve
 from experiments.parity.rows import ALL_FIVE, MIXTURES, SINGLE, Row
 from strategies.blocks import find_blocks
 from strategies.costs import model_size
@@ -22,26 +21,27 @@ from strategies.parallelize import Options, parallelize
 from strategies.tensor.plan import make_plan
 from tests.layout_cost import layout_cost
 from tests.pool import run_distributed
-from tests.strategies.models import BATCH, SEQUENCE, PlainGPT, assert_refused, gpt_trial, language_batch, seeded
+from tests.strategies.models import (
+    BATCH,
+    EXPERT_WIDTH,
+    EXPERTS,
+    MIXTURE_LAYERS,
+    SEQUENCE,
+    TOP_K,
+    PlainGPT,
+    assert_refused,
+    gpt_trial,
+    mixture,
+    mixture_trial,
+    seeded,
+)
 
 CPU = torch.device("cpu")
-EXPERTS, TOP_K, WIDTH, LAYERS = 8, 2, 16, 2
-
-
-def _model() -> nn.Module:
-    sizes: dict[str, Any] = {"d_model": WIDTH, "n_heads": 4, "n_layers": LAYERS}
-    return MixtureGPT(32, **sizes, n_experts=EXPERTS, top_k=TOP_K, d_expert=24, balance_weight=0.1, bias_rate=0.01)
-
-
-def _trial(**changes: Any) -> Trial:
-    return Trial(seeded(_model), lambda model, batch: model(*batch), language_batch, tensor_plan=TENSOR_PLAN, **changes)
-
-
 HARD: dict[str, Any] = {"steps": 4, "micro_batches": 2, "clip": 0.5}
 
 
 def _train(_: int, row: Row, options: Options, more: dict[str, Any]) -> Curve:
-    trial, options = row.applied(_trial(**HARD), options)
+    trial, options = row.applied(mixture_trial(**HARD), options)
     return curves.train(trial, row.layout, options, CPU, **more)
 
 
@@ -73,7 +73,7 @@ def test_a_worker_whose_experts_nobody_chose_takes_part_in_backward() -> None:
 
 
 def test_loss_and_routing_do_not_depend_on_how_the_batch_is_divided() -> None:
-    whole = curves.train(_trial(**HARD | {"micro_batches": 1}), SINGLE.layout, Options(), CPU)
+    whole = curves.train(mixture_trial(**HARD | {"micro_batches": 1}), SINGLE.layout, Options(), CPU)
     assert curves.difference(whole, _truth()).within(1e-6)
     biases = [value for name, value in whole.weights.items() if name.endswith("router.bias")]
     assert all(bias.abs().max() > 0.005 for bias in biases), "and the biases have moved"
@@ -103,10 +103,10 @@ def test_any_layout_reads_any_others_checkpoint(tmp_path: Any) -> None:
 
 
 def _held(_: int, row: Row) -> tuple[int, int]:
-    parallel = parallelize(_trial().build, row.layout, device=CPU, tensor_plan=TENSOR_PLAN)
+    parallel = parallelize(mixture_trial().build, row.layout, device=CPU, tensor_plan=TENSOR_PLAN)
     local = [getattr(p, "_local_tensor", p) for p in parallel.parameters()]
     optimizer = torch.optim.AdamW(parallel.parameters(), fused=False)
-    curves.run_steps(_trial(), parallel, optimizer, range(1))
+    curves.run_steps(mixture_trial(), parallel, optimizer, range(1))
     states = [getattr(v, "_local_tensor", v) for state in optimizer.state.values() for v in state.values()]
     return tuple(sum(t.untyped_storage().nbytes() for t in own if t.numel()) for own in (local, states))  # type: ignore
 
@@ -114,7 +114,7 @@ def _held(_: int, row: Row) -> tuple[int, int]:
 @pytest.mark.parametrize("row", [row for row in MIXTURES if row.layout.dims.pp == 1], ids=str)
 def test_memory_is_exact_to_the_byte(row: Row) -> None:
     with torch.device("meta"):
-        module = _model()
+        module = mixture()
     split = make_plan(module, TENSOR_PLAN, True).dims if row.layout.dims.tp > 1 else {}
     cost, _ = layout_cost(row.layout, model_size(module, find_blocks(module), split).parameters)
     assert run_distributed(_held, row.workers, row)[0] == (cost.parameters, cost.optimizer)
@@ -122,7 +122,7 @@ def test_memory_is_exact_to_the_byte(row: Row) -> None:
 
 def _sent(_: int, row: Row) -> tuple[int, int]:
     """Bytes of the rows that this rank gives into all-to-alls, and of the counts."""
-    parallel = parallelize(_trial().build, row.layout, device=CPU)
+    parallel = parallelize(mixture_trial().build, row.layout, device=CPU)
     given: list[torch.Tensor] = []
     real = dist.all_to_all_single
 
@@ -131,7 +131,7 @@ def _sent(_: int, row: Row) -> tuple[int, int]:
         return real(output, input, *args, **named)
 
     with mock.patch("strategies.expert.exchange.dist.all_to_all_single", noting):
-        curves.run_steps(_trial(), parallel, torch.optim.SGD(parallel.parameters(), lr=0.1), range(1))
+        curves.run_steps(mixture_trial(), parallel, torch.optim.SGD(parallel.parameters(), lr=0.1), range(1))
     rows, counts = ([t for t in given if t.is_floating_point() is kind] for kind in (True, False))
     return sum(t.nbytes for t in rows), sum(t.nbytes for t in counts)
 
@@ -140,8 +140,8 @@ def _sent(_: int, row: Row) -> tuple[int, int]:
 def test_what_is_exchanged_is_what_it_costs_to_the_byte(ep: int) -> None:
     sent = run_distributed(_sent, 4, Row("ddp+expert", 4, {"ep": ep}))
     tokens = BATCH * SEQUENCE // 4
-    assert sum(rows for rows, _ in sent) == 4 * LAYERS * exchanged_bytes(tokens, TOP_K, WIDTH, 4)
-    assert [counts for _, counts in sent] == [LAYERS * EXPERTS * 8] * 4
+    assert sum(rows for rows, _ in sent) == 4 * MIXTURE_LAYERS * exchanged_bytes(tokens, TOP_K, EXPERT_WIDTH, 4)
+    assert [counts for _, counts in sent] == [MIXTURE_LAYERS * EXPERTS * 8] * 4
 
 
 def test_few_experts_are_shared_between_many_shards_by_rows() -> None:
@@ -152,16 +152,16 @@ def test_few_experts_are_shared_between_many_shards_by_rows() -> None:
 
 
 def _load(_: int, row: Row) -> list[dict[str, list[float]]]:
-    parallel = parallelize(_trial().build, row.layout, device=CPU)
+    parallel = parallelize(mixture_trial().build, row.layout, device=CPU)
     optimizer = parallel.prepare_optimizer(torch.optim.SGD(parallel.parameters(), lr=0.0))
-    curves.run_steps(_trial(micro_batches=2), parallel, optimizer, range(1))
+    curves.run_steps(mixture_trial(micro_batches=2), parallel, optimizer, range(1))
     return [parallel.router_metrics()]
 
 
 def test_load_and_entropy_are_the_global_batchs_and_nothing_is_dropped() -> None:
     row = Row("ddp+expert", 2, {"ep": 2})
     alone, here, there = _load(0, SINGLE)[0], *(found[0] for found in run_distributed(_load, 2, row))
-    assert len(alone) == LAYERS and here == there
+    assert len(alone) == MIXTURE_LAYERS and here == there
     for name, (*load, entropy, dropped) in alone.items():
         assert sum(load) == pytest.approx(EXPERTS) and 0.5 < entropy <= 1 and dropped == 0
         assert here[name] == pytest.approx(alone[name], rel=1e-6, abs=1e-9)
@@ -180,7 +180,7 @@ def test_mixtures_are_told_by_their_looks() -> None:
 
 
 def _refused(_: int, ep: int, plain: bool) -> None:
-    build = gpt_trial().build if plain else seeded(_model)
+    build = gpt_trial().build if plain else seeded(mixture)
     words = ["parallel.ep is 2", "no experts"] if plain else ["parallel.ep is 3", "8 experts", "1, 2, 4, 8"]
     assert_refused(words, parallelize, build, choose("ddp", ep, ep=ep), device=CPU)
 

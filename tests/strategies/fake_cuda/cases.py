@@ -14,23 +14,25 @@ import torch.distributed as dist
 from app.checkpoint import latest_good
 from app.checkpoint.dcp import Stager
 from app.checkpoint.ranks import Ranks
-from app.config import Config, TrainConfig
+from app.config import Config, OptimizerConfig, TrainConfig
 from app.data.loader import prefetched
 from app.job import Job, Place, SilentChannel
 from app.lease import write_lease
 from app.loop import Training
+from app.optimizer import build_optimizer
 from app.storage import Storage
-from experiments.parity.curves import begin, run_steps
-from experiments.parity.rows import DEEPSPEED, ROWS, SINGLE, THREE, Row
+from experiments.parity.curves import Trial, begin, run_steps
+from experiments.parity.rows import DEEPSPEED, MIXTURES, ROWS, SINGLE, THREE, Row
 from strategies import one_process, registry
 from strategies.layout import choose
 from strategies.parallelize import Options
 from tests.strategies.fake_cuda import device as fake
-from tests.strategies.models import ZOO, gpt_trial, seeded
+from tests.strategies.models import ZOO, gpt_trial, mixture_trial, seeded
 from tests.tasks import Points
 
 DEVICES = 8
 STEPS = 2
+OPTIMIZER = OptimizerConfig("adamw", lr=1e-2, eps=1e-5, weight_decay=1e-2)
 
 SHAPES = "once for a kind of batch: what it says decides which memory is asked for"
 FIRST_STEP = {
@@ -39,7 +41,13 @@ FIRST_STEP = {
     "strategies/tensor/apply.py:_compare": "it may end the run with a sentence",
 }
 """By file:function, why the host may wait there in the first step."""
-WAITS = {"torch/nn/parallel/distributed.py:_pre_forward": "DDP's own: in the second step it makes its buckets anew"}
+WAITS = {
+    "torch/nn/parallel/distributed.py:_pre_forward": "DDP's own: in the second step it makes its buckets anew",
+    "strategies/expert/exchange.py:__call__": "how many rows come is for the host to know, once a layer and forward",
+    "app/models/grouped_linear.py:_spans": "where no kernel multiplies groups, the host cuts them: in float32",
+    "app/models/grouped_linear.py:grouped_linear": "the stand-in's own, which has no such kernel",
+    "app/models/grouped_linear.py:_weight_gradient": "the stand-in's own, which has no such kernel",
+}
 """In any step."""
 OFFLOADED = {
     "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py:finalize_backward": "gradients are the host's then",
@@ -71,11 +79,12 @@ class Case:
 def of_row(row: Row, slow: bool = False, precision: str = "fp32", **options: Any) -> Case:
     layers = 4 if row.layout.dims.pp > 1 else 2
     told = {"precision": precision}
-    truth = Case("truth", 1, partial(train, SINGLE, told, layers, "cpu"))
+    trial = mixture_trial if row.layout.dims.ep > 1 else partial(gpt_trial, tied=True, layers=layers)
+    truth = Case("truth", 1, partial(train, trial, SINGLE, told, "cpu"))
     return Case(
         " ".join([str(row), precision, *options]),
         row.workers,
-        partial(train, row, told | options, layers, "cuda"),
+        partial(train, trial, row, told | options, "cuda"),
         truth,
         1e-5 if precision == "fp32" else 3e-3,
         slow,
@@ -84,29 +93,29 @@ def of_row(row: Row, slow: bool = False, precision: str = "fp32", **options: Any
 
 
 def train(
-    row: Row, options: dict[str, Any], layers: int, on: str, rank: int, *, profiled: bool = False
+    trial: Callable[..., Trial], row: Row, options: dict[str, Any], on: str, rank: int, *, profiled: bool = False
 ) -> dict[str, Any]:
     """Two steps as the loop takes them, an evaluation, and what a save copies. on: cuda, or cpu. profiled: a pipeline's
     second step."""
-    trial, chosen = row.applied(gpt_trial(tied=True, layers=layers, micro_batches=2, clip=0.5), Options(**options))
+    made, chosen = row.applied(trial(micro_batches=2, clip=0.5), Options(**options))
     device, dims = _own_device(row, rank) if on == "cuda" else torch.device(on), row.layout.dims
-    parallel = begin(trial, row.layout, chosen, device)
-    optimizer = parallel.prepare_optimizer(torch.optim.AdamW(parallel.parameters(), lr=1e-2, eps=1e-5, fused=True))
+    parallel = begin(made, row.layout, chosen, device)
+    optimizer = parallel.prepare_optimizer(build_optimizer(OPTIMIZER, parallel.parameters()))
 
     def batches() -> Iterator[Any]:
         for step in range(STEPS):
-            share = [tensor.tensor_split(dims.dp)[dims.data_rank(rank)] for tensor in trial.batch(step)]
-            yield list(zip(*(tensor.tensor_split(trial.micro_batches) for tensor in share)))
+            share = [tensor.tensor_split(dims.dp)[dims.data_rank(rank)] for tensor in made.batch(step)]
+            yield list(zip(*(tensor.tensor_split(made.micro_batches) for tensor in share)))
 
     waits: list[list[tuple[str, str]]] = []
-    weights = [1 / trial.micro_batches / dims.dp] * trial.micro_batches
+    weights = [1 / made.micro_batches / dims.dp] * made.micro_batches
     loss = norm = torch.zeros(())
 
     def step(micro_batches: Any) -> None:
         nonlocal loss, norm
         fake.waits.clear()
-        loss = parallel.forward_backward(micro_batches, weights, trial.loss)
-        norm = parallel.grad_norm_(trial.clip)
+        loss = parallel.forward_backward(micro_batches, weights, made.loss)
+        norm = parallel.grad_norm_(made.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         waits.append(list(fake.waits))
@@ -119,7 +128,7 @@ def train(
         else:
             step(micro_batches)
     parallel.module.eval()
-    parallel.forward(lambda module, batch: {"loss": trial.loss(module, batch)}, micro_batches[0])
+    parallel.forward(lambda module, batch: {"loss": made.loss(module, batch)}, micro_batches[0])
     parallel.module.train()
     Stager(Ranks()).stage({"model": parallel.model_state(), "optimizer": parallel.optimizer_state(optimizer)})
     loss = parallel.total(loss)
@@ -265,12 +274,12 @@ FAULTY = [Case(name, 1, partial(_faulty, work)) for name, (work, _) in FAULTS.it
 # --- the table ----------------------------------------------------------------------------------------------------
 
 LIKE_OTHERS = ("zero3", "zero1+tensor", "zero2+tensor")
-QUICK = [row for row in (SINGLE, *ROWS) if row.layout.dims.pp < 4 and row.name not in LIKE_OTHERS]
+QUICK = [row for row in (SINGLE, *ROWS, *MIXTURES[:1]) if row.layout.dims.pp < 4 and row.name not in LIKE_OTHERS]
 QUICK = [row for row in QUICK if row.workers == min(other.workers for other in QUICK if other.name == row.name)]
 """Of each name the row with the fewest workers."""
 NARROW = ("single", "ddp", "fsdp", "tensor", "pipeline")
 """Those that cast in a way of their own."""
-TRIED = [row for row in (SINGLE, *ROWS, *THREE) if row.name not in CANNOT]
+TRIED = [row for row in (SINGLE, *ROWS, *THREE, *MIXTURES) if row.name not in CANNOT]
 UNEVEN = "fsdp+tensor+context"  # rows that tensor parallelism splits unevenly are saved from more than two shards
 CASES = [of_row(row, row not in QUICK and row.name != UNEVEN) for row in TRIED]
 PROFILED = [case for case in CASES if case.name.startswith("pipeline") and not case.slow]

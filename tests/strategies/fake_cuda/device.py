@@ -116,7 +116,7 @@ def _place() -> str:
     while frame is not None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         inside = file.rpartition("site-packages/")[2]
-        if file.startswith(ROOT) and inside == file:
+        if file.startswith(ROOT) and inside == file and name != "__torch_function__":  # which passes on what was asked
             return f"{os.path.relpath(file, ROOT)}:{name}"
         if inside.startswith(("torch/distributed/", "torch/nn/parallel/", "torch/optim/")):
             return f"{inside}:{name}"
