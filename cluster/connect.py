@@ -164,6 +164,22 @@ def run_forked(words: Sequence[str], preload: str) -> int | None:
     return warm.run_forked(words, found, preload)
 
 
+def kept_warm() -> list[dict[str, Any]]:
+    """What is kept alive on this machine between commands, for this user: see `warm.kept`."""
+    try:
+        from cluster.fast_start import warm
+    except ImportError:
+        return []
+    return warm.kept()
+
+
+def end_warm(server: dict[str, Any]) -> bool:
+    """Ends one of `kept_warm`, with workers that were forked from it; whether it is gone."""
+    from cluster.fast_start import warm
+
+    return warm.end(server)
+
+
 def _share_environment() -> dict[str, str]:
     """Sets what all processes of a job are to have (one fork server serves all); what Ray is to pass on."""
     parts = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import signal
 import sys
 from typing import Any
 
@@ -24,6 +25,7 @@ COMMANDS = {
     "sync": ("runs", "Send MLflow what a run could not deliver while the tracking server was down."),
     "submit": ("runs", "Send an experiment to a cluster, follow it, stop it."),
     "doctor": ("cluster", "Check every node and GPU; say what is wrong and what to do."),
+    "warm": ("cluster", "List and end what is kept alive between commands to start faster."),
     "plan": ("plan", "Predict which layouts fit, how fast they train and at what cost, before anything starts."),
     "calibrate": ("plan", "Measure what devices and links reach, for better plans."),
     "cluster": ("cluster", "Define, check, start and stop clusters."),
@@ -72,6 +74,8 @@ def group() -> None:
 
 def main() -> None:
     """The console script: exit code 0 for success, 1 for a failed run, 2 for wrong input, 130 for a stopped run."""
+    if "RANK" not in os.environ:  # else temporary folders and processes would be left behind
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         code = _forked() if sys.argv[1:2] == ["train"] else None
         if code is None:

@@ -41,7 +41,7 @@ class Server:
         self.sources = sources()
         self.children: list[int] = []  # as the owner, by file descriptors that are readable once they have ended
         self.workers: set[int] = set()  # those of them that the owner's end is the end of
-        self.used = time.monotonic()
+        self.used, self.began = time.monotonic(), time.time()
 
     def serve(self) -> Request | None:
         """In a fork: what it is to become. In the server: None, once its owner has ended, it has been idle for long, or
@@ -91,7 +91,12 @@ class Server:
                     request = json.loads(lines.readline())
                 if request.get("end"):
                     self._end_workers()
-                    raise ConnectionError("ended by the command that it served")
+                    os.unlink(self.path)
+                    raise ConnectionError("ended by the command that it served, or by a person")
+                if request.get("about"):
+                    about = {"pid": os.getpid(), "processes": len(self.children), "began": self.began}
+                    connection.sendall(json.dumps(about).encode() + b"\n")
+                    raise ConnectionError("answered")
                 pid = os.fork()
                 if pid == 0:
                     connection.settimeout(None)

@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ TESTED = "linux, Python 3.11, Ray 2.60"
 STUB = str(Path(client.__file__).resolve())
 PYTHON_FIELDS = ("pip", "uv", "conda", "py_executable", "container", "image_uri", "nsight", "rocprof_sys")
 """Fields of a job's runtime environment that decide what its workers are started with."""
+ABOUT_SECONDS, END_SECONDS = 5.0, 15.0
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -60,7 +62,7 @@ class PrivateRay:
         if self.path:
             with contextlib.suppress(OSError):
                 client.ask(self.path, {"end": True}).close()  # its forks too: an agent may outlive its raylet
-            Path(self.path).unlink(missing_ok=True)  # upon which the server ends
+            Path(self.path).unlink(missing_ok=True)  # upon which one that was still importing ends
             os.environ.pop(client.SOCKET, None)
         self.path, self.head = "", None
 
@@ -76,6 +78,33 @@ def warm_up_node(address: str, preload: str) -> str:
         if raylet and Path("/proc/self/cgroup").read_text() == Path(f"/proc/{raylet}/cgroup").read_text():
             return client.ensure(preload, raylet, environment(raylet))
     return ""
+
+
+def kept() -> list[dict[str, Any]]:
+    """This user's fork servers on this machine that have imported what they serve: pid, processes (forks of it that
+    live), age (seconds) and memory (bytes that only it has)."""
+    import psutil
+
+    found = []
+    for path in Path(client.folder()).glob("*.socket"):
+        with contextlib.suppress(OSError, psutil.Error), client.ask(str(path), {"about": True}) as connection:
+            if about := client.answer(connection, ABOUT_SECONDS):
+                memory = psutil.Process(about["pid"]).memory_full_info().uss
+                found.append({**about, "age": time.time() - about.pop("began"), "memory": memory, "socket": str(path)})
+    return sorted(found, key=lambda each: each["pid"])
+
+
+def end(server: dict[str, Any]) -> bool:
+    """Ends one of `kept`, and workers that were forked from it; whether it is gone."""
+    import psutil
+
+    try:
+        process = psutil.Process(server["pid"])
+        client.ask(server["socket"], {"end": True}).close()
+        process.wait(END_SECONDS)
+    except (OSError, psutil.Error):
+        return not os.path.exists(f"/proc/{server['pid']}")
+    return True
 
 
 def raylet_of(address: str) -> int | None:

@@ -16,7 +16,19 @@ import pytest
 from app.launchers import PRELOAD
 from cluster import connect
 from cluster.fast_start import client, server, warm
-from tests.running import LONG, POINTS, ROOT, environment, finish, start, tree_without, trireme, wait_until, writes
+from tests.running import (
+    LONG,
+    POINTS,
+    ROOT,
+    environment,
+    finish,
+    here,
+    start,
+    tree_without,
+    trireme,
+    wait_until,
+    writes,
+)
 
 SAYS = """
 import json, os, resource, signal, sys
@@ -92,6 +104,29 @@ def test_when_a_command_is_killed_its_fork_is(forker: tuple[str, psutil.Process]
     process.kill()
     process.communicate()
     wait_until(lambda: not psutil.pid_exists(pid))
+
+
+def test_what_is_kept_is_listed_and_ended_unless_it_is_used(
+    tmp_path: Path,
+    owner: subprocess.Popen[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(client, "folder", lambda: str(tmp_path))
+    path, script = str(tmp_path / "own.socket"), tmp_path / "sleeps.py"
+    pid = client.start(path, "json", owner.pid, environment())
+    script.write_text("import time; time.sleep(600)")
+    used = ask(path, script)
+    wait_until(lambda: [each["processes"] for each in warm.kept()] == [1])
+    (line,) = here(monkeypatch, capsys, "warm", "list").out.splitlines()
+    assert line.startswith(f"process {pid} is kept") and " MB, serves 1 processes" in line
+    assert here(monkeypatch, capsys, "warm", "stop").out == "0 ended; 1 in use (--all ends those too)\n"
+    used.kill()
+    used.communicate()
+    wait_until(lambda: warm.kept()[0]["processes"] == 0)
+    assert here(monkeypatch, capsys, "warm", "stop").out == "1 ended\n"
+    assert not psutil.pid_exists(pid) and not Path(path).exists()
+    assert here(monkeypatch, capsys, "warm", "list").out == "nothing is kept alive\n"
 
 
 @pytest.mark.parametrize("lost", [True, False])

@@ -1,0 +1,141 @@
+"""A host of the lab on which runs are disturbed: what lives there and lies about can be counted, since nothing else does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.lab import Lab
+from tests.running import Lines, committed, wait_until
+
+SETTLE_SECONDS = 10.0  # after which nothing of a run may be there
+STEPS = 60
+RUN = ["task=tests.tasks:Points", "train.global_batch_size=16", "tracking.log_model=false", f"train.steps={STEPS}"]
+RUN += ["task_args.step_seconds=0.1", "checkpoint.every_steps=5", "train.log_every=5", "run.name=run"]
+TWO = ["workers=2", "strategy=ddp", "resources_per_worker.CPU=0.5", "fault.hang_seconds=10"]
+
+
+@dataclass
+class Started:
+    """A command on a host. process: the command itself, of which `popen` is only the way in."""
+
+    popen: Any
+    lines: Lines
+    process: psutil.Process
+    since: float = field(default_factory=time.time)
+
+    def wait(self, seconds: float = 240.0) -> int:
+        try:
+            return int(self.popen.wait(seconds))
+        except Exception:
+            raise AssertionError(f"did not end within {seconds:g} s: {self.lines.text}") from None
+
+    def silence(self) -> float:
+        """The longest time, in seconds, that a person saw nothing new."""
+        times = [self.since, *(at for at, _ in self.lines.heard), time.time()]
+        return max(later - before for before, later in zip(times, times[1:]))
+
+
+class Host:
+    """One host of a lab."""
+
+    def __init__(self, lab: Lab, number: int = 0) -> None:
+        self.lab, self.number = lab, number
+        self.space = os.readlink(f"/proc/{lab.first_process(number)}/ns/pid")
+        self.own = {process.pid for process in self.processes()}  # of the host itself
+
+    def processes(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError, psutil.Error):
+                same = os.readlink(f"/proc/{process.pid}/ns/pid") == self.space
+                if same and process.status() != psutil.STATUS_ZOMBIE and Path(process.name()).name not in ("sleep",):
+                    found.append(process)
+        return found
+
+    def find(self, part: str) -> psutil.Process:
+        """The first process on the host whose program or title has this part."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                if part in " ".join(process.cmdline()).partition(" --")[0]:
+                    return process
+        raise AssertionError(f"no process {part} on this host: {[p.cmdline() for p in self.processes()]}")
+
+    def worker(self, storage: Path, rank: int) -> psutil.Process:
+        log = str(storage / "run" / "logs" / f"rank-{rank}.log")
+
+        def found() -> psutil.Process | None:
+            for process in self.processes():
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"/proc/{process.pid}/fd/1") == log:
+                        return process
+            return None
+
+        return wait_until(found, 60)
+
+    def start(self, *words: str, program: list[str] | None = None, **env: str) -> Started:
+        """`trireme WORDS` there."""
+        begin = program or [sys.executable, "-m", "app"]
+        popen = self.lab.start(self.number, [*begin, *words], env)
+        process = wait_until(lambda: next(iter(psutil.Process(popen.pid).children()), None))
+        return Started(popen, Lines(popen), process)
+
+    def left(self) -> dict[str, list[str]]:
+        """What lives or lies there and is not the host's own: processes, sockets, shared memory, temporary files."""
+        first = self.lab.first_process(self.number)
+        root = Path(f"/proc/{first}/root")
+        rows = [line.split() for line in Path(f"/proc/{first}/net/unix").read_text().splitlines()[1:]]
+        titles = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                if process.pid not in self.own:
+                    titles.append(f"{process.pid} {' '.join(process.cmdline())[:120]}")
+        return {
+            "processes": titles,
+            "sockets": sorted({row[7] for row in rows if len(row) > 7}),
+            "shared memory": sorted(os.listdir(root / "dev" / "shm")),
+            "temporary": sorted(
+                str(path.relative_to(root))
+                for path in [*(root / "tmp").glob("*"), *(root / "tmp").glob("trireme-0/*")]
+                if path.name not in ("trireme-0", "lock")
+            ),
+        }
+
+    def settled(self, allowed: dict[str, list[str]] | None = None) -> dict[str, list[str]]:
+        """What is left of `left` after SETTLE_SECONDS at most; allowed: what was there before."""
+        until = time.monotonic() + SETTLE_SECONDS
+        while True:
+            now = self.left()
+            more = {kind: [one for one in ones if one not in (allowed or {}).get(kind, [])] for kind, ones in now.items()}
+            if not any(more.values()) or time.monotonic() > until:
+                return more
+            time.sleep(0.5)
+
+
+def reached(folder: Path, step: int, seconds: float = 90.0) -> None:
+    wait_until(lambda: max(committed(folder), default=0) >= step, seconds)
+
+
+def kill(process: psutil.Process) -> None:
+    process.send_signal(signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def printed(request: pytest.FixtureRequest, head: str) -> Iterator[list[str]]:
+    """Lines that are shown when all tests of a module have run."""
+    lines: list[str] = []
+    yield lines
+    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    for line in ["", head, *lines]:
+        reporter.write_line(line)
