@@ -102,8 +102,9 @@ def connect(preload: str = "") -> Cluster:
             _FOLDERS.append(TemporaryFolder())
             folder = str(_FOLDERS[-1].path)
             head = warm.PRIVATE.start(OBJECT_STORE_BYTES, folder) if warm else None
-            if head:
+            if warm and head:
                 ray.init(address=head, **options)
+                warm.PRIVATE.guard()
             else:
                 local: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
                 ray.init("local", _temp_dir=folder, **local, **options)

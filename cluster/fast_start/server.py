@@ -40,7 +40,7 @@ class Server:
         self.inode = os.stat(path).st_ino
         self.sources = sources()
         self.children: list[int] = []  # as the owner, by file descriptors that are readable once they have ended
-        self.workers: set[int] = set()  # those of them that the owner's end is the end of
+        self.workers: set[int] = set()  # processes, most of them children, that the owner's end is the end of
         self.used, self.began = time.monotonic(), time.time()
 
     def serve(self) -> Request | None:
@@ -93,6 +93,9 @@ class Server:
                     self._end_workers()
                     os.unlink(self.path)
                     raise ConnectionError("ended by the command that it served, or by a person")
+                if request.get("adopt"):
+                    self.workers.update(map(os.pidfd_open, request["adopt"]))
+                    raise ConnectionError("done")
                 if request.get("about"):
                     about = {"pid": os.getpid(), "processes": len(self.children), "began": self.began}
                     connection.sendall(json.dumps(about).encode() + b"\n")

@@ -1,11 +1,12 @@
-"""A host of the lab on which runs are disturbed: what lives there and lies about can be counted, since nothing else does.
-"""
+"""A host of the lab on which runs are disturbed: nothing else lives there, so what is left can be counted."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -19,10 +20,11 @@ import pytest
 from tests.lab import Lab
 from tests.running import Lines, committed, wait_until
 
-SETTLE_SECONDS = 10.0  # after which nothing of a run may be there
+SETTLE_SECONDS = 30.0  # for all of a run to be gone: some seconds, but the machine may be busy; Ray's agents take 60
 STEPS = 60
 RUN = ["task=tests.tasks:Points", "train.global_batch_size=16", "tracking.log_model=false", f"train.steps={STEPS}"]
-RUN += ["task_args.step_seconds=0.1", "checkpoint.every_steps=5", "train.log_every=5", "run.name=run"]
+RUN += ["checkpoint.every_steps=5", "train.log_every=5", "run.name=run"]
+PACE = "task_args.step_seconds=0.1"
 TWO = ["workers=2", "strategy=ddp", "resources_per_worker.CPU=0.5", "fault.hang_seconds=10"]
 
 
@@ -34,17 +36,20 @@ class Started:
     lines: Lines
     process: psutil.Process
     since: float = field(default_factory=time.time)
+    until: float = 0.0
 
     def wait(self, seconds: float = 240.0) -> int:
         try:
             return int(self.popen.wait(seconds))
-        except Exception:
+        except subprocess.TimeoutExpired:
             raise AssertionError(f"did not end within {seconds:g} s: {self.lines.text}") from None
+        finally:
+            self.until = time.time()
 
     def silence(self) -> float:
         """The longest time, in seconds, that a person saw nothing new."""
-        times = [self.since, *(at for at, _ in self.lines.heard), time.time()]
-        return max(later - before for before, later in zip(times, times[1:]))
+        times = [self.since, *(at for at, _ in self.lines.heard), self.until]
+        return max(later - before for before, later in itertools.pairwise(times))
 
 
 class Host:
@@ -86,7 +91,7 @@ class Host:
 
     def start(self, *words: str, program: list[str] | None = None, **env: str) -> Started:
         """`trireme WORDS` there."""
-        begin = program or [sys.executable, "-m", "app"]
+        begin = program or [sys.executable, "-m", "app"]  # program: in place of `trireme`
         popen = self.lab.start(self.number, [*begin, *words], env)
         process = wait_until(lambda: next(iter(psutil.Process(popen.pid).children()), None))
         return Started(popen, Lines(popen), process)
@@ -108,18 +113,21 @@ class Host:
             "temporary": sorted(
                 str(path.relative_to(root))
                 for path in [*(root / "tmp").glob("*"), *(root / "tmp").glob("trireme-0/*")]
-                if path.name not in ("trireme-0", "lock")
+                if path.name not in ("trireme-0", "lock", "torchinductor_root")  # one a user, for ever
             ),
         }
 
-    def settled(self, allowed: dict[str, list[str]] | None = None) -> dict[str, list[str]]:
-        """What is left of `left` after SETTLE_SECONDS at most; allowed: what was there before."""
-        until = time.monotonic() + SETTLE_SECONDS
+    def settled(self, allowed: dict[str, list[str]] | None = None) -> tuple[dict[str, list[str]], float]:
+        """What is left of `left` after SETTLE_SECONDS at most, and the seconds until then; allowed: what was there
+        before."""
+        began = time.monotonic()
         while True:
             now = self.left()
-            more = {kind: [one for one in ones if one not in (allowed or {}).get(kind, [])] for kind, ones in now.items()}
-            if not any(more.values()) or time.monotonic() > until:
-                return more
+            more = {
+                kind: [one for one in ones if one not in (allowed or {}).get(kind, [])] for kind, ones in now.items()
+            }
+            if not any(more.values()) or time.monotonic() > began + SETTLE_SECONDS:
+                return more, time.monotonic() - began
             time.sleep(0.5)
 
 

@@ -1,4 +1,4 @@
-"""However a run ends, nothing of it is left after ten seconds: no process, socket, shared memory or temporary file."""
+"""However a run ends, nothing of it is left seconds later: no process, socket, shared memory or temporary file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.host import RUN, TWO, Host, Started, kill, printed, reached
+from tests.faults.host import PACE, RUN, TWO, Host, Started, kill, printed, reached
 from tests.lab import NEEDS_LAB, Lab
+from tests.running import wait_until
 
 pytestmark = NEEDS_LAB
 Act = Callable[[Host, Started, Path], object]
@@ -43,22 +44,26 @@ def killed(part: str, rank: int | None = None) -> Act:
 
 def taken_over(host: Host, run: Started, storage: Path) -> None:
     reached(storage / "run", 10)
-    again = host.start("train", *RUN, *TWO, f"run.storage={storage}", "--take-over")
+    again = host.start("train", *RUN, PACE, *TWO, f"run.storage={storage}", "--take-over")
     assert again.wait() == 0, again.lines.text
 
 
+def trained(host: Host, run: Started, storage: Path) -> None:
+    reached(storage / "run", 10)
+
+
 def nothing(host: Host, run: Started, storage: Path) -> None:
-    pass
+    """It ends before it has trained."""
 
 
 LOCAL = ["launcher=local"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "app"]
 TERM, KILL, INT, HUP = signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP
 ROWS: dict[str, tuple[list[str], Act, set[int]]] = {
-    "finishes": (TWO, nothing, {0}),
-    "finishes, under Ray Train": ([*TWO, "launcher=ray"], nothing, {0}),
-    "an error in the user's code": ([*TWO, "task=tests.tasks:Raises", "task_args={good_steps: 3}"], nothing, {1}),
-    "a loss that is not finite": ([*TWO, "task=tests.tasks:Infinite", "task_args={good_steps: 3}"], nothing, {1}),
+    "finishes": (TWO, trained, {0}),
+    "finishes, under Ray Train": ([*TWO, "launcher=ray"], trained, {0}),
+    "an error in the user's code": ([*TWO, "task=tests.tasks:Raises", "task_args.good_steps=3"], nothing, {1}),
+    "a loss that is not finite": ([*TWO, "task=tests.tasks:Infinite", "task_args.good_steps=3"], nothing, {1}),
     "a wrong key": ([*TWO, "optimizer.lrr=1"], nothing, {2}),
     "a layout that cannot be": ([*TWO, "strategy=tensor", "parallel.tp=3"], nothing, {2}),
     "Ctrl-C": (TWO, send(INT), {130}),
@@ -87,7 +92,8 @@ def host() -> Iterator[Host]:
 
 @pytest.fixture(scope="module")
 def table(request: pytest.FixtureRequest) -> Iterator[list[str]]:
-    head = f"{'how the run ended':<40} {'code':>5}  processes, sockets, shared memory, temporary files: during, after"
+    kinds = "processes, sockets, shared memory, temporary files: during, after"
+    head = f"{'how the run ended':<40} {'code':>5}  {kinds}; seconds"
     with printed(request, head) as lines:
         yield lines
 
@@ -97,13 +103,28 @@ def test_nothing_is_left(how: str, host: Host, table: list[str], tmp_path_factor
     more, act, codes = ROWS[how]
     storage = host.lab.shared / how.replace(" ", "-").replace(",", "").replace("'", "")
     before = host.left()
-    run = host.start("train", *RUN, *more, f"run.storage={storage}")
-    during = {kind: 0 for kind in before}
+    own_task = any(word.startswith("task=") for word in more)
+    run = host.start("train", *RUN, *([] if own_task else [PACE]), *more, f"run.storage={storage}")
+    during = dict.fromkeys(before, 0)
     act(host, run, storage)
     during = {kind: len(ones) - len(before[kind]) for kind, ones in host.left().items()}
     code = run.wait()
-    left = host.settled(before)
+    left, seconds = host.settled(before)
     counts = [f"{during[kind]:>3} {len(left[kind])}" for kind in left]
-    table.append(f"{how:<40} {code:>5}  {'   '.join(counts)}")
+    table.append(f"{how:<40} {code:>5}  {'   '.join(counts)}  {seconds:>4.1f}")
     assert not any(left.values()), f"{left}\n{run.lines.text}"
     assert code in codes, run.lines.text
+
+
+@pytest.mark.parametrize("number", [INT, TERM])
+def test_parity_leaves_nothing(host: Host, table: list[str], number: int) -> None:
+    before = host.left()
+    words = ["task=tests.tasks:Points", "train.global_batch_size=16", "--rows", "ddp,fsdp", "--workers", "2"]
+    run = host.start("parity", *words, "--steps", "500")
+    wait_until(lambda: any("trireme-parity-" in path for path in host.left()["temporary"]))
+    run.process.send_signal(number)
+    code = run.wait()
+    left, seconds = host.settled(before)
+    table.append(f"{f'parity, {signal.Signals(number).name}':<40} {code:>5}  {left}  {seconds:>4.1f}")
+    assert not any(left.values()), f"{left}\n{run.lines.text}"
+    assert code in (130, 143)

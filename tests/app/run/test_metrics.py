@@ -3,7 +3,10 @@
 import contextlib
 import json
 import re
+import shutil
+import subprocess
 import time
+import urllib.parse
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,9 @@ import pytest
 from app.run import metrics
 from app.run.metrics import METRICS, RunMetrics
 from cluster.remote import free_port
-from tests.running import POINTS, ROOT, environment, ray_head, start
+from tests.running import POINTS, ROOT, environment, ray_head, start, wait_until
 
+NOT_ON_CPUS = ("MFU", "Dollars", "Dollars an hour")  # where no peak and no price is known
 PROGRESS = {"steps": 100, "loss": 0.5, "rate": 8.0, "unit": "samples", "mfu": None, "memory_bytes": 1e6}
 
 
@@ -72,15 +76,44 @@ def test_ray_exports_them_while_a_run_trains(tmp_path: Path) -> None:
         process = start([*run, "workers=2", "checkpoint.every_seconds=1", "run.log_format=json"], env=env)
         try:
             found = wait_for_metrics(f"http://127.0.0.1:{port}/metrics")
+            shown = shown_by_prometheus(tmp_path / "prometheus", port) if shutil.which("prometheus") else None
         finally:
             process.terminate()
             process.wait(60)
     assert found >= {name for name in METRICS if name not in ("mfu", "dollars", "dollars_per_hour")}
+    assert shown is None or not [title for title, series in shown.items() if bool(series) == (title in NOT_ON_CPUS)]
     for name, rank in (("driver", "driver"), ("rank-1", 1)):
         lines = (tmp_path / "seen" / "logs" / f"{name}.log").read_text().splitlines()
         kept: list[dict[str, Any]] = [json.loads(line) for line in lines if line.startswith("{")]
         assert name != "driver" or any("training seen on" in line["text"] for line in kept)
         assert all({"time", "attempt", "host"} <= line.keys() and line["rank"] == rank for line in kept)
+
+
+def shown_by_prometheus(folder: Path, port: int) -> dict[str, list[Any]]:
+    """What a Prometheus that scrapes this port answers to each panel's queries, by the panel's title."""
+    folder.mkdir()
+    own, jobs = free_port(), [{"job_name": "ray", "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}]
+    (folder / "prometheus.yml").write_text(json.dumps({"global": {"scrape_interval": "1s"}, "scrape_configs": jobs}))
+    words = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+    words += [f"--web.listen-address=127.0.0.1:{own}"]
+    board = json.loads((ROOT / "cluster" / "grafana.json").read_text())
+    with subprocess.Popen(["prometheus", *words], stderr=subprocess.DEVNULL) as process:
+
+        def ask(expression: str) -> list[Any]:
+            query = urllib.parse.urlencode({"query": expression.replace("$run", "seen")})
+            with urllib.request.urlopen(f"http://127.0.0.1:{own}/api/v1/query?{query}") as answer:
+                return json.load(answer)["data"]["result"]
+
+        def scraped() -> list[Any]:
+            with contextlib.suppress(OSError):
+                return ask("last_over_time(ray_trireme_checkpoint_seconds[1m]) and ray_trireme_goodput")
+            return []
+
+        try:
+            wait_until(scraped)
+            return {p["title"]: [row for t in p["targets"] for row in ask(t["expr"])] for p in board["panels"]}
+        finally:
+            process.kill()
 
 
 def wait_for_metrics(url: str) -> set[str]:

@@ -1,0 +1,345 @@
+"""Faults that nobody planned, at steps drawn from a seed: the run ends with the same bits, or with a clear sentence;
+nobody waits for a minute without one; nothing is left behind. The table is shown at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.host import PACE, RUN, TWO, Host, Started, kill, printed, reached
+from tests.lab import NEEDS_LAB, Lab
+from tests.running import close, committed, curve, flip, memory_group, same_bits, weights
+
+pytestmark = NEEDS_LAB
+SEED = int(os.environ.get("SEED", "24"))
+SILENCE_SECONDS = 60.0
+ADDRESS = "127.0.0.1:6399"
+HEAD = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--port=6399", "--num-cpus=2"]
+HEAD += ["--include-dashboard=false", "--object-store-memory=100000000", "--node-ip-address=127.0.0.1"]
+
+
+class Site:
+    """host: where runs are disturbed. truth: weights of the run that was not. table: a line for each fault."""
+
+    def __init__(self, host: Host, truth: Path, table: list[str]) -> None:
+        self.host, self.truth, self.table = host, weights(truth / "run"), table
+        self.before = host.left()
+
+    def run(self, *words: str) -> None:
+        """A program of the host, to its end; in its own mounts and network."""
+        done = self.host.lab.run(0, list(words))
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def same(self, storage: Path) -> bool:
+        return same_bits(weights(storage / "run"), self.truth)
+
+    def begin(self, storage: Path, *more: str, **env: str) -> Started:
+        return self.host.start("train", *RUN, PACE, *TWO, f"run.storage={storage}", *more, **env)
+
+    def row(self, fault: str, run: Started, storage: Path, end: str = "same bits") -> None:
+        """Holds what every fault must hold, and notes it. end: of the run, for the table."""
+        quiet, (left, _) = run.silence(), self.host.settled(self.before)
+        nothing = "nothing" if not any(left.values()) else str(left)
+        self.table.append(f"{fault:<48} {end:<34} {quiet:>5.1f} s   {nothing}")
+        assert end != "same bits" or self.same(storage), run.lines.text
+        assert quiet <= SILENCE_SECONDS, run.lines.heard
+        assert nothing == "nothing", left
+
+
+@pytest.fixture(scope="module")
+def site(request: pytest.FixtureRequest) -> Iterator[Site]:
+    head = f"{f'fault (seed {SEED})':<48} {'how the run ended':<34} {'silent':>7}   left behind"
+    with Lab(1) as lab, printed(request, head) as table:
+        host, truth = Host(lab), lab.shared / "truth"
+        run = host.start("train", *RUN, *TWO, f"run.storage={truth}")
+        assert run.wait() == 0, run.lines.text
+        host.settled()
+        yield Site(host, truth, table)
+
+
+@pytest.fixture
+def storage(site: Site, request: pytest.FixtureRequest) -> Path:
+    """A new folder for the runs of one test, that the host and this process see."""
+    return site.host.lab.shared / f"{re.sub(r'[^a-z0-9]+', '-', request.node.name)}"
+
+
+def some_step(fault: str) -> int:
+    """When it happens: always the same for a seed."""
+    return 5 * random.Random(f"{SEED} {fault}").randint(1, 6)
+
+
+@pytest.mark.parametrize("seconds", [5, 60])
+def test_a_worker_is_stopped_and_continued(site: Site, storage: Path, seconds: int) -> None:
+    """After 5 s it goes on; after 60 s it has been replaced, and can do nothing."""
+    run = site.begin(storage)
+    reached(storage / "run", some_step(f"stop {seconds}"))
+    victim = site.host.worker(storage, 1)
+    victim.send_signal(signal.SIGSTOP)
+    time.sleep(seconds)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        victim.send_signal(signal.SIGCONT)
+    assert run.wait() == 0, run.lines.text
+    assert seconds < 10 or "does not answer" in run.lines.text, run.lines.text
+    site.row(f"a worker stopped for {seconds} s and continued", run, storage)
+
+
+@pytest.mark.parametrize("victim", ["/raylet", "/gcs_server"])
+def test_the_runs_own_ray_breaks(site: Site, storage: Path, victim: str) -> None:
+    run = site.begin(storage)
+    reached(storage / "run", some_step(victim))
+    kill(site.host.find(victim))
+    assert run.wait() == 0, run.lines.text
+    site.row(f"{victim.strip('/')} of the run's own Ray killed", run, storage)
+
+
+def test_a_clusters_head_is_killed_and_comes_back(site: Site, storage: Path) -> None:
+    """The run ends with a sentence; the same command goes on at the new head."""
+    env = {"RAY_ADDRESS": ADDRESS, "RAY_AUTH_MODE": "disabled"}
+    with cluster_head(site) as head:
+        run = site.begin(storage, **env)
+        reached(storage / "run", some_step("head"))
+        for process in head():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                kill(process)
+        code = run.wait()
+        assert code == 1 and run.lines.when("run the same command again to continue", 10), run.lines.text
+    with cluster_head(site):
+        again = site.begin(storage, **env)
+        assert again.wait() == 0 and "continuing after step" in again.lines.text, again.lines.text
+    site.row("a cluster's head killed, and brought back", run, storage, "clear end; then same bits")
+    assert site.same(storage)
+
+
+@contextlib.contextmanager
+def cluster_head(site: Site) -> Iterator[Callable[[], list[psutil.Process]]]:
+    """A Ray head on the host; gives what belongs to it."""
+    started = site.host.start(program=HEAD, RAY_AUTH_MODE="disabled")
+    started.lines.when("Ray runtime started", 90)
+
+    def processes() -> list[psutil.Process]:
+        return [*started.process.children(recursive=True), started.process]
+
+    try:
+        yield processes
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            started.process.send_signal(signal.SIGTERM)
+        started.wait()
+        shutil.rmtree(f"/proc/{site.host.lab.first_process(0)}/root/tmp/ray", ignore_errors=True)
+
+
+@contextlib.contextmanager
+def mounted(site: Site, storage: Path) -> Iterator[Path]:
+    """At `storage` a file system of its own, 64 MB on a loop device; gives where it is for this process."""
+    image = storage.with_suffix(".img")
+    site.run("truncate", "-s", "64M", str(image))
+    site.run("mkfs.ext4", "-q", str(image))
+    storage.mkdir()
+    site.run("mount", "-o", "loop", str(image), str(storage))
+    try:
+        yield Path(f"/proc/{site.host.lab.first_process(0)}/root{storage}")
+    finally:
+        site.run("umount", "-l", str(storage))
+
+
+def full(site: Site, storage: Path, seen: Path) -> None:
+    with contextlib.suppress(OSError):
+        (seen / "ballast").write_bytes(bytes(80 << 20))
+    time.sleep(4)
+    (seen / "ballast").unlink()
+
+
+def read_only(site: Site, storage: Path, seen: Path) -> None:
+    site.run("mount", "--bind", str(storage), str(storage))
+    site.run("mount", "-o", "remount,bind,ro", str(storage))
+    time.sleep(4)
+    site.run("umount", str(storage))
+
+
+def hangs(site: Site, storage: Path, seen: Path) -> None:
+    site.run("fsfreeze", "-f", str(storage))
+    time.sleep(12)
+    site.run("fsfreeze", "-u", str(storage))
+
+
+def gone(site: Site, storage: Path, seen: Path) -> None:
+    """As a network file system whose server went: an empty folder is there in its place."""
+    site.run("mount", "-t", "tmpfs", "tmpfs", str(storage))
+    time.sleep(8)
+    site.run("umount", str(storage))
+
+
+@pytest.mark.parametrize("how", [full, read_only, hangs, gone])
+def test_the_storage(site: Site, storage: Path, how: Callable[[Site, Path, Path], None]) -> None:
+    with mounted(site, storage) as seen:
+        run = site.begin(storage)
+        reached(seen / "run", some_step(how.__name__))
+        how(site, storage, seen)
+        code = run.wait()
+        assert code == 0, run.lines.text
+        shutil.copytree(seen / "run" / "model", storage.with_suffix(".kept") / "run" / "model")
+    site.row(f"the storage: {how.__name__.replace('_', '-')} for a while", run, storage.with_suffix(".kept"))
+
+
+DAMAGES = {
+    "a bit flipped in .metadata": lambda folder: flip(folder / ".metadata"),
+    "a bit flipped in COMMIT.json": lambda folder: flip(folder / "COMMIT.json"),
+    "a bit flipped in rank 0's shards": lambda folder: flip(folder / "__0_0.distcp"),
+    "a bit flipped in rank 1's shards": lambda folder: flip(folder / "__1_0.distcp"),
+    ".metadata removed": lambda folder: (folder / ".metadata").unlink(),
+}
+
+
+@pytest.fixture(scope="module")
+def half(site: Site) -> Path:
+    """A run that was stopped on its way."""
+    storage = site.host.lab.shared / "half"
+    run = site.begin(storage)
+    reached(storage / "run", 30)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130, run.lines.text
+    assert {path.name for path in newest(storage).iterdir()} == {".metadata", "COMMIT.json", *SHARDS}
+    return storage
+
+
+SHARDS = ("__0_0.distcp", "__1_0.distcp")
+
+
+def newest(storage: Path) -> Path:
+    (found,) = (storage / "run" / "checkpoints").glob(f"step-{committed(storage / 'run')[-1]:08}-*")
+    return found
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_newest_checkpoint_is_damaged(site: Site, half: Path, storage: Path, damage: str) -> None:
+    """All ranks go on from the one before."""
+    shutil.copytree(half, storage)
+    steps = committed(storage / "run")
+    DAMAGES[damage](newest(storage))
+    run = site.begin(storage, "task_args.step_seconds=0")
+    assert run.wait() == 0, run.lines.text
+    assert f"continuing after step {steps[-2]}" in run.lines.text and "is skipped" in run.lines.text, run.lines.text
+    site.row(f"the newest checkpoint: {damage}", run, storage)
+
+
+def test_two_drivers_at_once(site: Site, storage: Path) -> None:
+    """One of them trains, whichever it is; the other ends and says who does."""
+    both = [site.begin(storage) for _ in range(2)]
+    codes = [run.wait() for run in both]
+    assert sorted(codes) == [0, 2], [run.lines.text for run in both]
+    refused = both[codes.index(2)]
+    assert "is being trained by process" in refused.lines.text, refused.lines.text
+    site.row("two drivers at once", both[codes.index(0)], storage)
+
+
+BROKEN = """
+import http.server, sys, time
+how = sys.argv[1]
+class Answer(http.server.BaseHTTPRequestHandler):
+    def answer(self):
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        time.sleep(20 if how == "slow" else 0)
+        self.send_response(503 if how == "503" else 200)
+        self.send_header("Content-Length", "400")
+        self.end_headers()
+        self.wfile.write(b'{"experiment": {' + b" " * (384 if how == "503" else 20))
+    do_GET = do_POST = answer
+    def log_message(self, *words): pass
+http.server.ThreadingHTTPServer(("127.0.0.1", 5005), Answer).serve_forever()
+"""
+
+
+@pytest.mark.parametrize("how", ["503", "slow", "half an answer"])
+def test_mlflow_is_broken(site: Site, storage: Path, how: str) -> None:
+    """The run finishes, and its metrics wait on disk."""
+    server = site.host.start(program=[sys.executable, "-c", BROKEN, how])
+    try:
+        run = site.begin(storage, "tracking.flush_timeout=5", MLFLOW_TRACKING_URI="http://127.0.0.1:5005")
+        assert run.wait() == 0, run.lines.text
+        assert "`trireme sync" in run.lines.text, run.lines.text
+    finally:
+        kill(server.process)
+        server.popen.wait()
+    site.row(f"MLflow: {how}", run, storage)
+
+
+def test_a_workers_clock_is_an_hour_off(site: Site, storage: Path) -> None:
+    """Two ranks as Slurm would start them, of which the driver's clock is behind."""
+    libraries = sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
+    if not libraries:
+        pytest.skip("needs Debian's faketime")
+    wrong = {"LD_PRELOAD": str(libraries[0]), "FAKETIME": "+3600", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+    ranks = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29617"}
+    own = [{**ranks, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in (0, 1)]
+    words = ["train", *RUN, PACE, "strategy=ddp", "launcher=torchrun", f"run.storage={storage}"]
+    both = [site.host.start(*words, **own[0]), site.host.start(*words, **own[1], **wrong)]
+    codes = [run.wait() for run in both]
+    assert codes == [0, 0], both[0].lines.text + both[1].lines.text
+    assert len(curve(storage, "run")) > 5
+    site.row("a worker's clock is an hour off", both[0], storage)
+
+
+def test_the_kernel_ends_a_worker_for_want_of_memory(site: Site, storage: Path) -> None:
+    with memory_group(64 << 20) as group:
+        hungry = ["task=tests.tasks:Hungry", f"task_args={{hungry: {storage}.hungry, step_seconds: 0.1}}"]
+        run = site.begin(storage, *hungry)
+        reached(storage / "run", some_step("memory"))
+        victim = site.host.worker(storage, 1)
+        (group / "cgroup.procs").write_text(str(victim.pid))
+        Path(f"{storage}.hungry").touch()
+        assert run.wait() == 0, run.lines.text
+    assert "killed by the kernel for memory" in run.lines.text, run.lines.text
+    plain = site.begin(storage.with_suffix(".truth"), "task=tests.tasks:Plain", "task_args.step_seconds=0")
+    assert plain.wait() == 0, plain.lines.text
+    assert same_bits(weights(storage / "run"), weights(storage.with_suffix(".truth") / "run"))
+    site.row("out of memory, by the kernel", run, storage, "same bits as of its task")
+
+
+def test_two_hosts_are_cut_off_from_each_other(site: Site) -> None:
+    """The run goes on with the host that is left, and with both when the other is back: one curve."""
+    ray = str(Path(sys.executable).with_name("ray"))
+    health = {f"RAY_health_check_{name}": "2000" for name in ("initial_delay_ms", "timeout_ms")}
+    health |= {"RAY_health_check_period_ms": "1000", "RAY_health_check_failure_threshold": "3"}
+    common = ["--num-cpus=1", "--object-store-memory=100000000", "--block"]
+    with Lab(2) as lab:
+        first, storage = Host(lab, 0), lab.shared / "runs"
+        head = [
+            ray,
+            "start",
+            "--head",
+            "--port=6399",
+            f"--node-ip-address={lab.address(0)}",
+            "--include-dashboard=false",
+        ]
+        first.start(
+            program=[*head, "--include-dashboard=false", *common], RAY_AUTH_MODE="disabled", **health
+        ).lines.when("Ray runtime started", 90)
+        join = [ray, "start", f"--address={lab.address(0)}:6399", f"--node-ip-address={lab.address(1)}", *common]
+        Host(lab, 1).start(program=join, RAY_AUTH_MODE="disabled").lines.when("Ray runtime started", 90)
+        env = {"RAY_ADDRESS": f"{lab.address(0)}:6399", "RAY_AUTH_MODE": "disabled"}
+        words = ["train", *RUN, PACE, "workers=2", "strategy=ddp", "train.steps=600", "fault.elastic_seconds=5"]
+        run = first.start(*words, f"run.storage={storage}", **env)
+        reached(storage / "run", some_step("partition"))
+        lab.cut(1)
+        run.lines.when("continuing with 1 of 2 workers", 90)
+        lab.mend(1)
+        Host(lab, 1).start(program=join, RAY_AUTH_MODE="disabled").lines.when("Ray runtime started", 90)
+        run.lines.when("continuing with 2 of 2 workers", 90)
+        assert run.wait() == 0, run.lines.text
+        alone = first.start(
+            *words, "launcher=local", "workers=1", "task_args.step_seconds=0", f"run.storage={lab.shared / 'one'}"
+        )
+        assert alone.wait() == 0, alone.lines.text
+        assert close(curve(storage, "run"), curve(lab.shared / "one", "run"), 1e-4)
+        site.row("two hosts cut off from each other", run, storage, "same curve, with 1 and 2 workers")
