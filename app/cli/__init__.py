@@ -24,6 +24,7 @@ COMMANDS = {
     "generate": ("generate", "Continue a text with a trained language model."),
     "sync": ("runs", "Send MLflow what a run could not deliver while the tracking server was down."),
     "submit": ("runs", "Send an experiment to a cluster, follow it, stop it."),
+    "queue": ("queue", "Show the queue of a cluster, and set quotas."),
     "doctor": ("cluster", "Check every node and GPU; say what is wrong and what to do."),
     "warm": ("cluster", "List and end what is kept alive between commands to start faster."),
     "plan": ("plan", "Predict which layouts fit, how fast they train and at what cost, before anything starts."),

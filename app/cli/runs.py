@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import getpass
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import yaml
 
 from app.cli.common import Invocation, experiment_arguments, read, verb
 from app.errors import RunFailed, UserError
@@ -162,11 +164,23 @@ def to_a_server(function: Callable[..., None]) -> Callable[..., None]:
 @click.option("--env", multiple=True, metavar="NAME", help="Send this environment variable along, by its name.")
 @click.option("--detach", is_flag=True, help="Print the job's id and end, without following its log.")
 @click.option("--dry-run", is_flag=True, help="Show what would be sent, and send nothing.")
+@click.option("--queue", "queued", is_flag=True, help="Let it wait for its turn: see `trireme queue`.")
+@click.option("--priority", default=0, metavar="N", help="In the queue, the highest goes first.")
 @to_a_server
 def run(
-    cli: Invocation, arguments: tuple[str, ...], server: Server, detach: bool, dry_run: bool, **shipped: Any
+    cli: Invocation,
+    arguments: tuple[str, ...],
+    server: Server,
+    detach: bool,
+    dry_run: bool,
+    queued: bool,
+    priority: int,
+    **shipped: Any,
 ) -> None:
     """Send an experiment to a cluster and follow it. The word `run` may be left out. The exit code is the job's own.
+
+    With --queue it waits in the cluster's queue and starts when its whole group fits. With a RayJob's manifest as
+    --cluster, --queue prints that manifest for Kueue: `| kubectl create -f -` hands it over.
 
     What .gitignore names is not shipped. MLflow's variables go along where they are set; the values of secret ones
     (TOKEN, PASSWORD, …) go over SSH, not through Ray.
@@ -175,8 +189,16 @@ def run(
 
     config = read(arguments)
     submission.refuse_written(config)
+    if queued and server.cluster and (manifest := _manifest(server.cluster)):
+        from app.submit.queue import kueue
+
+        return cli.console.result(
+            yaml.safe_dump(kueue(manifest, arguments, config.run.name, priority), sort_keys=False)
+        )
     options = submission.cluster_options(config, server.cluster) if server.cluster else []
     job = submission.prepare("train", arguments, options, run=config.run.name, **shipped)
+    if queued:
+        job = submission.queued(job, getpass.getuser(), priority)
     if dry_run:
         return cli.answer({"status": "dry run", "runs": job.entrypoint}, "\n".join(job.lines()))
     with server:
@@ -185,6 +207,14 @@ def run(
         if detach:
             return cli.answer({"status": "submitted", "job": job_id}, job_id)
         _follow(cli, server, job_id)
+
+
+def _manifest(file: str) -> dict[str, Any] | None:
+    """The Ray object of a Kubernetes file; None for another kind of cluster file."""
+    from cluster.document import read_documents
+    from cluster.kuberay import is_ray
+
+    return next((document.data for document in read_documents(file) if is_ray(document)), None)
 
 
 def _follow(cli: Invocation, server: Server, job_id: str) -> None:

@@ -7,14 +7,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import uuid
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from app.doctor import probe
 from app.doctor.checks import ClusterFacts, GpuFacts, NodeFacts, RingFacts
 from app.submit.client import Server, allow_token
-from app.submit.submission import follow, prepare, submit
 from cluster.shape import NodeState, living_nodes
 
 ANSWER_SECONDS = 40.0
@@ -175,20 +172,6 @@ def server_of(cluster: str | None) -> Server | None:
     if not cluster or address or running_here() or is_this_machine(read_ray_file(cluster)[0]):
         return None
     return Server(cluster=cluster)
-
-
-def ask(server: Server, arguments: tuple[str, ...], options: list[str], say: Callable[[str], None]) -> tuple[int, str]:
-    """Doctor's exit code and what it printed there.
-
-    Raises:
-        UserError, ClusterError: no server answers, it refuses the job, or a file is not in this folder.
-    """
-    job = prepare("doctor", arguments, options, run="doctor", folder=Path.cwd())
-    job = dataclasses.replace(job, plain={}, secret={})  # nothing of MLflow's is needed
-    printed: list[str] = []
-    with server:
-        code = follow(server, submit(server, job, say), printed.append, say)
-    return code, "".join(printed)
 
 
 def result(printed: str, *, only: str = "") -> str:

@@ -12,14 +12,15 @@ import os
 import shlex
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from app.config import Config
 from app.errors import UserError
 from app.submit.client import Server
+from app.submit.queue import PREFIX
 
 EXCLUDES = (".git", ".venv", "venv", "__pycache__", "*.pyc", ".*_cache", ".hypothesis")
 """Never wanted on a cluster, as .gitignore would write it."""
@@ -39,6 +40,7 @@ class Submission:
     plain: dict[str, str]  # environment variables
     secret: dict[str, str]
     run: str  # its name
+    id: str = ""  # of the job; "": Ray draws one
 
     def lines(self) -> list[str]:
         """What goes along, for a person; of variables only the names."""
@@ -64,8 +66,29 @@ def prepare(
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder} to ship: write --working-dir FOLDER")
     words = [word if "=" in word else _inside(word, folder) for word in arguments]
-    entrypoint = shlex.join(["python", "-m", "app.submit", verb, *words, *options])
-    return Submission(entrypoint, folder, *_variables(env), run)
+    return Submission(command(verb, [*words, *options]), folder, *_variables(env), run)
+
+
+def queued(job: Submission, user: str, priority: int) -> Submission:
+    """A training's job that waits for its turn first.
+
+    Raises:
+        UserError: a secret would have to wait with it.
+    """
+    if job.secret:
+        raise UserError(
+            f"{sorted(job.secret)[0]} is a secret, and a queued run's are kept with it until it is sent again: set it "
+            "on the cluster itself, and unset it here"
+        )
+    id = f"{PREFIX}{uuid.uuid4().hex[:8]}"
+    words = ["--id", id, "--user", user, "--priority", str(priority)]
+    entrypoint = job.entrypoint.replace("app.submit train", f"app.submit queue enter {shlex.join(words)}", 1)
+    return replace(job, entrypoint=entrypoint, id=id)
+
+
+def command(verb: str, words: Sequence[str]) -> str:
+    """What a job runs for `trireme VERB WORDS`."""
+    return f"python -m app.submit {verb} {shlex.join(words)}"
 
 
 def _inside(file: str, folder: Path) -> str:
@@ -132,13 +155,21 @@ def _leave_secrets(cluster: str, secret: Mapping[str, str]) -> str:
 def cluster_options(config: Config, cluster: str) -> list[str]:
     """Keys that a training gets from its cluster's file: the storage that every machine can write to, unless the
     experiment names one. Raises ClusterError if the run could never fit on the cluster."""
-    from cluster.files import read_cluster, read_ray_file
+    from cluster.files import read_cluster
     from cluster.pending import check_feasible
-    from cluster.ray_file import own_metadata
 
     check_feasible(read_cluster(cluster), config.workers, dict(config.resources_per_worker))
-    storage = own_metadata(read_ray_file(cluster)[0]).get("storage")
-    return [f"run.storage={str(storage).rstrip('/')}/runs"] if storage and config.run.storage == "runs" else []
+    storage = own_storage(cluster)
+    return [f"run.storage={storage}"] if storage and config.run.storage == "runs" else []
+
+
+def own_storage(cluster: str) -> str:
+    """Where a cluster's file has runs kept; "" where it does not say, or there is no file."""
+    from cluster.files import read_ray_file
+    from cluster.ray_file import own_metadata
+
+    storage = own_metadata(read_ray_file(cluster)[0]).get("storage") if cluster else None
+    return f"{str(storage).rstrip('/')}/runs" if storage else ""
 
 
 def submit(server: Server, job: Submission, say: Say) -> str:
@@ -149,7 +180,7 @@ def submit(server: Server, job: Submission, say: Say) -> str:
     """
     for line in job.lines():
         say(line)
-    asked: Any = {"entrypoint": job.entrypoint, "metadata": {"trireme_run": job.run}}
+    asked: Any = {"entrypoint": job.entrypoint, "metadata": {"trireme_run": job.run}, "submission_id": job.id or None}
     variables = job.plain | {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS), "PYTHONUNBUFFERED": "1"}
     if job.secret and server.cluster:
         variables["TRIREME_SECRETS"] = _leave_secrets(server.cluster, job.secret)
@@ -169,6 +200,21 @@ def submit(server: Server, job: Submission, say: Say) -> str:
                 hint = ": leave files out with .gitignore" if "size" in first.lower() else ""
                 raise UserError(f"the cluster refuses the job: {first[:300]}{hint}") from error
             time.sleep(1.0)
+
+
+def ask(
+    server: Server, verb: str, arguments: tuple[str, ...], options: list[str], say: Say, *, folder: str | Path = "."
+) -> tuple[int, str]:
+    """Runs `trireme VERB …` there; its exit code and what it printed. Nothing of MLflow's goes along.
+
+    Raises:
+        UserError, ClusterError: no server answers, it refuses the job, or a file is not in this folder.
+    """
+    job = replace(prepare(verb, arguments, options, run=verb, folder=folder), plain={}, secret={})
+    printed: list[str] = []
+    with server:
+        code = follow(server, submit(server, job, say), printed.append, say)
+    return code, "".join(printed)
 
 
 def follow(server: Server, job_id: str, write: Callable[[str], None], say: Say) -> int:

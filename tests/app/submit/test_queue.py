@@ -1,0 +1,189 @@
+"""The queue: who is next, who is stopped for whom, and when it is expected; and a small Ray that lets runs in."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from app.submit.queue import Book, Entry, Row, State, expected, first, kueue, line, state_of, victims
+from tests.running import (
+    POINTS,
+    ROOT,
+    committed,
+    curve,
+    environment,
+    here,
+    mlflow_run,
+    ray_head_with_jobs,
+    trireme,
+    wait_until,
+)
+
+
+def row(id: str, priority: int = 0, workers: int = 1, state: State = State.WAITING, **more: Any) -> Row:
+    left = more.pop("left", None)
+    known = {"user": "ada", "words": (), "since": 0.0, "each": {"CPU": 1.0}, "job": id, "run": id}
+    return Row(Entry(id=id, priority=priority, workers=workers, **known | more), state, left)
+
+
+RUNS = State.RUNNING
+
+
+@pytest.mark.parametrize(
+    ("rows", "quotas", "chosen"),
+    [
+        ([], {}, None),
+        ([row("b", since=2), row("a", since=1)], {}, "a"),
+        ([row("a", since=1), row("b", 5, since=2)], {}, "b"),
+        ([row("a", since=1, workers=99), row("b", since=2)], {}, "a"),  # nobody overtakes it, or it would starve
+        ([row("a"), row("s", state=State.STARTING)], {}, None),  # what it takes is not yet seen
+        ([row("a", since=1), row("b", since=2, user="bob"), row("r", state=RUNS)], {"ada": 1}, "b"),
+        ([row("a", since=1), row("r", state=RUNS)], {"*": 2}, "a"),
+        ([row("a", workers=2), row("r", state=RUNS)], {"*": 2, "ada": 3}, "a"),
+        ([row("a", workers=3), row("r", state=RUNS)], {"*": 2}, None),
+        ([row("a", since=1, state=State.LOST), row("b", since=2)], {}, "a"),
+    ],
+)
+def test_who_is_next(rows: list[Row], quotas: dict[str, int], chosen: str | None) -> None:
+    found = first(rows, quotas)
+    assert (found and found.entry.id) == chosen
+
+
+@pytest.mark.parametrize(
+    ("wants", "rows", "free", "stopped"),
+    [
+        (row("a", 5), [row("r", state=RUNS)], {}, ["r"]),
+        (row("a", 5), [row("r", 5, state=RUNS)], {}, []),
+        (row("a", 5, 3), [row("r", state=RUNS)], {"CPU": 1.0}, []),  # it would not be enough
+        (row("a", 5, 2), [row("r", state=RUNS)], {"CPU": 1.0}, ["r"]),
+        (row("a", 5), [row("old", state=RUNS, started=1.0), row("new", state=RUNS, started=2.0)], {}, ["new"]),
+        (row("a", 5), [row("new", 1, state=RUNS, started=2.0), row("low", state=RUNS, started=1.0)], {}, ["low"]),
+        (row("a", 5), [row("r", state=RUNS), row("s", state=State.STOPPING)], {}, []),
+        (row("a", 5), [row("r", state=State.STARTING)], {}, []),  # it has nothing to save yet
+    ],
+)
+def test_who_is_stopped_for_it(wants: Row, rows: list[Row], free: dict[str, float], stopped: list[str]) -> None:
+    assert [each.entry.id for each in victims(wants, [wants, *rows], free)] == stopped
+
+
+def test_when_each_is_expected_to_start() -> None:
+    runs = [row("r", workers=2, state=RUNS, left=60.0), row("s", workers=2, state=RUNS, left=20.0)]
+    waiting = [row("a", 5, workers=1), row("b", workers=3, since=1), row("c", workers=3, since=2)]
+    assert expected([*waiting, *runs], {}) == {"a": 20.0, "b": 60.0, "c": None}, "nobody knows how long b takes"
+    assert expected([*waiting[:1], row("r", state=RUNS)], {"CPU": 1.0}) == {"a": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("status", "entry", "steps", "state"),
+    [
+        ("PENDING", {}, False, State.WAITING),
+        ("RUNNING", {}, False, State.WAITING),
+        ("RUNNING", {"started": 100.0}, False, State.STARTING),
+        ("RUNNING", {"started": 100.0}, True, State.RUNNING),
+        ("RUNNING", {"started": 100.0, "stopped_for": "b"}, True, State.STOPPING),
+        ("STOPPED", {"started": 100.0, "stopped_for": "b"}, True, State.LOST),
+        ("SUCCEEDED", {"started": 100.0, "stopped_for": "b"}, True, State.OVER),
+        ("STOPPED", {"started": 100.0}, True, State.OVER),
+        (None, {"started": 100.0}, True, State.LOST),
+    ],
+)
+def test_what_a_job_says_about_its_entry(status: str | None, entry: dict[str, Any], steps: bool, state: State) -> None:
+    assert state_of(dataclasses.replace(row("a").entry, **entry), status, steps, 110.0) is state
+
+
+def test_it_is_kept_in_the_storage(tmp_path: Path) -> None:
+    book, entry = Book(str(tmp_path)), row("queue-a", 3, words=("x.yaml", "workers=2")).entry
+    book.write(entry)
+    book.set_quota("ada", 8)
+    book.set_quota("bob", 2)
+    book.set_quota("ada", None)
+    again = Book(str(tmp_path))
+    assert again.entries() == [entry] and again.quotas() == {"bob": 2}
+    again.remove("queue-a")
+    assert line([]) == book.entries() == []
+
+
+def test_on_kubernetes_kueue_gets_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(ROOT / "cluster" / "kuberay-job.yaml")
+    words = ["submit", *POINTS, "run.name=x", "--queue", "--cluster", file, "--priority", "7"]
+    manifest = yaml.safe_load(here(monkeypatch, capsys, *words).out)
+    labels = {"kueue.x-k8s.io/queue-name": "gpus", "kueue.x-k8s.io/priority-class": "priority-7"}
+    assert manifest["metadata"]["labels"] == labels and manifest["spec"]["suspend"] is True
+    assert manifest["spec"]["entrypoint"] == f"trireme train {' '.join(POINTS)} run.name=x"
+    cluster = str(ROOT / "cluster" / "kuberay-cluster.yaml")
+    assert "takes a RayJob, and this is a RayCluster" in here(monkeypatch, capsys, *words[:-3], cluster).err
+    assert kueue(manifest, [], "x", 0)["metadata"]["labels"] == labels
+
+
+def test_a_secret_does_not_wait_in_a_queue(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "planted")
+    ended = here(monkeypatch, capsys, "submit", *POINTS, "--queue", "--dry-run")
+    assert ended.code == 2 and "MLFLOW_TRACKING_TOKEN is a secret" in ended.err and "planted" not in ended.err
+    monkeypatch.delenv("MLFLOW_TRACKING_TOKEN")
+    said = json.loads(here(monkeypatch, capsys, "submit", *POINTS, "--queue", "--dry-run", "--json").out)
+    assert said["runs"].startswith("python -m app.submit queue enter --id queue-")
+
+
+# --- on a cluster --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[dict[str, str]]:
+    """The environment in which commands go to a new head with four CPUs and a job server."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+        with ray_head_with_jobs() as (_, dashboard):
+            yield environment(RAY_ADDRESS=dashboard, RAY_AUTH_MODE="disabled")
+
+
+@pytest.mark.slow
+def test_three_users_runs_on_one_cluster(tmp_path: Path) -> None:
+    """Ada's run takes the whole cluster, so bob's waits. Eve's, of a higher priority, has ada's save and wait again.
+    Then the head is lost with all jobs: at the next one each goes on, by priority and age."""
+    slow = tmp_path / "slow"
+    slow.touch()
+    run = [*POINTS, "workers=2", "resources_per_worker.CPU=2", "strategy=ddp", "train.steps=40"]
+    run += ["checkpoint.every_steps=2", "task_args.step_seconds=5", f"task_args.slow_while={slow}"]
+
+    def submit(user: str, env: dict[str, str], *more: str) -> None:
+        words = [*run, f"run.name={user}", f"run.storage={tmp_path}", "--queue", "--detach", *more]
+        sent = trireme("submit", *words, env=env | {"LOGNAME": user})
+        assert sent.code == 0, sent.err
+
+    def queue(env: dict[str, str]) -> dict[str, Any]:
+        said = trireme("queue", "list", "--storage", str(tmp_path), "--json", env=env)
+        assert said.code == 0, said.out + said.err
+        return {row["entry"]["run"]: row for row in said.json}
+
+    with cluster() as env:
+        submit("ada", env)
+        wait_until(lambda: committed(tmp_path / "ada"))
+        submit("bob", env)
+        wait_until(lambda: queue(env).get("bob", {}).get("starts_in") is not None)
+        assert queue(env)["ada"]["state"] == "running"
+        submit("eve", env, "--priority", "5")
+        wait_until(lambda: committed(tmp_path / "eve"))
+        print(trireme("queue", "list", "--storage", str(tmp_path), env=env).out)
+        states = {name: row["state"] for name, row in queue(env).items()}
+        assert states == {"eve": "running", "ada": "waiting", "bob": "waiting"}
+        at = {name: committed(tmp_path / name)[-1] for name in ("ada", "eve")}
+    slow.unlink()
+    with cluster() as env:
+        sent = trireme("queue", "resume", "--storage", str(tmp_path), env=env)
+        assert "3 sent again" in sent.out, sent.out + sent.err
+        wait_until(lambda: all(committed(tmp_path / name)[-1:] == [40] for name in ("eve", "ada", "bob")))
+        wait_until(lambda: queue(env) == {})
+    ended = {name: (tmp_path / name / "model" / "weights.pt").stat().st_mtime for name in ("ada", "bob", "eve")}
+    assert sorted(ended, key=lambda name: ended[name]) == ["eve", "ada", "bob"]
+    for name, step in at.items():
+        resumed = mlflow_run(tmp_path, name).data.tags["trireme.resumed_from"]
+        assert int(resumed) >= step > 0 and curve(tmp_path, name).keys() >= {40}
