@@ -17,6 +17,7 @@ import datetime
 import multiprocessing
 import os
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -207,7 +208,8 @@ class Trials:
         raised, workers = "its processes ended", calls[0].row.workers
         with tempfile.TemporaryDirectory(prefix="trireme-parity-") as folder:
             try:
-                processes.start_processes(_worker, (self, calls, folder), nprocs=workers, start_method="forkserver")
+                given = {"nprocs": workers, "daemon": True, "start_method": "forkserver"}
+                processes.start_processes(_worker, (self, calls, folder), **given)
             except (processes.ProcessRaisedException, processes.ProcessExitedException) as error:
                 raised = str(error).strip().splitlines()[-1]
             paths = [(call, Path(folder, str(number))) for number, call in enumerate(calls)]
@@ -217,7 +219,16 @@ class Trials:
             ]
 
 
+def _end_with_parent() -> None:
+    """One that was killed while it started ranks ends none of them."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
 def _worker(rank: int, trials: Trials, calls: list[Call], folder: str) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     workers, device = calls[0].row.workers, torch.device("cpu")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(workers)}

@@ -151,7 +151,7 @@ def test_three_users_runs_on_one_cluster(tmp_path: Path) -> None:
     Then the head is lost with all jobs: at the next one each goes on, by priority and age."""
     slow = tmp_path / "slow"
     slow.touch()
-    run = [*POINTS, "workers=2", "resources_per_worker.CPU=2", "strategy=ddp", "train.steps=40"]
+    run = [*POINTS, "workers=2", "resources_per_worker.CPU=2", "strategy=ddp", "launcher=actors", "train.steps=40"]
     run += ["checkpoint.every_steps=2", "task_args.step_seconds=5", f"task_args.slow_while={slow}"]
 
     def submit(user: str, env: dict[str, str], *more: str) -> None:
