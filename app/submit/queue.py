@@ -5,8 +5,6 @@ run (ID.json), the folder that was shipped with it (ID.zip), and how many worker
 Decisions are pure functions of the entries, their jobs' states and what is free; every waiting job takes the same ones.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections import Counter

@@ -4,14 +4,11 @@ The first in the line looks whether its whole group fits, stops runs of lower pr
 `trireme submit stop` does: they save a checkpoint), and sends runs again whose job is gone.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,7 +55,9 @@ def enter(config: Config, words: tuple[str, ...], about: dict[str, Any], say: Sa
             sentence = place(entry, now_there, book)
             if chosen and chosen.entry.id == entry.id:
                 nodes = living_nodes(config.cluster.exclude_nodes)
-                free = sum((Counter({name: node.available.get(name, 0.0) for name in each}) for node in nodes), Counter())
+                free = sum(
+                    (Counter({name: node.available.get(name, 0.0) for name in each}) for node in nodes), Counter()
+                )
                 book.put(FREE, free)
                 why = why_pending([each] * workers, None, config.cluster.exclude_nodes)
                 if why is None:

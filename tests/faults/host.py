@@ -1,7 +1,5 @@
 """A host of the lab on which runs are disturbed: nothing else lives there, so what is left can be counted."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """However a run ends, nothing of it is left seconds later: no process, socket, shared memory or temporary file."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import time

@@ -1,8 +1,6 @@
 """Faults that nobody planned, at steps drawn from a seed: the run ends with the same bits, or with a clear sentence;
 nobody waits for a minute without one; nothing is left behind. The table is shown at the end."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -1,7 +1,5 @@
 """The queue: who is next, who is stopped for whom, and when it is expected; and a small Ray that lets runs in."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
