@@ -55,9 +55,7 @@ def enter(config: Config, words: tuple[str, ...], about: dict[str, Any], say: Sa
             sentence = place(entry, now_there, book)
             if chosen and chosen.entry.id == entry.id:
                 nodes = living_nodes(config.cluster.exclude_nodes)
-                free = sum(
-                    (Counter({name: node.available.get(name, 0.0) for name in each}) for node in nodes), Counter()
-                )
+                free = {name: sum(node.available.get(name, 0.0) for node in nodes) for name in each}
                 book.put(FREE, free)
                 why = why_pending([each] * workers, None, config.cluster.exclude_nodes)
                 if why is None:

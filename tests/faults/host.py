@@ -87,7 +87,7 @@ class Host:
 
         return wait_until(found, 60)
 
-    def start(self, *words: str, program: list[str] | None = None, **env: str) -> Started:
+    def start(self, *words: str, program: list[str] | None = None, env: dict[str, str] | None = None) -> Started:
         """`trireme WORDS` there."""
         begin = program or [sys.executable, "-m", "app"]  # program: in place of `trireme`
         popen = self.lab.start(self.number, [*begin, *words], env)
@@ -142,6 +142,6 @@ def printed(request: pytest.FixtureRequest, head: str) -> Iterator[list[str]]:
     """Lines that are shown when all tests of a module have run."""
     lines: list[str] = []
     yield lines
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    reporter: Any = request.config.pluginmanager.get_plugin("terminalreporter")
     for line in ["", head, *lines]:
         reporter.write_line(line)

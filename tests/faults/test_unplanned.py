@@ -42,8 +42,8 @@ class Site:
     def same(self, storage: Path) -> bool:
         return same_bits(weights(storage / "run"), self.truth)
 
-    def begin(self, storage: Path, *more: str, **env: str) -> Started:
-        return self.host.start("train", *RUN, PACE, *TWO, f"run.storage={storage}", *more, **env)
+    def begin(self, storage: Path, *more: str, env: dict[str, str] | None = None) -> Started:
+        return self.host.start("train", *RUN, PACE, *TWO, f"run.storage={storage}", *more, env=env)
 
     def row(self, fault: str, run: Started, storage: Path, end: str = "same bits") -> None:
         """Holds what every fault must hold, and notes it. end: of the run, for the table."""
@@ -105,7 +105,7 @@ def test_a_clusters_head_is_killed_and_comes_back(site: Site, storage: Path) -> 
     """The run ends with a sentence; the same command goes on at the new head."""
     env = {"RAY_ADDRESS": ADDRESS, "RAY_AUTH_MODE": "disabled"}
     with cluster_head(site) as head:
-        run = site.begin(storage, **env)
+        run = site.begin(storage, env=env)
         reached(storage / "run", some_step("head"))
         for process in head():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -113,7 +113,7 @@ def test_a_clusters_head_is_killed_and_comes_back(site: Site, storage: Path) -> 
         code = run.wait()
         assert code == 1 and run.lines.when("run the same command again to continue", 10), run.lines.text
     with cluster_head(site):
-        again = site.begin(storage, **env)
+        again = site.begin(storage, env=env)
         assert again.wait() == 0 and "continuing after step" in again.lines.text, again.lines.text
     site.row("a cluster's head killed, and brought back", run, storage, "clear end; then same bits")
     assert site.same(storage)
@@ -122,7 +122,7 @@ def test_a_clusters_head_is_killed_and_comes_back(site: Site, storage: Path) -> 
 @contextlib.contextmanager
 def cluster_head(site: Site) -> Iterator[Callable[[], list[psutil.Process]]]:
     """A Ray head on the host; gives what belongs to it."""
-    started = site.host.start(program=HEAD, RAY_AUTH_MODE="disabled")
+    started = site.host.start(program=HEAD, env={"RAY_AUTH_MODE": "disabled"})
     started.lines.when("Ray runtime started", 90)
 
     def processes() -> list[psutil.Process]:
@@ -263,7 +263,7 @@ def test_mlflow_is_broken(site: Site, storage: Path, how: str) -> None:
     """The run finishes, and its metrics wait on disk."""
     server = site.host.start(program=[sys.executable, "-c", BROKEN, how])
     try:
-        run = site.begin(storage, "tracking.flush_timeout=5", MLFLOW_TRACKING_URI="http://127.0.0.1:5005")
+        run = site.begin(storage, "tracking.flush_timeout=5", env={"MLFLOW_TRACKING_URI": "http://127.0.0.1:5005"})
         assert run.wait() == 0, run.lines.text
         assert "`trireme sync" in run.lines.text, run.lines.text
     finally:
@@ -281,7 +281,7 @@ def test_a_workers_clock_is_an_hour_off(site: Site, storage: Path) -> None:
     ranks = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29617"}
     own = [{**ranks, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in (0, 1)]
     words = ["train", *RUN, PACE, "strategy=ddp", "launcher=torchrun", f"run.storage={storage}"]
-    both = [site.host.start(*words, **own[0]), site.host.start(*words, **own[1], **wrong)]
+    both = [site.host.start(*words, env=own[0]), site.host.start(*words, env={**own[1], **wrong})]
     codes = [run.wait() for run in both]
     assert codes == [0, 0], both[0].lines.text + both[1].lines.text
     assert len(curve(storage, "run")) > 5
@@ -306,33 +306,28 @@ def test_the_kernel_ends_a_worker_for_want_of_memory(site: Site, storage: Path) 
 
 def test_two_hosts_are_cut_off_from_each_other(site: Site) -> None:
     """The run goes on with the host that is left, and with both when the other is back: one curve."""
-    ray = str(Path(sys.executable).with_name("ray"))
-    health = {f"RAY_health_check_{name}": "2000" for name in ("initial_delay_ms", "timeout_ms")}
-    health |= {"RAY_health_check_period_ms": "1000", "RAY_health_check_failure_threshold": "3"}
-    common = ["--num-cpus=1", "--object-store-memory=100000000", "--block"]
+    disabled = {"RAY_AUTH_MODE": "disabled"}
+    health = {"RAY_health_check_period_ms": "1000", "RAY_health_check_failure_threshold": "3"}
+    health |= {f"RAY_health_check_{name}": "2000" for name in ("initial_delay_ms", "timeout_ms")}
     with Lab(2) as lab:
-        first, storage = Host(lab, 0), lab.shared / "runs"
-        head = [
-            ray,
-            "start",
-            "--head",
-            "--port=6399",
-            f"--node-ip-address={lab.address(0)}",
-            "--include-dashboard=false",
-        ]
-        first.start(
-            program=[*head, "--include-dashboard=false", *common], RAY_AUTH_MODE="disabled", **health
-        ).lines.when("Ray runtime started", 90)
-        join = [ray, "start", f"--address={lab.address(0)}:6399", f"--node-ip-address={lab.address(1)}", *common]
-        Host(lab, 1).start(program=join, RAY_AUTH_MODE="disabled").lines.when("Ray runtime started", 90)
-        env = {"RAY_ADDRESS": f"{lab.address(0)}:6399", "RAY_AUTH_MODE": "disabled"}
+        first, second, storage = Host(lab, 0), Host(lab, 1), lab.shared / "runs"
+        address = f"{lab.address(0)}:6399"
+
+        def node(host: Host, *own: str, env: dict[str, str]) -> None:
+            words = ["start", *own, f"--node-ip-address={lab.address(host.number)}", "--num-cpus=1", "--block"]
+            program = [HEAD[0], *words, "--object-store-memory=100000000"]
+            host.start(program=program, env=env).lines.when("Ray runtime started", 90)
+
+        node(first, "--head", "--port=6399", "--include-dashboard=false", env=disabled | health)
+        node(second, f"--address={address}", env=disabled)
+        env = {"RAY_ADDRESS": address, **disabled}
         words = ["train", *RUN, PACE, "workers=2", "strategy=ddp", "train.steps=600", "fault.elastic_seconds=5"]
-        run = first.start(*words, f"run.storage={storage}", **env)
+        run = first.start(*words, f"run.storage={storage}", env=env)
         reached(storage / "run", some_step("partition"))
         lab.cut(1)
         run.lines.when("continuing with 1 of 2 workers", 90)
         lab.mend(1)
-        Host(lab, 1).start(program=join, RAY_AUTH_MODE="disabled").lines.when("Ray runtime started", 90)
+        node(second, f"--address={address}", env=disabled)
         run.lines.when("continuing with 2 of 2 workers", 90)
         assert run.wait() == 0, run.lines.text
         alone = first.start(

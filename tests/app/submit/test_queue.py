@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -29,7 +29,7 @@ from tests.running import (
 
 def row(id: str, priority: int = 0, workers: int = 1, state: State = State.WAITING, **more: Any) -> Row:
     left = more.pop("left", None)
-    known = {"user": "ada", "words": (), "since": 0.0, "each": {"CPU": 1.0}, "job": id, "run": id}
+    known: dict[str, Any] = {"user": "ada", "words": (), "since": 0.0, "each": {"CPU": 1.0}, "job": id, "run": id}
     return Row(Entry(id=id, priority=priority, workers=workers, **known | more), state, left)
 
 
@@ -160,7 +160,7 @@ def test_three_users_runs_on_one_cluster(tmp_path: Path) -> None:
     def queue(env: dict[str, str]) -> dict[str, Any]:
         said = trireme("queue", "list", "--storage", str(tmp_path), "--json", env=env)
         assert said.code == 0, said.out + said.err
-        return {row["entry"]["run"]: row for row in said.json}
+        return {row["entry"]["run"]: row for row in cast(Any, said.json)}
 
     with cluster() as env:
         submit("ada", env)
