@@ -129,10 +129,10 @@ class Training:
         finally:
             getattr(batches, "close", lambda: None)()
         self.heartbeat.phase = "ending"
+        self.persistence.finish(self.progress)  # first: it waits for a storage that is away or full
         if not stopped:
             with self.average.in_place() if self.average else contextlib.nullcontext():
                 self.persistence.keep_weights()
-        self.persistence.finish(self.progress)
         return self._summary(stopped, time.monotonic() - began)
 
     def advance(self, batches: Iterator[list[Any]]) -> bool:

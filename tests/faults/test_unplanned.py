@@ -72,6 +72,16 @@ def storage(site: Site, request: pytest.FixtureRequest) -> Path:
     return site.host.lab.shared / f"{re.sub(r'[^a-z0-9]+', '-', request.node.name)}"
 
 
+@pytest.fixture(autouse=True)
+def alone(site: Site) -> Iterator[None]:
+    """What a test that failed has left does not disturb the next one."""
+    yield
+    for process in site.host.processes():
+        if process.pid not in site.host.own:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+
 def some_step(fault: str) -> int:
     """When it happens: always the same for a seed."""
     return 5 * random.Random(f"{SEED} {fault}").randint(1, 6)
@@ -138,13 +148,17 @@ def cluster_head(site: Site) -> Iterator[Callable[[], list[psutil.Process]]]:
 
 
 @contextlib.contextmanager
-def mounted(site: Site, storage: Path) -> Iterator[Path]:
-    """At `storage` a file system of its own, 64 MB on a loop device; gives where it is for this process."""
-    image = storage.with_suffix(".img")
-    site.run("truncate", "-s", "64M", str(image))
-    site.run("mkfs.ext4", "-q", str(image))
+def mounted(site: Site, storage: Path, how: str) -> Iterator[Path]:
+    """At `storage` a file system of its own of 64 MB, on a loop device where it is to hang; gives where it is for this
+    process."""
     storage.mkdir()
-    site.run("mount", "-o", "loop", str(image), str(storage))
+    words = ["-t", "tmpfs", "-o", "size=64m", "tmpfs"]
+    if how == "hangs":
+        image = str(storage.with_suffix(".img"))
+        site.run("truncate", "-s", "64M", image)
+        site.run("mkfs.ext4", "-q", image)
+        words = ["-o", "loop", image]
+    site.run("mount", *words, str(storage))
     try:
         yield Path(f"/proc/{site.host.lab.first_process(0)}/root{storage}")
     finally:
@@ -153,16 +167,17 @@ def mounted(site: Site, storage: Path) -> Iterator[Path]:
 
 def full(site: Site, storage: Path, seen: Path) -> None:
     with contextlib.suppress(OSError):
-        (seen / "ballast").write_bytes(bytes(80 << 20))
+        (seen / "ballast").write_bytes(bytes(64 << 20))
     time.sleep(4)
     (seen / "ballast").unlink()
 
 
 def read_only(site: Site, storage: Path, seen: Path) -> None:
     site.run("mount", "--bind", str(storage), str(storage))
-    site.run("mount", "-o", "remount,bind,ro", str(storage))
+    unless_busy = f"until mount -o remount,bind,ro {storage}; do sleep 0.05; done"  # a file is open for writing
+    site.run("timeout", "20", "sh", "-c", unless_busy)
     time.sleep(4)
-    site.run("umount", str(storage))
+    site.run("umount", "-l", str(storage))
 
 
 def hangs(site: Site, storage: Path, seen: Path) -> None:
@@ -180,7 +195,7 @@ def gone(site: Site, storage: Path, seen: Path) -> None:
 
 @pytest.mark.parametrize("how", [full, read_only, hangs, gone])
 def test_the_storage(site: Site, storage: Path, how: Callable[[Site, Path, Path], None]) -> None:
-    with mounted(site, storage) as seen:
+    with mounted(site, storage, how.__name__) as seen:
         run = site.begin(storage)
         reached(seen / "run", some_step(how.__name__))
         how(site, storage, seen)
@@ -225,7 +240,7 @@ def test_the_newest_checkpoint_is_damaged(site: Site, half: Path, storage: Path,
     shutil.copytree(half, storage)
     steps = committed(storage / "run")
     DAMAGES[damage](newest(storage))
-    run = site.begin(storage, "task_args.step_seconds=0")
+    run = site.begin(storage)
     assert run.wait() == 0, run.lines.text
     assert f"continuing after step {steps[-2]}" in run.lines.text and "is skipped" in run.lines.text, run.lines.text
     site.row(f"the newest checkpoint: {damage}", run, storage)
