@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,7 @@ class Plain:
         self, build: Any, data: tuple[torch.Tensor, torch.Tensor], batch: int, lr: float, steps: int, wrap: str = "ddp"
     ) -> None:
         torch.manual_seed(0)
-        self.ways = 1 if wrap in ("tensor", *SCHEDULES) else dist.get_world_size()
+        self.ways = 1 if wrap in ("tensor", "context", *SCHEDULES) else dist.get_world_size()
         self.model = self.parallel(build(), wrap)
         decayed = [p for p in self.model.parameters() if p.dim() >= 2]
         others = [p for p in self.model.parameters() if p.dim() < 2]
@@ -66,7 +67,7 @@ class Plain:
 
     def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The loss."""
-        with loss_parallel() if self.ways < dist.get_world_size() else contextlib.nullcontext():
+        with loss_parallel() if isinstance(next(self.model.parameters()), DTensor) else contextlib.nullcontext():
             loss = cross_entropy(self.model(inputs), targets)
             loss.backward()
         return loss
@@ -113,6 +114,31 @@ class Pipelined(Plain):
         given = (inputs,) if self.is_first else ()
         self.schedule.step(*given, **({"target": targets, "losses": losses} if self.is_last else {}))
         return torch.stack(losses).mean() if losses else torch.zeros(())
+
+
+class InContext(Plain):
+    """Each worker has its part of every sequence; Ulysses' two exchanges stand around torch's attention."""
+
+    def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        ways, rank = dist.get_world_size(), dist.get_rank()
+        positions = torch.arange(inputs.size(1)).chunk(ways)[rank].unsqueeze(0)
+        own, wanted = (x.chunk(ways, 1)[rank] for x in (inputs, targets))
+        with mock.patch.object(F, "scaled_dot_product_attention", ulysses):
+            loss = cross_entropy(self.model(own, position_ids=positions), wanted)
+            loss.backward()
+        return loss
+
+
+ATTENTION = F.scaled_dot_product_attention
+
+
+def ulysses(*qkv: torch.Tensor, **options: Any) -> torch.Tensor:
+    ways = dist.get_world_size()
+    parts = torch.stack(qkv).unflatten(2, (ways, -1)).movedim(2, 0).contiguous()  # (C, 3, B, H/C, T/C, K)
+    whole = all_to_all_single(torch.empty_like(parts), parts)
+    y = ATTENTION(*whole.movedim(0, 3).flatten(3, 4).unbind(), **options)
+    back = y.unflatten(2, (ways, -1)).movedim(2, 0).contiguous()  # (C, B, H/C, T/C, K)
+    return all_to_all_single(torch.empty_like(back), back).movedim(0, 1).flatten(1, 2)
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -225,6 +251,7 @@ WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "zero3": fsdp,
     "fsdp": fsdp,
     "tensor": tensor,
+    "context": ddp,
     "ddp+expert": experts,
     "ddp+expert 4": experts,
 }
@@ -255,7 +282,7 @@ def _text() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gpt(steps: int, wrap: str = "ddp") -> Plain:
-    kind = Pipelined if wrap in SCHEDULES else Plain
+    kind = Pipelined if wrap in SCHEDULES else InContext if wrap == "context" else Plain
     return kind(lambda: GPT(vocab_size=256, **SHAPE), _text(), 16, 1e-3, steps, wrap)
 
 

@@ -61,7 +61,8 @@ def _keys(strategy: str) -> tuple[int, list[str]]:
         for row in (SINGLE, *ROWS, *MIXTURES)
         if row.name == name and str(row.workers).endswith(workers) and row.degrees.get("ep", row.workers) == row.workers
     )
-    return row.workers, [f"strategy={name}", *(f"parallel.{key}={degree}" for key, degree in row.degrees.items())]
+    keys = row.degrees | ({"context": "ulysses"} if name == "context" else {})  # what is written by hand
+    return row.workers, [f"strategy={name}", *(f"parallel.{key}={value}" for key, value in keys.items())]
 
 
 def _worker(rank: int, device: Any, model: str, strategy: str, blocks: int, keys: tuple[str, ...]) -> Times:

@@ -14,9 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from app.models.gpt import GPT
 from app.planner.trace import PartTrace, watch
-from experiments.benchmarks import fit, harness, published
+from experiments.benchmarks import fit, harness, plain, published
 from experiments.benchmarks.gpt import OPTIONS, SHAPES
 from strategies.torch_internals import fake_mode
+from tests.pool import run_distributed
 from tests.running import ROOT, environment
 
 
@@ -102,6 +103,19 @@ def test_constants_are_found_again_from_what_they_give_and_ranges_hold_what_they
     found = fit.ranges([("tp", error / 100) for error in range(-10, 11)])
     low, high = found["tp"]
     assert found["any"] == found["tp"] and 0.90 < low < 0.93 and 1.08 < high < 1.12
+
+
+def _by_hand(rank: int, wrap: str) -> float:
+    training = plain.gpt(3, wrap)
+    training.advance()
+    index = next(training.indices)
+    return training.forward_backward(training.inputs[index], training.targets[index]).item()
+
+
+@pytest.mark.slow
+def test_what_is_written_by_hand_for_a_divided_sequence_is_the_same_training() -> None:
+    halves = run_distributed(_by_hand, 2, "context")
+    assert sum(halves) / 2 == pytest.approx(run_distributed(_by_hand, 1, "single")[0], rel=1e-5)
 
 
 SMALLEST = {
