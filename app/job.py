@@ -76,7 +76,7 @@ class Channel(Protocol):
 
 
 class SilentChannel:
-    """The Channel of a worker that has nothing to say; `stopping` asks it to stop."""
+    """The Channel of a worker that has nothing to say, and the base of the others; `stopping` asks it to stop."""
 
     def __init__(self) -> None:
         self.heartbeat = Heartbeat()

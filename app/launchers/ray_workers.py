@@ -17,7 +17,7 @@ import ray
 from ray import cloudpickle
 
 from app.console import worker_output
-from app.job import Heartbeat, Job, Place
+from app.job import Job, Place, SilentChannel
 from app.launchers.driver_actors import EventQueue, start_here
 from app.launchers.heartbeats import Beat, HeartbeatThread, Reply
 from app.launchers.recovery import oom_kills
@@ -142,13 +142,12 @@ FROM_ANY_RANK = ("warning", "worker", "preemption", "system", "failed")
 """Events that are sent by ranks other than 0 too."""
 
 
-class RayChannel:
+class RayChannel(SilentChannel):
     """A worker's Channel. Sending does not wait; metrics wait for the next other event, about a second."""
 
     def __init__(self, queue: Any, attempt: int, rank: int) -> None:
+        super().__init__()
         self.queue, self.attempt, self.rank = queue, attempt, rank
-        self.heartbeat = Heartbeat()
-        self.stop = False
         self._waiting: list[dict[str, Any]] = []
         self._newest: Any = None
         self._lock = threading.Lock()
@@ -162,14 +161,11 @@ class RayChannel:
                 events, self._waiting = self._waiting, []
                 self._newest = self.queue.put.remote(self.attempt, cloudpickle.dumps(events))
 
-    def stop_requested(self) -> bool:
-        return self.stop
-
     def send_beat(self, beat: Beat, answer: tuple[int, str] | None) -> Reply:
         return Reply(*ray.get(self.queue.beat.remote(self.attempt, self.rank, beat, answer)))
 
     def on_reply(self, reply: Reply) -> None:
-        self.stop = self.stop or reply.stop
+        self.stopping = self.stopping or reply.stop
 
     def failed(self, error: BaseException) -> None:
         """Tells the driver with what exception this rank ends."""

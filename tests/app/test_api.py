@@ -39,7 +39,7 @@ class Sums(trireme.Task):  # of the script itself: no worker can import it
 
 ray.init(log_to_driver=False, namespace="mine")
 common = dict(train={"steps": 12, "log_every": 4}, quiet=True, tracking={"log_model": False})
-in_ray = dict(workers=2, strategy="fsdp", launcher="actors", run={"name": "thread"})
+in_ray = dict(workers=1, launcher="actors", run={"name": "thread"})
 runs = []
 def work():
     runs.append(trireme.train(task=Sums(width=8), **in_ray, **common))
