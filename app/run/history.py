@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.config_io import from_dict
 from app.errors import UserError
 from app.run.manifest import local_folder
 from app.storage import Storage
 from app.tracking.settings import resolve_tracking
 from app.tracking.spool import read
-from cluster.document import load_yaml
 
 if TYPE_CHECKING:
     import pandas
@@ -61,7 +59,8 @@ def _events(spool: Path) -> Iterator[dict[str, Any]]:
 def _from_mlflow(storage: Storage, run_id: str) -> Curves:
     from mlflow.tracking import MlflowClient
 
-    config = from_dict(load_yaml(storage.read_bytes("config.yaml")))
-    client = MlflowClient(resolve_tracking(config.tracking, storage.url.rpartition("/")[0]).uri)
+    from app.trained import config_of
+
+    client = MlflowClient(resolve_tracking(config_of(storage).tracking, storage.url.rpartition("/")[0]).uri)
     names = [name for name in client.get_run(run_id).data.metrics if not name.startswith("system/")]
     return {name: {p.step: p.value for p in client.get_metric_history(run_id, name)} for name in names}

@@ -120,12 +120,12 @@ def _train(_: int, row: Row, options: dict[str, Any]) -> Curve:
     return curves.train(MASKED, row.layout, Options(**(row.options | options)), CPU)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"activation_checkpointing": "selective"}, {"compile": True, "compile_backend": "aot_eager"}],
-    ids=str,
-)
+WAYS: list[tuple[str, dict[str, Any]]] = [(method, {}) for method in METHODS]
+WAYS += [(method, {"activation_checkpointing": "selective"}) for method in METHODS]
+WAYS.append(("ring", {"compile": True, "compile_backend": "aot_eager"}))
+
+
+@pytest.mark.parametrize(("method", "options"), WAYS, ids=str)
 def test_places_and_labels_that_do_not_count(method: str, options: dict[str, Any]) -> None:
     """Rotary embeddings turn by the place in the whole sequence, and the loss is the mean of the labels that count."""
     row = Row("context", 4, options={"context": method})
