@@ -13,7 +13,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from app import checkpoint
-from app.checkpoint import Checkpointer, CheckpointError
+from app.checkpoint import FROZEN, Checkpointer, CheckpointError
+from app.checkpoint.commit import Mode
+from app.checkpoint.ranks import Ranks
 from app.errors import NonFiniteError, UserError
 from app.job import Channel, Job, Place
 from app.lease import is_current, read_lease
@@ -67,14 +69,15 @@ class Persistence:
         self.job, self.place, self.channel = job, place, channel
         self.parallel, self.optimizer, self.scale = parallel, optimizer, scale
         keep = job.config.checkpoint
-        self.checkpointer = Checkpointer(
-            job.checkpoints,
-            keep_last=keep.keep_last,
-            keep_best=keep.keep_best,
-            mode="max" if keep.mode == "max" else "min",
-            attempt=job.attempt,
-            fence=lambda: is_current(job.folder, job.attempt),
-        )
+        own: dict[str, Any] = {"attempt": job.attempt, "fence": lambda: is_current(job.folder, job.attempt)}
+        mode: Mode = "max" if keep.mode == "max" else "min"
+        kept: dict[str, Any] = {"keep_last": keep.keep_last, "keep_best": keep.keep_best, "mode": mode}
+        self.checkpointer = Checkpointer(job.checkpoints, **kept, **own)
+        named = parallel.inner.named_parameters(remove_duplicate=False)
+        self.frozen = {name for name, parameter in named if not parameter.requires_grad}
+        some = any(Ranks().all(bool(self.frozen)))  # of a pipeline, on any stage
+        self.frozen_keeper = Checkpointer(f"{job.checkpoints}/{FROZEN}", keep_last=1, **own) if some else None
+        self.frozen_saved = False
         self.average: Average | None = None  # of the weights, saved with them; the loop sets it
         self.saved, self.saved_at = -1, time.monotonic()
         self.last_warning = ""
@@ -104,6 +107,9 @@ class Persistence:
         """
         if self.saved == progress.step:
             return
+        state = self._state()
+        if self.frozen_keeper is not None:
+            state["model"] = self._without_frozen(self.frozen_keeper, state["model"])
         meta = {
             "step": progress.step,
             "samples_seen": progress.samples_seen,
@@ -115,10 +121,11 @@ class Persistence:
             "layout": str(self.job.layout),
             "latest": progress.latest,
             "events": progress.events[-EVENTS:],
+            FROZEN: self.frozen_saved,
         }
         begin = partial(
             self.checkpointer.save,
-            self._state(),
+            state,
             meta=meta,
             metric=progress.latest.get(f"eval/{self.job.config.checkpoint.metric}"),
             finite=are_finite(self.parallel.parameters()),
@@ -141,6 +148,19 @@ class Persistence:
         event = {"type": "checkpoint", "step": progress.step, "stall": stall}
         event["seconds"] = self.checkpointer.last_total_seconds
         self.channel.emit(event | ({"interval": self.interval()} if self.job.config.checkpoint.auto else {}))
+
+    def _without_frozen(self, keeper: Checkpointer, model: dict[str, Any]) -> dict[str, Any]:
+        """What is left for a checkpoint of the weights when those that are not trained have been saved, which happens
+        once, here; all of them where that fails."""
+        if not self.frozen_saved:
+            try:
+                keeper.save({"model": {name: model[name] for name in self.frozen}}, meta={"step": 0})
+                keeper.wait()
+                self.frozen_saved = True
+            except CheckpointError as error:
+                self._warn(error)
+                return model
+        return {name: value for name, value in model.items() if name not in self.frozen}
 
     def check(self) -> None:
         """Says so if the last checkpoint could not be written (the disk is full, say): training continues, and the next
@@ -199,7 +219,7 @@ class Persistence:
         progress.step, progress.samples_seen = meta["step"], meta["samples_seen"]
         progress.stream = meta.get("stream", "")
         progress.evaluations, progress.ended = meta.get("evaluations", []), meta.get("ended", False)
-        self.saved = progress.step
+        self.saved, self.frozen_saved = progress.step, bool(meta.get(FROZEN))
         self.scale.load_state(meta["loss_scale"])
         progress.latest = dict(meta["latest"])
         for text in meta["events"]:  # the tracker drops those it has; a killed driver may not have sent them
@@ -248,6 +268,8 @@ class Persistence:
         return state | ({"ema": self.average.values} if self.average is not None else {})
 
     def close(self) -> None:
+        if self.frozen_keeper is not None:
+            self.frozen_keeper.close()
         self.checkpointer.close()
 
 

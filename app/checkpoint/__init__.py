@@ -1,6 +1,6 @@
 """Checkpoints: sharded, asynchronous, readable by any layout, and existing only once committed. See README.md."""
 
-from app.checkpoint.commit import Commit, commits, find, latest_good, sweep, verify
+from app.checkpoint.commit import FROZEN, Commit, commits, find, latest_good, sweep, verify
 from app.checkpoint.ranks import CheckpointError, NotFinite
 from app.checkpoint.reader import Weights, export, load
 from app.checkpoint.saver import Checkpointer
@@ -9,6 +9,7 @@ __all__ = [
     "Checkpointer",
     "CheckpointError",
     "Commit",
+    "FROZEN",
     "Weights",
     "commits",
     "export",

@@ -1,6 +1,7 @@
 """What makes a checkpoint exist, its commit marker; finding, verifying, keeping and removing checkpoints.
 
     <folder>/step-00000100-<attempt>/   .metadata  __0_0.distcp  __1_0.distcp  COMMIT.json
+    <folder>/frozen/step-…/             the same, of weights that are not trained: saved once, read with each
 
 COMMIT.json is written last and atomically. It names every file with its size and SHA-256, and carries a SHA-256 of
 itself, so that torn writes, flipped bits and missing shards are found. A folder without a valid marker is not a
@@ -22,6 +23,7 @@ from app.errors import UserError
 from app.storage import Storage
 
 MARKER = "COMMIT.json"
+FROZEN = "frozen"
 _FOLDER = re.compile(r"step-(\d+)(?:-.*)?$")
 _BLOCK = 4 << 20
 
@@ -160,6 +162,12 @@ def find(where: str) -> Commit:
     )
 
 
+def frozen_part(commit: Commit) -> Commit | None:
+    """What holds the weights that are not trained, once for all checkpoints of the folder; None: the checkpoint itself.
+    Raises UserError: it is not there."""
+    return find(f"{commit.path.rpartition('/')[0]}/{FROZEN}") if commit.meta.get(FROZEN) else None
+
+
 def latest_good(folder: str) -> tuple[Commit | None, list[str]]:
     """The newest committed checkpoint whose files are as committed, and a sentence for each bad one skipped.
 
@@ -190,12 +198,17 @@ def verify_together(commit: Commit, ranks: Ranks) -> list[str]:
 
 
 def verify(commit: Commit, rank: int = 0, world_size: int = 1, *, by: Verify = "sha256") -> list[str]:
-    """The faults of a checkpoint's files, a sentence for each; [] if they are good. Of several ranks each takes every
-    `world_size`th file, by size."""
+    """The faults of a checkpoint's files and its frozen weights', a sentence for each; [] if they are good. Of several
+    ranks each takes every `world_size`th file, by size."""
     storage = commit.storage
     names = sorted(commit.files, key=lambda name: (-commit.files[name].size, name))[rank::world_size]
     faults = {name: _fault(storage, name, commit.files[name], by) for name in names}
-    return [f"{storage.join(name)} {fault}" for name, fault in faults.items() if fault]
+    found = [f"{storage.join(name)} {fault}" for name, fault in faults.items() if fault]
+    try:
+        frozen = frozen_part(commit)
+    except UserError as error:
+        return [*found, str(error)]
+    return found + (verify(frozen, rank, world_size, by=by) if frozen else [])
 
 
 def _fault(storage: Storage, name: str, file: File, by: Verify) -> str | None:

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from app.checkpoint.commit import Commit, verify, verify_together
+from app.checkpoint.commit import FROZEN, Commit, frozen_part, verify, verify_together
 from app.checkpoint.dcp import flatten
 from app.checkpoint.ranks import Ranks, describe
 from app.checkpoint.restricted import Planner, Reader
@@ -31,6 +31,13 @@ def load(commit: Commit, state: dict[str, Any]) -> None:
     Raises UserError, the same on every rank and before any tensor is changed, if the checkpoint is of another
     model or optimizer; and UserError naming the file if a file is damaged.
     """
+    frozen = frozen_part(commit)
+    if frozen is not None:
+        if "model" in state:
+            there = Weights(frozen).tensors
+            load(frozen, {"model": {name: value for name, value in state["model"].items() if name in there}})
+            state = {**state, "model": {name: value for name, value in state["model"].items() if name not in there}}
+        commit = replace(commit, meta={**commit.meta, FROZEN: False})
     ranks = Ranks()
     problem, metadata = _look(commit, state, ranks)
     seen = ranks.all((problem, set(flatten(state))))
@@ -114,16 +121,18 @@ class Weights:
         faults = verify(commit, by="size")
         if faults:
             raise UserError(f"the checkpoint is damaged: {faults[0]}; export another")
-        self._reader = Reader(commit.storage)
-        self._metadata: Metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(self._metadata, True)
-        held = self._metadata.state_dict_metadata
-        self.tensors: dict[str, TensorStorageMetadata] = {
-            name.removeprefix(_PART): entry
-            for name, entry in held.items()
-            if name.startswith(_PART) and isinstance(entry, TensorStorageMetadata)
-        }
-        self._keys = {name: (_AVERAGE if _AVERAGE + name in held else _PART) + name for name in self.tensors}
+        self.tensors: dict[str, TensorStorageMetadata] = {}
+        self._where: dict[str, tuple[Reader, Metadata, str]] = {}
+        for part in filter(None, (commit, frozen_part(commit))):
+            reader = Reader(part.storage)
+            metadata = reader.read_metadata()
+            reader.set_up_storage_reader(metadata, True)
+            held = metadata.state_dict_metadata
+            for key, entry in held.items():
+                if key.startswith(_PART) and isinstance(entry, TensorStorageMetadata):
+                    name = key.removeprefix(_PART)
+                    self.tensors[name] = entry
+                    self._where[name] = reader, metadata, _AVERAGE + name if _AVERAGE + name in held else key
         if not self.tensors:
             raise UserError(f"the checkpoint {commit.path} holds no model: give one that trireme has saved")
 
@@ -133,11 +142,11 @@ class Weights:
     def read(self, name: str) -> torch.Tensor:
         """The whole tensor, in host memory."""
         entry = self.tensors[name]
-        key = self._keys[name]
+        reader, metadata, key = self._where[name]
         state: dict[str, Any] = {key: torch.empty(entry.size, dtype=entry.properties.dtype)}
         planner = Planner(flatten_state_dict=False)
-        planner.set_up_planner(state, self._metadata, True)
-        self._reader.read_data(planner.create_local_plan(), planner).wait()
+        planner.set_up_planner(state, metadata, True)
+        reader.read_data(planner.create_local_plan(), planner).wait()
         return state[key]
 
 
