@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from app.errors import UserError
+from app.models.gpt import Attention
 from app.prediction import called, logits_of
 from app.tasks.base import Task
 from app.tasks.language import TextInput
@@ -72,41 +74,61 @@ def text_input(task: Task) -> TextInput:
 def continuation(
     model: nn.Module, given: TextInput, prompt: str, sampling: Sampling, generator: torch.Generator
 ) -> Iterator[str]:
-    """The text that follows the prompt, piece by piece as it is drawn, until its end token or `max_tokens`."""
-    tokens, shown = given.encode(prompt), ""
+    """The text that follows the prompt, piece by piece as it is drawn, until its end or `max_tokens`."""
+    if given.end:  # an answer
+        yield "\n"
+    tokens, text, shown = given.encode(prompt), "", ""
     first = tokens.shape[1]
-    reader, ends = _Reader(model, given), _end_tokens(model)
-    for _ in range(sampling.max_tokens):
-        token = sampling.draw(reader.logits(tokens), generator)
-        if token in ends:
-            return
-        tokens = torch.cat([tokens, torch.tensor([[token]])], 1)
-        text = given.decode(tokens[0, first:].tolist())
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else part of a letter, or of nothing
-            yield text[len(shown) :]
-            shown = text
-    yield given.decode(tokens[0, first:].tolist())[len(shown) :]
+    ends = _end_tokens(model)
+    with contextlib.closing(_Reader(model, given)) as reader:
+        for _ in range(sampling.max_tokens):
+            token = sampling.draw(reader.logits(tokens), generator)
+            if token in ends:
+                break
+            tokens = torch.cat([tokens, torch.tensor([[token]])], 1)
+            text, ended, _ = given.decode(tokens[0, first:].tolist()).partition(given.end or "\0")
+            sure = text if ended else text[: len(text) - len(given.end)]
+            if not sure.endswith("\N{REPLACEMENT CHARACTER}"):  # else part of a letter, or of nothing
+                yield sure[len(shown) :]
+                shown = sure
+            if ended:
+                break
+    yield text[len(shown) :]
 
 
 class _Reader:
-    """Logits after the last token. A model of `transformers` keeps the keys and values of those before; of another
-    everything is computed again, as far as it looks back."""
+    """Logits after the last token, with the keys and values of those before kept, as far as the model looks back; of a
+    model that is neither of `transformers` nor a GPT of ours, everything is computed again."""
 
     def __init__(self, model: nn.Module, given: TextInput) -> None:
         self.model, self.given = model, given
+        self.attentions = [module for module in model.modules() if isinstance(module, Attention)]
         self.past: Any = None
         self.seen = 0
+        self._keep([])
 
     @torch.no_grad()
     def logits(self, tokens_BT: Tensor) -> Tensor:
         """tokens_BT: (1, T). Returns (V,)."""
-        if "use_cache" in self.given.keywords and tokens_BT.shape[1] <= self.given.longest:
-            new = {self.given.keyword: tokens_BT[:, self.seen :], "use_cache": True, "past_key_values": self.past}
-            output = called(self.model, new)
-            self.past, self.seen = output.past_key_values, tokens_BT.shape[1]
+        new, end = tokens_BT[:, self.seen :], tokens_BT.shape[1]
+        if end > self.given.longest or not (self.attentions or "use_cache" in self.given.keywords):
+            self._keep(None)
+            return logits_of(called(self.model, self.given(tokens_BT)))[0, -1]
+        if self.attentions:
+            places = torch.arange(self.seen, end)[None]
+            output = called(self.model, {"tokens_BT": new, "position_ids": places})
         else:
-            output = called(self.model, self.given(tokens_BT))
+            output = called(self.model, {self.given.keyword: new, "use_cache": True, "past_key_values": self.past})
+            self.past = output.past_key_values
+        self.seen = end
         return logits_of(output)[0, -1]
+
+    def close(self) -> None:
+        self._keep(None)
+
+    def _keep(self, kept: list[Tensor] | None) -> None:
+        for attention in self.attentions:
+            attention.kept = kept
 
 
 def _end_tokens(model: nn.Module) -> set[int]:

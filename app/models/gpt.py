@@ -40,6 +40,9 @@ class Attention(nn.Module):
     """Causal multi-head self-attention: (B, T, D) to (B, T, D)."""
 
     fused = False
+    kept: list[Tensor] | None = None
+    """While a text is made, keys and values (B, H, T, K) of the tokens before; after the first call one is given at a
+    time. None: they are not kept."""
 
     def __init__(self, d_model: int, n_heads: int, dropout: float) -> None:
         super().__init__()
@@ -53,8 +56,12 @@ class Attention(nn.Module):
             for projected in linears(x_BTD, (self.q, self.k, self.v), self.fused)
         )
         q_BHTK, k_BHTK = rotated(q_BHTK, k_BHTK, position_ids)
+        causal = not self.kept
+        if self.kept is not None:
+            now = (k_BHTK, v_BHTK)
+            k_BHTK, v_BHTK = self.kept = [torch.cat(pair, 2) for pair in zip(self.kept, now)] or [*now]
         dropout = self.dropout if self.training else 0.0
-        attended_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True, dropout_p=dropout)
+        attended_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=causal, dropout_p=dropout)
         return self.out(attended_BHTK.transpose(1, 2).flatten(2))
 
 

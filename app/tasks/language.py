@@ -47,12 +47,13 @@ NEW_TOKENS = 64  # that the model in MLflow continues a text with
 @dataclass
 class TextInput(Preprocessor):
     """Texts, which the model continues. tokenizer: of the tokenizers library; None: bytes. keywords: how the model is
-    called, if not by position."""
+    called, if not by position. end: what follows the text that is wanted."""
 
     tokenizer: Any
     longest: int  # tokens that the model looks back
     keyword: str = ""
     keywords: dict[str, Any] = field(default_factory=dict)
+    end: str = ""
 
     @property
     def example(self) -> Any:

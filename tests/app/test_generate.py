@@ -1,5 +1,6 @@
 """Text from trained language models."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,19 @@ def test_letters_of_several_bytes_come_whole_and_no_more_is_read_than_the_model_
     pieces = list(continuation(model, TextInput(None, longest=6), "abc", sampling, torch.Generator()))
     assert "".join(pieces) == text and not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
     assert model.longest == 6
+
+
+@pytest.mark.parametrize("mixture", [None, {"n_experts": 2, "top_k": 1}])
+def test_our_own_models_keep_keys_and_values_too(mixture: Any, text: str, own_cache: Path) -> None:
+    args = {"data": text, "sequence_length": 8, "d_model": 16, "n_layers": 2, "n_heads": 2, "mixture": mixture}
+    task = load_task("language_modelling", args)
+    network, given = task.build_model().eval(), text_input(task)
+    plain, tokens = copy.deepcopy(network), given.encode("a penny saved")  # longer than what it looks back
+    kept = _Reader(network, given)
+    for end in range(3, tokens.shape[1] + 1):
+        assert torch.allclose(kept.logits(tokens[:, :end]), plain(*given(tokens[:, :end]))[0, -1], atol=1e-5)
+        assert kept.seen == min(end, 8)
+    assert torch.equal(network(tokens), plain(tokens)), "nothing is kept any more"
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
