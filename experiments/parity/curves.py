@@ -28,13 +28,15 @@ Batch = Any
 class Trial:
     """What is trained.
 
-    build: the model, the same every time. loss: (model, batch) → mean over the batch's rows. batch: step, from 0 →
-    that step's global batch, a pytree of tensors with samples along dimension 0. heads: that tp must divide, if any.
+    build: the model, the same every time. loss: (model, batch) → mean over the batch's items. batch: step, from 0 →
+    that step's global batch, a pytree of tensors with samples along dimension 0. items: how many a batch has. heads:
+    that tp must divide, if any.
     """
 
     build: Callable[[], nn.Module]
     loss: Callable[[nn.Module, Batch], torch.Tensor]
     batch: Callable[[int], Batch]
+    items: Callable[[Batch], Any] = lambda batch: len(tree_leaves(batch)[0])
     steps: int = 20
     micro_batches: int = 1
     clip: float | None = None
@@ -154,9 +156,9 @@ def run_steps(
     for step in steps:
         batch = trial.batch(step)
         micro_batches = _micro_batches(batch, rank, dims.dp, trial.micro_batches)
-        rows = len(tree_leaves(batch)[0])
+        weights = [float(trial.items(part) / trial.items(batch)) for part in micro_batches]
         parts = [tree_map(lambda t: t.to(parallel.device), part) for part in micro_batches]
-        total = parallel.forward_backward(parts, [len(tree_leaves(part)[0]) / rows for part in parts], trial.loss)
+        total = parallel.forward_backward(parts, weights, trial.loss)
         norms.append(parallel.grad_norm_(trial.clip))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

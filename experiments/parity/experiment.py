@@ -54,6 +54,7 @@ def make_trial(values: dict[str, Any], steps: int) -> Trial:
         build=build,
         loss=task.loss,
         batch=batch,
+        items=task.items,
         steps=steps,
         clip=config.train.clip_norm,
         blocks=task.blocks,
@@ -74,8 +75,6 @@ def measure(config: Config, *, steps: int, rows: Iterable[Row], checkpoints: boo
     if steps < least:
         raise UserError(f"--steps is {steps}: write at least {least}")
     task = load_task(config.task, config.task_args)
-    if task.items_vary:
-        raise UserError(f"task {config.task} has batches of varying size, which parity cannot split: use another task")
     own = replace(strategy_options(config), reduce_dtype="fp32", stages=None, float_output=task.float_output)
     return run(functools.partial(make_trial, to_dict(config), steps), rows, options=own, checkpoints=checkpoints)
 
