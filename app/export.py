@@ -1,4 +1,5 @@
-"""A run's trained weights as files for others: safetensors, one torch file, or a folder that transformers loads.
+"""A run's trained weights as files for others: safetensors, one torch file, a folder that transformers loads, or its
+adapters, which peft loads.
 
 The weights stream out of the sharded checkpoint file by file (app/checkpoint/reader.py); the folder appears
 when it is whole.
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from app.checkpoint import Commit, Weights, export
 from app.errors import UserError, nearest
@@ -24,7 +25,7 @@ from app.trained import checkpoint_of, require_same, task_of
 if TYPE_CHECKING:
     from app.tasks.huggingface.task import HuggingFace
 
-FORMATS = ("safetensors", "huggingface", "torch")
+FORMATS = ("safetensors", "huggingface", "peft", "torch")
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,13 @@ def export_run(
     storage = open_run(run)
     commit = checkpoint_of(storage, step, warn)
     folder = _out(storage, to, commit.step, out)
-    task = _hugging_face(storage) if to == "huggingface" else None
+    task = _hugging_face(storage) if to in ("huggingface", "peft") else None
+    if to == "peft" and task is not None and task.recipe.adapters is None:
+        raise UserError("the run has trained all weights, not adapters (task_args.lora): write --to huggingface")
     with _appears(folder) as made:
-        if task is not None:
+        if task is not None and task.recipe.adapters is not None:
+            _write_adapted(task, commit, made, merged=to == "huggingface")
+        elif task is not None:
             _write_model_folder(task, commit, made)
         else:
             export(commit, to="torch" if to == "torch" else "safetensors", out=made)
@@ -97,6 +102,20 @@ def _write_model_folder(task: HuggingFace, commit: Commit, folder: Path) -> None
     task.write_folder(folder)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})  # names of parameters that are another's too
     export(commit, to="safetensors", out=folder, leave_out=tied)
+
+
+def _write_adapted(task: HuggingFace, commit: Commit, folder: Path, merged: bool) -> None:
+    """The adapters in peft's own format; merged: the whole model, with what they have learnt added to its weights."""
+    model: Any = task.recipe.wrapped()
+    inner, weights = model.get_base_model(), Weights(commit)
+    require_same(inner, weights)
+    inner.load_state_dict({name: weights.read(name) for name in inner.state_dict()})
+    if merged:
+        model.merge_and_unload().save_pretrained(folder)
+        task.write_folder(folder)
+    else:
+        model.save_pretrained(folder)
+        task.tokenizer.save_pretrained(folder)
 
 
 @contextmanager

@@ -4,12 +4,12 @@
     FLOPs of a token = 6·N + 12·L·D·T                                   where the model is a transformer over tokens
 
 N: all parameters but tables of embeddings, which are looked up and not multiplied (one that is the head's weight too
-counts), and k/E of a mixture's E experts, of which k compute for a token; L blocks of width D; T tokens in a sequence.
-Forward is a third of it, backward two; attention counts whole, though a causal one needs half; what activation
-checkpointing computes again does not count. Of any other model torch.utils.flop_counter counts the products of a
-forward and backward on the meta device, with the same conventions: nothing is computed. The peak is the datasheet's for
-dense products (cluster/hardware.yaml) at the precision that is trained in; of fp8, where only the blocks' products are,
-bf16's, so that both stand side by side.
+counts), k/E of a mixture's E experts, of which k compute for a token, and two thirds of what is frozen; L blocks of
+width D; T tokens in a sequence. Forward is a third of it, backward two; attention counts whole, though a causal one
+needs half; what activation checkpointing computes again does not count. Of any other model torch.utils.flop_counter
+counts the products of a forward and backward on the meta device, with the same conventions: nothing is computed. The
+peak is the datasheet's for dense products (cluster/hardware.yaml) at the precision that is trained in; of fp8, where
+only the blocks' products are, bf16's, so that both stand side by side.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ def sample_flops(task: Task) -> float | None:
 def multiplied(model: nn.Module) -> int:
     """N above."""
     owners = [(name.rpartition(".")[0], p) for name, p in model.named_parameters(remove_duplicate=False)]
-    used = {id(p): p.numel() for owner, p in owners if not isinstance(model.get_submodule(owner), nn.Embedding)}
+    used = {id(p): p for owner, p in owners if not isinstance(model.get_submodule(owner), nn.Embedding)}
+    numbers = {key: p.numel() if p.requires_grad else p.numel() * 2 // 3 for key, p in used.items()}
     for found in find_mixtures(model):
-        used |= {id(p): p.numel() * found.top_k // found.count for p in found.experts.parameters(recurse=False)}
-    return sum(used.values())
+        numbers |= {id(p): p.numel() * found.top_k // found.count for p in found.experts.parameters(recurse=False)}
+    return sum(numbers.values())
 
 
 def _counted(task: Task, model: nn.Module) -> float:

@@ -237,7 +237,8 @@ def cost(size: RankSize, step: StepShape) -> Cost:
     """
     keeps, each, gathered = _behaviour(step)
     held = size.root + size.two_largest_blocks + keeps * (size.blocks - size.two_largest_blocks)
-    on_the_way = size.largest_block * (gathered + step.reduce_itemsize)
+    trained = size.largest_block * size.sharded_gradients / size.sharded_parameters
+    on_the_way = size.largest_block * gathered + trained * step.reduce_itemsize
     several = (step.micro_batches > 1) * (1 - each)
     waiting = size.gradients // 4 * step.reduce_itemsize * max(several, step.pp > 1)
     return Cost(

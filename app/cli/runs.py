@@ -77,7 +77,7 @@ def _arguments(task: str) -> list[str]:
 
 @verb("export")
 @click.argument("run_folder", metavar="RUN_FOLDER")
-@click.option("--to", default="", metavar="FORMAT", help="safetensors, huggingface or torch.")
+@click.option("--to", default="", metavar="FORMAT", help="safetensors, huggingface, peft or torch.")
 @click.option("--out", metavar="FOLDER", help="The folder to write. Default: export/FORMAT-step-N in the run's folder.")
 @click.option("--step", type=int, metavar="N", help="The checkpoint of this step. Default: the newest intact one.")
 def export(cli: Invocation, run_folder: str, to: str, out: str | None, step: int | None) -> None:

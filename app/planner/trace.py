@@ -184,7 +184,7 @@ def _beyond_saved(parts: dict[str, PartTrace], order: list[str]) -> dict[str, Pa
 
 def alike(block: nn.Module) -> Any:
     """What blocks have in common that cost the same, given like inputs."""
-    return type(block), tuple(tuple(p.shape) for p in block.parameters())
+    return type(block), tuple((tuple(p.shape), p.requires_grad) for p in block.parameters())
 
 
 @dataclass(frozen=True)
@@ -220,9 +220,10 @@ def _watched(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = tensors((args, kwargs))
-        key = (signature, tuple((tuple(t.shape), t.dtype) for t in given))
         flowing = next((t for t in given if t.requires_grad), given[0] if given else None)
-        if key in templates and flowing is not None and flowing.requires_grad:
+        back = flowing is not None and flowing.requires_grad  # not behind a frozen embedding
+        key = (signature, back, tuple((tuple(t.shape), t.dtype) for t in given))
+        if key in templates and flowing is not None and back:
             name, output = templates[key]
             order.append(name)
             return tree_map(lambda leaf: _Skip.apply(flowing, leaf) if isinstance(leaf, _Like) else leaf, output)

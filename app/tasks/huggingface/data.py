@@ -21,6 +21,7 @@ from app.data.order import held_out, hold_out
 from app.data.tables import column_of, read_table
 from app.data.text import BYTES, SUFFIXES, find_files, load_tokenizer
 from app.errors import UserError
+from app.tasks.huggingface.conversations import CHATML, Conversations, TextPairs
 from app.tasks.huggingface.model import Found, library
 from app.tasks.language import LanguageModelling
 from app.tasks.parts import Classification, InParts
@@ -60,6 +61,33 @@ def labelled_text(
     if own_size is None:
         derived["vocab_size"] = len(tokenizer)
     return task, derived | _fitting_vocabulary(found, base, len(tokenizer), derived)
+
+
+def instructions(
+    found: Found, base: Any, own_size: int | None, *, tokenizer: Any, **more: Any
+) -> tuple[InParts, Derived]:
+    """For a causal language model that answers; tokenizer: of `chat_tokenizer`."""
+    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    return Conversations(tokenizer=tokenizer, **more), _special(found, base, own_size, tokenizer, special)
+
+
+def text_pairs(
+    found: Found, base: Any, own_size: int | None, *, tokenizer: Any, sequence_length: int, **more: Any
+) -> tuple[InParts, Derived]:
+    """For an encoder and a decoder; tokenizer: the library's, with padding and an end."""
+    pad, start = tokenizer.pad_token_id, getattr(base, "decoder_start_token_id", None)
+    special = {"pad_token_id": pad, "eos_token_id": tokenizer.eos_token_id}
+    if found.folder is None or start is None:
+        special["decoder_start_token_id"] = start = pad
+    task = TextPairs(tokenizer=tokenizer, longest=sequence_length, start=start, **more)
+    return task, _special(found, base, own_size, tokenizer, special)
+
+
+def _special(found: Found, base: Any, own_size: int | None, tokenizer: Any, special: Derived) -> Derived:
+    derived = special if found.folder is None else {}
+    if own_size is None:
+        derived = derived | {"vocab_size": len(tokenizer)}
+    return derived | _fitting_vocabulary(found, base, len(tokenizer), derived)
 
 
 def images(found: Found, **more: Any) -> tuple[InParts, Derived]:
@@ -140,6 +168,26 @@ def tokenizer_of(found: Found, chosen: str, *, padded: bool) -> Any:
         elif padded:
             tokenizer.add_special_tokens({"pad_token": "<pad>"})
     tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def chat_tokenizer(found: Found, chosen: str) -> Any:
+    """The library's tokenizer with a chat template: its own, else ChatML, whose marks are tokens of a new model."""
+    tokenizer = tokenizer_of(found, chosen, padded=found.folder is None)
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = CHATML
+        if found.folder is None:
+            tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
+    return tokenizer
+
+
+def pair_tokenizer(found: Found, chosen: str) -> Any:
+    """The library's tokenizer with padding and a token that ends a text."""
+    tokenizer = tokenizer_of(found, chosen, padded=True)
+    if tokenizer.eos_token is None:
+        known = found.base.eos_token_id if found.folder is not None else None
+        end = "</s>" if known is None else tokenizer.convert_ids_to_tokens(known)
+        tokenizer.add_special_tokens({"eos_token": end})
     return tokenizer
 
 

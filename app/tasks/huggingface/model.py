@@ -20,18 +20,26 @@ import torch
 from torch import nn
 
 from app.errors import UserError, nearest
+from app.tasks.huggingface import lora
 
 KINDS = {
     "causal_lm": "AutoModelForCausalLM",
+    "instructions": "AutoModelForCausalLM",
+    "seq2seq_lm": "AutoModelForSeq2SeqLM",
     "sequence_classification": "AutoModelForSequenceClassification",
     "image_classification": "AutoModelForImageClassification",
 }
 """Kind: the library's class that makes it."""
+TABLES = {"instructions": "causal_lm", "seq2seq_lm": "seq_to_seq_causal_lm"}
+"""Kind: what the library calls it in its tables of models, if otherwise."""
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 HUB_SECONDS = 5.0  # how long the hub may take to answer
 HUB_FILES = ["*.json", "*.txt", "*.model"]
-UNDECLARED = {"head_dim"}  # keys that models read though their configuration may have no field for them
+UNDECLARED = {
+    "head_dim",
+    "decoder_start_token_id",
+}  # keys that models read though their configuration may have no field for them
 
 
 def library() -> Any:
@@ -150,16 +158,14 @@ def choose_kind(found: Found, wanted: str) -> str:
 
     Raises UserError, also for a model of several that is not trained as one.
     """
-    has = [kind for kind in KINDS if _is_in(f"MODEL_FOR_{kind.upper()}_MAPPING_NAMES", found.base.model_type)]
+    tables = {kind: f"MODEL_FOR_{TABLES.get(kind, kind).upper()}_MAPPING_NAMES" for kind in KINDS}
+    has = [kind for kind, table in tables.items() if _is_in(table, found.base.model_type)]
+    if getattr(found.base, "is_encoder_decoder", False):
+        has = [kind for kind in has if kind == "seq2seq_lm"]
     if not has or wanted not in ("auto", *has):
         made_for = " or ".join(has) or "none of the kinds"
         raise UserError(
             f"task_args.kind is {wanted}, but {found.base.model_type} is made for {made_for}; write another"
-        )
-    if getattr(found.base, "is_encoder_decoder", False):
-        raise UserError(
-            f"task_args.model: {found.base.model_type} is an encoder and a decoder, which this task does not "
-            "train: give a decoder (llama, gpt2) or an encoder (bert), or write a task of your own"
         )
     built = (found.base.architectures or [""])[0].replace("LMHeadModel", "ForCausalLM")
     named = [kind for kind in has if built.endswith(KINDS[kind].removeprefix("AutoModel"))]
@@ -207,14 +213,23 @@ def settle(found: Found, derived: Mapping[str, Any], written: Mapping[str, Any])
 
 @dataclass(frozen=True)
 class Recipe:
-    """Makes a model as often as asked: `folder` with weights if it begins from some, else None."""
+    """Makes a model as often as asked: `folder` with weights if it begins from some, else None. adapters: peft's."""
 
     kind: str
     config: Any
     folder: Path | None
     attention: str | None = None
+    adapters: Any = None
 
     def build(self) -> nn.Module:
+        """The model in training mode, with its adapters. See `whole`."""
+        return self.wrapped().get_base_model() if self.adapters is not None else self.whole()
+
+    def wrapped(self) -> Any:
+        """The model with its adapters as peft's model."""
+        return lora.adapted(self.whole(), self.adapters)
+
+    def whole(self) -> nn.Module:
         """The model in training mode. New weights come from torch's global generator; on meta none are read.
 
         Raises UserError for weights of another model.
@@ -238,7 +253,8 @@ class Recipe:
         missing = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
         body = f"{model.base_model_prefix}."
         # A classifier's head is new where the classes are; everything else must have been learnt.
-        wrong = sorted(name for name in missing if self.kind == "causal_lm" or name.startswith(body))
+        classifier = self.kind.endswith("classification")
+        wrong = sorted(name for name in missing if not classifier or name.startswith(body))
         if wrong:
             raise UserError(
                 f"the weights in {self.folder} are of another model: {wrong[0]} is missing there or has another shape "

@@ -1,25 +1,28 @@
-"""Any causal language model, text classifier or image classifier of Hugging Face's `transformers`."""
+"""Any language model (causal, instructed, or of an encoder and a decoder), text classifier or image classifier of
+Hugging Face's `transformers`."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.data.loader import rows
 from app.errors import UserError
-from app.prediction import Preprocessor, classes_table, texts_of
+from app.prediction import Preprocessor
 from app.tasks.base import Batch
+from app.tasks.huggingface import data as reading
+from app.tasks.huggingface import lora as low_rank
 from app.tasks.huggingface import plan
-from app.tasks.huggingface.data import chosen_tokenizer, images, labelled_text, running_text, tokenizer_of
+from app.tasks.huggingface.conversations import end_of_answer
+from app.tasks.huggingface.inputs import ChatInput, FittedImages, PairsInput, TextsInput, fitted
 from app.tasks.huggingface.model import KINDS, Recipe, choose_kind, find, position_tables, settle, trial
 from app.tasks.language import TextInput
 from app.tasks.parts import InParts, one_of, whole
@@ -28,13 +31,19 @@ from strategies.context.apply import ContextPlan
 from strategies.mixtures import find_mixtures
 
 GENERATION = "generation_config.json"
-DEFAULT_LENGTHS = {"causal_lm": 256, "sequence_classification": 512}
+READERS: dict[str, Callable[..., tuple[InParts, reading.Derived]]] = {
+    "causal_lm": reading.running_text,
+    "instructions": reading.instructions,
+    "seq2seq_lm": reading.text_pairs,
+    "sequence_classification": reading.labelled_text,
+}
+DEFAULT_LENGTHS = {"causal_lm": 256, "instructions": 512, "seq2seq_lm": 512, "sequence_classification": 512}
 ONLY_FOR = {
-    "tokenizer": ("causal_lm", "sequence_classification"),
+    "tokenizer": tuple(READERS),
     "token_dtype": ("causal_lm",),
-    "sequence_length": ("causal_lm", "sequence_classification"),
-    "text": ("sequence_classification",),
-    "label": ("sequence_classification",),
+    "sequence_length": tuple(READERS),
+    "text": ("seq2seq_lm", "sequence_classification"),
+    "label": ("seq2seq_lm", "sequence_classification"),
     "augment_shift": ("image_classification",),
 }
 """Arguments that only some kinds have a use for."""
@@ -46,13 +55,21 @@ class HuggingFace(InParts):
     model: a model type (`llama`, `gpt2`, `qwen2`, `bert`, `vit`, …), a folder with a config.json, or an id on the hub
         (looked for on this machine first).
     config: keys of the model's configuration to set, such as hidden_size or num_hidden_layers.
-    kind: `causal_lm`, `sequence_classification`, `image_classification`, or `auto`: what the configuration says.
+    kind: `causal_lm`, `instructions`, `seq2seq_lm`, `sequence_classification`, `image_classification`, or `auto`: what
+        the configuration says.
     pretrained: begin from the weights in the folder (or on the hub) instead of new ones. A classifier gets a new head.
+    lora: leave those weights as they are and train adapters beside them (lora.py): a mapping of r (default 16), alpha
+        (default 2·r), dropout (default 0) and targets: `auto` for every linear layer but the last, or names of layers.
     attention: `sdpa`, `eager`, `flash_attention_2`, … (default: the library's choice).
     eval_samples: how many samples are held out.
 
     causal_lm: data, token_dtype and sequence_length (default 256) as for language_modelling; tokenizer: `bytes` or a
         tokenizers file (default: the folder's own tokenizer.json, else bytes).
+    instructions: data: files of JSON lines with `messages`, or `python`, the docstrings of Python's own library; the
+        loss is over the assistant's messages. tokenizer as above; its chat template, or ChatML if it has none.
+        sequence_length (default 512): tokens of a row, which holds several conversations, each attending to itself.
+    seq2seq_lm (T5, BART): data: a .csv or .parquet file with columns `text` and `target` (others: task_args.text and
+        task_args.label); tokenizer as above; sequence_length: tokens of either that are used (default: 512).
     sequence_classification: data: a .csv or .parquet file with columns `text` and `label`; tokenizer as above;
         sequence_length: tokens of a text that are used (default: 512, or what the model can).
     image_classification: data and augment_shift as for image_classification. A model type gets the images' size and
@@ -70,6 +87,7 @@ class HuggingFace(InParts):
         config: dict[str, Any] | None = None,
         kind: str = "auto",
         pretrained: bool = False,
+        lora: dict[str, Any] | None = None,
         attention: str | None = None,
         tokenizer: str | None = None,
         token_dtype: str | None = None,
@@ -95,31 +113,36 @@ class HuggingFace(InParts):
                 kinds = " and ".join(ONLY_FOR[name])
                 raise UserError(f"task_args.{name} is for {kinds}, but this model is for {self.kind}; leave it out")
         own |= {"data": data, "eval_samples": eval_samples}
+        weights = found.folder if pretrained else None
+        adapters = None if lora is None else low_rank.adapters(lora, self.kind, weights)
         base = settle(found, {}, written)  # so that what is wrong there is known before the data is read
         self.tokenizer: Any = None  # the library's, for the export
         if self.kind == "image_classification":
             self._data: Any
-            self._data, derived = images(found, **own)
+            self._data, derived = reading.images(found, **own)
         else:
-            chosen = chosen_tokenizer(found, tokenizer, pretrained)
-            self.tokenizer = tokenizer_of(found, chosen, padded=self.kind == "sequence_classification")
+            chosen = reading.chosen_tokenizer(found, tokenizer, pretrained)
+            self.tokenizer = self._tokenizer(chosen)
             own["sequence_length"] = _length(self.kind, sequence_length, base)
-            if self.kind == "causal_lm":  # texts that are classified have lengths of their own
+            if self.kind in ("causal_lm", "instructions"):  # other texts have lengths of their own
                 self.sequence_length = own["sequence_length"]
             own_size = int(base.vocab_size) if found.folder or "vocab_size" in written else None
             own["tokenizer"] = chosen if self.kind == "causal_lm" else self.tokenizer
-            read = running_text if self.kind == "causal_lm" else labelled_text
-            self._data, derived = read(found, base, own_size, **own)
+            self._data, derived = READERS[self.kind](found, base, own_size, **own)
         self._train, self._eval = self._data.train_data(), self._data.eval_data()
         self.unit, self.items_vary = self._data.unit, self._data.items_vary
         self.float_output = self._data.float_output
         self.config = settle(found, derived, written)
-        self.recipe = Recipe(self.kind, self.config, found.folder if pretrained else None, attention)
+        self.recipe = Recipe(self.kind, self.config, weights, attention, adapters)
         self._build = self.recipe.build
         structure = trial(self.recipe)
         # Keeping keys and values for the next token has no use in training.
-        cached = "use_cache" in inspect.signature(structure.forward).parameters
-        self._keywords: dict[str, Any] = {"use_cache": False} if cached else {}
+        known = inspect.signature(structure.forward).parameters
+        self._keywords: dict[str, Any] = {"use_cache": False} if "use_cache" in known else {}
+        if self.kind == "instructions":
+            if "position_ids" not in known:
+                raise UserError(f"{found.base.model_type} takes no position_ids, so conversations cannot share a row")
+            self._own_mask = structure.config._attn_implementation == "sdpa" and self._attends_fully()
         self._chosen_experts = [found.top_k for found in find_mixtures(structure)]  # of each layer that has some
         self._heads = plan.heads(self.config, self.tensor_plan(structure))
         patch, sides = getattr(self.config, "patch_size", None), _sides(self.config)
@@ -128,6 +151,20 @@ class HuggingFace(InParts):
                 f"task_args.config.patch_size is {patch}, which does not divide images of {sides[0]}×{sides[1]}; write "
                 "one that does"
             )
+
+    def _tokenizer(self, chosen: str) -> Any:
+        if self.kind == "instructions":
+            return reading.chat_tokenizer(self.found, chosen)
+        if self.kind == "seq2seq_lm":
+            return reading.pair_tokenizer(self.found, chosen)
+        return reading.tokenizer_of(self.found, chosen, padded=self.kind == "sequence_classification")
+
+    def _attends_fully(self) -> bool:
+        try:
+            plan.require_full_attention(self.config, self.sequence_length)
+        except UserError:
+            return False
+        return True
 
     # --- the task ----------------------------------------------------------------------------------------------
 
@@ -161,12 +198,23 @@ class HuggingFace(InParts):
             return {"pixel_values": self.fitted(inputs)}
         if self.kind == "causal_lm":
             return {"input_ids": inputs, **self._keywords}
+        if self.kind == "instructions":
+            tokens, positions = inputs
+            given = {"input_ids": tokens, "position_ids": positions, **self._keywords}
+            if not self._own_mask:  # the library finds where positions begin anew, for which a GPU's host waits
+                return given
+            document = (positions == 0).cumsum(1)
+            return {**given, "attention_mask": (document[:, None, :, None] == document[:, None, None]).tril()}
+        if self.kind == "seq2seq_lm":
+            tokens, mask, decoder = inputs
+            given = {"input_ids": tokens, "attention_mask": mask, "decoder_input_ids": decoder}
+            return {**given, **self._keywords}
         tokens, mask = inputs
         return {"input_ids": tokens, "attention_mask": mask, **self._keywords}
 
     def fitted(self, images: Tensor) -> Tensor:
         """Images (N, C, H, W) in the size and with the channels that the model was made for."""
-        return _fitted(images, getattr(self.config, "num_channels", images.shape[1]), _sides(self.config))
+        return fitted(images, getattr(self.config, "num_channels", images.shape[1]), _sides(self.config))
 
     def preprocessor(self) -> Preprocessor | None:
         given = self._data.preprocessor()
@@ -174,15 +222,23 @@ class HuggingFace(InParts):
             return FittedImages(**vars(given), channels=self.config.num_channels, sides=_sides(self.config))
         if isinstance(given, TextInput):
             return replace(given, keyword="input_ids", keywords=self._keywords)
-        if self.kind != "sequence_classification":
+        if self.kind == "causal_lm":
             return given  # token files
+        if self.kind == "instructions":
+            longest, end = self.sequence_length, end_of_answer(self.tokenizer)
+            return ChatInput(self.tokenizer, longest, "input_ids", self._keywords, end)
+        if self.kind == "seq2seq_lm":
+            pairs = self._train
+            return PairsInput(self.tokenizer, pairs.longest, [], self._keywords, pairs.start)
         return TextsInput(self.tokenizer, self._train.longest, list(self._data.classes), self._keywords)
 
     def blocks(self, model: nn.Module) -> list[str] | None:
         return plan.blocks(model)
 
     def tensor_plan(self, model: nn.Module) -> dict[str, str] | None:
-        return plan.tensor_plan(model, parallel_head=self.kind == "causal_lm")
+        if self.recipe.adapters is not None:  # every layer, and every adapter, is split by itself and gathered
+            return None
+        return plan.tensor_plan(model, parallel_head=not self.kind.endswith("classification"))
 
     def context_plan(self, model: nn.Module) -> ContextPlan | None:
         if self.kind != "causal_lm":
@@ -211,54 +267,6 @@ class HuggingFace(InParts):
             shutil.copyfile(self.found.folder / GENERATION, folder / GENERATION)
         if isinstance(given := self.preprocessor(), FittedImages):
             (folder / "preprocessor_config.json").write_text(json.dumps(given.for_transformers(), indent=1))
-
-
-@dataclass
-class FittedImages(ImageInput):
-    channels: int
-    sides: tuple[int, int] | None
-
-    def __call__(self, given: Any) -> dict[str, Any]:
-        return {"pixel_values": _fitted(self.standardised(given), self.channels, self.sides)}
-
-    def for_transformers(self) -> dict[str, Any]:
-        """As its image processors read it, which bring pixels to 0 … 1 first."""
-        height, width = self.sides or self.example.shape[1:3]
-        whole = 255.0 if self.example.dtype.kind in "ui" else 1.0
-        mean, std = ((each.flatten() / whole).expand(self.channels).tolist() for each in (self.mean, self.std))
-        sizes = {"do_resize": True, "size": {"height": height, "width": width}, "resample": 2}
-        pixels = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
-        return {"image_processor_type": "ViTImageProcessor", **sizes, **pixels, "image_mean": mean, "image_std": std}
-
-
-def _fitted(images: Tensor, channels: int, sides: tuple[int, int] | None) -> Tensor:
-    if sides and tuple(images.shape[2:]) != sides:
-        images = F.interpolate(images, sides, mode="bilinear", antialias=True)
-    return images.expand(-1, channels, -1, -1) if images.shape[1] == 1 < channels else images
-
-
-@dataclass
-class TextsInput(Preprocessor):
-    """Texts to classify; tokenizer: the library's."""
-
-    tokenizer: Any
-    longest: int
-    classes: list[str]
-    keywords: dict[str, Any]
-
-    @property
-    def example(self) -> Any:
-        import pandas
-
-        return pandas.DataFrame({"text": ["a text"]})
-
-    def __call__(self, given: Any) -> dict[str, Any]:
-        how = {"padding": True, "truncation": True, "max_length": self.longest, "return_tensors": "pt"}
-        found = self.tokenizer(texts_of(given), **how)
-        return {"input_ids": found["input_ids"], "attention_mask": found["attention_mask"], **self.keywords}
-
-    def read(self, output: Any) -> Any:
-        return classes_table("label", self.classes, output)
 
 
 class Called:
