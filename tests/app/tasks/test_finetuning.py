@@ -298,6 +298,7 @@ def test_frozen_weights_are_saved_once_and_adapters_are_exported(folders: Path) 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_killed_it_continues_to_the_last_bit(strategy: str, folders: Path, ray_environment: dict[str, str]) -> None:
     import mlflow
+    import pandas
 
     two = ["workers=2", f"strategy={strategy}", "launcher=ray", f"run.storage={folders}"]
     undisturbed = trireme(*command(folders, "whole", *two), env=ray_environment)
@@ -312,9 +313,10 @@ def test_killed_it_continues_to_the_last_bit(strategy: str, folders: Path, ray_e
     assert same_bits(weights(folders / "whole"), weights(folders / "run"))
     assert len(list((folders / "run" / "checkpoints" / "frozen").iterdir())) == 1
     mlflow.set_tracking_uri(f"sqlite:///{folders}/mlflow.db")
-    found = mlflow.search_logged_models(output_format="list")
+    all_of_them = [experiment.experiment_id for experiment in mlflow.search_experiments()]
+    found = mlflow.search_logged_models(all_of_them, output_format="list")
     for model in found:
         loaded = mlflow.pytorch.load_model(model.model_uri)
         assert same_bits(weights(folders / "whole"), loaded.model.state_dict())
-        assert len(mlflow.pyfunc.load_model(model.model_uri).predict(["2 + 2?"])) == 1
+        assert len(mlflow.pyfunc.load_model(model.model_uri).predict(pandas.DataFrame({"text": ["2 + 2?"]}))) == 1
     assert len(found) == 2
