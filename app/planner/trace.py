@@ -221,8 +221,9 @@ def _watched(
     def call(*args: Any, **kwargs: Any) -> Any:
         given = tensors((args, kwargs))
         flowing = next((t for t in given if t.requires_grad), given[0] if given else None)
-        back = flowing is not None and flowing.requires_grad  # not behind a frozen embedding
-        key = (signature, back, tuple((tuple(t.shape), t.dtype) for t in given))
+        back = flowing is not None and flowing.requires_grad
+        of_adapters = not back and not all(p.requires_grad for p in block.parameters())  # behind a frozen embedding
+        key = (signature, of_adapters, tuple((tuple(t.shape), t.dtype) for t in given))
         if key in templates and flowing is not None and back:
             name, output = templates[key]
             order.append(name)
