@@ -144,7 +144,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a_run(run, *POINTS)
     monkeypatch.chdir(tmp_path)
     assert "did you mean 'huggingface'" in refused(run, "--to", "hugging_face")
-    assert "it can be safetensors, huggingface, torch" in refused(run, "--to", "onnx")
+    assert "it can be safetensors, huggingface, peft, torch" in refused(run, "--to", "onnx")
     assert "--to is not given; it can be" in refused(run)
     assert "is not a run's folder" in refused(tmp_path / "nowhere", *to)
     assert "whose model transformers does not have" in refused(run, "--to", "huggingface")
