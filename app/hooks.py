@@ -81,7 +81,8 @@ class Update:
         if scale.accepts(norm, step):
             chosen.step()
         training.optimizer.zero_grad(set_to_none=True)
-        self.loss, self.norm = found if isinstance(self.loss, float) else self.loss + found, self.norm or norm
+        self.loss = found if isinstance(self.loss, float) else self.loss + found
+        self.norm = norm if self.norm is None else self.norm
         return found
 
     def losses(self) -> dict[str, Tensor]:

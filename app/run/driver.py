@@ -193,7 +193,7 @@ class Driver:
         for name in [] if kept.is_local else kept.list():
             here.mkdir(parents=True, exist_ok=True)
             (here / name).write_bytes(kept.read_bytes(name))
-        self.tracker.artifact(here, event["folder"])
+        self.tracker.artifact(here, event["folder"].rpartition("/")[0])
 
     def _on_done(self, event: dict[str, Any]) -> None:
         self.summary = event["summary"]

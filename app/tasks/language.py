@@ -245,9 +245,7 @@ class LanguageModelling(InParts):
         return task
 
     def on_evaluation(self, model: nn.Module, log: Any) -> None:
-        """What the model writes after the beginning of the held-out data."""
-        if isinstance(self._input, TextInput) and self._eval is not None:
-            log("sample", sample(model, self._input, self._eval[0][0][:PROMPT]))
+        show_sample(self, model, log)
 
     def items(self, batch: Batch) -> int | Tensor:
         return batch[1].numel()
@@ -268,6 +266,13 @@ class LanguageModelling(InParts):
 
     def heads(self) -> int | None:
         return self.n_heads
+
+
+def show_sample(task: InParts, model: nn.Module, log: Any) -> None:
+    """Logs what the model writes after the beginning of the held-out data."""
+    given, data = task.preprocessor(), task.eval_data()
+    if isinstance(given, TextInput) and data is not None:
+        log("sample", sample(model, given, data[0][0][:PROMPT]))
 
 
 def sample(model: nn.Module, given: TextInput, prompt_T: Tensor) -> str:

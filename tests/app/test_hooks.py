@@ -104,6 +104,20 @@ def test_an_average_is_what_its_formula_says(tmp_path: Path) -> None:
     assert all(torch.allclose(training.average.values[name], expected[name], atol=1e-6) for name in expected)
 
 
+@pytest.mark.parametrize("task", ["language_modelling", pytest.param("huggingface", marks=pytest.mark.slow)])
+def test_a_language_model_shows_what_it_writes(task: str, tmp_path: Path, text: str, own_cache: Path) -> None:
+    small = "config: {n_embd: 16, n_layer: 1, n_head: 2}, model: gpt2" if task == "huggingface" else "d_model: 16"
+    args = f"task_args={{data: {text}, sequence_length: 24, {small}}}"
+    given = ["run.name=x", f"task={task}", args, "train.steps=1", "train.global_batch_size=4"]
+    job = Job(load_config([], given), choose("single", 1), str(tmp_path), "attempt", "uid", 1, os.getcwd())
+    training = Training(job, Place(0, 1, 0, torch.device("cpu")), Listens(), nothing_kept)
+    training.run()
+    data = training.task.eval_data()
+    assert data is not None
+    beginning = bytes(data[0][0][:16].tolist()).decode()
+    assert (tmp_path / "evaluation" / "step-00000001" / "sample.txt").read_text().startswith(f"{beginning} → ")
+
+
 def test_an_early_end(tmp_path: Path) -> None:
     metrics, *_ = trained(0, 1, "single", str(tmp_path), "task_args.ends_at=2")
     assert max(metrics) == 4

@@ -24,7 +24,7 @@ from app.tasks.huggingface import plan
 from app.tasks.huggingface.conversations import end_of_answer
 from app.tasks.huggingface.inputs import ChatInput, FittedImages, PairsInput, TextsInput, fitted
 from app.tasks.huggingface.model import KINDS, Recipe, choose_kind, find, position_tables, settle, trial
-from app.tasks.language import TextInput
+from app.tasks.language import TextInput, show_sample
 from app.tasks.parts import InParts, one_of, whole
 from app.tasks.vision import ImageInput
 from strategies.context.apply import ContextPlan
@@ -188,6 +188,10 @@ class HuggingFace(InParts):
     def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         called: Any = Called(self, model)
         return self._data.metrics(called, batch)
+
+    def on_evaluation(self, model: nn.Module, log: Any) -> None:
+        if self.kind == "causal_lm":
+            show_sample(self, model, log)
 
     def derived(self, means: dict[str, float]) -> dict[str, float]:
         return self._data.derived(means)

@@ -56,7 +56,9 @@ def assert_unbroken(storage: Path, truth: Path) -> None:
     assert same_bits(weights(storage / "run"), weights(truth / "run"))
     for metric in ("train/loss", "eval/loss"):
         assert curve(storage, "run", metric) == curve(truth, "run", metric)
-    assert mlflow_run(storage, "run").info.status == "FINISHED"
+    found = mlflow_run(storage, "run")
+    assert found.info.status == "FINISHED"
+    assert sorted(each.tags[0].value for each in found.inputs.dataset_inputs) == ["evaluation", "training"]
 
 
 @pytest.mark.parametrize(
