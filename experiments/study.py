@@ -1,7 +1,5 @@
 """What a sweep and a scaling study have in common: a folder of their own, and an MLflow run that ends as they do."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

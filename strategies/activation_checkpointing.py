@@ -14,8 +14,6 @@ The numbers are the same: the recomputation repeats the forward, its random numb
 replaced in place, so no name changes, and hooks around the block (of sharding) run once, outside of it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

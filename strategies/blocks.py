@@ -6,8 +6,6 @@ outside in, take the children whose class occurs at least twice among all contai
 made of modules to bare layers. What is inside a block is not looked at. A model without such a chain is one unit.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

@@ -6,8 +6,6 @@ by element: converting a model's input and its weights once is enough. Numbers a
 GroupNorm on a GPU takes the usual order alone, so a model that has it would be converted to and fro at every layer.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -15,8 +15,6 @@ of a million numbers' norm, 3e-3 of forty million's. So there gradients are meas
 float32's rounding and takes as long.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

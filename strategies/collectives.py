@@ -3,8 +3,6 @@
 Between GPUs NCCL does all of this, and none of it is used. It is off with a torch it was not tested with.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 from typing import Any

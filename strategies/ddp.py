@@ -21,8 +21,6 @@ Choose it whenever the whole training state fits on a device: nothing is faster.
 - *Compression*: parallel.reduce_dtype=bf16 sends gradients in half the bytes.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace

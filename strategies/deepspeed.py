@@ -16,8 +16,6 @@ The engine needs the optimizer before the first forward, so the loop hands it ov
 (`Parallel.prepare_optimizer`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -7,8 +7,6 @@ open it is the number of workers divided by the others. Names combine with a plu
 What each name chooses, combines with and allows is asked of its record (strategy.py).
 """
 
-from __future__ import annotations
-
 import math
 
 from strategies import registry

@@ -10,8 +10,6 @@ DeepSeek-V3, …), and app/models/mixture.py. *Router*: what stands beside exper
 called with tokens it returns a tuple, of which the first is their scores' logarithms (…, E).
 """
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass
 

@@ -33,8 +33,6 @@ in two places has one device, and both places compute there. It is built whole i
 ddp_model_parallel does once per worker, and moved device by device; no GPU ever holds more than its own blocks.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from typing import Any

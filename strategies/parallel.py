@@ -1,7 +1,5 @@
 """What `parallelize` returns: the one face that all layouts show to the training loop."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager

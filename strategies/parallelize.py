@@ -12,8 +12,6 @@
 The optimizer is built by the caller after that, over `Parallel.parameters()`.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

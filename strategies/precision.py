@@ -40,8 +40,6 @@ call with a number of rows that 16 does not divide is computed in bfloat16. A wo
 two layouts agree to float8's rounding.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -3,8 +3,6 @@
 A strategy's name stands in its own file, here, and in rows of tests, nowhere else. strategy.py says what a record is.
 """
 
-from __future__ import annotations
-
 import importlib.util
 
 from strategies import ddp, deepspeed, fsdp, one_process

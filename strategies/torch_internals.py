@@ -4,8 +4,6 @@ Each entry says why there is no public way and what happens where the name is mi
 program continues, slower or with less information. tests/strategies/test_torch_internals.py takes each name away.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

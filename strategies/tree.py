@@ -4,8 +4,6 @@ A named tuple and any mapping (Hugging Face's outputs and encodings, say) come b
 a leaf, as in torch's own pytree, which has no public name.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, MutableMapping
 from typing import Any

@@ -2,8 +2,6 @@
 stands beside the check that uses it, with the reason.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

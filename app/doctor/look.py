@@ -2,8 +2,6 @@
 where that is slow, between neighbours. Doctor goes to a cluster that this machine is not part of as a job.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import uuid

@@ -4,8 +4,6 @@ Everything here answers with plain values or an empty one; a machine without GPU
 is not an error but a fact.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import platform

@@ -1,8 +1,6 @@
 """Which layout: chosen for a run (`strategy: auto`), and advised to a person, with what would hold a model that fits
 nowhere."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

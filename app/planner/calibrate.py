@@ -6,8 +6,6 @@ datasheet and what is fitted. All of it is on random normal numbers, as a model'
 zeros, draws less power, so that its clock stays higher than any training sees it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re

@@ -9,8 +9,6 @@ The efficiencies of A100 and H100 are fitted on published figures, those of othe
 calibrate` measures a device and its links; a measurement goes before a fit.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from dataclasses import dataclass, field, fields, replace

@@ -7,8 +7,6 @@ moments and of the optimizer's step. What a strategy gathers, and what waits to 
 What layouts have in common (costs of a part, sizes of a unit, stages of a pipeline) is worked out once for all of them.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections import Counter

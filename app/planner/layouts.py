@@ -1,7 +1,5 @@
 """Every layout that could run: degrees, strategy, micro-batch, recomputation, precision and schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import reduce

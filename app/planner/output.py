@@ -1,7 +1,5 @@
 """A plan as a table for a terminal with the reason for each strategy, as JSON, and as an experiment's file."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

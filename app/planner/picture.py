@@ -1,7 +1,5 @@
 """A layout as a page: the first ranks beside the dimensions they are in, and what each dimension holds and sends."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from app.console import quantity

@@ -1,7 +1,5 @@
 """A plan: every layout of an experiment on a machine, its memory and its time, best first."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any

@@ -14,8 +14,6 @@ tp peers are next to one another, then cp's, dp_shard's, dp_replicate's, then st
 a node; the other ranks of the node run the same collective in groups of their own and share the node's link.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -11,8 +11,6 @@ F.scaled_dot_product_attention would be the products it is made of, with a score
 which GPUs' kernels keep (Dao et al. 2022, https://arxiv.org/abs/2205.14135). RMSNorm is one kernel on GPUs.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import defaultdict
 from collections.abc import Callable

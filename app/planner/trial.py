@@ -4,8 +4,6 @@ A try takes a few steps of a run's own loop. Its memory on a GPU is the peak tha
 process beyond what it took before, bounded by the memory that a plan counts with.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import resource

@@ -4,8 +4,6 @@ Ray keeps a job's runtime environment, values and all, and shows it to all who m
 variables go over SSH into a file on the head that only its owner reads, and the job removes it when it has read it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

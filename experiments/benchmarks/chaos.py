@@ -4,8 +4,6 @@ On a Ray of its own (a head without CPUs and two nodes of two) one run after ano
 several times: each time the same command again where it has ended. In the end it is compared with an undisturbed one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

@@ -5,8 +5,6 @@ FOLDER/seen/TIME-RANK-PID.jsonl   one line per micro-batch whose loss was comput
 And that read again: was every sample used once?
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -5,8 +5,6 @@ each constant held near `START` by a weak prior, so that one on which no run dep
 the same constants: nothing is drawn.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ By hand means as torchtitan has it: float32 parameters under autocast, each bloc
 attention, fused AdamW, the loss over all logits compiled, gradients clipped, tokens already on the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Nothing of Trireme but the model's class and the arrays. Each strategy as PyTorc
 optimizer, data in memory and indexed by a permutation, no synchronisation but for the loss that is logged.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

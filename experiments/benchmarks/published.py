@@ -8,8 +8,6 @@ A run is planned as the same model under Trireme, with its layout's degrees and 
 trainer's, but that the communication of tensor parallelism overlaps products where the run's did (`overlap`).
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable

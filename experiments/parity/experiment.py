@@ -1,7 +1,5 @@
 """`trireme parity`: an experiment's own model, loss and data through the parity matrix, and the table."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """The parity matrix as data: what is tried at how many workers. A new strategy is a new row."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs as a page shows them: what they left behind, in their folders and in MLflow, and the page of one or several."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -7,8 +7,6 @@ Throughput of n workers relative to one (Gunther 1993):     C(n) = n / (1 + σ (
 slower. Where the batch grows with n (weak scaling), C counts samples per second all the same.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

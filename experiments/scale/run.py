@@ -1,7 +1,5 @@
 """`trireme scale`: measures an experiment at several numbers of workers and says what more of them would bring."""
 
-from __future__ import annotations
-
 import os
 import statistics
 from dataclasses import asdict, dataclass

@@ -5,8 +5,6 @@ E = S·B): below the critical batch size B_crit twice the batch nearly halves th
 gradient noise scale (app/noise_scale.py) predicts B_crit; both are shown, since they can differ.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

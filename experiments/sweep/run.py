@@ -1,7 +1,5 @@
 """`trireme sweep`: from a sweep file to its trials, its answer and its page; run again, it goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

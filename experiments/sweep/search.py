@@ -4,8 +4,6 @@ train.global_batch_size: [32, 64, 128]        a list: every one under searcher g
 optimizer.lr: {loguniform: [1e-4, 1e-1]}      a distribution; DISTRIBUTIONS names them
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence

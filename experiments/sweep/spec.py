@@ -5,8 +5,6 @@
 Keys of the sweep itself are the fields of `Sweep` and `Search`; every other key=value is one of the experiment's.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ One process writes these, the sweep's driver, each file in one step. When the sa
 trials have ended, which are to continue, and what Tune's searcher and scheduler knew.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path

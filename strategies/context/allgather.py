@@ -12,8 +12,6 @@ Grattafiori et al. 2024, https://arxiv.org/abs/2407.21783, §3.3.2.
 Choose it where key heads are few and one exchange is cheaper than C small ones: fast links, short parts.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

@@ -19,8 +19,6 @@ Choose it when the activations of one sequence do not fit on a device, before te
 keys and values instead of all activations.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

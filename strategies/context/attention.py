@@ -23,8 +23,6 @@ an operation of torch's own: compiled code calls it, and selective recomputation
 Shapes: q (B, H, T, K); k, v (B, G, S, K), where H/G query heads share a key head; o as q; l (B, H, T), float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 

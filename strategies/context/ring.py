@@ -22,8 +22,6 @@ Choose it when a sequence's activations do not fit, on any number of workers and
 from some thousand tokens per worker on; it sends most where key heads are many.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

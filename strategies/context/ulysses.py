@@ -15,8 +15,6 @@ sequence, so there is nothing to join, and any order of tokens is even work. Key
 repeated as far as needed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ the kernel answers with zeros. A step allocates the same blocks as the one befor
 go there (experiments/LOG.md). GNU C Library manual, "Malloc Tunable Parameters".
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 

@@ -7,8 +7,6 @@ ms over 2 ranks, 27.2 → 14.1 ms over 4 (experiments/LOG.md). The parts are add
 result is the same at every run. (Between GPUs NCCL's own reduce-scatter is used.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

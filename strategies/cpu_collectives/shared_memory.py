@@ -18,8 +18,6 @@ threads for it, which must share the cores with training.
 A peer that has ended, or leaves, is noticed by a connection to it that closes, as gloo notices it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

@@ -20,8 +20,6 @@ How: weights become DTensors, split over `ep` along their first dimension, so th
 know what they are parts of; what the experts' own code reads is plain and its own part. So that code runs unchanged.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -15,8 +15,6 @@ capacities: Gale et al. 2022, https://arxiv.org/abs/2211.15841.
 The sizes have to be known to the host, which waits for the counts once per layer and forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

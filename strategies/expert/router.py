@@ -9,8 +9,6 @@ weights of the balance loss (app/models/mixture.py). All workers sum the same wh
 the layout. Recomputing a block counts its tokens twice, all of them, which leaves their shares as they are.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 What comes between, and why there, is in parallelize.py.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A pipeline behind the face that every layout shows to the training loop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 

@@ -4,8 +4,6 @@ Shared by the pipeline, whose slowest part sets the pace of all, and by model_pa
 alike: the textbook dynamic programme over (how many items, how many pieces), O(n² · parts) for n items; blocks are few.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterable, Sequence

@@ -20,8 +20,6 @@ shorter at the most (mean; 2 stages to 8, transfers of a twentieth or a fifth of
 at most 4 messages that have been asked for and not been needed (interleaved_1f1b with 8 stages).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from strategies.pipeline.schedules import Placement, Schedule

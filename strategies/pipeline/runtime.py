@@ -9,8 +9,6 @@ micro-batches; `sync` is told of a chunk's last backward before and after it, so
 workers overlaps with what is still computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ put out to travel, B for B of part k+1 (of the last part: for its own F), W for 
 `figures` puts what the stages were measured to do beside the simulation and the papers' formula.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ stages use (an embedding that is the head's matrix too) is on each of them; the 
 The model is divided into *parts*, consecutive blocks each: one per stage, or several (the stage's chunks).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Nothing is waited for inside the step. To wait for the device around each instru
 asked for and not been sent, and would time a pipeline that never overlaps.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar

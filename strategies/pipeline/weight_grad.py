@@ -10,8 +10,6 @@ torch.distributed.pipelining splits by walking the autograd graph, which keeps a
 past the hooks that data parallelism relies on. Here x and dy are all that waits.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -24,8 +24,6 @@ own code runs unchanged. What each module does is in plan.py.
   where the model does not expect it ends there with a sentence, not with a worse model.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

@@ -15,8 +15,6 @@ other way round:
 Activations are (…, sequence, features). Parts are those of torch.chunk: equal, rounded up, the last ones smaller.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import defaultdict
 from collections.abc import Callable

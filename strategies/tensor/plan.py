@@ -18,8 +18,6 @@ understood. Without a plan every linear layer is `colwise_gather` and every embe
 slower than a plan, because every output is gathered.
 """
 
-from __future__ import annotations
-
 import fnmatch
 from dataclasses import dataclass
 

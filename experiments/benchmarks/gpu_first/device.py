@@ -1,7 +1,5 @@
 """Checks of the device itself: what it can do at most, how it launches, and what its processes may do."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

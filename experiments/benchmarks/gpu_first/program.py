@@ -4,8 +4,6 @@ Needs PyTorch, and for checks that train, NumPy, PyYAML and psutil; neither Ray 
 file imports nothing but Python's own library, so that whatever breaks, breaks in a check's process.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """Checks of two GPUs and more, or, without any, of two processes with gloo."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

@@ -1,7 +1,5 @@
 """The checks, in the order in which they run: what most others depend on comes first."""
 
-from __future__ import annotations
-
 from experiments.benchmarks.gpu_first.check import Check
 
 HERE = "experiments.benchmarks.gpu_first."

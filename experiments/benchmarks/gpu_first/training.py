@@ -4,8 +4,6 @@
 file or a command line would need OmegaConf.
 """
 
-from __future__ import annotations
-
 import os
 import time
 import warnings
