@@ -27,6 +27,9 @@ HEAD = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block"
 HEAD += ["--include-dashboard=false", "--object-store-memory=100000000", "--node-ip-address=127.0.0.1"]
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "app"]
+
+
 class Site:
     """host: where runs are disturbed. truth: weights of the run that was not. table: a line for each fault."""
 
@@ -45,6 +48,11 @@ class Site:
     def begin(self, storage: Path, *more: str, env: dict[str, str] | None = None) -> Started:
         return self.host.start("train", *RUN, PACE, *TWO, f"run.storage={storage}", *more, env=env)
 
+    def two_ranks(self, storage: Path, *more: str, env: dict[str, str] | None = None) -> Started:
+        """The same without Ray, for faults of which Ray has no part."""
+        words = ["train", *RUN, PACE, "strategy=ddp", f"run.storage={storage}", *more]
+        return self.host.start(*words, program=TORCHRUN, env=env)
+
     def row(self, fault: str, run: Started, storage: Path, end: str = "same bits") -> None:
         """Holds what every fault must hold, and notes it. end: of the run, for the table."""
         quiet, (left, _) = run.silence(), self.host.settled(self.before)
@@ -60,7 +68,7 @@ def site(request: pytest.FixtureRequest) -> Iterator[Site]:
     head = f"{f'fault (seed {SEED})':<48} {'how the run ended':<34} {'silent':>7}   left behind"
     with Lab(1) as lab, printed(request, head) as table:
         host, truth = Host(lab), lab.shared / "truth"
-        run = host.start("train", *RUN, *TWO, f"run.storage={truth}")
+        run = host.start("train", *RUN, "strategy=ddp", f"run.storage={truth}", program=TORCHRUN)
         assert run.wait() == 0, run.lines.text
         host.settled()
         yield Site(host, truth, table)
@@ -196,7 +204,7 @@ def gone(site: Site, storage: Path, seen: Path) -> None:
 @pytest.mark.parametrize("how", [full, read_only, hangs, gone])
 def test_the_storage(site: Site, storage: Path, how: Callable[[Site, Path, Path], None]) -> None:
     with mounted(site, storage, how.__name__) as seen:
-        run = site.begin(storage)
+        run = site.two_ranks(storage)
         reached(seen / "run", some_step(how.__name__))
         how(site, storage, seen)
         code = run.wait()
@@ -218,10 +226,10 @@ DAMAGES = {
 def half(site: Site) -> Path:
     """A run that was stopped on its way."""
     storage = site.host.lab.shared / "half"
-    run = site.begin(storage)
+    run = site.two_ranks(storage)
     reached(storage / "run", 30)
-    run.process.send_signal(signal.SIGINT)
-    assert run.wait() == 130, run.lines.text
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() != 0 and "run the same command again to continue" in run.lines.text, run.lines.text
     assert {path.name for path in newest(storage).iterdir()} == {".metadata", "COMMIT.json", *SHARDS}
     return storage
 
@@ -240,7 +248,7 @@ def test_the_newest_checkpoint_is_damaged(site: Site, half: Path, storage: Path,
     shutil.copytree(half, storage)
     steps = committed(storage / "run")
     DAMAGES[damage](newest(storage))
-    run = site.begin(storage)
+    run = site.two_ranks(storage)
     assert run.wait() == 0, run.lines.text
     assert f"continuing after step {steps[-2]}" in run.lines.text and "is skipped" in run.lines.text, run.lines.text
     site.row(f"the newest checkpoint: {damage}", run, storage)
@@ -278,7 +286,7 @@ def test_mlflow_is_broken(site: Site, storage: Path, how: str) -> None:
     """The run finishes, and its metrics wait on disk."""
     server = site.host.start(program=[sys.executable, "-c", BROKEN, how])
     try:
-        run = site.begin(storage, "tracking.flush_timeout=5", env={"MLFLOW_TRACKING_URI": "http://127.0.0.1:5005"})
+        run = site.two_ranks(storage, "tracking.flush_timeout=5", env={"MLFLOW_TRACKING_URI": "http://127.0.0.1:5005"})
         assert run.wait() == 0, run.lines.text
         assert "`trireme sync" in run.lines.text, run.lines.text
     finally:

@@ -149,8 +149,8 @@ def test_three_users_runs_on_one_cluster(tmp_path: Path) -> None:
     Then the head is lost with all jobs: at the next one each goes on, by priority and age."""
     slow = tmp_path / "slow"
     slow.touch()
-    run = [*POINTS, "workers=2", "resources_per_worker.CPU=2", "strategy=ddp", "launcher=actors", "train.steps=40"]
-    run += ["checkpoint.every_steps=2", "task_args.step_seconds=5", f"task_args.slow_while={slow}"]
+    run = [*POINTS, "workers=2", "resources_per_worker.CPU=2", "strategy=ddp", "launcher=actors", "train.steps=400"]
+    run += ["checkpoint.every_seconds=5", "task_args.step_seconds=5", f"task_args.slow_while={slow}"]
 
     def submit(user: str, env: dict[str, str], *more: str) -> None:
         words = [*run, f"run.name={user}", f"run.storage={tmp_path}", "--queue", "--detach", *more]
@@ -170,18 +170,18 @@ def test_three_users_runs_on_one_cluster(tmp_path: Path) -> None:
         assert queue(env)["ada"]["state"] == "running"
         submit("eve", env, "--priority", "5")
         wait_until(lambda: committed(tmp_path / "eve"))
+        wanted = {"eve": "running", "ada": "waiting", "bob": "waiting"}
+        wait_until(lambda: {name: row["state"] for name, row in queue(env).items()} == wanted)
         print(trireme("queue", "list", "--storage", str(tmp_path), env=env).out)
-        states = {name: row["state"] for name, row in queue(env).items()}
-        assert states == {"eve": "running", "ada": "waiting", "bob": "waiting"}
         at = {name: committed(tmp_path / name)[-1] for name in ("ada", "eve")}
     slow.unlink()
     with cluster() as env:
         sent = trireme("queue", "resume", "--storage", str(tmp_path), env=env)
         assert "3 sent again" in sent.out, sent.out + sent.err
-        wait_until(lambda: all(committed(tmp_path / name)[-1:] == [40] for name in ("eve", "ada", "bob")))
+        wait_until(lambda: all(committed(tmp_path / name)[-1:] == [400] for name in ("eve", "ada", "bob")))
         wait_until(lambda: queue(env) == {})
     ended = {name: (tmp_path / name / "model" / "weights.pt").stat().st_mtime for name in ("ada", "bob", "eve")}
     assert sorted(ended, key=lambda name: ended[name]) == ["eve", "ada", "bob"]
     for name, step in at.items():
         resumed = mlflow_run(tmp_path, name).data.tags["trireme.resumed_from"]
-        assert int(resumed) >= step > 0 and curve(tmp_path, name).keys() >= {40}
+        assert int(resumed) >= step > 0 and curve(tmp_path, name).keys() >= {400}
