@@ -112,6 +112,7 @@ class Host:
                 str(path.relative_to(root))
                 for path in [*(root / "tmp").glob("*"), *(root / "tmp").glob("trireme-0/*")]
                 if path.name not in ("trireme-0", "lock", "torchinductor_root")  # one a user, for ever
+                and not path.name.startswith("torchelastic_")  # torchrun's own logs
             ),
         }
 
