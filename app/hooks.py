@@ -6,10 +6,12 @@ on_evaluation, stop_early                   after each one     (EvaluationLog, s
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,15 +19,17 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from app.checkpoint.ranks import Ranks
 from app.config import Config
 from app.errors import UserError
-from app.optimizer import build_optimizer
+from app.job import strategy_options
+from app.optimizer import build_optimizer, learning_rate
 from app.storage import Storage
 from app.tasks.base import Task
 from strategies import registry
 from strategies.grad_sync import local
 from strategies.layout import Layout
-from strategies.parallelize import Parallel
+from strategies.parallelize import Options, Parallel
 
 if TYPE_CHECKING:
     from app.loop import Training
@@ -50,6 +54,24 @@ def check(config: Config, task: Task, layout: Layout) -> Iterator[str]:
 
 
 # --- a step -----------------------------------------------------------------------------------------------------------
+
+
+def options(config: Config, task: Task) -> Options:
+    """What strategies are told."""
+    found = replace(strategy_options(config), float_output=task.float_output)
+    unused = found.find_unused_parameters or overrides(task, "training_step")  # by updates of the other weights
+    return replace(found, find_unused_parameters=unused)
+
+
+def set_learning_rate(training: Training) -> float:
+    """Gives the optimizer this step's, and returns it: of several, the configuration's."""
+    config, at, steps = training.config, training.steps_done, training.job.steps
+    rate = learning_rate(config.optimizer, config.schedule, at, steps, config.train.global_batch_size)
+    if (factor := training.task.schedule(at, steps)) is not None:
+        rate = config.optimizer.lr * factor
+    for group in training.optimizer.param_groups:  # initial_lr: of an optimizer of the task's own
+        group["lr"] = rate * group["initial_lr"] / (config.optimizer.lr or 1.0) if "initial_lr" in group else rate
+    return rate
 
 
 class Update:
@@ -186,6 +208,21 @@ def stops_early(config: Config, task: Task, evaluations: Sequence[Mapping[str, f
         if max(values[-patience:]) <= max(values[:-patience]):
             return True
     return task.stop_early(evaluations)
+
+
+def evaluate(training: Training, figures: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """The figures of the weights, of their average (ema_…), and what the task logs; notes whether training ends."""
+    values, average, progress = figures(), training.average, training.progress
+    with average.in_place() if average else contextlib.nullcontext():
+        if average is not None:
+            values |= {f"ema_{name}": value for name, value in figures().items()}
+        if overrides(training.task, "on_evaluation") and training.dims.pp * training.dims.cp == 1:
+            values |= on_evaluation(training)
+    progress.evaluations.append(values)
+    progress.ended = any(Ranks().all(stops_early(training.config, training.task, progress.evaluations)))
+    if progress.ended and training.place.rank == 0:
+        training.channel.emit({"type": "warning", "text": f"training ends early, after step {training.steps_done:,}"})
+    return values
 
 
 def on_evaluation(training: Training) -> dict[str, float]:

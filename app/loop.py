@@ -10,7 +10,6 @@ all ranks but the first. No step waits for the device; only boundaries do, about
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,9 +21,9 @@ from app.data.loader import fetch, number_on, rows, train_batches
 from app.evaluation import evaluate
 from app.expert_load import expert_metrics
 from app.flops import Utilization
-from app.job import Channel, Job, Place, memory_bytes, strategy_options
+from app.job import Channel, Job, Place, memory_bytes
 from app.noise_scale import NoiseScale
-from app.optimizer import LossScale, learning_rate
+from app.optimizer import LossScale
 from app.persistence import Persistence, Progress
 from app.pipeline_monitor import PipelineMonitor
 from app.process import collect_garbage, configure_torch, garbage_waits
@@ -35,7 +34,7 @@ from app.storage import Storage
 from app.tasks import load_task
 from app.tasks.by_value import read_task_file
 from strategies.collectives import keep_freed_memory
-from strategies.parallelize import Options, parallelize
+from strategies.parallelize import parallelize
 
 Summary = dict[str, Any]
 
@@ -74,7 +73,7 @@ class Training:
         self.parallel = parallelize(
             self._build_model,
             job.layout,
-            self._options(),
+            hooks.options(config, self.task),
             device=place.device,
             blocks=self.task.blocks,
             tensor_plan=self.task.tensor_plan,
@@ -105,12 +104,6 @@ class Training:
     @property
     def steps_done(self) -> int:
         return self.progress.step
-
-    def _options(self) -> Options:
-        found = replace(strategy_options(self.config), float_output=self.task.float_output)
-        # An update of some weights leaves the others unused.
-        own = hooks.overrides(self.task, "training_step")
-        return replace(found, find_unused_parameters=found.find_unused_parameters or own)
 
     def _build_model(self) -> torch.nn.Module:
         seed_everything(self.config.train.seed)
@@ -156,11 +149,7 @@ class Training:
         step = self.steps_done + 1
         seed_step(config.train.seed, step, self.dims.seed_rank(self.place.rank), self.place.device)
         batch = config.train.global_batch_size
-        rate = learning_rate(config.optimizer, config.schedule, self.steps_done, self.job.steps, batch)
-        if (factor := self.task.schedule(self.steps_done, self.job.steps)) is not None:
-            rate = config.optimizer.lr * factor
-        for group in self.optimizer.param_groups:  # of an optimizer of the task's own, its rate is the highest
-            group["lr"] = rate * group["initial_lr"] / config.optimizer.lr if "initial_lr" in group else rate
+        rate = hooks.set_learning_rate(self)
         logged = step in (1, self.job.steps) or step % config.train.log_every == 0
         update = hooks.Update(self, micro_batches, self._weights(micro_batches), logged)
         self.task.training_step(update)
@@ -271,21 +260,9 @@ class Training:
         self.channel.emit(event)
 
     def _evaluate(self) -> None:
-        """The figures of the weights and of their average (ema_…), what the task shows, and whether to go on."""
         self.heartbeat.phase = "evaluating"
-        values = self._figures()
-        with self.average.in_place() if self.average else contextlib.nullcontext():
-            if self.average is not None:
-                values |= {f"ema_{name}": value for name, value in self._figures().items()}
-            if hooks.overrides(self.task, "on_evaluation") and self.dims.pp * self.dims.cp == 1:
-                values |= hooks.on_evaluation(self)
-        if values:
+        if values := hooks.evaluate(self, self._figures):
             self._metrics(self.steps_done, {f"eval/{name}": value for name, value in values.items()})
-        self.progress.evaluations.append(values)
-        if hooks.stops_early(self.config, self.task, self.progress.evaluations):
-            self.progress.ended = True
-            if self.place.rank == 0:
-                self.channel.emit({"type": "warning", "text": f"training ends early, after step {self.steps_done:,}"})
 
     def _figures(self) -> dict[str, float]:
         data, train = self.task.eval_data(), self.config.train

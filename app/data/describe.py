@@ -9,7 +9,6 @@ from typing import Any
 
 from app.config import Config
 from app.data.loader import fetch, length
-from app.data.stream import is_stream
 from app.masking import mask_text
 from app.tasks.base import Task
 from strategies.tree import tree_leaves
@@ -32,9 +31,6 @@ def digest(data: Any) -> str:
     """Of the number of samples and some of them (of a stream the first), 16 hexadecimal digits."""
     size = length(data)
     count = min(LOOKED_AT, size or LOOKED_AT)
-    found = hashlib.sha256(str(size).encode())
-    picks = [(index, index) for index in (range(count) if size is None else range(0, size, -(-size // count)))]
-    for pick in [picks] if is_stream(data) else [[each] for each in picks]:
-        for leaf in tree_leaves(fetch(data, pick)):
-            found.update(repr(leaf.tolist() if hasattr(leaf, "tolist") else leaf).encode())
-    return found.hexdigest()[:16]
+    batch = fetch(data, [(at, at) for at in (i * (size or count) // count for i in range(count))])
+    values = [leaf.tolist() if hasattr(leaf, "tolist") else leaf for leaf in tree_leaves(batch)]
+    return hashlib.sha256(repr((size, values)).encode()).hexdigest()[:16]

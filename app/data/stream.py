@@ -17,11 +17,13 @@ import contextlib
 import copy
 import json
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import cloudpickle
 import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from app.errors import UserError
@@ -155,3 +157,48 @@ def stream_steps(
     for _ in range(steps):
         whole = [reader.next() for _ in range(global_batch_size)][own]
         yield reader.mark(with_state=exact), [default_collate(whole[cut]) for cut in cuts]
+
+
+class TokenStream(IterableDataset[Any]):
+    """TokenWindows' samples (text.py) from the documents of a stream with a state, as they come.
+
+    encode: a document's text to its tokens. The state is the stream's before the first document that is still used, and
+    how many of its tokens are used up.
+    """
+
+    def __init__(self, rows: Any, column: str, encode: Callable[[str], list[int]], sequence_length: int) -> None:
+        self.rows, self.column, self.encode, self.sequence_length = rows, column, encode, sequence_length
+        self._state: dict[str, Any] = {"rows": rows.state_dict(), "used": 0}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def set_epoch(self, epoch: int) -> None:
+        self.rows.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.rows.load_state_dict(self._state["rows"])
+        rows, used = iter(self.rows), self._state["used"]
+        documents: deque[tuple[Any, list[int]]] = deque()
+        have, length = -used, self.sequence_length
+        before = self._state["rows"]
+        while True:
+            while have <= length:  # the last token of a window is a target only
+                if (row := next(rows, None)) is None:
+                    return
+                documents.append((before, self.encode(row[self.column])))
+                have += len(documents[-1][1])
+                before = self.rows.state_dict()
+            tokens: list[int] = []
+            for number, (_, document) in enumerate(documents):
+                begin = 0 if number else used
+                tokens += document[begin : begin + length + 1 - len(tokens)]
+            used, have = used + length, have - length
+            while used >= len(documents[0][1]):
+                used -= len(documents.popleft()[1])
+            self._state = {"rows": documents[0][0], "used": used}
+            found = torch.tensor(tokens)
+            yield found[:-1], found[1:]

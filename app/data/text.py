@@ -10,7 +10,6 @@ import glob
 import hashlib
 import os
 import sysconfig
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from app.data.files import cached, existing, identity
 from app.data.sets import column, files_key, is_dataset, open_dataset
@@ -281,51 +280,6 @@ class TokenWindows(Dataset[Any]):
             check_tokens(rows[mine], self.vocab_size, file.path)
         tokens = torch.from_numpy(rows)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-class TokenStream(IterableDataset[Any]):
-    """The same samples from the documents of a stream with a state, as they come; see app/data/stream.py.
-
-    encode: a document's text to its tokens. The state is the stream's before the first document that is still used, and
-    how many of its tokens are used up.
-    """
-
-    def __init__(self, rows: Any, column: str, encode: Callable[[str], list[int]], sequence_length: int) -> None:
-        self.rows, self.column, self.encode, self.sequence_length = rows, column, encode, sequence_length
-        self._state: dict[str, Any] = {"rows": rows.state_dict(), "used": 0}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._state = state
-
-    def set_epoch(self, epoch: int) -> None:
-        self.rows.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        self.rows.load_state_dict(self._state["rows"])
-        rows, used = iter(self.rows), self._state["used"]
-        documents: deque[tuple[Any, list[int]]] = deque()
-        have, length = -used, self.sequence_length
-        before = self._state["rows"]
-        while True:
-            while have <= length:  # the last token of a window is a target only
-                if (row := next(rows, None)) is None:
-                    return
-                documents.append((before, self.encode(row[self.column])))
-                have += len(documents[-1][1])
-                before = self.rows.state_dict()
-            tokens: list[int] = []
-            for number, (_, document) in enumerate(documents):
-                begin = 0 if number else used
-                tokens += document[begin : begin + length + 1 - len(tokens)]
-            used, have = used + length, have - length
-            while used >= len(documents[0][1]):
-                used -= len(documents.popleft()[1])
-            self._state = {"rows": documents[0][0], "used": used}
-            found = torch.tensor(tokens)
-            yield found[:-1], found[1:]
 
 
 def check_tokens(tokens: npt.NDArray[np.int64], vocab_size: int, path: Path) -> None:

@@ -20,11 +20,11 @@ from app.data.files import existing
 from app.data.mixture import Mixture
 from app.data.order import held_out
 from app.data.sets import column, is_dataset, open_dataset
+from app.data.stream import TokenStream
 from app.data.text import (
     BYTES,
     TOKEN_DTYPES,
     TokenFile,
-    TokenStream,
     TokenWindows,
     encoder,
     load_tokenizer,

@@ -20,8 +20,8 @@ from app.data.describe import digest
 from app.data.loader import fetch, train_batches
 from app.data.mixture import BLOCK, Mixture, order_of
 from app.data.sets import column, files_key, is_dataset, open_dataset
-from app.data.stream import continues_exactly
-from app.data.text import TokenStream, encoder
+from app.data.stream import TokenStream, continues_exactly
+from app.data.text import encoder
 from app.errors import UserError
 
 datasets = pytest.importorskip("datasets")
