@@ -17,13 +17,13 @@ from app import hooks
 from app.checkpoint import find
 from app.config import Config
 from app.config_io import with_values
-from app.data.describe import inputs
 from app.data.loader import fetch, is_reproducible, length, micro_batch_slices, tensors
 from app.data.stream import continues_exactly, is_stream
 from app.errors import UserError
 from app.job import strategy_options
 from app.optimizer import optimizer_class
 from app.randomness import seed_everything
+from app.run.inputs import inputs
 from app.run.rehearse import rehearse, require_data, require_methods
 from app.tasks import load_task
 from app.tasks.base import Task

@@ -105,7 +105,7 @@ class Tracker:
         self._append("params", values=_texts(values))
 
     def inputs(self, found: Iterable[Mapping[str, str]]) -> None:
-        """Data sets that the run reads: see app/data/describe.py."""
+        """Data sets that the run reads: see app/run/inputs.py."""
         self._append("inputs", values=list(found))
 
     def tags(self, values: Mapping[str, str]) -> None:

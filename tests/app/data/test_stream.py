@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
-from app.data.describe import digest
 from app.data.loader import fetch, train_batches
 from app.data.mixture import BLOCK, Mixture, order_of
 from app.data.sets import column, files_key, is_dataset, open_dataset
 from app.data.stream import TokenStream, continues_exactly
 from app.data.text import encoder
 from app.errors import UserError
+from app.run.inputs import digest
 
 datasets = pytest.importorskip("datasets")
 BATCH = 8
