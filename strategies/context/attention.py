@@ -112,7 +112,8 @@ def operator(name: str, forward: Callable[..., Any], backward: Callable[..., Any
         return tuple(x.contiguous() for x in forward(q, k, v, How(causal, scale, GROUPS[group])))
 
     def run_back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *how: Any) -> Any:
-        found = backward(Answered(grad, q, out, lse), k, v, How(*how[:2], GROUPS[how[2]]))
+        causal, scale, group = how
+        found = backward(Answered(grad, q, out, lse), k, v, How(causal, scale, GROUPS[group]))
         return tuple(x.contiguous() for x in found)
 
     def kept(ctx: Any, inputs: Any, output: Any) -> None:
