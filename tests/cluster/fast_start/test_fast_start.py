@@ -90,8 +90,9 @@ def test_forks_do_not_draw_the_same_numbers_or_ids(tmp_path: Path) -> None:
     script.write_text("import random, ray; print('drawn', random.random(), ray.ObjectID.from_random())")
     path, drawn = client.ensure(PRELOAD, os.getpid(), environment()), []
     for _ in range(2):
-        said = ask(path, script).communicate(timeout=LONG)[0].splitlines()
-        drawn.append(next(line for line in said if line.startswith("drawn")).split())
+        out, err = ask(path, script).communicate(timeout=LONG)
+        assert "drawn" in out, (out, err)
+        drawn.append(next(line for line in out.splitlines() if line.startswith("drawn")).split())
     assert drawn[0][1] != drawn[1][1] and drawn[0][2] != drawn[1][2]
 
 
