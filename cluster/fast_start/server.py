@@ -6,6 +6,7 @@ starts a thread, computes anything or touches a GPU: after a fork there is only 
 parent would be unusable in its children.
 """
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -28,6 +29,7 @@ from cluster import ray_internals, temporary
 IDLE_SECONDS = 600.0  # without a request and without a child, after which it ends
 GONE_SECONDS = 3.0  # after a command was killed its Ray is gone
 LOOK_SECONDS = 5.0  # without anything to do, and for one request to come whole
+waiting: dict[socket.socket, int] = {}  # in a fork: who waits for its end, and the exit code so far
 Request = tuple[dict[str, Any], list[int], socket.socket]  # arguments of become
 
 
@@ -143,14 +145,22 @@ def become(request: dict[str, Any], streams: list[int], connection: socket.socke
         connection.close()
         return run(request["argv"])
     threading.Thread(target=end_with, args=(connection,), daemon=True).start()
-    code: Any = 1
+    waiting[connection] = 1
     try:
         run(request["argv"])
-        code = 0
+        waiting[connection] = 0
     except SystemExit as ending:
-        code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+        waiting[connection] = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
         raise
-    finally:
+
+
+def tell() -> None:
+    """The last that an interpreter does at its end: once the exit code is known, nobody waits for what is not written
+    yet."""
+    for connection, code in waiting.items():
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
         connection.sendall(json.dumps({"exit": code & 0xFF}).encode() + b"\n")
 
 
@@ -206,6 +216,7 @@ def main() -> None:
         server = Server(path, socket.socket(fileno=int(fd)), int(owner))
     except ProcessLookupError:  # the owner has ended already
         return os.unlink(path)
+    atexit.register(tell)  # before all others, so after all others
     gc.disable()  # what is imported is kept: looking through it again and again is a fifth of the time
     with ray_internals.actor_ids_from_system():
         importlib.import_module(preload)

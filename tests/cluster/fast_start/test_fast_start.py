@@ -31,12 +31,13 @@ from tests.running import (
 )
 
 SAYS = """
-import json, os, resource, signal, sys
+import atexit, json, os, resource, signal, sys, time
 fresh = [signal.getsignal(signal.SIGINT) is signal.default_int_handler, len(os.listdir("/proc/self/fd"))]
 print(json.dumps({"core": resource.getrlimit(resource.RLIMIT_CORE), "fresh": fresh, "argv": sys.argv,
                   "pid": os.getpid(), "parent": os.getppid(), "cwd": os.getcwd(),
                   "own": os.environ.get("OWN"), "name": __name__, "group": os.getpgid(0)}), flush=True)
 print("to stderr", file=sys.stderr)
+atexit.register(lambda: (time.sleep(0.5), print("at its end")))
 sys.exit(int(sys.argv[1]))
 """
 
@@ -81,6 +82,7 @@ def test_a_fork_is_the_process_that_was_asked_for(forker: tuple[str, psutil.Proc
     assert said["core"] == [0, 0] and said["fresh"] == [True, 5], "limits, signals and open files of a new process"
     assert said["group"] == said["pid"], "a raylet ends the process group of a worker: it must not be the server's"
     assert f"{{'pid': {said['pid']}}}" in out and "{'exit': 7}" in out and "to stderr" in err
+    assert "at its end" in out, "who waits for it has everything that it wrote once the exit code comes"
 
 
 def test_forks_do_not_draw_the_same_numbers_or_ids(tmp_path: Path) -> None:
