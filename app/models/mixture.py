@@ -93,7 +93,8 @@ class Experts(nn.Module):
         rows = rows.index_select(0, order // index.size(-1))
         hidden = F.silu(grouped_linear(rows, gate, ends)) * grouped_linear(rows, up, ends)
         y = grouped_linear(hidden, down, ends).index_select(0, place).view(*index.shape, -1)
-        return (y * weights.unsqueeze(-1)).sum(-2).to(x.dtype)
+        y = y * weights.unsqueeze(-1)
+        return (y.squeeze(-2) if index.size(-1) == 1 else y.sum(-2)).to(x.dtype)
 
 
 class Mixture(nn.Module):

@@ -214,7 +214,7 @@ def tensor(model: nn.Module) -> nn.Module:
     rowwise = RowwiseParallel(output_layouts=split)
     block = {
         "attn_norm": SequenceParallel(),
-        "attn": PrepareModuleInput(input_layouts=(split,), desired_input_layouts=(whole,)),
+        "attn": PrepareModuleInput(input_layouts=(split, None), desired_input_layouts=(whole, None)),
         "attn.q": ColwiseParallel(),
         "attn.k": ColwiseParallel(),
         "attn.v": ColwiseParallel(),

@@ -70,7 +70,7 @@ def _colwise(self: Any, x: Tensor) -> Tensor:
     weight, bias = _matrix(self), _own(self, "bias")
     if bias is not None and bias.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         bias = bias.to(weight.dtype)  # one that fsdp keeps whole, in float32
-    return F.linear(self._split.enter(x), weight, bias)
+    return F.linear(x if self._gathered else self._split.enter(x), weight, bias)
 
 
 def _colwise_gather(self: Any, x: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def _embedding(self: Any, tokens: Tensor) -> Tensor:
         rows = F.embedding((tokens - start).where(mine, 0), table, padding) * mine.unsqueeze(-1)
     else:
         rows = table.new_zeros((*tokens.shape, self.embedding_dim)) + table.sum()
-    return self._split.leave(rows)
+    return self._split.leave(rows, whole=self._split.plan.whole_embeddings)
 
 
 def _experts(self: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -185,10 +185,25 @@ def rewrite(module: nn.Module, split: SplitLayers, replace: Callable[[nn.Paramet
                 made[id(parameter)] = replace(parameter, split.plan.dims.get(f"{path}.{name}".lstrip(".")))
             setattr(owner, name, made[id(parameter)])
         if own:
-            vars(owner).update(_split=split, _transposed=transposed)
+            vars(owner).update(_split=split, _transposed=transposed, _gathered=split.plan.in_gathered(path))
             owner.__class__ = _class(type(owner), style, tuple(own))  # type: ignore[arg-type]
-        if style == "split" and split.plan.sequence:
-            owner.register_forward_hook(lambda _, __, y: ops.split_sequence(y, split.peers))
+        if split.plan.sequence:
+            _along_sequence(owner, style, split)
+
+
+def _along_sequence(owner: nn.Module, style: str, split: SplitLayers) -> None:
+    if style == "split":
+        owner.register_forward_hook(lambda _, __, y: ops.split_sequence(y, split.peers))
+    elif style in ("split_input", "gather"):
+        change = split.gather if style == "gather" else functools.partial(ops.split_sequence, peers=split.peers)
+
+        def changed(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict]:
+            if given:
+                return (change(given[0]), *given[1:]), named
+            first = next(iter(named))
+            return given, named | {first: change(named[first])}
+
+        owner.register_forward_pre_hook(changed, with_kwargs=True)
 
 
 def one_part(

@@ -180,12 +180,12 @@ class SplitLayers:
     def enter(self, x: Tensor) -> Tensor:
         """The whole input of a layer split by columns. Layers called with the same input share one gathering."""
         if torch.compiler.is_compiling():
-            return self._enter(x)
+            return self.gather(x)
         if self._entered is None or self._seen is None or self._seen() is not x:
-            self._seen, self._entered = weakref.ref(x), self._enter(x)
+            self._seen, self._entered = weakref.ref(x), self.gather(x)
         return self._entered
 
-    def _enter(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """`x` for split layers, in the type that they compute in: cast before it is sent, so that 16 bits are sent."""
         if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -197,9 +197,10 @@ class SplitLayers:
         """What every worker has alike, for a part of what is computed with it: its gradient is the workers' sum."""
         return _Enter.apply(x, self.peers)
 
-    def leave(self, x: Tensor) -> Tensor:
+    def leave(self, x: Tensor, *, whole: bool = False) -> Tensor:
         """The sum over workers, or this worker's part of it along the sequence."""
-        return _Split.apply(x, self.peers, -2, True) if self.plan.sequence else _Leave.apply(x, self.peers)
+        split = self.plan.sequence and not whole
+        return _Split.apply(x, self.peers, -2, True) if split else _Leave.apply(x, self.peers)
 
     def forget(self) -> None:
         self._seen = self._entered = None

@@ -9,6 +9,8 @@
     head         nn.Linear         output features (the vocabulary); kept split for the loss, else gathered
     sequence     norm, dropout     whole parameters; works on its part of the sequence
     split        any               whole; its output is narrowed to this worker's part of the sequence
+    split_input  any               its input is narrowed to this worker's part of the sequence
+    gather       any               its input is gathered along the sequence, once for all colwise layers in it
     partial      any               whole parameters, used on split activations: gradients are summed over workers
     replicate    any               whole
 
@@ -34,6 +36,8 @@ VALUES: dict[str, tuple[type[nn.Module] | None, int | None]] = {
     "head": (nn.Linear, 0),
     "sequence": (None, None),
     "split": (None, None),
+    "split_input": (None, None),
+    "gather": (None, None),
     "partial": (None, None),
     "replicate": (None, None),
 }
@@ -60,6 +64,16 @@ class Plan:
     dims: dict[str, int]
     sequence: bool
 
+    @property
+    def whole_embeddings(self) -> bool:
+        """Whether an embedding's output is whole, since something else splits the sequence."""
+        return not self.sequence or "split_input" in self.styles.values()
+
+    def in_gathered(self, path: str) -> bool:
+        """Whether a module of that name gets what a module around it has gathered."""
+        parents = [path[:i] for i, letter in enumerate(path) if letter == "."]
+        return self.sequence and any(self.styles.get(parent) == "gather" for parent in parents)
+
 
 def make_plan(module: nn.Module, given: dict[str, str] | None, sequence_parallel: bool) -> Plan:
     """The plan `given`, checked, with a split parameter split wherever it is used; or one found.
@@ -72,10 +86,10 @@ def make_plan(module: nn.Module, given: dict[str, str] | None, sequence_parallel
         _tie_embeddings(module, styles)
     dims = _dims(module, styles)
     sequence = sequence_parallel and "sequence" in styles.values()
-    if sequence and not {"embedding", "split"} & set(styles.values()):
+    if sequence and not {"embedding", "split", "split_input"} & set(styles.values()):
         raise LayoutError(
             "the tensor plan has sequence modules but none where the sequence is split: give an embedding the value "
-            "embedding, or the module whose output is to be split the value split"
+            "embedding, or the module whose output (input) is to be split the value split (split_input)"
         )
     return Plan(styles, dims, sequence)
 

@@ -54,7 +54,41 @@ def tensor_plan(model: nn.Module, *, parallel_head: bool) -> dict[str, str] | No
     table = model.get_input_embeddings()  # type: ignore[operator]
     if plan and isinstance(table, nn.Module) and _fits(table, "embedding"):
         plan |= {name: "embedding" for name, module in modules.items() if module is table}
-    return plan or None
+    return plan | _along_sequence(model, plan) if plan else None
+
+
+def _along_sequence(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
+    """The rest of a plan in which the residual stream is split along the sequence; nothing where the model's layers are
+    not norms around modules of which every layer is split. Positions and masks are made from the embeddings, so those
+    stay whole; an attention asks its input for the sequence's length, so that is whole again."""
+    names, found = blocks(model), {}
+    base = getattr(model, "base_model", model)
+    if names is None or base is model or "head" not in plan.values():
+        return {}
+    around = {name: module for name, module in base.named_children() if not isinstance(module, nn.ModuleList)}
+    prefix = next(f"{name}." for name, module in model.named_modules() if module is base)
+    for name, module in around.items():
+        if module is not base.get_input_embeddings() and any(True for _ in module.parameters()):
+            found[prefix + name] = module
+    for block in names:
+        found |= {f"{block}.{name}": module for name, module in model.get_submodule(block).named_children()}
+    inner = {path: _value_along_sequence(path, module, plan) for path, module in found.items()}
+    whole = len({_parent(path) for path in names}) != 1 or None in inner.values() or _own_parameters(model, names)
+    return {} if whole else {names[0]: "split_input", **{path: value for path, value in inner.items() if value}}
+
+
+def _value_along_sequence(path: str, module: nn.Module, plan: dict[str, str]) -> str | None:
+    layers = [name for name, child in module.named_modules() if type(child).__name__ in ("Linear", "Conv1D")]
+    if not layers:
+        known = ("Norm", "Dropout", "Identity")
+        return "sequence" if any(word in type(module).__name__ for word in known) else None
+    values = {plan.get(f"{path}.{name}") for name in layers}
+    return "gather" if values == {"colwise", "rowwise"} else None
+
+
+def _own_parameters(model: nn.Module, names: list[str]) -> bool:
+    """Whether a block has parameters outside its modules."""
+    return any(True for name in names for _ in model.get_submodule(name).parameters(recurse=False))
 
 
 def require_full_attention(config: Any, length: int) -> None:

@@ -22,6 +22,7 @@ from app.tasks.huggingface.task import HuggingFace
 from experiments.parity.curves import Curve, difference, train
 from experiments.parity.experiment import make_trial
 from strategies.parallelize import Options, choose
+from strategies.tensor.apply import one_part
 from strategies.tensor.plan import make_plan
 from tests.app.tasks.test_tasks import CPU, built, one_batch
 from tests.pool import run_distributed
@@ -36,6 +37,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", GPT2),
     "qwen3": ("qwen3", GROUPED | {"head_dim": 4}),
     "mistral": ("mistral", GROUPED),
+    "gemma2": ("gemma2", GROUPED | {"head_dim": 4, "query_pre_attn_scalar": 4}),
     "phi3": ("phi3", GROUPED | {"resid_pdrop": 0.0}),
     "mixtral": ("mixtral", GROUPED | {"num_local_experts": 2, "output_router_logits": True}),
     "bert": ("bert", SMALL | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
@@ -145,9 +147,12 @@ def test_encoder_as_language_model_does_not_see_ahead(data: Path) -> None:
 
 # --- splitting ------------------------------------------------------------------------------------------------------
 
+ALONG = {"split_input": 1, "gather": 4, "sequence": 5}
+"""Of two layers: the first one's input is split, attention and feed-forward gather, and all norms work on a part."""
 PLANS = {
-    "llama": {"embedding": 1, "head": 1, "colwise": 10, "rowwise": 4},
-    "qwen3": {"embedding": 1, "head": 1, "colwise": 10, "rowwise": 4, "partial": 4},
+    "llama": {"embedding": 1, "head": 1, "colwise": 10, "rowwise": 4, **ALONG},
+    "qwen3": {"embedding": 1, "head": 1, "colwise": 10, "rowwise": 4, "partial": 4, **ALONG},
+    "gemma2": {"head": 1, "colwise": 10, "rowwise": 4, **ALONG, "sequence": 9},  # the table scales, so it stays whole
     "phi3": {"embedding": 1, "head": 1, "colwise_gather": 8},  # fused projections: gathered
     "mixtral": {"embedding": 1, "head": 1, "colwise": 6, "rowwise": 2},  # experts stay whole
     "llama classifier": {"embedding": 1, "colwise": 10, "rowwise": 4},  # its head is no vocabulary
@@ -170,6 +175,18 @@ def test_plan(name: str, data: Path) -> None:
     assert task.heads() == (2 if attention_is_split else None)  # 4 heads, 2 of keys and values
     if plan is not None:
         make_plan(model, plan, True)  # every name is a module that its value fits
+
+
+def test_a_split_layer_keeps_a_part_of_the_residual_stream(data: Path) -> None:
+    """What a Llama's layers hand on is split along the sequence, and whole without sequence parallelism."""
+    task, seen = made("llama", data), []
+    for sequence_parallel in (True, False):
+        model = built(task)
+        for layer in model.model.layers:
+            layer.register_forward_hook(lambda _, __, y: seen.append(tuple(y.shape)))
+        one_part(model, task.tensor_plan(model), 2, sequence_parallel=sequence_parallel)
+        model(one_batch(task)[0])
+    assert seen == [(4, 4, 16)] * 2 + [(4, 8, 16)] * 2
 
 
 def test_gpt2s_transposed_layers_are_split(data: Path) -> None:
@@ -202,7 +219,8 @@ def _curves(rank: int, rows: list[dict[str, Any]], strategy: str, workers: int, 
 
 PARITY = [  # the experts' balance is a product of two means, so the mean over two workers is another number
     ("fsdp", 2, {}, ("llama tied", "gpt2", "qwen3", "phi3", "bert", "vit"), 1e-5),
-    ("tensor", 2, {}, ("llama tied", "gpt2", "qwen3", "phi3", "mixtral", "bert", "vit"), 2e-5),
+    ("tensor", 2, {}, ("llama tied", "gpt2", "qwen3", "gemma2", "phi3", "mixtral", "bert", "vit"), 2e-5),
+    ("tensor+pipeline", 4, {"tp": 2}, ("llama",), 2e-5),
     ("fsdp+tensor", 4, {"tp": 2}, ("llama", "gpt2"), 2e-5),
     ("context", 2, {"cp": 2}, ("llama", "gpt2", "qwen3", "mistral"), 1e-5),
     ("fsdp+tensor+context", 4, {"tp": 2, "cp": 2, "dp_shard": 1}, ("llama",), 2e-5),

@@ -45,7 +45,7 @@ WAITS = {
     "torch/nn/parallel/distributed.py:_pre_forward": "DDP's own: in the second step it makes its buckets anew",
     "strategies/expert/exchange.py:__call__": "how many rows come is for the host to know, once a layer and forward",
     "app/models/grouped_linear.py:_spans": "where no kernel multiplies groups, the host cuts them: in float32",
-    "app/models/grouped_linear.py:grouped_linear": "the stand-in's own, which has no such kernel",
+    "app/models/grouped_linear.py:_forward": "the stand-in's own, which has no such kernel",
     "app/models/grouped_linear.py:_weight_gradient": "the stand-in's own, which has no such kernel",
 }
 """In any step."""
