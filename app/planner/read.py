@@ -107,9 +107,10 @@ class Reader:
         self._names = find_blocks(structure, task.blocks(structure))
         self.blocks = len(self._names)
         try:
-            split = make_plan(structure, task.tensor_plan(structure), sequence_parallel).dims
+            plan = make_plan(structure, task.tensor_plan(structure), sequence_parallel)
+            split, styles = plan.dims, plan.styles
         except LayoutError:
-            split = {}
+            split, styles = {}, {}
         try:
             require_positions(structure, task.context_plan(structure))
             self.splits_sequence = True
@@ -121,7 +122,7 @@ class Reader:
         self.exchanged = sum(exchanged_bytes(tokens, found.top_k, found.width, 1) for found in self.mixtures)
         """Numbers of a sample's rows that mixtures would send to experts and back, where they are split."""
         self.parameters = sum(p.numel for p in self.size.parameters)
-        self._skeleton = structure if self._real else _alike_shared(structure, self._names)
+        self._skeleton = structure if self._real else _alike_shared(structure, self._names, styles)
         self.tp = next((t for t in (2, 3, 5, 7) if split and not (self.heads or t) % t), 0)
         """The degree that the model is split by to be watched; 0: it cannot be split."""
         if not self.parameters:
@@ -233,12 +234,14 @@ class Reader:
         return module
 
 
-def _alike_shared(module: nn.Module, blocks: list[str]) -> nn.Module:
-    """The module with one block in the place of all that are alike: of eighty only one is built and split again."""
+def _alike_shared(module: nn.Module, blocks: list[str], styles: dict[str, str]) -> nn.Module:
+    """The module with one block in the place of all that are alike and split alike by the tensor plan's `styles`: of
+    eighty only one or two are built and split again."""
     first: dict[Any, nn.Module] = {}
     for name in blocks:
         block, (parent, _, own) = module.get_submodule(name), name.rpartition(".")
-        setattr(module.get_submodule(parent), own, first.setdefault(alike(block), block))
+        kind = alike(block), styles.get(name)  # what is in it is split alike where it is alike
+        setattr(module.get_submodule(parent), own, first.setdefault(kind, block))
     return module
 
 

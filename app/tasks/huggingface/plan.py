@@ -61,14 +61,14 @@ def _along_sequence(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
     """The rest of a plan in which the residual stream is split along the sequence; nothing where the model's layers are
     not norms around modules of which every layer is split. Positions and masks are made from the embeddings, so those
     stay whole; an attention asks its input for the sequence's length, so that is whole again."""
-    names, found = blocks(model), {}
+    names, found, table = blocks(model), {}, model.get_input_embeddings()  # type: ignore[operator]
     base = getattr(model, "base_model", model)
     if names is None or base is model or "head" not in plan.values():
         return {}
     around = {name: module for name, module in base.named_children() if not isinstance(module, nn.ModuleList)}
     prefix = next(f"{name}." for name, module in model.named_modules() if module is base)
     for name, module in around.items():
-        if module is not base.get_input_embeddings() and any(True for _ in module.parameters()):
+        if module is not table and any(True for _ in module.parameters()):
             found[prefix + name] = module
     for block in names:
         found |= {f"{block}.{name}": module for name, module in model.get_submodule(block).named_children()}
