@@ -15,6 +15,7 @@ from torch import nn
 from app.config_io import load_config, to_dict
 from app.data.loader import fetch
 from app.errors import UserError
+from app.planner.read import PLAIN, Reader
 from app.prediction import Predictor, called, logits_of
 from app.tasks.huggingface.data import Texts
 from app.tasks.huggingface.plan import tensor_plan
@@ -187,6 +188,16 @@ def test_a_split_layer_keeps_a_part_of_the_residual_stream(data: Path) -> None:
         one_part(model, task.tensor_plan(model), 2, sequence_parallel=sequence_parallel)
         model(one_batch(task)[0])
     assert seen == [(4, 4, 16)] * 2 + [(4, 8, 16)] * 2
+
+
+def test_the_planner_counts_a_part_of_the_residual_stream(data: Path) -> None:
+    task = HuggingFace(**arguments("llama", data) | {"config": GROUPED | {"num_hidden_layers": 4}})
+    saved = []
+    for sequence_parallel in (True, False):
+        costs = Reader(task, sequence_parallel=sequence_parallel).costs(PLAIN)
+        assert len(set(costs.order[1:])) == 1, "the first layer splits its input"
+        saved.append(costs.parts[costs.order[-1]].at(4, 2)["saved"])
+    assert saved[0] < 0.85 * saved[1]
 
 
 def test_gpt2s_transposed_layers_are_split(data: Path) -> None:
