@@ -175,14 +175,13 @@ def plan(
 
     from app.planner import output
     from app.planner.machine import Asked, find
-    from app.planner.plan import make_plan
-    from app.tasks import load_task
+    from app.planner.stand_in import plan_experiment
 
     with _one_at_a_time():
         config, words = _read(experiment, keys)
         machine = find(Asked(cluster, gpus, gpu, gpus_per_node, interconnect), config.workers)
         given = frozenset(word.partition("=")[0] for word in words)
-        found = make_plan(config, load_task(config.task, config.task_args), machine, given=given)
+        found = plan_experiment(config, machine, given)
     rows = [found.layout(row) for row in found.rows]
     best = found.layout(found.best) if found.best else None
     return Plan(pandas.json_normalize(rows), best, output.text(found), found)

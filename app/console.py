@@ -99,6 +99,17 @@ class Console:
         if not self.quiet and self._out.isatty():
             self._rewrite(text)
 
+    @contextlib.contextmanager
+    def if_slow(self, text: str) -> Iterator[None]:
+        """Says what is going on, on the standard error stream, once it has taken a second."""
+        timer = threading.Timer(1.0, lambda: print(text, file=self._err, flush=True))
+        if not self.quiet:
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
     def progress(self, event: dict[str, Any]) -> None:
         """The state of training, from a worker's progress event."""
         if self.quiet:

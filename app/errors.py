@@ -12,6 +12,10 @@ class UserError(Exception):
     """
 
 
+class MissingData(UserError):
+    """What task_args.data names is not there, or it is not given."""
+
+
 class RunFailed(Exception):
     """Training started and could not go on; the command line ends with exit code 1."""
 

@@ -1,5 +1,6 @@
 """`trireme plan` and `trireme calibrate`: what would run, how fast, and the measurements behind it."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ LAYOUT = ("strategy", "parallel.dp_replicate", "parallel.dp_shard", "parallel.tp
 @click.option("--interconnect", metavar="RATE", help="Between nodes, per node: 400Gb (bits/s) or 50GB (bytes/s).")
 @click.option("--assume", multiple=True, metavar="NAME=VALUE", help="Instead of what the plan lists as assumed.")
 @click.option("--top", default=None, type=int, metavar="N", help="Layouts to show, 0 for all. Default: 8, in JSON 100.")
+@click.option("--picture", "chart", metavar="FILE", help="Draw speed by number of GPUs, and memory; .png or .svg.")
 @click.option("--write", metavar="FILE", help="Write the best layout as an experiment for `trireme train`.")
 @click.option(
     "--layout-picture", "picture", metavar="FILE", help="Draw the best layout's ranks and dimensions, in HTML."
@@ -39,19 +41,22 @@ def plan(cli: Invocation, arguments: tuple[str, ...], **options: Any) -> None:
     file's layout and tries micro-batches; with it, --write writes the largest that runs.
     """
     from app.planner import output
+    from app.planner.chart import SUFFIXES, draw
     from app.planner.machine import Asked, find, require_here
-    from app.planner.plan import make_plan
-    from app.tasks import load_task
+    from app.planner.stand_in import plan_experiment
 
     config, console = read(arguments), cli.console
+    _require_writable("--picture", options["chart"], SUFFIXES)
+    _require_writable("--layout-picture", options["picture"], (".html",))
+    _require_writable("--write", options["write"], ())
     given = frozenset(key.partition("=")[0].strip() for key in split(arguments)[1])
     asked = ("cluster", "gpus", "gpu", "per_node", "interconnect", "assume")
     machine = find(Asked(*(options[key] for key in asked)), config.workers)
     if options["max_batch"]:
         require_here(machine, "--max-batch")
         given = (given | _fixed_by_file(config)) - {"train.micro_batch_size"}
-    console.status("reading the model")
-    plan = make_plan(config, load_task(config.task, config.task_args), machine, given=given)
+    with console.if_slow("reading the model; it is remembered"):
+        plan = plan_experiment(config, machine, given, needs_data="--max-batch" if options["max_batch"] else "")
     row, found, top = plan.best, {}, options["top"]
     if top is None:
         top = 100 if cli.as_json else 8
@@ -65,6 +70,9 @@ def plan(cli: Invocation, arguments: tuple[str, ...], **options: Any) -> None:
         if not cli.as_json:
             console.result(sentence)
     cli.answer(output.as_json(plan, top or len(plan.rows)) | found)
+    if options["chart"]:
+        draw(plan, options["chart"], top or len(plan.rows))
+        console.say(f"drawn in {options['chart']}")
     if options["picture"] and row is not None:
         from app.planner import picture
         from experiments.report.page import render
@@ -75,6 +83,17 @@ def plan(cli: Invocation, arguments: tuple[str, ...], **options: Any) -> None:
         if row is None and found:
             raise UserError(f"--write {options['write']}: no micro-batch that was tried runs, so nothing is written")
         console.say(output.write(plan, options["write"], row))
+
+
+def _require_writable(option: str, path: str | None, suffixes: tuple[str, ...]) -> None:
+    """Raises UserError where a file of another kind is asked for, or none can be written there."""
+    if path is None:
+        return
+    file = Path(path)
+    if suffixes and file.suffix not in suffixes:
+        raise UserError(f"{option} {path}: write a file that ends in {' or '.join(suffixes)}")
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise UserError(f"{option} {path} cannot be written: name a file in a folder that is there and can be written")
 
 
 def _fixed_by_file(config: Config) -> set[str]:

@@ -13,14 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from app.errors import UserError
+from app.errors import MissingData, UserError
 
 
 def existing(path: str | Path, key: str) -> Path:
     """The path, with ~ expanded, if something is there; `key` is the configuration key it came from."""
     found = Path(path).expanduser()
     if not found.exists():
-        raise UserError(f"{key}: there is no {str(path)!r} (looked in {Path.cwd()}); write the path of existing data")
+        kind = MissingData if key == "task_args.data" else UserError
+        raise kind(f"{key}: there is no {str(path)!r} (looked in {Path.cwd()}); write the path of existing data")
     return found
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 
 from app.data.files import cached, existing, identity
 from app.data.sets import column, files_key, is_dataset, open_dataset
-from app.errors import UserError
+from app.errors import MissingData, UserError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -85,7 +85,7 @@ def find_files(data: str | Sequence[str]) -> list[Path]:
             matches = map(Path, sorted(glob.glob(os.path.expanduser(name), recursive=True)))
             files = [path for path in matches if path.is_file()]
             if not files:
-                raise UserError(
+                raise MissingData(
                     f"task_args.data: no file matches {name!r} (looked in {Path.cwd()}); write another path or glob"
                 )
         else:

@@ -74,6 +74,10 @@ class Estimate:
         return metrics
 
 
+_balanced = functools.cache(partition.balanced_partition)
+"""Costs are in blocks, rounded, since most layouts of a model are cut alike."""
+
+
 def shards_of(dims: ParallelDims) -> tuple[int, int, int | None]:
     """Shards of all parameters; ways that experts are split, and shards of what is left of them."""
     return dims.dp_shard, dims.ep, dims.for_experts().dp_shard if dims.ep > 1 else None
@@ -180,7 +184,9 @@ class Estimator:
         model, seconds = self.reader.costs(work.way), {p.name: p.forward + p.backward for p in self._parts(work)}
         ends, sizes = (seconds.get(name, 0.0) for name in (BEFORE, AFTER)), self.options.stages
         if sizes is None or len(sizes) != pp * chunks:
-            sizes = partition.balanced_partition([seconds[name] for name in model.order], pp * chunks, *ends)
+            block = max(seconds[name] for name in model.order)
+            costs = (seconds[name] / block for name in model.order)
+            sizes = _balanced(tuple(round(c, 2) for c in costs), pp * chunks, *(round(end / block, 1) for end in ends))
         cuts = [0, *itertools.accumulate(sizes)]
         spans = [model.order[begin:end] for begin, end in itertools.pairwise(cuts)]
         spans[0], spans[-1] = [BEFORE, *spans[0]], [*spans[-1], AFTER]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cache, reduce
 from typing import Any, NamedTuple
 
 from app.config import Config
@@ -40,12 +40,12 @@ class Candidate(NamedTuple):
     @property
     def strategy(self) -> Strategy:
         """What its data-parallel workers do."""
-        return registry.data_strategy(self.layout)
+        return _data_strategy(self.layout)
 
     @property
     def held(self) -> ParallelDims:
         """Its degrees as parameters see them."""
-        return self.dims.for_parameters(self.strategy.is_sharded)
+        return _held(self.layout)
 
     @property
     def family(self) -> str:
@@ -60,10 +60,23 @@ class Candidate(NamedTuple):
     @property
     def complexity(self) -> int:
         """How many ideas it takes: one device, copies, shards, both; experts, tensor, offload, context, pipeline."""
-        dims, special = self.dims, self.strategy.degrees and not _is_plain(self.strategy)
-        data = (dims.dp_replicate > 1) + 2 * (dims.dp_shard > 1) + 2 * bool(special)
-        data += 5 * (dims.ep > 1)
-        return data + 10 * (dims.tp > 1) + 30 * (dims.cp > 1) + 20 * self.offload + 100 * (dims.pp > 1)
+        return _complexity(self.layout) + 20 * self.offload
+
+
+# what thousands of candidates have in common is found once
+_data_strategy = cache(registry.data_strategy)
+
+
+@cache
+def _held(layout: Layout) -> ParallelDims:
+    return layout.dims.for_parameters(_data_strategy(layout).is_sharded)
+
+
+@cache
+def _complexity(layout: Layout) -> int:
+    dims, strategy = layout.dims, _data_strategy(layout)
+    data = (dims.dp_replicate > 1) + 2 * (dims.dp_shard > 1) + 2 * bool(strategy.degrees and not _is_plain(strategy))
+    return data + 5 * (dims.ep > 1) + 10 * (dims.tp > 1) + 30 * (dims.cp > 1) + 100 * (dims.pp > 1)
 
 
 Fixed = dict[str, Any]

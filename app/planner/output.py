@@ -31,7 +31,8 @@ def text(plan: Plan, top: int = 8) -> str:
         *([f"note: {read.note}"] if read.note else []),
         "",
         *aligned([_head(plan), *(cells(plan, row) for row in distinct(plan, top))]),
-        "Speeds are the range in which 80 % of runs lie; with `close` a trial decides (--max-batch).",
+        "The first is the simplest layout within the fastest's range. Speeds are the range in which 80 % of runs lie; "
+        "with `close` a trial decides (--max-batch).",
         assumptions(machine.device, plan.rows[0].candidate.precision),
         "",
         "Why:",
@@ -45,12 +46,15 @@ def text(plan: Plan, top: int = 8) -> str:
 
 
 def distinct(plan: Plan, top: int) -> list[Estimate]:
-    """The best rows, one of those with the same strategy, degrees and recomputation, so that the list shows choices."""
+    """The best rows, one of those that differ in no more than micro-batches, schedules or the ways that data-parallel
+    workers share state, so that the list shows choices."""
     chosen = dict[Any, Estimate]()
     for row in plan.rows:
         if len(chosen) == top or (chosen and not row.fits):
             break
-        chosen.setdefault((row.candidate.layout, row.candidate.checkpointing, row.candidate.offload), row)
+        one, dims = row.candidate, row.candidate.dims
+        split = (dims.cp, dims.ep, dims.tp, dims.pp)
+        chosen.setdefault((one.layout.name, split, one.checkpointing, one.offload), row)
     return list(chosen.values())
 
 

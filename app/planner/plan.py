@@ -11,6 +11,7 @@ from app.planner.estimate import Estimate, Estimator
 from app.planner.layouts import Fixed, Space, enumerate_layouts, fixed_by, refuse
 from app.planner.machine import Machine
 from app.planner.read import Reader
+from app.planner.remember import identity
 from app.tasks.base import Task
 from strategies.dims import DEGREES, LayoutError
 from strategies.pipeline import partition
@@ -37,11 +38,13 @@ class Plan:
         return self.rows[0] if self.rows and self.rows[0].fits else None
 
     @property
-    def steps(self) -> int:
-        return self.config.train.steps_for(self.reader.samples)
+    def steps(self) -> int | None:
+        """Of the run; None: they depend on data that are not there."""
+        is_known = self.config.train.steps or self.reader.samples
+        return self.config.train.steps_for(self.reader.samples) if is_known else None
 
-    def on_gpus(self, world: int, fixed: Fixed, *, batch: int | None = None) -> list[Estimate]:
-        """Layouts of the same model, without pipelines, on another number of these devices."""
+    def on_gpus(self, world: int, fixed: Fixed, *, batch: int | None = None, pipelines: bool = False) -> list[Estimate]:
+        """Layouts of the same model on another number of these devices."""
         machine = replace(self.machine, world=world, per_node=min(world, 8 if batch else self.machine.per_node))
         space = replace(
             self.space,
@@ -50,7 +53,7 @@ class Plan:
             global_batch=batch or self.space.global_batch,
             precisions=(self.rows[0].candidate.precision,),
             offload=False,
-            pipelines=False,
+            pipelines=pipelines,
         )
         estimator = replace(self.estimator, machine=machine)
         return [estimator.estimate(candidate) for candidate in enumerate_layouts(space, fixed)]
@@ -61,6 +64,7 @@ class Plan:
         samples = self.config.train.global_batch_size / row.step_seconds
         price = machine.price_per_hour
         cost = None if price is None else price * machine.world * row.step_seconds / 3600
+        energy = machine.device.gpu.watts * machine.world * row.step_seconds / 3.6e6
         peak = machine.device.gpu.rate(candidate.precision) * machine.world
         return {
             "strategy": candidate.layout.name,
@@ -85,8 +89,8 @@ class Plan:
             f"{unit}_per_second_range": [samples * self.reader.items_per_sample * share for share in row.range],
             "mfu": row.flops / (row.step_seconds * peak),
             "cost_per_step": cost,
-            "cost_per_run": None if cost is None else cost * self.steps,
-            "energy_kwh_per_run": machine.device.gpu.watts * machine.world * row.step_seconds * self.steps / 3.6e6,
+            "cost_per_run": None if cost is None or self.steps is None else cost * self.steps,
+            "energy_kwh_per_run": None if self.steps is None else energy * self.steps,
             "fits": row.fits,
             "verdict": row.verdict,
             "host_memory": row.in_host,
@@ -150,7 +154,7 @@ def _precisions(config: Config, machine: Machine, is_fixed: bool) -> tuple[str, 
 def reader_of(config: Config, task: Task, machine: Machine) -> Reader:
     parallel, on_gpu = config.parallel, not machine.device.is_cpu
     split = {"sequence_parallel": parallel.sequence_parallel, "loss_parallel": parallel.loss_parallel}
-    return Reader(task, on_gpu=on_gpu, **split)
+    return Reader(task, on_gpu=on_gpu, identity=identity(config.task, config.task_args), **split)
 
 
 def estimator_of(config: Config, reader: Reader, machine: Machine, given: frozenset[str] | None = None) -> Estimator:

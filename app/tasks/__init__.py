@@ -6,7 +6,7 @@ import inspect
 import traceback
 from typing import Any
 
-from app.errors import UserError, nearest
+from app.errors import MissingData, UserError, nearest
 from app.tasks import by_value
 from app.tasks.base import Task
 from app.tasks.parts import require_known
@@ -93,7 +93,8 @@ def _check_arguments(name: str, task_class: type[Task], task_args: dict[str, Any
     require_known("task_args", f"task {name!r}", task_args, [parameter.name for parameter in named])
     missing = [p.name for p in named if p.default is p.empty and p.name not in task_args]
     if missing:
-        raise UserError(f"task {name!r} needs task_args.{missing[0]}, which is not given; add it to the experiment")
+        kind = MissingData if missing == ["data"] else UserError
+        raise kind(f"task {name!r} needs task_args.{missing[0]}, which is not given; add it to the experiment")
 
 
 __all__ = ["BUILT_IN", "Task", "find_task", "load_task"]

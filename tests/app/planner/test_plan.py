@@ -16,6 +16,7 @@ from app.cli import group
 from app.config import Config
 from app.config_io import load_config, with_values
 from app.planner.advice import NoLayoutFits, advice, choose_layout, predict, settings_text
+from app.planner.chart import best_by_number, draw
 from app.planner.estimate import Estimate
 from app.planner.layouts import Space, enumerate_layouts
 from app.planner.machine import cpus
@@ -268,6 +269,21 @@ def test_json_has_the_layouts_best_first(tmp_path: Path) -> None:
     assert config.parallel.dp_shard == best["parallel"]["dp_shard"] and config.workers == "8"
 
 
+def test_a_picture_has_the_best_layout_of_each_number_and_where_nothing_fits(large: Reader, tmp_path: Path) -> None:
+    plan = plan_of(large, gpus(16, "a100-40gb"), "train.precision=bf16", "train.global_batch_size=64")
+    found = best_by_number(plan)
+    assert list(found) == [1, 2, 4, 8, 16, 32, 64] and found[1] is None and found[16] is plan.best
+    fitting = [row for row in found.values() if row]
+    times = [row.step_seconds for row in fitting]
+    assert times == sorted(times, reverse=True) and all(row.fits for row in fitting)
+    draw(plan, str(tmp_path / "plan.svg"), 4)
+    draw(plan, str(tmp_path / "plan.png"), 4)
+    assert "<svg" in (tmp_path / "plan.svg").read_text() and (tmp_path / "plan.png").read_bytes()[1:4] == b"PNG"
+    nowhere = plan_of(large, gpus(1, "rtx-3060"), "train.precision=bf16", "train.global_batch_size=1")
+    draw(nowhere, str(tmp_path / "nothing.svg"), 4)
+    assert set(best_by_number(plan_of(large, cpus(2), "train.global_batch_size=4"))) == {1, 2}
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -276,6 +292,8 @@ def test_json_has_the_layouts_best_first(tmp_path: Path) -> None:
         ("--gpus 8 --gpu t4 --interconnect fast", "cannot be read"),
         ("--gpus 4096 --gpu h100-80gb --max-batch", "4096 × h100-80gb"),
         ("--cluster laptop", "no GPUs"),
+        ("--gpus 8 --gpu t4 --picture plan.gif", "write a file that ends in .png or .svg"),
+        ("--gpus 8 --gpu t4 --picture nowhere/plan.png", "cannot be written"),
         ("--gpus 8 --gpu t4 parallel.tp=8", "does not divide"),
         ("--gpus 8 --gpu t4 strategy=deepspeed", "is not planned"),
         ("--gpus 8 --gpu t4 train.activation_checkpointing=fulll", "is 'fulll'"),
@@ -290,7 +308,7 @@ def test_what_is_wrong_is_one_sentence(
     monkeypatch.setattr("app.planner.plan.reader_of", lambda *_: small)
     result = _run(*arguments.split())
     assert result.exit_code == 2 and said in result.output
-    lines = result.output.strip().splitlines()
+    lines = result.output.strip().removeprefix("reading the model; it is remembered\n").splitlines()
     assert len(lines) == 1 and len(result.output) < 400 and "Traceback" not in result.output
 
 
