@@ -66,8 +66,8 @@ def open_dataset(data: str | Sequence[str], *, stream: bool = False) -> tuple[An
         raise
     except Exception as error:  # the library's own, pyarrow's and each file system's
         said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        kind = MissingData if isinstance(error, OSError) else UserError
-        raise kind(f"task_args.data: {data} cannot be read as a data set ({said})") from error
+        refusal = MissingData if isinstance(error, OSError) else UserError
+        raise refusal(f"task_args.data: {data} cannot be read as a data set ({said})") from error
 
 
 def column(dataset: Any, name: str, key: str) -> str:

@@ -42,7 +42,8 @@ def draw(plan: Plan, path: str, top: int) -> None:
     gpus = f"{plan.machine.world:,} × {plan.machine.device.gpu.name}"
     model = f"{quantity(plan.reader.parameters / 1e6)} million parameters"
     figure.suptitle(f"{model}, planned for {gpus}, global batch {plan.config.train.global_batch_size:,}", fontsize=11)
-    speed, memory = (part.subplots() for part in figure.subfigures(2, 1, height_ratios=heights))
+    parts: Any = figure.subfigures(2, 1, height_ratios=heights)
+    speed, memory = (part.subplots() for part in parts)
     _speeds(speed, plan)
     _memory(memory, plan, rows)
     for axes in (speed, memory):
