@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from app.console import quantity
+from app.planner.advice import settings_text
 from app.planner.estimate import Estimate
 from app.planner.output import distinct
 from app.planner.picture import COLOURS
 from app.planner.plan import GIB, Plan, ranked
-from strategies.dims import DEGREES
 
 SUFFIXES = (".png", ".svg")
 FEWER, MORE = 6, 2  # halvings and doublings of the number of GPUs that are looked at
@@ -96,7 +96,7 @@ def _speeds(axes: Any, plan: Plan) -> None:
 def _memory(axes: Any, plan: Plan, rows: list[Estimate]) -> None:
     capacity = plan.machine.device.capacity
     unit, size = ("GiB", GIB) if max(row.memory_bytes for row in rows) > GIB else ("MiB", 2**20)
-    left, labels = [0.0] * len(rows), [_label(row) for row in rows]
+    left, labels = [0.0] * len(rows), [f"{row.candidate.layout.name}\n{settings_text(row)}" for row in rows]
     for colour, kind in zip(COLOURS, (*KINDS.values(), OTHER)):
         width = [
             sum(value for part, value in row.memory.items() if KINDS.get(part, OTHER) == kind) / size for row in rows
@@ -112,10 +112,3 @@ def _memory(axes: Any, plan: Plan, rows: list[Estimate]) -> None:
     axes.set_xlabel(f"{unit} on the fullest device")
     axes.grid(axis="x", color="#d9dee5")
     axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
-
-
-def _label(row: Estimate) -> str:
-    one = row.candidate
-    degrees = [f"{name}={getattr(one.dims, name)}" for name in DEGREES if getattr(one.dims, name) > 1]
-    again = f"{one.checkpointing} recomputation" if one.checkpointing != "none" else ""
-    return "\n".join([one.layout.name, " ".join([*degrees, again, "offload" if one.offload else ""]).strip()])

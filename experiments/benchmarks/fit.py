@@ -73,14 +73,14 @@ def fit(seconds: Callable[[Values], Sequence[float]], measured: Sequence[float])
     return {name: float(f"{value:.3g}") for name, value in values_at(found.x).items()}
 
 
-def ranges(errors: Sequence[tuple[str, float]]) -> dict[str, list[float]]:
+def ranges(errors: Sequence[tuple[str, float]], quantiles: tuple[float, float] = QUANTILES) -> dict[str, list[float]]:
     """Kind of layout → the shares of the planned speed between which runs of it are. errors: (kind, error)."""
     kinds = defaultdict[str, list[float]](list)
     for kind, error in errors:
         kinds["any"].append(1 / (1 + error))
         kinds[kind].append(1 / (1 + error))
     return {
-        kind: [float(f"{value:.3g}") for value in np.percentile(own, QUANTILES)]
+        kind: [float(f"{value:.3g}") for value in np.percentile(own, quantiles)]
         for kind, own in kinds.items()
         if len(own) >= ENOUGH
     }

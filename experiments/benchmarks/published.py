@@ -22,7 +22,7 @@ from app.planner.layouts import Candidate
 from app.planner.machine import of_shape
 from app.planner.plan import GIB
 from cluster.shape import of_gpus
-from experiments.benchmarks import fit
+from experiments.benchmarks import evidence, fit
 from experiments.benchmarks.harness import show
 from experiments.benchmarks.published_runs import TABLE, Run, reader_of, runs
 from strategies import registry
@@ -45,7 +45,7 @@ class Compared:
 def layouts_of(run: Run) -> list[Candidate]:
     """The layout that a run had; several where it does not tell all of it."""
     copies = run.gpus // (run.tp * run.pp * run.cp)
-    shard = min(copies, run.per_node) if run.data == "hsdp" else copies
+    shard = {"hsdp": min(copies, run.per_node), "ddp": 1}.get(run.data, copies)
     dims = ParallelDims(dp_replicate=copies // shard, dp_shard=shard, tp=run.tp, pp=run.pp)
     data = "fsdp" if run.pp > 1 and run.data == "zero1" else run.data  # in a pipeline they are the same
     split = [registry.by_degrees(name).name for name in ("tp", "pp") if getattr(run, name) > 1]
@@ -62,21 +62,25 @@ def layouts_of(run: Run) -> list[Candidate]:
 _CUTS: dict[tuple[Run, Candidate], tuple[int, ...] | None] = {}
 
 
-def compare(run: Run, values: fit.Values | None = None) -> Compared:
-    """A run beside its plan. values: what is tried instead of the GPU's constants."""
+def estimator_of(run: Run, values: fit.Values | None = None, overlap: bool = False) -> Estimator:
+    """values: what is tried instead of the GPU's constants. overlap: as if the run had it."""
     shape = of_gpus(run.gpus, run.gpu, min(run.per_node, run.gpus), run.network_gbit * 1e9 / 8)
     machine = of_shape(shape, run.gpus)
     device = fit.changed(values)(machine.device) if values else machine.device
-    if run.overlap:
+    if run.overlap or overlap:
         device = replace(device, overlap=values["overlap"] if values else asynchronous())
     options = Options(
         compile=run.kernels == "fused", sequence_parallel=bool(run.sequence_parallel), reduce_dtype=run.reduce
     )
-    plans = []
+    return Estimator(reader_of(run), replace(machine, device=device), options, clips=True)
+
+
+def compare(run: Run, values: fit.Values | None = None) -> Compared:
+    """A run beside its plan. values: what is tried instead of the GPU's constants."""
+    plans, estimator = [], estimator_of(run, values)
     for candidate in layouts_of(run):  # the cut of a pipeline hardly depends on the constants, and takes time to find
-        asked = replace(options, stages=_CUTS.get((run, candidate)))
-        estimator = Estimator(reader_of(run), replace(machine, device=device), asked, clips=True)
-        plans.append(estimator.estimate(candidate))
+        asked = replace(estimator.options, stages=_CUTS.get((run, candidate)))
+        plans.append(replace(estimator, options=asked).estimate(candidate))
         _CUTS[run, candidate] = plans[-1].stages
     return Compared(run, min(plans, key=lambda plan: (not plan.fits, plan.step_seconds)))
 
@@ -91,15 +95,20 @@ def refit(table: list[Run]) -> str:
     return fit.write(values, fit.ranges(errors), len(chosen))
 
 
+KINDS = {"data": "FSDP", "tp": "TP", "pp": "PP", "tp+pp": "TP + PP"}
+
+
 def summary(compared: Iterable[Compared]) -> list[dict[str, Any]]:
     """By half, kind of layout and GPU: errors of speed in %, who is inside the range, what is said not to fit."""
     groups = defaultdict[tuple[str, str], list[Compared]](list)
     for one in compared:
         half = "unseen" if one.run.is_unseen else "fit"
-        for kind in (one.run.kind, one.run.gpu.partition("-")[0], "all"):
+        size = reader_of(one.run).parameters / 1e9
+        sizes = "under 10 B" if size < 10 else "10 to 69 B" if size < 69 else "70 B and more"
+        for kind in (KINDS.get(one.run.kind, one.run.kind), one.run.gpu.partition("-")[0], sizes, "all"):
             groups[half, kind].append(one)
-    rows = []
-    for (half, kind), own in sorted(groups.items()):
+    rows, order = [], [*KINDS.values(), "a100", "h100", "under 10 B", "10 to 69 B", "70 B and more", "all"]
+    for (half, kind), own in sorted(groups.items(), key=lambda item: (item[0][0], order.index(item[0][1]))):
         ran, out = [one for one in own if one.run.step_seconds], [one for one in own if not one.run.step_seconds]
         errors = sorted(abs(one.error) for one in ran)
         known = [one.plan.memory_bytes / GIB / one.run.memory_gib - 1 for one in ran if one.run.memory_gib]
@@ -131,12 +140,14 @@ def _percent(value: float, signed: bool = False) -> str:
 
 
 @click.command(help=__doc__)
-@click.argument("table", type=click.Path(exists=True), default=str(TABLE))
+@click.argument("tables", type=click.Path(exists=True), nargs=-1)
 @click.option("--fit", "fits", is_flag=True, help="Find the constants first, and write app/planner/fitted.yaml.")
 @click.option("--runs", "every", is_flag=True, help="A line per run too.")
+@click.option("--calibration", metavar="FILE", help="Draw how many runs are inside ranges of 10 to 90 %.")
+@click.option("--regret", is_flag=True, help="What a plan's choice loses among the published layouts, and gains.")
 @click.option("--json", "as_json", is_flag=True)
-def main(table: str, fits: bool, every: bool, as_json: bool) -> None:
-    entries = [run for run in runs(table) if run.cp == 1]
+def main(tables: tuple[str, ...], fits: bool, every: bool, calibration: str, regret: bool, as_json: bool) -> None:
+    entries = [run for table in tables or (TABLE,) for run in runs(table) if run.cp == 1]
     if fits:
         click.echo(refit(entries), err=True)
         known_constants.cache_clear()
@@ -153,6 +164,10 @@ def main(table: str, fits: bool, every: bool, as_json: bool) -> None:
             }
             for one in compared
         ]
+    if calibration:
+        evidence.draw(compared, calibration)
+    if regret:
+        rows = [*evidence.among_published(compared), *evidence.beside_best(compared)]
     ran = [one for one in compared if one.run.step_seconds]
     found = {
         "rows": len(compared),

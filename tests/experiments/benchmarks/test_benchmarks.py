@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from app.models.gpt import GPT
 from app.planner.trace import PartTrace, watch
-from experiments.benchmarks import fit, harness, plain, published
+from experiments.benchmarks import evidence, fit, harness, plain, published
 from experiments.benchmarks.gpt import OPTIONS, SHAPES
 from strategies.torch_internals import fake_mode
 from tests.pool import run_distributed
@@ -84,6 +84,29 @@ def test_a_table_of_published_runs_is_compared(tmp_path: Path) -> None:
     )
     found = json.loads(CliRunner().invoke(published.main, [str(table), "--json"]).stdout)["found"]
     assert found["rows"] == 1 and found["not_fitting"] == 0 and 0 < found["median_error"] < 10
+
+
+def test_what_a_plan_would_choose_is_held_beside_what_ran_and_beside_the_best_that_was_found(tmp_path: Path) -> None:
+    def compared(model: str, gpus: int) -> list[published.Compared]:
+        return [published.compare(run) for run in published.runs() if (run.model, run.gpus) == (model, gpus)]
+
+    many = compared("aleph-13b", 32)
+    (row,) = evidence.among_published(many)
+    loss = float(row["chosen takes"].partition(" %")[0])
+    assert loss >= 0 and (loss == 0) == (row["best known"] == "the same")
+    wrong = [replace(one, run=replace(one.run, step_seconds=1 / one.plan.step_seconds)) for one in many]
+    assert "measured" in evidence.among_published(wrong)[0]["chosen takes"]
+    assert float(evidence.among_published(wrong)[0]["chosen takes"].partition(" %")[0]) > 0
+    (best,) = evidence.beside_best(compared("nanotron-1.34b", 8))
+    assert best["chosen takes"].endswith("planned") and best["mostly"] and best["chosen"] != best["best known"]
+    runner = CliRunner()
+    table = tmp_path / "runs.csv"
+    table.write_text("".join(published.TABLE.read_text().splitlines(keepends=True)[:2]))
+    said = runner.invoke(published.main, [str(table), "--calibration", str(tmp_path / "curve.svg")])
+    assert said.exit_code == 2 and "needs 8 runs" in said.output
+    halved = [replace(one, run=replace(one.run, micro_batch=i)) for one in many for i in range(9)]
+    evidence.draw(halved, str(tmp_path / "curve.svg"))
+    assert "<svg" in (tmp_path / "curve.svg").read_text()
 
 
 def test_published_runs_are_halved_by_their_address_and_settings_and_not_by_what_they_reached() -> None:
