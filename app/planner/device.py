@@ -20,7 +20,8 @@ import yaml
 
 from app.data.files import cache_folder
 from app.errors import UserError
-from app.planner.read import AUTOCAST, CAST, PLAIN, WHOLE, ModelCosts, PartCosts
+from app.planner.model_costs import ModelCosts, PartCosts
+from app.planner.read import AUTOCAST, CAST, PLAIN, WHOLE
 from cluster.hardware import Gpu, gpu
 from strategies.activation_checkpointing import checkpoint_every, kept_bytes, recomputed_blocks
 

@@ -15,8 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections import Counter, defaultdict
-from dataclasses import dataclass
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from app.data.loader import fetch, length, map_tensors, rows, tensors
 from app.errors import UserError
+from app.planner.model_costs import ModelCosts, PartCosts, basis
 from app.planner.remember import remembered
 from app.planner.trace import AFTER, BEFORE, PartTrace, Trace, alike, watch
 from app.tasks.base import Task
@@ -45,45 +45,6 @@ WHOLE = ", whole"
 """Behind one of these: what a device computes that has the whole model, as the task says it for a GPU."""
 ROOM = 0.8
 """Share of the host's free memory that a model may take which must be run for real; activations come on top."""
-
-
-def basis(batch: float, tp: float) -> np.ndarray:
-    """What the coefficients c0 … c5 are multiplied with."""
-    split = float(tp > 1)
-    return np.array([1.0, batch, 1.0 / tp, batch / tp, split, batch * split])
-
-
-@dataclass
-class PartCosts:
-    """Coefficients c0 … c5 of one part's costs."""
-
-    values: dict[str, np.ndarray]  # of each of trace.py's values
-    products: dict[str, np.ndarray]  # phase → (P, 4, 6): of m, n, k and batch of unlike products
-    times: dict[str, np.ndarray]  # phase → (P,) how often each is done
-
-    def at(self, batch: float, tp: float) -> dict[str, float]:
-        """Every value, none below 0."""
-        row = basis(batch, tp)
-        return defaultdict(float, {name: max(0.0, float(found @ row)) for name, found in self.values.items()})
-
-    def products_at(self, phase: str, batch: float, tp: float) -> np.ndarray:
-        """(P, 5): m, n, k, batch, times."""
-        return np.column_stack([self.products[phase] @ basis(batch, tp), self.times[phase]])
-
-
-@dataclass
-class ModelCosts:
-    """The model's parts under one way of having precision."""
-
-    parts: dict[str, PartCosts]
-    order: list[str]  # the part of each block
-    parameters: dict[str, tuple[ParameterSize, ...]]  # by part: those of one such part
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """How many of each part the whole model has."""
-        found = {BEFORE: 1, AFTER: 1} | Counter(self.order)
-        return {name: found[name] for name in self.parts}
 
 
 class Reader:
@@ -147,17 +108,19 @@ class Reader:
             return (self._of_whole or self).costs(way.removesuffix(WHOLE))
         if way not in self._costs:
             found = remembered(self._identity and way + self._identity, lambda: self._read(way))
-            self._costs[way], self.tp, self.note, self._real = found
+            self._costs[way] = ModelCosts.of_data(found["costs"])
+            self.tp, self.note, self._real = found["tp"], found["note"], found["real"]
         return self._costs[way]
 
-    def _read(self, way: str) -> tuple[ModelCosts, int, str, bool]:
-        """The costs, and what reading them may find out: `tp`, `note`, and whether the model is run for real."""
+    def _read(self, way: str) -> dict[str, Any]:
+        """The costs as data, and what reading them may find out: `tp`, `note`, whether the model is run for real."""
         traces = self._traces(way)
         first = traces[min(traces)]
         parts = {
             name: _fitted({k: t.parts[name] for k, t in traces.items() if name in t.parts}) for name in first.parts
         }
-        return ModelCosts(parts, first.order, self._by_part(first)), self.tp, self.note, self._real
+        costs = ModelCosts(parts, first.order, self._by_part(first)).data()
+        return {"costs": costs, "tp": self.tp, "note": self.note, "real": self._real}
 
     @functools.cached_property
     def _of_whole(self) -> Reader | None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
-import pickle
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -65,24 +65,25 @@ def _words(tree: Any) -> Iterator[str]:
 
 
 def remembered(key: str, read: Callable[[], Any]) -> Any:
-    """What `read()` gave when it was asked for with this key, else gives now; always now with ""."""
+    """What `read()`, data that JSON can hold, gave when it was asked for with this key, else gives now; always now with
+    ""."""
     if not key:
         return read()
-    name, made = f"reading-{hashlib.sha256(key.encode()).hexdigest()[:32]}.pickle", list[Any]()
+    name, made = f"reading-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json", list[Any]()
 
     def make(path: Path) -> None:
         made.append(read())
-        content = pickle.dumps(made[0])
+        content = json.dumps(made[0]).encode()
         path.write_bytes(hashlib.sha256(content).digest() + content)
 
     with contextlib.suppress(OSError):
         path = cached(name, make)
         content = path.read_bytes()
         if not made and hashlib.sha256(content[HASH:]).digest() == content[:HASH]:
-            return pickle.loads(content[HASH:])
+            return json.loads(content[HASH:])
         if not made:
             path.unlink()
             cached(name, make)
-        for old in sorted(path.parent.glob("reading-*.pickle"), key=os.path.getmtime)[:-KEPT]:
+        for old in sorted(path.parent.glob("reading-*.json"), key=os.path.getmtime)[:-KEPT]:
             old.unlink()
     return made[0] if made else read()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import numpy as np
@@ -12,11 +12,9 @@ import numpy as np
 from app.planner.advice import PARTS, settings_text
 from app.planner.layouts import Space, enumerate_layouts
 from app.planner.plan import ranked
-from experiments.benchmarks import fit, published
+from experiments.benchmarks import fit
+from experiments.benchmarks.compared import Compared, estimator_of
 from experiments.report import figures
-
-if TYPE_CHECKING:
-    from experiments.benchmarks.published import Compared
 
 SHOWN = 80  # % of runs that are to be inside the range that a plan shows, which is fit.QUANTILES of errors
 BEST_OF_MANY = "/nanotron/"
@@ -47,7 +45,7 @@ def draw(compared: Sequence[Compared], path: str) -> None:
 def among_published(compared: Sequence[Compared]) -> list[dict[str, str]]:
     """Where one model was run in several layouts on the same GPUs: how much longer the one took that is planned fastest
     than the one that was."""
-    groups = defaultdict[Any, list["Compared"]](list)
+    groups = defaultdict[Any, list[Compared]](list)
     for one in compared:
         if one.run.step_seconds:
             groups[one.run.model, one.run.sequence, one.run.gpus, one.run.global_batch].append(one)
@@ -76,7 +74,7 @@ def beside_best(compared: Sequence[Compared]) -> list[dict[str, str]]:
     for one in compared:
         if BEST_OF_MANY not in one.run.source:
             continue
-        run, estimator = one.run, published.estimator_of(one.run, overlap=True)
+        run, estimator = one.run, estimator_of(one.run, overlap=True)
         reader = estimator.reader
         sizes = (run.gpus, run.per_node, run.global_batch, reader.blocks, reader.heads, run.sequence)
         space = Space(*sizes, bool(reader.tp), (run.precision,), offload=False)

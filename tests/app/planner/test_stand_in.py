@@ -103,7 +103,7 @@ def test_a_model_is_read_once_and_again_when_it_or_the_file_changes(
     first = planned()
     assert first[0] and planned() == (0, first[1])
     assert planned("task_args.dropout=0.1")[0]
-    for file in own_cache.glob("trireme/reading-*.pickle"):
+    for file in own_cache.glob("trireme/reading-*.json"):
         content = bytearray(file.read_bytes())
         content[-20] ^= 1
         file.write_bytes(content)

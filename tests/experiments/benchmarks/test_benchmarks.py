@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from app.models.gpt import GPT
 from app.planner.trace import PartTrace, watch
 from experiments.benchmarks import evidence, fit, harness, plain, published
+from experiments.benchmarks.compared import Compared, compare
 from experiments.benchmarks.gpt import OPTIONS, SHAPES
 from strategies.torch_internals import fake_mode
 from tests.pool import run_distributed
@@ -87,8 +88,8 @@ def test_a_table_of_published_runs_is_compared(tmp_path: Path) -> None:
 
 
 def test_what_a_plan_would_choose_is_held_beside_what_ran_and_beside_the_best_that_was_found(tmp_path: Path) -> None:
-    def compared(model: str, gpus: int) -> list[published.Compared]:
-        return [published.compare(run) for run in published.runs() if (run.model, run.gpus) == (model, gpus)]
+    def compared(model: str, gpus: int) -> list[Compared]:
+        return [compare(run) for run in published.runs() if (run.model, run.gpus) == (model, gpus)]
 
     many = compared("aleph-13b", 32)
     (row,) = evidence.among_published(many)
@@ -120,8 +121,8 @@ def test_published_runs_are_halved_by_their_address_and_settings_and_not_by_what
 def test_constants_are_found_again_from_what_they_give_and_ranges_hold_what_they_were_made_of() -> None:
     run = next(run for run in published.runs() if run.model == "llama3-8b" and run.data == "fsdp")
     truth = fit.START | {"hopper.bf16": 0.6, "hopper.fp8": 0.5}
-    measured = [published.compare(replace(run, micro_batch=size, global_batch=8 * size), truth).plan for size in (1, 2)]
-    slower = published.compare(replace(run, micro_batch=1, global_batch=8), fit.START).plan.step_seconds
+    measured = [compare(replace(run, micro_batch=size, global_batch=8 * size), truth).plan for size in (1, 2)]
+    slower = compare(replace(run, micro_batch=1, global_batch=8), fit.START).plan.step_seconds
     assert slower < measured[0].step_seconds < measured[1].step_seconds
     found = fit.ranges([("tp", error / 100) for error in range(-10, 11)])
     low, high = found["tp"]
