@@ -69,7 +69,27 @@ def _ray_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="tests-", dir="/tmp", ignore_cleanup_errors=True)  # short: for sockets
 
 
+@functools.cache
+def _database() -> bytes:
+    """An empty database of MLflow's, which takes it seconds of a processor to make."""
+    from mlflow.tracking import MlflowClient
+
+    with tempfile.TemporaryDirectory() as folder:
+        MlflowClient(f"sqlite:///{folder}/mlflow.db").search_experiments()
+        return Path(folder, "mlflow.db").read_bytes()
+
+
+def seed(arguments: list[str]) -> None:
+    """Gives the storage of a run that is tracked beside it such a database, unless it has one."""
+    words = dict(word.partition("=")[::2] for word in arguments)
+    file = Path(words.get("run.storage", ""), "mlflow.db")
+    if file.is_absolute() and not file.exists() and not {"tracking.uri", "tracking.enabled"} & words.keys():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(_database())
+
+
 def start(arguments: list[str], *, env: dict[str, str] | None = None, program: list[str] | None = None) -> Any:
+    seed(arguments)
     command = [*(program or [sys.executable, "-m", "app"]), *arguments]
     streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     # It heeds Ctrl-C also where the tests were started in the background, whose processes ignore it.
@@ -95,6 +115,7 @@ def trireme(*arguments: str, env: dict[str, str] | None = None, timeout: float =
 
 def _fork(arguments: list[str], env: dict[str, str] | None, out: int, err: int) -> tuple[Any, int]:
     """The connection over which its exit code will come, and its pid. Servers end with this process."""
+    seed(arguments)
     env = env or environment()
     more = client.inherited() | {"cwd": str(ROOT), "env": env, "wait": True}
     with open(os.devnull) as nothing:
@@ -277,26 +298,33 @@ def close(ours: dict[int, float], theirs: dict[int, float], tolerance: float = 1
 
 @contextlib.contextmanager
 def ray_head(*flags: str) -> Iterator[str]:
-    """A Ray head of our own with four CPUs, ended by its own process; yields its address."""
-    port, folder = free_port(), Path(tempfile.mkdtemp(prefix="trireme-ray-", dir="/tmp"))
-    program = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}"]
-    program += flags or ["--include-dashboard=false"]
+    """A Ray head of our own with four CPUs, ended by its own process; yields its address. On a machine with much other
+    work `ray start` gives up after 30 s, maybe with its port open already; then it is tried again."""
+    with tempfile.TemporaryDirectory(prefix="trireme-ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        said = Path(folder, "said")
+        for _ in range(5):
+            port = free_port()
+            process = _start_head(port, folder, flags or ("--include-dashboard=false",), said)
+            try:
+                if process.poll() is None:
+                    yield f"127.0.0.1:{port}"
+                    return
+            finally:
+                end_tree(process.pid)
+                process.wait()
+        raise AssertionError(f"Ray does not start:\n{said.read_text()}")
+
+
+def _start_head(port: int, folder: str, flags: tuple[str, ...], said: Path) -> subprocess.Popen[bytes]:
+    """The process of a head that runs, or that has given up."""
+    program = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}", *flags]
     program += ["--num-cpus=4", "--num-gpus=0", "--object-store-memory=100000000", f"--temp-dir={folder}"]
     program += ["--node-ip-address=127.0.0.1"]
-    process = subprocess.Popen(
-        program,
-        env=environment(RAY_AUTH_MODE="disabled"),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        wait_until(lambda: is_open("127.0.0.1", port))
-        yield f"127.0.0.1:{port}"
-    finally:
-        end_tree(process.pid)
-        process.wait()
-        shutil.rmtree(folder, ignore_errors=True)
+    env = environment(RAY_AUTH_MODE="disabled")
+    with said.open("w") as file:
+        process = subprocess.Popen(program, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    wait_until(lambda: process.poll() is not None or "Ray runtime started" in said.read_text())
+    return process
 
 
 @contextlib.contextmanager
