@@ -1,10 +1,12 @@
 """Cluster files: each of ours is valid and read whole, and what is wrong in one is found with its line."""
 
+import json
 import shutil
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import yaml
 
 from cluster import ClusterError, launch
 from cluster.connect import connect
@@ -37,6 +39,17 @@ def test_own_files_are_valid_and_complete(name: str) -> None:
         assert kind.gpu and kind.gpus and kind.cpus and kind.memory_bytes, "the planner needs all of it"
         assert kind.link_within and kind.link_across and kind.price_per_hour is not None
         assert 0 <= kind.min_nodes <= kind.max_nodes
+
+
+@pytest.mark.parametrize("name", ["kuberay-cluster", "kuberay-job"])
+def test_pods_have_probes_of_their_own(name: str) -> None:
+    """KubeRay's run wget (BaseWgetHealthCommand in its ray-operator), which a slim image has not."""
+    pods = list(yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text()))[-1]["spec"]
+    pods = pods.get("rayClusterSpec", pods)
+    groups = [pods["headGroupSpec"], *pods["workerGroupSpecs"]]
+    containers = [group["template"]["spec"]["containers"][0] for group in groups]
+    assert len(containers) == 2 and all({"livenessProbe", "readinessProbe"} <= each.keys() for each in containers)
+    assert "wget" not in json.dumps(containers)
 
 
 def test_a_head_knows_the_file_that_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
