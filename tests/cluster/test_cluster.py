@@ -164,6 +164,27 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert kubernetes.code == 2 and "kubectl apply" in kubernetes.json["error"]
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("workers=16", "wrokers=16", "there is no key 'wrokers' (on the command line); did you mean 'workers'?"),
+        ("strategy=fsdp", "strategy=fspd", "strategy 'fspd' is not known: did you mean fsdp?"),
+    ],
+)
+def test_a_jobs_keys_are_looked_at(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    before: str,
+    after: str,
+    said: str,
+) -> None:
+    (tmp_path / "job.yaml").write_text((FOLDER / "kuberay-job.yaml").read_text().replace(before, after))
+    checked = here(monkeypatch, capsys, "cluster", "validate", str(tmp_path / "job.yaml"))
+    assert checked.code == 2 and checked.err.strip().endswith(f"its entrypoint: {said}")
+    assert here(monkeypatch, capsys, "cluster", "validate", "kuberay-job").code == 0
+
+
 @pytest.mark.slow
 def test_this_machine_is_brought_up_and_down_and_no_other_ray_with_it(tmp_path: Path) -> None:
     port, dashboard = free_port(), free_port()
