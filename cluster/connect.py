@@ -200,9 +200,13 @@ def address() -> str | None:
 
 
 def running_here() -> str | None:
-    """Address of the cluster that `ray start` joined this machine to, if it still answers."""
+    """Address of the cluster that this user's `ray start` joined this machine to, if it still answers. Another user's
+    processes of Ray on this machine let nobody else in: Ray ends a process that tries, without a word."""
     try:
-        found = Path(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster").read_text().strip()
+        noted = Path(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
+        if noted.stat().st_uid != os.getuid():
+            return None
+        found = noted.read_text().strip()
         host, _, port = found.rpartition(":")
         with socket.create_connection((host.strip("[]"), int(port)), timeout=1.0):
             return found

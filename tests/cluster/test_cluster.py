@@ -1,7 +1,9 @@
 """Cluster files: each of ours is valid and read whole, and what is wrong in one is found with its line."""
 
 import json
+import os
 import shutil
+import socket
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -9,7 +11,7 @@ import pytest
 import yaml
 
 from cluster import ClusterError, launch
-from cluster.connect import connect
+from cluster.connect import connect, running_here
 from cluster.files import FOLDER, bootstrap_config, read_cluster, validate_file
 from cluster.remote import free_port, is_open
 from cluster.shape import NodeState, link, of_gpus, of_nodes
@@ -183,6 +185,19 @@ def test_a_jobs_keys_are_looked_at(
     checked = here(monkeypatch, capsys, "cluster", "validate", str(tmp_path / "job.yaml"))
     assert checked.code == 2 and checked.err.strip().endswith(f"its entrypoint: {said}")
     assert here(monkeypatch, capsys, "cluster", "validate", "kuberay-job").code == 0
+
+
+def test_a_cluster_that_another_user_has_started_here_is_not_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        noted = f"127.0.0.1:{listener.getsockname()[1]}"
+        (tmp_path / "ray" / "ray_current_cluster").write_text(noted)
+        assert running_here() == noted
+        monkeypatch.setattr("cluster.connect.os.getuid", lambda: os.geteuid() + 1)
+        assert running_here() is None
 
 
 @pytest.mark.slow
