@@ -230,6 +230,24 @@ def _check_reachable(found: str) -> None:
         raise ClusterError(
             f"no Ray cluster answers at {found} ({error}): `ray start --head` starts one, or unset RAY_ADDRESS"
         ) from error
+    if _is_of_another_user(port):
+        raise ClusterError(
+            f"the Ray of {found} on this machine was started by another user, and lets nobody else in: "
+            "`trireme submit` sends a job there, or unset RAY_ADDRESS"
+        )
+
+
+def _is_of_another_user(port: str) -> bool:
+    """Whether this machine's raylet of the cluster with that port is not this user's: its sockets are closed to others,
+    and Ray ends a process that tries, without a word."""
+    import psutil
+
+    for process in psutil.process_iter(["cmdline", "uids"]):
+        words, uids = process.info["cmdline"] or [""], process.info["uids"]
+        known = next((word for word in words if word.startswith("--gcs-address=")), "")
+        if words[0].endswith("/raylet") and known.endswith(f":{port}") and os.getuid() not in (0, uids.real):
+            return True
+    return False
 
 
 def describe(*, private: bool = False) -> Cluster:

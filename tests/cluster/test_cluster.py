@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -11,11 +13,12 @@ import pytest
 import yaml
 
 from cluster import ClusterError, launch
+from cluster import connect as connect_module
 from cluster.connect import connect, running_here
 from cluster.files import FOLDER, bootstrap_config, read_cluster, validate_file
 from cluster.remote import free_port, is_open
 from cluster.shape import NodeState, link, of_gpus, of_nodes
-from tests.running import environment, here, trireme
+from tests.running import environment, here, trireme, wait_until
 
 OWN = {
     "laptop": ("local", 0),
@@ -196,7 +199,14 @@ def test_a_cluster_that_another_user_has_started_here_is_not_joined(
         noted = f"127.0.0.1:{listener.getsockname()[1]}"
         (tmp_path / "ray" / "ray_current_cluster").write_text(noted)
         assert running_here() == noted
-        monkeypatch.setattr("cluster.connect.os.getuid", lambda: os.geteuid() + 1)
+        words = [sys.executable, "-c", "import time; time.sleep(600)", f"--gcs-address={noted}"]
+        with subprocess.Popen(["/opt/raylet", *words[1:]], executable=words[0]) as raylet:
+            wait_until(lambda: "raylet" in Path(f"/proc/{raylet.pid}/cmdline").read_text())
+            connect_module._check_reachable(noted)
+            monkeypatch.setattr("cluster.connect.os.getuid", lambda: os.geteuid() + 1)
+            with pytest.raises(ClusterError, match="started by another user"):
+                connect_module._check_reachable(noted)
+            raylet.kill()
         assert running_here() is None
 
 
