@@ -200,9 +200,13 @@ def address() -> str | None:
 
 
 def running_here() -> str | None:
-    """Address of the cluster that `ray start` joined this machine to, if it still answers."""
+    """Address of the cluster that this user's `ray start` joined this machine to, if it still answers. Another user's
+    processes of Ray on this machine let nobody else in: Ray ends a process that tries, without a word."""
     try:
-        found = Path(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster").read_text().strip()
+        noted = Path(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
+        if noted.stat().st_uid != os.getuid():
+            return None
+        found = noted.read_text().strip()
         host, _, port = found.rpartition(":")
         with socket.create_connection((host.strip("[]"), int(port)), timeout=1.0):
             return found
@@ -226,6 +230,24 @@ def _check_reachable(found: str) -> None:
         raise ClusterError(
             f"no Ray cluster answers at {found} ({error}): `ray start --head` starts one, or unset RAY_ADDRESS"
         ) from error
+    if _is_of_another_user(port):
+        raise ClusterError(
+            f"the Ray of {found} on this machine was started by another user, and lets nobody else in: "
+            "`trireme submit` sends a job there, or unset RAY_ADDRESS"
+        )
+
+
+def _is_of_another_user(port: str) -> bool:
+    """Whether this machine's raylet of the cluster with that port is not this user's: its sockets are closed to others,
+    and Ray ends a process that tries, without a word."""
+    import psutil
+
+    for process in psutil.process_iter(["cmdline", "uids"]):
+        words, uids = process.info["cmdline"] or [""], process.info["uids"]
+        known = next((word for word in words if word.startswith("--gcs-address=")), "")
+        if words[0].endswith("/raylet") and known.endswith(f":{port}") and os.getuid() not in (0, uids.real):
+            return True
+    return False
 
 
 def describe(*, private: bool = False) -> Cluster:

@@ -9,6 +9,7 @@ import functools
 import gzip
 import json
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -126,7 +127,8 @@ def _runtime_env(document: Document, text: str) -> list[Problem]:
 def _groups(groups: list[tuple[Keys, Any]], documents: list[Document]) -> Mistakes:
     pods = [(group["template"].get("metadata") or {}).get("labels") or {} for _, group in groups]
     schema = schemas("kubernetes.yaml")["claim"]
-    claims = [d.data["metadata"]["name"] for d in documents if not schema_problems(d, schema, d.data)]
+    claims = {d.data["metadata"]["name"]: d.data["spec"] for d in documents if not schema_problems(d, schema, d.data)}
+    yield from _shared_claims(groups, claims)
     for path, group in groups:
         yield from _annotations(path, group)
         yield from _replicas(path, group)
@@ -163,7 +165,7 @@ def _replicas(path: Keys, group: Mapping[str, Any]) -> Mistakes:
         yield (*path, key), f"{has}: write minReplicas the smallest and maxReplicas the largest"
 
 
-def _volumes(path: Keys, group: Mapping[str, Any], claims: list[str]) -> Mistakes:
+def _volumes(path: Keys, group: Mapping[str, Any], claims: Mapping[str, Any]) -> Mistakes:
     spec = group["template"]["spec"]
     volumes = {volume["name"]: volume for volume in spec.get("volumes") or []}
     for place, container in _containers(group):
@@ -186,6 +188,19 @@ def _volumes(path: Keys, group: Mapping[str, Any], claims: list[str]) -> Mistake
             yield at, f"the claim {claim!r} is not in this file: did you mean {near!r}?"
         if message := _amount("sizeLimit", (volume.get("emptyDir") or {}).get("sizeLimit", "1Gi")):
             yield at, message
+
+
+def _shared_claims(groups: list[tuple[Keys, Any]], claims: Mapping[str, Any]) -> Mistakes:
+    """A claim of this manifest that one node alone can mount, and several pods are to: those elsewhere never start."""
+    pods = Counter[str]()
+    for path, group in groups:
+        for number, volume in enumerate(group["template"]["spec"].get("volumes") or []):
+            name = (volume.get("persistentVolumeClaim") or {}).get("claimName", "")
+            pods[name] += group.get("maxReplicas", 1) * group.get("numOfHosts", 1)
+            modes = claims.get(name, {}).get("accessModes", ["ReadWriteMany"])
+            if pods[name] > 1 and not any(mode.endswith("Many") for mode in modes):
+                at = (*path, "template", "spec", "volumes", number)
+                yield at, f"{pods[name]} pods mount the claim {name!r}, which one node can: give it ReadWriteMany"
 
 
 def _affinity(path: Keys, group: Mapping[str, Any], pods: list[Mapping[str, str]]) -> Mistakes:
@@ -242,7 +257,7 @@ def _job(data: Mapping[str, Any], groups: list[tuple[Keys, Any]], file: str) -> 
         return
     if words and (near := mistaken(words[0], COMMANDS)):
         yield path, f"the entrypoint starts {words[0]!r}: did you mean {near!r}?"
-    own = words[1:] if words[:1] == ["trireme"] else words[3:] if words[1:3] == ["-m", "app"] else []
+    own = own_words(words)
     if own and own[0] not in VERBS:
         yield path, f"there is no command `trireme {own[0]}`{nearest(own[0], VERBS)}"
     given = {key: value for key, equals, value in (word.partition("=") for word in own) if equals}
@@ -254,6 +269,11 @@ def _job(data: Mapping[str, Any], groups: list[tuple[Keys, Any]], file: str) -> 
         yield path, why
     if own and own[0] in ("train", "sweep"):
         yield from _storage(path, given.get("run.storage", "runs"), [group for _, group in groups])
+
+
+def own_words(words: list[str]) -> list[str]:
+    """What an entrypoint gives `trireme`; [] where it starts something else."""
+    return words[1:] if words[:1] == ["trireme"] else words[3:] if words[1:3] == ["-m", "app"] else []
 
 
 def _storage(path: Keys, storage: str, groups: list[Mapping[str, Any]]) -> Mistakes:

@@ -173,9 +173,8 @@ class Lab:
         self, host: int, arguments: list[str], env: dict[str, str] | None = None, *, quiet: bool = False
     ) -> subprocess.Popen[str]:
         kept = subprocess.DEVNULL if quiet else subprocess.PIPE
-        return subprocess.Popen(
-            self.command(host, arguments, env), stdin=subprocess.DEVNULL, stdout=kept, stderr=kept, text=True
-        )
+        streams: Any = {"stdin": subprocess.DEVNULL, "stdout": kept, "stderr": kept, "text": True}
+        return subprocess.Popen(self.command(host, arguments, env), preexec_fn=_heed, **streams)
 
     def run(self, host: int, arguments: list[str], env: dict[str, str] | None = None, timeout: float = 120) -> Any:
         streams: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
@@ -210,6 +209,12 @@ class Lab:
     def _removed(self) -> bool:
         shutil.rmtree(self.folder, ignore_errors=True)
         return not self.folder.exists()
+
+
+def _heed() -> None:
+    """In the new process: what ends a command does, also where the tests were started by nohup or in the background."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _die_with_parent() -> None:

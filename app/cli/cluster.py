@@ -2,15 +2,17 @@
 
 import dataclasses
 import os
+import shlex
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from app.cli.common import Invocation, experiment_arguments, read, verb
+from app.cli.common import Invocation, experiment_arguments, is_user_error, read, verb
 from app.errors import RunFailed
 from app.versions import TESTED
 
@@ -65,7 +67,7 @@ def validate(cli: Invocation, files: tuple[str, ...]) -> None:
     found: dict[str, list[str]] = {}
     for file in files:
         try:
-            found[file] = [str(fault) for fault in validate_file(file)]
+            found[file] = [str(fault) for fault in validate_file(file)] or list(_job_keys(file))
         except ClusterError as error:
             found[file] = [str(error)]
         for fault in found[file]:
@@ -73,6 +75,29 @@ def validate(cli: Invocation, files: tuple[str, ...]) -> None:
     cli.answer(found, "\n".join(f"{name} is valid" for name, faults in found.items() if not faults))
     if any(found.values()):
         raise click.exceptions.Exit(2)
+
+
+def _job_keys(file: str) -> Iterator[str]:
+    """What is wrong with the keys that a RayJob gives `trireme train`; its experiment file is in its image."""
+    from app.config_io import load_config
+    from cluster.document import read_documents
+    from cluster.files import find
+    from cluster.kuberay_rules import own_words
+
+    for document in read_documents(find(file)):
+        spec = document.data.get("spec") if document.data.get("kind") == "RayJob" else None
+        words = own_words(shlex.split((spec or {}).get("entrypoint", "")))
+        try:
+            if words[:1] == ["train"]:
+                config = load_config([], [word for word in words if "=" in word])
+                if config.strategy != "auto":
+                    from strategies.registry import records
+
+                    records(config.strategy)
+        except Exception as error:
+            if not is_user_error(error):
+                raise
+            yield str(document.problem(("spec", "entrypoint"), f"its entrypoint: {error}"))
 
 
 @verb("up", group=cluster)

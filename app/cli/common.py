@@ -66,6 +66,19 @@ def verb(name: str, *, group: Any = click, verbose: bool = False) -> Callable[[C
     return decorate
 
 
+class WithDefault(click.Group):
+    """A group of which `default` is meant where none of its commands is named: `submit EXPERIMENT.yaml`, `queue`."""
+
+    def __init__(self, *given: Any, default: str, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.default = default
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args or (args[0] not in self.commands and args[0] not in ("-h", "--help")):
+            args = [self.default, *args]
+        return super().parse_args(ctx, args)
+
+
 def is_user_error(error: Exception) -> bool:
     return any(kind.__name__ in USER_ERRORS for kind in type(error).__mro__)
 

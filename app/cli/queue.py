@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from app.cli.common import Invocation, experiment_arguments, read, verb
+from app.cli.common import Invocation, WithDefault, experiment_arguments, read, verb
 from app.cli.runs import to_a_server
 
 if TYPE_CHECKING:
     from app.submit.client import Server
 
 
-@click.group("queue")
+@click.group("queue", cls=WithDefault, default="list")
 def queue() -> None:
     """Show the queue of a cluster, and set quotas.
 
     \b
     trireme submit experiments/gpt.yaml workers=8 --queue --priority 5
-    trireme queue list --cluster my-cluster.yaml
+    trireme queue --cluster my-cluster.yaml
     trireme queue quota ada 16
 
     Runs start in the order of priority and age, each when its whole group fits. A run of higher priority has those of

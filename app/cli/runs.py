@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import yaml
 
-from app.cli.common import Invocation, experiment_arguments, read, verb
+from app.cli.common import Invocation, WithDefault, experiment_arguments, read, verb
 from app.errors import RunFailed, UserError
 
 if TYPE_CHECKING:
@@ -121,16 +121,7 @@ def sync(cli: Invocation, run_folder: str) -> None:
 # --- submit
 
 
-class Submit(click.Group):
-    """`submit EXPERIMENT.yaml …` sends; `submit logs` and `submit stop` are commands of their own."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if not args or (args[0] not in self.commands and args[0] not in ("-h", "--help")):
-            args = ["run", *args]
-        return super().parse_args(ctx, args)
-
-
-@click.group("submit", cls=Submit)
+@click.group("submit", cls=WithDefault, default="run")
 def submit() -> None:
     """Send an experiment to a cluster, follow it, stop it.
 

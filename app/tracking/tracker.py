@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -206,8 +207,9 @@ class WriterProcess:
         return str(done.stdout).strip()
 
     def wait(self, timeout: float) -> str:
-        """Wait until a writer has delivered all, or until it has got nowhere for `timeout` seconds and says why; it
-        then goes on for a while by itself. Returns why something is left, if it is."""
+        """Wait until a writer has delivered all, or until it has got nowhere for `timeout` seconds; it is then ended,
+        also in the midst of a call, and what it had left stays in the spool. Returns why something is left, if it is.
+        """
         self.stop()
         seen, since, spawned = State.load(self._folder), time.monotonic(), 0
         while not (state := State.load(self._folder)).has_all(self._folder):
@@ -220,6 +222,9 @@ class WriterProcess:
             elif (state.offset, state.run_id) != (seen.offset, seen.run_id):
                 seen, since = state, time.monotonic()
             elif time.monotonic() - since > (timeout if state.problem else PATIENCE_SECONDS):
+                if state.writer is not None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(state.writer, signal.SIGKILL)
                 return state.problem or "the tracking writer makes no progress"
             time.sleep(0.05)
         return ""

@@ -20,7 +20,7 @@ from app.tracking.spool import State, look_at_lock, take_lock
 INTERVAL_SECONDS = 5.0
 POLL_SECONDS = 0.25
 BACKOFF_SECONDS = (0.25, 2.0)
-LINGER_SECONDS = 30.0  # that a writer whose driver is gone waits for MLflow to come back
+LINGER_SECONDS = 5.0  # that a writer whose driver is gone waits for MLflow to come back
 LOCK_SECONDS = 8.0  # that an earlier writer may take to end its call and make way
 CHILDREN = "*/tracking"  # the spools of a sweep's trials, from the folder that the sweep's spool is in
 ENVIRONMENT = {

@@ -138,7 +138,7 @@ class Trial:
             self.problems.append(f"MLflow has {len(statuses)} runs of it: {', '.join(statuses)}")
         if [step for step, _ in self.curve] != list(range(1, STEPS + 1)):
             self.problems.append("MLflow has not each step of the curve once")
-        if "is passed over" in self.log.read_text():
+        if "is skipped" in self.log.read_text():
             self.problems.append("a damaged checkpoint was met")
         self.weights = torch.load(self.run / "model" / "weights.pt", weights_only=True)
 

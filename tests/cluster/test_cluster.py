@@ -1,17 +1,24 @@
 """Cluster files: each of ours is valid and read whole, and what is wrong in one is found with its line."""
 
+import json
+import os
 import shutil
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import yaml
 
 from cluster import ClusterError, launch
-from cluster.connect import connect
+from cluster import connect as connect_module
+from cluster.connect import connect, running_here
 from cluster.files import FOLDER, bootstrap_config, read_cluster, validate_file
 from cluster.remote import free_port, is_open
 from cluster.shape import NodeState, link, of_gpus, of_nodes
-from tests.running import environment, here, trireme
+from tests.running import environment, here, trireme, wait_until
 
 OWN = {
     "laptop": ("local", 0),
@@ -37,6 +44,17 @@ def test_own_files_are_valid_and_complete(name: str) -> None:
         assert kind.gpu and kind.gpus and kind.cpus and kind.memory_bytes, "the planner needs all of it"
         assert kind.link_within and kind.link_across and kind.price_per_hour is not None
         assert 0 <= kind.min_nodes <= kind.max_nodes
+
+
+@pytest.mark.parametrize("name", ["kuberay-cluster", "kuberay-job"])
+def test_pods_have_probes_of_their_own(name: str) -> None:
+    """KubeRay's run wget (BaseWgetHealthCommand in its ray-operator), which a slim image has not."""
+    pods = list(yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text()))[-1]["spec"]
+    pods = pods.get("rayClusterSpec", pods)
+    groups = [pods["headGroupSpec"], *pods["workerGroupSpecs"]]
+    containers = [group["template"]["spec"]["containers"][0] for group in groups]
+    assert len(containers) == 2 and all({"livenessProbe", "readinessProbe"} <= each.keys() for each in containers)
+    assert "wget" not in json.dumps(containers)
 
 
 def test_a_head_knows_the_file_that_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +167,47 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert gone.code == 2 and "there is no file" in gone.err
     kubernetes = here(monkeypatch, capsys, "cluster", "up", "kuberay-job", "--json")
     assert kubernetes.code == 2 and "kubectl apply" in kubernetes.json["error"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("workers=16", "wrokers=16", "there is no key 'wrokers' (on the command line); did you mean 'workers'?"),
+        ("strategy=fsdp", "strategy=fspd", "strategy 'fspd' is not known: did you mean fsdp?"),
+    ],
+)
+def test_a_jobs_keys_are_looked_at(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    before: str,
+    after: str,
+    said: str,
+) -> None:
+    (tmp_path / "job.yaml").write_text((FOLDER / "kuberay-job.yaml").read_text().replace(before, after))
+    checked = here(monkeypatch, capsys, "cluster", "validate", str(tmp_path / "job.yaml"))
+    assert checked.code == 2 and checked.err.strip().endswith(f"its entrypoint: {said}")
+    assert here(monkeypatch, capsys, "cluster", "validate", "kuberay-job").code == 0
+
+
+def test_a_cluster_that_another_user_has_started_here_is_not_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        noted = f"127.0.0.1:{listener.getsockname()[1]}"
+        (tmp_path / "ray" / "ray_current_cluster").write_text(noted)
+        assert running_here() == noted
+        words = [sys.executable, "-c", "import time; time.sleep(600)", f"--gcs-address={noted}"]
+        with subprocess.Popen(["/opt/raylet", *words[1:]], executable=words[0]) as raylet:
+            wait_until(lambda: "raylet" in Path(f"/proc/{raylet.pid}/cmdline").read_text())
+            connect_module._check_reachable(noted)
+            monkeypatch.setattr("cluster.connect.os.getuid", lambda: os.geteuid() + 1)
+            with pytest.raises(ClusterError, match="started by another user"):
+                connect_module._check_reachable(noted)
+            raylet.kill()
+        assert running_here() is None
 
 
 @pytest.mark.slow

@@ -81,6 +81,13 @@ PLANTED = [
     ("kuberay-job", "workers=16", "workers=32", "room for 16 at most"),
     ("kuberay-job", "run.storage=/mnt/shared/runs", "run.storage=/tmp/runs", "write run.storage=/mnt/shared/runs"),
     ("kuberay-job", " run.storage=/mnt/shared/runs", "", "write run.storage=/mnt/shared/runs"),
+    ("aws", "ssh_user: ubuntu", "ssh_user: ''", "write the user of the machines"),
+    ("aws", "HopLimit: 2", "HopLimit: 200", "write at most 64"),
+    ("kuberay-cluster", "[ReadWriteMany]", "[ReadWriteOnce]", "9 pods mount the claim 'trireme-shared'"),
+    ("kuberay-job", "generateName: gpt-", "generateName: GPT_", "write small letters"),
+    ("kuberay-job", "value: http://mlflow", "value: http:/mlflow", "write an address such as http://"),
+    ("kuberay-job", 'OMP_NUM_THREADS: "8"', "MLFLOW_TRACKING_URI: http//mlflow", "write an address such as http://"),
+    ("onprem", "ulimit -n 65536 |", "export MLFLOW_TRACKING_URI=http:mlflow; ulimit -n 65536 |", "write an address"),
 ]
 
 
@@ -129,6 +136,8 @@ RIGHT = [  # other values that are right
     ),
     ("kuberay-job", 'OMP_NUM_THREADS: "8"', "TOKENIZERS_PARALLELISM: 'false'", 1),
     ("kuberay-job", "workers=16", "workers=auto", 1),
+    ("kuberay-job", "value: http://mlflow", "value: databricks", 1),
+    ("kuberay-job", 'OMP_NUM_THREADS: "8"', "REDIS_URL: redis:6379", 1),
     ("kuberay-job", "run.storage=/mnt/shared/runs", "run.storage=s3://bucket/runs", 1),
     ("kuberay-job", "    trireme train", "    python mine.py", 1),
     ("kuberay-job", "submissionMode: K8sJobMode", "submissionMode: SidecarMode", 1),

@@ -107,7 +107,7 @@ class Host:
         return {
             "processes": titles,
             "sockets": sorted({row[7] for row in rows if len(row) > 7}),
-            "shared memory": sorted(os.listdir(root / "dev" / "shm")),
+            "shared memory": sorted(n for n in os.listdir(root / "dev" / "shm") if "faketime" not in n),  # not ours
             "temporary": sorted(
                 str(path.relative_to(root))
                 for path in [*(root / "tmp").glob("*"), *(root / "tmp").glob("trireme-0/*")]

@@ -86,7 +86,10 @@ def test_ray_exports_them_while_a_run_trains(tmp_path: Path) -> None:
         lines = (tmp_path / "seen" / "logs" / f"{name}.log").read_text().splitlines()
         kept: list[dict[str, Any]] = [json.loads(line) for line in lines if line.startswith("{")]
         assert name != "driver" or any("training seen on" in line["text"] for line in kept)
-        assert all({"time", "attempt", "host"} <= line.keys() and line["rank"] == rank for line in kept)
+        assert all(
+            {"time", "attempt", "host"} <= line.keys() and (line["run"], line["rank"]) == ("seen", rank)
+            for line in kept
+        )
 
 
 def shown_by_prometheus(folder: Path, port: int) -> dict[str, list[Any]]:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from app.submit.queue import Book, Entry, Row, State, expected, first, kueue, line, state_of, victims
+from cluster.remote import free_port
 from tests.running import (
     POINTS,
     ROOT,
@@ -131,6 +132,13 @@ def test_a_secret_does_not_wait_in_a_queue(monkeypatch: pytest.MonkeyPatch, caps
     assert said["runs"].startswith("python -m app.submit queue enter --id queue-")
 
 
+def test_queue_alone_shows_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    nobody = f"http://127.0.0.1:{free_port()}"
+    ended = here(monkeypatch, capsys, "queue", "--address", nobody)
+    assert ended.code == 2 and nobody in ended.err and "Usage" not in ended.err
+    assert "quota" in here(monkeypatch, capsys, "queue", "--help").out
+
+
 # --- on a cluster --------------------------------------------------------------------------------------------------
 
 
@@ -158,7 +166,7 @@ def test_three_users_runs_on_one_cluster(tmp_path: Path) -> None:
         assert sent.code == 0, sent.err
 
     def queue(env: dict[str, str]) -> dict[str, Any]:
-        said = trireme("queue", "list", "--storage", str(tmp_path), "--json", env=env)
+        said = trireme("queue", "--storage", str(tmp_path), "--json", env=env)
         assert said.code == 0, said.out + said.err
         return {row["entry"]["run"]: row for row in cast(Any, said.json)}
 
@@ -172,7 +180,7 @@ def test_three_users_runs_on_one_cluster(tmp_path: Path) -> None:
         wait_until(lambda: committed(tmp_path / "eve"))
         wanted = {"eve": "running", "ada": "waiting", "bob": "waiting"}
         wait_until(lambda: {name: row["state"] for name, row in queue(env).items()} == wanted)
-        print(trireme("queue", "list", "--storage", str(tmp_path), env=env).out)
+        print(trireme("queue", "--storage", str(tmp_path), env=env).out)
         at = {name: committed(tmp_path / name)[-1] for name in ("ada", "eve")}
     slow.unlink()
     with cluster() as env:

@@ -13,7 +13,7 @@ from app.errors import UserError
 from app.tracking.settings import Settings, resolve_tracking, run_url, ui_command
 from app.tracking.spool import Spool, look_at_lock, read, take_lock
 from app.tracking.tracker import Tracker
-from tests.running import end_tree, start
+from tests.running import end_tree, start, wait_until
 
 
 def events(folder: Path) -> list[dict]:
@@ -110,6 +110,13 @@ def test_no_secret_reaches_the_spool(tmp_path: Path) -> None:
     assert not delivery.complete and "127.0.0.1:9 does not answer" in delivery.problem
     for path in tmp_path.rglob("*"):
         assert path.is_dir() or b"sesame" not in path.read_bytes(), path
+
+
+def test_a_writer_that_gets_nowhere_ends_with_its_driver(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, Settings("http://127.0.0.1:9", "e"), run_name="r", run_uid="u")
+    tracker.start()
+    assert not tracker.finish("FINISHED", timeout=0.1).complete
+    wait_until(lambda: not look_at_lock(tmp_path, "writer")[0], 3)
 
 
 def resolve(uri: str | None, storage: str = "runs", environ: dict[str, str] | None = None) -> Settings:
