@@ -96,6 +96,15 @@ def test_only_adapters_and_a_new_head_are_trained(folders: Path) -> None:
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
 
 
+def test_peft_is_told_the_whole_path_and_has_nothing_to_say(
+    folders: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.chdir(folders)
+    told = HuggingFace(**arguments("lora", folders) | {"model": "base"}).recipe.wrapped().peft_config["default"]
+    assert told.base_model_name_or_path == str((folders / "base").resolve())
+    assert not [warning for warning in recwarn if "peft" in str(warning.message).lower() + warning.filename]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
