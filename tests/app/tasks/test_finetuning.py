@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -103,6 +104,19 @@ def test_peft_is_told_the_whole_path_and_has_nothing_to_say(
     told = HuggingFace(**arguments("lora", folders) | {"model": "base"}).recipe.wrapped().peft_config["default"]
     assert told.base_model_name_or_path == str((folders / "base").resolve())
     assert not [warning for warning in recwarn if "peft" in str(warning.message).lower() + warning.filename]
+
+
+def test_a_masked_language_models_missing_pooler_is_learnt_but_not_beside_adapters(folders: Path) -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    BertForMaskedLM(BertConfig(vocab_size=264, **sizes)).save_pretrained(folders / "masked")
+    shutil.copy(folders / "base" / "tokenizer.json", folders / "masked")
+    given = arguments("lora classifier", folders) | {"model": str(folders / "masked")}
+    adapted, whole = HuggingFace(**given), HuggingFace(**given | {"lora": None})
+    assert dict(built(whole).named_parameters())["bert.pooler.dense.weight"].requires_grad
+    with pytest.raises(UserError, match=r"bert.pooler.dense.bias is missing"):
+        built(adapted)
 
 
 @pytest.mark.parametrize(
