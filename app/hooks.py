@@ -39,8 +39,9 @@ def overrides(task: Task, name: str) -> bool:
     return getattr(type(task), name) is not getattr(Task, name)
 
 
-def check(config: Config, task: Task, layout: Layout) -> Iterator[str]:
-    """Remarks for the user on what the layout leaves out. Raises UserError for what it cannot do."""
+def check(config: Config, task: Task, layout: Layout, logged: Sequence[str] = ()) -> Iterator[str]:
+    """Remarks for the user on what the layout leaves out, such as what the loss logs. Raises UserError for what it
+    cannot do."""
     dims, engine = layout.dims, any(record.requires for record in registry.records(layout.name))
     if overrides(task, "training_step") and (dims.pp > 1 or engine):
         why = "the stages of a pipeline take the steps" if dims.pp > 1 else f"{layout.name} takes the steps itself"
@@ -49,6 +50,8 @@ def check(config: Config, task: Task, layout: Layout) -> Iterator[str]:
         raise UserError(f"train.ema_decay is not for {layout.name}, which keeps the weights itself: use fsdp")
     if config.train.patience is not None and (task.eval_data() is None or config.train.eval_every is None):
         raise UserError("train.patience counts evaluations: write train.eval_every, and give the task eval_data")
+    if dims.pp * dims.cp > 1 and logged:
+        yield f"{', '.join(f'train/{name}' for name in logged)}: not shown, since no worker has whole outputs here"
     if dims.pp * dims.cp > 1 and overrides(task, "on_evaluation") and not type(task).__module__.startswith("app."):
         yield "on_evaluation is not called: no worker has the whole model or whole sequences here"
 

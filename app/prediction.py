@@ -9,6 +9,7 @@ are found by watching a call. MLflow loads this file in a process that has only 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,10 +71,19 @@ def _load_pyfunc(path: str, model_config: Any = None) -> Predictor:
     """What MLflow calls; path: the model's `data`."""
     import mlflow.pytorch
 
+    find_also_in(Path(path).parent / "code")
     model = mlflow.pytorch.load_model(str(Path(path).parent)).eval()
     if isinstance(model, Predictor):
         return model
     return Predictor(model, torch.load(Path(path) / FILE, weights_only=False))
+
+
+def find_also_in(code: Path) -> None:
+    """Packages of a process that has loaded another model are that one's, without modules that only this one has."""
+    for name, module in list(sys.modules.items()):
+        part = code.joinpath(*name.split("."))
+        if hasattr(module, "__path__") and part.is_dir() and str(part) not in module.__path__:
+            module.__path__.append(str(part))
 
 
 def classes_table(column: str, classes: Sequence[Any], output: Any) -> Any:

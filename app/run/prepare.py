@@ -6,6 +6,7 @@ group; here it is one sentence at once. What can only be seen with numbers stays
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -83,7 +84,8 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
     _check_batch(config, layout.dims.dp)
     config, notes = _micro_batches(config, layout.dims)
     train = config.train
-    rehearse(config, task, train.global_batch_size // layout.dims.dp)
+    here = min(layout.dims.dp, devices_per_node or os.cpu_count() or 1)
+    logged = rehearse(config, task, train.global_batch_size // layout.dims.dp, here)
     module = looked_at(task, layout)
     if layout.dims.cp > 1:
         config = _split_sequences(config, task, layout, module, devices_per_node)
@@ -100,7 +102,7 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
     notes = (
         *planned,
         *notes,
-        *hooks.check(config, task, layout),
+        *hooks.check(config, task, layout, logged),
         *_remarks(config, layout.dims, samples),
         *_randomness(config, task, layout.dims),
     )
@@ -174,7 +176,7 @@ def _remarks(config: Config, dims: ParallelDims, samples: int | None) -> Iterato
             "communication: raise train.global_batch_size"
         )
     if samples is not None and samples < batch:
-        yield f"a step takes {batch} samples, but the data has {samples}: each step repeats some"
+        yield f"a step takes {batch:,} samples, but the data has {samples:,}: each step repeats some"
     if (warmup := config.schedule.warmup_steps) > steps:
         yield (
             f"schedule.warmup_steps is {warmup:,}, but the run has {steps:,} steps: the learning rate does not reach "

@@ -52,8 +52,10 @@ def require_data(config: Config, task: Task) -> None:
         )
 
 
-def rehearse(config: Config, task: Task, share: int) -> None:
-    """share: samples of a step that a worker has.
+def rehearse(config: Config, task: Task, share: int, here: int) -> list[str]:
+    """The names of what the task's loss logs, as far as it runs without numbers.
+
+    share: samples of a step that a worker has. here: workers that a machine may have.
 
     Raises:
         UserError: every mistake found, a sentence each.
@@ -71,14 +73,17 @@ def rehearse(config: Config, task: Task, share: int) -> None:
         ) from error
     each = sum(t.nbytes for t in tensors(batch)) / len(at) + PICK_BYTES
     memory = psutil.virtual_memory().total
-    if share * each > memory / 2:
+    if share * here * each > memory / 2:
         raise UserError(
-            f"train.global_batch_size is {config.train.global_batch_size:,}: a worker's {share:,} samples take "
-            f"{share * each / 1e9:,.0f} GB, and this machine has {memory / 1e9:,.0f} GB: write a smaller one"
+            f"train.global_batch_size is {config.train.global_batch_size:,}: {share * here:,} samples on a machine "
+            f"take {share * here * each / 1e9:,.0f} GB, and this one has {memory / 1e9:,.0f} GB: write a smaller one"
         )
+    task.recorded = {}
     mistakes = list(_on_meta(config, task, batch))
+    logged, task.recorded = list(task.recorded), None
     if mistakes:
         raise UserError("\n".join(mistakes))
+    return logged
 
 
 def _on_meta(config: Config, task: Task, batch: Any) -> Iterator[str]:

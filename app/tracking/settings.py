@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,12 @@ def _checked(uri: str, shown: str) -> str:
     folder = Path(unquote(parts.path) if scheme == "file" else uri)
     file = (sqlite_path(uri) if scheme == "sqlite" else folder / "mlflow.db").expanduser().absolute()
     parent = next(folder for folder in file.parents if folder.exists())
-    if file.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
+    try:  # root may write everywhere, says os.access, also into /proc
+        with tempfile.TemporaryDirectory(dir=parent):
+            writable = not file.is_dir()
+    except OSError:
+        writable = False
+    if not writable:
         raise UserError(f"{shown}: the file {file} cannot be written: {_RIGHT}")
     if file.is_file() and file.open("rb").read(15) not in (b"", b"SQLite format 3"):
         raise UserError(f"{shown}: the file {file} is not a SQLite database: {_RIGHT}")

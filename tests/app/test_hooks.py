@@ -18,6 +18,7 @@ from app.errors import UserError
 from app.hooks import EvaluationLog, check, stops_early
 from app.job import Job, Place, SilentChannel
 from app.loop import Training
+from app.run.rehearse import rehearse
 from app.tasks import load_task
 from strategies.layout import choose
 from tests.pool import run_distributed
@@ -139,6 +140,21 @@ def test_what_a_layout_cannot_is_one_sentence() -> None:
     with pytest.raises(UserError, match=r"write train.eval_every"):
         list(check(config("train.patience=2", "train.eval_every=null"), Points(), choose("ddp", 2)))
     assert list(check(config(), task, choose("ddp", 2))) == []
+
+
+def test_what_a_loss_logs_is_not_shown_by_a_pipeline_which_says_so() -> None:
+    class Logs(Points):
+        def loss(self, model: Any, batch: Any) -> torch.Tensor:
+            found = super().loss(model, batch)
+            self.log("part", found)
+            return found
+
+    task, wanted = Logs(), config()
+    logged = rehearse(wanted, task, share=8, here=1)
+    assert logged == ["part"] and task.recorded is None
+    (said,) = check(wanted, task, choose("pipeline", 2, pp=2), logged)
+    assert said == "train/part: not shown, since no worker has whole outputs here"
+    assert list(check(wanted, task, choose("ddp", 2), logged)) == []
 
 
 def test_images_of_every_kind(tmp_path: Path) -> None:

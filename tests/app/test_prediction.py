@@ -1,5 +1,6 @@
 """What a trained model is given by a person: from rows, images and texts as they are it answers as in training."""
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from app.data.loader import fetch
-from app.prediction import Predictor, watched_arguments
+from app.prediction import Predictor, find_also_in, watched_arguments
 from app.tasks import load_task
 
 
@@ -95,3 +96,15 @@ def test_arguments_of_a_model_are_found_by_watching_a_call() -> None:
     assert list(whole.example) == ["x", "y", "z"]
     with pytest.raises(ValueError, match="does not call its model"):
         watched_arguments(model, lambda m, b: b["x"].sum(), batch)
+
+
+def test_two_models_in_one_process_find_their_own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for code, module in (("first", "__init__"), ("second", "__init__"), ("second", "only_here")):
+        (tmp_path / code / "half_a_package").mkdir(parents=True, exist_ok=True)
+        (tmp_path / code / "half_a_package" / f"{module}.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path / "first"))
+    importlib.import_module("half_a_package")
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("half_a_package.only_here")
+    find_also_in(tmp_path / "second")
+    importlib.import_module("half_a_package.only_here")

@@ -11,6 +11,7 @@ as a whole.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,9 @@ def adapters(written: Any, kind: str, folder: Path | None) -> Any:
 
 def adapted(model: nn.Module, config: Any) -> Any:
     """peft's model around this one, whose linear layers now have adapters. Raises UserError: it has no such layers."""
+    model.name_or_path = config.base_model_name_or_path  # which peft writes down: whole, for any current folder
     try:
-        return library().get_peft_model(model, copy.deepcopy(config))  # which writes into it
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # transformers' on what peft asks it
+            return library().get_peft_model(model, copy.deepcopy(config))  # which writes into it
     except ValueError as error:
         raise UserError(f"task_args.lora does not fit the model: {str(error).splitlines()[0].rstrip('.')}") from error

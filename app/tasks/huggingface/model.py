@@ -252,9 +252,11 @@ class Recipe:
             raise UserError(f"the weights in {self.folder} cannot be read: {last_line(error)}") from error
         missing = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
         body = f"{model.base_model_prefix}."
-        # A classifier's head is new where the classes are; everything else must have been learnt.
-        classifier = self.kind.endswith("classification")
-        wrong = sorted(name for name in missing if not classifier or name.startswith(body))
+        # A classifier's head is new where the classes are, and so is a pooler that a masked language model has not;
+        # everything else must have been learnt. peft saves the head with its adapters, but no pooler.
+        classifier, pooler = self.kind.endswith("classification"), f"{body}pooler."
+        new = {n for n in missing if not n.startswith(body) or (n.startswith(pooler) and self.adapters is None)}
+        wrong = sorted(missing - new if classifier else missing)
         if wrong:
             raise UserError(
                 f"the weights in {self.folder} are of another model: {wrong[0]} is missing there or has another shape "

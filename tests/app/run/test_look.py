@@ -87,9 +87,9 @@ def test_runs_and_watch_say_how_it_is(tmp_path: Path) -> None:
     runs[1][0].end("finished", {"step": 50, "metrics": {"eval/loss": 0.5}})
     listed = CliRunner().invoke(group, ["runs", str(tmp_path)]).output
     assert [line.split()[:2] for line in listed.splitlines()[1:]] == [["b", "finished"], ["a", "failed"]]
-    assert "30/50  0.2500  0.5000" in listed
+    assert "30/50  0.2500  0.5000" in listed and "50/50  0.2500  0.5000" in listed, "its last start took no step"
     followed = CliRunner().invoke(group, ["watch", str(tmp_path / "b")], standalone_mode=False)
-    assert followed.return_value is None and "b finished after step 30 of 50: loss 0.5" in followed.output
+    assert followed.return_value is None and "b finished after step 50 of 50: loss 0.5" in followed.output
     failed = CliRunner().invoke(group, ["watch", str(tmp_path / "a")])
     assert failed.exit_code == 1 and "a failed after step 30 of 50" in failed.output
 

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from app.errors import UserError
 from app.job import strategy_options
 from app.run.prepare import default_micro_batch_size, prepare, read_task
+from app.run.rehearse import PICK_BYTES
 from strategies.layout import LayoutError, check, choose
 from tests.chain import config
 
@@ -78,6 +80,13 @@ def test_what_does_not_fit_the_model_is_known_before_a_worker_starts(more: list[
             (wanted.parallel.pp or 2) * (wanted.parallel.dp_shard or 1),
             devices_per_node=None,
         )
+
+
+def test_a_batch_must_fit_with_all_workers_of_a_machine() -> None:
+    two_thirds = int(psutil.virtual_memory().total / PICK_BYTES * 2 / 3) // 2 * 2
+    wanted = config("strategy=ddp", f"train.global_batch_size={two_thirds}")
+    with pytest.raises(UserError, match=r"samples on a machine take .* GB, and this one has"):
+        prepare(wanted, read_task(wanted), 2, devices_per_node=2)
 
 
 def test_a_deepspeed_file_is_read_before_a_worker_starts(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -94,6 +95,28 @@ def test_only_adapters_and_a_new_head_are_trained(folders: Path) -> None:
     assert len(trained) == 2 * 7 * 2 + 1, "two for each of seven layers of both blocks; the head"
     task.loss(model, one_batch(task)).backward()
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+
+
+def test_peft_is_told_the_whole_path_and_has_nothing_to_say(
+    folders: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.chdir(folders)
+    told = HuggingFace(**arguments("lora", folders) | {"model": "base"}).recipe.wrapped().peft_config["default"]
+    assert told.base_model_name_or_path == str((folders / "base").resolve())
+    assert not [warning for warning in recwarn if "peft" in str(warning.message).lower() + warning.filename]
+
+
+def test_a_masked_language_models_missing_pooler_is_learnt_but_not_beside_adapters(folders: Path) -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    BertForMaskedLM(BertConfig(vocab_size=264, **sizes)).save_pretrained(folders / "masked")
+    shutil.copy(folders / "base" / "tokenizer.json", folders / "masked")
+    given = arguments("lora classifier", folders) | {"model": str(folders / "masked")}
+    adapted, whole = HuggingFace(**given), HuggingFace(**given | {"lora": None})
+    assert dict(built(whole).named_parameters())["bert.pooler.dense.weight"].requires_grad
+    with pytest.raises(UserError, match=r"bert.pooler.dense.bias is missing"):
+        built(adapted)
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,7 @@ def test_a_folder_means_a_database_in_it(tmp_path: Path, monkeypatch: pytest.Mon
         ("postgresql://", "not an address"),
         ("sqlite://", "not an address"),
         ("sqlite:///README.md/mlflow.db", "cannot be written"),
+        ("/proc/nowhere", "cannot be written"),
         ("http://127.0.0.1:port", "not an address"),
         ("http://ho st", "not an address"),
         ("http://[::1", "not an address"),
