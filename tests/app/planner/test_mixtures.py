@@ -36,6 +36,8 @@ def test_split_experts_take_less_memory_and_time_to_send_tokens() -> None:
     assert rows[1].memory["parameters"] - rows[8].memory["parameters"] == held - held // 8
     assert rows[1].seconds["expert"] == 0 < rows[2].seconds["expert"] < rows[8].seconds["expert"]
     assert reader.exchanged == 2 * exchanged_bytes(512, 2, 512, 1)
+    again = plan.estimator.estimate(rows[4].candidate._replace(checkpointing="full"))
+    assert 1.3 < again.seconds["expert"] / rows[4].seconds["expert"] <= 1.5, "recomputing exchanges again"
     page = render(content(plan, rows[4]))
     assert "4 of 16 experts in each of 2 layers" in page and page.count("<rect") == 2 * 8
     assert families(plan)["context"].startswith("of 512 tokens a worker would have fewer than 4,096")
