@@ -40,6 +40,7 @@ _KEPT_NAMES = (
     "aten._scaled_dot_product_fused_attention_overrideable.default",
     "trireme.ring_attention.default",
     "trireme.allgather_attention.default",
+    "trireme.grouped_linear.default",
 )
 
 

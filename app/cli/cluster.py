@@ -276,7 +276,8 @@ def report(facts: Any, findings: list[Any]) -> list[str]:
         lines.append(f"{node}{' (head)' if node.head else ''}: {'does not answer' if node.problem else has}")
     for ring in (ring for ring in facts.rings if ring.rate is not None):
         where = f"within {facts.node(ring.nodes[0])}" if len(ring.nodes) == 1 else f"over {len(ring.nodes)} nodes"
-        lines.append(f"all-reduce {where}, {ring.ranks} workers: {ring.rate / 1e9:.3g} GB/s")
+        exchange = f", all-to-all {ring.exchange / 1e9:.3g} GB/s" if ring.exchange else ""
+        lines.append(f"all-reduce {where}, {ring.ranks} workers: {ring.rate / 1e9:.3g} GB/s{exchange}")
     for finding in findings:
         lines += [f"{'✗' if finding.critical else '!'} {finding.sentence}", f"    {finding.remedy}"]
     lines += map(_kept_line, kept_warm())

@@ -10,9 +10,6 @@ from app.cli.common import Invocation, experiment_arguments, read, split, verb
 from app.config import Config
 from app.errors import UserError
 
-LAYOUT = ("strategy", "parallel.dp_replicate", "parallel.dp_shard", "parallel.tp", "parallel.pp", "parallel.offload")
-"""Keys that --max-batch keeps as the file has them, beside precision, recomputation and a pipeline's schedule."""
-
 
 @verb("plan")
 @experiment_arguments
@@ -99,9 +96,11 @@ def _require_writable(option: str, path: str | None, suffixes: tuple[str, ...]) 
 def _fixed_by_file(config: Config) -> set[str]:
     """The keys by which a configuration says which layout is meant."""
     from app.config_io import flatten, to_dict
+    from strategies.dims import DEGREES
 
     values = flatten(to_dict(config))
-    keys = {key for key in LAYOUT if values[key] not in (None, "auto")}
+    layout = ("strategy", *(f"parallel.{name}" for name in DEGREES), "parallel.offload")
+    keys = {key for key in layout if values[key] not in (None, "auto")}
     keys |= {"parallel.schedule", "parallel.chunks"} if (config.parallel.pp or 1) > 1 else set()
     return keys | {"train.activation_checkpointing", "train.precision"}
 

@@ -84,6 +84,7 @@ class RingFacts:
     rate: float | None = None  # bytes/s that left each rank; None: it did not work
     expected: float | None = None  # bytes/s that the hardware gives; None: not known
     problem: str = ""
+    exchange: float | None = None  # bytes/s that left each rank in an all-to-all, which experts and Ulysses wait for
 
     @property
     def is_slow(self) -> bool:

@@ -119,9 +119,9 @@ def measure(facts: ClusterFacts, ranks: list[Rank], actors: list[Any]) -> tuple[
 def _ring(facts: ClusterFacts, members: list[NodeFacts], backend: str, rates: list[Any]) -> RingFacts:
     """One ring's measurement beside what should come; the slowest rank's rate is the ring's."""
     nodes = tuple(dict.fromkeys(node.node_id for node in members))
-    problem = next((str(rate) for rate in rates if not isinstance(rate, float)), "")
-    expected = expected_rate(facts, nodes, backend)
-    return RingFacts(nodes, len(members), backend, None if problem else min(rates), expected, problem)
+    problem = next((str(rate) for rate in rates if not isinstance(rate, tuple)), "")
+    reduces, exchanges = (None, None) if problem else (min(each) for each in zip(*rates))
+    return RingFacts(nodes, len(members), backend, reduces, expected_rate(facts, nodes, backend), problem, exchanges)
 
 
 def expected_rate(facts: ClusterFacts, nodes: tuple[str, ...], backend: str) -> float | None:

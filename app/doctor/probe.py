@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -275,9 +276,9 @@ class RingRank:
         self.data = self.torch.randn(RING_BYTES[self.backend] // 4, device=self.device)
         return self.backend
 
-    def rate(self, groups: list[list[int]]) -> float | None:
-        """Bytes/s that leave each rank while its group reduces, in a ring: 2 (n-1)/n of the data. Every rank calls this
-        with the same disjoint groups; None where it is in none of them."""
+    def rate(self, groups: list[list[int]]) -> tuple[float, float] | None:
+        """Bytes/s that leave each rank while its group reduces, in a ring: 2 (n-1)/n of the data; and while it sends
+        all to all: (n-1)/n. Every rank calls this with the same disjoint groups; None where it is in none of them."""
         import torch.distributed as dist
 
         made = [(group, dist.new_group(group)) for group in groups]
@@ -285,14 +286,22 @@ class RingRank:
         if own is None:
             return None
         ranks, group = own
+        data = self.data[: len(self.data) // len(ranks) * len(ranks)]
+        sent, arrived = (len(ranks) - 1) / len(ranks) * data.nbytes, self.torch.empty_like(data)
+        # what is summed again and again overflows
+        reduce = self._best(lambda: dist.all_reduce(data, op=dist.ReduceOp.MAX, group=group))
+        return 2 * sent / reduce, sent / self._best(lambda: dist.all_to_all_single(arrived, data, group=group))
+
+    def _best(self, collective: Callable[[], object]) -> float:
+        """Seconds of the quickest."""
         best = float("inf")
         for _ in range(RING_TIMES + 1):  # the first one connects
             self._finish()
             begun = time.perf_counter()
-            dist.all_reduce(self.data, op=dist.ReduceOp.MAX, group=group)  # what is summed again and again overflows
+            collective()
             self._finish()
             best = min(best, time.perf_counter() - begun)
-        return 2 * (len(ranks) - 1) / len(ranks) * RING_BYTES[self.backend] / best
+        return best
 
     def _finish(self) -> None:
         if self.backend == "nccl":

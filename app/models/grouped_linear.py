@@ -10,12 +10,15 @@ result, and its products are counted. Its gradient is an autograd.Function, sinc
 tenth of a millisecond for each call: https://docs.pytorch.org/docs/stable/library.html
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
+
+from app.models.linear import product_dtype
 
 DEVICES = ("cpu", "cuda")
 torch.library.define("trireme::grouped_linear", "(Tensor rows, Tensor weights, Tensor ends) -> Tensor")
@@ -25,6 +28,22 @@ torch.library.define("trireme::grouped_linear_weights", "(Tensor gradient, Tenso
 def grouped_linear(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """(M, K), (E, N, K), (E,) int32 → (M, N)."""
     return _GroupedLinear.apply(rows, weights, ends)
+
+
+def by_expert(
+    compute: Callable[[Tensor, Tensor], Tensor], x: Tensor, index: Tensor, weights: Tensor, experts: int
+) -> Tensor:
+    """Σ over a token's k experts of weight · result: x (…, D), index and weights (…, k) → (…, D).
+
+    compute: (rows sorted by expert, ends) → results (M, D). experts: how many there are here.
+    """
+    chosen, rows, k = index.flatten(), x.flatten(0, -2).to(product_dtype(x)), index.size(-1)
+    order = chosen.argsort(stable=True)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    ends = chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen)).cumsum(0).int()
+    y = compute(rows.index_select(0, order // k), ends).index_select(0, place).view(*index.shape, -1)
+    y = y * weights.unsqueeze(-1)
+    return (y.squeeze(-2) if k == 1 else y.sum(-2)).to(x.dtype)
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -28,7 +28,7 @@ from app.errors import UserError
 from app.models import gpt
 from app.models.cross_entropy import cross_entropy, linear_cross_entropy
 from app.models.gpt import NORM_EPS, Attention
-from app.models.grouped_linear import grouped_linear
+from app.models.grouped_linear import by_expert, grouped_linear
 from app.models.linear import product_dtype
 
 TENSOR_PLAN = {key: value for key, value in gpt.TENSOR_PLAN.items() if ".mlp." not in key} | {
@@ -85,16 +85,13 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(n_experts, d_model, d_expert))
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        chosen, rows = index.flatten(), x.flatten(0, -2)
-        rows, gate, up, down = (t.to(product_dtype(x)) for t in (rows, self.gate, self.up, self.down))
-        order = chosen.argsort(stable=True)  # by expert
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        ends = chosen.new_zeros(gate.size(0)).scatter_add_(0, chosen, torch.ones_like(chosen)).cumsum(0).int()
-        rows = rows.index_select(0, order // index.size(-1))
-        hidden = F.silu(grouped_linear(rows, gate, ends)) * grouped_linear(rows, up, ends)
-        y = grouped_linear(hidden, down, ends).index_select(0, place).view(*index.shape, -1)
-        y = y * weights.unsqueeze(-1)
-        return (y.squeeze(-2) if index.size(-1) == 1 else y.sum(-2)).to(x.dtype)
+        gate, up, down = (t.to(product_dtype(x)) for t in (self.gate, self.up, self.down))
+
+        def compute(rows: Tensor, ends: Tensor) -> Tensor:
+            hidden = F.silu(grouped_linear(rows, gate, ends)) * grouped_linear(rows, up, ends)
+            return grouped_linear(hidden, down, ends)
+
+        return by_expert(compute, x, index, weights, gate.size(0))
 
 
 class Mixture(nn.Module):

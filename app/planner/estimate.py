@@ -19,6 +19,7 @@ from app.planner.machine import Machine
 from app.planner.read import Reader
 from app.planner.timing import Case, timing
 from app.planner.trace import AFTER, BEFORE
+from strategies.activation_checkpointing import recomputed_blocks
 from strategies.context.apply import choose_method
 from strategies.costs import RankSize, StepShape, UnitSize, part_of, rank_size, unit_size
 from strategies.dims import Options, ParallelDims
@@ -134,7 +135,9 @@ class Estimator:
         )
         parts, units = self._parts(work), self._units(way, dims.tp, shards_of(held))
         context = choose_method(options.context, self.reader.heads, dims, machine.per_node)
-        exchanged = self.reader.exchanged * candidate.micro_batch / dims.cp * min(work.itemsize, 4) / dims.pp
+        again = recomputed_blocks(candidate.checkpointing, self.reader.blocks) / max(1, self.reader.blocks)
+        rows = self.reader.exchanged * candidate.micro_batch / dims.cp / dims.pp
+        exchanged = rows * min(work.itemsize, 4) * (1 + again / 2)
         return Case(candidate, machine, work, step, parts, units, stages.slowest, options, context, exchanged), stages
 
     def estimate(self, candidate: Candidate) -> Estimate:

@@ -12,7 +12,7 @@ from app.errors import UserError
 from app.planner.advice import PARTS, advice, figures, settings_text
 from app.planner.device import assumptions
 from app.planner.estimate import Estimate
-from app.planner.layouts import Fixed, enumerate_layouts
+from app.planner.layouts import LEAST_TOKENS, Fixed, enumerate_layouts
 from app.planner.plan import GIB, Plan
 from cluster.shape import aligned
 from strategies import registry
@@ -142,6 +142,12 @@ def _absent(plan: Plan, family: str) -> str:
         return f"left out, because {' and '.join(keys)} {'is' if len(keys) == 1 else 'are'} fixed"
     if "tp" in degrees and not space.splits:
         return "the model has no layers that can be split over its heads"
+    if "cp" in degrees and space.length is None:
+        return "the model has no sequence that can be split"
+    if "cp" in degrees and space.length is not None and space.length < 2 * LEAST_TOKENS:
+        return f"of {space.length:,} tokens a worker would have fewer than {LEAST_TOKENS:,} (parallel.cp=2 asks for it)"
+    if "ep" in degrees and space.experts == 1:
+        return "the model is no mixture of experts"
     if "pp" in degrees and space.blocks < 2:
         return "the model has no chain of blocks to cut into stages"
     return (

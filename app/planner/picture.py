@@ -7,14 +7,17 @@ from app.planner.estimate import Estimate
 from app.planner.plan import GIB, Plan
 from app.planner.timing import Case
 from strategies.context.apply import METHODS
-from strategies.dims import NAMES
+from strategies.dims import NAMES, ParallelDims
 
 SHOWN = 64
 """Ranks that are drawn."""
 SIDE, LEFT = 15, 110  # of a rank's square, and of the names, in pixels
 COLOURS = ("#2563a8", "#d98324", "#3a8f5c", "#a23b72", "#6b7280", "#b5a642", "#4aa3c7", "#8c564b")
 EXPOSED = {"pp": "pipeline_send", "dp_replicate": "replicate", "dp_shard": "shard", "cp": "context", "tp": "tensor"}
+EXPOSED["ep"] = "expert"
 """The part of the step's time that a dimension's communication is."""
+DRAWN = (*NAMES[:-1], "ep", "tp")
+"""Outermost first; ep is inside the data-parallel workers."""
 
 
 def content(plan: Plan, row: Estimate) -> dict[str, Any]:
@@ -49,8 +52,9 @@ def content(plan: Plan, row: Estimate) -> dict[str, Any]:
 
 def _drawn(plan: Plan, row: Estimate, shown: int) -> str:
     dims, node = row.candidate.dims, plan.machine.per_node
-    names = [name for name in NAMES if getattr(dims, name) > 1] or ["dp_replicate"]
-    places, parts = [dims.coordinates(rank) for rank in range(shown)], []
+    names = [name for name in DRAWN if getattr(dims, name) > 1] or ["dp_replicate"]
+    places = [dims.coordinates(rank) | {"ep": rank // dims.tp % dims.ep} for rank in range(shown)]
+    parts: list[str] = []
     for y, name in enumerate(names):
         top = 20 + y * (SIDE + 6)
         parts.append(f'<text x="0" y="{top + 11}" font-size="11">{name} {getattr(dims, name)}</text>')
@@ -69,9 +73,8 @@ def _dimensions(plan: Plan, row: Estimate) -> list[dict[str, Any]]:
     """A row of the table for each dimension that is longer than 1; those of parameters with cp, which extends them."""
     case, dims, found = plan.estimator.case(row.candidate)[0], row.candidate.dims, []
     holds, sends = _holds(plan, row, case), _sends(case)
-    for name in reversed(NAMES):
-        of = row.candidate.held if name.startswith("dp_") else dims
-        peers = next(group for group in of.peers(name) if 0 in group)
+    for name in reversed(DRAWN):
+        peers = _with_rank_0(row.candidate.held if name.startswith("dp_") else dims, name)
         if len(peers) > 1:
             nodes = len({rank // plan.machine.per_node for rank in peers})
             found.append(
@@ -87,13 +90,23 @@ def _dimensions(plan: Plan, row: Estimate) -> list[dict[str, Any]]:
     return found
 
 
+def _with_rank_0(dims: ParallelDims, name: str) -> list[int]:
+    if name == "ep":
+        return [rank * dims.tp for rank in range(dims.ep)]
+    return next(group for group in dims.peers(name) if 0 in group)
+
+
 def _holds(plan: Plan, row: Estimate, case: Case) -> dict[str, str]:
     dims, strategy, length = row.candidate.dims, row.candidate.strategy, plan.reader.sequence_length or 0
-    heads = plan.reader.heads
+    heads, mixtures, shards = plan.reader.heads, plan.reader.mixtures, row.candidate.held.for_experts().dp_shard
+    experts = max((found.count for found in mixtures), default=0)
     return {
         "tp": f"1/{dims.tp} of each split layer" + (f", {heads // dims.tp} heads" if heads else ""),
         "cp": f"{length // dims.cp:,} tokens of each sequence ({case.context})",
-        "dp_shard": f"1/{row.candidate.held.dp_shard:,} of every parameter; other samples",
+        "ep": f"{experts // dims.ep} of {experts} experts in each of {len(mixtures)} layers"
+        + (f", 1/{shards} of each" if strategy.is_sharded and shards > 1 else ""),
+        "dp_shard": f"1/{row.candidate.held.dp_shard:,} of every parameter{' but experts' if dims.ep > 1 else ''}; "
+        "other samples",
         "dp_replicate": f"the same {'shards' if strategy.is_sharded else 'parameters'}; other samples",
         "pp": f"{plan.reader.blocks / dims.pp:.3g} of {plan.reader.blocks} blocks",
     }
@@ -103,6 +116,7 @@ def _sends(case: Case) -> dict[str, float]:
     """Bytes that rank 0 sends in a step, by dimension."""
     dims, many, held = case.candidate.dims, case.candidate.micro_batches, case.candidate.held
     sent = {"tp": 0.0, "cp": 0.0, "dp_shard": 0.0, "dp_replicate": 0.0}
+    sent["ep"] = case.exchanged * many * (dims.ep - 1) / dims.ep
     for part, unit, count in zip(case.parts, case.units, case.counts):
         sent["tp"] += part.sent * count * many
         if dims.cp > 1:

@@ -32,6 +32,7 @@ from strategies import precision, registry
 from strategies.blocks import find_blocks
 from strategies.context.apply import check_length, choose_method, require_positions
 from strategies.dims import DEGREES
+from strategies.expert.apply import require as require_experts
 from strategies.layout import LayoutError
 from strategies.parallelize import Layout, ParallelDims, check, choose
 from strategies.pipeline.apply import plan_stages
@@ -291,6 +292,8 @@ def check_model(config: Config, task: Task, layout: Layout, module: nn.Module | 
         return
     if layout.dims.tp > 1:
         make_plan(module, task.tensor_plan(module), chosen.sequence_parallel)
+    if layout.dims.ep > 1:
+        require_experts(module, layout.dims.ep)
     if layout.dims.pp > 1:
         batch = fetch(task.train_data(), [(0, 0)])
         blocks, cpu = find_blocks(module, task.blocks(module)), torch.device("cpu")

@@ -28,6 +28,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -41,6 +42,8 @@ from strategies.tree import tree_leaves, tree_map
 METHODS: dict[str, ModuleType] = {"ring": ring, "allgather": allgather, "ulysses": ulysses}
 IGNORED = -100
 """A label that does not count, as in torch's cross entropy."""
+_LOSSES: list[dist.ProcessGroup] = []
+"""The workers of the sequence of which this process computes the loss, if it is split."""
 
 STRATEGY = Strategy(
     "context", "each sequence split over workers", degrees=("cp",), also=("dp_replicate", "dp_shard", "tp", "pp", "ep")
@@ -80,6 +83,17 @@ def check_length(length: int, ways: int, method: str) -> None:
             f"a sequence of {length} tokens cannot be split over parallel.cp={ways}, for which {method} cuts it into "
             f"{pieces} equal pieces: write a sequence length of {near}"
         )
+
+
+@torch.no_grad()
+def mean_over_sequence(part: Tensor) -> Tensor:
+    """For a loss that is no mean over tokens: of what each worker of a sequence finds for its equal part of the tokens
+    the mean, without a gradient; as given where sequences are whole."""
+    if not _LOSSES:
+        return part.detach()
+    mean = part.detach().clone()
+    dist.all_reduce(mean, group=_LOSSES[-1])
+    return mean / _LOSSES[-1].size()
 
 
 def require_positions(module: nn.Module, plan: ContextPlan | None) -> None:
@@ -124,11 +138,13 @@ class Context:
             if self.active:
                 return forward(*args, **kwargs)
             self.active = True
+            _LOSSES.append(self.group)
             try:
                 with _Attention(self):
                     return forward(*args, **kwargs)
             finally:
                 self.active = False
+                _LOSSES.pop()
 
         return attending
 

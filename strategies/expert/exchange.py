@@ -93,6 +93,6 @@ def _all_to_all(rows: Tensor, gives: list[int], takes: list[int], group: dist.Pr
 
 def exchanged_bytes(tokens: int, top_k: int, width: int, itemsize: int) -> int:
     """Bytes that a worker's tokens are in one layer's four exchanges of one micro-batch: there and back, in forward and
-    backward. With even use (R - 1)/R of them go to other workers; what a worker gets for its experts is as much on
-    average."""
+    backward; a block that is recomputed has half as many more. With even use (R - 1)/R of them go to other workers;
+    what a worker gets for its experts is as much on average."""
     return 4 * tokens * top_k * width * itemsize

@@ -21,6 +21,7 @@ from torch import nn
 
 from app.errors import UserError, nearest
 from app.tasks.huggingface import lora
+from app.tasks.huggingface.experts import group_experts
 
 KINDS = {
     "causal_lm": "AutoModelForCausalLM",
@@ -240,9 +241,10 @@ class Recipe:
             how["attn_implementation"] = self.attention
         config = copy.deepcopy(self.config)  # making a model writes into it
         config.return_dict = True
-        if self.folder is None or torch.get_default_device().type == "meta":
-            return auto.from_config(config, **how).train()
-        return self._read(auto, config, how).train()
+        fresh = self.folder is None or torch.get_default_device().type == "meta"
+        model = auto.from_config(config, **how) if fresh else self._read(auto, config, how)
+        group_experts(model)
+        return model.train()
 
     def _read(self, auto: Any, config: Any, how: dict[str, Any]) -> nn.Module:
         try:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from app.errors import UserError
+from strategies.context.apply import mean_over_sequence
 from strategies.tensor.plan import SYNONYMS
 
 GATHER = "colwise_gather"
@@ -135,10 +136,11 @@ def _parent(name: str) -> str:
 def balance(router_logits: Any, sequences: int, top_k: int) -> Tensor:
     """The library's balance loss, E·Σ over experts of (choices of it per token) · (its mean score), over all layers and
     of each sequence by itself; the mean over the batch's sequences. (Of the whole batch, as the library has it, it
-    would be no mean, and depend on how a batch is divided.) router_logits: each (B·T, E), layer by layer."""
+    would be no mean, and depend on how a batch is divided.) router_logits: each (B·T, E), layer by layer; of a split
+    sequence this worker's tokens, with the choices of all."""
     scores = torch.stack([each.float() for each in router_logits]).unflatten(1, (sequences, -1)).softmax(-1)
     chosen = torch.zeros_like(scores).scatter_(-1, scores.topk(top_k, -1).indices, 1.0)
-    return scores.size(-1) * (chosen.mean((0, 2)) * scores.mean((0, 2))).sum(-1).mean()
+    return scores.size(-1) * (mean_over_sequence(chosen.mean((0, 2))) * scores.mean((0, 2))).sum(-1).mean()
 
 
 def heads(config: Any, plan: dict[str, str] | None) -> int | None:

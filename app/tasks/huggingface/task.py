@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from app.data.loader import rows
@@ -143,6 +142,7 @@ class HuggingFace(InParts):
             if "position_ids" not in known:
                 raise UserError(f"{found.base.model_type} takes no position_ids, so conversations cannot share a row")
             self._own_mask = structure.config._attn_implementation == "sdpa" and self._attends_fully()
+        self._masks = 1  # of a batch with places: one for all, unless the library weighs its routers by them
         self._chosen_experts = [found.top_k for found in find_mixtures(structure)]  # of each layer that has some
         self._heads = plan.heads(self.config, self.tensor_plan(structure))
         patch, sides = getattr(self.config, "patch_size", None), _sides(self.config)
@@ -248,8 +248,12 @@ class HuggingFace(InParts):
         if self.kind != "causal_lm":
             raise UserError(f"parallel.cp splits the sequences of causal_lm, but this model is for {self.kind}")
         plan.require_full_attention(self.config, self.sequence_length)
-        # A mask without padding, because the library takes places that jump for several sequences in one.
-        return ContextPlan(lambda places: {"position_ids": places, "attention_mask": torch.ones_like(places)})
+
+        def keywords(places: Tensor) -> dict[str, Any]:
+            """With a mask without padding, because the library takes places that jump for several sequences in one."""
+            return {"position_ids": places, "attention_mask": places.new_ones(self._masks, places.size(1))}
+
+        return ContextPlan(keywords)
 
     def heads(self) -> int | None:
         return self._heads
@@ -281,6 +285,8 @@ class Called:
         self.output: Any = None
 
     def __call__(self, inputs: Any) -> Tensor:
+        if getattr(self.task.config, "output_router_logits", False):
+            self.task._masks = len(inputs)
         self.output = self.model(**self.task.arguments(inputs))
         return self.output.logits
 

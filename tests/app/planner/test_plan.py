@@ -214,6 +214,7 @@ def test_sixteen_thousand_gpus_are_planned(large: Reader) -> None:
 def test_strategies_say_why_with_figures(large: Reader) -> None:
     plan = plan_of(large, gpus(gpu="a100-40gb"), "train.precision=bf16", "train.global_batch_size=64")
     said = families(plan)
+    assert said["expert"] == "the model is no mixture of experts"
     assert "GiB per GPU, of 38.9 available; the least sharded layout that fits" in said["ddp"]
     assert sum(sentence.startswith("the best") for sentence in said.values()) == 1
     words = " ".join(advice(plan))

@@ -66,6 +66,7 @@ def test_remarks_on_the_batch_and_the_length(more: list[str], said: list[str]) -
             [*GPT, *SPLIT, "task_args.sequence_length=130"],
             "130 tokens.*4 equal pieces: write a sequence length of 128 or",
         ),
+        ([*GPT, "parallel.ep=2"], "parallel.ep is 2, but GPT has no experts that can be split"),
         ([*GPT, *SPLIT, "parallel.context=ulysses", "task_args.n_heads=3"], "3 heads over .* = 2 .*context=ring"),
         ([WRONG, "task_args.what=fork", *SPLIT], "Net cannot be told where in the sequence its tokens are"),
         ([WRONG, "task_args.what=own generator", *PIPELINE], "a random generator of its own.*2 workers need the same"),

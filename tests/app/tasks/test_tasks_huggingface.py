@@ -1,27 +1,34 @@
 """Hugging Face models as tasks: built the same everywhere, split as their plans say, read from folders."""
 
+import copy
 import json
 import math
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from app.config_io import load_config, to_dict
 from app.data.loader import fetch
 from app.errors import UserError
+from app.models.grouped_linear import grouped_linear
 from app.planner.read import PLAIN, Reader
 from app.prediction import Predictor, called, logits_of
 from app.tasks.huggingface.data import Texts
+from app.tasks.huggingface.experts import group_experts
 from app.tasks.huggingface.plan import tensor_plan
 from app.tasks.huggingface.task import HuggingFace
 from experiments.parity.curves import Curve, difference, train
 from experiments.parity.experiment import make_trial
+from strategies.mixtures import find_mixtures
 from strategies.parallelize import Options, choose
 from strategies.tensor.apply import one_part
 from strategies.tensor.plan import make_plan
@@ -41,6 +48,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", GROUPED | {"head_dim": 4, "query_pre_attn_scalar": 4}),
     "phi3": ("phi3", GROUPED | {"resid_pdrop": 0.0}),
     "mixtral": ("mixtral", GROUPED | {"num_local_experts": 2, "output_router_logits": True}),
+    "mixtral without balance": ("mixtral", GROUPED | {"num_local_experts": 2}),
     "bert": ("bert", SMALL | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
     "llama classifier": ("llama", GROUPED),
     "gpt2 classifier": ("gpt2", GPT2 | {"summary_first_dropout": 0.0}),
@@ -119,6 +127,30 @@ def test_experts_are_balanced(data: Path) -> None:
     plain = F.cross_entropy(output.logits.flatten(0, 1), batch[1].flatten())
     assert task.loss(model, batch).item() == pytest.approx((plain + 0.001 * output.aux_loss).item(), rel=1e-6)
     assert task.metrics(model, batch)["loss"].item() == pytest.approx(plain.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_experts_are_grouped_as_the_library_computes_them(kind: str) -> None:
+    """Also in copies, and in 16 bits under autocast; gpt-oss has biases, so it is left alone."""
+    torch.manual_seed(0)
+    sizes = SMALL | {"vocab_size": 32, "moe_intermediate_size": 8, "num_key_value_heads": 2, "head_dim": 4}
+    config = AutoConfig.for_model(kind, **sizes, num_local_experts=4, num_experts_per_tok=2)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    ours = copy.deepcopy(model)
+    group_experts(ours)
+    ours = pickle.loads(pickle.dumps(copy.deepcopy(ours)))
+    tokens = torch.randint(0, 32, (2, 8))
+    for each in (model, ours):
+        each(tokens, labels=tokens).loss.backward()
+    for found, wanted in zip(ours.parameters(), model.parameters(), strict=True):
+        assert found.grad is not None and wanted.grad is not None and torch.allclose(found.grad, wanted.grad, atol=1e-7)
+    grouped = [found.experts for found in find_mixtures(ours) if "forward" in vars(found.experts)]
+    assert len(grouped) == (0 if kind == "gpt_oss" else 2)
+    product = mock.Mock(wraps=grouped_linear)
+    with torch.autocast("cpu", torch.bfloat16), mock.patch("app.tasks.huggingface.experts.grouped_linear", product):
+        for experts in grouped:
+            experts(torch.randn(3, 16), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2))
+    assert {call.args[0].dtype for call in product.mock_calls} <= {torch.bfloat16}
 
 
 def test_padding_does_not_count(data: Path) -> None:
@@ -228,12 +260,14 @@ def _curves(rank: int, rows: list[dict[str, Any]], strategy: str, workers: int, 
     return [train(make_trial(values, steps=3), layout, Options(), CPU) for values in rows]
 
 
-PARITY = [  # the experts' balance is a product of two means, so the mean over two workers is another number
-    ("fsdp", 2, {}, ("llama tied", "gpt2", "qwen3", "phi3", "bert", "vit"), 1e-5),
+PARITY = [
+    ("fsdp", 2, {}, ("llama tied", "gpt2", "qwen3", "phi3", "mixtral", "bert", "vit"), 1e-5),
     ("tensor", 2, {}, ("llama tied", "gpt2", "qwen3", "gemma2", "phi3", "mixtral", "bert", "vit"), 2e-5),
     ("tensor+pipeline", 4, {"tp": 2}, ("llama",), 2e-5),
     ("fsdp+tensor", 4, {"tp": 2}, ("llama", "gpt2"), 2e-5),
-    ("context", 2, {"cp": 2}, ("llama", "gpt2", "qwen3", "mistral"), 1e-5),
+    ("context", 2, {"cp": 2}, ("llama", "gpt2", "qwen3", "mistral", "mixtral"), 1e-5),
+    ("pipeline", 2, {"pp": 2}, ("mixtral without balance",), 1e-5),
+    ("ddp+context+expert", 2, {"cp": 2, "ep": 2}, ("mixtral",), 1e-5),
     ("fsdp+tensor+context", 4, {"tp": 2, "cp": 2, "dp_shard": 1}, ("llama",), 2e-5),
 ]
 

@@ -12,6 +12,7 @@ from app.models.mixture import TENSOR_PLAN
 from experiments.parity import curves
 from experiments.parity.curves import Curve
 from experiments.parity.rows import ALL_FIVE, MIXTURES, SINGLE, Row
+from strategies.activation_checkpointing import is_kept
 from strategies.blocks import find_blocks
 from strategies.costs import model_size
 from strategies.expert.exchange import Exchange, exchanged_bytes
@@ -120,9 +121,9 @@ def test_memory_is_exact_to_the_byte(row: Row) -> None:
     assert run_distributed(_held, row.workers, row)[0] == (cost.parameters, cost.optimizer)
 
 
-def _sent(_: int, row: Row) -> tuple[int, int]:
+def _sent(_: int, row: Row, mode: str) -> tuple[int, int]:
     """Bytes of the rows that this rank gives into all-to-alls, and of the counts."""
-    parallel = parallelize(mixture_trial().build, row.layout, device=CPU)
+    parallel = parallelize(mixture_trial().build, row.layout, Options(activation_checkpointing=mode), device=CPU)
     given: list[torch.Tensor] = []
     real = dist.all_to_all_single
 
@@ -136,12 +137,18 @@ def _sent(_: int, row: Row) -> tuple[int, int]:
     return sum(t.nbytes for t in rows), sum(t.nbytes for t in counts)
 
 
-@pytest.mark.parametrize("ep", [2, 4])
-def test_what_is_exchanged_is_what_it_costs_to_the_byte(ep: int) -> None:
-    sent = run_distributed(_sent, 4, Row("ddp+expert", 4, {"ep": ep}))
-    tokens = BATCH * SEQUENCE // 4
-    assert sum(rows for rows, _ in sent) == 4 * MIXTURE_LAYERS * exchanged_bytes(tokens, TOP_K, EXPERT_WIDTH, 4)
-    assert [counts for _, counts in sent] == [MIXTURE_LAYERS * EXPERTS * 8] * 4
+@pytest.mark.parametrize(
+    ("ep", "mode", "forwards"), [(2, "none", 1), (4, "none", 1), (2, "full", 2), (2, "selective", 2)]
+)
+def test_what_is_exchanged_is_what_it_costs_to_the_byte(ep: int, mode: str, forwards: int) -> None:
+    sent = run_distributed(_sent, 4, Row("ddp+expert", 4, {"ep": ep}), mode)
+    rows = MIXTURE_LAYERS * exchanged_bytes(BATCH * SEQUENCE // 4, TOP_K, EXPERT_WIDTH, 4)
+    assert sum(rows for rows, _ in sent) == 4 * rows * (1 + forwards) // 2
+    assert [counts for _, counts in sent] == [MIXTURE_LAYERS * EXPERTS * 8 * forwards] * 4
+
+
+def test_selective_recomputation_keeps_what_experts_products_gave() -> None:
+    assert is_kept(torch.ops.trireme.grouped_linear.default)
 
 
 def test_few_experts_are_shared_between_many_shards_by_rows() -> None:
