@@ -283,9 +283,10 @@ def ray_head(*flags: str) -> Iterator[str]:
     program += flags or ["--include-dashboard=false"]
     program += ["--num-cpus=4", "--num-gpus=0", "--object-store-memory=100000000", f"--temp-dir={folder}"]
     program += ["--node-ip-address=127.0.0.1"]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # a job's `python` is the head's
     process = subprocess.Popen(
         program,
-        env=environment(RAY_AUTH_MODE="disabled"),
+        env=environment(RAY_AUTH_MODE="disabled", PATH=path),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
