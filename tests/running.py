@@ -320,7 +320,8 @@ def _start_head(port: int, folder: str, flags: tuple[str, ...], said: Path) -> s
     program = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}", *flags]
     program += ["--num-cpus=4", "--num-gpus=0", "--object-store-memory=100000000", f"--temp-dir={folder}"]
     program += ["--node-ip-address=127.0.0.1"]
-    env = environment(RAY_AUTH_MODE="disabled")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # a job's `python` is the head's
+    env = environment(RAY_AUTH_MODE="disabled", PATH=path)
     with said.open("w") as file:
         process = subprocess.Popen(program, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
     wait_until(lambda: process.poll() is not None or "Ray runtime started" in said.read_text())
