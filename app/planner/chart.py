@@ -111,4 +111,4 @@ def _memory(axes: Any, plan: Plan, rows: list[Estimate]) -> None:
     axes.invert_yaxis()
     axes.set_xlabel(f"{unit} on the fullest device")
     axes.grid(axis="x", color="#d9dee5")
-    axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
+    axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))

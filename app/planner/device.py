@@ -1,6 +1,9 @@
 """What one device reaches, and what a part of a model takes on it: datasheets' peaks times a few efficiencies.
 
-    a product m × n × k    2·m·n·k / (peak · matmul · k/(k + k_half) · mn/(mn + mn_half)), at least its bytes' time
+    a product m × n × k    2·m·n·k / (peak · matmul · k/(k + k_half) · t/(t + mn_half)), at least its bytes' time; t is
+                           m·n, times how often a long k is split. Processors compute a result in tiles, and those of
+                           the last round leave some idle (an A100's 108 have 3.5e6 numbers in tiles of 128 × 256)
+    … in a batch           without tensor cores if rows do not begin at multiples of 16 bytes (heads of width 150)
     attention              FLOPs / (peak · attention)
     anything else          bytes / (bandwidth · stream)
     a collective           bytes / (link · efficiency) + hops · latency; overlapping slows computing: `contention`
@@ -25,6 +28,8 @@ from app.planner.read import AUTOCAST, CAST, PLAIN, WHOLE
 from cluster.hardware import Gpu, gpu
 from strategies.activation_checkpointing import checkpoint_every, kept_bytes, recomputed_blocks
 
+SLICE = 4096
+"""Of the inner dimension: a longer one is split between processors that would have no tile of the result."""
 CONSTANTS, FITTED = (Path(__file__).with_name(name) for name in ("constants.yaml", "fitted.yaml"))
 
 
@@ -37,7 +42,7 @@ class Device:
     attention: float = 0.45  # share of the peak that fused attention reaches
     stream: float = 0.8  # share of the memory bandwidth that element-wise operations reach
     k_half: float = 100.0  # inner dimension at which a product runs at half of its speed
-    mn_half: float = 2.0e5  # size of a result at which it does: fewer tiles than processors
+    mn_half: float = 2.0e5  # size of a result at which it does: fewer tiles than processors, or a last round of few
     operation: float = 5e-6  # for the host to launch one operation: a device waits for it where its work is shorter
     step: float = 2e-3  # of an optimizer step that nothing hides: data, the optimizer's launch, the loop
     within: float = 0.75  # share of the link inside a node that collectives reach
@@ -49,6 +54,7 @@ class Device:
     unit_operations: float = 40.0  # launches' worth of a sharded unit in each pass: copies, events, hooks
     compiled_bytes: float = 0.45  # share of a block's element-wise bytes that torch.compile's fused kernels still move
     compiled_operations: float = 0.3  # share of a block's operations that are still launched
+    again: float = 0.0  # share of products that `selective` computes again: Trireme's none, torchtitan's every second
     overlap: float = 0.0  # share of tensor parallelism's communication that is hidden: none, as it is synchronous
     scale: float = 0.0  # share of a step lost each time that the GPUs double beyond 64: stragglers, congestion
     stage: float = 0.05  # share of computing that a pipeline loses beside its bubble: stops, starts, sends
@@ -85,7 +91,8 @@ class Device:
 
     def product_share(self, m: Any, n: Any, k: Any) -> Any:
         """Share of `peak` that a product of that size reaches; numbers, or arrays of them."""
-        return k / (k + self.k_half) * (m * n) / (m * n + self.mn_half)
+        tiles = m * n * np.maximum(1.0, k / SLICE)
+        return k / (k + self.k_half) * tiles / (tiles + self.mn_half)
 
     def product_seconds(self, products: np.ndarray, precision: str, itemsize: int) -> float:
         """Of several, (P, 5): m, n, k, number in a batch, times; at least as long as their bytes take."""
@@ -261,9 +268,13 @@ def _part_cost(model: ModelCosts, name: str, part: PartCosts, work: Work, device
         work = work._replace(precision="bf16")
     forward, backward = (_phase(part, values, phase, work, device) for phase in ("forward", "backward"))
     share = recomputed_blocks(mode, blocks) / blocks if is_block else 0.0
-    kept = kept_bytes(mode, values["saved"], values["kept"], values["boundary"]) if share else values["saved"]
+    results = values["kept"] * (1 - device.again)
+    stored = values["saved"] - values["fusible"] * fused  # the partitioner of torch.compile saves as little as it can
+    kept = kept_bytes(mode, stored, results, values["boundary"]) if share else stored
     whole = share if checkpoint_every(mode) else 0.0  # `selective` keeps what products and collectives gave
-    again = forward[0] * whole if whole else values["moved_forward"] / device.bandwidth * share
+    moving = values["moved_forward"] / device.bandwidth
+    partly = moving + max(0.0, forward[0] - forward[3] - moving) * device.again
+    again = forward[0] * whole if whole else partly * share
     return PartCost(
         name,
         model.counts[name],
@@ -272,7 +283,7 @@ def _part_cost(model: ModelCosts, name: str, part: PartCosts, work: Work, device
         launch_forward=forward[1],
         launch_backward=backward[1] + forward[1] * whole,
         flops=forward[2] + backward[2],
-        saved=kept * share + values["saved"] * (1 - share),
+        saved=kept * share + stored * (1 - share),
         rebuilt=max(0.0, values["saved"] - kept),
         extra=max(values["extra"], values["forward_extra"] - values["saved"]),
         crossing=values["crossing"],
@@ -294,6 +305,8 @@ def _phase(
     launched = values[f"operations_{phase}"] * device.operation
     peak = device.gpu.rate("bf16" if work.precision == "fp8" else work.precision)
     seconds = device.product_seconds(products, work.precision, work.itemsize)
+    if not device.is_cpu and work.itemsize < 4:
+        seconds += values[f"misaligned_{phase}"] / device.peak("fp32")
     attending = attended / (peak * device.attention)
     seconds += attending + values[f"moved_{phase}"] / device.bandwidth
     return max(seconds, launched), launched, attended + float(2 * products.prod(axis=1).sum()), attending

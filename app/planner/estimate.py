@@ -220,7 +220,8 @@ class Estimator:
         cost = candidate.strategy.cost(self._rank(case.work.way, dims.tp, shards_of(candidate.held), counts), case.step)
         on_device = not candidate.offload
         if dims.pp > 1:
-            alive, present = _in_pipeline(case, number, counts), float(cost.gradients)
+            alive = _in_pipeline(case, number, counts)
+            present = 0.0 if candidate.strategy.is_sharded else float(cost.gradients)
         else:
             alive, present = _at_worst(case, cost.gradients)
         # in the optimizer's step activations are gone; a peak before that lacks the gradients still to come
@@ -249,8 +250,12 @@ def _in_pipeline(case: Case, number: int, counts: tuple[int, ...]) -> float:
 def _at_worst(case: Case, gradients: float) -> tuple[float, float]:
     """Bytes of activations at the moment when they and the gradients that are there take most, and those gradients."""
     strategy, dims = case.candidate.strategy, case.candidate.dims
-    # gradients of earlier micro-batches are there from the start, and so are DDP's buckets
-    always = case.candidate.micro_batches > 1 or (strategy.averages and dims.tp == 1)
+    # gradients of earlier micro-batches are there from the start, and so are DDP's buckets; but of whole ones that wait
+    # for the last micro-batch (`transient`) the shards come as those go
+    several = case.candidate.micro_batches > 1
+    waiting = several and strategy.is_sharded and not case.step.reduce_scatter_each_microbatch
+    gradients = 0.0 if waiting else gradients
+    always = several or (strategy.averages and dims.tp == 1)
     before, after, worst = 0.0, float(gradients), (float("-inf"), 0.0, 0.0)
     for part, unit, count in zip(case.parts, case.units, case.counts):
         own = unit.sharded_gradients if strategy.is_sharded else unit.gradients

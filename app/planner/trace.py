@@ -35,6 +35,7 @@ from strategies.tree import tree_map
 BEFORE, AFTER = "before", "after"
 INDEXED = {"gather", "scatter_add", "scatter_add_", "nll_loss_forward"}
 """Operations that touch a few places of their largest tensor: its other tensors are what they move."""
+BATCHED = {"bmm", "baddbmm"}
 FREE = {"detach", "alias", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
 Product = tuple[float, float, float, float]
 """m, n, k, number in a batch: 2·m·n·k·number FLOPs."""
@@ -47,9 +48,11 @@ class PartTrace:
     values, in bytes unless said otherwise:
         moved_forward, moved_backward            read and written by all that is not a product
         operations_forward, …_backward           how many are launched
+        misaligned_forward, …_backward           FLOPs of batched products of misaligned rows
         attention_forward, …_backward            FLOPs of fused attention
         queries, keys                            numbers of its queries, of its keys and values
         saved                                    distinct storages kept for backward, parameters excluded
+        fusible                                  of `saved`, what compiled kernels compute again on their way
         kept                                     results that `selective` checkpointing keeps
         boundary, crossing                       what flows into a block; the same as a pipeline sends it
         forward_extra, extra                     alive at the worst moment of forward, of backward, beyond what is saved
@@ -77,6 +80,8 @@ class Watcher(OperationMode):
         self.sizes: dict[int, float] = {}  # of the storages that are alive
         self.live = 0.0  # their sum
         self.saved: set[int] = set()
+        self.fusible: set[int] = set()
+        """Storages that element-wise operations, norms and casts have written."""
 
     def count(self, name: str, value: float) -> None:
         self.parts[self.part].values[name] += value
@@ -92,10 +97,15 @@ class Watcher(OperationMode):
             flops = float(flop_registry[packet](*args, **kwargs, out_val=out))
             like = inputs[0] if name == "convolution_backward" else outputs[0]
             self.parts[self.part].products[self.phase].append(_product(like, name, flops))
+            self.read_whole(inputs)
+            if name in BATCHED and not all(map(_aligned, [*inputs, *outputs])):
+                self.count(f"misaligned_{self.phase}", flops)
             self.count(f"operations_{self.phase}", 1)
         elif name not in FREE and (fresh or name.endswith("_") or "out" in kwargs):
             self.count(f"moved_{self.phase}", _moved(name, [*inputs, *outputs]))
             self.count(f"operations_{self.phase}", 1)
+            if not (is_kept(func) or _is_sum(name, inputs)):
+                self.fusible |= {id(t.untyped_storage()) for t in fresh}
         if self.phase == "forward" and is_kept(func):
             self.count("kept", sum(t.nbytes for t in fresh))
         return out
@@ -105,6 +115,14 @@ class Watcher(OperationMode):
         self.count(f"attention_{self.phase}", flops)
         self.count(f"operations_{self.phase}", 1)
         self.count("kept", kept if self.phase == "forward" else 0.0)
+
+    def read_whole(self, given: list[Tensor]) -> None:
+        """Told of what a product or an attention reads, whose backward does too: no kernel computes that on the way."""
+        for tensor in given:
+            storage = tensor.untyped_storage()
+            if id(storage) in self.fusible:
+                self.fusible.discard(id(storage))
+                self.count("fusible", -float(storage.nbytes()) * (id(storage) in self.saved))
 
     def _allocate(self, tensor: Tensor) -> bool:
         """Whether the tensor's storage is new; then it is alive until nothing refers to it."""
@@ -124,6 +142,7 @@ class Watcher(OperationMode):
     def _free(self, key: int) -> None:
         self.live -= self.sizes.pop(key, 0.0)
         self.saved.discard(key)
+        self.fusible.discard(key)
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Told by autograd of each tensor that it saves."""
@@ -131,6 +150,7 @@ class Watcher(OperationMode):
         if key not in self.parameters and key not in self.saved:
             self.saved.add(key)
             self.count("saved", float(tensor.untyped_storage().nbytes()))
+            self.count("fusible", float(tensor.untyped_storage().nbytes()) * (key in self.fusible))
         return tensor
 
     def enter_with_gradient(self, tensor: Tensor, part: str) -> None:
@@ -254,6 +274,17 @@ def _moved(name: str, tensors: list[Tensor]) -> float:
     return float(sum(t.nbytes for t in tensors if t.numel() != largest))
 
 
+def _is_sum(name: str, inputs: list[Tensor]) -> bool:
+    """Whether it adds what a layer gives to what went around it: to have the sum again takes one as large."""
+    return name == "add" and len({t.shape for t in inputs}) == 1 < len(inputs)
+
+
+def _aligned(tensor: Tensor) -> bool:
+    """Whether all rows of a matrix begin at multiples of 16 bytes, as fast kernels want them."""
+    longest = max(tensor.stride()[-2:], default=0) if tensor.dim() > 1 else 0
+    return longest * tensor.element_size() % 16 == 0
+
+
 def _product(like: Tensor, name: str, flops: float) -> Product:
     """The product that has as many FLOPs as an operation. like: its result, or what its result is the gradient of."""
     size, columns = max(like.numel(), 1), max(like.shape[1 if "convolution" in name else -1], 1)
@@ -275,6 +306,7 @@ class _Attention(torch.autograd.Function):
         products = 2.0 * (q.numel() // q.shape[-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
         ctx.watcher, ctx.flops = watcher, products / 2 if causal else products
         watcher.attended(ctx.flops, float(output.nbytes + rows.nbytes))
+        watcher.read_whole([q, k, v])
         return output
 
     @staticmethod

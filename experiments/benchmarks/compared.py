@@ -51,6 +51,7 @@ def estimator_of(run: Run, values: fit.Values | None = None, overlap: bool = Fal
     shape = of_gpus(run.gpus, run.gpu, min(run.per_node, run.gpus), run.network_gbit * 1e9 / 8)
     machine = of_shape(shape, run.gpus)
     device = fit.changed(values)(machine.device) if values else machine.device
+    device = replace(device, attention=device.attention * run.flash, again=run.again)
     if run.overlap or overlap:
         device = replace(device, overlap=values["overlap"] if values else asynchronous())
     options = Options(

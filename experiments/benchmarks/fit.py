@@ -21,14 +21,14 @@ from app.planner.device import Device
 Values = dict[str, float]
 """`name` of a constant of all GPUs, `family.name` of a family's → value."""
 START: Values = {
-    **{"across": 0.85, "within": 0.5, "compiled_bytes": 0.6, "contention": 0.1, "k_half": 350.0, "overlap": 0.9},
-    **{"scale": 0.03, "stage": 0.02, "step": 0.06},
+    **{"across": 0.85, "within": 0.5, "compiled_bytes": 0.6, "contention": 0.1, "k_half": 150.0, "mn_half": 2e6},
+    **{"overlap": 0.9, "scale": 0.01, "stage": 0.02, "step": 0.02},
     **{"ampere.bf16": 0.86, "ampere.stream": 0.3},
     **{"hopper.bf16": 0.74, "hopper.fp8": 0.62, "hopper.stream": 0.35},
 }
 CEILING = {
     **{"bf16": 0.88, "fp8": 0.88, "stream": 0.95, "within": 0.95, "across": 0.95, "overlap": 0.95},
-    **{"compiled_bytes": 0.7, "k_half": 600.0},
+    **{"compiled_bytes": 0.7},
 }
 """What cannot be more: shares that the best kernels reach, and the share of its bytes that a fused block moves."""
 TOLERANCE = 0.1
@@ -74,16 +74,16 @@ def fit(seconds: Callable[[Values], Sequence[float]], measured: Sequence[float])
 
 
 def ranges(errors: Sequence[tuple[str, float]], quantiles: tuple[float, float] = QUANTILES) -> dict[str, list[float]]:
-    """Kind of layout → the shares of the planned speed between which runs of it are. errors: (kind, error)."""
+    """Kind of layout → the shares of the planned speed between which runs of it are; no narrower than that of all runs
+    ("any"), of which there are enough to tell. errors: (kind, error)."""
     kinds = defaultdict[str, list[float]](list)
     for kind, error in errors:
         kinds["any"].append(1 / (1 + error))
         kinds[kind].append(1 / (1 + error))
-    return {
-        kind: [float(f"{value:.3g}") for value in np.percentile(own, quantiles)]
-        for kind, own in kinds.items()
-        if len(own) >= ENOUGH
-    }
+    found = {kind: np.percentile(own, quantiles) for kind, own in kinds.items() if len(own) >= ENOUGH}
+    low, high = found.get("any", (math.inf, -math.inf))
+    wide = {kind: (min(low, own[0]), max(high, own[1])) for kind, own in found.items()}
+    return {kind: [float(f"{value:.3g}") for value in ends] for kind, ends in wide.items()}
 
 
 def write(values: Values, spread: dict[str, list[float]], runs: int) -> str:

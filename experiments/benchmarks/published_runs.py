@@ -63,13 +63,16 @@ class Run:
     overlap: int  # whether tensor parallelism's communication overlaps products (asynchronous tensor parallelism)
     step_seconds: float
     memory_gib: float
+    flash: float = 1.0  # the speed of its attention's kernel beside FlashAttention-2's
+    again: float = 0.0  # share of products that its selective recomputation computes again
+    loss: str = "16 bits"  # what a step keeps of logits; float32: them and their softmax in 32 bits too
 
     @property
     def is_unseen(self) -> bool:
         """Not for the fit."""
         if any(word in self.source for word in LATER):
             return True
-        settings = repr(astuple(self)[: -len(("step_seconds", "memory_gib"))])
+        settings = repr(astuple(self)[: list(self.__dataclass_fields__).index("step_seconds")])
         return hashlib.sha256(settings.encode()).digest()[0] % 2 == 1
 
     @property
@@ -98,10 +101,12 @@ def runs(path: str | Path = TABLE) -> list[Run]:
     return [_run(entry if "network_gbit" in entry else _of_llm_foundry(entry), sources) for entry in entries]
 
 
-def _run(entry: dict[str, Any], sources: dict[str, str]) -> Run:
+def _run(entry: dict[str, Any], sources: dict[str, Any]) -> Run:
     kinds: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str}
-    run = Run(**{field.name: kinds[str(field.type)](entry[field.name] or 0) for field in fields(Run)})
-    return replace(run, source=sources.get(run.source, run.source))
+    columns = [field for field in fields(Run) if field.name in entry]
+    run = Run(**{column.name: kinds[str(column.type)](entry[column.name] or 0) for column in columns})
+    said = sources.get(run.source, {"address": run.source})
+    return replace(run, source=said["address"], **said.get("runs", {}))
 
 
 def _of_llm_foundry(entry: dict[str, str]) -> dict[str, Any]:
@@ -232,7 +237,10 @@ class PublishedTask(Task):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         logits = model(batch[0]).flatten(0, 1)
         split = torch.overrides.has_torch_function((logits,))  # over the vocabulary
-        return F.cross_entropy(logits, batch[1].flatten()) if split else _FusedLoss.apply(logits, batch[1].flatten())
+        if self.run.loss == "float32":
+            logits = logits.float()
+        plain = split or self.run.loss == "float32"
+        return (F.cross_entropy if plain else _FusedLoss.apply)(logits, batch[1].flatten())
 
     def items(self, batch: Any) -> int:
         return batch[1].numel()
@@ -251,7 +259,7 @@ def _reader(model: Run) -> Reader:
 
 MODEL = (
     *("d_model", "n_layers", "n_heads", "n_kv_heads", "d_hidden", "gated", "vocab_size", "tied", "attention"),
-    *("sequence", "sequence_parallel"),
+    *("sequence", "sequence_parallel", "loss"),
 )
 """What a run's model depends on, and on whether its kernels are plain."""
 

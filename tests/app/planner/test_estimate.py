@@ -37,10 +37,12 @@ def summed(layout: Layout, chain: list[str], parts: Any, sizes: Any, many: int, 
     gradients = [layout_cost(layout, (size,), None, many)[0].gradients for size in own]
     saved, at_work = [parts[name].saved for name in chain], [parts[n].rebuilt + parts[n].extra for n in chain]
     early = many > 1 or ("ddp" in layout.parts and layout.dims.tp == 1)  # gradients are there from the start
+    sharded = bool({"fsdp", "zero1"} & set(layout.parts))  # but those of which whole ones wait for the last micro-batch
     there = [cost.gradients if early else sum(gradients[i + 1 :]) for i in range(len(chain))]
+    there = [0.0] * len(chain) if sharded and many > 1 else there
     peak = max(sum(saved[: i + 1]) + at_work[i] + there[i] for i in range(len(chain)))
     if alive:
-        peak = sum(saved) * alive + max(at_work) + cost.gradients
+        peak = sum(saved) * alive + max(at_work) + (0 if sharded else cost.gradients)
     return {
         "parameters": cost.parameters,
         "gradients": cost.gradients,

@@ -105,6 +105,63 @@ def test_experts_read_their_own_weights_and_the_loss_of_a_split_vocabulary_peaks
     assert 3 * logits <= loss["forward_extra"] < 5 * logits, "the logits, shifted, their exponentials, the shares"
 
 
+class Scores(nn.Module):
+    """Attention by products in batches, of one head."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(64, 3 * width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return torch.softmax(q.contiguous() @ k.transpose(-1, -2), -1) @ v.contiguous()
+
+
+def test_products_of_few_tiles_are_slow_and_heads_of_odd_width_have_no_tensor_cores() -> None:
+    gpu = device("a100-80gb")
+    few, many = gpu.product_share(2048, 2560, 5120), gpu.product_share(16384, 2560, 5120)
+    assert few < 0.9 * many and gpu.product_share(768, 768, 65536) > 2 * gpu.product_share(768, 768, 4096)
+    found = {}
+    for width in (150, 152):
+        model = nn.Sequential(nn.Linear(64, 64), Scores(width)).bfloat16()
+        x = torch.randn(4, 32, 64, dtype=torch.bfloat16)
+        values = trace.watch(model, ["1"], lambda m, x=x: m(x).square().mean()).parts["block0"].values
+        found[width] = values["misaligned_forward"], values["misaligned_backward"]
+    assert found[152] == (0, 0) and found[150][0] == 2 * 2 * 4 * 32 * 32 * 150 and found[150][1] == 2 * found[150][0]
+
+
+class Gated(nn.Module):
+    """What a compiled block saves, and does not: of a gated layer the activation alone, whose inputs are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(64), nn.Linear(256, 64, bias=False)
+        self.gate, self.up = nn.Linear(64, 256, bias=False), nn.Linear(64, 256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.out(F.silu(self.gate(h)) * self.up(h))
+
+
+def test_compiled_blocks_save_what_torchs_partitioner_does() -> None:
+    x, saved = torch.randn(8, 32, 64, requires_grad=True), dict[int, int]()
+    block = Gated()
+    own = {p.untyped_storage().data_ptr() for p in block.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved.update({storage.data_ptr(): storage.nbytes()} if storage.data_ptr() not in own else {})
+        return tensor
+
+    compiled = torch.compile(block, backend="aot_eager_decomp_partition")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        compiled(x)
+    found = trace.watch(nn.Sequential(nn.Linear(64, 64), Gated()), ["1"], lambda model: model(x).square().mean())
+    values = found.parts["block0"].values
+    assert values["fusible"] >= 8 * 32 * 256 * 4
+    assert values["saved"] - values["fusible"] == pytest.approx(sum(saved.values()), rel=0.01)
+
+
 def _peak(task: Task, batch: int, mode: str) -> float:
     """Bytes alive at the worst moment of a real forward and backward, by torch's own tracker."""
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,7 +116,10 @@ def test_published_runs_are_halved_by_their_address_and_settings_and_not_by_what
     assert all(run.source.startswith("https://") for run in table)
     ran = [run for run in table if run.tp * run.pp > 1 and run.step_seconds]
     assert len(ran) >= 60 and 0.4 < sum(run.is_unseen for run in ran) / len(ran) < 0.6
-    assert all(replace(run, step_seconds=1.0, memory_gib=1.0).is_unseen == run.is_unseen for run in table)
+    others: dict[str, Any] = {"step_seconds": 1.0, "memory_gib": 1.0, "flash": 3.0, "again": 0.1, "loss": "?"}
+    assert all(replace(run, **others).is_unseen == run.is_unseen for run in table)
+    torchtitan = {run.loss for run in table if "torchtitan" in run.source}
+    assert torchtitan == {"float32"} and {run.flash for run in table if "NVIDIA" in run.source} == {1.4}
 
 
 def test_constants_are_found_again_from_what_they_give_and_ranges_hold_what_they_were_made_of() -> None:
@@ -125,6 +129,8 @@ def test_constants_are_found_again_from_what_they_give_and_ranges_hold_what_they
     slower = compare(replace(run, micro_batch=1, global_batch=8), fit.START).plan.step_seconds
     assert slower < measured[0].step_seconds < measured[1].step_seconds
     found = fit.ranges([("tp", error / 100) for error in range(-10, 11)])
+    mixed = fit.ranges([("pp", 0.0)] * 9 + [("tp", error / 100) for error in range(-10, 11)])
+    assert mixed["pp"] == mixed["any"] and mixed["pp"][0] < 0.95, "nine lucky runs do not make a range of no width"
     low, high = found["tp"]
     assert found["any"] == found["tp"] and 0.90 < low < 0.93 and 1.08 < high < 1.12
 
