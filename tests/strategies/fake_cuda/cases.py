@@ -214,10 +214,9 @@ LOOPS: dict[str, tuple[Row, dict[str, Any], dict[str, str]]] = {
         {},
     ),
     "mixture": (SINGLE, {"task": gpt(linear_loss=True, mixture={"n_experts": 4, "top_k": 2}), "precision": "bf16"}, {}),
-    "llama": (Row("fsdp", 2), {"task": llama("causal_lm", adapters=False), "precision": "bf16"}, {}),
-    "adapters": (Row("fsdp", 2), {"task": llama("causal_lm", adapters=True)}, {}),
-    "adapters, conversations": (Row("tensor", 2), {"task": llama("instructions", adapters=True)}, {}),
-    "adapters, stages": (Row("pipeline", 2), {"task": llama("causal_lm", adapters=True)}, FIRST_STEP),
+    "llama": (Row("fsdp", 2), {"task": llama(adapters=False), "precision": "bf16"}, {}),
+    "adapters": (Row("fsdp", 2), {"task": llama(adapters=True)}, {}),
+    "adapters, stages": (Row("pipeline", 2), {"task": llama(adapters=True)}, FIRST_STEP),
 }
 """What a run may have beside plain steps: where, what it is given, and which waits are known."""
 

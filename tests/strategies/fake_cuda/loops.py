@@ -1,7 +1,6 @@
 """Whole runs of the loop on fake CUDA devices, with what a run may have beside plain steps: what each step waits for,
 but not the boundaries between, and the last loss and gradient norm."""
 
-import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -84,27 +83,19 @@ def gpt(**more: Any) -> Callable[[Path], tuple[str, dict[str, Any]]]:
     return made
 
 
-def talk(i: int) -> list[dict[str, str]]:
-    return [{"role": "user", "content": f"{i} + {i}?"}, {"role": "assistant", "content": f"it is {2 * i}"}]
-
-
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 264}
 
 
-def llama(kind: str, adapters: bool) -> Callable[[Path], tuple[str, dict[str, Any]]]:
-    """kind: causal_lm, or instructions: conversations packed into rows."""
-
+def llama(adapters: bool) -> Callable[[Path], tuple[str, dict[str, Any]]]:
     def made(folder: Path) -> tuple[str, dict[str, Any]]:
         data = folder / "text.txt"
-        data.write_text("\n".join(json.dumps({"messages": talk(i)}) for i in range(64)))
+        data.write_text("".join(f"{i} and {i} are {2 * i}.\n" for i in range(400)))
         learnt = HuggingFace(model="llama", config=SIZES, data=str(data), sequence_length=16)
         torch.manual_seed(0)
         learnt.build_model().save_pretrained(folder / "base")
         learnt.write_folder(folder / "base")
-        if kind == "instructions":
-            data = data.rename(folder / "talk.jsonl")
         base = {"model": str(folder / "base"), "pretrained": True, "lora": {"r": 2} if adapters else None}
-        return "huggingface", {"kind": kind, "data": str(data), "sequence_length": 160, "eval_samples": 8, **base}
+        return "huggingface", {"data": str(data), "sequence_length": 16, "eval_samples": 8, **base}
 
     return made
