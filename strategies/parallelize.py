@@ -86,8 +86,9 @@ def parallelize(
     if options.precision == "fp8":
         precision.require_float8(device)
         narrowed = precision.use_float8(module, names)
-    # torch 2.13 cannot trace recomputing a block that holds DTensors, as those of a pipeline's stage may.
-    first = split is not None or division is not None
+    # torch 2.13 cannot trace recomputing a block that holds DTensors, as those of a pipeline's stage may, nor one whose
+    # attention goes across workers: within it the compiler would forget that.
+    first = split is not None or division is not None or layout.dims.cp > 1
     if options.compile and first:
         compile_blocks(module, names, options.compile_backend)
     context = None

@@ -192,7 +192,7 @@ class Gan(Task):
         update(self.deceive, "generator")
 
     def on_evaluation(self, model: Any, log: Any) -> None:
-        drawn = self.draw(model, self.images[:16])
+        drawn = self.draw(model, self.images[:16].to(next(model.parameters()).device))
         log("digits", drawn.view(4, 4, 8, 8).transpose(1, 2).reshape(32, 32))
         log("ink", drawn.mean().item())
         log("words", "sixteen digits")

@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
@@ -125,6 +124,8 @@ def continues_exactly(data: Any) -> bool:
     buffer of more."""
     reader = Reader(data, 0)
     with contextlib.suppress(Exception):  # not everything pickles
+        import cloudpickle  # not at the top: a machine that trains without Ray may lack it
+
         if SHUFFLE_BUFFER in cloudpickle.dumps(data):
             return False
     try:

@@ -45,8 +45,21 @@ IGNORED = -100
 _LOSSES: list[dist.ProcessGroup] = []
 """The workers of the sequence of which this process computes the loss, if it is split."""
 
+
+def _check(options: Options) -> None:
+    if options.compile and options.activation_checkpointing == "selective":  # torch 2.13 fails while it compiles them
+        raise LayoutError(
+            "train.compile with parallel.cp cannot recompute blocks in part: write train.activation_checkpointing=full "
+            "or none, or train.compile=false"
+        )
+
+
 STRATEGY = Strategy(
-    "context", "each sequence split over workers", degrees=("cp",), also=("dp_replicate", "dp_shard", "tp", "pp", "ep")
+    "context",
+    "each sequence split over workers",
+    degrees=("cp",),
+    also=("dp_replicate", "dp_shard", "tp", "pp", "ep"),
+    check=_check,
 )
 
 

@@ -267,6 +267,17 @@ class Recipe:
         return model
 
 
+def unmasked_attention() -> str:
+    """The name of torch's attention without a mask, for causal models that look at all tokens before, of rows without
+    padding. Under its own name the library first looks whether positions begin anew in a row, and a GPU's host waits
+    for the answer in every forward. https://huggingface.co/docs/transformers/attention_interface
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    library().AttentionInterface.register("sdpa_unmasked", sdpa_attention_forward)
+    return "sdpa_unmasked"
+
+
 def trial(recipe: Recipe) -> Any:
     """The model on meta: its structure without memory. Raises UserError if its configuration makes none."""
     try:

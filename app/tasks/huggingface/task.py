@@ -22,7 +22,16 @@ from app.tasks.huggingface import lora as low_rank
 from app.tasks.huggingface import plan
 from app.tasks.huggingface.conversations import end_of_answer
 from app.tasks.huggingface.inputs import ChatInput, FittedImages, PairsInput, TextsInput, fitted
-from app.tasks.huggingface.model import KINDS, Recipe, choose_kind, find, position_tables, settle, trial
+from app.tasks.huggingface.model import (
+    KINDS,
+    Recipe,
+    choose_kind,
+    find,
+    position_tables,
+    settle,
+    trial,
+    unmasked_attention,
+)
 from app.tasks.language import TextInput, show_sample
 from app.tasks.parts import InParts, one_of, whole
 from app.tasks.vision import ImageInput
@@ -142,6 +151,9 @@ class HuggingFace(InParts):
             if "position_ids" not in known:
                 raise UserError(f"{found.base.model_type} takes no position_ids, so conversations cannot share a row")
             self._own_mask = structure.config._attn_implementation == "sdpa" and self._attends_fully()
+        elif self.kind == "causal_lm" and structure.config._attn_implementation == "sdpa" and self._attends_fully():
+            self.recipe = replace(self.recipe, attention=unmasked_attention())
+            self._build = self.recipe.build
         self._masks = 1  # of a batch with places: one for all, unless the library weighs its routers by them
         self._chosen_experts = [found.top_k for found in find_mixtures(structure)]  # of each layer that has some
         self._heads = plan.heads(self.config, self.tensor_plan(structure))

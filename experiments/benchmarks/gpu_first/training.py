@@ -7,7 +7,7 @@ file or a command line would need OmegaConf.
 import os
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from app.job import Job, Place, SilentChannel
 from app.lease import write_lease
 from app.loop import Training
 from app.models.gpt import GPT, TENSOR_PLAN
+from app.models.mixture import MixtureGPT
 from app.planner.advice import predict
 from app.planner.estimate import Estimate
 from app.planner.machine import Machine, running
@@ -35,7 +36,7 @@ STATE_BYTES = 12
 """A parameter's in a checkpoint: itself and AdamW's two moments, in float32."""
 
 
-def config(shape: Shape, folder: str, options: Mapping[str, bool] | None = None, **train: Any) -> Config:
+def config(shape: Shape, folder: str, options: Mapping[str, Any] | None = None, **train: Any) -> Config:
     """A GPT of that shape on random tokens in bf16, clipped. options: of the model; train: of TrainConfig."""
     tokens = Path(folder, f"{shape.vocab_size}.bin")
     if not tokens.exists():
@@ -75,12 +76,20 @@ def planned(config: Config, machine: Machine | None = None) -> Estimate:
 # --- the same numbers ---------------------------------------------------------------------------------------------
 
 
+SMALL: dict[str, Any] = {"d_model": 128, "n_layers": 2, "n_heads": 4}
+
+
 def _gpt() -> GPT:
     torch.manual_seed(0)
-    return GPT(512, d_model=128, n_layers=2, n_heads=4)
+    return GPT(512, **SMALL)
 
 
-def trial() -> Trial:
+def _mixture() -> MixtureGPT:
+    torch.manual_seed(0)
+    return MixtureGPT(512, **SMALL, **MIXTURE)
+
+
+def trial(build: Callable[[], torch.nn.Module] = _gpt) -> Trial:
     """A small GPT, so that a CPU can train it too."""
     tokens = torch.randint(512, (12, 8, 65), generator=torch.Generator().manual_seed(0))
 
@@ -89,7 +98,7 @@ def trial() -> Trial:
 
     batches = [(step[:, :-1].contiguous(), step[:, 1:].contiguous()) for step in tokens]
     return Trial(
-        _gpt,
+        build,
         loss,
         batches.__getitem__,
         steps=12,
@@ -101,6 +110,7 @@ def trial() -> Trial:
     )
 
 
+MIXTURE = {"n_experts": 8, "top_k": 2}
 IN_FP32 = 2e-5, "sums in another order: 5e-7 between layouts on a CPU, which a training of 12 steps amplifies"
 VARIANTS: dict[str, tuple[dict[str, Any], tuple[float, str]]] = {
     "fp32": ({}, IN_FP32),
@@ -108,6 +118,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], tuple[float, str]]] = {
     "recomputed": ({"activation_checkpointing": "full"}, IN_FP32),
     "compiled": ({"compile": True}, IN_FP32),
     "fp8": ({"precision": "fp8"}, (5e-2, "a number is rounded by 2**-4, an average by less; beside bf16")),
+    "mixture": ({"precision": "bf16"}, (2e-2, "as bf16, and rounding chooses another expert for some tokens")),
 }
 """Options, and how far the loss may be from a CPU's, relatively; the gradient's norm and the weights ten times that."""
 
@@ -118,21 +129,25 @@ def one_device(here: Here, variant: str) -> None:
     for what, times in (("loss", 1.0), ("norm", 10.0), ("weights", 10.0)):
         here.expect(what, 0.0, times * bound, why)
     precision = options.get("precision", "fp32")
-    truth = train(trial(), SINGLE, Options(precision="bf16" if precision == "fp8" else precision), torch.device("cpu"))
+    made = trial(_mixture if variant == "mixture" else _gpt)
+    truth = train(made, SINGLE, Options(precision="bf16" if precision == "fp8" else precision), torch.device("cpu"))
     if not here.on_gpu:  # compiling kernels for a CPU takes longer, and shows less
         options = options | {"compile_backend": "aot_eager"}
-    curve = train(trial(), SINGLE, Options(**options), here.device)
+    curve = train(made, SINGLE, Options(**options), here.device)
     here.found(**vars(difference(truth, curve)), losses=[curve.losses[0], curve.losses[-1]])
 
 
 # --- nothing waits ------------------------------------------------------------------------------------------------
 
 
-def no_waits(here: Here) -> None:
-    """Steps of a run, with clipping and without a log line, in which nothing may wait for the device."""
+def no_waits(here: Here, mixture: bool = False) -> None:
+    """Steps of a run, with clipping and without a log line, in which nothing may wait for the device. mixture: of
+    experts, all on one GPU."""
     here.expect("waits", 0, 0, "the loop waits at boundaries only (app/loop.py)")
     here.expect("steps_under_error", 2, 2, 'torch.cuda.set_sync_debug_mode("error") raises where one waits')
-    run = training(here, config(SHAPES[here.model], os.environ["TMPDIR"]))
+    shape = SHAPES[here.model]
+    options = {"mixture": {**MIXTURE, "d_expert": shape.d_model}} if mixture else None
+    run = training(here, config(shape, os.environ["TMPDIR"], options))
     batches = run.batches()
     ahead = [next(batches) for _ in range(7)]
     for micro_batches in ahead[:3]:

@@ -21,7 +21,8 @@ from experiments.benchmarks.gpu_first.training import config, planned
 from tests.running import ROOT, environment
 
 FIELDS = ["name", "ok", "seconds", "predicted", "found", "error"]
-NOT_THERE = {"ray", "mlflow", "omegaconf", "antlr4", "click"}
+NOT_THERE = {"ray", "mlflow", "omegaconf", "antlr4", "click", "cloudpickle", "pandas", "pyarrow", "scipy", "matplotlib"}
+NOT_THERE |= {"optuna", "safetensors", "tokenizers", "transformers", "pydantic", "requests"}
 REFUSES = f"""import sys
 class Refuses:
     def find_spec(self, name, path=None, target=None):

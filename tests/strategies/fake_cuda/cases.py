@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,24 +10,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from app.checkpoint import latest_good
 from app.checkpoint.dcp import Stager
 from app.checkpoint.ranks import Ranks
-from app.config import Config, OptimizerConfig, TrainConfig
+from app.config import OptimizerConfig
 from app.data.loader import prefetched
-from app.job import Job, Place, SilentChannel
-from app.lease import write_lease
-from app.loop import Training
 from app.optimizer import build_optimizer
-from app.storage import Storage
 from experiments.parity.curves import Trial, begin, run_steps
-from experiments.parity.rows import DEEPSPEED, MIXTURES, ROWS, SINGLE, THREE, Row
+from experiments.parity.rows import ALL_FIVE, DEEPSPEED, MIXTURES, ROWS, SINGLE, THREE, Row
 from strategies import one_process, registry
-from strategies.layout import choose
 from strategies.parallelize import Options
 from tests.strategies.fake_cuda import device as fake
+from tests.strategies.fake_cuda.loops import gpt, llama, loop
 from tests.strategies.models import ZOO, gpt_trial, mixture_trial, seeded
-from tests.tasks import Points
 
 DEVICES = 8
 STEPS = 2
@@ -65,7 +58,7 @@ CANNOT = {
 @dataclass(frozen=True)
 class Case:
     """work: called on every rank, gives what the rank found. truth: the numbers to find, by a CPU. slow: not in
-    `make test`."""
+    `make test`. imports: what ranks would import one by one otherwise."""
 
     name: str
     workers: int
@@ -74,19 +67,21 @@ class Case:
     tolerance: float = 1e-5
     slow: bool = False
     waits: dict[str, str] = field(default_factory=lambda: WAITS)
+    imports: tuple[str, ...] = ()
 
 
 def of_row(row: Row, slow: bool = False, precision: str = "fp32", **options: Any) -> Case:
     layers = 4 if row.layout.dims.pp > 1 else 2
     told = {"precision": precision}
+    of_cpu = {"precision": "bf16" if precision == "fp8" else precision}  # where no product is in 8 bits
     trial = mixture_trial if row.layout.dims.ep > 1 else partial(gpt_trial, tied=True, layers=layers)
-    truth = Case("truth", 1, partial(train, trial, SINGLE, told, "cpu"))
+    truth = Case("truth", 1, partial(train, trial, SINGLE, of_cpu, "cpu"))
     return Case(
         " ".join([str(row), precision, *options]),
         row.workers,
         partial(train, trial, row, told | options, "cuda"),
         truth,
-        1e-5 if precision == "fp32" else 3e-3,
+        {"fp32": 1e-5, "fp8": 3e-2}.get(precision, 3e-3),
         slow,
         WAITS | (OFFLOADED if options.get("offload") else {}),
     )
@@ -144,7 +139,7 @@ def train(
 
 def _own_device(row: Row, rank: int) -> torch.device:
     several = any(record.several_devices for record in registry.written(row.name))
-    device = torch.device("cuda", one_process.home(several, rank, row.workers, DEVICES))
+    device = torch.device("cuda", one_process.home(several, rank, row.workers, DEVICES) % DEVICES)
     torch.cuda.set_device(device)
     return device
 
@@ -205,44 +200,36 @@ def staging(rank: int) -> dict[str, Any]:
 
 # --- the loop and its parts ---------------------------------------------------------------------------------------
 
-
-class Counted(Points):
-    """Its batches hold different numbers of items, which the host counts."""
-
-    items_vary = True
-
-    def items(self, batch: Any) -> int:
-        return int(batch[0].shape[0])
-
-
-def loop(changes: dict[str, Any], rank: int) -> dict[str, Any]:
-    """A whole run on one device without an index: what each step waits for, but not the boundaries between."""
-    train = TrainConfig(steps=6, global_batch_size=8, micro_batch_size=4, clip_norm=1.0, log_every=2, **changes)
-    config = Config(task=f"{__name__}:Counted", train=train, strategy="single")
-    with tempfile.TemporaryDirectory() as folder:
-        write_lease(Storage(folder), "attempt", 0)
-        job = Job(config, choose("single", 1), folder, "attempt", "uid", 6, folder)
-        training = Training(job, Place(0, 1, 0, torch.device("cuda")), SilentChannel())
-        step, waits = training.step, []
-
-        def counted(micro_batches: list[Any]) -> None:
-            fake.waits.clear()
-            step(micro_batches)
-            waits.extend(fake.waits)
-
-        training.step = counted  # type: ignore[method-assign]
-        summary = training.run()
-        training.close()
-        assert latest_good(job.checkpoints)[0] is not None and summary["step"] == 6
-    return {"waits": waits}
-
-
-LOOPS = {
-    "loop fp32": {},
-    "loop bf16, noise scale": {"precision": "bf16", "noise_scale_every": 2},
-    "loop fp16": {"precision": "fp16"},
-}
 FP16 = {"app/optimizer.py:accepts": "whether the gradient overflowed decides whether this step counts"}
+LOOPS: dict[str, tuple[Row, dict[str, Any], dict[str, str]]] = {
+    "fp32": (SINGLE, {}, {}),
+    "bf16, noise scale": (SINGLE, {"precision": "bf16", "noise_scale_every": 2}, {}),
+    "fp16": (SINGLE, {"precision": "fp16"}, FP16),
+    "average of the weights": (Row("fsdp", 2), {"ema_decay": 0.9, "eval_every": 2}, {}),
+    "training_step with two optimizers": (Row("fsdp", 2), {"task": "tests.tasks:Gan"}, {}),
+    "profile.steps": (Row("ddp", 2), {"profile": [3, 4]}, {}),
+    "linear loss, 16 bits between blocks": (
+        SINGLE,
+        {"task": gpt(linear_loss=True, residual_in_fp32=False, fused_projections=True), "precision": "bf16"},
+        {},
+    ),
+    "mixture": (SINGLE, {"task": gpt(linear_loss=True, mixture={"n_experts": 4, "top_k": 2}), "precision": "bf16"}, {}),
+    "llama": (Row("fsdp", 2), {"task": llama(adapters=False), "precision": "bf16"}, {}),
+    "adapters": (Row("fsdp", 2), {"task": llama(adapters=True)}, {}),
+    "adapters, stages": (Row("pipeline", 2), {"task": llama(adapters=True)}, FIRST_STEP),
+}
+"""What a run may have beside plain steps: where, what it is given, and which waits are known."""
+
+
+def of_loop(name: str) -> Case:
+    row, made, waits = LOOPS[name]
+    truth = Case("truth", 1, partial(loop, SINGLE, {**made, "profile": []}, "cpu"))
+    tolerance = 1e-5 if made.get("precision", "fp32") == "fp32" else 3e-3
+    of_others = "llama" in name or "adapters" in name
+    imports = ("peft", "transformers.models.llama.modeling_llama") if of_others else ()
+    work, slow = partial(loop, row, made, "cuda"), of_others and name != "adapters"
+    return Case(f"loop {name}", row.workers, work, truth, tolerance, slow, WAITS | waits, imports)
+
 
 # --- what must be noticed -----------------------------------------------------------------------------------------
 
@@ -284,6 +271,8 @@ UNEVEN = "fsdp+tensor+context"  # rows that tensor parallelism splits unevenly a
 CASES = [of_row(row, row not in QUICK and row.name != UNEVEN) for row in TRIED]
 PROFILED = [case for case in CASES if case.name.startswith("pipeline") and not case.slow]
 CASES += [of_row(row, row not in QUICK or row.name not in NARROW, "bf16") for row in TRIED]
+CASES += [of_row(row, slow=True) for row in ALL_FIVE]
+CASES += [of_row(Row(name, workers), precision="fp8") for name, workers in (("single", 1), ("ddp", 2), ("fsdp", 2))]
 CASES += [of_row(Row("fsdp", 2), offload=True), of_row(Row("tensor", 2), sequence_parallel=False)]
 CASES += [replace(case, name=f"{case.name} profiled", work=partial(case.work, profiled=True)) for case in PROFILED]
 CASES += [
@@ -291,9 +280,7 @@ CASES += [
     for row in (SINGLE, Row("ddp", 2), Row("fsdp", 2), Row("model_parallel", 1))
 ]
 CASES += [Case("staging a save", 1, staging, waits={})]
-CASES += [
-    Case(name, 1, partial(loop, changes), waits=FP16 if "fp16" in name else {}) for name, changes in LOOPS.items()
-]
+CASES += [of_loop(name) for name in LOOPS]
 
 
 def problems(case: Case, ran: dict[str, Any], truth: list[float]) -> list[str]:

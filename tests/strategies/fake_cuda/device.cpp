@@ -9,7 +9,9 @@
 #include <torch/library.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
+#include <torch/csrc/profiler/stubs/base.h>
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -33,7 +35,9 @@ void wait(const std::string& what) {
   if (on_wait) on_wait(what.c_str());
 }
 
-// --- devices, streams and events: only remembered ---------------------------------------------------------------
+// --- devices, streams and events: only remembered, and when by the host's clock -----------------------------------
+
+using Clock = std::chrono::steady_clock;
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   static DeviceIndex at(Device d) { return d.index() < 0 ? current : d.index(); }
@@ -61,13 +65,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   DeviceIndex deviceCount() const noexcept override { return devices; }
   void record(void** event, const Stream&, const DeviceIndex, const c10::EventFlag) const override {
-    if (!*event) *event = new char;
+    if (!*event) *event = new Clock::time_point;
+    *static_cast<Clock::time_point*>(*event) = Clock::now();
   }
   void block(void*, const Stream&) const override {}
-  void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<char*>(event); }
+  void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Clock::time_point*>(event); }
   bool queryEvent(void*) const override { return true; }
   bool queryStream(const Stream&) const override { return true; }
-  double elapsedTime(void*, void*, const DeviceIndex) const override { return 1.0; }
+  double elapsedTime(void* from, void* to, const DeviceIndex) const override {
+    using Milliseconds = std::chrono::duration<double, std::milli>;
+    return Milliseconds(*static_cast<Clock::time_point*>(to) - *static_cast<Clock::time_point*>(from)).count();
+  }
   void synchronizeEvent(void*) const override { wait("event.synchronize"); }
   void synchronizeStream(const Stream&) const override { wait("stream.synchronize"); }
   void synchronizeDevice(const DeviceIndex) const override { wait("device.synchronize"); }
@@ -339,6 +347,24 @@ struct NoTimer final : c10d::Timer {
   explicit NoTimer(Device) {}
   std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
 };
+
+// torch.profiler wants events around each operation of its devices. That it waits for them is no step's wait.
+struct NoEvents final : torch::profiler::impl::ProfilerStubs {
+  void record(DeviceIndex* device, torch::profiler::impl::ProfilerVoidEventStub*, int64_t*) const override {
+    if (device) *device = current;
+  }
+  using Event = torch::profiler::impl::ProfilerVoidEventStub;
+  float elapsed(const Event*, const Event*) const override { return 1.0f; }
+  void mark(const char*) const override {}
+  void rangePush(const char*) const override {}
+  void rangePop() const override {}
+  bool enabled() const override { return true; }
+  void onEachDevice(std::function<void(int)> work) const override {
+    for (int device = 0; device < devices; ++device) work(device);
+  }
+  void synchronize() const override {}
+};
+NoEvents no_events;
 } // namespace
 
 namespace c10d {
@@ -349,6 +375,7 @@ extern "C" {
 void fake_cuda_begin(int count, void (*callback)(const char*)) {
   devices = count;
   on_wait = callback;
+  torch::profiler::impl::registerCUDAMethods(&no_events);
 }
 void fake_cuda_resize(void* storage, size_t bytes) { // c10::StorageImpl: torch's own way is in its CUDA build alone
   auto* impl = static_cast<c10::StorageImpl*>(storage);

@@ -31,13 +31,11 @@ def _schedules(name: str) -> Iterator[Schedule]:
 def test_no_stage_waits_for_what_depends_on_itself(name: str) -> None:
     """In the strict model, and a first step: in others, and where shapes are known, less is waited for."""
     for schedule in _schedules(name):
-        how = {
-            "steps": 2 if schedule.micro_batches == 4 else 1,
-            "ragged": schedule.micro_batches % 4 == 3,
-            "profiled": schedule.micro_batches % 2 == 0,
-        }
+        how = {"steps": 2 if schedule.micro_batches == 4 else 1, "ragged": schedule.micro_batches % 4 == 3}
         programs = [events_of(schedule, stage, order, **how) for stage, order in enumerate(arrivals(schedule))]
         assert finishes(programs, "strict"), (name, schedule.stages, schedule.micro_batches, schedule.chunks)
+        again = [events_of(schedule, i, order, **how, profiled=True) for i, order in enumerate(arrivals(schedule))]
+        assert again == programs, "a profiled step asks a GPU for the same, and waits for nothing more"
 
 
 def _three_ahead(schedule: Schedule, stage: int) -> tuple[Arrival, ...]:

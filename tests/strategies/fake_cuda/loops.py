@@ -1,0 +1,101 @@
+"""Whole runs of the loop on fake CUDA devices, with what a run may have beside plain steps: what each step waits for,
+but not the boundaries between, and the last loss and gradient norm."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from app.checkpoint import latest_good
+from app.config import Config, OptimizerConfig, ParallelConfig, ProfileConfig, TrainConfig
+from app.job import Job, Place, SilentChannel
+from app.lease import write_lease
+from app.loop import Training
+from app.storage import Storage
+from app.tasks.huggingface.task import HuggingFace
+from experiments.parity.rows import Row
+from tests.strategies.fake_cuda import device as fake
+from tests.tasks import Plain
+
+
+class Counted(Plain):
+    """Its batches hold different numbers of items, which the host counts."""
+
+    items_vary = True
+
+    def items(self, batch: Any) -> int:
+        return int(batch[0].shape[0])
+
+
+def loop(row: Row, made: dict[str, Any], on: str, rank: int) -> dict[str, Any]:
+    """made: task (a name, or a function of a folder that gives name and arguments), profile (steps), others: of
+    TrainConfig. On a GPU the device has no index."""
+    given = {"steps": 6, "global_batch_size": 8, "micro_batch_size": 2, "clip_norm": 1.0, "log_every": 2} | made
+    task, profiled = given.pop("task", f"{__name__}:Counted"), given.pop("profile", [])
+    folder, name, arguments = _shared(rank, lambda folder: (task, {}) if isinstance(task, str) else task(folder))
+    parallel = ParallelConfig(**row.degrees | row.options)
+    train = TrainConfig(**given)
+    # Adam's usual epsilon scales up what is zero but for rounding, as adapters' gradients are at first
+    found = {"parallel": parallel, "train": train, "optimizer": OptimizerConfig(eps=1e-5)}
+    config = Config(name, arguments, row.name, profile=ProfileConfig(profiled), **found)
+    job = Job(config, row.layout, folder, "attempt", "uid", train.steps or 0, folder)
+    if on == "cuda":
+        torch.cuda.set_device(rank)
+    training = Training(job, Place(rank, row.workers, rank, torch.device(on)), SilentChannel())
+    owner, step = (training.profiler, "take") if training.profiler else (training, "step")
+    taken, waits = getattr(owner, step), list[tuple[str, str]]()
+
+    def counted(micro_batches: list[Any]) -> None:
+        fake.waits.clear()
+        taken(micro_batches)
+        waits.extend(fake.waits)
+
+    setattr(owner, step, counted)
+    summary = training.run()
+    training.close()
+    assert latest_good(job.checkpoints)[0] is not None and summary["step"] == train.steps
+    numbers = [summary["metrics"][f"train/{name}"] for name in ("loss", "grad_norm")]
+    return {"waits": waits, "numbers": numbers}
+
+
+def _shared(rank: int, task: Callable[[Path], tuple[str, dict[str, Any]]]) -> Any:
+    """The run's folder and its task, which rank 0 makes."""
+    box: list[Any] = [None]
+    if rank == 0:
+        folder = tempfile.mkdtemp(prefix="fake-cuda-loop-")
+        write_lease(Storage(folder), "attempt", 0)
+        box = [(folder, *task(Path(folder)))]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box)
+    return box[0]
+
+
+def gpt(**more: Any) -> Callable[[Path], tuple[str, dict[str, Any]]]:
+    def made(folder: Path) -> tuple[str, dict[str, Any]]:
+        text = folder / "text.txt"
+        text.write_text("".join(f"{i} and {i} are {2 * i}.\n" for i in range(400)))
+        sizes = {"sequence_length": 16, "d_model": 32, "n_layers": 2, "n_heads": 4, "eval_samples": 8}
+        return "language_modelling", {"data": str(text), **sizes, **more}
+
+    return made
+
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "vocab_size": 264}
+
+
+def llama(adapters: bool) -> Callable[[Path], tuple[str, dict[str, Any]]]:
+    def made(folder: Path) -> tuple[str, dict[str, Any]]:
+        data = folder / "text.txt"
+        data.write_text("".join(f"{i} and {i} are {2 * i}.\n" for i in range(400)))
+        learnt = HuggingFace(model="llama", config=SIZES, data=str(data), sequence_length=16)
+        torch.manual_seed(0)
+        learnt.build_model().save_pretrained(folder / "base")
+        learnt.write_folder(folder / "base")
+        base = {"model": str(folder / "base"), "pretrained": True, "lora": {"r": 2} if adapters else None}
+        return "huggingface", {"data": str(data), "sequence_length": 16, "eval_samples": 8, **base}
+
+    return made
