@@ -110,7 +110,7 @@ def trial(build: Callable[[], torch.nn.Module] = _gpt) -> Trial:
     )
 
 
-MIXTURE = {"n_experts": 8, "top_k": 2}
+MIXTURE: dict[str, Any] = {"n_experts": 8, "top_k": 2}
 IN_FP32 = 2e-5, "sums in another order: 5e-7 between layouts on a CPU, which a training of 12 steps amplifies"
 VARIANTS: dict[str, tuple[dict[str, Any], tuple[float, str]]] = {
     "fp32": ({}, IN_FP32),

@@ -69,7 +69,7 @@ def test_memory_is_that_of_the_worst_moment_on_the_fullest_device(
         monkeypatch.setattr(estimate, "part_costs", lambda *_, found=parts: list(found.values()))
         size = ModelSize((), 24)
         reader: Any = SimpleNamespace(costs=lambda way, found=model: found, size=size, sample_bytes=1.0, exchanged=0.0)
-        reader.heads = None
+        reader.heads, reader.blocks = None, len(model.order)
         options = Options(stages=cut if pp > 1 else None)
         candidate = Candidate(layout, 2, many, "none", "fp32", schedule, chunks)
         found = estimate.Estimator(reader, cpus(4), options).estimate(candidate)
