@@ -64,7 +64,7 @@ def checkpoint_of(storage: Storage, step: int | None, warn: Warn = lambda senten
 def trained(storage: Storage, step: int | None = None, warn: Warn = lambda sentence: None) -> Trained:
     """The run's model with the weights of its newest good checkpoint, or of that of a step. Raises UserError."""
     commit, task = checkpoint_of(storage, step, warn), task_of(storage)
-    model, weights = task.build_model(), Weights(commit)
+    model, weights = task.build_trained(), Weights(commit)
     require_same(model, weights)
     model.load_state_dict({name: weights.read(name) for name in model.state_dict()})
     return Trained(task, model.eval(), commit.step)

@@ -59,6 +59,10 @@ class Task:
         """A new model. Draws only from torch's global generator, which the caller has seeded; works on meta."""
         raise UserError(f"{type(self).__name__} has no build_model: app/tasks/base.py shows what a task has")
 
+    def build_trained(self) -> nn.Module:
+        """The model that people get, with the parameters of `build_model`'s, unless that one suits training alone."""
+        return self.build_model()
+
     def train_data(self) -> Dataset[Any]:
         """The data to train on. Map-style (`__len__`, `__getitem__`) in any fixed order, since it is shuffled by the
         seed; or a stream (`__iter__`; app/data/stream.py), in its own; or a Mixture (app/data/mixture.py)."""

@@ -68,7 +68,7 @@ def _save(recipe: dict[str, Any], run_id: str, scratch: Path) -> None:
     read_task_file(recipe["task"], Storage(recipe.get("folder", ".")))
     with contextlib.chdir(recipe["cwd"]):  # where its relative paths mean what they did
         task = load_task(recipe["task"], dict(recipe["task_args"]))
-        module = task.build_model()
+        module = task.build_trained()
         example = fetch(task.train_data(), [(0, 0)])
     module.load_state_dict(torch.load(recipe["weights"], map_location="cpu", weights_only=True))
     module.eval()

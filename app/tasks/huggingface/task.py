@@ -152,8 +152,7 @@ class HuggingFace(InParts):
                 raise UserError(f"{found.base.model_type} takes no position_ids, so conversations cannot share a row")
             self._own_mask = structure.config._attn_implementation == "sdpa" and self._attends_fully()
         elif self.kind == "causal_lm" and structure.config._attn_implementation == "sdpa" and self._attends_fully():
-            self.recipe = replace(self.recipe, attention=unmasked_attention())
-            self._build = self.recipe.build
+            self._build = replace(self.recipe, attention=unmasked_attention()).build
         self._masks = 1  # of a batch with places: one for all, unless the library weighs its routers by them
         self._chosen_experts = [found.top_k for found in find_mixtures(structure)]  # of each layer that has some
         self._heads = plan.heads(self.config, self.tensor_plan(structure))
@@ -179,6 +178,9 @@ class HuggingFace(InParts):
         return True
 
     # --- the task ----------------------------------------------------------------------------------------------
+
+    def build_trained(self) -> nn.Module:
+        return self.recipe.build()  # which heeds a mask: people's rows may be padded
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         called: Any = Called(self, model)

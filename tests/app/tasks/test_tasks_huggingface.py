@@ -107,6 +107,14 @@ def test_builds_and_has_gradients(name: str, data: Path) -> None:
     assert blocks is None or (len(blocks) == 2 and all(model.get_submodule(block) for block in blocks))
 
 
+def test_the_model_that_people_get_heeds_padding(data: Path) -> None:
+    torch.manual_seed(0)
+    model = made("llama", data).build_trained().eval()
+    ids = torch.tensor([[9, 9, 5, 6, 7]])
+    padded = model(input_ids=ids, attention_mask=torch.tensor([[0, 0, 1, 1, 1]])).logits[:, -1]
+    assert torch.allclose(padded, model(input_ids=ids[:, 2:]).logits[:, -1], atol=1e-6)
+
+
 def test_loss_is_the_librarys_own(data: Path) -> None:
     """With `labels` the library shifts and averages itself; ours takes targets that are shifted already."""
     task = made("llama", data)
