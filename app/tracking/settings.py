@@ -74,16 +74,19 @@ def _checked(uri: str, shown: str) -> str:
     folder = Path(unquote(parts.path) if scheme == "file" else uri)
     file = (sqlite_path(uri) if scheme == "sqlite" else folder / "mlflow.db").expanduser().absolute()
     parent = next(folder for folder in file.parents if folder.exists())
-    try:  # root may write everywhere, says os.access, also into /proc
-        with tempfile.TemporaryDirectory(dir=parent):
-            writable = not file.is_dir()
-    except OSError:
-        writable = False
-    if not writable:
+    if file.is_dir() or not (shown.startswith("run.storage=") or _can_write(parent)):  # a storage says it of itself
         raise UserError(f"{shown}: the file {file} cannot be written: {_RIGHT}")
     if file.is_file() and file.open("rb").read(15) not in (b"", b"SQLite format 3"):
         raise UserError(f"{shown}: the file {file} is not a SQLite database: {_RIGHT}")
     return f"sqlite:///{file}"
+
+
+def _can_write(folder: Path) -> bool:
+    try:  # root may write everywhere, says os.access, also into /proc
+        with tempfile.TemporaryDirectory(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def sqlite_path(uri: str) -> Path:
