@@ -80,10 +80,8 @@ def look(storage: Storage) -> RunState:
             state = "lost"
         elif lease["attempt"] != progress.get("attempt"):
             state = "starting"
-    if state == "finished":  # its last start may have had no step left to take, and so no progress
-        progress |= (
-            {"step": summary["step"], "loss": metrics.get("train/loss", progress.get("loss"))} if summary else {}
-        )
+    if state == "finished" and summary:  # its last start may have had no step left to take, and so no progress
+        progress |= {"step": summary["step"], "loss": metrics.get("train/loss", progress.get("loss"))}
     evaluated = {key.removeprefix("eval/"): value for key, value in metrics.items() if key.startswith("eval/")}
     return RunState(
         name=name,
