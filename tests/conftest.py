@@ -1,8 +1,10 @@
 """One Ray head for the whole session: starting Ray costs more than the trainings that tests do."""
 
+import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -24,16 +26,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What trains on the pool's ranks has the machine to itself (`alone`). The rest runs in two processes, and one of
     them begins with all that needs the Ray head, which mostly waits. What is `pure` runs by itself too (Makefile)."""
     order = {}
+    pool: dict[Any, bool] = {}
+    asks = {item: "ray_environment" in getattr(item, "fixturenames", ()) for item in items}
+    in_ray = {item.path for item in items if asks[item]}
     for item in items:
         names = dir(getattr(item, "module", None))
-        ray = "ray_environment" in getattr(item, "fixturenames", ())
+        ray = item.path in in_ray  # with all of its file, whose fixtures are then made once
         item.add_marker(pytest.mark.xdist_group("ray" if ray else item.path.stem))
         order[item] = not ray
-        if not ray and "run_distributed" in names:
+        if not asks[item] and "run_distributed" in names and _reaches_pool(getattr(item, "function", None), pool):
             item.add_marker("alone")
         elif not ray and not any(name in names for name in WHOLE):
             item.add_marker("pure")
     items.sort(key=order.__getitem__)
+
+
+def _reaches_pool(function: Any, known: dict[Any, bool]) -> bool:
+    """Whether it names `run_distributed`, or a function of its module does that it names."""
+    function = getattr(function, "__wrapped__", function)
+    if not inspect.isfunction(function):
+        return False
+    if function not in known:
+        names, around = set(function.__code__.co_names), function.__globals__
+        known[function] = "run_distributed" in names
+        known[function] |= any(_reaches_pool(around[name], known) for name in names & around.keys())
+    return known[function]
 
 
 @pytest.fixture(autouse=True)

@@ -77,6 +77,7 @@ def test_ranks_on_several_machines_all_keep_to_gloo() -> None:
     assert run_distributed(_elsewhere, 2) == [(True, 2.0), (True, 2.0)]
 
 
+@pytest.mark.slow
 def test_the_accelerator_can_be_deleted() -> None:
     """And rows of the parity matrix train the same model."""
     test = "tests/strategies/test_parity.py::test_row_trains_the_same_model"

@@ -47,7 +47,15 @@ def _difference(row: Row, options: dict[str, Any], **changes: Any) -> Difference
     return curves.difference(_truth(**changes), _on_ranks(_train, row, Options(**options), changes))
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+LIKE_OTHERS = ("zero1+tensor", "zero2+tensor", "zero1+context", "zero2+context")
+"""They differ from ddp's and fsdp's in what zero1 and zero2 do alone."""
+WIDER = [row for row in ROWS if row.workers == 4 and not row.degrees and row.name not in ("ddp", "fsdp")]
+"""Of what is tried at 2 workers already."""
+SLOW = [row for row in ROWS if row.name in LIKE_OTHERS or row in WIDER]
+EVERY = [pytest.param(row, id=str(row), marks=[pytest.mark.slow] * (row in SLOW)) for row in ROWS]
+
+
+@pytest.mark.parametrize("row", EVERY)
 def test_row_trains_the_same_model(row: Row) -> None:
     layers = 4 if row.layout.dims.pp > 1 else 2
     found = _difference(row, {"activation_checkpointing": "full"}, layers=layers)
@@ -105,7 +113,7 @@ def test_sixteen_bits_stay_within_their_rounding(row: Row, options: dict[str, An
     assert 1e-6 < found.loss < 3e-3, "computed or reduced in 16 bits, and not far off"
 
 
-@pytest.mark.parametrize("row", [Row("model_parallel", 1), _DDP, _FSDP, _TENSOR, _FSDP_TENSOR, _DDP_TENSOR], ids=str)
+@pytest.mark.parametrize("row", [Row("model_parallel", 1), _DDP, _FSDP, _TENSOR, _FSDP_TENSOR], ids=str)
 def test_any_model_without_hints(row: Row) -> None:
     trained = _on_ranks(_train_zoo, row)
     for name, truth in _zoo_truth().items():

@@ -138,6 +138,7 @@ def test_all_reduce_and_a_look_at_a_running_cluster(
     assert broken.nodes == ("a", "b", "c") and broken.rate is None and broken.problem
 
 
+@pytest.mark.slow
 def test_doctor_leaves_out_no_whole_cluster(ray_environment: dict[str, str]) -> None:
     out = trireme("doctor", "--storage", "/proc/nowhere", "--exclude-bad", env=ray_environment)
     assert out.code == 1 and "every node is bad" in out.err and "cannot write to the storage" in out.err

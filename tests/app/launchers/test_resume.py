@@ -123,6 +123,7 @@ def test_a_run_is_trained_by_one_command_and_once_finished_trained_further(tmp_p
     assert [each["run"] for each in outcomes[2:]] == ["run", "run-2"]
 
 
+@pytest.mark.slow
 def test_starts_that_are_taken_over_end_and_say_so(tmp_path: Path, undisturbed: dict[str, Path]) -> None:
     """The first one while it trains, the second one while it is stopped."""
     arguments = command(tmp_path, "launcher=local", "task_args.step_seconds=0.5")

@@ -76,6 +76,7 @@ SHARE = "from app.launchers import threads; threads.usable_cores = lambda: 6; th
 SHARE += "import os, torch; print(os.environ.get('OMP_NUM_THREADS'), torch.get_num_threads())"
 
 
+@pytest.mark.slow
 def test_a_process_of_torchrun_takes_its_share_and_not_the_one_thread_that_it_is_given(tmp_path: Path) -> None:
     (tmp_path / "share.py").write_text(SHARE)
     program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "share.py"]

@@ -109,8 +109,14 @@ def test_resnets_have_the_size_of_the_paper(depth: int, millions: float) -> None
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "bf16 options", "fp8"])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        pytest.param(kind, mode, marks=[pytest.mark.slow] * (mode != ("selective" if kind == "fp8" else "none")))
+        for kind in ("fp32", "bf16", "bf16 options", "fp8")
+        for mode in ("none", "full", "selective")
+    ],
+)
 def test_a_block_of_a_gpt_is_compiled_as_one_graph(kind: str, mode: str) -> None:
     """Forward and backward, as strategies/parallelize.py puts things on it: a break would launch what lies between two
     graphs operation by operation."""

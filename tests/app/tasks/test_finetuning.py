@@ -229,8 +229,8 @@ NAMES = ("lora", "lora classifier", "lora instructions", "gpt2 instructions", "t
 PARITY = [
     ("ddp", 2, {}, NAMES, 1e-5),
     ("fsdp", 2, {}, NAMES, 1e-5),
-    ("tensor", 2, {}, ("lora", "instructions", "lora instructions", "t5"), 2e-5),
-    ("pipeline", 2, {"pp": 2}, ("lora", "instructions"), 1e-5),
+    pytest.param("tensor", 2, {}, ("lora", "instructions", "lora instructions", "t5"), 2e-5, marks=pytest.mark.slow),
+    pytest.param("pipeline", 2, {"pp": 2}, ("lora", "instructions"), 1e-5, marks=pytest.mark.slow),
 ]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+import pytest
 
 from app.lease import process_started
 from app.tracking.spool import State, size
@@ -105,6 +106,7 @@ def mlflow_server(folder: Path, port: int) -> Iterator[None]:
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_late_gets_everything_from_the_newest_writer(tmp_path: Path) -> None:
     (tmp_path / "figure.txt").write_text("bars")
     port, store, folder = free_port(), Store(f"sqlite:///{tmp_path}/server.db"), tmp_path / "spool"

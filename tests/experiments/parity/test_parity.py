@@ -37,6 +37,7 @@ def experiment(text: str) -> list[str]:
 # --- what is measured -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_matrix_measures_rows_and_checkpoints_and_goes_on_without_those_that_cannot_run() -> None:
     rows = [Row("fsdp", 2), Row("pipeline", 1)]
     results = run(partial(gpt_trial, tied=True, steps=4), rows, variants=[EVERYTHING], checkpoints=True)

@@ -120,9 +120,9 @@ def _train(_: int, row: Row, options: dict[str, Any]) -> Curve:
     return curves.train(MASKED, row.layout, Options(**(row.options | options)), CPU)
 
 
-WAYS: list[tuple[str, dict[str, Any]]] = [(method, {}) for method in METHODS]
+WAYS: list[Any] = [(method, {}) for method in METHODS]
 WAYS += [(method, {"activation_checkpointing": "selective"}) for method in METHODS]
-WAYS.append(("ring", {"compile": True, "compile_backend": "aot_eager"}))
+WAYS.append(pytest.param("ring", {"compile": True, "compile_backend": "aot_eager"}, marks=pytest.mark.slow))
 
 
 @pytest.mark.parametrize(("method", "options"), WAYS, ids=str)

@@ -51,10 +51,12 @@ def _truth(**options: Any) -> Curve:
     return _train(0, SINGLE, Options(**options), {})
 
 
-LARGE = [pytest.param(row, marks=pytest.mark.slow, id=str(row)) for row in ALL_FIVE]
+ONCE = list({row.name: row for row in reversed(MIXTURES)}.values())
+"""Of each name the first."""
+EVERY = [pytest.param(row, marks=[pytest.mark.slow] * (row not in ONCE), id=str(row)) for row in (*MIXTURES, *ALL_FIVE)]
 
 
-@pytest.mark.parametrize("row", [*MIXTURES, *LARGE], ids=str)
+@pytest.mark.parametrize("row", EVERY)
 def test_row_trains_the_same_mixture(row: Row) -> None:
     found = run_distributed(_train, row.workers, row, Options(activation_checkpointing="full"), {})[0]
     assert curves.difference(_truth(), found).within(1e-6), curves.difference(_truth(), found)
@@ -112,7 +114,7 @@ def _held(_: int, row: Row) -> tuple[int, int]:
     return tuple(sum(t.untyped_storage().nbytes() for t in own if t.numel()) for own in (local, states))  # type: ignore
 
 
-@pytest.mark.parametrize("row", [row for row in MIXTURES if row.layout.dims.pp == 1], ids=str)
+@pytest.mark.parametrize("row", [row for row in ONCE if row.layout.dims.pp == 1], ids=str)
 def test_memory_is_exact_to_the_byte(row: Row) -> None:
     with torch.device("meta"):
         module = mixture()

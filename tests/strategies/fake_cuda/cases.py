@@ -227,7 +227,7 @@ def of_loop(name: str) -> Case:
     tolerance = 1e-5 if made.get("precision", "fp32") == "fp32" else 3e-3
     of_others = "llama" in name or "adapters" in name
     imports = ("peft", "transformers.models.llama.modeling_llama") if of_others else ()
-    work, slow = partial(loop, row, made, "cuda"), of_others and name != "adapters"
+    work, slow = partial(loop, row, made, "cuda"), of_others
     return Case(f"loop {name}", row.workers, work, truth, tolerance, slow, WAITS | waits, imports)
 
 
@@ -260,23 +260,29 @@ FAULTY = [Case(name, 1, partial(_faulty, work)) for name, (work, _) in FAULTS.it
 
 # --- the table ----------------------------------------------------------------------------------------------------
 
-LIKE_OTHERS = ("zero3", "zero1+tensor", "zero2+tensor")
-QUICK = [row for row in (SINGLE, *ROWS, *MIXTURES[:1]) if row.layout.dims.pp < 4 and row.name not in LIKE_OTHERS]
+KINDS = ("single", "model_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor", "fsdp+tensor", "pipeline")
+KINDS += ("fsdp+pipeline", "context", "pipeline+context", "ddp+expert")
+QUICK = [row for row in (SINGLE, *ROWS, *MIXTURES[:1]) if row.layout.dims.pp < 4 and row.name in KINDS]
 QUICK = [row for row in QUICK if row.workers == min(other.workers for other in QUICK if other.name == row.name)]
 """Of each name the row with the fewest workers."""
 NARROW = ("single", "ddp", "fsdp", "tensor", "pipeline")
 """Those that cast in a way of their own."""
 TRIED = [row for row in (SINGLE, *ROWS, *THREE, *MIXTURES) if row.name not in CANNOT]
-UNEVEN = "fsdp+tensor+context"  # rows that tensor parallelism splits unevenly are saved from more than two shards
-CASES = [of_row(row, row not in QUICK and row.name != UNEVEN) for row in TRIED]
-PROFILED = [case for case in CASES if case.name.startswith("pipeline") and not case.slow]
+CASES = [of_row(row, row not in QUICK) for row in TRIED]
+PROFILED = [case for case in CASES if case.name.startswith("pipeline (") and not case.slow]
 CASES += [of_row(row, row not in QUICK or row.name not in NARROW, "bf16") for row in TRIED]
 CASES += [of_row(row, slow=True) for row in ALL_FIVE]
-CASES += [of_row(Row(name, workers), precision="fp8") for name, workers in (("single", 1), ("ddp", 2), ("fsdp", 2))]
+CASES += [of_row(Row(name, n), n == 2, "fp8") for name, n in (("single", 1), ("ddp", 2), ("fsdp", 2))]
 CASES += [of_row(Row("fsdp", 2), offload=True), of_row(Row("tensor", 2), sequence_parallel=False)]
 CASES += [replace(case, name=f"{case.name} profiled", work=partial(case.work, profiled=True)) for case in PROFILED]
 CASES += [
-    Case(f"{row} images", row.workers, partial(images, row, "cuda"), Case("truth", 1, partial(images, SINGLE, "cpu")))
+    Case(
+        f"{row} images",
+        row.workers,
+        partial(images, row, "cuda"),
+        Case("truth", 1, partial(images, SINGLE, "cpu")),
+        slow=row.name not in ("ddp", "fsdp"),
+    )
     for row in (SINGLE, Row("ddp", 2), Row("fsdp", 2), Row("model_parallel", 1))
 ]
 CASES += [Case("staging a save", 1, staging, waits={})]

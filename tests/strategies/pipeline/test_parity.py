@@ -54,9 +54,9 @@ def some(*names: str) -> list[dict[str, Any]]:
     [
         ("pipeline", 2, ALL),
         ("pipeline", 4, some("interleaved_1f1b", "zbv")),
-        ("ddp+pipeline", 4, some("zb_h1", "zbv")),
+        pytest.param("ddp+pipeline", 4, some("zb_h1", "zbv"), marks=pytest.mark.slow),
         ("fsdp+pipeline", 4, some("gpipe", "interleaved_1f1b", "zbv")),
-        ("tensor+pipeline", 4, some("zb_h1", "interleaved_1f1b")),
+        pytest.param("tensor+pipeline", 4, some("zb_h1", "interleaved_1f1b"), marks=pytest.mark.slow),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -77,7 +77,9 @@ def test_recomputation_and_sixteen_bits() -> None:
         assert 1e-6 < curves.difference(_truth(), curve).loss < 3e-3, "computed in 16 bits, and not far off"
 
 
-@pytest.mark.parametrize(("stages", "names"), [(2, list(CHAINS)), (4, ["skips", "t5"])])
+@pytest.mark.parametrize(
+    ("stages", "names"), [(2, list(CHAINS)), pytest.param(4, ["skips", "t5"], marks=pytest.mark.slow)]
+)
 def test_any_chain_without_hints(stages: int, names: list[str]) -> None:
     """Over four stages a value skips ahead of several."""
     trained = run_distributed(_train_chains, stages, names, stages)[0]

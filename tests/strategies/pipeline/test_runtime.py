@@ -79,7 +79,7 @@ def _held(rank: int, stages: int, all_options: list[dict[str, Any]]) -> list[tup
     return found
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_activations_in_memory_are_as_many_as_the_formula_says(stages: int) -> None:
     options = ALL if stages == 2 else some("1f1b", "interleaved_1f1b", "zbv")
     for rank, answer in enumerate(run_distributed(_held, stages, stages, options)):
