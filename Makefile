@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
+# Where it is set, as in many images, each process would compile torch, Ray and the rest again: four seconds of each.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo check test test-busy coverage test-versions test-slow test-deepspeed mutants lint wheels setup clean
 
@@ -68,7 +70,7 @@ setup: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing the tested versions into $(VENV): a minute or two, once"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "python3 cannot make a virtual environment here: apt-get install python3-venv" >&2; exit 1; }
-	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --upgrade pip # resolves in a third of the time
+	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --upgrade pip # resolves faster
 	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[examples,dev]'
 	@touch $@
 
