@@ -105,6 +105,7 @@ class ActorWorkers(RayWorkers):
     def __init__(self, per_worker: Resources, cluster: Cluster, reserved: PlacementGroup | None = None) -> None:
         super().__init__()
         self.per_worker, self.cluster, self.reserved = per_worker, cluster, reserved
+        self.group: PlacementGroup | None = None
         self.calls: dict[Any, int] = {}
         self.actors: list[Any] = []
         self.dead: dict[int | None, BaseException] = {}

@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.util.placement_group import remove_placement_group
 
 from app.job import Job, Place
 from app.launchers.driver_actors import TrainerHost, start_here
 from app.launchers.ray_workers import POLL_SECONDS, RayChannel, RayWorkers, enter, error_of, surroundings
-from app.launchers.room import node_selector
+from app.launchers.room import groups_of_this_job, node_selector, remove_groups_but
 from app.launchers.workers import Failures
 from app.storage import Storage
 
@@ -40,11 +39,13 @@ class RayTrainWorkers(RayWorkers):
     def __init__(self, per_worker: Mapping[str, float]) -> None:
         super().__init__()
         self.per_worker, self.folder = dict(per_worker), ""
+        self.others = groups_of_this_job()  # none, but in a program of the user's own
         self.host: Any = start_here(TrainerHost)  # it imports while the driver prepares the run
         self.call: Any = None
 
     def start(self, job: Job) -> None:
         self.folder = f"{job.folder}/.ray_train"  # of Ray Train's own few files, which every node must see
+        remove_groups_but(self.others)  # what an earlier attempt's trainer asked for while it was ended
         self.begin_attempt(job.layout.dims.world_size)
         self.host = self.host or start_here(TrainerHost)
         scaling = {
@@ -63,9 +64,8 @@ class RayTrainWorkers(RayWorkers):
         self.call = None
         ray.kill(self.host)
         self.end_attempt()
-        if self.group is not None:  # as its maker was killed, it would stay until the job ends
-            remove_placement_group(self.group)
-        self.host = self.group = None
+        remove_groups_but(self.others)
+        self.host = None
 
     def close(self) -> None:
         """Ends what outlives attempts, and removes what Ray Train has left in the run's folder."""

@@ -42,7 +42,6 @@ class RayWorkers(Workers):
         self.queue: Any = start_here(EventQueue)
         self.queue_died = False
         self.attempt = 0
-        self.group: Any = None  # the placement group of the attempt, as soon as it is known
 
     def begin_attempt(self, world_size: int) -> None:
         self.attempt, self.world_size = self.attempt + 1, world_size
@@ -101,7 +100,6 @@ class RayWorkers(Workers):
         """Keeps what is this object's own; whether that is all of the event."""
         if event["type"] == "worker":
             self.infos[event["info"].rank] = event["info"]
-            self.group = self.group or event["group"]
         elif event["type"] == "failed":
             self.failures.setdefault(event["rank"], event.get("error") or WorkerLost(details=event["lost"]))
             return True
@@ -216,7 +214,7 @@ def enter(job: Job, channel: RayChannel, label: str = "") -> WorkerInfo:
         label,
         oom_kills(),
     )
-    channel.emit({"type": "worker", "info": info, "group": ray.util.get_current_placement_group()})
+    channel.emit({"type": "worker", "info": info})
     return info
 
 

@@ -1,11 +1,11 @@
 """What Ray says about the nodes of the cluster: what is free where, who holds the rest, whether a node lives."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from app.launchers.recovery import Nodes, oom_kills
@@ -69,6 +69,20 @@ def free_by_node(excluded: Sequence[str]) -> dict[str, Counter[str]]:
 def is_placed() -> bool:
     """Whether the workers' group has its places."""
     return any(entry["state"] == "CREATED" for entry in _groups_of_this_job())
+
+
+def remove_groups_but(kept: Collection[str]) -> None:
+    """Removes this job's groups without a name that are not these, also one that still waits for its places: its maker
+    was killed, and it would take them when they come."""
+    for entry in _groups_of_this_job():
+        group = entry["placement_group_id"]
+        if group not in kept and not entry["name"] and entry["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group)))
+
+
+def groups_of_this_job() -> set[str]:
+    """Their ids."""
+    return {entry["placement_group_id"] for entry in _groups_of_this_job()}
 
 
 def _groups_of_this_job() -> list[dict[str, Any]]:

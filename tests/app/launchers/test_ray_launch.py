@@ -5,17 +5,19 @@ from typing import Any
 
 import pytest
 import ray
+from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from app.config import ClusterConfig, Config, TrainConfig
 from app.config_io import load_config
 from app.launchers.ray_launch import resources_to_ask_for, when_over
+from app.launchers.room import groups_of_this_job, remove_groups_but
 from app.run.prepare import Prepared, with_idle_gpus
 from cluster import ClusterError
 from cluster.connect import Cluster
 from cluster.pending import Diagnosis
 from cluster.shape import NodeState, of_nodes
 from strategies.parallelize import choose
-from tests.running import POINTS, trireme
+from tests.running import POINTS, trireme, wait_until
 
 
 def _cluster(nodes: int, **each: float) -> Cluster:
@@ -95,3 +97,23 @@ def test_a_run_gets_no_worker_on_an_excluded_node(
     run = ["train", *POINTS, "train.steps=4", "run.name=out", f"run.storage={tmp_path}", "workers=2"]
     ended = trireme(*run, f"cluster.exclude_nodes=[{only}]", env=ray_environment)
     assert ended.code == 2 and "no node has it, the most is CPU 0" in ended.err, ended.out + ended.err
+
+
+def test_what_an_ended_attempt_waits_for_is_not_left_behind(connected: None) -> None:
+    """A group that nobody removes takes the places when they come, and the next attempt waits for ever."""
+    group = ray.util.placement_group
+    others = [group([{"CPU": 0.5}]), group([{"CPU": 0.5}], name="a user's")]
+    kept = groups_of_this_job()
+    assert kept == {other.id.hex() for other in others}
+    waiting, placed = group([{"CPU": 1000.0}]), group([{"CPU": 0.5}])
+    named = group([{"CPU": 1000.0}], name="another of theirs")
+    assert placed.wait(30) and not waiting.wait(0.1)
+    remove_groups_but(kept)
+
+    def state(of: PlacementGroup) -> str:
+        return placement_group_table(of)["state"]
+
+    wait_until(lambda: state(waiting) == state(placed) == "REMOVED")
+    assert state(named) == "PENDING" and all(other.wait(30) for other in others)
+    for each in (*others, named):
+        ray.util.remove_placement_group(each)
