@@ -143,6 +143,9 @@ def printed(request: pytest.FixtureRequest, head: str) -> Iterator[list[str]]:
     """Lines that are shown when all tests of a module have run."""
     lines: list[str] = []
     yield lines
-    reporter: Any = request.config.pluginmanager.get_plugin("terminalreporter")
-    for line in ["", head, *lines]:
-        reporter.write_line(line)
+    plugins = request.config.pluginmanager
+    reporter: Any = plugins.get_plugin("terminalreporter")
+    capture: Any = plugins.get_plugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        for line in ["", head, *lines]:
+            reporter.write_line(line)
