@@ -6,6 +6,7 @@ next command that starts a Ray.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -37,6 +38,11 @@ def sweep() -> None:
     for folder in _base().glob(f"{PREFIX}*"):
         try:
             lock = os.open(folder / "lock", os.O_RDWR)
+        except FileNotFoundError:  # a process of Ray that was ending made it again after it was removed
+            with contextlib.suppress(FileNotFoundError):
+                if folder.stat().st_uid == os.getuid():
+                    remove(folder)
+            continue
         except OSError:
             continue  # another user's
         try:
