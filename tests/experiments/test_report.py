@@ -80,6 +80,7 @@ def test_the_page_of_a_study_is_the_one_that_it_wrote(tmp_path: Path) -> None:
     assert re.search(r"class=n>2</td><td class=n>0\.5</td><td>–</td></tr>\s*<tr class=\"best\">", text)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CHROMIUM, reason="no browser is installed")
 def test_nothing_is_wider_than_a_phone(runs: Path, tmp_path: Path) -> None:
     probe = "<script>document.title = `W${document.documentElement.scrollWidth}of${innerWidth}`</script>"

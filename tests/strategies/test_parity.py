@@ -101,7 +101,8 @@ def test_options_change_no_number(row: Row, options: dict[str, Any]) -> None:
     ("row", "options"),
     [
         *((row, {"precision": "bf16"}) for row in (_DDP, _FSDP, _TENSOR, _FSDP_TENSOR)),
-        *((row, {"precision": "fp16"}) for row in (_DDP, _TENSOR)),
+        (_DDP, {"precision": "fp16"}),
+        pytest.param(_TENSOR, {"precision": "fp16"}, marks=pytest.mark.slow),
         (_DDP, {"reduce_dtype": "bf16"}),
         (_FSDP, {"reduce_dtype": "bf16", "precision": "fp16"}),
         (_DDP_TENSOR, {"reduce_dtype": "bf16"}),

@@ -99,6 +99,7 @@ def _hangs(rank: int, own: Any) -> None:
     time.sleep(600)
 
 
+@pytest.mark.slow
 def test_a_try_is_a_few_real_steps_and_what_fails_or_hangs_is_ended(tiny: Reader) -> None:
     plan = make_plan(load_config([], [*TINY, "strategy=single"]), tiny.task, cpus(1), reader=tiny)
     tree = experiment(plan, plan.rows[0])

@@ -54,7 +54,9 @@ def test_the_same_model_is_planned_without_its_data(tmp_path: Path, own_cache: P
             .replace("DATA", "data: no.csv, tokenizer: bytes"),
         ),
         ("huggingface", T5),
-        ("huggingface", VIT.replace("CONFIG", "num_labels: 3, image_size: 32, patch_size: 8")),
+        pytest.param(
+            "huggingface", VIT.replace("CONFIG", "num_labels: 3, image_size: 32, patch_size: 8"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_every_kind_of_transformers_model_is(task: str, args: str, own_cache: Path) -> None:

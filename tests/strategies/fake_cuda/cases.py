@@ -260,8 +260,18 @@ FAULTY = [Case(name, 1, partial(_faulty, work)) for name, (work, _) in FAULTS.it
 
 # --- the table ----------------------------------------------------------------------------------------------------
 
-KINDS = ("single", "model_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor", "fsdp+tensor", "pipeline")
-KINDS += ("fsdp+pipeline", "context", "pipeline+context", "ddp+expert")
+KINDS = (
+    "single",
+    "model_parallel",
+    "ddp",
+    "zero2",
+    "fsdp",
+    "tensor",
+    "fsdp+tensor",
+    "pipeline",
+    "context",
+    "ddp+expert",
+)
 QUICK = [row for row in (SINGLE, *ROWS, *MIXTURES[:1]) if row.layout.dims.pp < 4 and row.name in KINDS]
 QUICK = [row for row in QUICK if row.workers == min(other.workers for other in QUICK if other.name == row.name)]
 """Of each name the row with the fewest workers."""

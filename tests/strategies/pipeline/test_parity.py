@@ -65,6 +65,7 @@ def test_every_schedule_alone_and_combined(name: str, workers: int, options: lis
     _assert_all(name, workers, workers if name == "pipeline" else 2, options)
 
 
+@pytest.mark.slow
 def test_recomputation_and_sixteen_bits() -> None:
     recomputed = [
         {"schedule": schedule, "activation_checkpointing": mode}
