@@ -70,7 +70,7 @@ setup: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing the tested versions into $(VENV): a minute or two, once"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "python3 cannot make a virtual environment here: apt-get install python3-venv" >&2; exit 1; }
-	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --upgrade pip # resolves faster
+	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt --upgrade pip || true # resolves faster
 	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[examples,dev]'
 	@touch $@
 

@@ -45,7 +45,9 @@ class RayTrainWorkers(RayWorkers):
 
     def start(self, job: Job) -> None:
         self.folder = f"{job.folder}/.ray_train"  # of Ray Train's own few files, which every node must see
-        remove_groups_but(self.others)  # what an earlier attempt's trainer asked for while it was ended
+        remove_groups_but(
+            self.others, self.per_worker
+        )  # what an earlier attempt's trainer asked for while it was ended
         self.begin_attempt(job.layout.dims.world_size)
         self.host = self.host or start_here(TrainerHost)
         scaling = {
@@ -64,7 +66,7 @@ class RayTrainWorkers(RayWorkers):
         self.call = None
         ray.kill(self.host)
         self.end_attempt()
-        remove_groups_but(self.others)
+        remove_groups_but(self.others, self.per_worker)
         self.host = None
 
     def close(self) -> None:

@@ -71,12 +71,14 @@ def is_placed() -> bool:
     return any(entry["state"] == "CREATED" for entry in _groups_of_this_job())
 
 
-def remove_groups_but(kept: Collection[str]) -> None:
-    """Removes this job's groups without a name that are not these, also one that still waits for its places: its maker
-    was killed, and it would take them when they come."""
+def remove_groups_but(kept: Collection[str], per_worker: Resources) -> None:
+    """Removes this job's groups of such workers, without a name, that are not these, also one that still waits for its
+    places: its maker was killed, and it would take them when they come. A program's own other groups stay."""
+    asked = {name for name, amount in per_worker.items() if amount > 0}
     for entry in _groups_of_this_job():
-        group = entry["placement_group_id"]
-        if group not in kept and not entry["name"] and entry["state"] != "REMOVED":
+        group, bundles = entry["placement_group_id"], entry["bundles"].values()
+        ours = group not in kept and not entry["name"] and all(bundle.keys() == asked for bundle in bundles)
+        if ours and entry["state"] != "REMOVED":
             remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group)))
 
 

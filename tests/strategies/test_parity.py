@@ -114,7 +114,11 @@ def test_sixteen_bits_stay_within_their_rounding(row: Row, options: dict[str, An
     assert 1e-6 < found.loss < 3e-3, "computed or reduced in 16 bits, and not far off"
 
 
-@pytest.mark.parametrize("row", [Row("model_parallel", 1), _DDP, _FSDP, _TENSOR, _FSDP_TENSOR], ids=str)
+WITHOUT_HINTS = [Row("model_parallel", 1), _DDP, _FSDP, _TENSOR, _FSDP_TENSOR]
+WITHOUT_HINTS += [pytest.param(_DDP_TENSOR, marks=pytest.mark.slow, id=str(_DDP_TENSOR))]
+
+
+@pytest.mark.parametrize("row", WITHOUT_HINTS, ids=str)
 def test_any_model_without_hints(row: Row) -> None:
     trained = _on_ranks(_train_zoo, row)
     for name, truth in _zoo_truth().items():

@@ -106,14 +106,15 @@ def test_what_an_ended_attempt_waits_for_is_not_left_behind(connected: None) -> 
     kept = groups_of_this_job()
     assert kept == {other.id.hex() for other in others}
     waiting, placed = group([{"CPU": 1000.0}]), group([{"CPU": 0.5}])
+    unlike = group([{"CPU": 1000.0, "their_own": 1.0}])
     named = group([{"CPU": 1000.0}], name="another of theirs")
     assert placed.wait(30) and not waiting.wait(0.1)
-    remove_groups_but(kept)
+    remove_groups_but(kept, {"CPU": 1.0, "GPU": 0.0})
 
     def state(of: PlacementGroup) -> str:
         return placement_group_table(of)["state"]
 
     wait_until(lambda: state(waiting) == state(placed) == "REMOVED")
-    assert state(named) == "PENDING" and all(other.wait(30) for other in others)
-    for each in (*others, named):
+    assert state(named) == state(unlike) == "PENDING" and all(other.wait(30) for other in others)
+    for each in (*others, named, unlike):
         ray.util.remove_placement_group(each)

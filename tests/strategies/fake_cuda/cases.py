@@ -279,7 +279,7 @@ NARROW = ("single", "ddp", "fsdp", "tensor", "pipeline")
 """Those that cast in a way of their own."""
 TRIED = [row for row in (SINGLE, *ROWS, *THREE, *MIXTURES) if row.name not in CANNOT]
 CASES = [of_row(row, row not in QUICK) for row in TRIED]
-PROFILED = [case for case in CASES if case.name.startswith("pipeline (") and not case.slow]
+PROFILED = [case for case in CASES if case.name.startswith(("pipeline (pp 2) 1f1b", "pipeline+context"))]
 CASES += [of_row(row, row not in QUICK or row.name not in NARROW, "bf16") for row in TRIED]
 CASES += [of_row(row, slow=True) for row in ALL_FIVE]
 CASES += [of_row(Row(name, n), n == 2, "fp8") for name, n in (("single", 1), ("ddp", 2), ("fsdp", 2))]
