@@ -6,7 +6,8 @@ more arithmetic. Chen et al. 2016, https://arxiv.org/abs/1604.06174.
 
 - `full`: every block; `every_N`: every N-th block, trading memory for time by block;
 - `selective`: by operator: every block is recomputed, except the results of matrix products, attention and
-  collectives, which cost most and are kept; what is recomputed (norms, activations, dropout) is cheap.
+  collectives that sum, which cost most and are kept; what is recomputed (norms, activations, dropout; what tensor
+  parallelism gathers, which is large) is cheap.
   Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198;
   `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
 
@@ -94,7 +95,7 @@ def is_kept(operator: Any) -> bool:
 
 @functools.cache
 def _kept() -> frozenset[Any]:
-    """The operators of `_KEPT_NAMES` that this torch has, and collectives."""
+    """The operators of `_KEPT_NAMES` that this torch has, and collectives that sum."""
     found = list(functional_collectives()[3])
     for name in _KEPT_NAMES:
         space, operator, overload = name.split(".")

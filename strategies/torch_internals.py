@@ -43,7 +43,7 @@ OperationMode: Any = _operation_mode()
 
 def functional_collectives() -> tuple[Callable, Callable, Callable, tuple[Any, ...]]:
     """(all_reduce(x, "sum" or "max", group), all_gather(x, group) along dimension 0, reduce_scatter(x, group) along
-    dimension 0, the operators behind them), each giving a new tensor.
+    dimension 0, the operators behind those that sum), each giving a new tensor.
 
     Why: `dist.all_reduce` and its like write into their arguments, which selective activation checkpointing cannot keep
     instead of recomputing; the functional ones have no public name. Missing: those of `dist`, which are sent again when
@@ -63,7 +63,7 @@ def functional_collectives() -> tuple[Callable, Callable, Callable, tuple[Any, .
     def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", group.size(), group.group_name))
 
-    return all_reduce, all_gather, reduce_scatter, tuple(getattr(ops, name).default for name in names[:3])
+    return all_reduce, all_gather, reduce_scatter, (ops.all_reduce.default, ops.reduce_scatter_tensor.default)
 
 
 def _all_reduce(x: Tensor, operation: str, group: dist.ProcessGroup) -> Tensor:

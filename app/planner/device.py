@@ -287,8 +287,9 @@ def _part_cost(model: ModelCosts, name: str, part: PartCosts, work: Work, device
         rebuilt=max(0.0, values["saved"] - kept),
         extra=max(values["extra"], values["forward_extra"] - values["saved"]),
         crossing=values["crossing"],
-        sent=values["sent"] * (1 + whole / 2),
-        calls=values["calls"] * (1 + whole / 2),
+        # Backward sends what forward does, and gathers inputs again; if a block is recomputed, the recomputation does.
+        sent=values["sent"] * (1 - whole) + 3 * values["sent_forward"] * whole,
+        calls=values["calls"] * (1 - whole) + 3 * values["calls_forward"] * whole,
         queries=values.get("queries", 0.0),
         keys=values.get("keys", 0.0),
         exchanges=1 + share,

@@ -57,6 +57,7 @@ class PartTrace:
         boundary, crossing                       what flows into a block; the same as a pipeline sends it
         forward_extra, extra                     alive at the worst moment of forward, of backward, beyond what is saved
         sent, calls                              by one tensor-parallel worker: bytes, and number of collectives
+        sent_forward, calls_forward              of these, in forward
     """
 
     values: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -180,11 +181,13 @@ def watch(
     with watcher, Fused(watcher):
         with saved_tensors_hooks(watcher.pack, lambda t: t):
             value = loss(module)
+        sent, calls = (dict(peers.sent), dict(peers.calls)) if peers is not None else ({}, {})
         watcher.phase, watcher.part = "backward", AFTER if order else BEFORE
         # of a tensor, backward would be taken by Fused, and run without it
         torch.autograd.backward(get_gradient_edge(value), torch.ones_like(value))
     for name, part in watcher.parts.items() if peers is not None else ():
         part.values |= {"sent": peers.sent.get(name, 0.0), "calls": peers.calls.get(name, 0)}  # type: ignore[union-attr]
+        part.values |= {"sent_forward": sent.get(name, 0.0), "calls_forward": calls.get(name, 0)}
     return Trace(_beyond_saved(watcher.parts, order), order)
 
 

@@ -7,7 +7,8 @@ convolutions, whatever else has parameters) is right wherever it is: this works 
 of matrix products. Qi et al. 2023, https://arxiv.org/abs/2401.10241.
 
 torch.distributed.pipelining splits by walking the autograd graph, which keeps all of it until W and sets gradients
-past the hooks that data parallelism relies on. Here x and dy are all that waits.
+past the hooks that data parallelism relies on. Here x and dy are all that waits; of an x that tensor parallelism
+gathered, this worker's part.
 """
 
 import functools
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from strategies.grad_sync import local
+from strategies.tensor.ops import gathered_from
 
 
 class DeferredWeightGrad(TorchFunctionMode):
@@ -58,7 +60,8 @@ class DeferredWeightGrad(TorchFunctionMode):
         parameter = _parameter(input, weight)
         if parameter is None:
             return None
-        return _Linear.apply(*_cast(input, weight.detach(), bias), parameter, self)
+        source = gathered_from(input, weight)
+        return _Linear.apply(*_cast(input, weight.detach(), bias), parameter, self, *(source or (None, None)))
 
     def put(self, work: Callable[[], None]) -> None:
         if self.waiting is None:
@@ -69,19 +72,21 @@ class DeferredWeightGrad(TorchFunctionMode):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, parameter: Tensor, deferred: Any) -> Tensor:
-        ctx.save_for_backward(x, w)
-        ctx.parameter, ctx.deferred = parameter, deferred
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, parameter: Tensor, deferred: Any, own: Any, again: Any
+    ) -> Tensor:
+        ctx.save_for_backward(x if own is None else own, w)
+        ctx.parameter, ctx.deferred, ctx.again = parameter, deferred, again
         return F.linear(x, w, b)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, w = ctx.saved_tensors
         dx = dy.matmul(w) if ctx.needs_input_grad[0] else None
-        flat_dy, flat_x, parameter = dy.flatten(0, -2), x.flatten(0, -2), ctx.parameter
+        flat_dy, parameter, again = dy.flatten(0, -2), ctx.parameter, ctx.again
         db = flat_dy.sum(0) if ctx.needs_input_grad[2] else None
-        ctx.deferred.put(lambda: _add(parameter, flat_dy, flat_x))
-        return dx, None, db, None, None
+        ctx.deferred.put(lambda: _add(parameter, flat_dy, (x if again is None else again(x)()).flatten(0, -2)))
+        return dx, None, db, None, None, None, None
 
 
 @torch.no_grad()

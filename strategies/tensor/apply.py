@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from strategies.dims import LayoutError, Options
 from strategies.grad_sync import all_reduce_, local
+from strategies.pipeline.schedules import SPLIT
 from strategies.strategy import Strategy
 from strategies.tensor import ops
 from strategies.tensor.loss import VocabularyLogits
@@ -70,7 +71,7 @@ def _colwise(self: Any, x: Tensor) -> Tensor:
     weight, bias = _matrix(self), _own(self, "bias")
     if bias is not None and bias.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         bias = bias.to(weight.dtype)  # one that fsdp keeps whole, in float32
-    return F.linear(x if self._gathered else self._split.enter(x), weight, bias)
+    return self._split.columns(x, weight, bias, self._gathered)
 
 
 def _colwise_gather(self: Any, x: Tensor) -> Tensor:
@@ -153,7 +154,9 @@ def apply(module: nn.Module, mesh: DeviceMesh, given: dict[str, str] | None, opt
     """
     plan = make_plan(module, given, options.sequence_parallel)
     peers = ops.Peers(mesh.get_group())
-    split = SplitLayers(mesh, plan, options.loss_parallel, peers)
+    keeps = options.activation_checkpointing != "none"  # recomputing a block gathers its inputs again anyway
+    in_halves = options.schedule in SPLIT
+    split = SplitLayers(mesh, plan, options.loss_parallel, peers, keeps=keeps, in_halves=in_halves)
 
     def distributed(parameter: nn.Parameter, dim: int | None) -> nn.Parameter:
         """As a DTensor, replicated on every worker or split along `dim`."""

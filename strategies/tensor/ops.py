@@ -12,9 +12,14 @@ other way round:
     gather_features     all-gather the last dim        keep one's own part
     split_sequence      keep one's own part            all-gather along the sequence
 
+What enters a layer split by columns is gathered along the sequence, and the gradient of its weight needs it again.
+Kept, it would be the one thing in a block that is not divided by R: `_Columns` keeps one's own part and gathers the
+others' again, while the gradient of the input is computed (Korthikanti et al., section 4.2.2).
+
 Activations are (…, sequence, features). Parts are those of torch.chunk: equal, rounded up, the last ones smaller.
 """
 
+import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -22,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -59,11 +65,24 @@ class Peers:
             shape = list(x.shape)
             shape[dim] = part - x.size(dim)
             x = torch.cat([x, x.new_zeros(shape)], dim)
-        whole = _all_gather(x.contiguous(), self.group)
-        parts = whole.chunk(self.size, 0)
-        if dim % x.dim() == 0 and part * self.size == length:
+        return self._joined(_all_gather(x.contiguous(), self.group), dim, length)
+
+    def _joined(self, whole: Tensor, dim: int, length: int) -> Tensor:
+        if dim % whole.dim() == 0 and whole.size(0) == length:
             return whole
-        return torch.cat(parts, dim).narrow(dim, 0, length)
+        return torch.cat(whole.chunk(self.size, 0), dim).narrow(dim, 0, length)
+
+    def start_gather(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
+        """As `all_gather` of equal parts, in the background; what waits for it."""
+        x = x.contiguous()
+        whole = x.new_empty((self.size * x.size(0), *x.shape[1:]))
+        work = dist.all_gather_into_tensor(whole, x, group=self.group, async_op=True)
+
+        def finish() -> Tensor:
+            work.wait()
+            return self._joined(whole, dim, self.size * x.size(dim))
+
+        return finish
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """This worker's part, along `dim`, of the sum over all."""
@@ -102,6 +121,10 @@ class ShapePeers(Peers):
         whole = x.new_empty(shape)
         self._note(whole, 1)
         return whole
+
+    def start_gather(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
+        whole = self.all_gather(x, dim, self.size * x.size(dim))
+        return lambda: whole
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         self._note(x, 1)
@@ -159,6 +182,27 @@ class _Split(torch.autograd.Function):
         return ctx.peers.all_gather(gradient, ctx.dim, ctx.length), None, None, None
 
 
+class _Columns(torch.autograd.Function):
+    """x·Wᵀ + b of a gathered x, of which backward has only one's `own` part."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, own: Tensor, again: Callable[[Tensor], Any], weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(own, weight)
+        ctx.again = again
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, Tensor, Tensor | None]:
+        own, weight = ctx.saved_tensors
+        gathered = ctx.again(own)
+        of_x = gradient.matmul(weight) if ctx.needs_input_grad[0] else None
+        rows = gradient.flatten(0, -2)
+        of_bias = rows.sum(0) if ctx.needs_input_grad[4] else None
+        return of_x, None, None, rows.T.matmul(gathered().flatten(0, -2)), of_bias
+
+
 def gather_features(x: Tensor, peers: Peers, length: int) -> Tensor:
     return _Gather.apply(x, peers, -1, length, False)
 
@@ -169,13 +213,46 @@ def split_sequence(x: Tensor, peers: Peers) -> Tensor:
     return _Split.apply(x, peers, -2, False)
 
 
-class SplitLayers:
-    """What the split layers of one model share. mesh: None where the workers are only supposed (`apply.one_part`)."""
+def gathered_from(x: Tensor, weight: Tensor) -> tuple[Tensor, Callable[[Tensor], Callable[[], Tensor]]] | None:
+    """Of a gathered input, this worker's part, and what starts gathering it again from that; None where the gradient of
+    `weight` will not need it, or it is to be kept."""
+    if torch.compiler.is_compiling() or not (weight.requires_grad and torch.is_grad_enabled()):
+        return None
+    return getattr(x, "gathered_from", None)
 
-    def __init__(self, mesh: DeviceMesh | None, plan: Plan, loss_parallel: bool, peers: Peers) -> None:
+
+class SplitLayers:
+    """What the split layers of one model share. mesh: None where the workers are only supposed (`apply.one_part`).
+
+    keeps: until backward, the gathered input of layers split by columns. in_halves: backward is
+    (pipeline/weight_grad.py), and each half is told what was gathered by `gathered_from`."""
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | None,
+        plan: Plan,
+        loss_parallel: bool,
+        peers: Peers,
+        *,
+        keeps: bool = False,
+        in_halves: bool = False,
+    ) -> None:
         self.mesh, self.plan, self.loss_parallel, self.peers = mesh, plan, loss_parallel, peers
+        self.keeps, self.in_halves = keeps, in_halves
         self._seen: weakref.ref[Tensor] | None = None
         self._entered: Tensor | None = None
+        self._again: tuple[object, Callable[[], Tensor]] | None = None
+        """The gathering that backward did last, and what waits for its result."""
+
+    def columns(self, x: Tensor, weight: Tensor, bias: Tensor | None, gathered: bool) -> Tensor:
+        """x·Wᵀ + b of a layer split by columns. gathered: `x` is whole already."""
+        whole = x if gathered else self.enter(x)
+        source = None if self.in_halves else gathered_from(whole, weight)
+        if source is None:
+            return F.linear(whole, weight, bias)
+        if torch.is_autocast_enabled(x.device.type):
+            weight, bias = weight.to(whole.dtype), None if bias is None else bias.to(whole.dtype)
+        return _Columns.apply(whole, *source, weight, bias)
 
     def enter(self, x: Tensor) -> Tensor:
         """The whole input of a layer split by columns. Layers called with the same input share one gathering."""
@@ -189,9 +266,19 @@ class SplitLayers:
         """`x` for split layers, in the type that they compute in: cast before it is sent, so that 16 bits are sent."""
         if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        if self.plan.sequence:
-            return _Gather.apply(x, self.peers, -2, x.size(-2) * self.peers.size, True)
-        return _Enter.apply(x, self.peers)
+        if not self.plan.sequence:
+            return _Enter.apply(x, self.peers)
+        whole = _Gather.apply(x, self.peers, -2, x.size(-2) * self.peers.size, True)
+        if not (self.keeps or torch.compiler.is_compiling()):
+            whole.gathered_from = x.detach(), functools.partial(self._gather_again, object())
+        return whole
+
+    def _gather_again(self, which: object, own: Tensor) -> Callable[[], Tensor]:
+        """Starts it in backward, once for all layers that shared it; what waits for it."""
+        if self._again is None or self._again[0] is not which:
+            self._again = None  # the one before is no longer needed
+            self._again = (which, self.peers.start_gather(own, -2))
+        return self._again[1]
 
     def share(self, x: Tensor) -> Tensor:
         """What every worker has alike, for a part of what is computed with it: its gradient is the workers' sum."""
@@ -203,4 +290,4 @@ class SplitLayers:
         return _Split.apply(x, self.peers, -2, True) if split else _Leave.apply(x, self.peers)
 
     def forget(self) -> None:
-        self._seen = self._entered = None
+        self._seen = self._entered = self._again = None

@@ -63,6 +63,7 @@ def test_row_trains_the_same_model(row: Row) -> None:
 
 
 _FSDP, _TENSOR, _FSDP_TENSOR = Row("fsdp", 2), Row("tensor", 2), Row("fsdp+tensor", 4, {"tp": 2})
+_TENSOR_IN_HALVES = Row("tensor+pipeline", 4, {"tp": 2, "pp": 2}, options={"schedule": "zb_h1"}, micro_batches=4)
 _DDP, _DDP_TENSOR = Row("ddp", 2), Row("ddp+tensor", 4, {"tp": 2})
 
 
@@ -81,6 +82,8 @@ def _compiled(mode: str) -> dict[str, Any]:
         (_FSDP, {"accumulate_sharded": True}),
         (Row("zero1", 2), {"reshard_after_forward": True}),
         (_TENSOR, {"activation_checkpointing": "selective"}),
+        (_TENSOR, {}),  # unlike the rows above it gathers again in backward
+        (_TENSOR_IN_HALVES, {}),
         (_TENSOR, {"sequence_parallel": False}),
         (_TENSOR, {"loss_parallel": False}),
         (_FSDP_TENSOR, {"offload": True, "accumulate_sharded": True}),

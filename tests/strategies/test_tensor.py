@@ -1,0 +1,84 @@
+"""Tensor parallelism along the sequence keeps nothing whole for backward, and gathers it again once."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from strategies.dims import Options
+from strategies.layout import choose
+from strategies.parallelize import parallelize
+from strategies.tensor import ops
+from strategies.tensor.apply import one_part
+from tests.pool import run_distributed
+from tests.strategies.models import GPT_PLAN, PlainGPT, gpt_trial
+
+BATCH, SEQUENCE, LAYERS = 2, 64, 2
+
+
+def _kept(rank: int, checkpointing: str, precision: str) -> tuple[float, int, dict[str, Tensor]]:
+    """Bytes kept for backward, how often something was gathered along the sequence in it, and the gradients."""
+    trial, options = gpt_trial(layers=LAYERS), Options(activation_checkpointing=checkpointing, precision=precision)
+    parallel = parallelize(
+        trial.build, choose("tensor", 2), options, device=torch.device("cpu"), tensor_plan=trial.tensor_plan
+    )
+    tokens = torch.randint(0, 8, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1))
+    parameters = {p.to_local().untyped_storage().data_ptr() for p in parallel.parameters()}
+    kept: dict[int, float] = {}
+    starts: list[Any] = []
+    start_gather = ops.Peers.start_gather
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = float(storage.nbytes())
+        return tensor
+
+    def counted(self: ops.Peers, x: Tensor, dim: int) -> Any:
+        starts.append(x)
+        return start_gather(self, x, dim)
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            return model(batch).square().mean()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops.Peers, "start_gather", counted)
+        parallel.forward_backward([tokens], [1.0], loss)
+    gradients = {name: p.grad.full_tensor() for name, p in parallel.module.named_parameters()}
+    return sum(kept.values()), len(starts), gradients
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_backward_gathers_inputs_again_instead_of_keeping_them(precision: str) -> None:
+    kept, gathered, gradients = run_distributed(_kept, 2, "none", precision)[0]
+    assert gathered == 2 * LAYERS + 1  # queries, keys and values share one; the head
+    whole, never, expected = run_distributed(_kept_whole, 2, precision)[0]
+    assert never == 0
+    width = next(iter(PlainGPT().buffers())).numel()
+    of_input = BATCH * SEQUENCE * width * (2 if precision == "bf16" else 4)
+    assert whole - kept == gathered * of_input / 2
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7)
+
+
+def _kept_whole(rank: int, precision: str) -> tuple[float, int, dict[str, Tensor]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "gathered_from", lambda x, weight: None)
+        return _kept(rank, "none", precision)
+
+
+def test_where_blocks_are_recomputed_nothing_is_gathered_a_third_time() -> None:
+    assert run_distributed(_kept, 2, "full", "fp32")[0][1] == 0
+
+
+def test_a_supposed_worker_sends_what_a_true_one_does() -> None:
+    module = PlainGPT(layers=LAYERS)
+    peers, _ = one_part(module, GPT_PLAN, 2)
+    tokens = torch.randint(0, 8, (BATCH, SEQUENCE))
+    module(tokens).square().mean().backward()
+    both_ways = 1 + LAYERS * 4 + 1  # the embedding's sum; in a block two inputs and two sums; the head's input
+    columns, again = 1, 2 * LAYERS + 1  # the head's output, which backward does not send
+    assert sum(peers.calls.values()) == 2 * both_ways + columns + again
