@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from strategies.torch_internals import reduce_scatter_into
+
 TESTED = ("2.11", "2.12", "2.13", "2.15")
 """Versions of torch."""
 
@@ -29,7 +31,7 @@ def reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: dist.Proces
     """output (n/k,) = the rank's shard of the sum of all ranks' input (n,); what to wait for, None if it is done."""
     if input.device.type == "cpu" and (found := _accelerator("reduce_scatter")):
         return found.DirectReduceScatter()(output, input, group, dist.ReduceOp.SUM)
-    return dist.reduce_scatter_tensor(output, input, group=group, async_op=True)
+    return reduce_scatter_into(output, input, group=group, async_op=True)
 
 
 def use_direct_reduce_scatter(units: Sequence[FSDPModule], device_type: str) -> None:

@@ -41,6 +41,11 @@ def _operation_mode() -> type:
 OperationMode: Any = _operation_mode()
 
 
+# Their names from torch 2.13 on, and before.
+all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 def functional_collectives() -> tuple[Callable, Callable, Callable, tuple[Any, ...]]:
     """(all_reduce(x, "sum" or "max", group), all_gather(x, group) along dimension 0, reduce_scatter(x, group) along
     dimension 0, the operators behind those that sum), each giving a new tensor.
@@ -74,13 +79,13 @@ def _all_reduce(x: Tensor, operation: str, group: dist.ProcessGroup) -> Tensor:
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     found = x.new_empty((x.size(0) * group.size(), *x.shape[1:]))
-    dist.all_gather_into_tensor(found, x, group=group)
+    all_gather_into(found, x, group=group)
     return found
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     found = x.new_empty((x.size(0) // group.size(), *x.shape[1:]))
-    dist.reduce_scatter_tensor(found, x, group=group)
+    reduce_scatter_into(found, x, group=group)
     return found
 
 

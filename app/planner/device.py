@@ -284,7 +284,7 @@ def _part_cost(model: ModelCosts, name: str, part: PartCosts, work: Work, device
         launch_backward=backward[1] + forward[1] * whole,
         flops=forward[2] + backward[2],
         saved=kept * share + stored * (1 - share),
-        rebuilt=max(0.0, values["saved"] - kept),
+        rebuilt=max(0.0, values["saved"] + values["again"] * (share > 0) - kept),
         extra=max(values["extra"], values["forward_extra"] - values["saved"]),
         crossing=values["crossing"],
         # Backward sends what forward does, and gathers inputs again; if a block is recomputed, the recomputation does.

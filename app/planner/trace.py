@@ -58,6 +58,7 @@ class PartTrace:
         forward_extra, extra                     alive at the worst moment of forward, of backward, beyond what is saved
         sent, calls                              by one tensor-parallel worker: bytes, and number of collectives
         sent_forward, calls_forward              of these, in forward
+        again                                    that a recomputed block has besides `saved`: it gathers no input again
     """
 
     values: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -186,8 +187,9 @@ def watch(
         # of a tensor, backward would be taken by Fused, and run without it
         torch.autograd.backward(get_gradient_edge(value), torch.ones_like(value))
     for name, part in watcher.parts.items() if peers is not None else ():
-        part.values |= {"sent": peers.sent.get(name, 0.0), "calls": peers.calls.get(name, 0)}  # type: ignore[union-attr]
-        part.values |= {"sent_forward": sent.get(name, 0.0), "calls_forward": calls.get(name, 0)}
+        found = {"sent": peers.sent, "calls": peers.calls, "again": peers.again}  # type: ignore[union-attr]
+        found |= {"sent_forward": sent, "calls_forward": calls}
+        part.values |= {key: by_part.get(name, 0.0) for key, by_part in found.items()}
     return Trace(_beyond_saved(watcher.parts, order), order)
 
 

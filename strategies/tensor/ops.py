@@ -14,7 +14,8 @@ other way round:
 
 What enters a layer split by columns is gathered along the sequence, and the gradient of its weight needs it again.
 Kept, it would be the one thing in a block that is not divided by R: `_Columns` keeps one's own part and gathers the
-others' again, while the gradient of the input is computed (Korthikanti et al., section 4.2.2).
+others' again, while the gradient of the input is computed (Korthikanti et al., section 4.2.2). Compiled code is told to
+recompute it.
 
 Activations are (…, sequence, features). Parts are those of torch.chunk: equal, rounded up, the last ones smaller.
 """
@@ -30,10 +31,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 from strategies.dims import LayoutError
 from strategies.tensor.plan import Plan
-from strategies.torch_internals import functional_collectives
+from strategies.torch_internals import all_gather_into, functional_collectives
 
 _all_reduce, _all_gather, _reduce_scatter, _ = functional_collectives()
 
@@ -76,7 +78,7 @@ class Peers:
         """As `all_gather` of equal parts, in the background; what waits for it."""
         x = x.contiguous()
         whole = x.new_empty((self.size * x.size(0), *x.shape[1:]))
-        work = dist.all_gather_into_tensor(whole, x, group=self.group, async_op=True)
+        work = all_gather_into(whole, x, group=self.group, async_op=True)
 
         def finish() -> Tensor:
             work.wait()
@@ -105,6 +107,8 @@ class ShapePeers(Peers):
         self.sent: dict[str, float] = defaultdict(float)
         """Bytes that one of them sends by ring algorithms, by part."""
         self.calls: dict[str, int] = defaultdict(int)
+        self.again: dict[str, float] = defaultdict(float)
+        """Bytes that gathering again saves, by part."""
 
     def _note(self, whole: Tensor, factor: float) -> None:
         """A collective whose whole tensor is `whole`; rings send factor × (ways - 1) / ways of it."""
@@ -124,6 +128,7 @@ class ShapePeers(Peers):
 
     def start_gather(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
         whole = self.all_gather(x, dim, self.size * x.size(dim))
+        self.again[self.where()] += whole.nbytes - x.nbytes
         return lambda: whole
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
@@ -268,10 +273,16 @@ class SplitLayers:
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if not self.plan.sequence:
             return _Enter.apply(x, self.peers)
-        whole = _Gather.apply(x, self.peers, -2, x.size(-2) * self.peers.size, True)
-        if not (self.keeps or torch.compiler.is_compiling()):
-            whole.gathered_from = x.detach(), functools.partial(self._gather_again, object())
+        if self.keeps or not torch.is_grad_enabled():
+            return self._whole(x)
+        if torch.compiler.is_compiling():  # it would make one of a gathering in forward and the same in backward
+            return checkpoint(self._whole, x, use_reentrant=False)
+        whole = self._whole(x)
+        whole.gathered_from = x.detach(), functools.partial(self._gather_again, object())
         return whole
+
+    def _whole(self, x: Tensor) -> Tensor:
+        return _Gather.apply(x, self.peers, -2, x.size(-2) * self.peers.size, True)
 
     def _gather_again(self, which: object, own: Tensor) -> Callable[[], Tensor]:
         """Starts it in backward, once for all layers that shared it; what waits for it."""

@@ -18,12 +18,10 @@ from tests.strategies.models import GPT_PLAN, PlainGPT, gpt_trial
 BATCH, SEQUENCE, LAYERS = 2, 64, 2
 
 
-def _kept(rank: int, checkpointing: str, precision: str) -> tuple[float, int, dict[str, Tensor]]:
+def _kept(rank: int, changes: dict[str, Any]) -> tuple[float, int, dict[str, Tensor]]:
     """Bytes kept for backward, how often something was gathered along the sequence in it, and the gradients."""
-    trial, options = gpt_trial(layers=LAYERS), Options(activation_checkpointing=checkpointing, precision=precision)
-    parallel = parallelize(
-        trial.build, choose("tensor", 2), options, device=torch.device("cpu"), tensor_plan=trial.tensor_plan
-    )
+    trial, layout, options = gpt_trial(layers=LAYERS), choose("tensor", 2), Options(**changes)
+    parallel = parallelize(trial.build, layout, options, device=torch.device("cpu"), tensor_plan=trial.tensor_plan)
     tokens = torch.randint(0, 8, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1))
     parameters = {p.to_local().untyped_storage().data_ptr() for p in parallel.parameters()}
     kept: dict[int, float] = {}
@@ -51,27 +49,31 @@ def _kept(rank: int, checkpointing: str, precision: str) -> tuple[float, int, di
     return sum(kept.values()), len(starts), gradients
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_backward_gathers_inputs_again_instead_of_keeping_them(precision: str) -> None:
-    kept, gathered, gradients = run_distributed(_kept, 2, "none", precision)[0]
-    assert gathered == 2 * LAYERS + 1  # queries, keys and values share one; the head
-    whole, never, expected = run_distributed(_kept_whole, 2, precision)[0]
+COMPILED = {"compile": True, "compile_backend": "aot_eager"}
+
+
+@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, COMPILED], ids=str)
+def test_backward_gathers_inputs_again_instead_of_keeping_them(changes: dict[str, Any]) -> None:
+    kept, gathered, gradients = run_distributed(_kept, 2, changes)[0]
+    inputs = 2 * LAYERS + 1  # queries, keys and values share one; the head
+    assert gathered == (1 if changes == COMPILED else inputs)  # the compiler's own are not counted
+    whole, never, expected = run_distributed(_kept_whole, 2, {} if changes == COMPILED else changes)[0]
     assert never == 0
     width = next(iter(PlainGPT().buffers())).numel()
-    of_input = BATCH * SEQUENCE * width * (2 if precision == "bf16" else 4)
-    assert whole - kept == gathered * of_input / 2
+    of_input = BATCH * SEQUENCE * width * (2 if "precision" in changes else 4)
+    assert whole - kept == inputs * of_input / 2
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7)
 
 
-def _kept_whole(rank: int, precision: str) -> tuple[float, int, dict[str, Tensor]]:
+def _kept_whole(rank: int, changes: dict[str, Any]) -> tuple[float, int, dict[str, Tensor]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "gathered_from", lambda x, weight: None)
-        return _kept(rank, "none", precision)
+        return _kept(rank, changes)
 
 
 def test_where_blocks_are_recomputed_nothing_is_gathered_a_third_time() -> None:
-    assert run_distributed(_kept, 2, "full", "fp32")[0][1] == 0
+    assert run_distributed(_kept, 2, {"activation_checkpointing": "full"})[0][1] == 0
 
 
 def test_a_supposed_worker_sends_what_a_true_one_does() -> None:
