@@ -172,8 +172,8 @@ def test_recomputing_trades_time_for_memory(large: Reader) -> None:
     compiled = _predicted(large, "fsdp", "train.micro_batch_size=8", "train.compile=true")
     assert 0.7 < compiled.seconds["compute"] / compute[0] < 0.97
     sent = [found["tensor", mode].seconds["tensor"] for mode in modes]
-    assert sent[1] == pytest.approx(sent[0]), "what collectives gave is kept"
-    assert 1.3 < sent[3] / sent[0] <= 1.5, "what is outside of blocks is not recomputed"
+    assert sent[1] == pytest.approx(sent[0]), "sums are kept; inputs are gathered again anyway"
+    assert 1.15 < sent[3] / sent[0] <= 1.2, "5 become 6; what is outside of blocks is not recomputed"
 
 
 def test_a_gpus_loss_without_its_logits_is_planned_where_a_device_has_the_whole_model(tmp_path: Path) -> None:
