@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,7 @@ from app.errors import UserError
 from app.models.gpt import Attention
 from app.prediction import called, logits_of
 from app.tasks.base import Task
+from app.tasks.huggingface.inputs import PairsInput
 from app.tasks.language import TextInput
 
 
@@ -60,10 +63,10 @@ class Sampling:
         return int(order_V[torch.multinomial(chances_V, 1, generator=generator)])
 
 
-def text_input(task: Task) -> TextInput:
+def text_input(task: Task) -> TextInput | PairsInput:
     """How the task turns texts into tokens and back. Raises UserError: it is not a language model's."""
     found = task.preprocessor()
-    if not isinstance(found, TextInput):
+    if not isinstance(found, (TextInput, PairsInput)):
         raise UserError(
             f"the run's task is {type(task).__name__}, which does not continue texts: this is for language models "
             "whose task_args name their tokenizer"
@@ -72,16 +75,21 @@ def text_input(task: Task) -> TextInput:
 
 
 def continuation(
-    model: nn.Module, given: TextInput, prompt: str, sampling: Sampling, generator: torch.Generator
+    model: nn.Module, given: TextInput | PairsInput, prompt: str, sampling: Sampling, generator: torch.Generator
 ) -> Iterator[str]:
-    """The text that follows the prompt, piece by piece as it is drawn, until its end or `max_tokens`."""
-    if given.end:  # an answer
+    """The text that follows the prompt (of a model with an encoder: that it makes of the prompt), piece by piece as it
+    is drawn, until its end or `max_tokens`."""
+    reader: _Reader
+    if isinstance(given, PairsInput):
+        reader, tokens = _PairsReader(model, given, prompt), torch.tensor([[given.start]])
+    else:
+        reader, tokens = _Reader(model, given), given.encode(prompt)
+    if given.end or isinstance(given, PairsInput):  # an answer
         yield "\n"
-    tokens, text, shown = given.encode(prompt), "", ""
-    first = tokens.shape[1]
+    text, shown, first = "", "", tokens.shape[1]
     ends = _end_tokens(model)
-    with contextlib.closing(_Reader(model, given)) as reader:
-        for _ in range(sampling.max_tokens):
+    with contextlib.closing(reader):
+        for _ in range(min(sampling.max_tokens, reader.most)):
             token = sampling.draw(reader.logits(tokens), generator)
             if token in ends:
                 break
@@ -103,6 +111,9 @@ class _Reader:
     def __init__(self, model: nn.Module, given: TextInput) -> None:
         self.model, self.given = model, given
         self.attentions = [module for module in model.modules() if isinstance(module, Attention)]
+        self.cache = _cache_name(model)
+        self.most = sys.maxsize
+        """Tokens that the model can write."""
         self.past: Any = None
         self.seen = 0
         self._keep([])
@@ -118,8 +129,8 @@ class _Reader:
             places = torch.arange(self.seen, end)[None]
             output = called(self.model, {"tokens_BT": new, "position_ids": places})
         else:
-            output = called(self.model, {self.given.keyword: new, "use_cache": True, "past_key_values": self.past})
-            self.past = output.past_key_values
+            output = called(self.model, {self.given.keyword: new, "use_cache": True, self.cache: self.past})
+            self.past = output[self.cache]
         self.seen = end
         return logits_of(output)[0, -1]
 
@@ -129,6 +140,30 @@ class _Reader:
     def _keep(self, kept: list[Tensor] | None) -> None:
         for attention in self.attentions:
             attention.kept = kept
+
+
+class _PairsReader(_Reader):
+    """The same of a decoder, whose encoder reads the prompt once."""
+
+    def __init__(self, model: nn.Module, given: PairsInput, prompt: str) -> None:
+        super().__init__(model, given)  # type: ignore[arg-type]
+        self.most = getattr(model.config, "max_position_embeddings", self.most)  # BART's; T5 has no such limit
+        self.source = given([prompt])
+
+    @torch.no_grad()
+    def logits(self, tokens_BT: Tensor) -> Tensor:
+        asked = self.source | {"decoder_input_ids": tokens_BT[:, self.seen :], "use_cache": True, self.cache: self.past}
+        output = called(self.model, asked)
+        self.past, self.seen = output[self.cache], tokens_BT.shape[1]
+        if "encoder_outputs" not in self.source:
+            del self.source["input_ids"]
+            self.source["encoder_outputs"] = (output.encoder_last_hidden_state,)
+        return logits_of(output)[0, -1]
+
+
+def _cache_name(model: nn.Module) -> str:
+    """What a model of `transformers` calls the keys and values of tokens before: from 5.24 on `cache`."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _end_tokens(model: nn.Module) -> set[int]:

@@ -31,7 +31,7 @@ def generate(
     trireme generate runs/llama --interactive
 
     Works for every language model of Trireme's own and of transformers, trained on whatever layout, on this machine's
-    GPU if it has one.
+    GPU if it has one. One with an encoder (T5, BART) makes its text of the one given.
     """
     import torch
 

@@ -278,7 +278,7 @@ class SplitLayers:
         if torch.compiler.is_compiling():  # it would make one of a gathering in forward and the same in backward
             return checkpoint(self._whole, x, use_reentrant=False)
         whole = self._whole(x)
-        whole.gathered_from = x.detach(), functools.partial(self._gather_again, object())
+        whole.gathered_from = x.detach(), functools.partial(self._gather_again, object())  # type: ignore[attr-defined]
         return whole
 
     def _whole(self, x: Tensor) -> Tensor:

@@ -11,8 +11,9 @@ from torch import nn
 
 from app.cli import group
 from app.errors import UserError
-from app.generate import Sampling, _Reader, continuation, text_input
+from app.generate import Sampling, _PairsReader, _Reader, continuation, text_input
 from app.tasks import load_task
+from app.tasks.huggingface.inputs import PairsInput
 from app.tasks.language import TextInput
 from tests.running import POINTS
 
@@ -82,6 +83,25 @@ def test_keys_and_values_that_are_kept_change_nothing(model: str, text: str, own
         plain = _Reader(network, given)
         assert torch.allclose(kept.logits(tokens[:, :end]), plain.logits(tokens[:, :end]), atol=1e-5)
     assert kept.past is not None
+
+
+def test_of_a_text_a_model_with_an_encoder_makes_another(tmp_path: Path, own_cache: Path) -> None:
+    pairs = tmp_path / "pairs.csv"
+    pairs.write_text("text,target\n" + "".join(f"word {n},drow {n}\n" for n in range(40)))
+    args: dict[str, Any] = {"data": str(pairs), "tokenizer": "bytes", "sequence_length": 16}
+    for model, config in (
+        ("t5", {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}),
+        ("bart", {"d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "max_position_embeddings": 16}),
+    ):
+        task = load_task("huggingface", args | {"model": model, "config": config})
+        network, given = task.build_model().eval(), text_input(task)
+        assert isinstance(given, PairsInput)
+        kept, tokens = _PairsReader(network, given, "word 3"), torch.tensor([[given.start, 5, 9, 60, 61]])
+        for end in range(1, 6):
+            plain = network(**given(["word 3"]) | {"decoder_input_ids": tokens[:, :end], "use_cache": False})
+            assert torch.allclose(kept.logits(tokens[:, :end]), plain.logits[0, -1], atol=1e-5)
+        said = continuation(network, given, "word 3", Sampling(50, 0.0), torch.Generator())
+        assert "".join(said).startswith("\n") and "</s>" not in "".join(said)
 
 
 def test_a_trained_run_continues_texts_and_others_say_why_not(tmp_path: Path, text: str) -> None:

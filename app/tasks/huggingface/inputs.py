@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -94,6 +94,10 @@ class PairsInput(TextsInput):
     """Texts, of which the model makes others."""
 
     start: int = 0  # the decoder's first token
+    end: ClassVar[str] = ""  # its last one is no text
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def __call__(self, given: Any) -> dict[str, Any]:
         found = super().__call__(given)
