@@ -19,8 +19,10 @@ from typing import Any
 import mlflow.pytorch
 import torch
 from mlflow.entities import LoggedModelOutput, Metric
-from mlflow.models import Model, infer_signature
+from mlflow.models import Model, ModelSignature, infer_signature
 from mlflow.tracking import MlflowClient
+from mlflow.types import ColSpec, DataType, Schema
+from mlflow.types.schema import AnyType
 
 from app import prediction
 from app.data.loader import fetch
@@ -32,6 +34,7 @@ from app.tracking.spool import Event
 
 NAME = "model"
 EVENT_TAG = "trireme.event"
+NUMBERS = (DataType.integer, DataType.long, DataType.float, DataType.double)
 
 
 class Unusable(Exception):
@@ -84,7 +87,7 @@ def _save(recipe: dict[str, Any], run_id: str, scratch: Path) -> None:
         str(scratch / NAME),
         serialization_format="pickle",
         mlflow_model=about,
-        signature=infer_signature(inputs, output),
+        signature=_signature(inputs, output),
         input_example=inputs,
         pip_requirements=pins,
         code_paths=_copy_sources(ours, scratch / "code"),
@@ -94,6 +97,19 @@ def _save(recipe: dict[str, Any], run_id: str, scratch: Path) -> None:
     served = about.flavors["python_function"] | {"loader_module": prediction.__name__}
     about.add_flavor("python_function", **served)
     about.save(str(scratch / NAME / "MLmodel"))
+
+
+def _signature(inputs: Any, output: Any) -> ModelSignature:
+    """With numbers of any type in columns of numbers: MLflow would refuse whole ones among floats, and floats, which
+    missing values make of them, among whole ones."""
+    found = infer_signature(inputs, output)
+    if found.inputs is None or found.inputs.is_tensor_spec():
+        return found
+    columns: list[Any] = [
+        ColSpec(AnyType() if column.type in NUMBERS else column.type, column.name, column.required)
+        for column in found.inputs.inputs
+    ]
+    return ModelSignature(Schema(columns), found.outputs, found.params)
 
 
 def _origins(module: torch.nn.Module, task: str) -> tuple[set[str], list[str]]:

@@ -8,11 +8,13 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from mlflow.models import validate_schema
 from torch import Tensor, nn
 
 from app.data.loader import fetch
 from app.prediction import Predictor, find_also_in, watched_arguments
 from app.tasks import load_task
+from app.tracking.model import _signature
 
 
 def made(name: str, **arguments: Any) -> tuple[Any, Predictor]:
@@ -42,6 +44,11 @@ def test_rows_of_a_table(tmp_path: Path, target: str) -> None:
         assert set(found["kind"]) <= {"a", "b", "c"}
     with pytest.raises(ValueError, match="no column 'x'"):
         predictor(table.drop(columns="x"))
+    asked = _signature(predictor.preprocessor.example, found).inputs
+    for numbers in ([1, 2], [1.5, 2.0], [1.0, np.nan]):  # as pandas reads files of whole numbers, of others, with gaps
+        given = table.head(2).assign(x=numbers, y=numbers)
+        validate_schema(given.astype({"day": str}), asked)
+        assert len(predictor.predict(given)) == 2
 
 
 def test_images_as_they_are_in_the_data() -> None:
