@@ -101,7 +101,7 @@ def _save(recipe: dict[str, Any], run_id: str, scratch: Path) -> None:
 
 def _signature(inputs: Any, output: Any) -> ModelSignature:
     """With numbers of any type in columns of numbers: MLflow would refuse whole ones among floats, and floats, which
-    missing values make of them, among whole ones."""
+    missing values make of them, among whole ones. A single column of texts has no name, so that a text will do."""
     found = infer_signature(inputs, output)
     if found.inputs is None or found.inputs.is_tensor_spec():
         return found
@@ -109,6 +109,8 @@ def _signature(inputs: Any, output: Any) -> ModelSignature:
         ColSpec(AnyType() if column.type in NUMBERS else column.type, column.name, column.required)
         for column in found.inputs.inputs
     ]
+    if [column.type for column in columns] == [DataType.string]:
+        columns = [ColSpec(DataType.string)]
     return ModelSignature(Schema(columns), found.outputs, found.params)
 
 

@@ -80,6 +80,9 @@ def test_texts_are_continued(tmp_path: Path, own_tokenizer: bool) -> None:
     found = predictor.predict(["to be", "or"])
     assert [text[:2] for text in found["text"]] == ["to", "or"] and all(len(text) > 5 for text in found["text"])
     assert found.equals(predictor.predict(pandas.DataFrame({"any": ["to be", "or"]})))
+    asked = _signature(predictor.preprocessor.example, found).inputs
+    for given in ("to be", ["to be", "or"], pandas.DataFrame({"text": ["to be"]})):
+        validate_schema(given, asked)
 
 
 class Several(nn.Module):
