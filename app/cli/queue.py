@@ -111,4 +111,5 @@ def enter(cli: Invocation, arguments: tuple[str, ...], **about: Any) -> None:
 
     environment = dict(os.environ)  # connecting changes it
     wait(read(arguments), arguments, about, cli.console.say)
-    os.execve(sys.executable, [sys.executable, "-m", "app", "train", *arguments], environment)
+    own = ["-P"] if sys.flags.safe_path else []
+    os.execve(sys.executable, [sys.executable, *own, "-m", "app", "train", *arguments], environment)

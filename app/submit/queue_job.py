@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 from app.config import Config
 from app.console import duration
@@ -117,9 +118,11 @@ def send_again(book: Book, jobs: Any, rows: list[Row], say: Say) -> int:
         with tempfile.TemporaryDirectory() as folder:
             package = Path(folder, f"{entry.id}.zip")
             package.write_bytes(book.storage.read_bytes(package.name))
+            names = ZipFile(package).namelist()
+            hidden = any(name.startswith("app/") for name in names) and "app/submit/__main__.py" not in names
             environment: Any = {"working_dir": str(package), "env_vars": entry.env}
             jobs.submit_job(
-                entrypoint=command("queue enter", words),
+                entrypoint=command("queue enter", words, hidden=hidden),
                 submission_id=job,
                 metadata={"trireme_run": entry.run},
                 runtime_env=environment,

@@ -64,7 +64,8 @@ def prepare(
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder} to ship: write --working-dir FOLDER")
     words = [word if "=" in word else _inside(word, folder) for word in arguments]
-    return Submission(command(verb, [*words, *options]), folder, *_variables(env), run)
+    hidden = (folder / "app").is_dir() and not (folder / "app" / "submit").is_dir()  # by a package of the person's
+    return Submission(command(verb, [*words, *options], hidden=hidden), folder, *_variables(env), run)
 
 
 def queued(job: Submission, user: str, priority: int) -> Submission:
@@ -84,9 +85,9 @@ def queued(job: Submission, user: str, priority: int) -> Submission:
     return replace(job, entrypoint=entrypoint, id=id)
 
 
-def command(verb: str, words: Sequence[str]) -> str:
-    """What a job runs for `trireme VERB WORDS`."""
-    return f"python -m app.submit {verb} {shlex.join(words)}"
+def command(verb: str, words: Sequence[str], *, hidden: bool = False) -> str:
+    """What a job runs for `trireme VERB WORDS`. hidden: the folder that it runs in has another package called app."""
+    return f"python {'-P ' if hidden else ''}-m app.submit {verb} {shlex.join(words)}"
 
 
 def _inside(file: str, folder: Path) -> str:

@@ -199,7 +199,8 @@ class WriterProcess:
             "MLFLOW_TRACKING_URI": self._uri,
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)]),
         }
-        command = [sys.executable, "-m", "app.tracking.writer", str(self._folder), self._attempt]
+        # -P: a package of the person's that is called app, in the current folder, does not come first.
+        command = [sys.executable, "-P", "-m", "app.tracking.writer", str(self._folder), self._attempt]
         with (self._folder / "writer.log").open("ab") as log:
             streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": log}
             # Until the writer closes its end of the pipe.

@@ -143,6 +143,17 @@ def test_a_dry_run_says_what_would_go(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "task=tests.tasks:Points" in out
 
 
+def test_a_folder_with_a_package_called_app_does_not_hide_triremes(tmp_path: Path) -> None:
+    def line() -> str:
+        return submission.prepare("train", ("task=app.mine:Mine",), [], run="x", folder=tmp_path).entrypoint
+
+    assert line() == "python -m app.submit train task=app.mine:Mine"
+    (tmp_path / "app").mkdir()
+    assert line() == "python -P -m app.submit train task=app.mine:Mine"
+    (tmp_path / "app" / "submit").mkdir()  # Trireme itself is shipped
+    assert line() == "python -m app.submit train task=app.mine:Mine"
+
+
 # --- on a job server -----------------------------------------------------------------------------------------------
 
 

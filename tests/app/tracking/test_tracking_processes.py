@@ -71,8 +71,12 @@ def test_a_killed_driver_ends_as_killed_and_a_killed_writer_is_replaced(uri: str
     assert store.history("m9") == [(step, step + 9.0) for step in range(2900, 6000)]
 
 
-def test_one_writer_delivers_a_run_and_its_children(uri: str, tmp_path: Path) -> None:
-    """As of a sweep: children come and go, and only spool; one is killed."""
+def test_one_writer_delivers_a_run_and_its_children(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a sweep: children come and go, and only spool; one is killed. From a folder with an `app` of one's own."""
+    for file in ("app/__init__.py", "app/tracking/__init__.py", "app/tracking/writer.py"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("")
+    monkeypatch.chdir(tmp_path)
 
     def child(number: int) -> Tracker:
         run = tracker(tmp_path / f"t{number}" / "tracking", uri, run_uid=f"child-{number}", parent=parent.folder)
