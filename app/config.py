@@ -256,7 +256,7 @@ class Config:
     """What is trained: image_classification, language_modelling, tabular, huggingface, or the import path of a
     class of your own (my_package.my_module:MyTask)."""
     task_args: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the task; see the task's own documentation."""
+    """Arguments of the task; `trireme config task=NAME` ends with a list of them."""
     strategy: str = "auto"
     """How the work is split: single, ddp, …; auto: single with one worker, else the
     simplest of the fastest that the planner finds to fit; it sets train.micro_batch_size too, where it is open."""

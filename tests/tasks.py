@@ -123,7 +123,7 @@ class WithoutLoss(Task):
 
 
 class Odd(Points):
-    """A task that is none; what: no loss, vector, ragged, stream."""
+    """A task that is none; what: no loss, vector, ragged, stream, unevaluated."""
 
     def __new__(cls, *, what: str) -> Any:
         return WithoutLoss() if what == "no loss" else super().__new__(cls)
@@ -134,6 +134,9 @@ class Odd(Points):
 
     def train_data(self) -> Any:
         return {"ragged": Ragged, "stream": Stream}.get(self.what, super().train_data)()
+
+    def eval_data(self) -> Any:
+        return None if self.what == "unevaluated" else super().eval_data()
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return model(batch[0]) if self.what == "vector" else super().loss(model, batch)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from app.config import Config
+from app.config import CheckpointConfig, Config
 from app.data.loader import fetch, length, map_tensors, tensors
 from app.data.stream import is_stream
 from app.errors import UserError, nearest
@@ -99,6 +99,8 @@ def _on_meta(config: Config, task: Task, batch: Any) -> Iterator[str]:
         if isinstance(value, Tensor) and value.dim():
             yield f"the task's {name} has shape {tuple(value.shape)}, but it must be one number: its mean, say"
     metric = config.checkpoint.metric
+    if not names and metric != CheckpointConfig.metric:
+        yield f"checkpoint.metric is {metric!r}, but the task has no eval_data to measure it on: leave it out"
     if names and metric not in names and config.checkpoint.keep_best:
         yield (
             f"checkpoint.metric is {metric!r}, which the evaluation does not give{nearest(metric, names)}: write "

@@ -53,6 +53,11 @@ ROWS = [
     Row("unknown task", [*BASE, "task=image_clasification"], ("image_clasification", "image_classification")),
     Row("missing data", [*BASE, "task=image_classification", "task_args.data=/nowhere"], ("/nowhere",)),
     Row("a metric that is not measured", [*BASE, "checkpoint.metric=banana"], ("banana", "loss, accuracy")),
+    Row(
+        "a metric and nothing to measure it on",
+        [*BASE, "task=tests.tasks:Odd", "task_args.what=unevaluated", "checkpoint.metric=accuracy"],
+        ("accuracy", "no eval_data"),
+    ),
     Row("two lengths", [*BASE, "train.epochs=1"], ("train.steps and train.epochs",)),
     Row("a key twice", ["x.yaml"], ("x.yaml", "line 2", "task", "twice"), {"x.yaml": "task: a\ntask: b"}),
     Row("one beta", [*BASE, "optimizer.betas=[0.9]"], ("optimizer.betas", "two numbers")),
