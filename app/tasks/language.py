@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -276,16 +276,22 @@ def show_sample(task: InParts, model: nn.Module, log: Any) -> None:
 
 
 def sample(model: nn.Module, given: TextInput, prompt_T: Tensor) -> str:
-    """The prompt and `SAMPLED` tokens after it, drawn as torch's generator says. The model is always called with as
-    many tokens as in training, those to come being zeros, which a causal one does not see."""
+    """The prompt and `SAMPLED` tokens after it."""
+    return f"{given.decode(prompt_T.tolist())} → {given.decode(drawn(model, given, prompt_T, given.longest).tolist())}"
+
+
+def drawn(model: nn.Module, given: Callable[[Tensor], Any], prompt_T: Tensor, longest: int) -> Tensor:
+    """`SAMPLED` tokens after the prompt, drawn as torch's generator says. The model is always called with as many
+    tokens, `longest`, those to come being zeros, which a causal one does not see. given: the arguments for tokens
+    (1, longest)."""
     tokens_T = prompt_T
     for _ in range(SAMPLED):
-        seen_T = tokens_T[-given.longest :]
-        whole_T = F.pad(seen_T, (0, given.longest - len(seen_T)))
+        seen_T = tokens_T[-longest:]
+        whole_T = F.pad(seen_T, (0, longest - len(seen_T)))
         logits_V = logits_of(called(model, given(whole_T[None])))[0, len(seen_T) - 1]
         whole_V = logits_V.full_tensor() if isinstance(logits_V, DTensor) else logits_V
         tokens_T = torch.cat([tokens_T, torch.multinomial(whole_V.float().cpu().softmax(-1), 1)])
-    return f"{given.decode(prompt_T.tolist())} → {given.decode(tokens_T[len(prompt_T) :].tolist())}"
+    return tokens_T[len(prompt_T) :]
 
 
 def _inner(model: nn.Module) -> nn.Module:

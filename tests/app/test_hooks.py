@@ -3,6 +3,7 @@ of weights. The same under every layout."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,18 +106,42 @@ def test_an_average_is_what_its_formula_says(tmp_path: Path) -> None:
     assert all(torch.allclose(training.average.values[name], expected[name], atol=1e-6) for name in expected)
 
 
+def ended(folder: Path, task: str, args: str) -> Training:
+    """One step of a language model on one device."""
+    args = f"task_args={{sequence_length: 24, {args}}}"
+    given = ["run.name=x", f"task={task}", args, "train.steps=1", "train.global_batch_size=4"]
+    job = Job(load_config([], given), choose("single", 1), str(folder), "attempt", "uid", 1, os.getcwd())
+    training = Training(job, Place(0, 1, 0, torch.device("cpu")), Listens(), nothing_kept)
+    training.run()
+    return training
+
+
 @pytest.mark.parametrize("task", ["language_modelling", pytest.param("huggingface", marks=pytest.mark.slow)])
 def test_a_language_model_shows_what_it_writes(task: str, tmp_path: Path, text: str, own_cache: Path) -> None:
     small = "config: {n_embd: 16, n_layer: 1, n_head: 2}, model: gpt2" if task == "huggingface" else "d_model: 16"
-    args = f"task_args={{data: {text}, sequence_length: 24, {small}}}"
-    given = ["run.name=x", f"task={task}", args, "train.steps=1", "train.global_batch_size=4"]
-    job = Job(load_config([], given), choose("single", 1), str(tmp_path), "attempt", "uid", 1, os.getcwd())
-    training = Training(job, Place(0, 1, 0, torch.device("cpu")), Listens(), nothing_kept)
-    training.run()
+    training = ended(tmp_path, task, f"data: {text}, {small}")
     data = training.task.eval_data()
     assert data is not None
     beginning = bytes(data[0][0][:16].tolist()).decode()
     assert (tmp_path / "evaluation" / "step-00000001" / "sample.txt").read_text().startswith(f"{beginning} → ")
+
+
+SIZES = {
+    "gpt2": "kind: instructions, config: {n_embd: 16, n_layer: 1, n_head: 2}",
+    "t5": "config: {d_model: 16, d_kv: 8, d_ff: 16, num_layers: 1, num_heads: 2}",
+}
+
+
+@pytest.mark.parametrize("model", SIZES)
+def test_one_that_answers_shows_what_it_should_have_written_too(model: str, tmp_path: Path, own_cache: Path) -> None:
+    talk = [[{"role": "user", "content": "a?"}, {"role": "assistant", "content": f"b{n}"}] for n in range(20)]
+    (tmp_path / "talk.jsonl").write_text("\n".join(json.dumps({"messages": each}) for each in talk))
+    (tmp_path / "pairs.csv").write_text("text,target\n" + "".join(f"a?,b{n}\n" for n in range(20)))
+    file = "pairs.csv" if model == "t5" else "talk.jsonl"
+    ended(tmp_path, "huggingface", f"data: {tmp_path / file}, model: {model}, tokenizer: bytes, {SIZES[model]}")
+    said = (tmp_path / "evaluation" / "step-00000001" / "answer.txt").read_text()
+    assert said.startswith("asked: ") and "a?" in said.partition("\nwritten: ")[0]
+    assert said.rpartition("\nwanted: ")[2].startswith("b")
 
 
 def test_an_early_end(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from app.tasks.base import Batch
 from app.tasks.huggingface import data as reading
 from app.tasks.huggingface import lora as low_rank
 from app.tasks.huggingface import plan
+from app.tasks.huggingface.answers import show_answer
 from app.tasks.huggingface.conversations import end_of_answer
 from app.tasks.huggingface.inputs import ChatInput, FittedImages, PairsInput, TextsInput, fitted
 from app.tasks.huggingface.model import (
@@ -206,6 +207,8 @@ class HuggingFace(InParts):
     def on_evaluation(self, model: nn.Module, log: Any) -> None:
         if self.kind == "causal_lm":
             show_sample(self, model, log)
+        elif self.kind in ("instructions", "seq2seq_lm"):
+            show_answer(self, model, log)
 
     def derived(self, means: dict[str, float]) -> dict[str, float]:
         return self._data.derived(means)
