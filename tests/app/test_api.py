@@ -113,6 +113,12 @@ def test_an_installed_trireme_works_from_any_folder(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     ours, theirs, module = done.stdout.split()
     assert ours == str(target / "trireme.py") and theirs.startswith(str(target)) and module == "app.api"
+    for own, content in (("__init__", ""), ("mine", "WIDTH = 3"), ("api", "raise ImportError")):
+        (tmp_path / "empty" / "app").mkdir(exist_ok=True)
+        (tmp_path / "empty" / "app" / f"{own}.py").write_text(content)
+    code = "import app.mine, trireme; print(app.mine.WIDTH, trireme.train.__module__)"
+    said = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "empty", env=env, capture_output=True, text=True)
+    assert said.stdout.split() == ["3", "app.api"], said.stderr
 
 
 def test_a_runs_own_task_counts_and_not_another_of_its_name(tmp_path: Path) -> None:
