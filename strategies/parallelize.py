@@ -29,6 +29,7 @@ from strategies.expert import apply as expert_parallel
 from strategies.layout import check, choose
 from strategies.parallel import Parallel
 from strategies.pipeline.apply import Division, Example
+from strategies.pipeline.schedules import SPLIT
 from strategies.strategy import Setup
 from strategies.tensor import apply as tensor_parallel
 
@@ -78,7 +79,8 @@ def parallelize(
     mesh = dims.build_mesh(device.type) if dims.world_size > 1 else None
     split = None
     if mesh is not None and dims.tp > 1:
-        split = tensor_parallel.apply(module, submesh(mesh, "tp"), _answer(tensor_plan, module), options)
+        halves, split_by = options.schedule in SPLIT, _answer(tensor_plan, module)
+        split = tensor_parallel.apply(module, submesh(mesh, "tp"), split_by, options, in_halves=halves)
     if division is not None:
         names = division.keep_own(module, options)
     experts = expert_parallel.apply(module, dims, strategy.is_sharded, device.type) if dims.ep > 1 else None

@@ -38,7 +38,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from strategies.dims import LayoutError, Options
 from strategies.grad_sync import all_reduce_, local
-from strategies.pipeline.schedules import SPLIT
 from strategies.strategy import Strategy
 from strategies.tensor import ops
 from strategies.tensor.loss import VocabularyLogits
@@ -146,8 +145,10 @@ def _class(kind: type[nn.Module], style: str, names: tuple[str, ...]) -> type[nn
     return type(kind.__name__, (kind,), members)
 
 
-def apply(module: nn.Module, mesh: DeviceMesh, given: dict[str, str] | None, options: Options) -> SplitLayers:
-    """Splits the module in place over the one-dimensional `mesh`.
+def apply(
+    module: nn.Module, mesh: DeviceMesh, given: dict[str, str] | None, options: Options, *, in_halves: bool = False
+) -> SplitLayers:
+    """Splits the module in place over the one-dimensional `mesh`. in_halves: backward is (pipeline/weight_grad.py).
 
     Raises:
         LayoutError: a plan that does not fit the model.
@@ -155,7 +156,6 @@ def apply(module: nn.Module, mesh: DeviceMesh, given: dict[str, str] | None, opt
     plan = make_plan(module, given, options.sequence_parallel)
     peers = ops.Peers(mesh.get_group())
     keeps = options.activation_checkpointing != "none"  # recomputing a block gathers its inputs again anyway
-    in_halves = options.schedule in SPLIT
     split = SplitLayers(mesh, plan, options.loss_parallel, peers, keeps=keeps, in_halves=in_halves)
 
     def distributed(parameter: nn.Parameter, dim: int | None) -> nn.Parameter:
