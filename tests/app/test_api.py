@@ -96,6 +96,7 @@ def test_what_stands_for_a_task() -> None:
         name_of(dict)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_an_installed_trireme_works_from_any_folder(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     folders = ("app", "strategies", "cluster", "experiments")

@@ -114,6 +114,7 @@ def test_a_port_that_is_closed_is_unreachable() -> None:
         assert Probe().unreachable(peers) == {"closed": "connection refused"}
 
 
+@pytest.mark.slow
 def test_all_reduce_and_a_look_at_a_running_cluster(
     connected: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

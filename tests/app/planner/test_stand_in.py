@@ -53,7 +53,7 @@ def test_the_same_model_is_planned_without_its_data(tmp_path: Path, own_cache: P
             .replace("CONFIG", "num_labels: 5")
             .replace("DATA", "data: no.csv, tokenizer: bytes"),
         ),
-        ("huggingface", T5),
+        pytest.param("huggingface", T5, marks=pytest.mark.slow),
         pytest.param(
             "huggingface", VIT.replace("CONFIG", "num_labels: 3, image_size: 32, patch_size: 8"), marks=pytest.mark.slow
         ),

@@ -63,6 +63,7 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
             subprocess.run(["umount", "-l", str(place)], stderr=subprocess.DEVNULL, check=False)
 
 
+@pytest.mark.slow
 def test_a_storage_that_is_unmounted_and_then_full_fails_checkpoints_and_not_the_run(
     tmp_path: Path, mount: Mount
 ) -> None:

@@ -46,6 +46,7 @@ def test_two_runs_at_once_make_the_database_once(template: Path) -> None:
     assert location == (template.parents[1] / "mlartifacts").as_uri()
 
 
+@pytest.mark.slow
 def test_a_killed_driver_ends_as_killed_and_a_killed_writer_is_replaced(uri: str, tmp_path: Path) -> None:
     store, folder = Store(uri), tmp_path / "spool"
     process = driver(folder, uri, 0, 3000)
