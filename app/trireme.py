@@ -2,15 +2,25 @@
 
 # ruff: noqa: E402
 import importlib
+import importlib.util
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent
-ROOT = ROOT if (ROOT / "app").is_dir() else ROOT.parent
-for _name in ("app", "strategies", "cluster", "experiments"):
-    # A package of the same name in a script's own folder comes first: Trireme's modules are put before its own.
-    _path = getattr(importlib.import_module(_name), "__path__", None)
-    if _path is not None and str(ROOT / _name) not in _path:
-        _path.insert(0, str(ROOT / _name))
+
+def _come_first() -> None:
+    """Puts Trireme's modules before those of a package of the same name in a script's own folder."""
+    here = Path(__file__).resolve().parent
+    root = here if (here / "app").is_dir() else here.parent
+    for name in ("app", "strategies", "cluster", "experiments"):
+        found = importlib.util.find_spec(name)
+        if found is None:
+            continue
+        if found.submodule_search_locations is None:  # a file, which is not run for this
+            raise ImportError(f"{found.origin} hides Trireme's own package {name}: give it another name")
+        if str(root / name) not in found.submodule_search_locations:
+            importlib.import_module(name).__path__.insert(0, str(root / name))
+
+
+_come_first()
 
 from app.api import Plan, Run, Sweep, load_run, plan, sweep, train
 from app.errors import Interrupted, RunFailed, UserError

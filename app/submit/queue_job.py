@@ -118,11 +118,9 @@ def send_again(book: Book, jobs: Any, rows: list[Row], say: Say) -> int:
         with tempfile.TemporaryDirectory() as folder:
             package = Path(folder, f"{entry.id}.zip")
             package.write_bytes(book.storage.read_bytes(package.name))
-            names = ZipFile(package).namelist()
-            hidden = any(name.startswith("app/") for name in names) and "app/submit/__main__.py" not in names
             environment: Any = {"working_dir": str(package), "env_vars": entry.env}
             jobs.submit_job(
-                entrypoint=command("queue enter", words, hidden=hidden),
+                entrypoint=command("queue enter", words, ZipFile(package).namelist()),
                 submission_id=job,
                 metadata={"trireme_run": entry.run},
                 runtime_env=environment,

@@ -10,7 +10,7 @@ import os
 import shlex
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,8 @@ def prepare(
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder} to ship: write --working-dir FOLDER")
     words = [word if "=" in word else _inside(word, folder) for word in arguments]
-    hidden = (folder / "app").is_dir() and not (folder / "app" / "submit").is_dir()  # by a package of the person's
-    return Submission(command(verb, [*words, *options], hidden=hidden), folder, *_variables(env), run)
+    names = [str(path.relative_to(folder)) for pattern in ("app.py", "app/**/*.py") for path in folder.glob(pattern)]
+    return Submission(command(verb, [*words, *options], names), folder, *_variables(env), run)
 
 
 def queued(job: Submission, user: str, priority: int) -> Submission:
@@ -85,8 +85,11 @@ def queued(job: Submission, user: str, priority: int) -> Submission:
     return replace(job, entrypoint=entrypoint, id=id)
 
 
-def command(verb: str, words: Sequence[str], *, hidden: bool = False) -> str:
-    """What a job runs for `trireme VERB WORDS`. hidden: the folder that it runs in has another package called app."""
+def command(verb: str, words: Sequence[str], names: Iterable[str]) -> str:
+    """What a job runs for `trireme VERB WORDS`. names: the files of the folder that it runs in; of which a person's own
+    `app` must not come before Trireme's."""
+    apps = {name for name in names if name == "app.py" or name.startswith("app/")}
+    hidden = bool(apps) and "app/submit/__main__.py" not in apps
     return f"python {'-P ' if hidden else ''}-m app.submit {verb} {shlex.join(words)}"
 
 

@@ -120,6 +120,11 @@ def test_an_installed_trireme_works_from_any_folder(tmp_path: Path) -> None:
     code = "import app.mine, trireme; print(app.mine.WIDTH, trireme.train.__module__)"
     said = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "empty", env=env, capture_output=True, text=True)
     assert said.stdout.split() == ["3", "app.api"], said.stderr
+    shutil.rmtree(tmp_path / "empty" / "app")
+    (tmp_path / "empty" / "app.py").write_text("print('run')")
+    code = "import trireme"
+    said = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "empty", env=env, capture_output=True, text=True)
+    assert "app.py hides Trireme's own package app" in said.stderr and not said.stdout
 
 
 def test_a_runs_own_task_counts_and_not_another_of_its_name(tmp_path: Path) -> None:

@@ -148,9 +148,12 @@ def test_a_folder_with_a_package_called_app_does_not_hide_triremes(tmp_path: Pat
         return submission.prepare("train", ("task=app.mine:Mine",), [], run="x", folder=tmp_path).entrypoint
 
     assert line() == "python -m app.submit train task=app.mine:Mine"
-    (tmp_path / "app").mkdir()
-    assert line() == "python -P -m app.submit train task=app.mine:Mine"
-    (tmp_path / "app" / "submit").mkdir()  # Trireme itself is shipped
+    for own in ("app.py", "app/mine.py"):
+        (tmp_path / own).parent.mkdir(exist_ok=True)
+        (tmp_path / own).touch()
+        assert line() == "python -P -m app.submit train task=app.mine:Mine"
+    (tmp_path / "app" / "submit").mkdir()
+    (tmp_path / "app" / "submit" / "__main__.py").touch()  # Trireme itself is shipped
     assert line() == "python -m app.submit train task=app.mine:Mine"
 
 
