@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,7 +58,9 @@ def test_a_worker_in_ray_takes_its_share_unless_the_user_has_said(
         nodes = [{"NodeID": "a", "Resources": {"GPU": 1.0}}, {"NodeID": "b", "Resources": {"GPU": 4.0}}]
         monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
         monkeypatch.setattr(ray, "nodes", lambda: nodes)
-        with subprocess.Popen(["sleep", "60"], env=raylet) as starter:
+        with subprocess.Popen(["sleep", "60"], env=raylet | {"STARTED": "yes"}) as starter:
+            while b"STARTED" not in Path(f"/proc/{starter.pid}/environ").read_bytes():
+                time.sleep(0.01)  # Popen returns a moment before Linux shows it
             monkeypatch.setenv("RAY_RAYLET_PID", str(starter.pid))
             monkeypatch.setenv("OMP_NUM_THREADS", asked.get("OMP_NUM_THREADS", "1"))  # as Ray sets it
             torch.set_num_threads(1)
