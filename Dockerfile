@@ -27,7 +27,7 @@ COPY cluster cluster
 COPY strategies strategies
 COPY experiments experiments
 RUN --mount=type=bind,target=/source \
-    pip install --constraint constraints.txt ".[examples,s3]" && rm /etc/pip.conf && chown ray:ray .
+    pip install --constraint constraints.txt ".[examples,s3]" && rm -rf build /etc/pip.conf && chown ray:ray .
 
 USER 1000
 CMD ["trireme", "--help"]

@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, as in many images, each process would compile torch, Ray and the rest again: four seconds of each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test test-busy coverage test-versions test-slow test-deepspeed mutants lint wheels setup clean
+.PHONY: demo check test test-busy coverage test-versions test-slow test-faults test-deepspeed mutants lint wheels setup clean
 
 demo: setup
 	@$(BIN)/trireme train experiments/mnist.yaml --again
@@ -37,7 +37,12 @@ test-versions: setup
 
 # What takes minutes: several hosts in a lab of network namespaces, autoscaling, whole studies. Says what was skipped.
 test-slow: setup
-	$(BIN)/python -m pytest -m slow --timeout 900 -rs
+	$(BIN)/python -m pytest -m slow --timeout 900 -rs --ignore tests/faults
+	$(MAKE) test-faults
+
+# Runs that are disturbed and ended in ways that nobody planned, two at a time: twelve minutes. SEED= draws when.
+test-faults: setup
+	$(BIN)/python -m pytest -m slow tests/faults --numprocesses 2 --dist worksteal --timeout 900 -rs
 
 # The optional DeepSpeed extra, in the same environment; its first test compiles an operator (needs c++).
 test-deepspeed: setup

@@ -44,6 +44,15 @@ class RayWatch:
     def close(self) -> None:
         self.over.set()
 
+    def whole(self) -> bool:
+        """Whether all of it answers, and this node has not left the cluster. To be asked before Ray's objects are used
+        after something broke: where this machine's store of them is gone, Ray ends the process without a word."""
+        import ray
+
+        here = ray.get_runtime_context().get_node_id()
+        alive = any(node["NodeID"] == here and node["Alive"] for node in ray.nodes())
+        return alive and all(map(answers, self.at.values()))
+
     def _look(self) -> None:
         silent: dict[str, float] = {}
         said: set[str] = set()

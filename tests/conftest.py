@@ -41,6 +41,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=order.__getitem__)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The tables, a line for each test that noted one with `record_property(HEAD, LINE)`, from whichever process."""
+    tables: dict[str, list[str]] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if getattr(report, "when", "") == "call":
+                for head, line in report.user_properties:
+                    tables.setdefault(head, []).append(line)
+    for head, lines in tables.items():
+        terminalreporter.write_line("\n".join(["", head, *sorted(lines), ""]))
+
+
 def _reaches_pool(function: Any, known: dict[Any, bool]) -> bool:
     """Whether it names `run_distributed`, or a function of its module does that it names."""
     function = getattr(function, "__wrapped__", function)

@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import time
+from dataclasses import replace
 from functools import partial
 
 import psutil
@@ -136,7 +137,8 @@ class RayLaunch:
         private = self.cluster.private
         lost = partial(ray_is_gone, driver, private=private)
         self.watch = RayWatch(addresses(), OWN_SECONDS if private else GONE_SECONDS, driver.note, lost)
-        return Supervisor(self._workers_for(prepared), driver, elastic, nodes=ray_nodes())
+        nodes = replace(ray_nodes(), reachable=self.watch.whole)
+        return Supervisor(self._workers_for(prepared), driver, elastic, nodes=nodes)
 
     def _workers_for(self, prepared: Prepared) -> RayWorkers:
         if prepared.layout.dims.pp > 1 or self.only_actors:

@@ -40,6 +40,7 @@ class Nodes:
     is_alive: Callable[[str], bool] = lambda node: True
     oom_kills: Callable[[str], int | None] = lambda node: oom_kills()
     preempted: dict[str, str] = field(default_factory=dict)  # notices so far, by node
+    reachable: Callable[[], bool] = lambda: True  # from this process: else nothing is to be asked of them
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,8 @@ class Supervisor:
         """
         driver, elastic = self.driver, self.elastic
         driver.lost()
+        while not self.nodes.reachable():  # what watches them (cluster/watch.py) says so, and ends or restarts the run
+            self._pause(0.2)
         logs = driver.run.local_folder / "logs"
         state = State(self.infos, driver.step, driver.progressed, logs, self.nodes)
         self.history.append(classify(failures, state, self.history))

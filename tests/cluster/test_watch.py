@@ -4,6 +4,7 @@ import socket
 import time
 
 import pytest
+import ray
 
 from cluster import watch
 from tests.running import wait_until
@@ -26,3 +27,16 @@ def test_what_does_not_answer_is_said_and_after_a_while_given_up(monkeypatch: py
     wait_until(lambda: lost, 10)
     assert lost == [f"{where} is gone"]
     looks.close()
+
+
+def test_whether_ray_can_be_asked_after_something_broke(connected: None) -> None:
+    """Not where its raylet does not answer, or its head counts this node as dead though something listens there yet."""
+    looks = watch.RayWatch(watch.addresses(), 9.0, print, print)
+    looks.close()
+    assert looks.whole()
+    dead = [{**node, "Alive": False} for node in ray.nodes()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray, "nodes", lambda: dead)
+        assert not looks.whole()
+    looks.at = {"Ray on this machine": ("127.0.0.1", 1)}
+    assert not looks.whole()

@@ -7,13 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from tests.lab import Lab
 from tests.running import Lines, committed, wait_until
@@ -136,16 +134,3 @@ def reached(folder: Path, step: int, seconds: float = 90.0) -> None:
 
 def kill(process: psutil.Process) -> None:
     process.send_signal(signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def printed(request: pytest.FixtureRequest, head: str) -> Iterator[list[str]]:
-    """Lines that are shown when all tests of a module have run."""
-    lines: list[str] = []
-    yield lines
-    plugins = request.config.pluginmanager
-    reporter: Any = plugins.get_plugin("terminalreporter")
-    capture: Any = plugins.get_plugin("capturemanager")
-    with capture.global_and_fixture_disabled():
-        for line in ["", head, *lines]:
-            reporter.write_line(line)

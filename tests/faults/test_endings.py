@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.host import PACE, RUN, TWO, Host, Started, kill, printed, reached
+from tests.faults.host import PACE, RUN, TWO, Host, Started, kill, reached
 from tests.lab import NEEDS_LAB, Lab
 from tests.running import wait_until
 
@@ -88,16 +88,13 @@ def host() -> Iterator[Host]:
         yield Host(lab)
 
 
-@pytest.fixture(scope="module")
-def table(request: pytest.FixtureRequest) -> Iterator[list[str]]:
-    kinds = "processes, sockets, shared memory, temporary files: during, after"
-    head = f"{'how the run ended':<40} {'code':>5}  {kinds}; seconds"
-    with printed(request, head) as lines:
-        yield lines
+KINDS = "processes, sockets, shared memory, temporary files: during, after"
+HEAD = f"{'how the run ended':<40} {'code':>5}  {KINDS}; seconds"
+Note = Callable[[str, object], None]
 
 
 @pytest.mark.parametrize("how", ROWS)
-def test_nothing_is_left(how: str, host: Host, table: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_nothing_is_left(how: str, host: Host, record_property: Note) -> None:
     more, act, codes = ROWS[how]
     storage = host.lab.shared / how.replace(" ", "-").replace(",", "").replace("'", "")
     before = host.left()
@@ -109,13 +106,13 @@ def test_nothing_is_left(how: str, host: Host, table: list[str], tmp_path_factor
     code = run.wait()
     left, seconds = host.settled(before)
     counts = [f"{during[kind]:>3} {len(left[kind])}" for kind in left]
-    table.append(f"{how:<40} {code:>5}  {'   '.join(counts)}  {seconds:>4.1f}")
+    record_property(HEAD, f"{how:<40} {code:>5}  {'   '.join(counts)}  {seconds:>4.1f}")
     assert not any(left.values()), f"{left}\n{run.lines.text}"
     assert code in codes, run.lines.text
 
 
 @pytest.mark.parametrize("number", [INT, TERM])
-def test_parity_leaves_nothing(host: Host, table: list[str], number: int) -> None:
+def test_parity_leaves_nothing(host: Host, record_property: Note, number: int) -> None:
     before = host.left()
     words = ["task=tests.tasks:Points", "train.global_batch_size=16", "--rows", "ddp,fsdp", "--workers", "2"]
     run = host.start("parity", *words, "--steps", "500")
@@ -123,6 +120,6 @@ def test_parity_leaves_nothing(host: Host, table: list[str], number: int) -> Non
     run.process.send_signal(number)
     code = run.wait()
     left, seconds = host.settled(before)
-    table.append(f"{f'parity, {signal.Signals(number).name}':<40} {code:>5}  {left}  {seconds:>4.1f}")
+    record_property(HEAD, f"{f'parity, {signal.Signals(number).name}':<40} {code:>5}  {left}  {seconds:>4.1f}")
     assert not any(left.values()), f"{left}\n{run.lines.text}"
     assert code in (130, 143)

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.host import PACE, RUN, TWO, Host, Started, kill, printed, reached
+from tests.faults.host import PACE, RUN, TWO, Host, Started, kill, reached
 from tests.lab import NEEDS_LAB, Lab
 from tests.running import close, committed, curve, flip, memory_group, same_bits, weights
 
@@ -30,12 +30,16 @@ HEAD += ["--include-dashboard=false", "--object-store-memory=100000000", "--node
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "app"]
 
 
-class Site:
-    """host: where runs are disturbed. truth: weights of the run that was not. table: a line for each fault."""
+TABLE = f"{f'fault (seed {SEED})':<52} {'how the run ended':<34} {'silent':>7}   left behind"
 
-    def __init__(self, host: Host, truth: Path, table: list[str]) -> None:
-        self.host, self.truth, self.table = host, weights(truth / "run"), table
+
+class Site:
+    """host: where runs are disturbed. truth: weights of the run that was not. note: takes a line of the table."""
+
+    def __init__(self, host: Host, truth: Path) -> None:
+        self.host, self.truth = host, weights(truth / "run")
         self.before = host.left()
+        self.note: Callable[[str, object], None]
 
     def run(self, *words: str) -> None:
         """A program of the host, to its end; in its own mounts and network."""
@@ -57,21 +61,20 @@ class Site:
         """Holds what every fault must hold, and notes it. end: of the run, for the table."""
         quiet, (left, _) = run.silence(), self.host.settled(self.before)
         nothing = "nothing" if not any(left.values()) else str(left)
-        self.table.append(f"{fault:<48} {end:<34} {quiet:>5.1f} s   {nothing}")
+        self.note(TABLE, f"{fault:<52} {end:<34} {quiet:>5.1f} s   {nothing}")
         assert end != "same bits" or self.same(storage), run.lines.text
         assert quiet <= SILENCE_SECONDS, run.lines.heard
         assert nothing == "nothing", left
 
 
 @pytest.fixture(scope="module")
-def site(request: pytest.FixtureRequest) -> Iterator[Site]:
-    head = f"{f'fault (seed {SEED})':<48} {'how the run ended':<34} {'silent':>7}   left behind"
-    with Lab(1) as lab, printed(request, head) as table:
+def site() -> Iterator[Site]:
+    with Lab(1) as lab:
         host, truth = Host(lab), lab.shared / "truth"
         run = host.start("train", *RUN, "strategy=ddp", f"run.storage={truth}", program=TORCHRUN)
         assert run.wait() == 0, run.lines.text
         host.settled()
-        yield Site(host, truth, table)
+        yield Site(host, truth)
 
 
 @pytest.fixture
@@ -81,8 +84,9 @@ def storage(site: Site, request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def alone(site: Site) -> Iterator[None]:
+def alone(site: Site, record_property: Callable[[str, object], None]) -> Iterator[None]:
     """What a test that failed has left does not disturb the next one."""
+    site.note = record_property
     yield
     for process in site.host.processes():
         if process.pid not in site.host.own:
@@ -110,7 +114,7 @@ def test_a_worker_is_stopped_and_continued(site: Site, storage: Path, seconds: i
     site.row(f"a worker stopped for {seconds} s and continued", run, storage)
 
 
-@pytest.mark.parametrize("victim", ["/raylet", "/gcs_server"])
+@pytest.mark.parametrize("victim", ["/raylet", "/gcs_server", "ray::RuntimeEnvAgent"])
 def test_the_runs_own_ray_breaks(site: Site, storage: Path, victim: str) -> None:
     run = site.begin(storage)
     reached(storage / "run", some_step(victim))
