@@ -14,6 +14,7 @@ LOOK_SECONDS = 0.5
 SAY_SECONDS = 10.0  # without an answer, until a person is told
 GONE_SECONDS = 45.0  # until it is given up; Ray ends the process after 60 (RAY_gcs_rpc_server_reconnect_timeout_s)
 OWN_SECONDS = 1.0  # of a Ray that this process has started, which nobody else will start again
+HERE = "Ray on this machine"
 Address = tuple[str, int]
 
 
@@ -26,7 +27,7 @@ def addresses() -> dict[str, Address]:
     found = {"Ray's head": (host.strip("[]"), int(port))}
     for node in ray.nodes():
         if node["NodeID"] == context.get_node_id():
-            found["Ray on this machine"] = (node["NodeManagerAddress"], node["NodeManagerPort"])
+            found[HERE] = (node["NodeManagerAddress"], node["NodeManagerPort"])
     return found
 
 
@@ -39,6 +40,7 @@ class RayWatch:
     ) -> None:
         self.at, self.patience, self.say, self.lost = at, patience, say, lost
         self.over = threading.Event()
+        self.left = False  # this node has left the cluster, for ever: its id does not come back
         threading.Thread(target=self._look, daemon=True, name="ray").start()
 
     def close(self) -> None:
@@ -51,6 +53,7 @@ class RayWatch:
 
         here = ray.get_runtime_context().get_node_id()
         alive = any(node["NodeID"] == here and node["Alive"] for node in ray.nodes())
+        self.left = self.left or not alive  # so that the thread gives it up too, though something may listen there
         return alive and all(map(answers, self.at.values()))
 
     def _look(self) -> None:
@@ -59,7 +62,7 @@ class RayWatch:
         while not self.over.wait(LOOK_SECONDS):
             for name, address in self.at.items():
                 now, where = time.monotonic(), f"{name} ({address[0]}:{address[1]})"
-                if answers(address):
+                if answers(address) and not (self.left and name == HERE):
                     if name in said:
                         self.say(f"{where} answers again")
                     silent.pop(name, None)

@@ -30,13 +30,16 @@ def test_what_does_not_answer_is_said_and_after_a_while_given_up(monkeypatch: py
 
 
 def test_whether_ray_can_be_asked_after_something_broke(connected: None) -> None:
-    """Not where its raylet does not answer, or its head counts this node as dead though something listens there yet."""
-    looks = watch.RayWatch(watch.addresses(), 9.0, print, print)
-    looks.close()
+    """Not where its raylet does not answer, or its head counts this node as dead though something listens there yet;
+    such a node is given up."""
+    lost = list[str]()
+    looks = watch.RayWatch(watch.addresses(), 0.5, print, lost.append)
     assert looks.whole()
     dead = [{**node, "Alive": False} for node in ray.nodes()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray, "nodes", lambda: dead)
         assert not looks.whole()
-    looks.at = {"Ray on this machine": ("127.0.0.1", 1)}
+    wait_until(lambda: lost, 10)
+    assert lost[0].startswith(watch.HERE)
+    looks.at = {watch.HERE: ("127.0.0.1", 1)}
     assert not looks.whole()
