@@ -90,8 +90,8 @@ class TrainConfig:
     micro_batch_size: Optional[int] = None
     """Samples one worker computes at once; the rest of its share is accumulated. null: its whole share."""
     precision: str = "fp32"
-    """fp32, bf16, fp16 (with loss scaling), or fp8: bf16 with the blocks' linear layers in float8 (single, ddp, zero*,
-    fsdp, hsdp; on GPUs from Ada and Hopper on)."""
+    """fp32, bf16, fp16 (with loss scaling), or fp8: bf16 with the blocks' linear layers in float8 (on GPUs from Ada and
+    Hopper on)."""
     clip_norm: Optional[float] = None
     """Scale the gradient down to this total norm when it is longer. null: never."""
     compile: bool = False

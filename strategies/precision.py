@@ -35,9 +35,9 @@ compiling fuses), once bf16 trains well: a number is rounded by up to 2⁻⁴ of
 layer's width and the product with its square, so where layers are narrow nothing is gained. (Not measured on a GPU yet:
 `python -m experiments.benchmarks gpu first --only speed_fp8` does.)
 
-Only the linear layers of the blocks are changed, and of these those whose sizes 16 divides, as the hardware wants it. A
-call with a number of rows that 16 does not divide is computed in bfloat16. A worker scales by what it has itself, so
-two layouts agree to float8's rounding.
+Only the linear layers of the blocks are changed, and of these those whose sizes 16 divides, as the hardware wants it;
+of a layer that is split over workers (tensor), each worker's part. A call with a number of rows that 16 does not divide
+is computed in bfloat16. A worker scales by what it has itself, so two layouts agree to float8's rounding.
 """
 
 import contextlib
@@ -52,6 +52,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from strategies.dims import LayoutError
+from strategies.grad_sync import local
 from strategies.tree import tree_leaves, tree_map
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -110,6 +111,25 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
     return tree_map(lambda value: value.to(dtype) if _is_float(value) else value, values)
 
 
+class Product:
+    """The products of a linear layer and of its backward, for layers that are split (tensor) to take others (fp8)."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """(…, K), (N, K) and (N) → (…, N)."""
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def of_input(gradient: Tensor, weight: Tensor) -> Tensor:
+        """(…, N) and (N, K) → (…, K)."""
+        return gradient.matmul(weight)
+
+    @staticmethod
+    def of_weight(gradient: Tensor, x: Tensor) -> Tensor:
+        """(…, N) and (…, K) → (N, K)."""
+        return gradient.flatten(0, -2).T.matmul(x.flatten(0, -2))
+
+
 # --- float8 -----------------------------------------------------------------------------------------------------
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
@@ -138,15 +158,18 @@ def use_float8(module: nn.Module, blocks: list[str]) -> tuple[str, ...]:
         LayoutError: none of them can.
     """
     inside = (layer for name in blocks or [""] for layer in module.get_submodule(name).modules())
-    layers = dict.fromkeys(layer for layer in inside if type(layer) is nn.Linear)  # a subclass computes in its own way
-    chosen = [layer for layer in layers if not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)]
+    layers = dict.fromkeys(layer for layer in inside if _is_linear(layer))
+    chosen = [layer for layer in layers if not any(size % MULTIPLE for size in _own_weight(layer).shape)]
     if not chosen:
         raise LayoutError(
             f"train.precision=fp8, but the model's blocks have no linear layer whose sizes {MULTIPLE} divides: write "
             "train.precision=bf16"
         )
     for layer in chosen:
-        layer.__class__ = Float8Linear
+        if type(layer) is nn.Linear:
+            layer.__class__ = Float8Linear
+        else:
+            vars(layer).update(_product=Float8Product)
     if len(chosen) == len(layers):
         return ()
     left = len(layers) - len(chosen)
@@ -156,27 +179,64 @@ def use_float8(module: nn.Module, blocks: list[str]) -> tuple[str, ...]:
     )
 
 
+def _is_linear(layer: nn.Module) -> bool:
+    """A subclass computes in its own way, but for those of tensor parallelism, which have a product."""
+    return type(layer) is nn.Linear or ("_product" in vars(layer) and type(layer).__bases__ == (nn.Linear,))
+
+
+def _own_weight(layer: nn.Module) -> Tensor:
+    return local(nn.Module.__getattr__(layer, "weight"))  # not by its name, which may gather it
+
+
 class Float8Linear(nn.Linear):
     """A linear layer, (…, in) → (…, out) bfloat16; made of one by changing its class."""
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, weight = x.to(torch.bfloat16).reshape(-1, self.in_features), self.weight.to(torch.bfloat16)
-        bias = None if self.bias is None else self.bias.to(torch.bfloat16)
-        if len(rows) % MULTIPLE or not len(rows):
-            return F.linear(rows, weight, bias).view(*x.shape[:-1], self.out_features)
-        y = _Float8Product.apply(rows, weight)
-        return (y if bias is None else y + bias).view(*x.shape[:-1], self.out_features)
+        return Float8Product.forward(x, self.weight, self.bias)
 
 
-class _Float8Product(torch.autograd.Function):
-    """(M, K) bfloat16 and (N, K) bfloat16 → (M, N) bfloat16."""
+class Float8Product(Product):
+    """The products of a linear layer in float8; those with a number of rows that it cannot have in bfloat16."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows, weight = x.to(torch.bfloat16).reshape(-1, x.size(-1)), weight.to(torch.bfloat16)
+        bias = None if bias is None else bias.to(torch.bfloat16)
+        if _odd(rows):
+            y = F.linear(rows, weight, bias)
+        else:
+            y = _Float8Forward.apply(rows, weight)
+            y = y if bias is None else y + bias
+        return y.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def of_input(gradient: Tensor, weight: Tensor) -> Tensor:
+        rows = gradient.flatten(0, -2)
+        if _odd(rows):
+            return Product.of_input(gradient, weight)
+        found = multiply(*quantise(rows, GRADIENT), *quantise(weight.t(), FORWARD))
+        return found.view(*gradient.shape[:-1], weight.size(1))
+
+    @staticmethod
+    def of_weight(gradient: Tensor, x: Tensor) -> Tensor:
+        rows = gradient.flatten(0, -2)
+        if _odd(rows):
+            return Product.of_weight(gradient, x)
+        return multiply(*quantise(rows.t(), GRADIENT), *quantise(x.flatten(0, -2).t(), FORWARD))
+
+
+def _odd(rows: Tensor) -> bool:
+    return not len(rows) or len(rows) % MULTIPLE != 0
+
+
+class _Float8Forward(torch.autograd.Function):
+    """(M, K) bfloat16 and (N, K) bfloat16 → (M, N) bfloat16, whose backward multiplies what forward rounded."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        x8, x_inverse = quantise(x, FORWARD)
-        w8, w_inverse = quantise(weight, FORWARD)
-        ctx.save_for_backward(x8, x_inverse, w8, w_inverse)
-        return multiply(x8, w8, x_inverse, w_inverse, fast=True)
+        x8, w8 = quantise(x, FORWARD), quantise(weight, FORWARD)
+        ctx.save_for_backward(*x8, *w8)
+        return multiply(*x8, *w8, fast=True)
 
     @staticmethod
     @once_differentiable
@@ -185,9 +245,9 @@ class _Float8Product(torch.autograd.Function):
         g8, g_inverse = quantise(gradient, GRADIENT)
         to_x = to_weight = None
         if ctx.needs_input_grad[0]:
-            to_x = multiply(g8, w8.t().contiguous(), g_inverse, w_inverse)
+            to_x = multiply(g8, g_inverse, w8.t().contiguous(), w_inverse)
         if ctx.needs_input_grad[1]:
-            to_weight = multiply(g8.t().contiguous(), x8.t().contiguous(), g_inverse, x_inverse)
+            to_weight = multiply(g8.t().contiguous(), g_inverse, x8.t().contiguous(), x_inverse)
         return to_x, to_weight
 
 
@@ -202,7 +262,7 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return scaled.to(dtype).contiguous(), largest / most
 
 
-def multiply(a8: Tensor, b8: Tensor, a_inverse: Tensor, b_inverse: Tensor, *, fast: bool = False) -> Tensor:
+def multiply(a8: Tensor, a_inverse: Tensor, b8: Tensor, b_inverse: Tensor, *, fast: bool = False) -> Tensor:
     """a·bᵀ of float8 (M, K) and (N, K), both contiguous (the second is handed on as columns, as the hardware takes it),
     scaled back: (M, N) bfloat16. fast: added up with fewer bits, which on Hopper is faster."""
     each, out = F.ScalingType.TensorWise, torch.bfloat16

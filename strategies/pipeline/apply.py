@@ -210,11 +210,14 @@ def _shared(
 
 
 def _whole_backward(options: Options) -> tuple[str, ...]:
-    if options.schedule not in schedules.SPLIT or not options.compile:
+    if options.schedule not in schedules.SPLIT or not (options.compile or options.precision == "fp8"):
         return ()
+    what, instead = (
+        ("what is compiled", "train.compile=false") if options.compile else ("float8", "train.precision=bf16")
+    )
     return (
-        f"what is compiled has its backward in one piece, so {options.schedule} defers no weights' gradients and has "
-        "1f1b's bubble: train.compile=false lets it split them",
+        f"{what} has its backward in one piece, so {options.schedule} defers no weights' gradients and has 1f1b's "
+        f"bubble: {instead} lets it split them",
     )
 
 
@@ -223,5 +226,4 @@ STRATEGY = Strategy(
     "blocks split into stages",
     degrees=("pp",),
     also=("dp_replicate", "dp_shard", "cp", "tp", "ep"),
-    precisions=("fp32", "bf16", "fp16"),
 )

@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from strategies.dims import LayoutError, Options
 from strategies.grad_sync import all_reduce_, local
+from strategies.precision import Product
 from strategies.strategy import Strategy
 from strategies.tensor import ops
 from strategies.tensor.loss import VocabularyLogits
@@ -45,6 +46,8 @@ from strategies.tensor.ops import SplitLayers
 from strategies.tensor.plan import Plan, is_transposed_linear, make_plan, out_features
 from strategies.torch_internals import rnn_reading_its_parameters
 
+WITH_PRODUCT = ("colwise", "colwise_gather", "head", "rowwise")
+"""Styles of layers whose product fp8 may replace (precision.py)."""
 OF_SHAPES = ("shape", "size of tensor", "unflatten", "mat1 and mat2", "size mismatch")
 """In what torch says where an operation cannot work on the shapes it was given."""
 
@@ -70,7 +73,7 @@ def _colwise(self: Any, x: Tensor) -> Tensor:
     weight, bias = _matrix(self), _own(self, "bias")
     if bias is not None and bias.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         bias = bias.to(weight.dtype)  # one that fsdp keeps whole, in float32
-    return self._split.columns(x, weight, bias, self._gathered)
+    return self._split.columns(x, weight, bias, self._gathered, self._product)
 
 
 def _colwise_gather(self: Any, x: Tensor) -> Tensor:
@@ -91,7 +94,7 @@ def _rowwise(self: Any, x: Tensor) -> Tensor:
             f"a layer that the tensor plan splits rowwise got {x.size(-1)} features and has {weight.size(1)} "
             "here: what comes before it must be colwise, or leave it out of the plan"
         )
-    y = self._split.leave(F.linear(x, weight))
+    y = self._split.leave(self._product.forward(x, weight, None))
     bias = _own(self, "bias")
     return y if bias is None else y + bias.to(y.dtype)
 
@@ -189,6 +192,8 @@ def rewrite(module: nn.Module, split: SplitLayers, replace: Callable[[nn.Paramet
             setattr(owner, name, made[id(parameter)])
         if own:
             vars(owner).update(_split=split, _transposed=transposed, _gathered=split.plan.in_gathered(path))
+            if style in WITH_PRODUCT:
+                vars(owner).update(_product=Product)
             owner.__class__ = _class(type(owner), style, tuple(own))  # type: ignore[arg-type]
         if split.plan.sequence:
             _along_sequence(owner, style, split)
@@ -306,5 +311,4 @@ STRATEGY = Strategy(
     "each layer split",
     degrees=("tp",),
     also=("dp_replicate", "dp_shard", "cp", "pp", "ep"),
-    precisions=("fp32", "bf16", "fp16"),
 )

@@ -28,12 +28,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from strategies.dims import LayoutError
+from strategies.precision import Product
 from strategies.tensor.plan import Plan
 from strategies.torch_internals import all_gather_into, functional_collectives
 
@@ -192,20 +192,19 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, own: Tensor, again: Callable[[Tensor], Any], weight: Tensor, bias: Tensor | None
+        ctx: Any, x: Tensor, own: Tensor, again: Callable[[Tensor], Any], weight: Tensor, bias: Any, product: Any
     ) -> Tensor:
         ctx.save_for_backward(own, weight)
-        ctx.again = again
-        return F.linear(x, weight, bias)
+        ctx.again, ctx.product = again, product
+        return product.forward(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, Tensor, Tensor | None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, Tensor, Tensor | None, None]:
         own, weight = ctx.saved_tensors
         gathered = ctx.again(own)
-        of_x = gradient.matmul(weight) if ctx.needs_input_grad[0] else None
-        rows = gradient.flatten(0, -2)
-        of_bias = rows.sum(0) if ctx.needs_input_grad[4] else None
-        return of_x, None, None, rows.T.matmul(gathered().flatten(0, -2)), of_bias
+        of_x = ctx.product.of_input(gradient, weight) if ctx.needs_input_grad[0] else None
+        of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[4] else None
+        return of_x, None, None, ctx.product.of_weight(gradient, gathered()), of_bias, None
 
 
 def gather_features(x: Tensor, peers: Peers, length: int) -> Tensor:
@@ -249,15 +248,15 @@ class SplitLayers:
         self._again: tuple[object, Callable[[], Tensor]] | None = None
         """The gathering that backward did last, and what waits for its result."""
 
-    def columns(self, x: Tensor, weight: Tensor, bias: Tensor | None, gathered: bool) -> Tensor:
+    def columns(self, x: Tensor, weight: Tensor, bias: Tensor | None, gathered: bool, product: type[Product]) -> Tensor:
         """x·Wᵀ + b of a layer split by columns. gathered: `x` is whole already."""
         whole = x if gathered else self.enter(x)
         source = None if self.in_halves else gathered_from(whole, weight)
         if source is None:
-            return F.linear(whole, weight, bias)
+            return product.forward(whole, weight, bias)
         if torch.is_autocast_enabled(x.device.type):
             weight, bias = weight.to(whole.dtype), None if bias is None else bias.to(whole.dtype)
-        return _Columns.apply(whole, *source, weight, bias)
+        return _Columns.apply(whole, *source, weight, bias, product)
 
     def enter(self, x: Tensor) -> Tensor:
         """The whole input of a layer split by columns. Layers called with the same input share one gathering."""

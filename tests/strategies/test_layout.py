@@ -58,7 +58,7 @@ def test_choose_refuses_in_one_sentence(name: str, workers: int, degrees: dict[s
     assert_refused(words, choose, name, workers, **degrees)
 
 
-NO_FP8 = (("tensor", 2), ("pipeline", 2), ("dp", 1), ("deepspeed", 2))
+NO_FP8 = (("dp", 1), ("deepspeed", 2))
 FSDP_TENSOR = choose("fsdp", 4, tp=2)
 TWO, FOUR = choose("pipeline", 2), choose("pipeline", 4)
 INTERLEAVED = {"schedule": "interleaved_1f1b", "chunks": 2}
