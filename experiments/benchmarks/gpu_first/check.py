@@ -130,7 +130,7 @@ def main(function: str, arguments: str, device: str, model: str, path: str, limi
         except NotHere as reason:
             ended = {"left_out": str(reason)}
         except ModuleNotFoundError as error:
-            ended = {"left_out": f"needs {error.name}, which is not installed"}
+            ended = {"lacks": str(error.name)}
             if (error.name or "").partition(".")[0] in OURS:
                 raise
         except Exception as error:

@@ -27,7 +27,8 @@ MODELS = ("124m", "1.3b", "tiny")
 
 
 def main(arguments: Sequence[str], prog_name: str = "gpu first") -> None:
-    """Prints a line per check and one that sums up. Ends with 1 if a check failed or a prediction did not hold."""
+    """Prints a line per check and one that sums up. Ends with 1 if a check failed, a prediction did not hold, or a
+    package was not there."""
     options = _options(arguments, prog_name)
     begun = time.monotonic()
     machine = run(MACHINE, "cuda", "tiny", options.limit)  # it says itself how many GPUs there are
@@ -40,9 +41,11 @@ def main(arguments: Sequence[str], prog_name: str = "gpu first") -> None:
         print(json.dumps(_plain(line)), flush=True)
         lines.append(line)
     by = {ok: [line["name"] for line in lines if line["ok"] is ok] for ok in (True, False, None)}
-    summary = {"name": "summary", "ok": not by[False], "passed": by[True], "failed": by[False], "left_out": by[None]}
-    print(json.dumps({**summary, "seconds": round(time.monotonic() - begun, 1)}), flush=True)
-    sys.exit(1 if by[False] else 0)
+    lacks = sorted({line["lacks"] for line in lines if line["lacks"]})
+    right = not by[False] and not lacks
+    summary = {"name": "summary", "ok": right, "passed": by[True], "failed": by[False], "left_out": by[None]}
+    print(json.dumps({**summary, "lacks": lacks, "seconds": round(time.monotonic() - begun, 1)}), flush=True)
+    sys.exit(0 if right else 1)
 
 
 def run_all(checks: Iterable[Check], gpus: int, model: str | None, limit: float | None) -> Iterator[dict[str, Any]]:
@@ -133,6 +136,8 @@ def _judged(name: str, path: Path, ended: str, last: str) -> dict[str, Any]:
             other |= line
     if ended:
         return _line(name, False, predicted, found, f"{ended}; it said last: {last.strip()}" if last else ended)
+    if lacks := other.get("lacks"):
+        return _line(name, None, predicted, found, f"needs {lacks}: pip install it", lacks)
     if "left_out" in other:
         return _line(name, None, predicted, found, other["left_out"])
     if "error" in other:
@@ -142,7 +147,12 @@ def _judged(name: str, path: Path, ended: str, last: str) -> dict[str, Any]:
 
 
 def _line(
-    name: str, ok: bool | None, predicted: dict[str, Any] | None = None, found: Any = None, error: str = ""
+    name: str,
+    ok: bool | None,
+    predicted: dict[str, Any] | None = None,
+    found: Any = None,
+    error: str = "",
+    lacks: str | None = None,
 ) -> dict[str, Any]:
     made = {"name": name, "ok": ok, "seconds": 0.0, "predicted": predicted or {}, "found": found or {}}
-    return made | {"error": error or None}
+    return made | {"error": error or None, "lacks": lacks}

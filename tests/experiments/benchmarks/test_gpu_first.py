@@ -20,7 +20,7 @@ from experiments.benchmarks.gpu_first.table import CHECKS, HERE, ROW
 from experiments.benchmarks.gpu_first.training import config, planned
 from tests.running import ROOT, environment
 
-FIELDS = ["name", "ok", "seconds", "predicted", "found", "error"]
+FIELDS = ["name", "ok", "seconds", "predicted", "found", "error", "lacks"]
 NOT_THERE = {"ray", "mlflow", "omegaconf", "antlr4", "click", "cloudpickle", "pandas", "pyarrow", "scipy", "matplotlib"}
 NOT_THERE |= {"optuna", "safetensors", "tokenizers", "transformers", "pydantic", "requests"}
 REFUSES = f"""import sys
@@ -86,7 +86,7 @@ def test_a_check_that_hangs_crashes_or_fails_is_ended_and_the_later_ones_run(mon
     assert "killed" in by["hangs"]["error"] and "in hangs" in by["hangs"]["error"], "and where it hung"
     assert "SIGSEGV" in by["crashes"]["error"] and by["crashes"]["found"] == {"before": 1}
     assert "MemoryError: out of memory" in by["raises"]["error"]
-    assert by["lacks_a_package"]["error"] == "needs no_such_package, which is not installed"
+    assert by["lacks_a_package"]["error"] == "needs no_such_package: pip install it"
     assert by["gpu"]["error"] == "needs a GPU" and by["3.0"]["error"] == "value is 3, outside of 1.0 to 2.0"
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
     assert b"sleep\x001234.5\x00" not in commands
