@@ -149,7 +149,7 @@ class Estimator:
         if may_reduce_each and sum(memory.values()) > machine.device.capacity:  # then it does, at some cost of time
             case = replace(case, step=replace(case.step, reduce_scatter_each_microbatch=True))
             memory = self._memory(case, stages)
-        seconds, flops = timing(case, self.reader.sample_bytes, self.clips)
+        seconds, flops = timing(case, self.reader.sample_bytes, len(self.reader.size.parameters), self.clips)
         each = case.step.reduce_scatter_each_microbatch if decides else None
         in_host = self._in_host(case, stages) if candidate.offload and machine.host_bytes else 0.0
         spread = machine.device.range_of(candidate.kind)

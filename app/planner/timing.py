@@ -57,10 +57,11 @@ Exposed = dict[str, float]
 """Seconds of communication that nothing hides, by part of the step; `hidden`: those that computing hides."""
 
 
-def timing(case: Case, sample_bytes: float, clips: bool) -> tuple[dict[str, float], float]:
+def timing(case: Case, sample_bytes: float, tensors: int, clips: bool) -> tuple[dict[str, float], float]:
     """Seconds by part; FLOPs of the whole step, computed once.
 
-    sample_bytes: of one sample, which goes to the device. clips: whether gradients are, which takes an all-reduce."""
+    sample_bytes: of one sample, which goes to the device. tensors: how many parameters the model has. clips: whether
+    gradients are, which takes an all-reduce."""
     candidate, machine, dims = case.candidate, case.machine, case.candidate.dims
     device = machine.device
     many = candidate.micro_batches
@@ -90,7 +91,7 @@ def timing(case: Case, sample_bytes: float, clips: bool) -> tuple[dict[str, floa
         "bubble": _bubbles(candidate) * of_each,
         "optimizer": _optimizer(case, clips),
         "data": 0.0 if device.is_cpu else candidate.micro_batch * many * sample_bytes / HOST_LINK,
-        "rest": device.step,
+        "rest": device.step * tensors,
     }
     seconds["scale"] = sum(seconds.values()) * device.scale * max(0.0, math.log2(case.machine.world / TOGETHER))
     flops = sum(part.flops * part.count for part in case.parts) * dims.tp * many * dims.dp_cp
