@@ -66,7 +66,8 @@ def plan(cli: Invocation, arguments: tuple[str, ...], **options: Any) -> None:
         sentence, row, found["max_batch"] = max_batch(plan)
         if not cli.as_json:
             console.result(sentence)
-    cli.answer(output.as_json(plan, top or len(plan.rows)) | found)
+    if cli.as_json:
+        cli.answer(output.as_json(plan, top or len(plan.rows)) | found)
     if options["chart"]:
         draw(plan, options["chart"], top or len(plan.rows))
         console.say(f"drawn in {options['chart']}")

@@ -131,8 +131,9 @@ def fixed_by(config: Config, given: frozenset[str]) -> Fixed:
     return fixed
 
 
-def enumerate_layouts(space: Space, fixed: Fixed) -> list[Candidate]:
-    """All layouts that `fixed` leaves open and the model allows, in no order."""
+def enumerate_layouts(space: Space, fixed: Fixed, family: str | None = None) -> list[Candidate]:
+    """All layouts (of one family) that `fixed` leaves open and the model allows; of those that differ in their
+    micro-batch only, the smaller one comes first."""
     modes = _wanted(fixed, "train.activation_checkpointing") or CHECKPOINTING
     precisions, found = _wanted(fixed, "train.precision") or space.precisions, list[Candidate]()
     # parts whose degree is fixed by itself may be there or not
@@ -146,7 +147,7 @@ def enumerate_layouts(space: Space, fixed: Fixed) -> list[Candidate]:
         sizes = [min(size, share) for size in _wanted(fixed, "train.micro_batch_size")] or _divisors(share)
         for strategy in _strategies(dims):
             layout = Layout(_name(strategy, dims), dims)
-            if "strategy" in fixed and set(layout.parts) - free != parts:
+            if ("strategy" in fixed and set(layout.parts) - free != parts) or family not in (None, layout.parts[-1]):
                 continue
             able = [p for p in precisions if all(p in record.precisions for record in registry.records(layout.name))]
             found += [

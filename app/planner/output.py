@@ -134,7 +134,7 @@ def _absent(plan: Plan, family: str) -> str:
     space, degrees = plan.space, registry.STRATEGIES[family].degrees
 
     def is_there(fixed: Fixed) -> bool:
-        return any(candidate.family == family for candidate in enumerate_layouts(space, fixed))
+        return bool(enumerate_layouts(space, fixed, family))
 
     if is_there({}):
         alone = [key for key, value in plan.fixed.items() if not is_there({key: value})]

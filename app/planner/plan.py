@@ -1,6 +1,7 @@
 """A plan: every layout of an experiment on a machine, its memory and its time, best first."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,7 +9,7 @@ from app.config import Config
 from app.job import strategy_options
 from app.planner.device import way_of
 from app.planner.estimate import Estimate, Estimator
-from app.planner.layouts import Fixed, Space, enumerate_layouts, fixed_by, refuse
+from app.planner.layouts import Candidate, Fixed, Space, enumerate_layouts, fixed_by, refuse
 from app.planner.machine import Machine
 from app.planner.read import Reader
 from app.planner.remember import identity
@@ -134,8 +135,27 @@ def make_plan(
     if not candidates:
         refuse(config, fixed, space)
     plan = Plan(config, reader, machine, estimator_of(config, reader, machine, given), space, fixed, [])
-    plan.rows = ranked([plan.estimator.estimate(candidate) for candidate in candidates])
+    plan.rows = ranked(list(_estimates(plan.estimator, candidates)))
     return plan
+
+
+FAR = 1.5
+"""Times a GPU's memory from which on more of the same is not looked at."""
+
+
+def _estimates(estimator: Estimator, candidates: list[Candidate]) -> Iterator[Estimate]:
+    """Of all but those that have more samples at once than one that takes far more than there is, and do not differ
+    from it otherwise. (Nearer by, stages that are cut otherwise may fit, and so may the whole share at once, which
+    accumulates nothing.)"""
+    full = set[tuple[Any, ...]]()
+    for one in candidates:
+        key = (one.layout, one.checkpointing, one.precision, one.schedule, one.chunks, one.offload)
+        if key in full and one.micro_batches > 1:
+            continue
+        row = estimator.estimate(one)
+        if row.memory_bytes > FAR * row.capacity:
+            full.add(key)
+        yield row
 
 
 def _precisions(config: Config, machine: Machine, is_fixed: bool) -> tuple[str, ...]:
