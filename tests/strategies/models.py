@@ -1,6 +1,7 @@
-"""Small plain models, written as somebody would who never heard of strategies, trials over them, refusals."""
+"""Small plain models, written as somebody would who never heard of strategies, trials over them, refusals, bytes."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -8,8 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from app.models.mixture import TENSOR_PLAN, MixtureGPT
+from app.models import gpt
+from app.models.gpt import GPT
+from app.models.mixture import TENSOR_PLAN as MIXTURE_PLAN
+from app.models.mixture import MixtureGPT
 from experiments.parity.curves import Trial
+from experiments.parity.rows import ALL_FIVE, MIXTURES, ROWS
 from strategies.context.apply import ContextPlan
 from strategies.layout import LayoutError
 
@@ -75,6 +80,21 @@ def assert_refused(words: list[str], function: Callable[..., object], *arguments
     assert "\n" not in said and all(word in said for word in words), said
 
 
+@contextlib.contextmanager
+def saved() -> Iterator[list[Tensor]]:
+    """What is kept for backward of what is computed under it."""
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
+        yield kept
+
+
+def stored(tensors: Iterable[Tensor], but: Iterable[Tensor] = ()) -> int:
+    """Bytes of the distinct storages behind these tensors' local parts, but for those behind others."""
+    own, others = ([getattr(t, "_local_tensor", t) for t in some] for some in (tensors, but))
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in own if t.numel()}
+    return sum(size for place, size in sizes.items() if place not in {t.untyped_storage().data_ptr() for t in others})
+
+
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -106,7 +126,7 @@ def gpt_trial(tied: bool = False, plan: bool = True, layers: int = 4, **changes:
         loss=language_loss,
         batch=language_batch,
         tensor_plan=GPT_PLAN if plan else None,
-        context_plan=ContextPlan(lambda places: {}),  # it has no positions; test_context.py has models that do
+        context_plan=ContextPlan(lambda places: {}),  # it has no positions
         **changes,
     )
 
@@ -121,22 +141,49 @@ def mixture() -> nn.Module:
 
 def mixture_trial(**changes: Any) -> Trial:
     return Trial(
-        seeded(mixture), lambda model, batch: model(*batch), language_batch, tensor_plan=TENSOR_PLAN, **changes
+        seeded(mixture), lambda model, batch: model(*batch), language_batch, tensor_plan=MIXTURE_PLAN, **changes
+    )
+
+
+def masked_batch(step: int) -> tuple[Tensor, Tensor]:
+    """In every second sequence only the first labels count, which in any order are one worker's."""
+    tokens = torch.randint(0, 29, (BATCH, 33), generator=torch.Generator().manual_seed(step))
+    targets = tokens[:, 1:].clone()
+    targets[1::2, 5:] = -100
+    targets[::2, 20:23] = -100
+    return tokens[:, :-1], targets
+
+
+def masked_trial(**changes: Any) -> Trial:
+    """Its rotary embeddings turn by the place in the sequence, and its loss is the mean of the labels that count."""
+    return Trial(
+        seeded(lambda: GPT(29, d_model=16, n_layers=2, n_heads=4, tie_weights=True)),
+        language_loss,
+        masked_batch,
+        items=lambda batch: (batch[1] >= 0).sum(),
+        tensor_plan=gpt.TENSOR_PLAN,
+        heads=4,
+        **changes,
     )
 
 
 class FunctionalTie(nn.Module):
-    """Reads its embedding's table with its own hands, and owns a bare parameter."""
+    """Reads its embedding's table with its own hands, and owns a bare parameter and tensors in every place a module can
+    keep one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0)
         self.position = nn.Parameter(0.1 * torch.randn(SEQUENCE, WIDTH))
+        self.register_buffer("table", torch.randn(WIDTH), persistent=False)
+        self.register_buffer("count", torch.arange(3))
+        self.plain = torch.randn(WIDTH)
         layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True)
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.layers(self.embed(tokens) + self.position[: tokens.shape[1]])
+        x = self.embed(tokens) * self.table + self.plain * self.count[1]
+        x = self.layers(x + self.position[: tokens.shape[1]])
         return F.linear(x, self.embed.weight)
 
 
@@ -199,9 +246,22 @@ def classifier_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 ZOO: dict[str, Trial] = {
-    "functional tie": Trial(seeded(FunctionalTie), language_loss, language_batch, steps=3),
-    "recurrent": Trial(seeded(Recurrent), language_loss, language_batch, steps=3),
-    "residual": Trial(seeded(SmallResNet), classifier_loss, image_batch, steps=3),
-    "mlp": Trial(seeded(mlp), classifier_loss, vector_batch, steps=3),
+    "functional tie": Trial(seeded(FunctionalTie), language_loss, language_batch, steps=2),
+    "recurrent": Trial(seeded(Recurrent), language_loss, language_batch, steps=2),
+    "residual": Trial(seeded(SmallResNet), classifier_loss, image_batch, steps=2),
+    "mlp": Trial(seeded(mlp), classifier_loss, vector_batch, steps=2),
 }
 """Models by people who never read our docs."""
+
+LIKE_OTHERS = ("zero1+tensor", "zero2+tensor", "zero1+context", "zero2+context", "zero3")
+LIKE_OTHERS += ("zero1+expert", "zero2+expert", "hsdp+expert", "ddp+tensor+expert")
+"""They differ from ddp's and fsdp's in what zero1 and zero2 do alone."""
+FIRST = {row.name: row for row in reversed((*ROWS, *MIXTURES))}.values()
+WIDER = [row for row in ROWS if row.workers == 4 and not row.degrees and row.name not in ("fsdp", "context")]
+WIDER += [row for row in (*ROWS, *MIXTURES) if row not in FIRST and (row.name[:4] == "zero" or row.layout.dims.ep > 1)]
+"""Of what is tried at fewer workers already."""
+EVERY = [
+    pytest.param(row, id=str(row), marks=[pytest.mark.slow] * (row.name in LIKE_OTHERS or row in (*WIDER, *ALL_FIVE)))
+    for row in (*ROWS, *MIXTURES, *ALL_FIVE)
+]
+"""All rows; slow are those that take another one's way."""

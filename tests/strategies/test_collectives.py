@@ -80,7 +80,7 @@ def test_ranks_on_several_machines_all_keep_to_gloo() -> None:
 @pytest.mark.slow
 def test_the_accelerator_can_be_deleted() -> None:
     """And rows of the parity matrix train the same model."""
-    test = "tests/strategies/test_parity.py::test_row_trains_the_same_model"
+    test = "tests/strategies/test_parity.py::test_row_trains_the_same_model_and_holds_what_it_costs_to_the_byte"
     rows = [f"{test}[ddp (dp_replicate 2)]", f"{test}[fsdp (dp_shard 2)]"]
     with tree_without("strategies/cpu_collectives") as tree:
         command = [sys.executable, "-m", "pytest", "--noconftest", *rows]

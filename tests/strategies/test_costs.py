@@ -1,58 +1,9 @@
-"""Costs are exact: what a rank really holds after a step, to the byte, beside the row's own cost function."""
+"""Costs, by hand. That they are what ranks really hold, to the byte: test_parity.py."""
 
-from typing import Any
-
-import pytest
-import torch
-
-from experiments.parity import curves
-from experiments.parity.rows import ROWS, Row
 from strategies import fsdp, registry
-from strategies.blocks import find_blocks
-from strategies.costs import Cost, ParameterSize, StepShape, model_size, part_of, rank_size, replicated, unit_size
-from strategies.layout import Layout
-from strategies.parallelize import Options, choose, parallelize
-from strategies.tensor.plan import make_plan
+from strategies.costs import Cost, ParameterSize, StepShape, part_of, rank_size, replicated, unit_size
+from strategies.parallelize import Options, choose
 from tests.layout_cost import layout_cost
-from tests.pool import run_distributed
-from tests.strategies.models import GPT_PLAN, PlainGPT, gpt_trial
-
-
-def _stored(tensors: list[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind these tensors' local parts."""
-    local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local if t.numel()}.values())
-
-
-def _measured(rank: int, row: Row) -> tuple[int, int, int]:
-    trial = gpt_trial(tied=True, layers=2)
-    plans: Any = {"tensor_plan": GPT_PLAN, "context_plan": trial.context_plan}
-    parallel = parallelize(trial.build, row.layout, Options(**row.options), device=torch.device("cpu"), **plans)
-    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3, fused=True)
-    kept: list[torch.Tensor] = []
-    zero_grad = optimizer.zero_grad
-    optimizer.zero_grad = lambda set_to_none=True: (  # type: ignore[method-assign,assignment]
-        kept.extend(p.grad for p in parallel.parameters() if p.grad is not None),
-        zero_grad(set_to_none),
-    )
-    curves.run_steps(trial, parallel, optimizer, range(1))
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    return _stored(list(parallel.parameters())), _stored(kept), _stored(states)
-
-
-def _sizes(layout: Layout) -> tuple[ParameterSize, ...]:
-    with torch.device("meta"):
-        module = PlainGPT(tied=True, layers=2)
-    dims = make_plan(module, GPT_PLAN, True).dims if layout.dims.tp > 1 else {}
-    return model_size(module, find_blocks(module), dims).parameters
-
-
-@pytest.mark.parametrize("row", [Row("single", 1), *(row for row in ROWS if row.layout.dims.pp == 1)], ids=str)
-def test_memory_is_exact_to_the_byte(row: Row) -> None:
-    measured = _measured(0, row) if row.workers == 1 else run_distributed(_measured, row.workers, row)[0]
-    expected, _ = layout_cost(row.layout, _sizes(row.layout))
-    assert measured == (expected.parameters, expected.gradients, expected.optimizer)
-
 
 SIZES = (
     ParameterSize("embed", (8, 4)),

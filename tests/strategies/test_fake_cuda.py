@@ -1,7 +1,5 @@
-"""Every strategy and every composition on pretended CUDA devices: where tensors are, and where the host waits.
-
-`python -m tests.strategies.fake_cuda` prints the table.
-"""
+"""Every strategy and every composition on pretended CUDA devices: where tensors are, and where the host
+waits."""
 
 import json
 import subprocess
@@ -10,9 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from experiments.parity.rows import ROWS
 from tests.running import ROOT
-from tests.strategies.fake_cuda.cases import CANNOT, CASES, FAULTS, FAULTY
+from tests.strategies.fake_cuda.cases import CASES, FAULTS, FAULTY
 from tests.strategies.fake_cuda.device import NoFakeCUDA, library
 
 Ask = Callable[[int], list[str]]
@@ -25,7 +22,7 @@ def problems() -> Iterator[Ask]:
         library()
     except NoFakeCUDA as why:
         pytest.skip(str(why))
-    command = [sys.executable, "-m", "tests.strategies.fake_cuda", "serve"]
+    command = [sys.executable, "-m", "tests.strategies.fake_cuda"]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
 
@@ -51,8 +48,3 @@ def test_two_steps_on_cuda(problems: Ask, number: int) -> None:
 def test_what_would_hold_up_or_end_a_gpu_is_noticed(problems: Ask, name: str) -> None:
     found = problems(len(CASES) + [case.name for case in FAULTY].index(name))
     assert len(found) == 1 and FAULTS[name][1] in found[0]
-
-
-def test_every_row_is_a_case_or_said_not_to_be() -> None:
-    names = [case.name for case in CASES]
-    assert not [row for row in ROWS if row.name not in CANNOT and sum(str(row) in name for name in names) < 2]

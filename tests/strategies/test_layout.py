@@ -1,19 +1,16 @@
 """Names, degrees and options to layouts: pure functions, each mistake one sentence, before any process starts."""
 
-from pathlib import Path
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
-import strategies
 from experiments.parity.rows import MIXTURES, ROWS
 from strategies.one_process import home, remark, share
 from strategies.parallelize import Layout, Options, ParallelDims, check, choose
 from strategies.registry import STRATEGIES
 from tests.strategies.models import assert_refused
-
-FOLDER = Path(strategies.__path__[0])
 
 
 @pytest.mark.parametrize(
@@ -36,32 +33,35 @@ def test_choose(name: str, workers: int, degrees: dict[str, Any], expected: str)
     assert str(choose(name, workers, **degrees)) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "workers", "degrees", "words"),
-    [
-        ("fspd", 2, {}, ["'fspd'", "fsdp"]),
-        ("ddp", 4, {"dp_replicate": 3}, ["3", "4 workers", "workers=3"]),
-        ("tensor", 4, {"tp": 3}, ["tp 3", "4 workers"]),
-        ("single", 2, {}, ["2 workers", "single is one device: write workers=1, or strategy=ddp"]),
-        ("ddp", 4, {"dp_shard": 2}, ["parallel.dp_shard=2", "strategy=auto"]),
-        ("single", 1, {"tp": 2}, ["parallel.tp=2"]),
-        ("hsdp", 4, {}, ["parallel.dp_shard", "divisor of 4"]),
-        ("fsdp+tensor", 4, {}, ["parallel.dp_shard or parallel.tp"]),
-        ("ddp+fsdp", 4, {}, ["does not combine"]),
-        ("zero1+pipeline", 4, {"pp": 2}, ["does not combine: write one of ddp, fsdp, hsdp, then"]),
-        ("fsdp", 4, {"tp": 0}, ["parallel.tp is 0"]),
-        ("fsdp", 4, {"tp": True}, ["parallel.tp is True"]),
-        ("ddp", 0, {}, ["0 workers"]),
-    ],
-)
-def test_choose_refuses_in_one_sentence(name: str, workers: int, degrees: dict[str, Any], words: list[str]) -> None:
-    assert_refused(words, choose, name, workers, **degrees)
-
-
 NO_FP8 = (("dp", 1), ("deepspeed", 2))
-FSDP_TENSOR = choose("fsdp", 4, tp=2)
+FSDP_TENSOR, DP, DDP, DEEPSPEED = choose("fsdp", 4, tp=2), choose("dp", 1), choose("ddp", 2), choose("deepspeed", 2)
 TWO, FOUR = choose("pipeline", 2), choose("pipeline", 4)
 INTERLEAVED = {"schedule": "interleaved_1f1b", "chunks": 2}
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "workers", "degrees"),
+    [
+        (["'fspd'", "fsdp"], "fspd", 2, {}),
+        (["3", "4 workers", "workers=3"], "ddp", 4, {"dp_replicate": 3}),
+        (["tp 3", "4 workers"], "tensor", 4, {"tp": 3}),
+        (["2 workers", "single is one device: write workers=1, or strategy=ddp"], "single", 2, {}),
+        (["parallel.dp_shard=2", "strategy=auto"], "ddp", 4, {"dp_shard": 2}),
+        (["parallel.tp=2"], "single", 1, {"tp": 2}),
+        (["parallel.dp_shard", "divisor of 4"], "hsdp", 4, {}),
+        (["parallel.dp_shard or parallel.tp"], "fsdp+tensor", 4, {}),
+        (["does not combine"], "ddp+fsdp", 4, {}),
+        (["does not combine: write one of ddp, fsdp, hsdp, then"], "zero1+pipeline", 4, {"pp": 2}),
+        (["parallel.tp is 0"], "fsdp", 4, {"tp": 0}),
+        (["parallel.tp is True"], "fsdp", 4, {"tp": True}),
+        (["0 workers"], "ddp", 0, {}),
+        (["ddp+expert"], "expert", 2, {"ep": 2}),
+        (["parallel.ep is 3", "4 data-parallel workers", "write 1, 2, 4"], "fsdp", 4, {"ep": 3}),
+        (["12 data-parallel", "write 1, 2, 4, 12"], "hsdp", 12, {"dp_shard": 4, "ep": 6}),
+    ],
+)
+def test_choose_refuses_in_one_sentence(words: list[str], name: str, workers: int, degrees: dict[str, Any]) -> None:
+    assert_refused(words, choose, name, workers, **degrees)
 
 
 @pytest.mark.parametrize(
@@ -71,15 +71,15 @@ INTERLEAVED = {"schedule": "interleaved_1f1b", "chunks": 2}
         (choose("ddp", 4), {}, {"global_batch_size": 3}, ["train.global_batch_size is 3", "at least 4"]),
         (FSDP_TENSOR, {}, {"sequence_length": 7}, ["parallel.tp is 2", "7", "sequence_parallel=false"]),
         (choose("pipeline", 1), {}, {}, ["pipeline", "parallel.pp=2"]),
-        (choose("ddp", 2), {"precision": "half"}, {}, ["train.precision is 'half': write fp32, bf16, fp16, fp8"]),
-        (choose("ddp", 2), {"activation_checkpointing": "some"}, {}, ["activation_checkpointing", "selective"]),
-        (choose("ddp", 2), {"offload": True}, {}, ["parallel.offload", "fsdp"]),
-        (choose("ddp", 2), {"bucket_mb": 0.0}, {}, ["parallel.bucket_mb"]),
-        (choose("dp", 1), {"reduce_dtype": "bf16"}, {}, ["parallel.reduce_dtype=bf16", "float32", "strategy=ddp"]),
-        (choose("deepspeed", 2), {"reduce_dtype": "bf16"}, {}, ["communication_data_type"]),
-        (choose("deepspeed", 2), {"precision": "fp16"}, {}, ["train.precision=fp16"]),
-        (choose("deepspeed", 2), {"deepspeed": {"train_batch_size": 8}}, {}, ["sets train_batch_size"]),
-        (choose("deepspeed", 2), {"deepspeed": {"zero_optimization": {"stage": 0}}}, {}, ["stage 0: write 1, 2 or 3"]),
+        (DDP, {"precision": "half"}, {}, ["train.precision is 'half': write fp32, bf16, fp16, fp8"]),
+        (DDP, {"activation_checkpointing": "some"}, {}, ["activation_checkpointing", "selective"]),
+        (DDP, {"offload": True}, {}, ["parallel.offload", "fsdp"]),
+        (DDP, {"bucket_mb": 0.0}, {}, ["parallel.bucket_mb"]),
+        (DP, {"reduce_dtype": "bf16"}, {}, ["parallel.reduce_dtype=bf16", "float32", "strategy=ddp"]),
+        (DEEPSPEED, {"reduce_dtype": "bf16"}, {}, ["communication_data_type"]),
+        (DEEPSPEED, {"precision": "fp16"}, {}, ["train.precision=fp16"]),
+        (DEEPSPEED, {"deepspeed": {"train_batch_size": 8}}, {}, ["sets train_batch_size"]),
+        (DEEPSPEED, {"deepspeed": {"zero_optimization": {"stage": 0}}}, {}, ["stage 0: write 1, 2 or 3"]),
         (FOUR, {}, {"blocks": 3}, ["parallel.pp is 4", "only 3 blocks: write at most 3"]),
         (TWO, {}, {"blocks": 0}, ["no repeating blocks, too few", "name", "strategy=fsdp"]),
         (TWO, INTERLEAVED | {"chunks": 3}, {"blocks": 4}, ["2 with 3 chunks each", "4 repeating", "parallel.chunks"]),
@@ -91,10 +91,8 @@ INTERLEAVED = {"schedule": "interleaved_1f1b", "chunks": 2}
         (TWO, {"stages": (1, 2, 3)}, {"blocks": 6}, ["names 3 parts", "has 2: write 2 numbers"]),
         (TWO, {"stages": (1, 2)}, {"blocks": 6}, ["adds up to 3 blocks, but the model has 6"]),
         (TWO, {"offload": True}, {}, ["parallel.offload"]),
-        *(
-            (choose(name, n), {"precision": "fp8"}, {}, [f"fp8 does not work with strategy {name}"])
-            for name, n in NO_FP8
-        ),
+        (choose("context", 2), {"compile": True, "activation_checkpointing": "selective"}, {}, ["checkpointing=full"]),
+        *((choose(*at), {"precision": "fp8"}, {}, [f"fp8 does not work with strategy {at[0]}"]) for at in NO_FP8),
     ],
 )
 def test_check_refuses_in_one_sentence(
@@ -105,8 +103,6 @@ def test_check_refuses_in_one_sentence(
 
 def test_check_accepts_what_fits() -> None:
     check(FSDP_TENSOR, Options(), heads=4, global_batch_size=2, sequence_length=8, blocks=1)
-    for row in ROWS:
-        check(row.layout, Options(), global_batch_size=8, heads=4)
 
 
 def test_every_name_has_a_row() -> None:
@@ -115,15 +111,10 @@ def test_every_name_has_a_row() -> None:
     assert rows | {"single", "deepspeed"} == set(STRATEGIES) | {"tensor"}
 
 
-def test_data_ranks_and_coordinates() -> None:
-    dims = ParallelDims(dp_replicate=2, dp_shard=3, tp=2, pp=2)
-    assert dims.world_size == 24 and dims.dp == 6
-    shares = [dims.data_rank(rank) for rank in range(24)]
-    assert shares[:12] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5] == shares[12:]
-    assert dims.coordinates(23) == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 0, "tp": 1}
-
-
 def test_ranks_of_one_sequence_share_samples_and_are_further_data_parallel_workers_for_parameters() -> None:
+    odd = ParallelDims(dp_replicate=2, dp_shard=3, tp=2, pp=2)
+    assert odd.coordinates(23) == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 0, "tp": 1}
+    assert [odd.data_rank(rank) for rank in range(24)] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5] * 2
     dims = ParallelDims(dp_replicate=2, dp_shard=2, cp=2, tp=2, pp=2, ep=4)
     assert dims.world_size == 32 and dims.dp == 4 and dims.dp_cp == 8
     assert [dims.data_rank(rank) for rank in range(16)] == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
@@ -134,18 +125,6 @@ def test_ranks_of_one_sequence_share_samples_and_are_further_data_parallel_worke
     assert str(ParallelDims(dp_replicate=2, cp=2).for_parameters(sharded=False)) == "dp_replicate 4"
 
 
-@pytest.mark.parametrize(
-    ("degrees", "ep", "words"),
-    [
-        ({"dp_shard": 4}, 3, ["parallel.ep is 3", "4 data-parallel workers", "write 1, 2, 4"]),
-        ({"dp_shard": 4, "dp_replicate": 3}, 6, ["12 data-parallel", "write 1, 2, 4, 12"]),
-        ({"tp": 4}, 2, ["1 data-parallel", "write 1"]),
-    ],
-)
-def test_experts_are_split_over_data_parallel_workers(degrees: dict[str, int], ep: int, words: list[str]) -> None:
-    assert_refused(words, ParallelDims, **degrees, ep=ep)
-
-
 def test_idle_devices_are_said_aloud() -> None:
     cpu, gpus = torch.device("cpu"), [torch.device("cuda", i) for i in range(3)]
     assert "CPU" in remark("dp", [cpu, cpu], 2)[0]
@@ -154,25 +133,14 @@ def test_idle_devices_are_said_aloud() -> None:
     assert remark("model_parallel", gpus, 3) == ()
 
 
-@pytest.mark.parametrize(
-    ("first", "rank", "workers", "visible", "expected"),
-    [
-        (0, 0, 1, 4, [0, 1, 2, 3]),  # one process
-        (0, 0, 2, 4, [0, 1]),  # torchrun: everybody sees all
-        (2, 1, 2, 4, [2, 3]),
-        (0, 1, 1, 2, [0, 1]),  # an actor sees its own only, and LOCAL_WORLD_SIZE is not set
-        (0, 1, 2, 2, [0, 1]),  # the same, and it is
-        (1, 1, 2, 4, [1]),  # a device that is not the first of a share
-        (3, 3, 4, 2, [3]),
-    ],
-)
-def test_each_worker_has_its_own_gpus(first: int, rank: int, workers: int, visible: int, expected: list[int]) -> None:
-    assert share(first, rank, workers, visible) == expected
-
-
-def test_a_worker_begins_on_the_first_gpu_of_its_share() -> None:
-    for visible in (2, 4, 5):
-        for rank in (0, 1):
-            first = home(True, rank, 2, visible)
-            assert share(first, rank, 2, visible)[0] == first < visible
+def test_each_worker_has_its_own_gpus_and_begins_on_the_first() -> None:
+    assert share(0, 0, 1, 4) == [0, 1, 2, 3]  # one process
+    assert share(0, 0, 2, 4) == [0, 1] and share(2, 1, 2, 4) == [2, 3]  # torchrun: everybody sees all
+    assert share(0, 1, 1, 2) == [0, 1]  # an actor sees its own only, and LOCAL_WORLD_SIZE is not set
+    assert share(0, 1, 2, 2) == [0, 1]  # the same, and it is
+    assert share(1, 1, 2, 4) == [1]  # a device that is not the first of a share
+    assert share(3, 3, 4, 2) == [3]
+    for rank, visible in itertools.product((0, 1), (2, 4, 5)):
+        first = home(True, rank, 2, visible)
+        assert share(first, rank, 2, visible)[0] == first < visible
     assert [home(False, rank, 4, 8) for rank in range(4)] == [0, 1, 2, 3]

@@ -122,7 +122,6 @@ SPLITS_HEADS = {"q": "colwise", "out": "rowwise"}
         (Row("fsdp", 2), partly_used, None, "no error"),
         (Row("tensor", 2), partly_used, None, "no error"),
         (Row("single", 1), nn.Tanh, None, "Tanh has no parameters.*nothing to train"),
-        (Row("fsdp", 2), nn.Tanh, None, "Tanh has no parameters.*nothing to train"),
         (Row("single", 1), lambda: nn.Linear(7, 3).requires_grad_(False), None, "requires_grad=False"),
         (Row("tensor", 2), PlainGPT, FORGETS_NORM, r"norm\..*sequence or partial"),
         (Row("tensor", 2), CountsHeads, SPLITS_HEADS, "parallel.tp=2.*divides the attention heads"),

@@ -5,27 +5,58 @@ Few steps of a small model: what a strategy does wrong shows in the second. Twen
 """
 
 import functools
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from experiments.parity import curves
-from experiments.parity.curves import Curve, Difference
-from experiments.parity.rows import ROWS, SINGLE, Row
+from experiments.parity.curves import Curve, Difference, Trial
+from experiments.parity.rows import SINGLE, Row
+from strategies.blocks import find_blocks
+from strategies.context.apply import METHODS
+from strategies.costs import model_size
 from strategies.parallelize import Options
+from strategies.tensor.plan import make_plan
+from tests.layout_cost import layout_cost
 from tests.pool import run_distributed
-from tests.strategies.models import ZOO, gpt_trial
+from tests.strategies.models import EVERY, ZOO, gpt_trial, masked_trial, mixture_trial, stored
 
 CPU = torch.device("cpu")
-EVERYTHING = {"steps": 3, "layers": 2, "tied": True, "micro_batches": 2, "clip": 0.5}
+HARD: dict[str, Any] = {"steps": 2, "micro_batches": 2, "clip": 0.5}
+EVERYTHING = {**HARD, "layers": 2, "tied": True}
 """Accumulation, clipping and tying; the models of ZOO have none of them."""
 MODELS = ZOO | {"gpt without its plan": gpt_trial(plan=False, **EVERYTHING)}
 
 
-def _train(_: int, row: Row, options: Options, changes: dict[str, Any]) -> Curve:
-    trial, options = row.applied(gpt_trial(**changes), options)
-    return curves.train(trial, row.layout, options, CPU)
+def _trial(row: Row) -> Trial:
+    dims = row.layout.dims
+    if dims.ep > 1:
+        return mixture_trial(**HARD)
+    return masked_trial(**HARD) if dims.cp > 1 else gpt_trial(**EVERYTHING | {"layers": 4 if dims.pp > 1 else 2})
+
+
+def _train(_: int, row: Row, options: Options) -> tuple[Curve, list[int]]:
+    """The curve, and bytes of parameters, gradients and optimizer state. Where it is compiled, a break in a block's
+    graph, around which operations would be launched one by one, ends it; but with parallel.cp."""
+    trial, options = row.applied(_trial(row), options)
+    held: list[int] = []
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        own = list(parameters)
+        made = trial.optimizer(own)
+
+        def measure(*_: Any) -> None:
+            states = [value for state in made.state.values() for value in state.values()]
+            held[:] = stored(own), stored(p.grad for p in own if p.grad is not None), stored(states)
+
+        made.register_step_post_hook(measure)
+        return made
+
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, fullgraph=row.layout.dims.cp == 1)):
+        return curves.train(replace(trial, optimizer=optimizer), row.layout, options, CPU), held
 
 
 def _train_zoo(_: int, row: Row) -> dict[str, Curve]:
@@ -37,66 +68,66 @@ def _on_ranks(func: Any, row: Row, *args: Any) -> Any:
     return func(0, row, *args) if row.workers == 1 else run_distributed(func, row.workers, row, *args)[0]
 
 
-@functools.cache
-def _truth(**changes: Any) -> Curve:
-    return _train(0, SINGLE, Options(), changes)
+_truths: dict[str, Curve] = {}
 
 
-def _difference(row: Row, options: dict[str, Any], **changes: Any) -> Difference:
-    changes = EVERYTHING | changes
-    return curves.difference(_truth(**changes), _on_ranks(_train, row, Options(**options), changes))
-
-
-LIKE_OTHERS = ("zero1+tensor", "zero2+tensor", "zero1+context", "zero2+context")
-"""They differ from ddp's and fsdp's in what zero1 and zero2 do alone."""
-WIDER = [row for row in ROWS if row.workers == 4 and not row.degrees and row.name not in ("ddp", "fsdp")]
-"""Of what is tried at 2 workers already."""
-SLOW = [row for row in ROWS if row.name in LIKE_OTHERS or row in WIDER]
-EVERY = [pytest.param(row, id=str(row), marks=[pytest.mark.slow] * (row in SLOW)) for row in ROWS]
+def _found(row: Row, **options: Any) -> tuple[Difference, list[int]]:
+    """From one device's curve of the same trial; and bytes."""
+    dims, (curve, held) = row.layout.dims, _on_ranks(_train, row, Options(**options))
+    trial = f"{dims.ep > 1} {dims.cp > 1} {dims.pp > 1}"
+    if trial not in _truths:
+        _truths[trial] = curves.train(_trial(row), SINGLE.layout, Options(), CPU)
+    return curves.difference(_truths[trial], curve), held
 
 
 @pytest.mark.parametrize("row", EVERY)
-def test_row_trains_the_same_model(row: Row) -> None:
-    layers = 4 if row.layout.dims.pp > 1 else 2
-    found = _difference(row, {"activation_checkpointing": "full"}, layers=layers)
-    assert found.within(row.tolerance), found
+def test_row_trains_the_same_model_and_holds_what_it_costs_to_the_byte(row: Row) -> None:
+    found, held = _found(row, activation_checkpointing="full")
+    assert found.within(1e-6 if row.layout.dims.ep > 1 else row.tolerance), found
+    if row.layout.dims.pp == 1:
+        with torch.device("meta"):
+            module = _trial(row).build()
+        split = make_plan(module, _trial(row).tensor_plan, True).dims if row.layout.dims.tp > 1 else {}
+        cost, _ = layout_cost(row.layout, model_size(module, find_blocks(module), split).parameters)
+        assert held == [cost.parameters, cost.gradients, cost.optimizer]
 
 
-_FSDP, _TENSOR, _FSDP_TENSOR = Row("fsdp", 2), Row("tensor", 2), Row("fsdp+tensor", 4, {"tp": 2})
+_DDP, _FSDP, _TENSOR = (Row(name, 2) for name in ("ddp", "fsdp", "tensor"))
+_DDP_TENSOR, _FSDP_TENSOR = (Row(f"{name}+tensor", 4, {"tp": 2}) for name in ("ddp", "fsdp"))
 _TENSOR_IN_HALVES = Row("tensor+pipeline", 4, {"tp": 2, "pp": 2}, options={"schedule": "zb_h1"}, micro_batches=4)
-_DDP, _DDP_TENSOR = Row("ddp", 2), Row("ddp+tensor", 4, {"tp": 2})
-
-
-def _compiled(mode: str) -> dict[str, Any]:
-    return {"compile": True, "compile_backend": "aot_eager", "activation_checkpointing": mode}
+_RING, *_CONTEXTS = (Row("context", 2, options={"context": method}) for method in METHODS)
+FULL, SELECTIVE = ({"activation_checkpointing": mode} for mode in ("full", "selective"))
+COMPILED = {"compile": True, "compile_backend": "aot_eager"}
 
 
 @pytest.mark.parametrize(
     ("row", "options"),
     [
-        (_DDP, {"activation_checkpointing": "selective", "bucket_mb": 0.01}),
-        (_FSDP, {"activation_checkpointing": "selective"}),
+        (_DDP, SELECTIVE | {"bucket_mb": 0.01}),
+        (_FSDP, SELECTIVE),
         (_FSDP, {"activation_checkpointing": "every_2"}),
         (_FSDP, {"offload": True}),
         (_FSDP, {"reshard_after_forward": False}),
         (_FSDP, {"accumulate_sharded": True}),
         (Row("zero1", 2), {"reshard_after_forward": True}),
-        (_TENSOR, {"activation_checkpointing": "selective"}),
+        (_TENSOR, SELECTIVE),
         (_TENSOR, {}),  # unlike the rows above it gathers again in backward
         (_TENSOR_IN_HALVES, {}),
         (_TENSOR, {"sequence_parallel": False}),
         (_TENSOR, {"loss_parallel": False}),
         (_FSDP_TENSOR, {"offload": True, "accumulate_sharded": True}),
-        (_DDP_TENSOR, {"bucket_mb": 0.01, "activation_checkpointing": "full"}),
-        (SINGLE, _compiled("full")),
-        (_DDP, _compiled("none")),
-        (_FSDP, _compiled("full")),
-        (_TENSOR, _compiled("selective")),
+        (_DDP_TENSOR, FULL | {"bucket_mb": 0.01}),
+        (_RING, {}),
+        *((row, SELECTIVE) for row in (_RING, *_CONTEXTS)),
+        (_DDP, COMPILED),
+        (_FSDP, COMPILED | FULL),
+        (_TENSOR, COMPILED | SELECTIVE),
+        (_RING, COMPILED | FULL),  # traced without what lets attention go across workers
     ],
     ids=str,
 )
 def test_options_change_no_number(row: Row, options: dict[str, Any]) -> None:
-    found = _difference(row, options)
+    found, _ = _found(row, **options)
     assert found.within(row.tolerance), found
 
 
@@ -104,6 +135,7 @@ def test_options_change_no_number(row: Row, options: dict[str, Any]) -> None:
     ("row", "options"),
     [
         *((row, {"precision": "bf16"}) for row in (_DDP, _FSDP, _TENSOR, _FSDP_TENSOR)),
+        *((Row(f"{name}+expert", n, {"ep": 2}), {"precision": "bf16"}) for name, n in (("ddp", 2), ("fsdp", 4))),
         (_DDP, {"precision": "fp16"}),
         pytest.param(_TENSOR, {"precision": "fp16"}, marks=pytest.mark.slow),
         (_DDP, {"reduce_dtype": "bf16"}),
@@ -113,12 +145,17 @@ def test_options_change_no_number(row: Row, options: dict[str, Any]) -> None:
     ids=str,
 )
 def test_sixteen_bits_stay_within_their_rounding(row: Row, options: dict[str, Any]) -> None:
-    found = _difference(row, options)
+    found, _ = _found(row, **options)
     assert 1e-6 < found.loss < 3e-3, "computed or reduced in 16 bits, and not far off"
 
 
-WITHOUT_HINTS = [Row("model_parallel", 1), _DDP, _FSDP, _TENSOR, _FSDP_TENSOR]
-WITHOUT_HINTS += [pytest.param(_DDP_TENSOR, marks=pytest.mark.slow, id=str(_DDP_TENSOR))]
+WITHOUT_HINTS = [Row("model_parallel", 1), _DDP, _FSDP, _TENSOR]
+WITHOUT_HINTS += [pytest.param(row, marks=pytest.mark.slow, id=str(row)) for row in (_DDP_TENSOR, _FSDP_TENSOR)]
+
+
+@functools.cache
+def _zoo_truth() -> dict[str, Curve]:
+    return _train_zoo(0, SINGLE)
 
 
 @pytest.mark.parametrize("row", WITHOUT_HINTS, ids=str)
@@ -127,8 +164,3 @@ def test_any_model_without_hints(row: Row) -> None:
     for name, truth in _zoo_truth().items():
         found = curves.difference(truth, trained[name])
         assert found.within(row.tolerance), (name, str(row), found)
-
-
-@functools.cache
-def _zoo_truth() -> dict[str, Curve]:
-    return _train_zoo(0, SINGLE)

@@ -1,11 +1,11 @@
 """Tensor parallelism along the sequence keeps nothing whole for backward, and gathers it again once."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from strategies.dims import Options
 from strategies.layout import choose
@@ -13,40 +13,35 @@ from strategies.parallelize import parallelize
 from strategies.tensor import ops
 from strategies.tensor.apply import one_part
 from tests.pool import run_distributed
-from tests.strategies.models import GPT_PLAN, PlainGPT, gpt_trial
+from tests.strategies.models import GPT_PLAN, WIDTH, PlainGPT, gpt_trial, saved, stored
 
 BATCH, SEQUENCE, LAYERS = 2, 64, 2
 
 
-def _kept(rank: int, changes: dict[str, Any]) -> tuple[float, int, dict[str, Tensor]]:
+def _kept(rank: int, changes: dict[str, Any]) -> tuple[int, int, dict[str, Tensor]]:
     """Bytes kept for backward, how often something was gathered along the sequence in it, and the gradients."""
     trial, layout, options = gpt_trial(layers=LAYERS), choose("tensor", 2), Options(**changes)
     parallel = parallelize(trial.build, layout, options, device=torch.device("cpu"), tensor_plan=trial.tensor_plan)
-    tokens = torch.randint(0, 8, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1))
-    parameters = {p.to_local().untyped_storage().data_ptr() for p in parallel.parameters()}
-    kept: dict[int, float] = {}
-    starts: list[Any] = []
-    start_gather = ops.Peers.start_gather
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = float(storage.nbytes())
-        return tensor
-
-    def counted(self: ops.Peers, x: Tensor, dim: int) -> Any:
-        starts.append(x)
-        return start_gather(self, x, dim)
+    tokens, kept = torch.randint(0, 8, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1)), list[Tensor]()
 
     def loss(model: Any, batch: Any) -> Tensor:
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            return model(batch).square().mean()
+        with saved() as found:
+            value = model(batch).square().mean()
+        kept.extend(found)
+        return value
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops.Peers, "start_gather", counted)
+    start_gather = ops.Peers.start_gather
+    with mock.patch.object(ops.Peers, "start_gather", autospec=True, side_effect=start_gather) as gathered:
         parallel.forward_backward([tokens], [1.0], loss)
     gradients = {name: p.grad.full_tensor() for name, p in parallel.module.named_parameters()}
-    return sum(kept.values()), len(starts), gradients
+    return stored(kept, parallel.parameters()), gathered.call_count, gradients
+
+
+def _kept_and_whole(rank: int, changes: dict[str, Any]) -> tuple[Any, Any]:
+    """And the same where inputs are kept whole, not compiled."""
+    found = _kept(rank, changes)
+    with mock.patch.object(ops, "gathered_from", lambda x, weight: None):
+        return found, _kept(rank, {} if changes == COMPILED else changes)
 
 
 COMPILED = {"compile": True, "compile_backend": "aot_eager"}
@@ -54,22 +49,14 @@ COMPILED = {"compile": True, "compile_backend": "aot_eager"}
 
 @pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, COMPILED], ids=str)
 def test_backward_gathers_inputs_again_instead_of_keeping_them(changes: dict[str, Any]) -> None:
-    kept, gathered, gradients = run_distributed(_kept, 2, changes)[0]
+    (kept, gathered, gradients), (whole, never, expected) = run_distributed(_kept_and_whole, 2, changes)[0]
     inputs = 2 * LAYERS + 1  # queries, keys and values share one; the head
     assert gathered == (1 if changes == COMPILED else inputs)  # the compiler's own are not counted
-    whole, never, expected = run_distributed(_kept_whole, 2, {} if changes == COMPILED else changes)[0]
     assert never == 0
-    width = next(iter(PlainGPT().buffers())).numel()
-    of_input = BATCH * SEQUENCE * width * (2 if "precision" in changes else 4)
+    of_input = BATCH * SEQUENCE * WIDTH * (2 if "precision" in changes else 4)
     assert whole - kept == inputs * of_input / 2
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7)
-
-
-def _kept_whole(rank: int, changes: dict[str, Any]) -> tuple[float, int, dict[str, Tensor]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "gathered_from", lambda x, weight: None)
-        return _kept(rank, changes)
 
 
 def test_where_blocks_are_recomputed_nothing_is_gathered_a_third_time() -> None:

@@ -59,17 +59,6 @@ def test_collectives_that_write_nothing_over() -> None:
     assert run_distributed(_collectives, 2, "lacks them") == run_distributed(_collectives, 2, None)
 
 
-def _records(rank: int) -> str:
-    dist.all_reduce(torch.ones(1))
-    return torch_internals.flight_recorder()
-
-
-def test_the_flight_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
-    for said in run_distributed(_records, 2):
-        assert said == "" or json.loads(said)["entries"]
-
-
 def _stands_still(rank: int) -> str:
     """Rank 1 gives its record before it asks for what rank 0 waits in already."""
     dist.barrier()

@@ -1,6 +1,6 @@
 """A task may use its model as on one device: methods and parts of it, several calls, scalars, masks of float32."""
 
-import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -8,9 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strategies.layout import choose
-from strategies.parallelize import Options, parallelize
+from experiments.parity import curves
+from experiments.parity.curves import Curve, Trial
+from experiments.parity.rows import SINGLE, Row
+from strategies.parallelize import Options
 from tests.pool import run_distributed
+from tests.strategies.models import seeded
+
+CPU = torch.device("cpu")
 
 
 class Two(nn.Module):
@@ -46,77 +51,56 @@ def twice(model: Any, batch: Any) -> Tensor:
     return (model(batch[0]) - model(batch[0].flip(1)).detach()).square().mean() + by_forward(model, batch)
 
 
-def curve(rank: int, name: str, ways: int, loss: Any, precision: str = "fp32", micro_batches: int = 2) -> list[float]:
-    pp = 2 if "pipeline" in name else 1
-    layout = choose(name, ways * pp, dp_shard=2 if name == "hsdp" else None, pp=pp)
-
-    def build() -> nn.Module:
-        torch.manual_seed(1)
-        return Two()
-
-    torch.manual_seed(0)
-    tokens, targets = torch.randint(0, 12, (16, 5)), torch.randint(0, 4, (16,))
-    options, example = Options(precision=precision), (loss, (tokens, targets))
-    parallel = parallelize(build, layout, options, device=torch.device("cpu"), example=example)
-    groups = ([p for p in parallel.parameters() if p.dim()], [p for p in parallel.parameters() if not p.dim()])
-    optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=0.02)
-    share, rank = 16 // ways, rank % ways
-    found = []
-    for _ in range(4):
-        batches = [
-            (tokens[at : at + share // micro_batches], targets[at : at + share // micro_batches])
-            for at in range(rank * share, (rank + 1) * share, share // micro_batches)
-        ]
-        value = parallel.forward_backward(batches, [1 / (ways * micro_batches)] * micro_batches, loss)
-        norm = parallel.grad_norm_(None)
-        optimizer.step()
-        optimizer.zero_grad()
-        found += [parallel.total(value).item(), norm.item()]
-    evaluated = parallel.forward(lambda model, batch: {"loss": loss(model, batch)}, (tokens, targets))
-    after = evaluated["loss"].item() if evaluated is not None else math.nan  # a stage that is not the last
-    return [*found, parallel.full_model_state().get("scale", torch.zeros(())).item(), after]
-
-
-@pytest.mark.parametrize("loss", [by_forward, by_method, twice])
-@pytest.mark.parametrize(("name", "ways"), [("ddp", 2), ("fsdp", 2), ("zero2", 2), ("hsdp", 4)])
-def test_the_model_is_used_as_on_one_device(name: str, ways: int, loss: Any) -> None:
-    expected = curve(0, "single", 1, loss)
-    assert expected[-2] != 0.5, "the scalar has learnt"
-    assert run_distributed(curve, ways, name, ways, loss)[0] == pytest.approx(expected, rel=2e-5)
-
-
-def test_a_scalar_in_a_pipelines_sharded_stages() -> None:
-    found = run_distributed(curve, 4, "fsdp+pipeline", 2, by_forward)
-    told = [*found[2][:-2], found[0][-2], found[2][-1]]
-    assert told == pytest.approx(curve(0, "single", 1, by_forward), rel=2e-5)
-
-
-@pytest.mark.parametrize("loss", [by_forward, by_method])
-def test_a_float32_mask_is_cast_where_16_bits_are_wanted(loss: Any) -> None:
-    expected = curve(0, "single", 1, loss, "bf16")
-    for name in ("ddp", "fsdp"):
-        assert run_distributed(curve, 2, name, 2, loss, "bf16")[0] == pytest.approx(expected, rel=0.05)
-
-
 def figures(model: Any, batch: Any) -> dict[str, Tensor]:
     right = (model(batch[0]).argmax(-1) == batch[1]).float().mean()
     return {"loss": by_forward(model, batch), "right": right}
 
 
-def evaluated(rank: int, name: str) -> dict[str, float] | None:
-    torch.manual_seed(0)
-    batch = torch.randint(0, 12, (16, 5)), torch.randint(0, 4, (16,))
+def _batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, 12, (16, 5), generator=generator), torch.randint(0, 4, (16,), generator=generator)
 
-    def build() -> nn.Module:
-        torch.manual_seed(1)
-        return Two()
 
-    layout = choose(name, 2 if name == "pipeline" else 1)
-    parallel = parallelize(build, layout, device=torch.device("cpu"), example=(by_forward, batch))
+def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The scalar is in a group of its own."""
+    own = list(parameters)
+    return torch.optim.AdamW([{"params": [p for p in own if bool(p.dim()) == some]} for some in (True, False)], lr=0.02)
+
+
+def _trial(loss: Any) -> Trial:
+    return Trial(seeded(Two), loss, _batch, steps=2, micro_batches=2, optimizer=_optimizer)
+
+
+def _train(_: int, row: Row, losses: list[Any], precision: str = "fp32") -> list[Curve]:
+    return [curves.train(_trial(loss), row.layout, Options(precision=precision), CPU) for loss in losses]
+
+
+ROWS = [Row(name, 2) for name in ("ddp", "fsdp", "zero2")]
+WIDE = [Row("hsdp", 4, {"dp_shard": 2}), Row("fsdp+pipeline", 4, {"pp": 2})]
+
+
+@pytest.mark.parametrize("row", [*ROWS, *WIDE], ids=str)
+def test_the_model_is_used_as_on_one_device(row: Row) -> None:
+    losses = [by_forward, by_method, twice] if row in ROWS else [by_forward]
+    found = run_distributed(_train, row.workers, row, losses)[0]
+    for curve, truth in zip(found, _train(0, SINGLE, losses), strict=True):
+        assert truth.weights["scale"] != 0.5, "the scalar has learnt"
+        assert curves.difference(truth, curve).within(1e-5), curves.difference(truth, curve)
+
+
+def test_a_float32_mask_is_cast_where_16_bits_are_wanted() -> None:
+    asked = ([by_forward, by_method], "bf16")
+    for row in ROWS[:2]:
+        for curve, truth in zip(run_distributed(_train, 2, row, *asked)[0], _train(0, SINGLE, *asked), strict=True):
+            assert curves.difference(truth, curve).loss < 0.05
+
+
+def _evaluated(_: int, row: Row) -> list[dict[str, Tensor] | None]:
+    parallel = curves.begin(_trial(by_forward), row.layout, Options(), CPU)
     parallel.module.eval()
-    found = [parallel.forward(figures, some) for some in (batch, (batch[0][:8], batch[1][:8]))]
-    return None if found[0] is None else {k: round(v.item(), 6) for each in found for k, v in (each or {}).items()}
+    return [parallel.forward(figures, (tokens[:n], targets[:n])) for n in (16, 8) for tokens, targets in (_batch(0),)]
 
 
 def test_metrics_may_call_the_model_again_in_a_pipeline() -> None:
-    assert run_distributed(evaluated, 2, "pipeline")[-1] == evaluated(0, "single")
+    *_, last = run_distributed(_evaluated, 2, Row("pipeline", 2))
+    torch.testing.assert_close(last, _evaluated(0, SINGLE))

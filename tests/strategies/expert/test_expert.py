@@ -1,6 +1,6 @@
-"""A mixture's experts over workers: the same training, to the byte what it holds and sends, from any layout to any."""
+"""A mixture's experts over workers: routing, to the byte what is sent, from any layout to any. That training is the
+same, and what is held: test_parity.py."""
 
-import functools
 from typing import Any
 from unittest import mock
 
@@ -8,19 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from app.models.mixture import TENSOR_PLAN
 from experiments.parity import curves
 from experiments.parity.curves import Curve
-from experiments.parity.rows import ALL_FIVE, MIXTURES, SINGLE, Row
+from experiments.parity.rows import SINGLE, Row
 from strategies.activation_checkpointing import is_kept
-from strategies.blocks import find_blocks
-from strategies.costs import model_size
 from strategies.expert.exchange import Exchange, exchanged_bytes
 from strategies.layout import choose
 from strategies.mixtures import find_mixtures, shard_dim
 from strategies.parallelize import Options, parallelize
-from strategies.tensor.plan import make_plan
-from tests.layout_cost import layout_cost
 from tests.pool import run_distributed
 from tests.strategies.models import (
     BATCH,
@@ -41,26 +36,13 @@ CPU = torch.device("cpu")
 HARD: dict[str, Any] = {"steps": 4, "micro_batches": 2, "clip": 0.5}
 
 
-def _train(_: int, row: Row, options: Options, more: dict[str, Any]) -> Curve:
-    trial, options = row.applied(mixture_trial(**HARD), options)
-    return curves.train(trial, row.layout, options, CPU, **more)
+def _train(_: int, row: Row, steps: range | None = None, **folders: str) -> Curve:
+    return curves.train(mixture_trial(**HARD), row.layout, Options(), CPU, steps=steps, **folders)
 
 
-@functools.cache
-def _truth(**options: Any) -> Curve:
-    return _train(0, SINGLE, Options(**options), {})
-
-
-LIKE_OTHERS = ("zero1+expert", "zero2+expert", "hsdp+expert", "ddp+tensor+expert")
-ONCE = [row for row in {row.name: row for row in reversed(MIXTURES)}.values() if row.name not in LIKE_OTHERS]
-"""Of each name the first."""
-EVERY = [pytest.param(row, marks=[pytest.mark.slow] * (row not in ONCE), id=str(row)) for row in (*MIXTURES, *ALL_FIVE)]
-
-
-@pytest.mark.parametrize("row", EVERY)
-def test_row_trains_the_same_mixture(row: Row) -> None:
-    found = run_distributed(_train, row.workers, row, Options(activation_checkpointing="full"), {})[0]
-    assert curves.difference(_truth(), found).within(1e-6), curves.difference(_truth(), found)
+@pytest.fixture(scope="module")
+def truth() -> Curve:
+    return _train(0, SINGLE)
 
 
 def _all_choose_the_first(rank: int) -> tuple[list[float], float]:
@@ -76,54 +58,27 @@ def test_a_worker_whose_experts_nobody_chose_takes_part_in_backward() -> None:
     assert run_distributed(_all_choose_the_first, 2, timeout=30) == [([1.0] * 3, 3.0), ([1.0] * 3, 0.0)]
 
 
-def test_loss_and_routing_do_not_depend_on_how_the_batch_is_divided() -> None:
+def test_loss_and_routing_do_not_depend_on_how_the_batch_is_divided(truth: Curve) -> None:
     whole = curves.train(mixture_trial(**HARD | {"micro_batches": 1}), SINGLE.layout, Options(), CPU)
-    assert curves.difference(whole, _truth()).within(1e-6)
+    assert curves.difference(whole, truth).within(1e-6)
     biases = [value for name, value in whole.weights.items() if name.endswith("router.bias")]
     assert all(bias.abs().max() > 0.005 for bias in biases), "and the biases have moved"
-    assert all(
-        torch.equal(value, _truth().weights[name]) for name, value in whole.weights.items() if "router.b" in name
-    )
+    assert all(torch.equal(value, truth.weights[name]) for name, value in whole.weights.items() if "router.b" in name)
 
 
-@pytest.mark.parametrize("row", [Row("ddp+expert", 2, {"ep": 2}), Row("fsdp+expert", 4, {"ep": 2})], ids=str)
-def test_sixteen_bits_stay_within_their_rounding(row: Row) -> None:
-    found = run_distributed(_train, row.workers, row, Options(precision="bf16"), {})[0]
-    assert 1e-6 < curves.difference(_truth(), found).loss < 5e-3
+def _continued(rank: int, folder: str) -> None:
+    """From experts over 4 workers to such over 2."""
+    _train(rank, Row("fsdp+expert", 4, {"ep": 4}), range(2), save=f"{folder}/4")
+    _train(rank, Row("ddp+tensor+expert", 4, {"tp": 2, "ep": 2}), range(2, 3), load=f"{folder}/4", save=f"{folder}/2")
 
 
-def test_any_layout_reads_any_others_checkpoint(tmp_path: Any) -> None:
-    """Experts over 4 workers, then over 2, then on one."""
-    first, second = (str(tmp_path / name) for name in ("4", "2"))
-    four, two = Row("fsdp+expert", 4, {"ep": 4}), Row("ddp+tensor+expert", 4, {"tp": 2, "ep": 2})
-    run_distributed(_train, 4, four, Options(), {"steps": range(2), "save": first})
-    run_distributed(_train, 4, two, Options(), {"steps": range(2, 3), "load": first, "save": second})
-    end = _train(0, SINGLE, Options(), {"steps": range(3, 4), "load": second})
-    truth = Curve(_truth().losses[3:], _truth().norms[3:], _truth().weights)
-    assert curves.difference(truth, end).within(1e-6)
+def test_any_layout_reads_any_others_checkpoint(truth: Curve, tmp_path: Any) -> None:
+    run_distributed(_continued, 4, str(tmp_path))
+    end = _train(0, SINGLE, range(3, 4), load=f"{tmp_path}/2")
+    assert curves.difference(Curve(truth.losses[3:], truth.norms[3:], truth.weights), end).within(1e-6)
 
 
-# --- what is held and sent ------------------------------------------------------------------------------------------
-
-
-def _held(_: int, row: Row) -> tuple[int, int]:
-    parallel = parallelize(mixture_trial().build, row.layout, device=CPU, tensor_plan=TENSOR_PLAN)
-    local = [getattr(p, "_local_tensor", p) for p in parallel.parameters()]
-    optimizer = torch.optim.AdamW(parallel.parameters(), fused=False)
-    curves.run_steps(mixture_trial(), parallel, optimizer, range(1))
-    states = [getattr(v, "_local_tensor", v) for state in optimizer.state.values() for v in state.values()]
-    return tuple(sum(t.untyped_storage().nbytes() for t in own if t.numel()) for own in (local, states))  # type: ignore
-
-
-@pytest.mark.parametrize(
-    "row", [each for each in EVERY if each.values[0] in MIXTURES and each.values[0].layout.dims.pp == 1]
-)
-def test_memory_is_exact_to_the_byte(row: Row) -> None:
-    with torch.device("meta"):
-        module = mixture()
-    split = make_plan(module, TENSOR_PLAN, True).dims if row.layout.dims.tp > 1 else {}
-    cost, _ = layout_cost(row.layout, model_size(module, find_blocks(module), split).parameters)
-    assert run_distributed(_held, row.workers, row)[0] == (cost.parameters, cost.optimizer)
+# --- what is sent ---------------------------------------------------------------------------------------------------
 
 
 def _sent(_: int, row: Row, mode: str) -> tuple[int, int]:
@@ -191,14 +146,12 @@ def test_mixtures_are_told_by_their_looks() -> None:
             assert {each.top_k for each in found} == {config.num_experts_per_tok}
 
 
-def _refused(_: int, ep: int, plain: bool) -> None:
-    build = gpt_trial().build if plain else seeded(mixture)
-    words = ["parallel.ep is 2", "no experts"] if plain else ["parallel.ep is 3", "8 experts", "1, 2, 4, 8"]
+@pytest.mark.parametrize(
+    ("build", "ep", "words"),
+    [
+        (gpt_trial().build, 2, ["parallel.ep is 2", "no experts"]),
+        (seeded(mixture), 3, ["parallel.ep is 3", "8 experts", "1, 2, 4, 8"]),
+    ],
+)
+def test_what_cannot_be_split_is_refused(build: Any, ep: int, words: list[str]) -> None:
     assert_refused(words, parallelize, build, choose("ddp", ep, ep=ep), device=CPU)
-
-
-def test_what_cannot_be_split_is_refused() -> None:
-    run_distributed(_refused, 2, 2, True)
-    run_distributed(_refused, 3, 3, False)
-    assert_refused(["ddp+expert"], choose, "expert", 2, ep=2)
-    assert_refused(["parallel.ep is 3", "1, 2, 4"], choose, "ddp", 4, ep=3)

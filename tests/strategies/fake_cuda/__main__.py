@@ -1,64 +1,90 @@
-"""`python -m tests.strategies.fake_cuda [WORD …]`: the table of the cases that have all these words in their names.
+"""`python -m tests.strategies.fake_cuda` reads a case's number from each line of its input, tries the case and answers
+with its problems as JSON. Ranks are forks of this process, which has imported everything: one of its own would take
+seconds to begin."""
 
-`serve` as the only word: reads a case's number from each line of its input and answers with its problems as JSON.
-"""
-
+import contextlib
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import sys
-from collections import Counter
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from tests.strategies.fake_cuda import device
 
+SECONDS = 240.0
+"""That ranks may take."""
+Work = Callable[[int], dict[str, Any]]
 
-def main(words: list[str]) -> int:
+
+def serve() -> None:
     device.install(8)
     importlib.import_module("torch._dynamo")  # what every case would import by itself otherwise
 
-    from tests.strategies.fake_cuda import cases, forks
+    from tests.strategies.fake_cuda import cases
 
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the cases print is not part of the answer
-    known: dict[str, list[float]] = {}
+    truths: dict[str, dict[str, Any]] = {}
     gc.disable()
     gc.freeze()  # a collection in a fork would copy every page that it looks at
-
-    def tried(case: cases.Case) -> tuple[dict, list[str]]:
-        truth: list[float] = []
+    for line in sys.stdin:
+        case = [*cases.CASES, *cases.FAULTY][int(line)]
         for name in case.imports:
             importlib.import_module(name)
-        if case.truth is not None:
-            key = str(case.truth.work)
-            if key not in known:
-                alone = forks.run(case.truth.work, 1)["ranks"][0]
-                if "error" in alone:
-                    return {"seconds": 0.0, "ranks": [alone]}, [f"on a CPU: {alone['error']}"]
-                known[key] = alone["numbers"]
-            truth = known[key]
-        ran = forks.run(case.work, case.workers)
-        return ran, cases.problems(case, ran, truth)
+        key = str(case.truth)
+        if case.truth is not None and key not in truths:
+            truths[key] = run(case.truth, 1)[0]
+        print(json.dumps(cases.problems(case, run(case.work, case.workers), truths.get(key))), file=out, flush=True)
 
-    if words == ["serve"]:
-        for line in sys.stdin:
-            print(json.dumps(tried([*cases.CASES, *cases.FAULTY][int(line)])[1]), file=out, flush=True)
-        return 0
-    wrong, total = 0, 0.0
-    for case in [case for case in cases.CASES if all(word in case.name for word in words)]:
-        ran, found = tried(case)
-        total, wrong = total + ran["seconds"], wrong + bool(found)
-        waits = Counter(where for rank in ran["ranks"] for _, where in [*rank.get("first", ()), *rank.get("waits", ())])
-        told = ", ".join(f"{where} × {count}" for where, count in waits.items())
-        verdict = "WRONG" if found else "ok"
-        print(f"{case.name:<72} {case.workers} {ran['seconds']:5.1f} s  {verdict:<6}{told}", file=out, flush=True)
-        for problem in found:
-            print(f"    {problem}", file=out)
-    for name, why in cases.CANNOT.items():
-        print(f"{name:<72} not tried: {why}", file=out)
-    print(f"{total:.0f} s of CPU, {wrong} wrong", file=out)
-    return int(wrong > 0)
+
+def run(work: Work, workers: int) -> list[dict[str, Any]]:
+    """What `work(rank)` gave on every rank, or {"error": …}."""
+    until = time.monotonic() + SECONDS
+    with tempfile.TemporaryDirectory(prefix="fake-cuda-") as folder:
+        fork = multiprocessing.get_context("fork")
+        ranks = [fork.Process(target=_rank, args=(work, workers, rank, Path(folder))) for rank in range(workers)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(max(0.0, until - time.monotonic()))
+            process.kill()
+            process.join()
+        return [_answer(Path(folder), rank) for rank in range(workers)]
+
+
+def _answer(folder: Path, rank: int) -> dict[str, Any]:
+    with contextlib.suppress(OSError):
+        return json.loads((folder / str(rank)).read_text())
+    said = (folder / f"said{rank}").read_text(errors="replace")
+    return {"error": f"rank {rank} ended, or took more than {SECONDS:g} s: {said[-1000:]}"}
+
+
+def _rank(work: Work, workers: int, rank: int, folder: Path) -> None:
+    import torch.distributed as dist
+
+    os.dup2(os.open(folder / f"said{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    tempfile.tempdir = str(folder)  # what a rank leaves there goes with it
+    try:
+        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(workers), "GLOO_SOCKET_IFNAME": "lo"}
+        if workers > 1:
+            store = dist.FileStore(str(folder / "store"), workers)
+            dist.init_process_group("cpu:gloo,cuda:gloo", store=store, rank=rank, world_size=workers)
+        answer = work(rank)
+        if workers > 1:
+            dist.barrier()
+    except BaseException:
+        answer = {"error": traceback.format_exc()}
+    (folder / f"part{rank}").write_text(json.dumps(answer))
+    os.replace(folder / f"part{rank}", folder / str(rank))
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    serve()

@@ -20,6 +20,8 @@ from experiments.parity.rows import Row
 from tests.strategies.fake_cuda import device as fake
 from tests.tasks import Plain
 
+Task = Callable[[Path], tuple[str, dict[str, Any]]]
+
 
 class Counted(Plain):
     """Its batches hold different numbers of items, which the host counts."""
@@ -33,7 +35,7 @@ class Counted(Plain):
 def loop(row: Row, made: dict[str, Any], on: str, rank: int) -> dict[str, Any]:
     """made: task (a name, or a function of a folder that gives name and arguments), profile (steps), others: of
     TrainConfig. On a GPU the device has no index."""
-    given = {"steps": 6, "global_batch_size": 8, "micro_batch_size": 2, "clip_norm": 1.0, "log_every": 2} | made
+    given = {"steps": 4, "global_batch_size": 8, "micro_batch_size": 2, "clip_norm": 1.0, "log_every": 2} | made
     task, profiled = given.pop("task", f"{__name__}:Counted"), given.pop("profile", [])
     folder, name, arguments = _shared(rank, lambda folder: (task, {}) if isinstance(task, str) else task(folder))
     parallel = ParallelConfig(**row.degrees | row.options)
@@ -61,7 +63,7 @@ def loop(row: Row, made: dict[str, Any], on: str, rank: int) -> dict[str, Any]:
     return {"waits": waits, "numbers": numbers}
 
 
-def _shared(rank: int, task: Callable[[Path], tuple[str, dict[str, Any]]]) -> Any:
+def _shared(rank: int, task: Task) -> Any:
     """The run's folder and its task, which rank 0 makes."""
     box: list[Any] = [None]
     if rank == 0:
@@ -73,29 +75,29 @@ def _shared(rank: int, task: Callable[[Path], tuple[str, dict[str, Any]]]) -> An
     return box[0]
 
 
-def gpt(**more: Any) -> Callable[[Path], tuple[str, dict[str, Any]]]:
-    def made(folder: Path) -> tuple[str, dict[str, Any]]:
-        text = folder / "text.txt"
-        text.write_text("".join(f"{i} and {i} are {2 * i}.\n" for i in range(400)))
-        sizes = {"sequence_length": 16, "d_model": 32, "n_layers": 2, "n_heads": 4, "eval_samples": 8}
-        return "language_modelling", {"data": str(text), **sizes, **more}
+def _sums(folder: Path) -> str:
+    path = folder / "text.txt"
+    path.write_text("".join(f"{i} and {i} are {2 * i}.\n" for i in range(400)))
+    return str(path)
 
-    return made
+
+def gpt(**more: Any) -> Task:
+    sizes = {"sequence_length": 16, "d_model": 32, "n_layers": 2, "n_heads": 4, "eval_samples": 8}
+    return lambda folder: ("language_modelling", {"data": _sums(folder), **sizes, **more})
 
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 264}
 
 
-def llama(adapters: bool) -> Callable[[Path], tuple[str, dict[str, Any]]]:
+def llama(adapters: bool) -> Task:
     def made(folder: Path) -> tuple[str, dict[str, Any]]:
-        data = folder / "text.txt"
-        data.write_text("".join(f"{i} and {i} are {2 * i}.\n" for i in range(400)))
-        learnt = HuggingFace(model="llama", config=SIZES, data=str(data), sequence_length=16)
+        data, base = {"data": _sums(folder), "sequence_length": 16}, folder / "base"
+        learnt = HuggingFace(model="llama", config=SIZES, **data)
         torch.manual_seed(0)
-        learnt.build_model().save_pretrained(folder / "base")
-        learnt.write_folder(folder / "base")
-        base = {"model": str(folder / "base"), "pretrained": True, "lora": {"r": 2} if adapters else None}
-        return "huggingface", {"data": str(data), "sequence_length": 16, "eval_samples": 8, **base}
+        learnt.build_model().save_pretrained(base)
+        learnt.write_folder(base)
+        lora = {"r": 2} if adapters else None
+        return "huggingface", {**data, "model": str(base), "pretrained": True, "lora": lora, "eval_samples": 8}
 
     return made
