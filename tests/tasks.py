@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from app.tasks.base import Task
 
@@ -106,12 +106,7 @@ class Stream(IterableDataset[Any]):
         return iter(())
 
 
-class Ragged(Dataset[Any]):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.zeros(2 + index), 0
+RAGGED = [(torch.zeros(2 + index), 0) for index in range(8)]
 
 
 class WithoutLoss(Task):
@@ -119,7 +114,7 @@ class WithoutLoss(Task):
         return nn.Linear(2, 4)
 
     def train_data(self) -> Any:
-        return Ragged()
+        return RAGGED
 
 
 class Odd(Points):
@@ -133,7 +128,7 @@ class Odd(Points):
         self.what = what
 
     def train_data(self) -> Any:
-        return {"ragged": Ragged, "stream": Stream}.get(self.what, super().train_data)()
+        return {"ragged": RAGGED, "stream": Stream()}.get(self.what, super().train_data())
 
     def eval_data(self) -> Any:
         return None if self.what == "unevaluated" else super().eval_data()

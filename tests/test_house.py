@@ -1,4 +1,4 @@
-"""Imports run one way, and the loop needs neither Ray nor MLflow."""
+"""Imports run one way, the loop needs neither Ray nor MLflow; and the image, as far as can be told without Docker."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import sys
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-import pytest
 import setuptools
 
+from cluster.files import FOLDER
 from tests.running import ROOT
 
 MAY_NOT = {
@@ -26,10 +27,10 @@ MAY_NOT = {
 
 
 @functools.cache
-def trees() -> dict[str, ast.Module]:
-    """Every file outside of tests/, parsed."""
+def trees() -> dict[str, list[Any]]:
+    """Of every file outside of tests/, the nodes of what it is parsed to, the whole first."""
     files = [file for package in MAY_NOT for file in sorted((ROOT / package).rglob("*.py"))]
-    return {str(file.relative_to(ROOT)): ast.parse(file.read_text()) for file in files}
+    return {str(file.relative_to(ROOT)): list(ast.walk(ast.parse(file.read_text()))) for file in files}
 
 
 def imported(nodes: Iterable[ast.AST]) -> set[str]:
@@ -47,16 +48,16 @@ def imported(nodes: Iterable[ast.AST]) -> set[str]:
 
 def test_imports_run_one_way() -> None:
     wrong = {}
-    for name, tree in trees().items():
+    for name, whole in trees().items():
         # The command line and the Python API load the verbs of experiments/ when they are called.
-        nodes = tree.body if name.startswith(("app/cli/", "app/api.py")) else ast.walk(tree)
+        nodes = whole[0].body if name.startswith(("app/cli/", "app/api.py")) else whole
         if bad := {taken.split(".")[0] for taken in imported(nodes)} & MAY_NOT[name.split("/")[0]]:
             wrong[name] = bad
     assert not wrong
 
 
 def test_fast_start_is_touched_from_one_place() -> None:
-    outside = {name: imported(ast.walk(tree)) for name, tree in trees().items() if "fast_start" not in name}
+    outside = {name: imported(nodes) for name, nodes in trees().items() if "fast_start" not in name}
     found = {name for name, others in outside.items() if any("fast_start" in other for other in others)}
     assert found == {"cluster/connect.py"}
 
@@ -67,20 +68,18 @@ from app.config_io import load_config
 from app.run.prepare import prepare, read_task
 config = load_config([], ["task=image_classification", "task_args={data: digits, model: mlp}", "strategy=ddp"])
 prepare(config, read_task(config), 2, devices_per_node=None)"""
+NOT_NEEDED = [
+    ("import app.cli", (*RAY, "torch", "omegaconf", "yaml")),
+    ("import app.tracking.tracker, app.tracking.settings", (*RAY, "torch")),
+    ("import strategies.parallelize, app.loop", RAY),
+    (PREPARE, ("app.planner", "app.doctor")),  # a run that names its strategy
+]
 
 
-@pytest.mark.parametrize(
-    ("code", "not_needed"),
-    [
-        ("import strategies.parallelize", RAY),
-        ("import app.loop", RAY),
-        ("import app.tracking.tracker, app.tracking.settings", (*RAY, "torch")),
-        ("import app.cli", (*RAY, "torch", "omegaconf", "yaml")),
-        (PREPARE, ("app.planner", "app.doctor")),  # a run that names its strategy
-    ],
-)
-def test_what_is_not_needed_is_not_imported(code: str, not_needed: tuple[str, ...]) -> None:
-    code += f"\nimport sys; print([n for n in {not_needed} if n in sys.modules])"
+def test_what_is_not_needed_is_not_imported() -> None:
+    """One after the other in one process: what needs least comes first."""
+    looks = [f"{code}\nfound += [n for n in {names} if n in sys.modules]" for code, names in NOT_NEEDED]
+    code = "\n".join(["import sys", "found = []", *looks, "print(found)"])
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
 
@@ -106,8 +105,8 @@ MAY_NAME_STRATEGIES |= {"experiments/parity/rows.py", "experiments/parity/experi
 
 def test_a_strategys_name_stands_in_its_file_and_in_the_registry() -> None:
     found = set()
-    for name, tree in trees().items():
-        words = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)}
+    for name, nodes in trees().items():
+        words = {n.value for n in nodes if isinstance(n, ast.Constant)}
         names = {part for word in words if isinstance(word, str) for part in word.split("+")}
         if names & STRATEGY_NAMES and not name.startswith("experiments/benchmarks/"):
             found.add(name)
@@ -121,11 +120,9 @@ def test_the_wheel_ships_no_benchmarks() -> None:
     assert not [name for name in packages if "benchmarks" in name or name.startswith("tests")]
 
 
-RESULTS = ("*.csv", "*.html", "*.json", "*.jsonl", "*.md", "*.png", "*.svg")
-
-
 def test_reports_and_results_stay_small() -> None:
-    listed = subprocess.run(["git", "ls-files", *RESULTS], cwd=ROOT, capture_output=True, text=True, check=True)
+    kinds = ("*.csv", "*.html", "*.json", "*.jsonl", "*.md", "*.png", "*.svg")
+    listed = subprocess.run(["git", "ls-files", *kinds], cwd=ROOT, capture_output=True, text=True, check=True)
     sizes = {name: (ROOT / name).stat().st_size for name in listed.stdout.split()}
     assert sum(sizes.values()) <= 300_000, sorted(sizes.items(), key=lambda item: -item[1])[:9]
 
@@ -133,18 +130,16 @@ def test_reports_and_results_stay_small() -> None:
 # --- circles ----------------------------------------------------------------------------------------------------------
 
 
-def imports_of(tree: ast.Module, known: dict[str, str]) -> set[str]:
-    """Modules of ours that a file imports: anywhere in it, also by a string, but not for its types alone."""
-    typed = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
-    skipped = {id(node) for block in typed for node in ast.walk(block)}
-    names = imported(node for node in ast.walk(tree) if id(node) not in skipped)
-    return {name if name in known else name.rpartition(".")[0] for name in names} & known.keys()
-
-
 def test_no_circle_of_imports() -> None:
-    """Neither of files, nor of folders beside each other (a file beside a folder counts as one)."""
+    """Neither of files, nor of folders beside each other (a file beside a folder counts as one). An import counts
+    anywhere in a file, also by a string, but not for its types alone."""
     known = {name.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): name for name in trees()}
-    files = {module: imports_of(trees()[name], known) - {module} for module, name in known.items()}
+    files: dict[str, set[str]] = {}
+    for module, name in known.items():
+        typed = [node for node in trees()[name] if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+        skipped = {id(node) for block in typed for node in ast.walk(block)}
+        names = imported(node for node in trees()[name] if id(node) not in skipped)
+        files[module] = {n if n in known else n.rpartition(".")[0] for n in names} & known.keys() - {module}
     graphlib.TopologicalSorter(files).prepare()  # an error of its own names a circle
 
     def room(module: str) -> str:
@@ -173,14 +168,42 @@ DOCUMENTED = re.compile(r"torch\.cuda\.memory\.(_record_memory_history|_dump_sna
 def test_internals_of_dependencies_stand_in_two_files_of_at_most_12_entries() -> None:
     others = trees().keys() - set(ADAPTERS)
     assert not [name for name in others if INTERNAL.search(DOCUMENTED.sub("", (ROOT / name).read_text()))]
-    nodes = [node for name in ADAPTERS for node in trees()[name].body]
+    nodes = [node for name in ADAPTERS for node in trees()[name][0].body]
     parts = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     said = {node.name: ast.get_docstring(node) or "" for node in parts}
     entries = [name for name, text in said.items() if not name.startswith("_") or "Missing:" in text]
     assert 0 < len(entries) <= 12, entries
     assert not [name for name in entries if "Why:" not in said[name] or "Missing:" not in said[name]]
-    tests = "".join((ROOT / name).read_text() for name in TESTS_OF_ADAPTERS)
+    tests = "".join((ROOT / "tests" / name.replace("/", "/test_")).read_text() for name in ADAPTERS)
     assert not [name for name in entries if name.strip("_") not in tests]
 
 
-TESTS_OF_ADAPTERS = ("tests/strategies/test_torch_internals.py", "tests/cluster/test_ray_internals.py")
+# --- the image --------------------------------------------------------------------------------------------------------
+
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+
+
+def test_the_image_is_pinned_and_not_roots() -> None:
+    assert re.search(r"^FROM python:3\.\d+\.\d+-slim-\w+$", DOCKERFILE, re.MULTILINE)
+    assert re.findall(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE) == ["1000"]
+    installs = [line for line in DOCKERFILE.splitlines() if "pip install" in line]
+    assert installs and all("--constraint" in line for line in installs)
+    assert not re.search(r"curl|apt-get|latest", DOCKERFILE)
+
+
+def test_it_copies_the_packages_and_nothing_else() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    found = set(re.findall(r"^COPY (\w+) \1$", DOCKERFILE, re.MULTILINE))
+    assert found == {name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
+    assert {".git", "runs", ".venv*"} <= set((ROOT / ".dockerignore").read_text().split())
+
+
+def test_the_files_for_kubernetes_name_the_image_of_these_versions() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    ray = re.search(r"^ray==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert ray
+    tag = f"{version}-ray{ray[1]}-py311-cuda"
+    for name in ("kuberay-cluster", "kuberay-job"):
+        text = (FOLDER / f"{name}.yaml").read_text()
+        assert set(re.findall(r"image: \S+:(\S+)", text)) == {tag} and f"rayVersion: {ray[1]}" in text
+    assert f"trireme:{tag} ." in DOCKERFILE

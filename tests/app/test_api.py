@@ -15,7 +15,7 @@ from app.errors import UserError
 from app.storage import Storage
 from app.tasks import load_task
 from app.tasks.by_value import name_of, read_task_file, write_task_file
-from tests.running import ROOT, environment, finish, mlflow_run, start
+from tests.running import ROOT, environment, finish, mlflow_run, seed, start
 from tests.tasks import Plain
 
 SCRIPT = """
@@ -60,6 +60,7 @@ def test_a_scripts_own_class_and_object_train_also_in_a_thread_on_a_ray_that_sta
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"import os; os.chdir({str(tmp_path)!r})\n{SCRIPT}")
+    seed([f"run.storage={tmp_path}/runs"])
     ended = finish(start([], env=ray_environment, program=[sys.executable, str(script)]))
     assert ended.code == 0, ended.err
     said = json.loads(ended.out.splitlines()[-1])
@@ -83,22 +84,16 @@ def test_values_of_python_are_the_command_lines() -> None:
         _words({"task_args": {"data": object()}})
 
 
-@pytest.mark.parametrize("wrong", [{"strategy": "fdsp"}, {"train": {"stepz": 1}}, {"workers": 0}, {"budget": 1.0}])
-def test_wrong_input_is_one_kind_of_error(wrong: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(UserError):
-        train(task=Plain, launcher="local", run={"name": "x", "storage": str(tmp_path)}, **{"train.steps": 3} | wrong)
-
-
-def test_what_stands_for_a_task() -> None:
-    assert name_of("tabular") == "tabular" and name_of(Plain) == "tests.tasks:Plain"
-    assert name_of(Plain()) == "python:Plain"
-    with pytest.raises(UserError, match="must be a subclass"):
-        name_of(dict)  # type: ignore[arg-type]
+def test_wrong_input_is_one_kind_of_error(tmp_path: Path) -> None:
+    known: dict[str, Any] = {"task": Plain, "launcher": "local", "train.steps": 3, "run.storage": str(tmp_path)}
+    for wrong in ({"strategy": "fdsp"}, {"train": {"stepz": 1}}, {"parallel.dp_shard": 3}, {"budget": 1.0}):
+        with pytest.raises(UserError):
+            train(**known, **{"run.name": "x"}, **wrong)
 
 
 @pytest.mark.slow
 def test_an_installed_trireme_works_from_any_folder(tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
+    source, target, empty = tmp_path / "source", tmp_path / "target", tmp_path / "empty"
     folders = ("app", "strategies", "cluster", "experiments")
     for name in folders:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
@@ -107,27 +102,29 @@ def test_an_installed_trireme_works_from_any_folder(tmp_path: Path) -> None:
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target"]
     subprocess.run([*install, str(target), str(source)], check=True, capture_output=True)
     assert {path.name for path in target.iterdir()} >= {*folders, "trireme.py"}
-    code = "import trireme, app; print(trireme.__file__, app.__file__, trireme.train.__module__)"
-    (tmp_path / "empty").mkdir()
-    env = environment(PYTHONPATH=str(target))
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "empty", env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+
+    def python(code: str, files: dict[str, str]) -> Any:
+        for name, content in files.items():
+            (empty / name).parent.mkdir(parents=True, exist_ok=True)
+            (empty / name).write_text(content)
+        env = environment(PYTHONPATH=str(target))
+        return subprocess.run([sys.executable, "-c", code], cwd=empty, env=env, capture_output=True, text=True)
+
+    done = python("import trireme, app; print(trireme.__file__, app.__file__, trireme.train.__module__)", {"other": ""})
     ours, theirs, module = done.stdout.split()
     assert ours == str(target / "trireme.py") and theirs.startswith(str(target)) and module == "app.api"
-    for own, content in (("__init__", ""), ("mine", "WIDTH = 3"), ("api", "raise ImportError")):
-        (tmp_path / "empty" / "app").mkdir(exist_ok=True)
-        (tmp_path / "empty" / "app" / f"{own}.py").write_text(content)
-    code = "import app.mine, trireme; print(app.mine.WIDTH, trireme.train.__module__)"
-    said = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "empty", env=env, capture_output=True, text=True)
+    own = {"app/__init__.py": "", "app/mine.py": "WIDTH = 3", "app/api.py": "raise ImportError"}
+    said = python("import app.mine, trireme; print(app.mine.WIDTH, trireme.train.__module__)", own)
     assert said.stdout.split() == ["3", "app.api"], said.stderr
-    shutil.rmtree(tmp_path / "empty" / "app")
-    (tmp_path / "empty" / "app.py").write_text("print('run')")
-    code = "import trireme"
-    said = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "empty", env=env, capture_output=True, text=True)
+    shutil.rmtree(empty / "app")
+    said = python("import trireme", {"app.py": "print('run')"})
     assert "app.py hides Trireme's own package app" in said.stderr and not said.stdout
 
 
 def test_a_runs_own_task_counts_and_not_another_of_its_name(tmp_path: Path) -> None:
+    assert name_of("tabular") == "tabular" and name_of(Plain) == "tests.tasks:Plain"
+    with pytest.raises(UserError, match="must be a subclass"):
+        name_of(dict)  # type: ignore[arg-type]
     storages = [Storage(tmp_path / name) for name in ("first", "second")]
     for width, storage in zip((3, 5), storages):
         write_task_file(name_of(Plain(width=width)), storage)
@@ -140,15 +137,12 @@ def test_a_runs_own_task_counts_and_not_another_of_its_name(tmp_path: Path) -> N
         read_task_file("python:Plain", Storage(tmp_path))
 
 
-NOTEBOOK = ROOT / "experiments" / "notebook.ipynb"
-
-
 @pytest.mark.slow
 def test_the_notebook_runs_and_shows_its_curve(tmp_path: Path, ray_environment: dict[str, str]) -> None:
     pytest.importorskip("nbconvert", reason="of the dev extra")
     env = ray_environment | {"PYTHONPATH": f"{ROOT}:{ROOT / 'app'}", "JUPYTER_PLATFORM_DIRS": "1"}
     program = [sys.executable, "-m", "nbconvert", "--execute", "--to", "notebook", "--output", "executed.ipynb"]
-    here = shutil.copy(NOTEBOOK, tmp_path)  # a notebook runs in its own folder
+    here = shutil.copy(ROOT / "experiments" / "notebook.ipynb", tmp_path)  # a notebook runs in its own folder
     done = subprocess.run([*program, str(here)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     cells = json.loads((tmp_path / "executed.ipynb").read_text())["cells"]

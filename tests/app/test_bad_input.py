@@ -86,6 +86,9 @@ ROWS = [
     Row("negative budget", [*BASE, "budget=-1"], ("budget is -1",)),
     Row("scaling without a reference", [*BASE, "optimizer.lr_scaling=linear"], ("optimizer.lr_batch_size",)),
     Row("checkpoint that is not there", [*BASE, "checkpoint.load=/nowhere"], ("/nowhere",)),
+    Row("steps to profile that go backwards", [*BASE, "profile.steps=[9,5]"], ("profile.steps",)),
+    Row("one step to profile", [*BASE, "profile.steps=[5]"], ("profile.steps",)),
+    Row("no rank to profile", [*BASE, "profile.ranks=[-1]"], ("profile.ranks",)),
 ]
 
 
@@ -140,10 +143,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The storage of a stopped run `a` with two checkpoints."""
     storage = tmp_path_factory.mktemp("trained")
     more = ["checkpoint.every_steps=2", "tracking.enabled=false", "run.name=a", f"run.storage={storage}"]
-    result = CliRunner().invoke(group, ["train", *BASE, *more])
+    result = CliRunner().invoke(group, ["train", *BASE, *more, "checkpoint.weights=false"])
     assert result.exit_code == 0, result.output
     assert committed(storage / "a") == [2, 4]
-    assert not [*storage.rglob("events.jsonl"), *storage.rglob("mlflow.db")], "a disabled tracker leaves nothing"
+    assert not [*storage.rglob("events.jsonl"), *storage.rglob("mlflow.db"), *storage.rglob("weights.pt")], "disabled"
     manifest = storage / "a" / "run.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"status": "stopped"}))
     return storage

@@ -30,7 +30,7 @@ def test_defaults_then_files_then_command_line(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(("given", "left"), [("train.steps=5", "epochs"), ("train.epochs=2", "steps")])
 def test_the_length_given_last_counts(tmp_path: Path, given: str, left: str) -> None:
-    (tmp_path / "a.yaml").write_text("train: {epochs: 1}" if left == "epochs" else "train: {steps: 1}")
+    (tmp_path / "a.yaml").write_text(f"train: {{{left}: 1}}")
     assert getattr(load_config([tmp_path / "a.yaml"], [given]).train, left) is None
 
 
@@ -51,9 +51,5 @@ def test_what_config_prints_is_the_same_experiment(file: Path, tmp_path: Path) -
 def test_completion_offers_keys_and_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     complete = ShellComplete(group, {}, "trireme", "_TRIREME_COMPLETE").get_completions
-    for begun, offered in (
-        ("train.glo", "train.global_batch_size="),
-        ("exp", "experiments/"),
-        ("train.precision=b", "train.precision=bf16"),
-    ):
-        assert offered in [found.value for found in complete(["train"], begun)]
+    for begun, word in ("train.glo", "global_batch_size="), ("exp", "experiments/"), ("train.precision=b", "bf16"):
+        assert any(found.value.endswith(word) for found in complete(["train"], begun))

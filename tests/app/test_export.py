@@ -1,8 +1,8 @@
 """`trireme export`: what others load is what was trained, and a wrong word gets one sentence."""
 
 import json
+import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,32 +10,14 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 from app.cli import group
-from app.config_io import from_dict, to_yaml
-from app.export import export_run
-from app.randomness import seed_everything
-from app.tasks import load_task
-from tests.app.checkpoint.kit import save
+from tests.app.kit import a_run
 from tests.app.tasks.test_tasks_huggingface import GPT2, SMALL
-from tests.running import flip, same_bits, trireme, weights
+from tests.running import flip, same_bits
 
 POINTS = ("tests.tasks:Plain", {"width": 8})
 
 
 pytestmark = pytest.mark.usefixtures("own_cache")
-
-
-def a_run(folder: Path, task: str, task_args: dict[str, Any], steps: tuple[int, ...] = (1,)) -> list[Any]:
-    """A run's folder as training leaves it, with a checkpoint of each of these steps; the models in them."""
-    folder.mkdir()
-    config = {"task": task, "task_args": task_args, "train": {"steps": steps[-1]}, "run": {"name": folder.name}}
-    (folder / "config.yaml").write_text(to_yaml(from_dict(config)))
-    (folder / "run.json").write_text("{}")
-    made = []
-    for step in steps:
-        seed_everything(step)
-        made.append(load_task(task, task_args).build_model().eval())
-        save(folder / "checkpoints", step, state={"model": made[-1].state_dict()}, keep_last=len(steps))
-    return made
 
 
 def exported(*arguments: str | Path) -> Result:
@@ -51,46 +33,24 @@ def refused(*arguments: str | Path) -> str:
     return sentence
 
 
-def test_trained_llama_loads_in_transformers(tmp_path: Path, text: str) -> None:
+def test_transformers_load_the_model_with_its_tied_weights_once_and_its_tokenizer(tmp_path: Path, text: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    changes = ["num_hidden_layers=2", "hidden_size=16", "intermediate_size=32"]
-    ended = trireme(
-        "train",
-        "experiments/llama.yaml",
-        *[f"task_args.config.{change}" for change in changes],
-        *[f"task_args.data={text}", "task_args.sequence_length=16", "task_args.eval_samples=4"],
-        *["launcher=local", "strategy=single", "train.steps=3", "train.global_batch_size=4"],
-        *[f"run.storage={tmp_path}", "tracking.enabled=false"],
-    )
-    assert ended.code == 0, ended.err
-    result = exported(tmp_path / "llama", "--to", "huggingface", "--json")
+    args = {"model": "gpt2", "config": GPT2, "data": text, "sequence_length": 8}
+    (trained,) = a_run(tmp_path / "gpt2", "huggingface", args, steps=(3,))
+    result = exported(tmp_path / "gpt2", "--to", "huggingface", "--json")
     assert result.exit_code == 0, result.output
     done = json.loads(result.stdout)
     assert done["status"] == "complete" and done["step"] == 3
     folder = Path(done["folder"])
-    assert folder == tmp_path / "llama" / "export" / "huggingface-step-00000003"
+    assert folder == tmp_path / "gpt2" / "export" / "huggingface-step-00000003"
     assert done["files"] == sorted(path.name for path in folder.iterdir())
+    assert set(load_file(folder / "model.safetensors")) == set(trained.state_dict()) - {"lm_head.weight"}
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(report.values()), report
-    trained = weights(tmp_path / "llama")
-    assert all(torch.equal(trained[name], tensor) for name, tensor in model.state_dict().items())
-    assert type(model).__name__ == "LlamaForCausalLM" and model.config.num_hidden_layers == 2
+    assert not any(report.values()) and model.lm_head.weight is model.transformer.wte.weight, report
+    assert same_bits(model.state_dict(), trained.state_dict())
     tokens = AutoTokenizer.from_pretrained(folder)("a pénny", return_tensors="pt")["input_ids"]
     assert tokens.tolist() == [list("a pénny".encode())]
-    assert model.generate(tokens, max_new_tokens=2, do_sample=False).shape[1] == tokens.shape[1] + 2
-
-
-def test_tied_weights_are_written_once(tmp_path: Path, text: str) -> None:
-    from transformers import AutoModelForCausalLM
-
-    args = {"model": "gpt2", "config": GPT2, "data": text, "sequence_length": 8}
-    (trained,) = a_run(tmp_path / "gpt2", "huggingface", args)
-    done = export_run(str(tmp_path / "gpt2"), to="huggingface")
-    assert set(load_file(done.folder / "model.safetensors")) == set(trained.state_dict()) - {"lm_head.weight"}
-    model = AutoModelForCausalLM.from_pretrained(done.folder)
-    assert model.lm_head.weight is model.transformer.wte.weight
-    tokens = torch.arange(8)[None]
     assert torch.equal(model(tokens).logits, trained(tokens).logits)
 
 
@@ -143,17 +103,19 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run.parent.mkdir()
     a_run(run, *POINTS)
     monkeypatch.chdir(tmp_path)
-    assert "did you mean 'huggingface'" in refused(run, "--to", "hugging_face")
-    assert "it can be safetensors, huggingface, peft, torch" in refused(run, "--to", "onnx")
-    assert "--to is not given; it can be" in refused(run)
-    assert "is not a run's folder" in refused(tmp_path / "nowhere", *to)
-    assert "whose model transformers does not have" in refused(run, "--to", "huggingface")
-    assert "no checkpoint of step 7" in refused(run, *to, "--step", "7")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    assert "holds something already" in refused(run, *to, "--out", tmp_path / "full")
-    assert "cannot be written" in refused(run, *to, "--out", "/proc/nowhere/out")
-    for path in sorted((run / "checkpoints").rglob("*"), reverse=True):
-        path.unlink() if path.is_file() else path.rmdir()
+    for said, arguments in (
+        ("did you mean 'huggingface'", (run, "--to", "hugging_face")),
+        ("it can be safetensors, huggingface, peft, torch", (run, "--to", "onnx")),
+        ("--to is not given; it can be", (run,)),
+        ("is not a run's folder", (tmp_path / "nowhere", *to)),
+        ("whose model transformers does not have", (run, "--to", "huggingface")),
+        ("no checkpoint of step 7", (run, *to, "--step", "7")),
+        ("holds something already", (run, *to, "--out", tmp_path / "full")),
+        ("cannot be written", (run, *to, "--out", "/proc/nowhere/out")),
+    ):
+        assert said in refused(*arguments)
+    shutil.rmtree(run / "checkpoints")
     assert "there is no good checkpoint" in refused(run, *to)
     assert not (run / "export").exists() and not list(tmp_path.glob(".*.tmp"))

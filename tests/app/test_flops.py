@@ -1,9 +1,6 @@
 """What is counted for MFU, and where it is told; the GPU is a name in the catalogue, nothing runs on one."""
 
-import os
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,11 +9,11 @@ from torch import Tensor, nn
 from app import flops, loop
 from app.console import progress_line
 from app.flops import Utilization, multiplied, peak_flops, sample_flops, transformer_flops
-from app.job import Job, Place, SilentChannel
-from app.run.prepare import prepare
+from app.job import Place
 from app.tasks import load_task
 from experiments.benchmarks.gpt import SHAPES
 from strategies.layout import choose
+from tests.app.kit import training_of
 from tests.chain import config
 from tests.tasks import Plain, Points
 
@@ -52,17 +49,11 @@ def test_the_benchmark_counts_the_same() -> None:
     assert shape.flops(1000) == shape.tokens * wanted and transformer_flops(10, 1, 2, 4) == 60 + 96
 
 
-def test_the_peak_is_the_catalogues_at_what_is_computed_in() -> None:
+def test_the_peak_is_the_catalogues_at_what_is_computed_in(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peak_flops(H100, "bf16") == peak_flops(H100, "fp8") == 989.4e12
-    before = torch.get_float32_matmul_precision()
-    try:
-        found = {}
-        for precision in ("highest", "high"):
-            torch.set_float32_matmul_precision(precision)
-            found[precision] = peak_flops(H100, "fp32")
-    finally:
-        torch.set_float32_matmul_precision(before)
-    assert found == {"highest": 67e12, "high": 494.7e12}
+    for precision, peak in (("highest", 67e12), ("high", 494.7e12)):
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda now=precision: now)
+        assert peak_flops(H100, "fp32") == peak
     assert peak_flops("Imaginary RTX 9090", "bf16") is None
 
 
@@ -80,34 +71,19 @@ def test_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(1, "cuda:0") is found(0, "cpu") is found(0, "cuda:0", "Imaginary RTX 9090") is None
 
 
-class Listens(SilentChannel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[dict[str, Any]] = []
-
-    def emit(self, event: dict[str, Any]) -> None:
-        self.events.append(event)
-
-
-@pytest.mark.parametrize("known", [Utilization(flops=2e6, peak=1e12, gpus=4), None])
-def test_the_loop_logs_it(known: Utilization | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop.Utilization, "of", lambda *_: known)
-    wanted = config("task=tests.tasks:Plain", "train.steps=3", "train.log_every=1", "strategy=single")
-    layout = prepare(wanted, load_task(wanted.task, {}), 1, devices_per_node=None).layout
-    channel = Listens()
-    job = Job(wanted, layout, str(tmp_path), "a", "u", 3, os.getcwd())
-    kept = mock.Mock(overdue=lambda: False, resume=lambda progress: None)
-    loop.Training(job, Place(0, 1, 0, torch.device("cpu")), channel, lambda *_: kept).run()
-    logged = [event["values"] for event in channel.events if event["type"] == "metrics"]
+def test_the_loop_logs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop.Utilization, "of", lambda *_: Utilization(flops=2e6, peak=1e12, gpus=4))
+    training, events = training_of(config("task=tests.tasks:Plain", "train.steps=3", "train.log_every=1"), tmp_path)
+    training.run()
+    logged = [event["values"] for event in events if event["type"] == "metrics"]
     rates = [values for values in logged if "train/samples_per_second" in values]
-    progress = [event for event in channel.events if event["type"] == "progress"]
-    assert rates and all(("train/mfu" in values) == (known is not None) for values in rates)
-    for values in rates if known else ():
+    assert rates
+    for values in rates:
         rate = values["train/samples_per_second"]
         assert values["train/samples_per_second_per_gpu"] == rate / 4
         assert values["train/mfu"] == pytest.approx(rate * 2e6 / 4e12)
-    assert [event["mfu"] is not None for event in progress] == [known is not None] * len(progress) and progress
-    assert ("per GPU, MFU " in progress_line(progress[-1])) == (known is not None)
+    *_, last = [event for event in events if event["type"] == "progress"]
+    assert "per GPU, MFU " in progress_line(last) and "MFU" not in progress_line(last | {"mfu": None})
 
 
 def test_the_line_that_is_shown() -> None:

@@ -1,70 +1,62 @@
 """What a task adds to training: a step of its own, optimizers, losses by name, pictures, an early end; and the average
-of weights. The same under every layout."""
+of weights. The same under every layout, and to the last bit where workers are killed."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import matplotlib.image
 import pytest
 import torch
+from PIL import Image
 
+import app.trained
 from app.config import Config
 from app.config_io import load_config
 from app.errors import UserError
 from app.hooks import EvaluationLog, check, stops_early
-from app.job import Job, Place, SilentChannel
-from app.loop import Training
 from app.run.rehearse import rehearse
+from app.storage import Storage
 from app.tasks import load_task
 from strategies.layout import choose
+from tests.app.kit import training_of
 from tests.pool import run_distributed
+from tests.running import (
+    committed,
+    curve,
+    end_tree,
+    mlflow_run,
+    mlflow_text,
+    same_bits,
+    start,
+    torchrun,
+    torchrun_program,
+    wait_until,
+    weights,
+)
 from tests.tasks import Gan, Points
 
-GIVEN = [
-    "train.steps=6",
-    "train.global_batch_size=32",
-    "train.log_every=1",
-    "train.eval_every=2",
-    "train.ema_decay=0.9",
-]
-
-
-class Listens(SilentChannel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[dict[str, Any]] = []
-
-    def emit(self, event: dict[str, Any]) -> None:
-        self.events.append(event)
-
-
-def nothing_kept(*_: Any) -> Any:
-    does_nothing = dict.fromkeys(("keep_weights", "finish", "save", "check", "close"), lambda *_: None)
-    return SimpleNamespace(resume=lambda progress: None, overdue=lambda: False, **does_nothing)
+GIVEN = ["train.global_batch_size=32", "train.log_every=1", "train.eval_every=2", "train.ema_decay=0.9"]
 
 
 def config(*more: str) -> Config:
-    return load_config([], ["task=tests.tasks:Gan", "run.name=gan", *GIVEN, *more])
+    return load_config([], ["task=tests.tasks:Gan", "run.name=gan", "train.steps=8", *GIVEN, *more])
 
 
 def trained(
     rank: int, world: int, strategy: str, folder: str, *more: str
 ) -> tuple[dict[int, Any], dict[str, Any], Any]:
     """(metrics by step, weights, averages) of a whole training."""
-    wanted, channel = config(f"strategy={strategy}", *more), Listens()
-    job = Job(wanted, choose(strategy, world), folder, "attempt", "uid", 6, os.getcwd())
-    training = Training(job, Place(rank, world, rank, torch.device("cpu")), channel, nothing_kept)
+    wanted = config(f"strategy={strategy}", "task_args.ends_at=3", *more)
+    training, events = training_of(wanted, folder, rank, world, strategy)
     summary = training.run()
     metrics: dict[int, Any] = {}
-    for event in channel.events:
+    for event in events:
         if event["type"] == "metrics":
             metrics.setdefault(event["step"], {}).update(event["values"])
-    assert max(metrics) == summary["step"]
+    assert max(metrics) == summary["step"] == 6, "it ends at its third evaluation"
     weights = training.parallel.full_model_state()
     assert training.average is not None
     with training.average.in_place():
@@ -72,11 +64,11 @@ def trained(
     return metrics, weights, averages
 
 
-def test_a_step_of_its_own_is_the_same_under_every_layout(tmp_path: Path) -> None:
+def test_a_step_of_its_own_and_an_early_end_are_the_same_under_every_layout(tmp_path: Path) -> None:
     metrics, weights, averages = trained(0, 1, "single", str(tmp_path / "single"))
     named = ("train/real", "train/false", "eval/loss", "eval/ema_loss", "eval/ink")
     assert all(metrics[6][name] > 0 for name in named) and metrics[6]["eval/ema_loss"] != metrics[6]["eval/loss"]
-    assert metrics[1]["train/lr"] == 1e-3 and metrics[6]["train/lr"] == pytest.approx(1e-3 * (1 - 5 / 12))
+    assert metrics[1]["train/lr"] == 1e-3 and metrics[6]["train/lr"] == pytest.approx(1e-3 * (1 - 5 / 16))
     assert any(not torch.equal(weights[name], averages[name]) for name in weights)
     for strategy in ("ddp", "fsdp"):
         folder = str(tmp_path / strategy)
@@ -93,8 +85,7 @@ def test_a_step_of_its_own_is_the_same_under_every_layout(tmp_path: Path) -> Non
 
 
 def test_an_average_is_what_its_formula_says(tmp_path: Path) -> None:
-    job = Job(config(), choose("single", 1), str(tmp_path), "attempt", "uid", 6, os.getcwd())
-    training = Training(job, Place(0, 1, 0, torch.device("cpu")), Listens(), nothing_kept)
+    training, _ = training_of(config(), tmp_path)
     expected = {name: p.detach().clone() for name, p in training.parallel.named_parameters()}
     batches = training.batches()
     for step in range(1, 5):
@@ -106,47 +97,66 @@ def test_an_average_is_what_its_formula_says(tmp_path: Path) -> None:
     assert all(torch.allclose(training.average.values[name], expected[name], atol=1e-6) for name in expected)
 
 
-def ended(folder: Path, task: str, args: str) -> Training:
-    """One step of a language model on one device."""
-    args = f"task_args={{sequence_length: 24, {args}}}"
-    given = ["run.name=x", f"task={task}", args, "train.steps=1", "train.global_batch_size=4"]
-    job = Job(load_config([], given), choose("single", 1), str(folder), "attempt", "uid", 1, os.getcwd())
-    training = Training(job, Place(0, 1, 0, torch.device("cpu")), Listens(), nothing_kept)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_to_the_last_bit_after_a_kill_and_an_early_end(tmp_path: Path, strategy: str) -> None:
+    given = ["train", "task=tests.tasks:Gan", "train.steps=200", "train.eval_every=10", "train.ema_decay=0.9"]
+    given += ["task_args={ends_at: 8, step_seconds: 0.05}", "checkpoint.every_steps=10", "train.log_every=1"]
+    given += [f"strategy={strategy}", f"run.storage={tmp_path}", "tracking.log_model=false"]
+    truth = torchrun(*given, "run.name=truth")
+    assert truth.code == 0 and "training ends early, after step 80" in truth.out, truth.out + truth.err
+    process = start([*given, "run.name=run"], program=torchrun_program())
+    wait_until(lambda: committed(tmp_path / "run"))
+    end_tree(process.pid)
+    process.wait()
+    again = torchrun(*given, "run.name=run")
+    assert again.code == 0 and "continuing after step" in again.out, again.out + again.err
+    assert same_bits(weights(tmp_path / "run"), weights(tmp_path / "truth"))
+    for metric in ("train/loss", "train/real", "eval/loss", "eval/ema_loss", "eval/ink"):
+        assert curve(tmp_path, "run", metric) == curve(tmp_path, "truth", metric)
+    found = mlflow_run(tmp_path, "run")
+    assert found.info.status == "FINISHED"
+    assert mlflow_text(tmp_path, found.info.run_id, "evaluation/step-00000080") == ["sixteen digits"]
+    assert committed(tmp_path / "run")[-1] == 80
+    kept = app.trained.trained(Storage(str(tmp_path / "run"))).model
+    assert same_bits(dict(kept.state_dict()), weights(tmp_path / "run"))
+    assert torchrun(*given, "run.name=run", "--json").json["status"] == "already_finished"
+
+
+GPT2 = "tokenizer: bytes, model: gpt2, config: {n_embd: 16, n_layer: 1, n_head: 2}"
+T5 = "tokenizer: bytes, model: t5, config: {d_model: 16, d_kv: 8, d_ff: 16, num_layers: 1, num_heads: 2}"
+
+
+def shown(folder: Path, task: str, args: str) -> tuple[str, Any]:
+    """What a language model has written after a step, and its data."""
+    given = [f"task={task}", f"task_args={{sequence_length: 24, {args}}}", "train.steps=1", "run.name=x"]
+    training, _ = training_of(load_config([], [*given, "train.global_batch_size=4"]), folder)
     training.run()
-    return training
+    (said,) = (folder / "evaluation" / "step-00000001").glob("*.txt")
+    return said.read_text(), training.task.eval_data()
 
 
-@pytest.mark.parametrize("task", ["language_modelling", pytest.param("huggingface", marks=pytest.mark.slow)])
-def test_a_language_model_shows_what_it_writes(task: str, tmp_path: Path, text: str, own_cache: Path) -> None:
-    small = "config: {n_embd: 16, n_layer: 1, n_head: 2}, model: gpt2" if task == "huggingface" else "d_model: 16"
-    training = ended(tmp_path, task, f"data: {text}, {small}")
-    data = training.task.eval_data()
-    assert data is not None
-    beginning = bytes(data[0][0][:16].tolist()).decode()
-    assert (tmp_path / "evaluation" / "step-00000001" / "sample.txt").read_text().startswith(f"{beginning} → ")
+@pytest.mark.parametrize(("task", "args"), [("language_modelling", "d_model: 16"), ("huggingface", GPT2)])
+def test_a_language_model_shows_what_it_writes(
+    task: str, args: str, tmp_path: Path, text: str, own_cache: Path
+) -> None:
+    said, data = shown(tmp_path, task, f"data: {text}, {args}")
+    assert said.startswith(f"{bytes(data[0][0][:16].tolist()).decode()} → ")
 
 
-SIZES = {
-    "gpt2": "kind: instructions, config: {n_embd: 16, n_layer: 1, n_head: 2}",
-    "t5": "config: {d_model: 16, d_kv: 8, d_ff: 16, num_layers: 1, num_heads: 2}",
-}
-
-
-@pytest.mark.parametrize("model", SIZES)
-def test_one_that_answers_shows_what_it_should_have_written_too(model: str, tmp_path: Path, own_cache: Path) -> None:
+@pytest.mark.parametrize(("file", "args"), [("talk.jsonl", f"kind: instructions, {GPT2}"), ("pairs.csv", T5)])
+def test_one_that_answers_shows_what_it_should_have_written_too(
+    file: str, args: str, tmp_path: Path, own_cache: Path
+) -> None:
     talk = [[{"role": "user", "content": "a?"}, {"role": "assistant", "content": f"b{n}"}] for n in range(20)]
     (tmp_path / "talk.jsonl").write_text("\n".join(json.dumps({"messages": each}) for each in talk))
     (tmp_path / "pairs.csv").write_text("text,target\n" + "".join(f"a?,b{n}\n" for n in range(20)))
-    file = "pairs.csv" if model == "t5" else "talk.jsonl"
-    ended(tmp_path, "huggingface", f"data: {tmp_path / file}, model: {model}, tokenizer: bytes, {SIZES[model]}")
-    said = (tmp_path / "evaluation" / "step-00000001" / "answer.txt").read_text()
+    said, _ = shown(tmp_path, "huggingface", f"data: {tmp_path / file}, {args}")
     assert said.startswith("asked: ") and "a?" in said.partition("\nwritten: ")[0]
     assert said.rpartition("\nwanted: ")[2].startswith("b")
 
 
-def test_an_early_end(tmp_path: Path) -> None:
-    metrics, *_ = trained(0, 1, "single", str(tmp_path), "task_args.ends_at=2")
-    assert max(metrics) == 4
+def test_when_patience_or_the_task_ends_it() -> None:
     values = [0.5, 0.3, 0.4, 0.3, float("nan"), 0.2]
     evaluations = [{"loss": value} for value in values]
     patient = config("train.patience=3")
@@ -185,8 +195,6 @@ def test_what_a_loss_logs_is_not_shown_by_a_pipeline_which_says_so() -> None:
 def test_images_of_every_kind(tmp_path: Path) -> None:
     log, grey = EvaluationLog(str(tmp_path), 1, True), torch.linspace(0, 1, 48).view(6, 8)
     figure = matplotlib.figure.Figure(figsize=(1, 1))
-    from PIL import Image
-
     pixels = (grey * 255).to(torch.uint8)
     kinds = {"grey": grey, "chw": grey.expand(3, 6, 8), "hwc": pixels[:, :, None].expand(6, 8, 3), "one": pixels[None]}
     for name, value in {**kinds, "pil": Image.fromarray(pixels.numpy()), "figure": figure}.items():

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from app import checkpoint
-from app.checkpoint import Commit, Weights
+from app.checkpoint import Weights
 from app.checkpoint.commit import MARKER, File, encode
 from app.config_check import check_trainable
 from app.config_io import load_config
@@ -49,15 +49,6 @@ class Attack:
         return self
 
 
-def forged(commit: Commit, name: str, content: bytes) -> Commit:
-    """The checkpoint with another file in it, and a marker that vouches for it: its writer can write anything."""
-    Path(commit.path, name).write_bytes(content)
-    files = commit.files | {name: File(len(content), hashlib.sha256(content).hexdigest())}
-    changed = replace(commit, files=files)
-    Path(commit.path, MARKER).write_bytes(encode(changed))
-    return changed
-
-
 def test_a_checkpoints_table_runs_no_code(tmp_path: Path) -> None:
     save(tmp_path / "c", 1)
     (good,) = checkpoint.commits(str(tmp_path / "c"))
@@ -66,7 +57,10 @@ def test_a_checkpoints_table_runs_no_code(tmp_path: Path) -> None:
         (pickle.dumps({"a": 1}), "is no table"),
         (b"\x80\x05.", "is not read"),
     ]:
-        bad = forged(good, ".metadata", content)
+        Path(good.path, ".metadata").write_bytes(content)  # and a marker that vouches for it
+        file = File(len(content), hashlib.sha256(content).hexdigest())
+        bad = replace(good, files=good.files | {".metadata": file})
+        Path(good.path, MARKER).write_bytes(encode(bad))
         for read in (partial(checkpoint.load, bad, state_of(0.0)), partial(Weights, bad)):
             with pytest.raises(UserError, match=said):
                 read()

@@ -46,18 +46,13 @@ ENVIRONMENT = {
 ALIVE = "import ray; ray.init(address='auto', log_to_driver=False); print(sum(n['Alive'] for n in ray.nodes()))"
 
 
-def start_growing(lab: Lab) -> None:
-    """Starts a head without CPUs, and the stand-in for a cloud, on the lab's first host."""
-    config = lab.home(0) / "root" / "ray_bootstrap_config.yaml"  # where `ray up` leaves it on a head
-    config.write_text(json.dumps(CONFIG))
-    flags = [f"--autoscaling-config={config}", "--num-cpus=0", "--object-store-memory=100000000"]
-    started = lab.run(0, ["ray", "start", "--head", "--disable-usage-stats", *flags], ENVIRONMENT)
-    assert started.returncode == 0, started.stdout + started.stderr
-
-
 def test_a_run_makes_the_cluster_grow_and_its_end_makes_it_shrink() -> None:
     with Lab(1) as lab:
-        start_growing(lab)
+        config = lab.home(0) / "root" / "ray_bootstrap_config.yaml"  # where `ray up` leaves it on a head
+        config.write_text(json.dumps(CONFIG))
+        flags = [f"--autoscaling-config={config}", "--num-cpus=0", "--object-store-memory=100000000"]
+        started = lab.run(0, ["ray", "start", "--head", "--disable-usage-stats", *flags], ENVIRONMENT)
+        assert started.returncode == 0, started.stdout + started.stderr
 
         def alive() -> int:
             return int(lab.run(0, [sys.executable, "-c", ALIVE], ENVIRONMENT).stdout.split()[-1])

@@ -1,7 +1,10 @@
-"""What is wrong in a cluster file though Ray, KubeRay and clouds take it: planted by hand, then by rule."""
+"""Cluster files: each of ours is valid and read whole; what is wrong in one is found with its line, also where Ray,
+KubeRay and clouds take it: planted by hand, then by rule."""
 
 import copy
+import json
 import re
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,25 +16,74 @@ import yaml
 from botocore.loaders import Loader
 
 from app.cli import COMMANDS
-from cluster import files, kuberay_rules
-from cluster.document import Document, mistaken, schemas
-from cluster.files import FOLDER, own_files, validate_file
+from cluster import ClusterError, files, kuberay_rules
+from cluster.document import Document, Problem, mistaken, schemas
+from cluster.files import FOLDER, bootstrap_config, own_files, read_cluster, validate_file
+from tests.running import Ended, here
 
 SHM = "\n                - {name: shm, mountPath: /dev/shm}"
 EFA = "        - {DeviceIndex: 1, NetworkCardIndex: 3, InterfaceType: efa, SubnetId: subnet-0123456789abcdef0, "
 EFA += "Groups: [sg-0123456789abcdef0]}\n"
 BOOTSTRAP = "\n    --autoscaling-config=~/ray_bootstrap_config.yaml"
 
+OWN = {
+    "laptop": ("local", 0),
+    "onprem": ("local", 12),
+    "aws": ("aws", 64),
+    "gcp": ("gcp", 64),
+    "azure": ("azure", 64),
+    "kuberay-cluster": ("kuberay", 64),
+    "kuberay-job": ("kuberay", 16),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_own_files_are_valid_and_complete(name: str) -> None:
+    shape = read_cluster(name)
+    assert (shape.provider, shape.max_gpus) == OWN[name]
+    assert shape.head.price_per_hour is not None
+    text = (FOLDER / f"{name}.yaml").read_text()
+    token = "mode: token" in text or ("RAY_AUTH_MODE=token" in text and "--dashboard-host=127.0.0.1" in text)
+    assert token or name == "laptop", "a cluster of several machines asks for a token"
+    for kind in shape.workers:
+        assert kind.gpu and kind.gpus and kind.cpus and kind.memory_bytes, "the planner needs all of it"
+        assert kind.link_within and kind.link_across and kind.price_per_hour is not None
+        assert 0 <= kind.min_nodes <= kind.max_nodes
+
+
+@pytest.mark.parametrize("name", ["kuberay-cluster", "kuberay-job"])
+def test_pods_have_probes_of_their_own(name: str) -> None:
+    """KubeRay's run wget (BaseWgetHealthCommand in its ray-operator), which a slim image has not."""
+    pods = list(yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text()))[-1]["spec"]
+    pods = pods.get("rayClusterSpec", pods)
+    groups = [pods["headGroupSpec"], *pods["workerGroupSpecs"]]
+    containers = [group["template"]["spec"]["containers"][0] for group in groups]
+    assert len(containers) == 2 and all({"livenessProbe", "readinessProbe"} <= each.keys() for each in containers)
+    assert "wget" not in json.dumps(containers)
+
+
+def test_a_head_knows_the_file_that_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert bootstrap_config() is None
+    shutil.copy(FOLDER / "aws.yaml", tmp_path / "ray_bootstrap_config.yaml")  # as the files' `ray start` lines name it
+    assert "~/ray_bootstrap_config.yaml" in (FOLDER / "aws.yaml").read_text()
+    assert getattr(bootstrap_config(), "max_gpus", 0) == OWN["aws"][1]
+
+
 # File, what is replaced (once) by what, and what the sentence must say.
 PLANTED = [
+    ("onprem", "head_ip: 192", "head_ipp: 192", "did you mean 'head_ip'"),
+    ("onprem", "gpu: rtx-4090", "gpu: rtx-9999", "rtx-9999"),
+    ("onprem", "link_across: 10Gb", "link_across: quick", "a link of 'quick'"),
+    ("aws", "type: aws", "type: awss", "the provider 'awss' is not supported: did you mean 'aws'?"),
+    ("aws", "Ebs: {VolumeSize: 100,", "Ebs: {VolumeSize: large,", "VolumeSize: 'large' is not of type 'integer'"),
+    ("aws", "GPU: 8}", "GPU: 4}", "a p4d.24xlarge has 8"),
+    ("aws", "min_workers: 0", "min_workers: 9", "more than its max_workers"),
+    ("aws", ", Groups: [sg-0123456789abcdef0]}", "}", "lacks the key 'Groups'"),
+    ("gcp", "machineType: n2-standard-4", "machineType: {a: b}", "write a machine such as"),
+    ("azure", "vmSize: Standard_D4s_v5", "vmSize: {a: b}", "write a machine such as"),
     ("aws", "CPU: 96, GPU: 8", "CPU: 96, GPUS: 8", "did you mean 'GPU'"),
     ("aws", "CPU: 96, GPU: 8", "CPU: 960, GPU: 8", "a p4d.24xlarge has 96"),
-    (
-        "kuberay-cluster",
-        'Gi, nvidia.com/gpu: "8", vpc',
-        'Gi, nvidia.com/gpus: "8", vpc',
-        "did you mean 'nvidia.com/gpu'",
-    ),
     ("kuberay-cluster", 'Gi, nvidia.com/gpu: "8", vpc', 'Gi, gpu: "8", vpc', "nvidia.com/gpu"),
     ("onprem", "min_workers: 2", "min_workers: 3", "min_workers is 3: write a whole number of at most 2"),
     ("onprem", "max_workers: 2", "max_workers: 1", "worker_ips names 2 machines: write 2"),
@@ -47,27 +99,14 @@ PLANTED = [
     ("azure", "imageVersion: 22.04.2025041101", "imageVersion: newest", "write latest or a version"),
     ("kuberay-job", "image: registry.example.com/trireme:", "image: Registry.example.com/trireme::", "write an image"),
     ("gcp", "provisioningModel: SPOT", "provisioningModel: SPOTT", "did you mean 'SPOT'"),
-    ("azure", "priority: Spot", "priority: Spott", "did you mean 'Spot'"),
-    ("kuberay-cluster", "operator: Exists", "operator: Exist", "did you mean 'Exists'"),
-    ("kuberay-cluster", "effect: NoSchedule", "effect: NoSchedul", "did you mean 'NoSchedule'"),
-    ("kuberay-cluster", "medium: Memory", "medium: Memroy", "did you mean 'Memory'"),
-    ("kuberay-job", "submissionMode: K8sJobMode", "submissionMode: K8sJobMod", "did you mean 'K8sJobMode'"),
-    ("aws", "VolumeSize: 100", "VolumeSize: -100", "write at least 1"),
     ("gcp", "diskSizeGb: 100", "diskSizeGb: -100", "write at least 10"),
-    ("azure", "osDiskSize: 100", "osDiskSize: -1", "write at least 30"),
     ("kuberay-job", 'requests: {cpu: "180"', 'requests: {cpu: "190"', "above its limit of 180"),
     ("kuberay-cluster", "matchLabels: {trireme/group: h100}", "matchLabels: {trireme/group: h200}", "no pod here has"),
     ("kuberay-cluster", SHM, "", "/dev/shm, where Kubernetes gives 64 MiB"),
     ("aws", "$RAY_HEAD_IP:6379", "$RAY_HEAD_IP:6380", "the head listens on 6379"),
     ("aws", BOOTSTRAP, "", "write --autoscaling-config="),
-    ("onprem", "  trireme:\n", "  triremee:\n", "did you mean 'trireme'"),
     ("onprem", "memory_gb: 256", "memory_gb: 262144", "write at most 65536"),
-    (
-        "kuberay-job",
-        "memory: 16Gi}\n                requests",
-        "memory: 16}\n                requests",
-        "a unit such as 16Gi",
-    ),
+    ("kuberay-job", "memory: 16Gi}\n                req", "memory: 16}\n                req", "a unit such as 16Gi"),
     ("onprem", "--dashboard-host=127.0.0.1", "--dashboard-host=0.0.0.0", "write 127.0.0.1"),
     ("kuberay-cluster", "serviceType: ClusterIP", "serviceType: LoadBalancer", "write ClusterIP"),
     ("onprem", "export RAY_AUTH_MODE=token", "export", "write export RAY_AUTH_MODE=token"),
@@ -100,60 +139,104 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / ".ssh" / name).touch()
 
 
-def problems(text: str, folder: Path) -> list[str]:
-    file = folder / "cluster.yaml"
-    file.write_text(text)
-    return [problem.message for problem in validate_file(str(file))]
+def problems(text: str, folder: Path) -> list[Problem]:
+    (folder / "cluster.yaml").write_text(text)
+    return validate_file(str(folder / "cluster.yaml"))
 
 
 @pytest.mark.parametrize(("name", "before", "after", "said"), PLANTED)
-def test_a_planted_mistake_is_caught(tmp_path: Path, name: str, before: str, after: str, said: str) -> None:
+def test_a_planted_mistake_is_named_on_its_line(tmp_path: Path, name: str, before: str, after: str, said: str) -> None:
     text = (FOLDER / f"{name}.yaml").read_text()
     assert before in text
     if "entrypoint" in before:
         text = re.sub(r"\n    cluster.wait_seconds.*", "", text)
     found = problems(text.replace(before, after, 1), tmp_path)
-    assert any(said in message for message in found), found
-    assert all("\n" not in message for message in found)
+    named = [problem for problem in found if said in problem.message]
+    assert named, f"{after!r} is let through: {found}"
+    assert all("\n" not in problem.message for problem in found)
+    line = text[: text.index(before)].count("\n") + 1
+    elsewhere = before in (SHM, "[ReadWriteMany]")  # at what lacks it, or mounts it
+    assert elsewhere or any(abs(problem.line - line) <= 5 for problem in named), (line, found)
 
 
-RIGHT = [  # other values that are right
-    ("onprem", "- 192.168.1.12", "- node-3.example.com", 1),
-    ("onprem", "- 192.168.1.12", "- fe80::2", 1),
-    ("onprem", "--port=6379", "--port 6380", "6379"),
-    ("aws", "region: us-east-1\n", "region: us-east-3\n", 1),
-    ("aws", "InstanceType: m7i.xlarge", "InstanceType: u7i-12tb.224xlarge", 1),
-    ("aws", "CPU: 96, GPU: 8", "CPU: 96, GPU: 8, my_disk: 2", 1),
-    ("gcp", "availability_zone: us-central1-a", "availability_zone: us-central1-f", 1),
-    ("azure", "location: eastus", "location: newzealandnorth", 1),
-    ("laptop", "worker_ips: []", "worker_ips: []\nmax_workers: 0", 1),
-    ("kuberay-cluster", "effect: NoSchedule", "effect: NoExecute, tolerationSeconds: 60", 1),
-    (
-        "kuberay-cluster",
-        "{matchLabels: {trireme/group: h100}}",
-        "{matchLabels: {app: x}}\n                  namespaces: [y]",
-        1,
-    ),
-    ("kuberay-job", 'OMP_NUM_THREADS: "8"', "TOKENIZERS_PARALLELISM: 'false'", 1),
-    ("kuberay-job", "workers=16", "workers=auto", 1),
-    ("kuberay-job", "value: http://mlflow", "value: databricks", 1),
-    ("kuberay-job", 'OMP_NUM_THREADS: "8"', "REDIS_URL: redis:6379", 1),
-    ("kuberay-job", "run.storage=/mnt/shared/runs", "run.storage=s3://bucket/runs", 1),
-    ("kuberay-job", "    trireme train", "    python mine.py", 1),
-    ("kuberay-job", "submissionMode: K8sJobMode", "submissionMode: SidecarMode", 1),
+LOCAL = "cluster_name: a\nprovider: {type: local, head_ip: 10.0.0.1, worker_ips: []}\nauth: {}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is empty"),
+        ("- a\n- b\n", "not a cluster file: it is a list"),
+        ("task: image_classification\n", "it has task, but neither cluster_name"),
+        ("cluster_name: [x\nprovider: {", "this is not YAML"),
+        (f"cluster_name: b\n{LOCAL}", "written twice"),
+        (LOCAL, "auth lacks the key 'ssh_user'"),
+        ("apiVersion: v1\nkind: Namespace\nmetadata: {name: x}\n", "does not make a Ray cluster"),
+    ],
+)
+def test_what_is_no_cluster_file(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    with pytest.raises(ClusterError, match=said):
+        read_cluster(file)
+
+
+RIGHT: list[tuple[str, dict[str, str]]] = [  # other values that are right
+    ("onprem", {"- 192.168.1.12": "- node-3.example.com"}),
+    ("onprem", {"- 192.168.1.12": "- fe80::2"}),
+    ("onprem", {"--port=6379": "--port 6380", "$RAY_HEAD_IP:6379": "$RAY_HEAD_IP:6380"}),
+    ("aws", {"region: us-east-1\n": "region: us-east-3\n", "zone: us-east-1a": "zone: us-east-3a"}),
+    ("aws", {"InstanceType: m7i.xlarge": "InstanceType: u7i-12tb.224xlarge"}),
+    ("aws", {"CPU: 96, GPU: 8": "CPU: 96, GPU: 8, my_disk: 2"}),
+    ("gcp", {"availability_zone: us-central1-a": "availability_zone: us-central1-f"}),
+    ("azure", {"location: eastus": "location: newzealandnorth"}),
+    ("laptop", {"worker_ips: []": "worker_ips: []\nmax_workers: 0"}),
+    ("kuberay-cluster", {"effect: NoSchedule": "effect: NoExecute, tolerationSeconds: 60"}),
+    ("kuberay-cluster", {"{trireme/group: h100}}": f"{{app: x}}}}\n{' ' * 18}namespaces: [y]"}),
+    ("kuberay-job", {'OMP_NUM_THREADS: "8"': "TOKENIZERS_PARALLELISM: 'false'"}),
+    ("kuberay-job", {"workers=16": "workers=auto"}),
+    ("kuberay-job", {"value: http://mlflow": "value: databricks"}),
+    ("kuberay-job", {'OMP_NUM_THREADS: "8"': "REDIS_URL: redis:6379"}),
+    ("kuberay-job", {"run.storage=/mnt/shared/runs": "run.storage=s3://bucket/runs"}),
+    ("kuberay-job", {"    trireme train": "    python mine.py"}),
+    ("kuberay-job", {"submissionMode: K8sJobMode": "submissionMode: SidecarMode"}),
 ]
 
 
-@pytest.mark.parametrize(("name", "before", "after", "also"), RIGHT)
-def test_a_right_file_is_let_through(tmp_path: Path, name: str, before: str, after: str, also: object) -> None:
+@pytest.mark.parametrize(("name", "changes"), RIGHT)
+def test_a_right_file_is_let_through(tmp_path: Path, name: str, changes: dict[str, str]) -> None:
     text = (FOLDER / f"{name}.yaml").read_text()
-    assert before in text
-    text = text.replace(before, after, 1)
-    if name == "aws" and "region" in before:
-        text = text.replace("availability_zone: us-east-1a", "availability_zone: us-east-3a")
-    if also == "6379":
-        text = text.replace("$RAY_HEAD_IP:6379", "$RAY_HEAD_IP:6380")
+    for before, after in changes.items():
+        assert before in text
+        text = text.replace(before, after, 1)
     assert problems(text, tmp_path) == []
+
+
+def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def cluster(*words: str) -> Ended:
+        return here(monkeypatch, capsys, "cluster", *words)
+
+    def changed(name: str, before: str, after: str) -> str:
+        (tmp_path / "mine.yaml").write_text((FOLDER / f"{name}.yaml").read_text().replace(before, after))
+        return str(tmp_path / "mine.yaml")
+
+    assert set(cluster("list", "--json").json) == {f"{name}.yaml" for name in OWN}
+    shown = cluster("show", "aws")
+    assert shown.code == 0 and "8 x a100-40gb" in shown.out and "a100-spot (spot)" in shown.out
+    bad = changed("onprem", "- 192.168.1.12", "- 192.168.1.11")
+    checked = cluster("validate", "laptop", "kuberay-job", bad)
+    assert checked.code == 2 and "laptop is valid" in checked.out and "kuberay-job is valid" in checked.out
+    assert f"{bad}:19: the host 192.168.1.11 is named twice" in checked.err
+    gone = cluster("up", str(tmp_path / "no.yaml"))
+    assert gone.code == 2 and "there is no file" in gone.err
+    kubernetes = cluster("up", "kuberay-job", "--json")
+    assert kubernetes.code == 2 and "kubectl apply" in kubernetes.json["error"]
+    for before, after, said in [
+        ("workers=16", "wrokers=16", "there is no key 'wrokers' (on the command line); did you mean 'workers'?"),
+        ("strategy=fsdp", "strategy=fspd", "strategy 'fspd' is not known: did you mean fsdp?"),
+    ]:
+        job = cluster("validate", changed("kuberay-job", before, after))
+        assert job.code == 2 and job.err.strip().endswith(f"its entrypoint: {said}")
 
 
 # --- by rule: every key, word, number and switch of every shipped file ------------------------------------------------
@@ -170,6 +253,8 @@ FREE_WORDS = re.compile(
     r"|claimName|location|host|_ip|ImageId|imageSku|Subnet|Groups|containers\[\d\]\.name|Containers\[\d\]\.name"
 )
 """Texts of which any is right, or that no file tells to be wrong (a bucket, a person, a path, an image's name)."""
+MAY_BE = re.compile(r"word .*(SecurityGroupIds|vmSize)|quantity .*imageSku|type .*httpGet\.port|laptop\.yaml port")
+"""What is made by rule and may be right: machines and ids that we do not know, names, a port that nobody asks for."""
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -218,32 +303,32 @@ def mutants(tree: Any) -> Iterator[tuple[str, str, Any, Any]]:
 
 
 def put(tree: Any, kind: str, path: tuple[Any, ...], value: Any) -> Any:
-    changed = copy.deepcopy(tree)
-    at = changed
-    for part in path[:-1]:
-        at = at[part]
-    if kind == "key":
-        at[value] = at.pop(path[-1])
+    """The tree with another value, or key, there; it shares with the first what is not on the way."""
+    changed, (first, *rest) = copy.copy(tree), path
+    if rest or kind != "key":
+        changed[first] = put(tree[first], kind, tuple(rest), value) if rest else value
     else:
-        at[path[-1]] = value
+        changed[value] = changed.pop(first)
     return changed
 
 
 def test_mistakes_made_by_rule_are_caught() -> None:
-    made, missed = Counter[str](), []
+    """One of each that are alike in a provider's files: the same value at a key of the same name."""
+    made, missed, seen = Counter[str](), [], set[Any]()
     for name, file in own_files().items():
         trees = list(yaml.safe_load_all(file.read_text()))
-        assert files._problems([Document("", copy.deepcopy(t), {(): 1}, []) for t in trees], "") == []
         for number, tree in enumerate(trees):
             for kind, where, path, value in mutants(tree):
-                changed = [put(t, kind, path, value) if n == number else t for n, t in enumerate(trees)]
+                alike = (name.removesuffix(".yaml").partition("-")[0], kind, path[-3:], str(value))
+                if alike in seen or MAY_BE.search(f"{name} {kind} {where}"):
+                    continue
+                seen.add(alike)
                 made[kind] += 1
+                changed = [put(t, kind, path, value) if n == number else t for n, t in enumerate(trees)]
                 if not files._problems([Document("", t, {(): 1}, []) for t in changed], ""):
                     missed.append(f"{name} {kind} {where}: {value}")
-    caught = 1 - len(missed) / made.total()
-    print(f"{made.total()} mistakes ({dict(made)}), {caught:.1%} caught; missed:", *missed, sep="\n")
-    assert min(made.values()) >= 5 and made.total() >= 500
-    assert caught >= 0.95, missed
+    assert min(made.values()) >= 5 and made.total() >= 500, made
+    assert not missed
 
 
 def test_no_name_of_a_cloud_is_taken_for_a_mistake() -> None:

@@ -20,29 +20,25 @@ class Cloud(BaseHTTPRequestHandler):
     going = False
     asked: ClassVar[list[str]] = []
 
-    def do_PUT(self) -> None:
-        self._say("t1" if "X-aws-ec2-metadata-token-ttl-seconds" in self.headers else None)
-
     def do_GET(self) -> None:
-        going, path = self.going, self.path.partition("?")[0]
+        path = self.path.partition("?")[0]
         self.asked.append(path)
         event = {"EventType": "Preempt", "Resources": ["other"], "NotBefore": ""}
         mine = event | {"Resources": ["me"], "NotBefore": "Sat, 21 Nov 2026 18:02:00 GMT"}
         notice = '{"action": "terminate", "time": "2026-11-21T18:02:00Z"}'
-        aws, google, azure = ("X-aws-ec2-metadata-token", "t1"), ("Metadata-Flavor", "Google"), ("Metadata", "true")
-        answers = {  # to whom the header is right
-            "/latest/meta-data/spot/instance-action": (aws, notice if going else None),
-            "/computeMetadata/v1/instance/preempted": (google, "TRUE" if going else "FALSE"),
-            "/metadata/instance/compute/name": (azure, "me"),
-            "/metadata/scheduledevents": (azure, json.dumps({"Events": [event, *([mine] if going else [])]})),
-        }
-        (header, value), text = answers[path]
-        self._say(text if self.headers.get(header) == value else None)
-
-    def _say(self, text: str | None) -> None:
-        self.send_response(404 if text is None else 200)
+        header, value, text = {  # to whom the header is right
+            "/latest/api/token": ("X-aws-ec2-metadata-token-ttl-seconds", "60", "t1" * (self.command == "PUT")),
+            "/latest/meta-data/spot/instance-action": ("X-aws-ec2-metadata-token", "t1", notice * self.going),
+            "/computeMetadata/v1/instance/preempted": ("Metadata-Flavor", "Google", str(self.going).upper()),
+            "/metadata/instance/compute/name": ("Metadata", "true", "me"),
+            "/metadata/scheduledevents": ("Metadata", "true", json.dumps({"Events": [event, *[mine] * self.going]})),
+        }[path]
+        found = text if self.headers.get(header) == value else ""
+        self.send_response(200 if found else 404)
         self.end_headers()
-        self.wfile.write((text or "").encode())
+        self.wfile.write(found.encode())
+
+    do_PUT = do_GET
 
     def log_message(self, *_: Any) -> None:
         return

@@ -49,10 +49,3 @@ def test_each_entry_where_ray_has_none_of_the_names(monkeypatch: pytest.MonkeyPa
         ray_internals.start_lean_head(100_000_000, "", "")
     with ray_internals.actor_ids_from_system():
         assert not hasattr(ray.actor, "ActorClassID")
-
-
-def test_ids_of_actors_are_drawn_from_the_system_for_a_while() -> None:
-    own = ray.actor.ActorClassID
-    with ray_internals.actor_ids_from_system():
-        one, other = ray.actor.ActorClassID.from_random(), ray.actor.ActorClassID.from_random()
-    assert isinstance(one, own) and one != other and ray.actor.ActorClassID is own

@@ -6,12 +6,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from mlflow.tracking import MlflowClient
+from click.testing import CliRunner
 
+from app.cli import group
 from app.errors import UserError
 from experiments.report import page
 from experiments.report.runs import RunRecord, content, report
-from tests.running import POINTS, mlflow_run, trireme
+from tests.running import POINTS, mlflow_run, mlflow_text, trireme
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or ""
 
@@ -32,8 +33,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_and_two_runs(runs: Path, tmp_path: Path) -> None:
     out = tmp_path / "both.html"
-    ended = trireme("report", str(runs / "a"))
-    assert ended.code == 0, ended.err
+    ended = CliRunner().invoke(group, ["report", str(runs / "a")])
+    assert ended.exit_code == 0, ended.output
     report([str(runs / "a"), str(runs / "b")], str(out))
     first, both = (runs / "a" / "report.html").read_text(), out.read_text()
     assert "accuracy" in first and "Where they differ" not in first
@@ -41,26 +42,25 @@ def test_a_run_and_two_runs(runs: Path, tmp_path: Path) -> None:
     for text in (first, both):
         assert text.count("<svg") >= 3
         assert not re.search(r"""(src|href)=["'](?!#)""", text) and "<script" not in text, "it loads nothing"
-    client = MlflowClient(f"sqlite:///{runs}/mlflow.db")
-    names = {artifact.path for artifact in client.list_artifacts(mlflow_run(runs, "a").info.run_id)}
-    assert "report.html" in names
+    assert mlflow_text(runs, mlflow_run(runs, "a").info.run_id, "", "report.html") == [first]
 
 
-def test_a_folder_without_a_page_is_refused(tmp_path: Path) -> None:
-    files = {"other/text": "", "study/study.json": "{}", "damaged/run.json": "{", "damaged/config.yaml": "{}"}
-    for file, text in files.items():
-        (tmp_path / file).parent.mkdir(exist_ok=True)
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["other"], "is not the folder of a run, sweep or study"),
+        (["study"], "has no answer yet"),
+        (["damaged"], "is damaged"),
+        (["gone"], "there is no folder"),
+        (["damaged", "study"], "report on it alone"),
+    ],
+)
+def test_a_folder_without_a_page_is_refused(names: list[str], said: str, tmp_path: Path) -> None:
+    for file, text in {"other/text": "", "study/study.json": "{}", "damaged/run.json": "{"}.items():
+        (tmp_path / file).parent.mkdir()
         (tmp_path / file).write_text(text)
-    refused = {
-        "other": "is not the folder of a run, sweep or study",
-        "study": "has no answer yet",
-        "damaged": "is damaged",
-        "gone": "there is no folder",
-        "damaged study": "report on it alone",
-    }
-    for names, said in refused.items():
-        with pytest.raises(UserError, match=said):
-            report([str(tmp_path / name) for name in names.split()], None)
+    with pytest.raises(UserError, match=said):
+        report([str(tmp_path / name) for name in names], None)
 
 
 def test_the_page_of_a_study_is_the_one_that_it_wrote(tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ from typing import Any
 import psutil
 
 from tests.lab import Lab
-from tests.running import Lines, committed, wait_until
+from tests.running import POINTS, Lines, committed, torchrun_program, wait_until, writes
 
 SETTLE_SECONDS = 30.0  # for all of a run to be gone: some seconds, but the machine may be busy; Ray's agents take 60
 STEPS = 60
-RUN = ["task=tests.tasks:Points", "train.global_batch_size=16", "tracking.log_model=false", f"train.steps={STEPS}"]
-RUN += ["checkpoint.every_steps=5", "train.log_every=5", "run.name=run"]
+RUN = [*POINTS, f"train.steps={STEPS}", "checkpoint.every_steps=5", "train.log_every=5", "run.name=run"]
 PACE = "task_args.step_seconds=0.1"
+TORCHRUN = torchrun_program()
 TWO = ["workers=2", "strategy=ddp", "resources_per_worker.CPU=0.5", "fault.hang_seconds=10"]
 
 
@@ -40,7 +40,7 @@ class Started:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"did not end within {seconds:g} s: {self.lines.text}") from None
         finally:
-            self.until = time.time()
+            self.until = self.until or time.time()
 
     def silence(self) -> float:
         """The longest time, in seconds, that a person saw nothing new."""
@@ -75,15 +75,7 @@ class Host:
 
     def worker(self, storage: Path, rank: int) -> psutil.Process:
         log = str(storage / "run" / "logs" / f"rank-{rank}.log")
-
-        def found() -> psutil.Process | None:
-            for process in self.processes():
-                with contextlib.suppress(OSError):
-                    if os.readlink(f"/proc/{process.pid}/fd/1") == log:
-                        return process
-            return None
-
-        return wait_until(found, 60)
+        return wait_until(lambda: next((process for process in self.processes() if writes(process, log)), None), 60)
 
     def start(self, *words: str, program: list[str] | None = None, env: dict[str, str] | None = None) -> Started:
         """`trireme WORDS` there."""
@@ -114,15 +106,12 @@ class Host:
             ),
         }
 
-    def settled(self, allowed: dict[str, list[str]] | None = None) -> tuple[dict[str, list[str]], float]:
-        """What is left of `left` after SETTLE_SECONDS at most, and the seconds until then; allowed: what was there
-        before."""
+    def settled(self, before: dict[str, list[str]] | None = None) -> tuple[dict[str, list[str]], float]:
+        """What is left that was not there before, after SETTLE_SECONDS at most, and the seconds until then."""
         began = time.monotonic()
         while True:
-            now = self.left()
-            more = {
-                kind: [one for one in ones if one not in (allowed or {}).get(kind, [])] for kind, ones in now.items()
-            }
+            left, known = self.left(), before or {}
+            more = {kind: [one for one in ones if one not in known.get(kind, [])] for kind, ones in left.items()}
             if not any(more.values()) or time.monotonic() > began + SETTLE_SECONDS:
                 return more, time.monotonic() - began
             time.sleep(0.5)

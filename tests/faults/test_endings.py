@@ -1,7 +1,6 @@
 """However a run ends, nothing of it is left seconds later: no process, socket, shared memory or temporary file."""
 
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,15 +15,8 @@ pytestmark = NEEDS_LAB
 Act = Callable[[Host, Started, Path], object]
 
 
-def send(number: int, step: int = 10, times: int = 1) -> Act:
-    """Sends the command a signal once that step is committed; step 0: while it starts."""
-
+def send(number: int, times: int = 1) -> Act:
     def act(host: Host, run: Started, storage: Path) -> None:
-        if step:
-            reached(storage / "run", step)
-        else:
-            run.lines.when("")
-            time.sleep(2)
         for _ in range(times):
             run.process.send_signal(number)
             time.sleep(0.2 * (times > 1))
@@ -32,53 +24,38 @@ def send(number: int, step: int = 10, times: int = 1) -> Act:
     return act
 
 
-def killed(part: str, rank: int | None = None) -> Act:
-    def act(host: Host, run: Started, storage: Path) -> None:
-        reached(storage / "run", 10)
-        kill(host.find(part) if rank is None else host.worker(storage, rank))
-
-    return act
-
-
 def taken_over(host: Host, run: Started, storage: Path) -> None:
-    reached(storage / "run", 10)
     again = host.start("train", *RUN, PACE, *TWO, f"run.storage={storage}", "--take-over")
     assert again.wait() == 0, again.lines.text
 
 
-def trained(host: Host, run: Started, storage: Path) -> None:
-    reached(storage / "run", 10)
-
-
 def nothing(host: Host, run: Started, storage: Path) -> None:
-    """It ends before it has trained."""
+    """It ends by itself."""
 
 
 LOCAL = ["launcher=local"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "app"]
 TERM, KILL, INT, HUP = signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP
-ROWS: dict[str, tuple[list[str], Act, set[int]]] = {
-    "finishes": (TWO, trained, {0}),
-    "finishes, under Ray Train": ([*TWO, "launcher=ray"], trained, {0}),
-    "an error in the user's code": ([*TWO, "task=tests.tasks:Raises", "task_args.good_steps=3"], nothing, {1}),
-    "a loss that is not finite": ([*TWO, "task=tests.tasks:Infinite", "task_args.good_steps=3"], nothing, {1}),
-    "a wrong key": ([*TWO, "optimizer.lrr=1"], nothing, {2}),
-    "a layout that cannot be": ([*TWO, "strategy=tensor", "parallel.tp=3"], nothing, {2}),
-    "Ctrl-C": (TWO, send(INT), {130}),
-    "Ctrl-C twice": (TWO, send(INT, times=2), {130}),
-    "Ctrl-C while it starts": (TWO, send(INT, 0), {130}),
-    "SIGTERM": (TWO, send(TERM), {130}),
-    "SIGTERM while it starts": (TWO, send(TERM, 0), {130, 143}),
-    "SIGHUP": (TWO, send(HUP), {129, -HUP}),
-    "the driver is killed": (TWO, send(KILL), {137, -KILL}),
-    "the driver is killed while it starts": (TWO, send(KILL, 0), {137, -KILL}),
-    "the driver is killed, under Ray Train": ([*TWO, "launcher=ray"], send(KILL), {137, -KILL}),
-    "a worker is killed": (TWO, killed("", 1), {0}),
-    "the raylet is killed": (TWO, killed("/raylet"), {0}),
-    "the GCS is killed": (TWO, killed("/gcs_server"), {0}),
-    "taken over": (TWO, taken_over, {1}),
-    "one process, SIGTERM": (LOCAL, send(TERM), {130}),
-    "one process, killed": (LOCAL, send(KILL), {137, -KILL}),
+STARTS, TRAINS, NEVER = range(3)  # when it happens; never: it ends before it has trained
+ROWS: dict[str, tuple[list[str], int, Act, set[int]]] = {
+    "finishes": (TWO, TRAINS, nothing, {0}),
+    "finishes, under Ray Train": ([*TWO, "launcher=ray"], TRAINS, nothing, {0}),
+    "an error in the user's code": ([*TWO, "task=tests.tasks:Raises", "task_args.good_steps=3"], NEVER, nothing, {1}),
+    "a loss that is not finite": ([*TWO, "task=tests.tasks:Infinite", "task_args.good_steps=3"], NEVER, nothing, {1}),
+    "a wrong key": ([*TWO, "optimizer.lrr=1"], NEVER, nothing, {2}),
+    "a layout that cannot be": ([*TWO, "strategy=tensor", "parallel.tp=3"], NEVER, nothing, {2}),
+    "Ctrl-C": (TWO, TRAINS, send(INT), {130}),
+    "Ctrl-C twice": (TWO, TRAINS, send(INT, times=2), {130}),
+    "Ctrl-C while it starts": (TWO, STARTS, send(INT), {130}),
+    "SIGTERM": (TWO, TRAINS, send(TERM), {130}),
+    "SIGTERM while it starts": (TWO, STARTS, send(TERM), {130, 143}),
+    "SIGHUP": (TWO, TRAINS, send(HUP), {129, -HUP}),
+    "the driver is killed": (TWO, TRAINS, send(KILL), {137, -KILL}),
+    "the driver is killed while it starts": (TWO, STARTS, send(KILL), {137, -KILL}),
+    "the driver is killed, under Ray Train": ([*TWO, "launcher=ray"], TRAINS, send(KILL), {137, -KILL}),
+    "a worker is killed": (TWO, TRAINS, lambda host, run, storage: kill(host.worker(storage, 1)), {0}),
+    "taken over": (TWO, TRAINS, taken_over, {1}),
+    "one process, SIGTERM": (LOCAL, TRAINS, send(TERM), {130}),
+    "one process, killed": (LOCAL, TRAINS, send(KILL), {137, -KILL}),
 }
 
 
@@ -95,12 +72,16 @@ Note = Callable[[str, object], None]
 
 @pytest.mark.parametrize("how", ROWS)
 def test_nothing_is_left(how: str, host: Host, record_property: Note) -> None:
-    more, act, codes = ROWS[how]
+    more, when, act, codes = ROWS[how]
     storage = host.lab.shared / how.replace(" ", "-").replace(",", "").replace("'", "")
     before = host.left()
     own_task = any(word.startswith("task=") for word in more)
     run = host.start("train", *RUN, *([] if own_task else [PACE]), *more, f"run.storage={storage}")
-    during = dict.fromkeys(before, 0)
+    if when == STARTS:
+        run.lines.when("")
+        time.sleep(2)
+    elif when == TRAINS:
+        reached(storage / "run", 10)
     act(host, run, storage)
     during = {kind: len(ones) - len(before[kind]) for kind, ones in host.left().items()}
     code = run.wait()

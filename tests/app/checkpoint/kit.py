@@ -25,17 +25,11 @@ def plain(state: Any) -> Any:
     return [str(state.dtype), state.tolist()] if isinstance(state, torch.Tensor) else state
 
 
-def save(
-    folder: str | Path,
-    *steps: int,
-    state: dict[str, Any] | None = None,
-    metrics: dict[int, float] | None = None,
-    **options: Any,
-) -> None:
+def save(folder: str | Path, *steps: int, state: dict[str, Any] | None = None, **options: Any) -> None:
     """Saves a checkpoint of each of these steps, of `state` or of one that tells its step."""
     checkpointer = Checkpointer(str(folder), **options)
     for step in steps:
-        checkpointer.save(state or state_of(step), meta={"step": step}, metric=(metrics or {}).get(step))
+        checkpointer.save(state or state_of(step), meta={"step": step})
     checkpointer.close()
 
 

@@ -6,43 +6,58 @@ import threading
 import uuid
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from app import checkpoint
 from app.checkpoint import Checkpointer, CheckpointError, Commit, commit, export
-from app.checkpoint.dcp import Writer
-from app.errors import RunFailed, UserError
+from app.errors import UserError
 from app.storage import Storage
 from tests.app.checkpoint.kit import plain, save, state_of, steps
 
 
-@pytest.fixture(params=["local", "s3"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    place = tmp_path if request.param == "local" else request.getfixturevalue("bucket")
-    return f"{place}/{uuid.uuid4().hex}"
-
-
-def test_save_and_load(folder: str) -> None:
-    checkpointer = Checkpointer(folder, attempt="a/1")
-    meta = {"step": 3, "samples_seen": 96, "layout": {"tp": 1}}
-    checkpointer.save(state_of(3.0), meta=meta, metric=0.5)
+@pytest.mark.parametrize("place", ["local", "s3"])
+def test_what_is_saved_is_listed_kept_and_loaded_and_what_is_not_committed_is_swept(
+    place: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    run = f"{tmp_path if place == 'local' else request.getfixturevalue('bucket')}/{uuid.uuid4().hex}"
+    folder = f"{run}/checkpoints"
+    checkpointer = Checkpointer(folder, attempt="a/1", keep_last=1)
+    meta = {"samples_seen": 96, "layout": {"tp": 1}}
+    for step, metric in enumerate((3.0, 1.0, math.nan, 2.5), 1):
+        checkpointer.save(state_of(step), meta={"step": step, **meta}, metric=metric)
     checkpointer.close()
-    (found,) = checkpoint.commits(folder)
-    assert (found.step, found.meta, found.metric, found.attempt) == (3, meta, 0.5, "a/1")
+    newest, best = checkpoint.commits(folder)
+    assert (newest.step, newest.meta, newest.metric, newest.attempt) == (4, {"step": 4, **meta}, 2.5, "a/1")
+    assert best.step == 2 and len(Storage(folder).list()) == 2
     assert checkpointer.last_total_seconds > 0
-    assert set(found.files) == {".metadata", "__0_0.distcp"}
-    assert sorted(Storage(found.path).list()) == sorted([*found.files, "COMMIT.json"])
-    assert checkpoint.latest_good(folder) == (found, [])
-    into = state_of(0.0)
-    tensor = into["model"]["b"]
-    checkpoint.load(found, into)
+    assert set(newest.files) == {".metadata", "__0_0.distcp"}
+    assert sorted(newest.storage.list()) == sorted([*newest.files, "COMMIT.json"])
+    into, expected = state_of(0.0), state_of(4.0)
+    tensor, into["scheduler"]["added_later"], expected["scheduler"]["added_later"] = into["model"]["b"], 7, 7
+    checkpoint.load(newest, into)
     assert into["model"]["b"] is tensor, "tensors are filled in place"
-    assert json.dumps(plain(into)) == json.dumps(plain(state_of(3.0)))
+    assert json.dumps(plain(into)) == json.dumps(plain(expected))
+    storage = Storage(folder)
+    storage.write_bytes("step-00000003-x/__0_0.distcp", b"torn")
+    storage.write_bytes("step-00000003-x/.metadata.tmp", b"torn")
+    storage.write_bytes("notes/mine.txt", b"not ours")
+    newest.storage.write_bytes(".COMMIT.json.ab.tmp", b"{")
+    assert checkpoint.commits(folder) == [newest, best]
+    checkpoint.sweep(folder)
+    assert checkpoint.commits(folder) == [newest, best]
+    assert storage.list() == ["notes", "step-00000002-a_1", "step-00000004-a_1"]
+    assert ".COMMIT.json.ab.tmp" not in newest.storage.list()
+    assert checkpoint.latest_good(folder) == (newest, [])
+    checkpoint.sweep(f"{run}/nothing-here")
+    assert [checkpoint.find(where) for where in (newest.path, folder, run)] == [newest] * 3
+    for where, why in ((f"{run}/nowhere", "it does not exist"), (f"{folder}/notes", r"there is no COMMIT\.json in it")):
+        with pytest.raises(UserError, match=rf" \({why}\): give"):
+            checkpoint.find(where)
 
 
 def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,9 +65,9 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pyt
     write = Checkpointer._write
     monkeypatch.setattr(Checkpointer, "_write", lambda self, *args: go.wait(30) and write(self, *args))
     checkpointer = Checkpointer(str(tmp_path))
-    state = state_of(1.0)
+    state, into, expected = state_of(1.0), state_of(0.0), state_of(1.0)
     whole = torch.ones(4)
-    state["model"]["view"] = whole[:2]
+    state["model"]["view"], into["model"]["view"], expected["model"]["view"] = whole[:2], torch.zeros(2), torch.ones(2)
     checkpointer.save(state, meta={"step": 1})
     for tensor in (state["model"]["b"], state["optimizer"]["state"]["b"]["step"], whole):
         tensor.fill_(9.0)
@@ -60,49 +75,25 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pyt
     state["optimizer"]["param_groups"]["blocks.0.w"]["betas"][0] = 9
     go.set()
     checkpointer.close()
-    into = {**state_of(0.0), "model": {**state_of(0.0)["model"], "view": torch.zeros(2)}}
     checkpoint.load(checkpoint.commits(str(tmp_path))[0], into)
-    expected = {**state_of(1.0), "model": {**state_of(1.0)["model"], "view": torch.ones(2)}}
     assert plain(into) == plain(expected)
 
 
-def test_torch_reads_it_too(tmp_path: Path) -> None:
-    """A plain DCP checkpoint: torch's own conversion gives the nested state back."""
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    save(tmp_path / "c", 2)
-    dcp_to_torch_save(checkpoint.commits(str(tmp_path / "c"))[0].path, tmp_path / "out.pt")
-    assert plain(torch.load(tmp_path / "out.pt")) == plain(state_of(2.0))
+# -- keeping, repeating, superseding
 
 
-# -- keeping and pruning
-
-
-def test_keeps_the_last_and_the_best(folder: str) -> None:
-    save(folder, 1, 2, 3, 4, metrics={1: 3.0, 2: 1.0, 3: math.nan, 4: 2.5}, keep_last=1, mode="min")
-    assert steps(folder) == [4, 2] and len(Storage(folder).list()) == 2
-
-
-@pytest.mark.parametrize(
-    ("metrics", "keep_last", "keep_best", "mode", "kept"),
-    [
-        ([None, None, None], 0, True, "min", [3]),  # never the newest
-        ([1.0, 2.0, 3.0], 1, True, "min", [1, 3]),
-        ([1.0, 2.0, 3.0], 1, True, "max", [3]),
-        ([1.0, 1.0, 3.0], 1, True, "min", [2, 3]),  # of equal ones the newest
-        ([1.0, None, None], 2, False, "min", [2, 3]),
-    ],
-)
-def test_what_is_superfluous(
-    metrics: list[float | None], keep_last: int, keep_best: bool, mode: Any, kept: list[int]
-) -> None:
-    found = [Commit(i, f"/{i}", {}, {}, m, sequence=i) for i, m in enumerate(metrics, 1)][::-1]
-    gone = commit.superfluous(found, keep_last=keep_last, keep_best=keep_best, mode=mode)
-    assert sorted({1, 2, 3} - {c.step for c in gone}) == kept
-    assert [c.step for c in gone] == sorted(c.step for c in gone)
-
-
-# -- repeating, superseding, sweeping
+def test_what_is_superfluous() -> None:
+    for metrics, keep_last, mode, kept in [
+        ([None, None, None], 0, "min", [3]),  # never the newest
+        ([1.0, 2.0, 3.0], 1, "min", [1, 3]),
+        ([1.0, 2.0, 3.0], 1, "max", [3]),
+        ([1.0, 1.0, 3.0], 1, "min", [2, 3]),  # of equal ones the newest
+        ([1.0, None, None], 2, None, [2, 3]),
+    ]:
+        found = [Commit(i, f"/{i}", {}, {}, m, sequence=i) for i, m in enumerate(metrics, 1)][::-1]
+        how: Any = {"keep_last": keep_last, "keep_best": mode is not None, "mode": mode}
+        gone = [c.step for c in commit.superfluous(found, **how)]
+        assert gone == sorted({1, 2, 3} - {*kept}), (metrics, how)
 
 
 def test_the_newest_is_the_one_written_last_and_nothing_is_overwritten(tmp_path: Path) -> None:
@@ -113,58 +104,17 @@ def test_the_newest_is_the_one_written_last_and_nothing_is_overwritten(tmp_path:
     assert names == ["150-b-2", "150-b", "150-a", "200-a"]
 
 
-def test_a_superseded_attempt_does_not_commit(folder: str) -> None:
-    save(folder, 1)
-    checkpointer = Checkpointer(folder, fence=lambda: False)
-    checkpointer.save(state_of(2), meta={"step": 2})
+def test_an_attempt_that_is_superseded_while_it_writes_does_not_commit(tmp_path: Path) -> None:
+    """Before it writes: tests/app/run/test_storage_failures.py."""
+    save(tmp_path, 1)
     with pytest.raises(CheckpointError, match=r"step 2 in .* was not committed \(superseded"):
-        checkpointer.wait()
-    assert steps(folder) == [1] and len(Storage(folder).list()) == 1
+        save(tmp_path, 2, fence=iter([True, False]).__next__)
+    assert steps(tmp_path) == [1] and len(list(tmp_path.iterdir())) == 1
 
 
-def test_sweep_removes_what_is_not_committed(folder: str) -> None:
-    save(folder, 1, 2)
-    storage = Storage(folder)
-    newest = checkpoint.commits(folder)[0]
-    storage.write_bytes("step-00000003-x/__0_0.distcp", b"torn")
-    storage.write_bytes("step-00000003-x/.metadata.tmp", b"torn")
-    storage.write_bytes("notes/mine.txt", b"not ours")
-    newest.storage.write_bytes(".COMMIT.json.ab.tmp", b"{")
-    assert steps(folder) == [2, 1]
-    checkpoint.sweep(folder)
-    assert steps(folder) == [2, 1]
-    assert storage.list() == ["notes", "step-00000001", "step-00000002"]
-    assert ".COMMIT.json.ab.tmp" not in newest.storage.list()
-    assert checkpoint.latest_good(folder)[0] == newest
-    checkpoint.sweep(folder + "/nothing-here")
-
-
-# -- failures
-
-
-def test_a_failure_surfaces_and_the_next_save_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpointer = Checkpointer(str(tmp_path))
-    checkpointer.save(state_of(1), meta={"step": 1})
-    checkpointer.wait()
-    with monkeypatch.context() as broken:
-        broken.setattr(Writer, "write_data", Mock(side_effect=OSError(28, "No space left on device")))
-        checkpointer.save(state_of(2), meta={"step": 2})
-        with pytest.raises(CheckpointError):
-            checkpointer._pending.result(30)  # type: ignore[union-attr]
-    for _ in range(2):  # it is not forgotten by looking
-        with pytest.raises(CheckpointError, match=r"step 2 in .* \(No space left on device\)"):
-            checkpointer.check()
-    with pytest.raises(RunFailed, match="those committed before are untouched"):
-        checkpointer.save(state_of(3), meta={"step": 3})
-    checkpointer.check()
-    checkpointer.save(state_of(3), meta={"step": 3})
-    checkpointer.close()
-    assert steps(tmp_path) == [3, 1] and len(list(tmp_path.iterdir())) == 2
-
-
-def test_a_commit_that_a_peer_did_not_live_to_hear_of_stands(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_that_a_peer_did_not_live_to_hear_of_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its marker is written, then telling the others fails: it is a checkpoint all the same."""
-    checkpointer = Checkpointer(folder)
+    checkpointer = Checkpointer(str(tmp_path))
     first = checkpointer._ranks.first
 
     def lost(what: Any) -> Any:
@@ -177,7 +127,7 @@ def test_a_commit_that_a_peer_did_not_live_to_hear_of_stands(folder: str, monkey
     checkpointer.save(state_of(1.0), meta={"step": 10})
     with pytest.raises(CheckpointError, match="Connection closed by peer"):
         checkpointer.close()
-    assert steps(folder) == [10]
+    assert steps(tmp_path) == [10]
 
 
 # -- loading
@@ -205,30 +155,6 @@ def test_another_model_is_refused_before_anything_is_read(
     assert into["optimizer"]["state"]["blocks.0.w"]["step"].item() == 0.0
 
 
-def test_weights_alone_and_numbers_that_are_new(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    found = checkpoint.commits(str(tmp_path))[0]
-    weights = {"model": state_of(0.0)["model"]}
-    checkpoint.load(found, weights)
-    assert weights["model"]["b"].tolist() == [1.0] * 3
-    into = state_of(0.0)
-    into["scheduler"]["added_later"] = 7
-    checkpoint.load(found, into)
-    assert into["scheduler"] == {"last_epoch": 1, "added_later": 7}
-
-
-def test_find(tmp_path: Path) -> None:
-    save(tmp_path / "run" / "checkpoints", 1, 2)
-    newest = checkpoint.commits(str(tmp_path / "run" / "checkpoints"))[0]
-    for where in (newest.path, str(tmp_path / "run" / "checkpoints"), str(tmp_path / "run")):
-        assert checkpoint.find(where) == newest
-    with pytest.raises(UserError, match=r" \(it does not exist\): give"):
-        checkpoint.find(str(tmp_path / "nowhere"))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"there is no COMMIT\.json in it"):
-        checkpoint.find(str(tmp_path / "empty"))
-
-
 # -- exporting
 
 TYPES = ["float64", "bfloat16", "float8_e4m3fn", "int64", "uint8", "bool", "complex64"]
@@ -243,14 +169,15 @@ def model() -> dict[str, torch.Tensor]:
 
 def same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
     return set(got) == set(expected) and all(
-        torch.equal(got[n].view(torch.uint8), t.contiguous().view(torch.uint8)) and got[n].dtype == t.dtype
+        torch.equal(got[n].view(-1).view(torch.uint8), t.contiguous().view(-1).view(torch.uint8))
+        and (got[n].dtype, got[n].shape) == (t.dtype, t.shape)
         for n, t in expected.items()
-        if t.ndim
     )
 
 
 def test_what_is_exported_is_what_was_saved(tmp_path: Path) -> None:
-    """As one file, as shards with an index, and as a torch file; the optimizer's tensors are not in it."""
+    """As one file, as shards with an index, and as a torch file, without the optimizer's tensors; or by torch itself,
+    for which it is a plain DCP checkpoint."""
     save(tmp_path / "c", 1, state={"model": model(), "optimizer": {"exp_avg": torch.ones(3)}})
     commit = checkpoint.find(str(tmp_path / "c"))
     (whole,) = export(commit, to="safetensors", out=tmp_path / "one")
@@ -268,10 +195,8 @@ def test_what_is_exported_is_what_was_saved(tmp_path: Path) -> None:
     assert all(sum(t.nbytes for t in load_file(path).values()) <= 900 for path in shards)
     (path,) = export(commit, to="torch", out=tmp_path)
     assert same(torch.load(path, weights_only=True), model())
-
-
-def test_a_checkpoint_without_a_model(tmp_path: Path) -> None:
-    """A damaged one: test_checkpoint_damage.py."""
-    save(tmp_path / "c", 1, state={"optimizer": {"w": torch.ones(1)}})
+    dcp_to_torch_save(commit.path, tmp_path / "all.pt")
+    assert same(torch.load(tmp_path / "all.pt")["model"], model())
+    save(tmp_path / "none", 1, state={"optimizer": {"w": torch.ones(1)}})
     with pytest.raises(UserError, match="holds no model"):
-        export(checkpoint.find(str(tmp_path / "c")), to="torch", out=tmp_path / "out")
+        export(checkpoint.find(str(tmp_path / "none")), to="torch", out=tmp_path / "out")

@@ -1,6 +1,5 @@
 """Damaged checkpoints are found, named in one sentence, and never resumed from."""
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,11 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
 
-DAMAGES = [
-    (truncate, "bytes instead of"),
-    (flip, "does not have the content it was committed with"),
-    (Path.unlink, "is missing"),
-]
-
-
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
-@pytest.mark.parametrize(("damage", "words"), DAMAGES)
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [(truncate, "bytes instead of"), (flip, "does not have the content it was"), (Path.unlink, "is missing")],
+)
 def test_damage_is_found_and_the_one_before_is_used(folder: Path, name: str, damage: Any, words: str) -> None:
     bad = newest(folder)
     damage(Path(bad.path, name))
@@ -44,11 +39,11 @@ def test_damage_is_found_and_the_one_before_is_used(folder: Path, name: str, dam
     assert good is not None and good.step == 1 and "\n" not in skipped
     assert skipped.startswith(f"{bad.path} is skipped") and name in skipped and words in skipped
     assert checkpoint.verify(bad) == [f"{bad.path}/{name} {skipped.split(name + ' ')[1]}"]
-    if damage is not flip:
-        for read in (lambda: checkpoint.load(bad, state_of(0.0)), lambda: export(bad, to="torch", out=folder / "out")):
-            with pytest.raises(UserError, match="the checkpoint is damaged") as caught:
-                read()
-            assert f"{bad.path}/{name} " in str(caught.value) and "\n" not in str(caught.value)
+    reads = [lambda: checkpoint.load(bad, state_of(0.0)), lambda: export(bad, to="torch", out=folder / "out")]
+    for read in reads if damage is not flip else reads[: name == ".metadata"]:
+        with pytest.raises(UserError, match="the checkpoint is damaged") as caught:
+            read()
+        assert f"{bad.path}/{name} " in str(caught.value) and "\n" not in str(caught.value)
     for file in bad.files:
         Path(bad.path, file).unlink(missing_ok=True)
     assert checkpoint.latest_good(str(folder))[1][0].endswith(" is missing and 1 more")
@@ -68,20 +63,14 @@ def test_a_flipped_bit_that_stops_reading_is_named(folder: Path) -> None:
             refused += 1
             assert f"{path} does not have the content" in str(error) and "\n" not in str(error)
     assert refused > 3
-    path.write_bytes(whole)
-    flip(Path(bad.path, ".metadata"))
-    with pytest.raises(UserError, match=r"\.metadata does not have the content"):
-        checkpoint.load(bad, state_of(0.0))
 
 
 def test_a_marker_is_believed_only_whole(folder: Path) -> None:
     """Whatever byte of it changes, or wherever it is cut, the checkpoint is skipped."""
     marker = Path(newest(folder).path, "COMMIT.json")
     whole = marker.read_bytes()
-    chance = random.Random(0)
-    for index in range(0, len(whole), 5):
-        changed = bytes([chance.choice([b for b in range(256) if b != whole[index]])])
-        for torn in (whole[:index], whole[:index] + changed + whole[index + 1 :]):
+    for index in range(len(whole)):
+        for torn in (whole[:index], whole[:index] + bytes([whole[index] ^ 1]) + whole[index + 1 :]):
             try:
                 read = commit.decode(torn, "")
             except (ValueError, KeyError, TypeError, AttributeError):

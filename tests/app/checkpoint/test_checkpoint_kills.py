@@ -1,20 +1,16 @@
 """SIGKILL at every file operation of saving and pruning: what is committed is always whole.
 
-One process imports torch and then forks a saver per kill, so that some hundred kills take seconds. A saver is
-killed just before its k-th operation on files (opening, making, renaming, removing, syncing, each piece of data,
-of which half is still written), for k = 1, 2, … until it gets through.
+A process that has torch forks a saver per kill, so that all kills take seconds. A saver is killed just before its k-th
+operation on files (opening, making, renaming, removing, flushing, syncing, each piece of data, of which half is still
+written), for k = 1, 2, … until it gets through. What only fills a buffer is no operation: it leaves the disk as it was.
 """
 
-import io
 import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import threading
-import traceback
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +19,37 @@ import torch
 from app import checkpoint
 from app.checkpoint.dcp import HashingStream
 from tests.app.checkpoint.kit import plain, save, steps
+from tests.pool import run_distributed
 
-OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link")
+OPERATIONS = {"open", "mkdir", "link", "rename", "replace", "remove", "unlink", "rmdir", "truncate", "flush", "fsync"}
 
 
 def test_a_kill_at_any_file_operation(tmp_path: Path) -> None:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
-        kills, newest = alone.submit(serve, tmp_path / "c").result()
-    assert kills >= 30, "the killer saw the operations"
+    ((kills, newest, states),) = run_distributed(_kill_at_each, 1, tmp_path)
+    assert kills >= 25, "the killer saw the operations"
     assert newest == {1, 2}, "there were kills before and after the commit"
+    assert len(states) >= 14, "they left as many different folders"
+    assert len({size for state in states for name, size in state if name == "step-00000002.distcp"}) > 2, "torn pieces"
 
 
-def serve(here: Path) -> tuple[int, set[int]]:
-    """In a process of its own: how many kills, and the newest steps after them."""
-    newest: set[int] = set()
+def _kill_at_each(_: int, folder: Path) -> tuple[int, set[int], set[frozenset[tuple[str, int]]]]:
+    """How many kills, the newest steps after them, and the files with their sizes that each has left."""
+    here, newest, states = folder / "c", set[int](), set[frozenset[tuple[str, int]]]()
     kills, killed = 0, True
+    _save(folder / "first", 1)
     while killed:
         shutil.rmtree(here, ignore_errors=True)
-        _save(here, 1)
-        killed = _save_and_die(here, 2, at=kills + 1)
+        shutil.copytree(folder / "first", here)
+        saver = multiprocessing.get_context("fork").Process(target=_save_and_die, args=(here, 2, kills + 1))
+        saver.start()
+        saver.join()
+        assert saver.exitcode in (0, -signal.SIGKILL), f"the saver failed: {saver.exitcode}"
+        killed = saver.exitcode != 0
+        files = [path for path in here.rglob("*") if path.is_file()]
+        states.add(frozenset((path.parent.name + path.suffix, path.stat().st_size) for path in files))
         newest.add(_look(here))
         kills += killed
-    return kills, newest
+    return kills, newest, states
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -55,25 +60,9 @@ def _save(folder: Path, step: int) -> None:
     save(folder, step, state=_state(step), keep_last=1, keep_best=False)
 
 
-def _save_and_die(folder: Path, step: int, at: int) -> bool:
-    """Whether saving, in a fork, was killed at its `at`-th operation (or ended before it came to that)."""
-    child = os.fork()
-    if child == 0:
-        try:
-            _arm(at)
-            _save(folder, step)
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(3)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, -signal.SIGKILL), f"the saver failed: {code}"
-    return code != 0
-
-
-def _arm(at: int) -> None:
-    left = at
+def _save_and_die(folder: Path, step: int, at: int) -> None:
+    """In a fork, whose saving is killed at its `at`-th operation, if it comes to that."""
+    left, write = at, HashingStream.write
 
     def operation(before_dying: Callable[[], None] = lambda: None) -> None:
         nonlocal left
@@ -82,34 +71,23 @@ def _arm(at: int) -> None:
             before_dying()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def audit(event: str, args: tuple[Any, ...]) -> None:
-        if event in OPERATIONS and (event != "open" or args[2] & (os.O_WRONLY | os.O_RDWR)):
-            operation()
-
-    write, fsync = HashingStream.write, os.fsync
-
     def torn_write(self: HashingStream, data: Any) -> int:
         view = memoryview(data).cast("B")
 
         def half() -> None:
             write(self, view[: len(view) // 2])
-            self.flush()
+            self._stream.flush()
 
         operation(half)
         return write(self, view)
 
-    def late_fsync(descriptor: int) -> None:
-        operation()
-        fsync(descriptor)
-
     def profile(frame: Any, event: str, called: Any) -> None:
-        if event == "c_call" and isinstance(getattr(called, "__self__", None), io.BufferedWriter):
-            operation()  # write, flush, close, the end of a with block
+        if event == "c_call" and called.__name__ in OPERATIONS:
+            operation()
 
     HashingStream.write = torn_write  # type: ignore[method-assign]
-    os.fsync = late_fsync
-    sys.addaudithook(audit)
-    threading.setprofile(profile)
+    threading.setprofile(profile)  # of the thread that writes
+    _save(folder, step)
 
 
 def _look(folder: Path) -> int:

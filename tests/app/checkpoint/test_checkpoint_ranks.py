@@ -1,6 +1,7 @@
 """Checkpoints of several ranks: any layout reads any other's; a rank that fails is named on all, and none hangs."""
 
 import os
+import re
 import signal
 import threading
 from dataclasses import replace
@@ -17,10 +18,9 @@ from app.checkpoint import Checkpointer, CheckpointError, NotFinite
 from app.checkpoint.dcp import HashingStream
 from app.checkpoint.ranks import RankFailed, Ranks
 from app.errors import UserError
-from experiments.parity import curves
-from experiments.parity.curves import run_steps
+from experiments.parity.curves import begin, run_steps
 from experiments.parity.rows import Row
-from strategies.parallelize import Options, Parallel
+from strategies.parallelize import Options
 from tests.app.checkpoint.kit import save, steps
 from tests.pool import DistributedFailure, run_distributed
 from tests.running import flip
@@ -32,25 +32,27 @@ def whole(scale: float = 1.0) -> dict[str, torch.Tensor]:
     return {f"blocks.{i}.w": scale * (torch.arange(7 * 6.0).reshape(7, 6) + 100 * i) for i in range(2)}
 
 
-def state_of(layout: str, rank: int, scale: float = 1.0) -> dict[str, Any]:
-    """The part of a state that this rank has under a layout: all of it as `replicas`, its own block as `stages`."""
-    names = [name for name in whole() if layout == "replicas" or f"blocks.{rank}." in name]
-    moments = {name: {"exp_avg": whole(2 * scale)[name]} for name in names}
-    model = {name: whole(scale)[name] for name in names}
+def state_of(rank: int | None, scale: float = 1.0) -> dict[str, Any]:
+    """All of a state, or the part that this rank has where each has its own block, as stages of a pipeline do."""
+    model = {name: tensor for name, tensor in whole(scale).items() if rank is None or f"blocks.{rank}." in name}
+    moments = {name: {"exp_avg": whole(2 * scale)[name]} for name in model}
     return {"model": model, "optimizer": {"state": moments, "lr": 0.5 * scale}}
 
 
 def _staged(rank: int, folder: str) -> list[int]:
     """Bytes this rank copied in each of four saves; before the third, its layout changes on rank 1 alone."""
-    checkpointer = Checkpointer(folder, keep_last=9)
-    state = state_of("replicas", rank)
-    copied = []
+    checkpointer, state, copied = Checkpointer(folder, keep_last=9), state_of(None), []
+    memory: list[list[int]] = []
     for step in (1, 2, 3, 4):
         if step == 3 and rank == 1:
             state["model"]["only.on.1"] = torch.ones(1000)
         checkpointer.save(state, meta={"step": step})
-        copied.append(sum(buffer.nbytes for buffer in checkpointer._stager._buffer._tensors.values()))
+        buffers = checkpointer._stager._buffer._tensors.values()
+        assert all(buffer.untyped_storage().nbytes() == buffer.nbytes for buffer in buffers), "else DCP copies it again"
+        copied.append(sum(buffer.nbytes for buffer in buffers))
+        memory.append([buffer.data_ptr() for buffer in buffers])
         checkpointer.wait()
+    assert memory[0] == memory[1] and memory[2] == memory[3], "one piece serves every save of a layout"
     into = {"model": {**whole(0.0), "only.on.1": torch.zeros(1000)}}
     checkpoint.load(checkpoint.commits(folder)[0], into)
     assert all(torch.equal(into["model"][name], t) for name, t in whole().items())
@@ -65,16 +67,13 @@ def test_replicas_copy_only_what_they_write(tmp_path: Path) -> None:
     assert [one + other for one, other in zip(first, second, strict=True)][2:] == 2 * [4 * tensor + 4000], "once"
 
 
-# -- loading what cannot be loaded
-
-
 def _refused(rank: int, folder: str) -> tuple[str, int, list[str]]:
-    save(folder, 1, 2, state=state_of("stages", rank))
+    save(folder, 1, 2, state=state_of(rank))
     # As under torchrun: rank 0 looks at what a person named, the others wait for what it says.
     found = [checkpoint.find(folder) if rank == 0 else None]
     dist.broadcast_object_list(found, src=0)
     assert found[0] is not None and found[0].step == 2
-    state = state_of("stages", rank, 0.0)
+    state = state_of(rank, 0.0)
     if rank == 1:
         state["model"]["blocks.1.w"] = torch.zeros(2, 2)
     with pytest.raises(UserError) as caught:
@@ -100,11 +99,10 @@ def _plan(rank: int, folder: str) -> None:
     for what, then in ((lambda: {0: 0}[rank], list), (lambda: 1, lambda all_: [1 // 0])):
         with pytest.raises(RankFailed, match=r"^rank (1: KeyError: 1|0: ZeroDivisionError: .*)$"):
             ranks.divide(what, then)
-
     checkpointer = Checkpointer(folder)
     with pytest.raises(NotFinite):
-        checkpointer.save(state_of("replicas", rank), meta={"step": 1}, finite=rank == 0)
-    checkpointer.save(state_of("replicas", rank), meta={"step": 2})
+        checkpointer.save(state_of(None), meta={"step": 1}, finite=rank == 0)
+    checkpointer.save(state_of(None), meta={"step": 2})
     checkpointer.close()
 
 
@@ -136,35 +134,40 @@ def _fail(rank: int, folder: str, case: int) -> str:
     """One step of the second save fails on one rank."""
     bad, owner, name, error, _ = BREAKS[case]
     checkpointer = Checkpointer(folder, keep_last=5)
-    checkpointer.save(state_of("replicas", rank), meta={"step": 1})
+    checkpointer.save(state_of(None), meta={"step": 1})
     checkpointer.wait()
     with pytest.MonkeyPatch.context() as patch:
         if rank == bad:
             patch.setattr(owner, name, Mock(side_effect=error))
-        checkpointer.save(state_of("replicas", rank, 2.0), meta={"step": 2})
-        with pytest.raises(CheckpointError) as caught:
-            checkpointer.wait()
+        checkpointer.save(state_of(None, 2.0), meta={"step": 2})
+        assert checkpointer._pending is not None
+        said = str(checkpointer._pending.exception(60))
+    # It is not forgotten by looking, and the next save tells it and begins nothing.
+    for look in (checkpointer.check, checkpointer.check, lambda: checkpointer.save(state_of(None), meta={"step": 3})):
+        with pytest.raises(CheckpointError, match=f"^{re.escape(said)}$"):
+            look()
+    checkpointer.check()
     assert steps(folder) == [1]
     dist.barrier()
-    checkpointer.save(state_of("replicas", rank, 3.0), meta={"step": 3})
+    checkpointer.save(state_of(None, 3.0), meta={"step": 3})
     checkpointer.close()
-    return str(caught.value)
+    return said
 
 
 @pytest.mark.parametrize("case", range(len(BREAKS)))
-def test_one_rank_fails_and_all_say_so(tmp_path: Path, case: int) -> None:
+def test_one_rank_fails_and_all_say_so_and_the_next_save_works(tmp_path: Path, case: int) -> None:
     said, other = run_distributed(_fail, 2, str(tmp_path), case, timeout=60)
-    assert said == other and f"({BREAKS[case][-1]})" in said and "step 2" in said and "\n" not in said
-    assert steps(tmp_path) == [3, 1]
+    assert said == other and f"({BREAKS[case][-1]}); those committed before are untouched" in said
+    assert "step 2 in " in said and "\n" not in said and steps(tmp_path) == [3, 1]
     assert checkpoint.latest_good(str(tmp_path))[1] == []
     assert len(list(tmp_path.iterdir())) == 2, "what the failed save had written is gone"
 
 
 def _die(rank: int, folder: str) -> None:
-    save(folder, 1, state=state_of("replicas", rank))
+    save(folder, 1, state=state_of(None))
     if rank == 1:
         HashingStream.write = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
-    save(folder, 2, state=state_of("replicas", rank))
+    save(folder, 2, state=state_of(None))
 
 
 def test_a_killed_rank_leaves_the_commit_before(tmp_path: Path) -> None:
@@ -175,53 +178,40 @@ def test_a_killed_rank_leaves_the_commit_before(tmp_path: Path) -> None:
     assert good is not None and good.step == 1 and passed == []
 
 
-# -- real strategies: what one has trained, another continues, optimizer and all
+# -- real strategies
 
-CPU = torch.device("cpu")
-SINGLE, DDP, FSDP, TENSOR = Row("single", 1), Row("ddp", 2), Row("fsdp", 2), Row("tensor", 2)
-ZERO1, HSDP, BOTH = Row("zero1", 2), Row("hsdp", 4, {"dp_shard": 2}), Row("fsdp+tensor", 4, {"tp": 2})
-SAVED_AND_READ = [(DDP, FSDP), (HSDP, ZERO1), (ZERO1, TENSOR), (BOTH, SINGLE), (FSDP, BOTH)]
-
-
+ONE_AFTER_ANOTHER = [Row("hsdp", 4, {"dp_shard": 2}), Row("zero1", 2), Row("tensor", 2), Row("ddp", 2), Row("fsdp", 2)]
+ONE_AFTER_ANOTHER += [Row("fsdp+tensor", 4, {"tp": 2}), Row("single", 1)]
 TRIAL = replace(ZOO["mlp"], tensor_plan={"0": "colwise", "2": "rowwise"})
 
 
-def _start(row: Row) -> tuple[Parallel, torch.optim.Optimizer]:
-    parallel = curves.begin(TRIAL, row.layout, Options(), CPU)
-    return parallel, parallel.prepare_optimizer(TRIAL.optimizer(parallel.parameters()))
-
-
-def _state(parallel: Parallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"model": parallel.model_state(), "optimizer": parallel.optimizer_state(optimizer)}
-
-
-def _begin(_: int, row: Row, folder: str) -> dict[str, torch.Tensor]:
-    """Two steps, a checkpoint, and while it is written one step more, after which rank 0 has these weights."""
-    parallel, optimizer = _start(row)
-    run_steps(TRIAL, parallel, optimizer, range(2))
-    checkpointer = Checkpointer(folder)
-    checkpointer.save(_state(parallel, optimizer), meta={"step": 2})
-    run_steps(TRIAL, parallel, optimizer, range(2, 3))
-    checkpointer.close()
-    return parallel.full_model_state()
-
-
-def _continue(_: int, row: Row, folder: str) -> dict[str, torch.Tensor]:
-    parallel, optimizer = _start(row)
-    state = _state(parallel, optimizer)
+def _go_on(_: int, row: Row, folder: str, step: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """From the newest checkpoint: this step, a checkpoint, and while it is written the next. Rank 0's weights after
+    either."""
+    parallel = begin(TRIAL, row.layout, Options(), torch.device("cpu"))
+    optimizer = parallel.prepare_optimizer(TRIAL.optimizer(parallel.parameters()))
     commit, _passed = checkpoint.latest_good(folder)
-    assert commit is not None
-    checkpoint.load(commit, state)
-    parallel.load_model_state(state["model"])
-    parallel.load_optimizer_state(optimizer, state["optimizer"])
-    run_steps(TRIAL, parallel, optimizer, range(2, 3))
-    return parallel.full_model_state()
+    if commit is not None:
+        state = {"model": parallel.model_state(), "optimizer": parallel.optimizer_state(optimizer)}
+        checkpoint.load(commit, state)
+        parallel.load_model_state(state["model"])
+        parallel.load_optimizer_state(optimizer, state["optimizer"])
+    run_steps(TRIAL, parallel, optimizer, range(step, step + 1))
+    first = {name: tensor.clone() for name, tensor in parallel.full_model_state().items()}
+    checkpointer = Checkpointer(folder)
+    checkpointer.save(
+        {"model": parallel.model_state(), "optimizer": parallel.optimizer_state(optimizer)}, meta={"step": step}
+    )
+    run_steps(TRIAL, parallel, optimizer, range(step + 1, step + 2))
+    checkpointer.close()
+    return first, parallel.full_model_state()
 
 
-@pytest.mark.parametrize(("row", "reader"), SAVED_AND_READ, ids=str)
-def test_what_one_strategy_saves_another_continues(tmp_path: Path, row: Row, reader: Row) -> None:
-    expected = run_distributed(_begin, row.workers, row, str(tmp_path))[0]
-    got = run_distributed(_continue, reader.workers, reader, str(tmp_path))[0]
-    assert set(got) == set(expected)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(got[name], tensor, rtol=1e-4, atol=1e-6, msg=f"{name}: {row} → {reader}")
+def test_what_one_strategy_saves_another_continues_optimizer_and_all(tmp_path: Path) -> None:
+    expected: dict[str, torch.Tensor] = {}
+    for step, row in enumerate(ONE_AFTER_ANOTHER):
+        got, then = run_distributed(_go_on, row.workers, row, str(tmp_path), step)[0]
+        assert steps(tmp_path)[0] == step and set(got) == set(expected or got)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(got[name], tensor, rtol=1e-4, atol=1e-6, msg=f"{name}: read by {row}")
+        expected = then

@@ -11,7 +11,7 @@ from app.data.order import SORT_UP_TO, Order, held_out, hold_out, shares
 from app.errors import UserError
 
 
-@pytest.mark.parametrize("n", [1, 2, 97, 4000, SORT_UP_TO, SORT_UP_TO + 1, 200_003])
+@pytest.mark.parametrize("n", [1, 2, 97, SORT_UP_TO, 200_003])
 def test_every_sample_exactly_once_per_epoch_in_another_order(n: int) -> None:
     epochs = [Order(n, seed=3).indices(epoch * n, n) for epoch in range(2)]
     for epoch in epochs:
@@ -41,19 +41,9 @@ def test_a_billion_samples_are_accessed_at_random_in_little_memory() -> None:
     tracemalloc.stop()
     assert peak < 10e6, "bytes; a permutation would take 8e9"
     assert ((seen >= 0) & (seen < n)).all()
-    within_first_epoch = np.concatenate([seen[:10_000], seen[10_000:12_500]])
-    assert len(np.unique(within_first_epoch)) == len(within_first_epoch)
+    assert len(np.unique(seen[:12_500])) == 12_500, "those of the first epoch"
     assert abs(seen.mean() / n - 0.5) < 0.02
     assert abs(np.corrcoef(seen[:-1], seen[1:])[0, 1]) < 0.05, "no order is left"
-
-
-def test_orders_of_a_small_set_are_evenly_distributed() -> None:
-    counts: dict[tuple[int, ...], int] = {}
-    for epoch in range(6000):
-        drawn = tuple(Order(3, seed=epoch).indices(0, 3).tolist())
-        counts[drawn] = counts.get(drawn, 0) + 1
-    assert len(counts) == 6
-    assert max(abs(count - 1000) for count in counts.values()) < 150
 
 
 def test_the_order_never_changes_between_versions() -> None:

@@ -25,8 +25,7 @@ SMALL = "sequence_length: 64, d_model: 32, n_layers: 2, n_heads: 2"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("kind", ["stream", "mixture"])
+@pytest.mark.parametrize(("strategy", "kind"), [("ddp", "stream"), ("fsdp", "mixture")])
 def test_to_the_last_bit_after_a_kill(tmp_path: Path, strategy: str, kind: str) -> None:
     pytest.importorskip("datasets")
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]

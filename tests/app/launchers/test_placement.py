@@ -1,10 +1,20 @@
-"""Where the ranks of a layout are placed, and what their stages ask for: pure functions."""
+"""How many workers a run asks for and with what, where its ranks are placed, and when there is less: no process."""
+
+from typing import Any
 
 import pytest
 
+from app.config import Config
 from app.errors import UserError
 from app.launchers.actors import Placement, placement, resources_of_stages
+from app.launchers.ray_launch import resources_to_ask_for, when_over
+from app.run.prepare import Prepared, with_idle_gpus
+from cluster import ClusterError
+from cluster.connect import Cluster
+from cluster.pending import Diagnosis
+from cluster.shape import NodeState, of_nodes
 from strategies.layout import ParallelDims
+from strategies.parallelize import choose
 from tests.chain import config
 from tests.cluster.test_pending import node
 
@@ -72,3 +82,57 @@ def test_resources_that_cannot_be_given(asked: str, said: str) -> None:
     if "no node" in said:  # but one may yet come, or come back
         assert placement(dims, resources_of_stages(wanted, dims, ONE), nodes, returning=True).bundles
         assert placement(dims, resources_of_stages(wanted, dims, ONE), nodes, dict.fromkeys(EVERYTHING, 99.0)).bundles
+
+
+def cluster(nodes: int, **each: float) -> Cluster:
+    head = {"node:__internal_head__": 1.0}
+    found = tuple(NodeState("here", "", each | ({} if number else head), {}) for number in range(nodes))
+    return Cluster(found, of_nodes(found))
+
+
+EIGHT, NONE = cluster(2, GPU=4.0, CPU=16.0), cluster(1, CPU=8.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "found", "expected"),
+    [
+        (["strategy=single"], EIGHT, (1, {"GPU": 1.0})),
+        (["strategy=dp"], EIGHT, (1, {"GPU": 4.0})),
+        (["strategy=dp", "resources_per_worker.GPU=2"], EIGHT, (1, {"GPU": 2.0})),
+        (["strategy=ddp_model_parallel"], EIGHT, (4, {"GPU": 2.0})),
+        (["strategy=ddp"], EIGHT, (8, {"GPU": 1.0})),
+        (["strategy=dp"], NONE, (1, {"CPU": 1.0})),
+        (["strategy=ddp"], NONE, (2, {"CPU": 1.0})),
+    ],
+)
+def test_the_one_key_is_enough(values: list[str], found: Cluster, expected: tuple[int, dict[str, float]]) -> None:
+    asked = config(*values)
+    workers, each = resources_to_ask_for(asked, found)
+    assert (workers, each) == expected
+    assert choose(asked.strategy, workers).dims.world_size == workers
+    if workers == 8:  # a GPU is asked for without CPUs, so that it is placed where none are free
+        taken = [node(name, "", {"CPU": 64.0, "GPU": 4.0}, CPU=64.0) for name in "ab"]
+        assert placement(ParallelDims(dp_replicate=workers), [each], taken).bundles == [each] * 8
+
+
+def test_at_the_deadline_it_shrinks_or_ends() -> None:
+    def asked(*more: str) -> Config:
+        return config("train.global_batch_size=12", *more)
+
+    held = Diagnosis("bundle 6 of 8 is held", 5, True)
+    assert when_over(asked("cluster.when_pending=shrink"), held, 8) == 4, "the most that the batch divides by"
+    too_few = r" \(the largest number that makes a layout is 4, below cluster.min_workers=5\)"
+    for more, why in (([], ""), (["cluster.when_pending=shrink", "cluster.min_workers=5"], too_few)):
+        with pytest.raises(ClusterError, match=rf"there is room for 5 of 8 workers after 600 s{why}: bundle 6 of 8"):
+            when_over(asked(*more), held, 8)
+    with pytest.raises(ClusterError, match="waiting would not help"):
+        when_over(asked(), Diagnosis("at its limit", 0, False), 8)
+
+
+def test_gpus_left_idle_are_named() -> None:
+    def notes(*given: Any) -> tuple[str, ...]:
+        return with_idle_gpus(Prepared(config(), choose("ddp", 8), 1, 1), *given).notes
+
+    assert "computes on CPUs, but the cluster has 8 GPUs" in notes(8, 0, 8, "the cluster")[0]
+    assert "4 of this machine's 8 GPUs are not used: workers=4 takes 4" in notes(4, 1.0, 8, "this machine")[0]
+    assert notes(8, 1.0, 8, "") == notes(2, 0, 0, "") == ()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from unittest import mock
 
 import pytest
 
 from app.checkpoint import CheckpointError
-from app.config import Config
 from app.job import Job
 from app.launchers.elastic import Elastic, count_workers, limits_of
 from app.launchers.failure_policy import Limits
@@ -18,31 +17,22 @@ from app.launchers.recovery import Nodes
 from app.launchers.supervisor import Supervisor
 from app.launchers.workers import Failures, Poll, Status, WorkerInfo, WorkerLost
 from app.run.driver import Driver
-from app.run.prepare import Prepared, prepare, read_task
+from app.run.prepare import prepare, read_task
 from app.tracking.settings import resolve_tracking
 from tests.chain import config
 
-PROGRESS = {"type": "progress", "seconds_per_step": 0.1, "rate": 1.0, "unit": "samples"}
+Free = Callable[[Sequence[str]], Mapping[str, Mapping[str, float]]]
 
 
-def elastic(
-    *more: str, free: Callable[[Sequence[str]], Mapping[str, Mapping[str, float]]] = lambda excluded: {}
-) -> Elastic:
+def elastic(*more: str, free: Free = lambda excluded: {}) -> Elastic:
     """Of four workers with a CPU each; free: as `Elastic` takes it."""
     wanted = config("workers=4", "train.global_batch_size=12", "tracking.enabled=false", *more)
-    task = read_task(wanted)
-
-    def prepared(config: Config, workers: int) -> Prepared:
-        return prepare(config, task, workers, devices_per_node=None)
-
-    return Elastic(wanted, prepared(wanted, 4), {"CPU": 1.0}, prepared, free)
+    prepare_for = functools.partial(prepare, task=read_task(wanted), devices_per_node=None)
+    return Elastic(wanted, prepare_for(wanted, workers=4), {"CPU": 1.0}, lambda c, n: prepare_for(c, workers=n), free)
 
 
 class Scene:
-    """A run of four workers on nodes a, b, c and d; it is its own `Workers`, playing one attempt after another.
-
-    An attempt is a function of the scene: what it does when the workers run, and what ends them.
-    """
+    """A run of four workers on nodes a, b, c and d; it is its own `Workers`, playing one attempt after another."""
 
     restartable = True
 
@@ -52,63 +42,56 @@ class Scene:
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.nodes = {name: {"CPU": 1.0} for name in "abcd"}
         self.sizes: list[int] = []
-        self.never_begin: list[Any] = []  # attempts whose workers find no place
         keys = [f"fault.{key}={value}" for key, value in ({"elastic_seconds": 0.0} | fault).items()]
         self.elastic = elastic("strategy=ddp", *keys, free=self.free)
-        prepared = self.elastic.first
-        self.job = Job(prepared.config, prepared.layout, "/nowhere", "x", "y", 5, "/")
-        run: Any = SimpleNamespace(local_folder=Path("/nowhere"), manifest=SimpleNamespace(name="x", uid="y"))
-        run.storage, run.attempt, run.lease = None, "x", SimpleNamespace(step=0, successor=None)
-        console: Any = SimpleNamespace(say=self.said.append, progress=lambda event: None)
-        self.driver: Any = Driver(run, prepared.config, console, resolve_tracking(prepared.config.tracking, "/nowhere"))
-        self.driver.progress = SimpleNamespace(note=lambda values: None)
-        self.driver.tracker = SimpleNamespace(
-            tags=self.tags.update,
-            metrics=lambda step, values, time=None: self.logged.append((step, values)),
-        )
+        first = self.elastic.first
+        self.job = Job(first.config, first.layout, "/nowhere", "x", "y", 5, "/")
+        run = mock.Mock(local_folder=Path("/nowhere"), storage=None, **{"lease.successor": None})
+        settings = resolve_tracking(first.config.tracking, "/nowhere")
+        self.driver = Driver(run, first.config, mock.Mock(say=self.said.append), settings)
+        self.driver.progress = mock.Mock()
+        self.driver.tracker = mock.Mock(tags=self.tags.update)
+        self.driver.tracker.metrics = lambda step, values, time=None: self.logged.append((step, values))
         nodes = Nodes(is_alive=lambda node: node in self.nodes, oom_kills=lambda node: 0)
         self.supervisor = Supervisor(self, self.driver, self.elastic, nodes=nodes)
 
-    def go(self, *attempts: Callable[[Scene], Failures]) -> None:
+    def go(self, *attempts: Attempt) -> None:
         self.left = iter(attempts)
         self.supervisor.run(self.job)
 
     def free(self, excluded: Sequence[str]) -> dict[str, dict[str, float]]:
         return {name: has for name, has in self.nodes.items() if name not in excluded}
 
+    def steps(self, step: int) -> None:
+        self.driver.handle({"type": "progress", "seconds_per_step": 0.1, "rate": 1.0, "unit": "samples", "step": step})
+
     # --- Workers --------------------------------------------------------------------------------------------------
 
     def start(self, job: Job) -> None:
         self.now = job
         self.sizes.append(job.layout.dims.world_size)
-        usable = [name for name in self.nodes if name not in job.config.cluster.exclude_nodes]
-        places = (usable * 4)[: self.sizes[-1]]
+        places = ([*self.free(job.config.cluster.exclude_nodes)] * 4)[: self.sizes[-1]]
         self.infos = [WorkerInfo(rank, 100 + rank, f"10.0.0.{rank}", name) for rank, name in enumerate(places)]
         self.attempt = next(self.left)
-        self.unplaced = self.attempt in self.never_begin
         self.statuses: dict[int, Status] = {}
-        self.polls = 0
 
     def poll(self, stop: bool) -> Poll:
-        self.polls += 1
-        if self.polls == 1 and not self.unplaced:
+        if not self.statuses and self.attempt is not finds_no_place:
             self.statuses = {info.rank: Status("training", 0, 0, True, 0.0) for info in self.infos}
             return Poll([{"type": "worker", "info": info} for info in self.infos], self.statuses, placed=True)
         ended = self.attempt(self)
-        return Poll([], self.statuses, ended, placed=not self.unplaced)
-
-    def steps(self, step: int) -> None:
-        self.driver.handle(PROGRESS | {"step": step})
-
-    def ask(self, question: str) -> dict[int, str]:
-        return {}
+        return Poll([], self.statuses, ended, placed=bool(self.statuses))
 
     def kill(self, infos: list[WorkerInfo]) -> None: ...
 
     def stop(self) -> None: ...
 
 
-def dies(rank: int, step: int, *, node_goes: str = "") -> Callable[[Scene], Failures]:
+Attempt = Callable[[Scene], Failures | None]
+"""What it does when the workers run, and what ends them."""
+
+
+def dies(rank: int, step: int, *, node_goes: str = "") -> Attempt:
     def attempt(scene: Scene) -> Failures:
         scene.steps(step)
         scene.nodes.pop(node_goes, None)
@@ -117,7 +100,7 @@ def dies(rank: int, step: int, *, node_goes: str = "") -> Callable[[Scene], Fail
     return attempt
 
 
-def waits(scene: Scene) -> Failures | None:
+def finds_no_place(scene: Scene) -> Failures | None:
     return None
 
 
@@ -130,20 +113,6 @@ def finishes(scene: Scene) -> Failures:
     return {}
 
 
-def pauses_for_more(step: int, **nodes: float) -> Callable[[Scene], Failures | None]:
-    """Nodes come back; once the supervisor has noticed them the workers pause."""
-
-    def attempt(scene: Scene) -> Failures | None:
-        scene.nodes |= {name: {"CPU": cpus} for name, cpus in nodes.items()}
-        scene.steps(step)
-        if scene.supervisor.more is None:
-            return None
-        scene.driver.summary = {"stopped": True, "step": step}
-        return {}
-
-    return attempt
-
-
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.launchers.elastic.LOOK_SECONDS", 0.0)
@@ -152,15 +121,20 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_four_three_two_four_workers_of_the_same_run() -> None:
+    def pauses_for_more(scene: Scene) -> Failures | None:
+        """Nodes come back; once the supervisor has noticed them the workers pause."""
+        scene.nodes |= {name: {"CPU": 1.0} for name in "cd"}
+        scene.steps(30)
+        scene.driver.summary = {"stopped": True, "step": 30}
+        return None if scene.supervisor.more is None else {}
+
     scene = Scene()
-    again = pauses_for_more(30, c=1.0, d=1.0)
-    scene.go(dies(3, 10, node_goes="d"), dies(2, 8, node_goes="c"), again, finishes)  # type: ignore[arg-type]
+    scene.go(dies(3, 10, node_goes="d"), dies(2, 8, node_goes="c"), pauses_for_more, finishes)
     assert scene.sizes == [4, 3, 2, 4]
     sizes = {step: v["fault/workers"] for step, v in scene.logged if "fault/workers" in v}
     assert [sizes[step] for step in sorted(sizes)] == [3.0, 2.0, 4.0], "each above the one before, also after a rewind"
-    assert (
-        "worker 3, process 103 on 10.0.0.3, died after step 10 with its node; there is room for 3 of 4" in scene.said[0]
-    )
+    said = "worker 3, process 103 on 10.0.0.3, died after step 10 with its node; there is room for 3 of 4"
+    assert said in scene.said[0]
     assert scene.tags["trireme.restarts"] == "2", "growing is no failure"
     assert scene.driver.metrics._values["restarts"] == 2
     assert scene.now.layout == scene.job.layout
@@ -168,8 +142,7 @@ def test_four_three_two_four_workers_of_the_same_run() -> None:
 
 def test_a_place_that_does_not_come_back_in_time() -> None:
     scene = Scene(max_restarts=1, elastic_seconds=0.3)
-    scene.never_begin.append(waits)
-    scene.go(dies(3, 10, node_goes="d"), waits, finishes)  # type: ignore[arg-type]
+    scene.go(dies(3, 10, node_goes="d"), finds_no_place, finishes)
     assert scene.sizes == [4, 4, 3], "waiting counts for nothing"
     assert "waiting for their places" in scene.said[0] and "worker 3" in scene.said[1], "the cause is what it was"
 
@@ -178,10 +151,10 @@ def test_an_excluded_node_is_used_again_when_the_others_go() -> None:
     scene = Scene()
     scene.nodes = {name: {"CPU": 4.0} for name in "ab"}
 
-    def dies_on_a(step: int) -> Callable[[Scene], Failures]:
+    def dies_on_a(step: int) -> Attempt:
         return lambda scene: dies(next(i.rank for i in scene.infos if i.node == "a"), step)(scene)
 
-    def b_goes(scene: Scene) -> Failures:
+    def b_goes(scene: Scene) -> Failures | None:
         assert scene.now.config.cluster.exclude_nodes == ["a"] and scene.tags["trireme.excluded_nodes"] == "a"
         assert "2 failures began at that node" in scene.said[1]
         return dies(0, 30, node_goes="b")(scene)
@@ -208,17 +181,17 @@ def test_a_worker_that_does_not_begin_is_a_failure() -> None:
         return None
 
     scene = Scene(start_seconds=0.2)
-    scene.go(waits, finishes)  # type: ignore[arg-type]
+    scene.go(waits, finishes)
     assert "worker 2 did not begin within 0.2 s and died before the first step" in scene.said[0]
 
 
 def test_rewinds_are_marked() -> None:
     scene = Scene()
-    scene.driver.step = 17
-    start = {"type": "start", "steps": 60, "device": "cpu", "parameters": 1}
-    for step in (15, 15):
-        scene.driver.handle(start | {"resumed_from": step, "step": step})
-    assert scene.logged[0] == (17, {"fault/rewind_steps": 2.0})
+    scene.steps(17)
+    for _ in range(2):
+        start = {"type": "start", "steps": 60, "device": "cpu", "parameters": 1}
+        scene.driver.handle(start | {"resumed_from": 15, "step": 15})
+    assert {"fault/rewind_steps": 2.0} in [values for step, values in scene.logged if step == 17]
 
 
 # --- numbers of workers: which make a layout, how many find room, and when to use it --------------------------------

@@ -1,30 +1,19 @@
-"""The losses that never hold float32 copies of all logits: equal to the plain one alone, in the task, and under every
-kind of layout."""
+"""The losses that never hold float32 copies of all logits: equal to the plain one. (Under every kind of layout:
+test_models.py.)"""
 
-import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.config_io import load_config, to_dict
 from app.models import cross_entropy as module
 from app.models.cross_entropy import CHUNKS, cross_entropy, linear_cross_entropy
-from experiments.parity import curves
-from experiments.parity.curves import Curve
-from experiments.parity.experiment import make_trial
-from strategies.parallelize import Options, choose
-from tests.pool import run_distributed
 
-CPU = torch.device("cpu")
 WORDS = 9000
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -54,7 +43,7 @@ OURS = pytest.mark.parametrize("loss", [of_logits, linear_cross_entropy])
 
 
 @OURS
-@pytest.mark.parametrize("tokens", [1, 5, 37, 64])
+@pytest.mark.parametrize("tokens", [1, 37, 64])
 def test_in_float32_loss_and_gradients_are_the_plain_ones(
     monkeypatch: pytest.MonkeyPatch, loss: Loss, tokens: int
 ) -> None:
@@ -73,14 +62,6 @@ def test_in_16_bits_it_is_as_near_to_the_truth_as_the_plain_one(loss: Loss, dtyp
     for one, other, truth in zip(found, usual, exact):
         error, least = ((each.double() - truth).abs().max() / truth.abs().max() for each in (one, other))
         assert error <= 1.5 * least + 1e-3, (error, least)
-
-
-def test_under_autocast_float32_parameters_get_float32_gradients() -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        found, expected = (all_of(loss, *example(40)) for loss in (linear_cross_entropy, plain))
-    for one, other in zip(found, expected):
-        assert one.dtype == torch.float32
-        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
 
 @OURS
@@ -154,36 +135,3 @@ def test_logits_are_written_over_only_where_no_backward_needs_them(last: Callabl
         loss(last(F.linear(x, weight)), targets).backward()
         grads.append(weight.grad)
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-8)
-
-
-# --- in the task ------------------------------------------------------------------------------------------------
-
-
-SHAPE: dict[str, Any] = {"sequence_length": 16, "d_model": 32, "n_layers": 2, "n_heads": 2}
-
-
-def _values(text: str, linear: bool, tied: bool) -> dict[str, Any]:
-    args = json.dumps(SHAPE | {"data": text, "linear_loss": linear, "tie_weights": tied})
-    given = ["task=language_modelling", f"task_args={args}", "train.global_batch_size=8", "train.clip_norm=0.5"]
-    return to_dict(load_config([], [*given, "optimizer.lr=0.01"]))
-
-
-def _train(_: int, name: str, workers: int, values: dict[str, Any], options: dict[str, Any]) -> tuple[Curve, int]:
-    """The curve, and how many micro-batches' losses the model gave."""
-    trial = replace(make_trial(values, steps=4), micro_batches=2)
-    with mock.patch("app.models.gpt.linear_cross_entropy", wraps=linear_cross_entropy) as called:
-        curve = curves.train(trial, choose(name, workers), Options(**options), CPU)
-    return curve, called.call_count
-
-
-ROWS = [("ddp", {}, 8), ("fsdp", {}, 8), ("tensor", {}, 0), ("pipeline", {"schedule": "zb_h1"}, 0)]
-
-
-@pytest.mark.parametrize(("name", "options", "losses"), ROWS, ids=[name for name, *_ in ROWS])
-def test_a_layout_trains_the_same_with_it_asked_for(text: str, name: str, options: dict[str, Any], losses: int) -> None:
-    for tied in (False, True):
-        truth, none = _train(0, "single", 1, _values(text, False, tied), {})
-        found, given = run_distributed(_train, 2, name, 2, _values(text, True, tied), options)[0]
-        assert (none, given) == (0, losses)
-        differs = curves.difference(truth, found)
-        assert differs.loss <= 5e-6 and differs.norm <= 5e-5 and differs.weights <= 1e-3, (name, differs)

@@ -18,6 +18,7 @@ from tests.running import ROOT
 
 EXPERIMENT = str(ROOT / "experiments" / "gpt.yaml")
 LARGE = ["task_args.d_model=4096", "task_args.n_layers=16", "task_args.n_heads=32", "task_args.sequence_length=1024"]
+LARGE += ["task_args.vocab_size=65536"]
 TINY = [
     "task=image_classification",
     "task_args={data: digits, model: mlp, model_args: {hidden: [64]}}",

@@ -1,16 +1,17 @@
 """What a plan is for, what is tried of it on this machine, and what is measured: machine, trial, calibrate."""
 
 import dataclasses
-import math
+import inspect
+import itertools
 import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from click.testing import CliRunner
-from torch.overrides import TorchFunctionMode
 
 from app.cli import group
 from app.config_io import load_config
@@ -27,10 +28,8 @@ from app.planner.trial import Trial, max_batch, search
 from cluster import hardware
 from cluster.files import read_cluster
 from cluster.hardware import HardwareError
-from cluster.shape import NodeState, of_gpus, of_nodes
+from cluster.shape import ClusterShape, NodeState, of_gpus, of_nodes
 from tests.app.planner.conftest import TINY, with_memory
-
-# --- what a plan is for ------------------------------------------------------------------------------------------
 
 
 def test_the_heads_gpus_count() -> None:
@@ -57,42 +56,30 @@ def test_the_command_line_adds_to_a_cluster_and_does_not_contradict_it() -> None
             find(asked, "auto")
 
 
-def _node(address: str, head: bool = False, **resources: float) -> NodeState:
-    first = {"node:__internal_head__": 1.0} if head else {}
-    return NodeState(address, "", {**first, "memory": 8e9, **resources}, {})
-
-
 def test_a_cluster_without_gpus_is_its_cpus_and_a_gpu_that_ray_does_not_name_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shape = of_nodes([_node("a", True, CPU=4.0), _node("b", CPU=16.0), _node("c", CPU=16.0)])
-    monkeypatch.setattr("app.planner.machine.connected_shape", lambda: shape)
+    def cluster(**worker: float) -> ClusterShape:
+        head = NodeState("a", "", {"node:__internal_head__": 1.0, "memory": 8e9, "CPU": 4.0}, {})
+        return of_nodes([head, *(NodeState(name, "", {"memory": 8e9, **worker}, {}) for name in "bc")])
+
+    monkeypatch.setattr("app.planner.machine.connected_shape", lambda: cluster(CPU=16.0))
     found = find(Asked(), "20")
     assert (found.world, found.per_node, found.device.is_cpu) == (20, 16, True)
-    shape = of_nodes([_node("a", True, CPU=4.0), _node("b", GPU=4.0), _node("c", GPU=4.0)])
+    monkeypatch.setattr("app.planner.machine.connected_shape", lambda: cluster(GPU=4.0))
     with pytest.raises(UserError, match="name it with --gpu"):
         find(Asked(), "auto")
-    monkeypatch.setattr("app.planner.machine.cluster_file", lambda _: "cluster.yaml")
-    monkeypatch.setattr("app.planner.machine.read_cluster", lambda _: shape)
-    found = find(Asked(gpu="t4", cluster="cluster.yaml"), "auto")
+    found = of_shape(cluster(GPU=4.0), None, "t4")
     assert (found.world, found.per_node, found.device.gpu.name) == (8, 4, "t4")
-
-
-# --- trying ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 64])
 def test_the_search_finds_the_largest(count: int) -> None:
-    for largest in range(-1, count):
-        for first in {0, count // 2, count - 1}:
-            asked: list[int] = []
-
-            def runs(place: int, asked: list[int] = asked, largest: int = largest) -> bool:
-                asked.append(place)
-                return place <= largest
-
-            assert search(first, range(1, count + 1), runs) == largest
-            assert asked[0] == first and len(asked) == len(set(asked)) <= 2 * count.bit_length() + 1
+    for largest, first in itertools.product(range(-1, count), {0, count // 2, count - 1}):
+        runs = mock.Mock(side_effect=largest.__ge__)
+        assert search(first, range(1, count + 1), runs) == largest
+        asked = [call.args[0] for call in runs.call_args_list]
+        assert asked[0] == first and len(asked) == len(set(asked)) <= 2 * count.bit_length() + 1
 
 
 def _hangs(rank: int, own: Any) -> None:
@@ -112,9 +99,6 @@ def test_a_try_is_a_few_real_steps_and_what_fails_or_hangs_is_ended(tiny: Reader
         in_processes(_hangs, 1, timeout=2)
 
 
-# --- what is measured --------------------------------------------------------------------------------------------
-
-
 def test_this_machine_is_calibrated() -> None:
     found = calibrate.calibrate(2)
     name, file = keep(found)
@@ -122,37 +106,22 @@ def test_this_machine_is_calibrated() -> None:
     assert cpus(2).device.gpu.rate("fp32") == found["peak"]["fp32"] > 1e8 and found["link_within"] > 1e6
 
 
-class Operands(TorchFunctionMode):
-    """Looks at what is computed on: the least standard deviation of any large tensor."""
-
-    least = math.inf
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for x in args:
-            if isinstance(x, torch.Tensor) and x.numel() > 2**16 and function is not torch.Tensor.std:
-                self.least = min(self.least, x.std().item())
-        return function(*args, **kwargs or {})
-
-
 def test_what_is_measured_is_measured_on_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ones draw less power, so that a GPU's clock stays higher than in training."""
-    reduced = list[torch.Tensor]()
-    monkeypatch.setattr(calibrate.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(calibrate.dist, "all_reduce", lambda x, op=None: reduced.append(x))
+    spread = list[float]()
 
     def once(function: Any, *_: Any, **__: Any) -> float:
-        with Operands() as looked:
-            function()
-        measured.append(looked.least)
+        function()
+        used = inspect.getclosurevars(function).nonlocals.values()
+        spread.extend(x.float().std().item() for x in used if isinstance(x, torch.Tensor) and x.numel() > 2**16)
         return 1.0
 
-    measured = list[float]()
+    monkeypatch.setattr(calibrate.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(calibrate.dist, "all_reduce", lambda x, op=None: None)
     monkeypatch.setattr(calibrate, "seconds_of", once)
     calibrate._alone(torch.device("cpu"))
     calibrate._links(torch.device("cpu"), "within")
-    found = [spread for spread in measured if spread < math.inf]
-    assert len(found) == 3, "two products and an addition"
-    assert min(*found, *(x.std().item() for x in reduced)) > 0.4
+    assert len(spread) == 7 and min(spread) > 0.4, "of two products, an addition and an all-reduce"
 
 
 def test_a_gpu_that_the_catalogue_lacks_is_known_once_measured() -> None:
@@ -178,25 +147,29 @@ def test_a_catalogue_of_ones_own_that_is_wrong_is_one_sentence(text: str, said: 
 
 
 def test_max_batch_writes_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "run", lambda tree, workers, limit: Trial(0.1, 1e6) if (
-        tree["train"]["micro_batch_size"] <= 7) else Trial(failure="MemoryError"))  # fmt: skip
-    file = tmp_path / "best.yaml"
-    arguments = [*TINY, "strategy=ddp", "--gpu", "cpu", "--gpus", "2", "--max-batch", "--write", str(file)]
-    result = CliRunner().invoke(group, ["plan", *arguments])
+    tried, file, cpu = list[dict[str, Any]](), tmp_path / "best.yaml", ["--gpu", "cpu", "--gpus", "2", "--max-batch"]
+
+    def run(tree: dict[str, Any], workers: int, limit: float) -> Trial:
+        tried.append(tree["train"])
+        return Trial(0.1, 1e6) if tree["train"]["micro_batch_size"] <= 7 else Trial(failure="MemoryError")
+
+    monkeypatch.setattr(trial, "run", run)
+    result = CliRunner().invoke(group, ["plan", *TINY, "strategy=ddp", *cpu, "--write", str(file)])
     assert result.exit_code == 0 and "7 is the largest that runs" in result.output, result.output
     assert "8 does not (MemoryError)" in result.output
     assert load_config([file]).train.micro_batch_size == 7 and load_config([file]).strategy == "ddp"
+    two = [min(64, 2 * 2 * each["micro_batch_size"]) for each in tried]
+    assert [each["global_batch_size"] for each in tried] == two, "two micro-batches tell the memory of many"
 
 
-def test_a_try_has_two_micro_batches_and_none_may_run(tiny: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_may_run_of_what_is_tried(tiny: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     config, given = load_config([], [*TINY, "strategy=ddp"]), frozenset({"strategy", "train.activation_checkpointing"})
     plan = make_plan(config, tiny.task, cpus(2), given=given, reader=tiny)
     machine = with_memory(cpus(2), trial._with_size(plan, plan.rows[0], 5).memory_bytes)
-    plan, tried = make_plan(config, tiny.task, machine, given=given, reader=tiny), list[dict[str, Any]]()
-    monkeypatch.setattr(trial, "run", lambda tree, *_: tried.append(tree) or Trial(failure="no"))
+    plan = make_plan(config, tiny.task, machine, given=given, reader=tiny)
+    monkeypatch.setattr(trial, "run", lambda *_: Trial(failure="no"))
     _, row, found = max_batch(plan)
     assert row is None and (found["predicted"], found["largest"], found["share"]) == (5, 0, 32)
-    assert tried[0]["train"]["global_batch_size"] == 2 * 2 * 5, "two micro-batches tell the memory of many"
 
 
 def test_a_variant_of_a_gpu_is_what_is_written_of_it_and_slower_by_its_power_limit() -> None:

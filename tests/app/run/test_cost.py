@@ -8,7 +8,7 @@ from app.errors import UserError
 from app.run.cost import Meter, check_budget, must_stop, rate_of
 from app.storage import Storage
 from tests.cluster.test_pending import HEAD_NODE, SHAPE, node
-from tests.running import POINTS, ROOT, committed, mlflow_run, trireme
+from tests.running import POINTS, ROOT, Lines, committed, mlflow_run, start_soon, trireme, wait_until
 
 
 def test_the_rate_is_the_share_of_the_nodes() -> None:
@@ -52,42 +52,31 @@ def test_the_meter_goes_on_over_starts_and_knows_what_was_wasted(
 
 
 @pytest.mark.slow
-def test_a_run_stops_with_a_checkpoint_when_its_budget_is_spent(
-    tmp_path: Path, ray_environment: dict[str, str]
+@pytest.mark.parametrize(("launcher", "starting"), [("actors", False), ("actors", True), ("ray", True)])
+def test_a_run_stops_when_its_budget_is_spent_with_a_checkpoint_if_it_has_begun(
+    tmp_path: Path, ray_environment: dict[str, str], launcher: str, starting: bool
 ) -> None:
-    run = ["train", *POINTS, "train.steps=1000000", "run.name=dear", f"run.storage={tmp_path}", "workers=2"]
-    run += [f"cluster.file={priced(tmp_path)}", "budget=25"]
-    ended = trireme(*run, env=ray_environment)
-    assert ended.code == 130, ended.out + ended.err
-    assert "of a budget of $25.00: saving a checkpoint and stopping" in ended.out
-    assert committed(tmp_path / "dear"), "its checkpoint is there"
+    """Two of the four CPUs cost a quarter of a dollar a second."""
+    file, text = tmp_path / "cluster.yaml", (ROOT / "cluster" / "laptop.yaml").read_text()
+    file.write_text(text.replace("price_per_hour: 0", "price_per_hour: 1800"))
+    budget, slow, folder = 8 if starting else 25, tmp_path / "slow", tmp_path / "dear"
+    own = ["train", *POINTS, f"run.storage={tmp_path}", "strategy=ddp", f"launcher={launcher}"]
+    run = [*own, "train.steps=1000000", "run.name=dear", "workers=2", f"cluster.file={file}", f"budget={budget}"]
+    run += ["task_args.step_seconds=300", f"task_args.slow_while={slow}"]
+    process = start_soon(run, env=ray_environment)
+    lines = Lines(process)
+    wait_until((folder / "run.json").exists)  # the driver has tried a step by then
+    if starting:
+        slow.touch()
+    assert process.wait() == 130, lines.text
+    slow.unlink(missing_ok=True)
+    how = "stopping before training begins" if starting else "saving a checkpoint and stopping"
+    lines.when(f"of a budget of ${budget}.00: {how}")
+    assert ("stopped before training began" in lines.text) == starting and bool(committed(folder)) != starting
     metrics = mlflow_run(tmp_path, "dear").data.metrics
-    assert 22 < metrics["cost/dollars"] <= 25 and 0 < metrics["cost/wasted_dollars"] < metrics["cost/dollars"]
+    assert 0.87 * budget < metrics["cost/dollars"] <= budget and metrics["cost/wasted_dollars"] > 0
+    assert (metrics["cost/wasted_dollars"] == metrics["cost/dollars"]) == starting
     again = trireme(*run, env=ray_environment)
     assert again.code == 2 and "budget is spent" in again.err, again.err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["ray", "actors"])
-def test_workers_that_are_still_starting_spend_no_more_than_the_budget(
-    tmp_path: Path, ray_environment: dict[str, str], launcher: str
-) -> None:
-    run = ["train", *POINTS, "train.steps=9", "run.name=slow", f"run.storage={tmp_path}", "workers=2"]
-    run += [f"cluster.file={priced(tmp_path)}", "budget=8", f"launcher={launcher}", "task_args.step_seconds=300"]
-    run += ["strategy=ddp"]  # the planner would measure a step
-    ended = trireme(*run, env=ray_environment)
-    assert ended.code == 130 and "stopped before training began" in ended.err, ended.out + ended.err
-    assert "of a budget of $8.00: stopping before training begins" in ended.out
-    assert not committed(tmp_path / "slow")
-    metrics = mlflow_run(tmp_path, "slow").data.metrics
-    assert 7 < metrics["cost/dollars"] <= 8 and metrics["cost/wasted_dollars"] == metrics["cost/dollars"]
-    run = ["train", *POINTS, "train.steps=2", "run.name=next", f"run.storage={tmp_path}", "workers=4"]
-    after = trireme(*run, env=ray_environment)
+    after = trireme(*own, "train.steps=2", "run.name=next", "workers=4", env=ray_environment)
     assert after.code == 0, f"all four CPUs are free again: {after.out + after.err}"
-
-
-def priced(folder: Path) -> str:
-    """A cluster file by which two of the four CPUs cost a quarter of a dollar a second."""
-    file, text = folder / "cluster.yaml", (ROOT / "cluster" / "laptop.yaml").read_text()
-    file.write_text(text.replace("price_per_hour: 0", "price_per_hour: 1800"))
-    return str(file)

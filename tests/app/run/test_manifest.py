@@ -1,65 +1,87 @@
-"""What a run's folder holds of its configuration."""
+"""A run's folder: what it holds of its configuration, which of its starts may write there, and what others see."""
 
+import json
 import os
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from app.cli import group
 from app.config import Config, RunConfig, TrackingConfig, TrainConfig
 from app.errors import UserError
-from app.lease import is_current, write_lease
+from app.lease import LEASE_SECONDS, is_current, write_lease
+from app.run.history import history
+from app.run.look import look
 from app.run.manifest import Run
+from app.run.progress import ProgressFile
+from app.tracking.settings import Settings
+from app.tracking.tracker import Tracker
+
+EVENT = {"step": 30, "steps": 50, "loss": 0.25, "rate": 1200.0, "unit": "samples", "seconds_left": 20.0}
+EVENT |= {"memory_bytes": 5e8, "evaluated": {"loss": 0.5}}
+
+
+def start(folder: Path, name: str = "kept", **more: Any) -> Run:
+    return Run(Config(task="language_modelling", run=RunConfig(name=name, storage=str(folder)), **more))
+
+
+def begin(folder: Path, name: str = "kept", **more: Any) -> Run:
+    run = start(folder, name, **more)
+    run.open(run.config, 50)
+    return run
+
+
+def step(run: Run) -> None:
+    progress = ProgressFile(run.storage, run.attempt)
+    progress.note(EVENT)
+    progress.close()
 
 
 def test_a_secret_of_the_configuration_stays_out_of_the_runs_folder(tmp_path: Path) -> None:
-    def start(token: str) -> Run:
+    def secret(token: str) -> dict[str, Any]:
         args = {"hf_token": token, "pad_token": "<pad>", "nested": {"api_key": token}, "label_key": "y"}
-        tracking = TrackingConfig(uri=f"https://me:{token}@host/x")
-        run = RunConfig(name="kept", storage=str(tmp_path))
-        return Run(Config(task="language_modelling", task_args=args, tracking=tracking, run=run))
+        return {"task_args": args, "tracking": TrackingConfig(uri=f"https://me:{token}@host/x")}
 
-    run = start("planted-1")
-    run.open(run.config, 5)
+    run = begin(tmp_path, **secret("planted-1"))
     run.end("stopped")
     written = {file.name: file.read_text() for file in (tmp_path / "kept").rglob("*") if file.is_file()}
     assert set(written) == {"run.json", "config.yaml"}
     assert not [name for name, text in written.items() if "planted" in text], written
     assert "pad_token: <pad>" in written["config.yaml"] and "label_key: y" in written["config.yaml"]
-    assert start("planted-2").manifest.uid == run.manifest.uid, "the same run, also with a newer token"
+    assert start(tmp_path, **secret("planted-2")).manifest.uid == run.manifest.uid, "the same run with a newer token"
 
 
 def test_a_start_that_was_taken_over_leaves_the_folder_to_its_successor(tmp_path: Path) -> None:
-    run = RunConfig(name="kept", storage=str(tmp_path))
-    first, second = (Run(Config(task="image_classification", run=run)) for _ in range(2))
-    first.open(first.config, 5)
+    second, first = start(tmp_path), begin(tmp_path)
     write_lease(second.storage, second.attempt, 0)
     second.manifest.starts = 2
     second.save()
     first.end("failed")
     assert is_current(second.folder, second.attempt) and not is_current(first.folder, first.attempt)
-    assert Run(second.config).manifest.status == second.manifest.status != "failed"
+    assert start(tmp_path).manifest.status == second.manifest.status != "failed"
     second.end("finished")
-    assert Run(second.config).finished and not (tmp_path / "kept" / "lease.json").exists()
+    assert start(tmp_path).finished and not (tmp_path / "kept" / "lease.json").exists()
 
 
 def test_of_several_that_start_at_one_moment_one_trains(tmp_path: Path) -> None:
-    run = RunConfig(name="kept", storage=str(tmp_path))
-    starts = [Run(Config(task="image_classification", run=run)) for _ in range(6)]
-    barrier, refused = threading.Barrier(len(starts)), list[str]()
+    starts = [start(tmp_path) for _ in range(6)]
+    barrier = threading.Barrier(len(starts))
 
-    def start(own: Run) -> None:
+    def refusal(own: Run) -> str:
         barrier.wait()
         try:
             own.open(own.config, 5)
         except UserError as error:
-            refused.append(str(error))
+            return str(error)
+        return ""
 
-    threads = [threading.Thread(target=start, args=(own,)) for own in starts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(starts)) as pool:
+        refused = [said for said in pool.map(refusal, starts) if said]
     (winner,) = [own for own in starts if is_current(own.folder, own.attempt)]
     assert len(refused) == len(starts) - 1 and f"by process {os.getpid()} on " in refused[0]
     assert "at step 0 of 5: wait for it, add --take-over" in refused[0]
@@ -67,15 +89,69 @@ def test_of_several_that_start_at_one_moment_one_trains(tmp_path: Path) -> None:
 
 
 def test_a_run_that_never_trained_may_become_another(tmp_path: Path) -> None:
-    def start(seed: int) -> Run:
-        run = RunConfig(name="kept", storage=str(tmp_path))
-        return Run(Config(task="language_modelling", train=TrainConfig(seed=seed), run=run))
-
-    first = start(0)
-    first.open(first.config, 5)
+    first = begin(tmp_path, train=TrainConfig(seed=0))
     first.end("failed")
-    second = start(1)
+    second = start(tmp_path, train=TrainConfig(seed=1))
     assert second.manifest.uid == first.manifest.uid and second.manifest.identity["train.seed"] == 1
     (tmp_path / "kept" / "progress.json").write_text("{}")
     with pytest.raises(UserError, match=r"was started with train.seed=0, and this is train.seed=1"):
-        start(1)
+        start(tmp_path, train=TrainConfig(seed=1))
+
+
+def test_a_run_is_starting_then_running_then_finished_and_starting_again(tmp_path: Path) -> None:
+    run = begin(tmp_path)
+    assert look(run.storage).state == "starting"
+    step(run)
+    seen = look(run.storage)
+    assert (seen.state, seen.step, seen.steps, seen.loss) == ("running", 30, 50, 0.25)
+    assert seen.evaluated == {"loss": 0.5} and f"process {os.getpid()} on " in seen.driver
+    run.end("finished", {"step": 50, "metrics": {}})
+    assert look(run.storage).state == "finished" and not look(run.storage).driver
+    again = begin(tmp_path)
+    assert (look(again.storage).state, look(again.storage).step) == ("starting", 30), "an earlier start's progress"
+    again.end("stopped")
+
+
+def test_a_run_without_a_living_driver_is_lost(tmp_path: Path) -> None:
+    run, lease = begin(tmp_path), tmp_path / "kept" / "lease.json"
+    for change, silent_for, state in [
+        ({"process_started": 1.0}, 0.0, "lost"),  # another process of that number
+        ({"host": "far.away"}, LEASE_SECONDS / 2, "starting"),
+        ({"host": "far.away"}, LEASE_SECONDS + 5, "lost"),
+    ]:
+        lease.write_text(json.dumps(json.loads(lease.read_text()) | change))
+        os.utime(lease, (time.time() - silent_for,) * 2)
+        assert look(run.storage).state == state
+    run.end("stopped")
+
+
+def test_runs_and_watch_say_how_it_is_and_what_is_not_there(tmp_path: Path) -> None:
+    def say(*words: str, code: int = 0) -> str:
+        result = CliRunner().invoke(group, list(words))
+        assert result.exit_code == code and "Traceback" not in result.output
+        return result.output
+
+    for name, end in (("gpt", ("failed",)), ("mnist", ("finished", {"step": 50, "metrics": {"eval/loss": 0.5}}))):
+        run = begin(tmp_path, name)
+        step(run)
+        run.end(*end)
+    listed = say("runs", str(tmp_path))
+    assert [line.split()[:2] for line in listed.splitlines()[1:]] == [["mnist", "finished"], ["gpt", "failed"]]
+    assert "30/50  0.2500  0.5000" in listed and "50/50  0.2500  0.5000" in listed, "its last start took no step"
+    assert "mnist finished after step 50 of 50: loss 0.5" in say("watch", str(tmp_path / "mnist"))
+    assert "gpt failed after step 30 of 50" in say("watch", str(tmp_path / "gpt"), code=1)
+    assert "there is no folder" in say("runs", str(tmp_path / "none"), code=2)
+    assert "did you mean 'mnist'?" in say("watch", str(tmp_path / "mnits"), code=2)
+
+
+def test_what_a_run_has_logged_is_a_frame_without_replays_and_machines(tmp_path: Path) -> None:
+    run = begin(tmp_path)
+    tracker = Tracker(run.local_folder / "tracking", Settings("", ""), run_name="x", run_uid="y", parent=tmp_path)
+    tracker.start()
+    for at, loss in [(1, 3.0), (2, 2.0), (3, 1.5), (2, 9.0), (4, 1.0)]:  # after a resume step 2 comes again
+        tracker.metrics(at, {"train/loss": loss} | ({"eval/loss": 2.5} if at == 4 else {}))
+    tracker.emit({"type": "metrics", "step": None, "time": 1.0, "values": {"system/node-0/cpu": 5.0}})
+    frame = history(run.storage)
+    assert frame["train/loss"].to_dict() == {1: 3.0, 2: 2.0, 3: 1.5, 4: 1.0}
+    assert frame["eval/loss"].dropna().to_dict() == {4: 2.5} and set(frame) == {"train/loss", "eval/loss"}
+    run.end("stopped")

@@ -7,7 +7,7 @@ import pytest
 
 from app.errors import UserError
 from app.job import strategy_options
-from app.run.prepare import default_micro_batch_size, prepare, read_task
+from app.run.prepare import Prepared, default_micro_batch_size, prepare, read_task
 from app.run.rehearse import PICK_BYTES
 from strategies.layout import LayoutError, check, choose
 from tests.chain import config
@@ -17,7 +17,14 @@ INTERLEAVED = ["parallel.schedule=interleaved_1f1b", "parallel.chunks=2", "train
 TRACED = ["parallel.trace_step=50", "train.steps=5", "train.micro_batch_size=4"]
 WRONG = "task=tests.chain:Wrong"
 SPLIT = ["strategy=context", "parallel.cp=2"]
+RING = [*SPLIT, "parallel.context=ring"]
 GPT = ["task=language_modelling", "task_args={data: strategies/fsdp.py, n_layers: 1, d_model: 96}"]
+TWO_THIRDS = int(psutil.virtual_memory().total / PICK_BYTES * 2 / 3) // 2 * 2  # of this machine's memory
+
+
+def prepared(*more: str) -> Prepared:
+    wanted = config(*more)
+    return prepare(wanted, read_task(wanted), wanted.parallel.pp or 2, devices_per_node=2)
 
 
 @pytest.mark.parametrize(
@@ -44,8 +51,7 @@ def test_micro_batches_that_nobody_decided(share: int, stages: int, schedule: st
     ],
 )
 def test_remarks_on_the_batch_and_the_length(more: list[str], said: list[str]) -> None:
-    wanted = config(*more)
-    notes = prepare(wanted, read_task(wanted), 2, devices_per_node=None).notes
+    notes = prepared(*more).notes
     assert len(notes) == len(said) and all(part in note for part, note in zip(said, notes, strict=True))
 
 
@@ -54,7 +60,6 @@ def test_remarks_on_the_batch_and_the_length(more: list[str], said: list[str]) -
     [
         ([*PIPELINE, "parallel.pp=5"], "parallel.pp is 5, but the model has only 4 blocks: write at most 4"),
         ([*PIPELINE, *INTERLEAVED], "groups of 2, one per stage, but a step has 3: .*schedule=1f1b, which takes any"),
-        ([*PIPELINE, "parallel.stages=[1,2]"], "adds up to 3 blocks, but the model has 4"),
         ([WRONG, "task_args.what=empty", "strategy=ddp"], "Sequential has no parameters"),
         ([WRONG, "task_args.what=misnamed", "strategy=fsdp"], r"names the block 'bloks.1'.*did you mean blocks.1"),
         ([WRONG, "task_args.what=fork", "strategy=tensor"], r"'blocks.\*.upp' matches no module of Net"),
@@ -63,31 +68,19 @@ def test_remarks_on_the_batch_and_the_length(more: list[str], said: list[str]) -
         ([WRONG, "task_args.what=twice", *PIPELINE], "the task calls the model twice"),
         ([WRONG, "task_args.what=twice in metrics", *PIPELINE], "the task calls the model twice"),
         (
-            [*GPT, *SPLIT, "task_args.sequence_length=130"],
+            [*GPT, *RING, "task_args.sequence_length=130"],
             "130 tokens.*4 equal pieces: write a sequence length of 128 or",
         ),
-        ([*GPT, "parallel.ep=2"], "parallel.ep is 2, but GPT has no experts that can be split"),
+        ([*GPT, "strategy=fsdp", "parallel.ep=2"], "parallel.ep is 2, but GPT has no experts that can be split"),
         ([*GPT, *SPLIT, "parallel.context=ulysses", "task_args.n_heads=3"], "3 heads over .* = 2 .*context=ring"),
         ([WRONG, "task_args.what=fork", *SPLIT], "Net cannot be told where in the sequence its tokens are"),
         ([WRONG, "task_args.what=own generator", *PIPELINE], "a random generator of its own.*2 workers need the same"),
+        (["strategy=ddp", f"train.global_batch_size={TWO_THIRDS}"], "samples on a machine take .* GB, and this one"),
     ],
 )
 def test_what_does_not_fit_the_model_is_known_before_a_worker_starts(more: list[str], said: str) -> None:
-    wanted = config(*more)
     with pytest.raises((LayoutError, UserError), match=said):
-        prepare(
-            wanted,
-            read_task(wanted),
-            (wanted.parallel.pp or 2) * (wanted.parallel.dp_shard or 1),
-            devices_per_node=None,
-        )
-
-
-def test_a_batch_must_fit_with_all_workers_of_a_machine() -> None:
-    two_thirds = int(psutil.virtual_memory().total / PICK_BYTES * 2 / 3) // 2 * 2
-    wanted = config("strategy=ddp", f"train.global_batch_size={two_thirds}")
-    with pytest.raises(UserError, match=r"samples on a machine take .* GB, and this one has"):
-        prepare(wanted, read_task(wanted), 2, devices_per_node=2)
+        prepared(*more)
 
 
 def test_a_deepspeed_file_is_read_before_a_worker_starts(tmp_path: Path) -> None:

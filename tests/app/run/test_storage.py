@@ -1,22 +1,34 @@
-"""Storage: the same calls locally and on an object store, atomic writes, and one sentence for a bad place."""
+"""Storage: the same calls locally and on an object store, atomic writes, and one sentence for a bad place. One that is
+full or away fails the checkpoint, not the run (whole runs: tests/faults); a start that another has superseded ends."""
 
 import os
+import shutil
+import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
+from app import loop, persistence
 from app.checkpoint import CheckpointError
-from app.checkpoint.dcp import HashedFiles
+from app.checkpoint.dcp import HashedFiles, HashingStream
+from app.config_io import load_config
 from app.errors import UserError
+from app.job import Job, Place, SilentChannel
+from app.run.manifest import Run
+from app.run.prepare import prepare, read_task
 from app.storage import Storage
 from tests.app.checkpoint.kit import save
+from tests.running import committed, wait_until
 
 
-@pytest.fixture(params=["local", "file", "memory", "s3"])
+@pytest.fixture(params=["local", "memory", "s3"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    urls = {"local": str(tmp_path), "file": f"file://{tmp_path}", "memory": f"memory://{uuid.uuid4().hex}"}
+    urls = {"local": str(tmp_path), "memory": f"memory://{uuid.uuid4().hex}"}
     url = request.getfixturevalue("bucket") if request.param == "s3" else urls[request.param]
     return Storage(url).join("runs", "a")
 
@@ -28,6 +40,7 @@ def test_write_read_list_remove(storage: Storage) -> None:
     storage.write_bytes("deep/er/two.bin", b"22")
     storage.write_bytes("one.json", b"111")
     assert storage.read_bytes("one.json") == b"111" and storage.size("one.json") == 3
+    assert abs(time.time() - storage.modified("one.json")) < 60
     assert storage.list() == ["deep", "one.json"] and storage.list("deep/er") == ["two.bin"]
     assert storage.join("deep", "er").read_bytes("two.bin") == b"22"
     assert storage.exists("deep")
@@ -35,12 +48,11 @@ def test_write_read_list_remove(storage: Storage) -> None:
         assert file.read(1) == b"2"
     storage.rename("one.json", "uno.json")
     assert storage.list() == ["deep", "uno.json"]
-    storage.remove("uno.json")
-    storage.remove("uno.json")
-    storage.remove_tree("deep")
-    storage.remove_tree("deep")
+    for _ in range(2):
+        storage.remove("uno.json")
+        storage.remove_tree("deep")
     assert storage.list() == []
-    for call in (storage.read_bytes, storage.size):
+    for call in (storage.read_bytes, storage.size, storage.modified):
         with pytest.raises(FileNotFoundError):
             call("uno.json")
 
@@ -49,7 +61,7 @@ def test_local_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/nobody")
     assert Storage("runs/../out").url == str(tmp_path / "out")
-    assert Storage("runs").local_path == tmp_path / "runs"
+    assert Storage("runs").local_path == Storage(f"file://{tmp_path}/runs").local_path == tmp_path / "runs"
     assert Storage("~/runs").url == "/home/nobody/runs"
     assert Storage("memory://b/").url == "memory://b"
     with pytest.raises(ValueError, match="not a local folder"):
@@ -81,3 +93,88 @@ def test_failures_on_s3(bucket: str) -> None:
         Storage("s3://absent/runs").check_writable()
     with pytest.raises(CheckpointError, match="The specified bucket does not exist"):
         save("s3://absent/runs", 1)
+
+
+def train(
+    storage: Path,
+    *more: str,
+    heed: Callable[[dict[str, Any]], object] = lambda event: None,
+    opened: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    """The summary of 20 steps in this process. heed: is told all events. opened: called before the worker begins."""
+    own = ["task=tests.tasks:Points", "train.global_batch_size=16", "train.steps=20", "checkpoint.every_steps=5"]
+    config = load_config([], [*own, "run.name=run", f"run.storage={storage}", "strategy=single", *more])
+    run, channel = Run(config), SilentChannel()
+    channel.emit = heed  # type: ignore[method-assign, assignment]
+    prepared = prepare(config, read_task(config), 1, devices_per_node=None)
+    run.open(prepared.config, prepared.steps)
+    job = Job(config, prepared.layout, run.folder, run.attempt, run.manifest.uid, prepared.steps, ".", leased=True)
+    opened()
+    try:
+        return loop.train(job, Place(0, 1, 0, torch.device("cpu")), channel)
+    finally:
+        run.end("stopped")
+
+
+def test_a_storage_that_is_away_fails_checkpoints_and_not_the_run_and_a_start_waits_for_it(tmp_path: Path) -> None:
+    """The worker's start, not the driver's: as after the death of a worker; it does not begin anew."""
+    here, elsewhere, warnings = tmp_path / "here", tmp_path / "elsewhere", list[str]()
+
+    def take_away() -> None:
+        here.rename(elsewhere)
+        here.mkdir()  # where it was mounted
+
+    def heed(event: dict[str, Any]) -> None:
+        if event["type"] == "checkpoint" and event["step"] == 10:
+            wait_until(lambda: 10 in committed(here / "run"))
+            take_away()
+        elif event["type"] == "warning":
+            warnings.append(event["text"])
+            assert not list(here.glob("run/checkpoints/*")), "nothing is written where the storage is not"
+            shutil.rmtree(here)
+            elsewhere.rename(here)
+
+    assert train(here, heed=heed)["step"] == 20 and committed(here / "run")[-1] == 20
+    summary = train(here, "train.steps=30", heed=heed, opened=take_away)
+    assert summary["resumed_from"] == 20 and summary["step"] == 30
+    failed, waits = warnings
+    assert "the storage cannot be reached" in failed and "cannot be reached: waiting for it" in waits
+    assert failed.endswith("training continues, and the next one is tried when it is due")
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """full: whether there is no room now for a piece of a checkpoint."""
+    state: dict[str, Any] = {}
+    write = HashingStream.write
+
+    def perhaps(self: HashingStream, data: Any) -> int:
+        if state["full"]():
+            self.cause = OSError(28, "No space left on device")
+            raise self.cause
+        return write(self, data)
+
+    monkeypatch.setattr(HashingStream, "write", perhaps)
+    monkeypatch.setattr(persistence, "RETRY_SECONDS", (0.01, 0.01, 0.01))
+    return state
+
+
+def test_room_that_comes_back_after_the_last_step_is_waited_for(tmp_path: Path, disk: dict[str, Any]) -> None:
+    answers = iter([True])
+    disk["full"] = lambda: next(answers, False)
+    assert train(tmp_path, "checkpoint.every_steps=null")["step"] == 20
+    assert committed(tmp_path / "run") == [20] and next(answers, None) is None
+
+
+def test_a_disk_that_stays_full_fails_the_last_checkpoint_in_a_sentence(tmp_path: Path, disk: dict[str, Any]) -> None:
+    disk["full"] = lambda: bool(committed(tmp_path / "run"))
+    with pytest.raises(CheckpointError, match=r"step 20 in .* could not be saved \(No space left on device\)"):
+        train(tmp_path)
+    assert committed(tmp_path / "run") == [5], "what was committed before is untouched"
+
+
+def test_a_start_that_is_superseded_commits_nothing_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(persistence, "is_current", lambda folder, attempt: False)
+    with pytest.raises(CheckpointError, match="another attempt of this run has taken over") as caught:
+        train(tmp_path)
+    assert caught.value.superseded and committed(tmp_path / "run") == []

@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow import MlflowClient
 
+from app.tracking import uploader
 from app.tracking.spool import State
-from app.tracking.tracker import sync
+from app.tracking.tracker import WriterProcess, sync
+from app.tracking.writer import claim
 from tests.app.tracking.kit import Store, tracker
+from tests.running import seed
 
 TASK = """
 import torch
@@ -27,13 +31,10 @@ class Toy(Task):
     def __init__(self, *, width: int = 3, token: str = "") -> None:
         self.width = width
         assert token == "sesame"
-
     def build_model(self):
         return Net(4, self.width)
-
     def train_data(self):
         return TensorDataset(torch.ones(8, 4), torch.zeros(8, dtype=torch.long))
-
     def loss(self, model, batch):
         return model(batch[0]).sum()
 """
@@ -50,15 +51,39 @@ class Nothing:  # only mlflow, torch and what they need
 sys.meta_path[:] = [Nothing(), *(finder for finder in sys.meta_path if "editable" not in repr(finder))]
 import mlflow, torch
 mlflow.set_tracking_uri(sys.argv[1])
-model = mlflow.pytorch.load_model(f"runs:/{sys.argv[2]}/model")
+model = mlflow.pytorch.load_model(sys.argv[2])
 print(type(model).__name__, sys.modules[type(model).__module__].__file__)
 print(model(torch.ones(1, 4)).tolist())
-asked = mlflow.pyfunc.load_model(f"runs:/{sys.argv[2]}/model").predict(torch.ones(1, 4).numpy())
-assert asked.tolist() == model(torch.ones(1, 4)).tolist()
-info = mlflow.models.get_model_info(f"runs:/{sys.argv[2]}/model")
-signature = info.signature
-print(signature.inputs.inputs[0].shape, signature.outputs.inputs[0].shape, bool(info.saved_input_example_info))
+print(mlflow.pyfunc.load_model(sys.argv[2]).predict(torch.ones(1, 4).numpy()).tolist())
+info = mlflow.models.get_model_info(sys.argv[2])
+inputs, outputs = info.signature.inputs.inputs[0], info.signature.outputs.inputs[0]
+print(inputs.shape, outputs.shape, bool(info.saved_input_example_info))
 """
+
+
+@pytest.fixture
+def uri(tmp_path: Path) -> str:
+    """Of an empty database of one's own."""
+    seed([f"run.storage={tmp_path}"])
+    return f"sqlite:///{tmp_path / 'mlflow.db'}"
+
+
+@pytest.fixture
+def inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a tracker's writer would deliver is delivered by `finish`, in this process."""
+
+    def deliver(self: WriterProcess, timeout: float) -> str:
+        claim(self._folder, self._attempt)
+        delivers = uploader.Uploader(self._folder, self._uri)
+        try:
+            assert not delivers.deliver()
+        except (uploader.TransientError, uploader.PermanentError) as error:
+            delivers.failed(str(error))
+            return str(error)
+        return ""
+
+    monkeypatch.setattr(WriterProcess, "keep", lambda self: None)
+    monkeypatch.setattr(WriterProcess, "wait", deliver)
 
 
 def test_a_run_and_its_continuation_are_one_run(
@@ -78,45 +103,63 @@ def test_a_run_and_its_continuation_are_one_run(
     first.text("lr: 0.1\n", "config.yaml")
     for nonsense in ({"type": "params", "values": 3}, {"type": "artifact"}, {"type": "unknown"}):
         first.emit(nonsense)
-    for step in range(1500):
+    for step in range(1100):
         first.metrics(step, {"loss": 1 / (step + 1), "bad(key)": 2.0})
-    first.metrics(1500, {"nan": math.nan, "up": math.inf, "down": -math.inf})
+    first.metrics(1100, {"nan": math.nan, "up": math.inf, "down": -math.inf})
     first.emit({"type": "metrics", "step": None, "time": begun + 7.4, "values": {"system/n/cpu": 5.0}})
     delivery = first.finish("FAILED", message="one sentence")
     assert delivery.complete and delivery.problem == ""
     assert delivery.run_id == State.load(folder).run_id == store.run() and delivery.run_id in delivery.url
-    assert store.status() == "FAILED" and abs(store.end_seconds() - time.time()) < 300
-    assert store.history("loss") == [(step, 1 / (step + 1)) for step in range(1500)]
-    assert store.steps("bad_key_") == list(range(1500))
-    assert store.history("nan") == [(1500, None)]
+    assert store.run("status") == "FAILED" and abs(store.run("end_time") / 1000 - time.time()) < 300
+    assert store.history("loss") == [(step, 1 / (step + 1)) for step in range(1100)]
+    assert store.steps("bad_key_") == list(range(1100))
+    assert store.history("nan") == [(1100, None)]
     assert store.history("down")[0][1] < -1e308 < 1e308 < store.history("up")[0][1]
     assert store.steps("system/n/cpu") == [7]
-    params = store.params()
+    params, tags = store.values("params"), store.values("tags")
     assert (params["task.hf_token"], params["task.bad key_"], params["p149"]) == ("***", "1", "149")
-    tags = store.tags()
     assert (tags["color"], tags["trireme.message"], tags["mlflow.parentRunId"]) == ("green", "one sentence", "p")
     assert len(tags["long"]) == 5000 and tags["mlflow.runName"] == "a-run"
-    assert store.query("select user_id from runs where run_uuid = ?", store.run())[0][0] == tags["mlflow.user"]
-    files = {str(p.relative_to(store.artifacts())): p.read_text() for p in store.artifacts().rglob("*") if p.is_file()}
+    assert store.run("user_id") == tags["mlflow.user"]
+    kept = tmp_path / "mlartifacts" / delivery.run_id / "artifacts"
+    assert store.run("artifact_uri") == kept.as_uri()
+    files = {str(path.relative_to(kept)): path.read_text() for path in kept.rglob("*") if path.is_file()}
     assert files == {"plots/figure.txt": "small", "tree/leaf/a": "a", "config.yaml": "lr: 0.1\n"}
     assert "missing is no longer there" in caplog.text
 
     again = tracker(folder, uri)
     again.params({"lr": 0.2, "p0": 0})
-    for step in range(1400, 1600):  # from the last checkpoint
+    for step in range(1000, 1200):  # from the last checkpoint
         again.metrics(step, {"loss": 1 / (step + 1)})
     assert again.finish("FINISHED").complete
-    assert store.status() == "FINISHED"
-    assert store.history("loss") == [(step, 1 / (step + 1)) for step in range(1600)]
-    assert store.params()["lr"] == "0.1" and store.tags()["trireme.param.lr"] == "0.2"
-    assert "trireme.param.p0" not in store.tags()
+    assert store.run("status") == "FINISHED"
+    assert store.history("loss") == [(step, 1 / (step + 1)) for step in range(1200)]
+    assert store.values("params")["lr"] == "0.1" and store.values("tags")["trireme.param.lr"] == "0.2"
+    assert "trireme.param.p0" not in store.values("tags")
+
+
+@pytest.mark.parametrize("other", ["", "another's"])
+def test_a_database_is_whole_when_it_appears_and_the_first_one_stays(
+    other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow makes one in a hundred steps and without a lock."""
+    file = tmp_path / "deep" / "mlflow.db"
+
+    def make(uri: str) -> None:
+        if (part := Path(uri.removeprefix("sqlite:///"))) != file:
+            assert not file.exists()
+            part.write_text("ours")
+            if other:  # meanwhile
+                file.write_text(other)
+
+    monkeypatch.setattr(uploader, "MlflowClient", make)
+    uploader.connect(f"sqlite:///{file}")
+    assert file.read_text() == (other or "ours") and list(file.parent.iterdir()) == [file]
 
 
 def test_what_cannot_be_delivered_yet_is_told_and_waits(uri: str, tmp_path: Path, inline: None) -> None:
-    from mlflow import MlflowClient
-
     client, folder = MlflowClient(uri), tmp_path / "spool"
-    experiment = client.get_experiment_by_name("tests").experiment_id
+    experiment = client.create_experiment("tests")
     client.delete_experiment(experiment)
     run = tracker(folder, uri)
     run.metrics(3, {"loss": 1.0})
@@ -126,56 +169,43 @@ def test_what_cannot_be_delivered_yet_is_told_and_waits(uri: str, tmp_path: Path
     assert delivery.problem == State.load(folder).problem
     client.restore_experiment(experiment)
     assert sync(folder).complete and State.load(folder).problem == ""
-    assert Store(uri).status() == "FINISHED" and Store(uri).steps("loss") == [3]
+    assert Store(uri).run("status") == "FINISHED" and Store(uri).steps("loss") == [3]
     assert sync(tmp_path / "nothing-here").complete
 
 
-def test_a_deleted_run_is_filled_anew_and_what_forgot_how_far_it_was_doubles_nothing(
-    uri: str, tmp_path: Path, inline: None
+def test_lost_answers_a_deleted_run_and_a_forgotten_state_double_nothing(
+    uri: str, tmp_path: Path, inline: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mlflow import MlflowClient
-
-    store, ids = Store(uri), []
-    # After the first start a person deletes the run; before the third the state is lost; for the fourth the run has
-    # moved to another machine, where there is no spool of it.
-    for folder, first, last in (("spool", 0, 20), ("spool", 10, 30), ("spool", 25, 50), ("elsewhere", 40, 60)):
-        if first == 25:
-            (tmp_path / "spool" / "delivered.json").unlink()
-        run = tracker(tmp_path / folder, uri)
-        run.params({"lr": 1})
-        for step in range(first, last):
-            run.metrics(step, {"loss": float(step)})
-        delivery = run.finish("FINISHED")
-        assert delivery.complete and delivery.run_id
-        ids.append(delivery.run_id)
-        if first == 0:
-            MlflowClient(uri).delete_run(delivery.run_id)
-    assert ids[0] != ids[1] == ids[2] == ids[3] == store.run()
-    assert store.steps("loss") == list(range(60)) and store.params() == {"lr": "1"}
-
-
-def test_lost_answers_double_nothing(uri: str, tmp_path: Path, inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLflow has taken the points, and that it has is never heard of."""
-    from mlflow import MlflowClient
-
-    run = tracker(tmp_path / "spool", uri)
-    for step in range(2500):
-        run.metrics(step, {"loss": float(step)})
+    """MLflow has taken two batches of each start, and that it has is never heard of. After the first start a person
+    deletes the run, which is filled anew; before the third the state is lost; for the fourth the run has moved to
+    another machine, where there is no spool of it."""
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "sesame")
-    log_batch, calls = MlflowClient.log_batch, []
+    monkeypatch.setitem(uploader.BATCH, "metrics", 5)
+    log_batch, sent, store, ids = MlflowClient.log_batch, list[int](), Store(uri), list[str]()
 
     def lose(self: MlflowClient, *args: Any, **values: Any) -> None:
         log_batch(self, *args, **values)
-        calls.append(len(values.get("metrics", ())))
-        if "metrics" in values and sum(map(bool, calls)) <= 2:
-            raise ConnectionError("reset sesame")
+        if "metrics" in values:
+            sent.append(len(values["metrics"]))
+            if len(sent) <= lost:
+                raise ConnectionError("reset sesame")
 
     monkeypatch.setattr(MlflowClient, "log_batch", lose)
-    assert "reset ***" in run.finish("FINISHED").problem
-    assert "reset" in run._writer.wait(0.0) and run._writer.wait(0.0) == ""
-    assert Store(uri).status() == "FINISHED"
-    assert Store(uri).steps("loss") == list(range(2500))
-    assert sum(calls) == 2500, "points that MLflow already had were sent again"
+    for folder, first, last in (("spool", 0, 20), ("spool", 10, 30), ("spool", 25, 50), ("elsewhere", 40, 60)):
+        if first == 25:
+            (tmp_path / "spool" / "delivered.json").unlink()
+        run, lost = tracker(tmp_path / folder, uri), len(sent) + 2
+        run.params({"lr": 1})
+        for step in range(first, last):
+            run.metrics(step, {"loss": float(step)})
+        assert "reset ***" in run.finish("FINISHED").problem
+        assert "reset" in run._writer.wait(0.0) and run._writer.wait(0.0) == ""
+        ids.append(State.load(run.folder).run_id)
+        if first == 0:
+            MlflowClient(uri).delete_run(ids[0])
+    assert ids[0] != ids[1] == ids[2] == ids[3] == store.run() and store.run("status") == "FINISHED"
+    assert store.steps("loss") == list(range(60)) and store.values("params") == {"lr": "1"}
+    assert sum(sent) == 20 + 60, "points that MLflow already had were sent again"
 
 
 def test_the_model_loads_where_there_is_only_mlflow_and_torch(
@@ -199,24 +229,23 @@ def test_the_model_loads_where_there_is_only_mlflow_and_torch(
     run.model(recipe | {"task_args": {"width": 5, "token": "sesame"}, "metrics": {"eval/loss": 0.25}})
     run.model(recipe | {"task_args": {"width": 6, "token": "sesame"}})  # does not fit its weights
     delivery = run.finish("FINISHED")
-    assert delivery.complete and Store(uri).status() == "FINISHED"
+    assert delivery.complete and Store(uri).run("status") == "FINISHED"
     assert "size ***" in caplog.text, "what is a secret here stands in no sentence"
     assert not [path for path in run.folder.rglob("*") if path.is_file() and b"sesame" in path.read_bytes()]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    loaded = subprocess.run(
-        [sys.executable, "-c", LOAD, uri, delivery.run_id], cwd="/", env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", LOAD, uri, f"runs:/{delivery.run_id}/model"]
+    loaded = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
     assert loaded.returncode == 0, loaded.stderr
-    lines = loaded.stdout.splitlines()
-    assert lines[0].startswith("Net /tmp") and str(tmp_path / "code") not in lines[0], loaded.stderr
-    assert lines[1] == str(model(torch.ones(1, 4)).tolist())
-    assert lines[2] == "(-1, 4) (-1, 5) True"
+    origin, *answers, about = loaded.stdout.splitlines()
+    assert origin.startswith("Net /tmp") and str(tmp_path / "code") not in origin, loaded.stderr
+    assert answers == [str(model(torch.ones(1, 4)).tolist())] * 2 and about == "(-1, 4) (-1, 5) True"
     assert Store(uri).steps("eval/loss") == [7]
-    models = Store(uri).query("select status, artifact_location from logged_models where name = 'model'")
-    folder = Path(models[0][1].removeprefix("file://"))
+    location = Store(uri).query("select artifact_location from logged_models where name = 'model'")[0][0]
+    folder = Path(location.removeprefix("file://"))
     pins = (folder / "requirements.txt").read_text().split()
     assert f"torch=={torch.__version__.split('+')[0]}" in pins and any(pin.startswith("mlflow==3.") for pin in pins)
     monkeypatch.setattr("app.__file__", "/lib/site-packages/app/__init__.py")
+    monkeypatch.setattr("app.tracking.model.packages_distributions", lambda: {"app": ["trireme"], "torch": ["torch"]})
     assert not [pin for pin in _origins(model, "app.tasks:Task")[1] if "trireme" in pin], "its sources are copied"
     assert (folder / "code" / "toys" / "tracked.py").exists() and not list(folder.rglob("worker.py"))
     assert Store(uri).query("select metric_name, metric_value from logged_model_metrics") == [("eval/loss", 0.25)]
@@ -234,5 +263,5 @@ def test_a_model_that_ends_the_writer_is_left_out(
     for _ in range(2):
         with pytest.raises(SystemExit):
             sync(run.folder)
-    assert sync(run.folder).complete and Store(uri).status() == "FINISHED"
-    assert "ended the writer, 3 times" in Store(uri).tags()["trireme.model_error"]
+    assert sync(run.folder).complete and Store(uri).run("status") == "FINISHED"
+    assert "ended the writer, 3 times" in Store(uri).values("tags")["trireme.model_error"]

@@ -27,16 +27,16 @@ def events(folder: Path) -> list[dict]:
 def append(folder: Path, *some: dict) -> None:
     spool = Spool(folder)
     for event in some:
-        spool.append(event)
+        spool.append({"type": "metrics"} | event)
     spool.close()
 
 
 def test_what_is_appended_is_read_in_order_whatever_its_size(tmp_path: Path) -> None:
-    append(tmp_path, {"type": "text", "text": "x" * 3_000_000})
-    append(tmp_path, *({"type": "metrics", "n": n, "value": (-1) ** n * math.inf} for n in range(40_000)))
-    found = events(tmp_path)
-    assert len(found[0]["text"]) == 3_000_000
-    assert [(e["n"], e["value"]) for e in found[1:]] == [(n, (-1) ** n * math.inf) for n in range(40_000)]
+    sizes = [3_000_000, *[5000] * 500]
+    long = [{"n": n, "value": (-1) ** n * math.inf, "text": "x" * size} for n, size in enumerate(sizes)]
+    append(tmp_path, *long[:9])
+    append(tmp_path, *long[9:])
+    assert events(tmp_path) == [{"type": "metrics"} | event for event in long]
 
 
 def test_a_line_being_written_waits_for_its_end(tmp_path: Path) -> None:
@@ -53,11 +53,11 @@ def test_any_damage_costs_only_the_lines_it_touches(
     tmp_path_factory: pytest.TempPathFactory, cut: int, junk: bytes
 ) -> None:
     folder = tmp_path_factory.mktemp("spool")
-    append(folder, *({"type": "metrics", "number": number} for number in range(10)))
+    append(folder, *({"number": number} for number in range(10)))
     data = (folder / "events.jsonl").read_bytes()
     (folder / "events.jsonl").write_bytes(data[:cut] + junk)  # a machine that lost power leaves anything at the end
     whole = max(0, data[:cut].count(b"\n") - 1)  # an empty line is the first
-    append(folder, {"type": "metrics", "number": 99})
+    append(folder, {"number": 99})
     numbers = [e["number"] for e in events(folder) if "number" in e]
     assert numbers[:whole] == list(range(whole)) and numbers[-1] == 99
 
@@ -96,10 +96,7 @@ def test_a_full_disk_is_reported_once_and_loses_nothing(tmp_path: Path) -> None:
     assert [event["n"] for event in events(tmp_path)] == [0, 1, 2, 3]
 
 
-# -- where to track, and what is said of it
-
-
-def test_no_secret_reaches_the_spool(tmp_path: Path) -> None:
+def test_no_secret_reaches_the_spool_and_a_writer_that_gets_nowhere_ends_with_its_driver(tmp_path: Path) -> None:
     uri = "http://user:sesame@127.0.0.1:9"
     tracker = Tracker(tmp_path, Settings(uri, "e"), run_name="r", run_uid="u")
     tracker.start()
@@ -108,42 +105,29 @@ def test_no_secret_reaches_the_spool(tmp_path: Path) -> None:
     tracker.text(f"password: sesame\nuri: {uri}", "config.yaml")
     delivery = tracker.finish("FAILED", message=f"cannot reach {uri}", timeout=0.1)
     assert not delivery.complete and "127.0.0.1:9 does not answer" in delivery.problem
+    wait_until(lambda: not look_at_lock(tmp_path, "writer")[0], 3)
     for path in tmp_path.rglob("*"):
         assert path.is_dir() or b"sesame" not in path.read_bytes(), path
-
-
-def test_a_writer_that_gets_nowhere_ends_with_its_driver(tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path, Settings("http://127.0.0.1:9", "e"), run_name="r", run_uid="u")
-    tracker.start()
-    assert not tracker.finish("FINISHED", timeout=0.1).complete
-    wait_until(lambda: not look_at_lock(tmp_path, "writer")[0], 3)
 
 
 def resolve(uri: str | None, storage: str = "runs", environ: dict[str, str] | None = None) -> Settings:
     return resolve_tracking(SimpleNamespace(uri=uri, experiment=None), storage, environ or {})
 
 
-def test_configuration_before_environment_before_storage(tmp_path: Path) -> None:
-    environ = {"MLFLOW_TRACKING_URI": "http://env:1", "MLFLOW_EXPERIMENT_NAME": "from-env"}
-    assert resolve("http://config:2", str(tmp_path), environ).uri == "http://config:2"
-    from_environment = resolve(None, str(tmp_path), environ)
-    assert (from_environment.uri, from_environment.experiment) == ("http://env:1", "from-env")
-    assert from_environment.artifact_location is None
-    embedded = resolve(None, f"file://{tmp_path}")
-    assert embedded.uri == f"sqlite:///{tmp_path}/mlflow.db"
-    assert embedded.artifact_location == (tmp_path / "mlartifacts").as_uri()
-    assert embedded.experiment == "trireme"
-
-
-def test_a_folder_means_a_database_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configuration_before_environment_before_a_database_in_the_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
+    environ = {"MLFLOW_TRACKING_URI": "http://env:1", "MLFLOW_EXPERIMENT_NAME": "from-env"}
+    assert resolve("http://config:2", environ=environ) == Settings("http://config:2", "from-env")
+    assert resolve(None, environ=environ).uri == "http://env:1"
     for uri in (str(tmp_path / "x"), "./x", f"file://{tmp_path}/x", f"file:{tmp_path}/x"):
         assert resolve(uri).uri == f"sqlite:///{tmp_path}/x/mlflow.db"
     assert resolve("sqlite:///here.db").uri == f"sqlite:///{tmp_path}/here.db"
     assert resolve("mlruns").uri == f"sqlite:///{tmp_path}/mlruns/mlflow.db"
-    beside_an_object_store = resolve(None, "s3://bucket/runs")
-    assert beside_an_object_store.uri == f"sqlite:///{tmp_path}/runs/mlflow.db"
-    assert beside_an_object_store.artifact_location == (tmp_path / "runs/mlartifacts").as_uri()
+    for storage in ("runs", f"file://{tmp_path}/runs", "s3://bucket/runs"):
+        artifacts = (tmp_path / "runs" / "mlartifacts").as_uri()
+        assert resolve(None, storage) == Settings(f"sqlite:///{tmp_path}/runs/mlflow.db", "trireme", artifacts)
     assert resolve("postgresql://u:p@db/x", "s3://bucket/runs").artifact_location == "s3://bucket/runs/mlartifacts"
     for uri in ("databricks", "databricks://profile", "https://mlflow.example.org/path", "mysql+pymysql://u@h/d"):
         assert resolve(uri).uri == uri
@@ -153,7 +137,6 @@ def test_a_folder_means_a_database_in_it(tmp_path: Path, monkeypatch: pytest.Mon
     ("uri", "says"),
     [
         ("htp://me:sesame@host", "not an address of MLflow's: write sqlite:///FOLDER/mlflow.db, http://HOST:PORT"),
-        ("nonsense", "not an address"),
         ("localhost:5000", "http://HOST:PORT"),
         ("http://", "not an address"),
         ("postgresql://", "not an address"),

@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from app.launchers import PRELOAD
 from cluster import connect
 from cluster.fast_start import client, server, warm
 from tests.running import (
@@ -31,18 +30,20 @@ from tests.running import (
 )
 
 SAYS = """
-import atexit, json, os, resource, signal, sys, time
+import atexit, json, os, random, ray, resource, signal, sys, time
 fresh = [signal.getsignal(signal.SIGINT) is signal.default_int_handler, len(os.listdir("/proc/self/fd"))]
 print(json.dumps({"core": resource.getrlimit(resource.RLIMIT_CORE), "fresh": fresh, "argv": sys.argv,
                   "pid": os.getpid(), "parent": os.getppid(), "cwd": os.getcwd(),
-                  "own": os.environ.get("OWN"), "name": __name__, "group": os.getpgid(0)}), flush=True)
+                  "own": os.environ.get("OWN"), "name": __name__, "group": os.getpgid(0),
+                  "number": random.random(), "id": ray.ObjectID.from_random().hex()}), flush=True)
 print("to stderr", file=sys.stderr)
 atexit.register(lambda: (time.sleep(0.5), print("at its end")))
 sys.exit(int(sys.argv[1]))
 """
+SERVED = "ray.util.multiprocessing.pool"  # declares an actor, which draws from Ray's own generator, as PRELOAD does
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def owner() -> Iterator[subprocess.Popen[bytes]]:
     """A process that servers end with."""
     with subprocess.Popen(["sleep", "600"]) as process:
@@ -50,85 +51,69 @@ def owner() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-@pytest.fixture
-def forker(tmp_path: Path, owner: subprocess.Popen[bytes]) -> Iterator[tuple[str, psutil.Process]]:
-    """A fork server of ours that has imported next to nothing: its socket and process; it ends with its owner."""
-    path = str(tmp_path / "socket")
-    process = psutil.Process(client.start(path, "json", owner.pid, environment()))
+@pytest.fixture(scope="module")
+def forker(
+    tmp_path_factory: pytest.TempPathFactory, owner: subprocess.Popen[bytes]
+) -> Iterator[tuple[str, psutil.Process]]:
+    """A fork server of ours: its socket and process; it ends with its owner."""
+    path = str(tmp_path_factory.mktemp("forker") / "socket")
+    process = psutil.Process(client.start(path, SERVED, owner.pid, environment()))
     yield path, process
     assert process.status() != psutil.STATUS_ZOMBIE
     owner.kill()
-    assert process.wait(LONG) == 0 and not Path(path).exists()
+    wait_until(lambda: not Path(path).exists())  # and some seconds later it ends
 
 
-def ask(path: str, script: Path, *words: str, **more: object) -> subprocess.Popen[str]:
+def ask(path: str, folder: Path, script: str, *words: str, **more: object) -> subprocess.Popen[str]:
     """A process that asks for a fork with its own streams, and waits for its end."""
+    (folder / "script.py").write_text(script)
     env = {"PATH": os.environ["PATH"], "OWN": "yes"}
-    request = {**client.inherited(), "argv": [str(script), *words], "cwd": str(script.parent), "env": env, "wait": True}
+    request = {"argv": [str(folder / "script.py"), *words], "cwd": str(folder), "env": env, "wait": True}
     code = "import sys, json, cluster.fast_start.client as f; c = f.ask(sys.argv[1], json.loads(sys.argv[2]));"
     code += "print(f.answer(c), flush=True); print(f.answer(c))"
-    words = (sys.executable, "-c", code, path, json.dumps(request | more))
+    words = (sys.executable, "-c", code, path, json.dumps({**client.inherited(), **request, **more}))
     return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_fork_is_the_process_that_was_asked_for(forker: tuple[str, psutil.Process], tmp_path: Path) -> None:
-    script = tmp_path / "says.py"
-    script.write_text(SAYS)
-    out, err = ask(forker[0], script, "7", limits={"RLIMIT_CORE": [0, 0]}).communicate(timeout=LONG)
-    said = json.loads(next(line for line in out.splitlines() if line.startswith('{"core"')))
-    assert said["argv"] == [str(script), "7"] and said["cwd"] == str(tmp_path) and said["own"] == "yes"
-    assert said["name"] == "__main__" and said["parent"] == forker[1].pid
-    # Three streams, the folder that is being listed, and the connection over which the exit code goes.
-    assert said["core"] == [0, 0] and said["fresh"] == [True, 5], "limits, signals and open files of a new process"
-    assert said["group"] == said["pid"], "a raylet ends the process group of a worker: it must not be the server's"
-    assert f"{{'pid': {said['pid']}}}" in out and "{'exit': 7}" in out and "to stderr" in err
-    assert "at its end" in out, "who waits for it has everything that it wrote once the exit code comes"
+def test_forks_are_the_processes_that_were_asked_for_and_draw_numbers_and_ids_of_their_own(
+    forker: tuple[str, psutil.Process], tmp_path: Path
+) -> None:
+    """Two workers with the same id for their first object kill one another."""
+    drawn = []
+    for process in [ask(forker[0], tmp_path, SAYS, "7", limits={"RLIMIT_CORE": [0, 0]}) for _ in range(2)]:
+        out, err = process.communicate(timeout=LONG)
+        said = json.loads(next(line for line in out.splitlines() if line.startswith('{"core"')))
+        assert said["argv"] == [str(tmp_path / "script.py"), "7"] and said["cwd"] == str(tmp_path)
+        assert said["own"] == "yes" and said["name"] == "__main__" and said["parent"] == forker[1].pid
+        # Three streams, the folder that is being listed, and the connection over which the exit code goes.
+        assert said["core"] == [0, 0] and said["fresh"] == [True, 5], "limits, signals and open files of a new process"
+        assert said["group"] == said["pid"], "a raylet ends the process group of a worker: it must not be the server's"
+        assert f"{{'pid': {said['pid']}}}" in out and "{'exit': 7}" in out and "to stderr" in err
+        assert "at its end" in out, "who waits for it has everything that it wrote once the exit code comes"
+        drawn.append((said["number"], said["id"]))
+    assert drawn[0][0] != drawn[1][0] and drawn[0][1] != drawn[1][1]
 
 
-def test_forks_do_not_draw_the_same_numbers_or_ids(tmp_path: Path) -> None:
-    """Two workers with the same id for their first object kill one another. The real imports, since each class that is
-    declared an actor's draws from Ray's own generator."""
-    script = tmp_path / "draws.py"
-    script.write_text("import random, ray; print('drawn', random.random(), ray.ObjectID.from_random())")
-    path, drawn = client.ensure(PRELOAD, os.getpid(), environment()), []
-    for _ in range(2):
-        out, err = ask(path, script).communicate(timeout=LONG)
-        assert "drawn" in out, (out, err)
-        drawn.append(next(line for line in out.splitlines() if line.startswith("drawn")).split())
-    assert drawn[0][1] != drawn[1][1] and drawn[0][2] != drawn[1][2]
-
-
-def test_when_a_command_is_killed_its_fork_is(forker: tuple[str, psutil.Process], tmp_path: Path) -> None:
-    script = tmp_path / "sleeps.py"
-    script.write_text(f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)")
-    process = ask(forker[0], script)
-    pid = int(wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
-    assert psutil.pid_exists(pid)
-    process.kill()
-    process.communicate()
-    wait_until(lambda: not psutil.pid_exists(pid))
-
-
-def test_what_is_kept_is_listed_and_ended_unless_it_is_used(
-    tmp_path: Path,
+def test_a_fork_is_killed_with_its_command_and_a_server_is_listed_and_ended_unless_it_is_used(
     owner: subprocess.Popen[bytes],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(client, "folder", lambda: str(tmp_path))
-    path, script = str(tmp_path / "own.socket"), tmp_path / "sleeps.py"
-    pid = client.start(path, "json", owner.pid, environment())
-    script.write_text("import time; time.sleep(600)")
-    used = ask(path, script)
+    path = tmp_path / "own.socket"
+    pid = client.start(str(path), "json", owner.pid, environment())
+    used = ask(str(path), tmp_path, "import time; time.sleep(600)")
     wait_until(lambda: [each["processes"] for each in warm.kept()] == [1])
     (line,) = here(monkeypatch, capsys, "warm", "list").out.splitlines()
     assert line.startswith(f"process {pid} is kept") and " MB, serves 1 processes" in line
     assert here(monkeypatch, capsys, "warm", "stop").out == "0 ended; 1 in use (--all ends those too)\n"
+    (fork,) = psutil.Process(pid).children()
     used.kill()
     used.communicate()
-    wait_until(lambda: warm.kept()[0]["processes"] == 0)
+    wait_until(lambda: not fork.is_running() and warm.kept()[0]["processes"] == 0)
     assert here(monkeypatch, capsys, "warm", "stop").out == "1 ended\n"
-    assert not psutil.pid_exists(pid) and not Path(path).exists()
+    assert not psutil.pid_exists(pid) and not path.exists()
     assert here(monkeypatch, capsys, "warm", "list").out == "nothing is kept alive\n"
 
 
@@ -170,12 +155,11 @@ def test_a_server_whose_code_has_changed_is_replaced(tmp_path: Path, owner: subp
 
 def test_what_counts_when_a_library_is_loaded_is_in_the_key() -> None:
     base = {"PYTHONPATH": "/a", "HOME": "/b", "PYTHONBREAKPOINT": "x"}
+    same = [{"HOME": "/c", "PYTHONBREAKPOINT": "y", "RAY_JOB_ID": "01"}, {"OMP_NUM_THREADS": "3"}]  # each fork sets it
+    others = [{"PYTHONPATH": "/c"}, {"LD_LIBRARY_PATH": "/c"}, {"RAY_AUTH_MODE": "token"}]
     key = client.key("app", base)
-    assert key == client.key("app", base | {"HOME": "/c", "PYTHONBREAKPOINT": "y", "RAY_JOB_ID": "01"})
-    assert key != client.key("app", base | {"PYTHONPATH": "/c"})
-    assert key != client.key("app", base | {"LD_LIBRARY_PATH": "/c"})
-    assert key != client.key("app", base | {"RAY_AUTH_MODE": "token"})
-    assert key == client.key("app", base | {"OMP_NUM_THREADS": "3"}), "each fork sets its own"
+    assert {client.key("app", base | more) for more in same} == {key}
+    assert key not in [client.key("app", base | more) for more in others]
     assert key != client.key("other", base)
 
 

@@ -33,9 +33,5 @@ def says_its_environment(here: Here) -> None:
     here.found(**{name: value for name, value in os.environ.items() if name.startswith(("TORCH_NCCL_", "PYTORCH_"))})
 
 
-def lacks_a_package(here: Here) -> None:
-    __import__("no_such_package")
-
-
-def lacks_a_module_of_ours(here: Here) -> None:
-    __import__("app.no_such_module")
+def lacks(here: Here, module: str) -> None:
+    __import__(module)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow.tracking import MlflowClient
 
 from tests.running import ROOT, end_tree, finish, start, trireme, wait_until
 
@@ -32,30 +33,29 @@ def write(tmp_path: Path, text: str = SLOW) -> list[str]:
 
 
 def trials(tmp_path: Path) -> dict[int, dict[str, Any]]:
-    found = [json.loads(file.read_text()) for file in (tmp_path / "s").glob("*/trial.json")]
-    return {trial["index"]: trial for trial in sorted(found, key=lambda trial: trial["index"])}
+    """What is kept of each, how often its run was started, and what its driver said."""
+    found = {}
+    for file in sorted((tmp_path / "s").glob("*/trial.json")):
+        run, log = file.with_name("run.json"), file.parent / "logs" / "driver.log"
+        starts = json.loads(run.read_text())["starts"] if run.exists() else 0
+        trial = json.loads(file.read_text()) | {"starts": starts, "log": log.read_text() if log.exists() else ""}
+        found[trial["index"]] = trial
+    return found
 
 
-def starts(tmp_path: Path) -> dict[int, int]:
-    """How often each trial's run was started."""
-    manifests = {index: tmp_path / "s" / trial["name"] / "run.json" for index, trial in trials(tmp_path).items()}
-    return {index: json.loads(file.read_text())["starts"] for index, file in manifests.items()}
-
-
-def log(tmp_path: Path, trial: dict[str, Any]) -> str:
-    return (tmp_path / "s" / trial["name"] / "logs" / "driver.log").read_text()
+def resumed(trial: dict[str, Any]) -> list[int]:
+    """The steps after which it was continued."""
+    return [int(step) for step in re.findall(r"continuing after step (\d+)", trial["log"])]
 
 
 def runs(tmp_path: Path) -> dict[str, tuple[str, str | None]]:
     """Per MLflow run its status and its parent's name."""
-    from mlflow.tracking import MlflowClient
-
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     found = client.search_runs([client.get_experiment_by_name("trireme").experiment_id])
     names = {run.info.run_id: run.info.run_name for run in found}
     assert len(set(names.values())) == len(names), "no run twice"
     return {
-        run.info.run_name: (run.info.status, names.get(run.data.tags.get("mlflow.parentRunId", ""))) for run in found
+        names[run.info.run_id]: (run.info.status, names.get(run.data.tags.get("mlflow.parentRunId"))) for run in found
     }
 
 
@@ -70,19 +70,18 @@ def test_killed_and_run_again(tmp_path: Path, ray_environment: dict[str, str]) -
     wait_until(half_way)
     first.send_signal(signal.SIGKILL)
     finish(first)
-    at_kill = {index: t["reports"][-1]["step"] for index, t in trials(tmp_path).items() if t["reports"]}
-    begun = {index for index, t in trials(tmp_path).items() if t["status"] != "finished"}
-    assert begun and begun != trials(tmp_path).keys(), "some had ended, and some were under way"
+    begun = {index: t for index, t in trials(tmp_path).items() if t["status"] != "finished"}
+    assert begun and begun.keys() != trials(tmp_path).keys(), "some had ended, and some were under way"
     second = trireme(*arguments, "--json", env=ray_environment)
     assert second.code == 0, second.err
     assert second.json["trials"]["finished"] == 4
     for index, trial in trials(tmp_path).items():
         assert [r["step"] for r in trial["reports"]] == [10, 20, 30, 40, 50, 60], "nothing lost or told twice"
-        manifest = json.loads((tmp_path / "s" / trial["name"] / "run.json").read_text())
-        assert manifest["starts"] == 1 or index in begun, "what had ended was not run again"
-    steps = {i: re.findall(r"continuing after step (\d+)", log(tmp_path, trials(tmp_path)[i])) for i in begun}
+        assert trial["starts"] == 1 or index in begun, "what had ended was not run again"
+    steps = {index: resumed(trials(tmp_path)[index]) for index in begun}
     assert any(steps.values())
-    assert all(int(step) >= at_kill[i] for i, found in steps.items() for step in found), "from its last checkpoint"
+    last = {index: t["reports"][-1]["step"] if t["reports"] else 0 for index, t in begun.items()}
+    assert all(step >= last[index] for index in begun for step in steps[index]), "from its last checkpoint"
     found = runs(tmp_path)
     assert found.pop("s") == ("FINISHED", None)
     assert len(found) == 4 and set(found.values()) == {("FINISHED", "s")}
@@ -121,14 +120,13 @@ concurrent: 1
     assert ended.json["status"] == "incomplete"
     assert ended.json["trials"] == {"finished": 2, "reached": 0, "pruned": 0, "diverged": 1, "failed": 1}
     found = trials(tmp_path)
-    before = int((re.findall(r"continuing after step (\d+)", log(tmp_path, found[1])) or [0])[-1])
+    before = max(resumed(found[1]), default=0)
     assert f"not finite at step {before + 6}" in found[1]["message"] and "a bug of the user's" in found[2]["message"]
     by_index = {name[:4]: status for name, (status, _) in runs(tmp_path).items() if name.startswith("t0")}
     assert by_index == {"t000": "FINISHED", "t001": "FAILED", "t002": "FAILED", "t003": "FINISHED"}
-    before = starts(tmp_path)
-    again = trireme(*arguments, env=ray_environment)
-    assert again.code == 1
-    assert starts(tmp_path) == {**before, 2: before[2] + 1}, "what failed is tried again, and nothing else"
+    assert trireme(*arguments, env=ray_environment).code == 1
+    more = [trials(tmp_path)[index]["starts"] - trial["starts"] for index, trial in found.items()]
+    assert more == [0, 0, 1, 0], "what failed is tried again, and nothing else"
 
 
 def test_relative_paths_mean_the_folder_of_the_command(tmp_path: Path, ray_environment: dict[str, str]) -> None:

@@ -52,8 +52,7 @@ def test_a_trial_reports_every_evaluation_and_ends(tmp_path: Path) -> None:
     assert (spool / "start.json").exists() and not (spool / "writer.log").exists(), "the sweep's own writer delivers it"
     again = results(trial(setting(tmp_path), 0))
     assert [(r["step"], r.get("status")) for r in again] == [(40, None), (40, "finished")], "it is not trained again"
-    record = Trial(0, "t000", {}, "finished", reports=reports[:4])
-    told = results(trial(setting(tmp_path), 0, record))
+    told = results(trial(setting(tmp_path), 0, Trial(0, "t000", {}, "finished", reports=reports[:4])))
     assert [(r["step"], r["eval/loss"]) for r in told] == [(r["step"], r["eval/loss"]) for r in found]
 
 

@@ -1,13 +1,12 @@
 """What a stage holds while it works, counted in memory; blocks that turn out to be other than they were taken for."""
 
 import functools
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,92 +20,39 @@ from strategies.pipeline.stage import Stage
 from strategies.pipeline.weight_grad import DeferredWeightGrad, finish
 from tests.pool import run_distributed
 from tests.strategies.models import HEADS, WIDTH, Block, assert_refused, gpt_trial, language_batch, language_loss
-from tests.strategies.pipeline.test_parity import ALL, some
+from tests.strategies.pipeline.test_parity import ALL
 from tests.strategies.pipeline.test_trace import Experts
 
 CPU = torch.device("cpu")
 
 
-class Watch:
-    """Which micro-batches, once for each chunk, some input of a block is in memory of after an instruction."""
+def _counted(work: Any, kept: list[StorageWeakRef], held: list[int], *given: Any) -> None:
+    work(*given)
+    held.append(sum(not each.expired() for each in kept))
 
-    def __init__(self, parallel: Any) -> None:
-        self.runtime, self.most = parallel.runtime, 0
-        self.tensors: dict[tuple[int, int], list[StorageWeakRef]] = {}
-        self.now: tuple[int, int] | None = None
-        for name, index in (("_forward", 1), ("_backward", 1), ("_weights", 0)):
-            setattr(self.runtime, name, self._around(getattr(self.runtime, name), index, name == "_forward"))
+
+def _held(rank: int) -> list[tuple[float, int]]:
+    """By schedule the most micro-batches, once for each chunk, that are in memory after an instruction: counted by what
+    a layer in each block keeps, and by formula."""
+    found, (tokens, targets) = [], language_batch(0)
+    for options in ALL:
+        parallel: Any = curves.begin(gpt_trial(layers=4), choose("pipeline", 2), Options(**options), CPU)
+        runtime, kept, held = parallel.runtime, list[StorageWeakRef](), list[int]()
         for path, module in parallel.inner.named_modules():
-            if path.rpartition(".")[0] == "blocks":
-                module.register_forward_pre_hook(functools.partial(self._note, path))
-
-    def _around(self, method: Any, index: int, forward: bool) -> Any:
-        def around(*args: Any) -> None:
-            op, part = args[index : index + 2]
-            self.now = (part, op.micro) if forward else None
-            method(*args)
-            if forward:
-                self._add(self.runtime.alive[part, op.micro].outputs)
-            held = [key for key, found in self.tensors.items() if any(not ref.expired() for ref in found)]
-            self.most = max(self.most, len(held))
-
-        return around
-
-    def _note(self, path: str, _: nn.Module, inputs: Any) -> None:
-        if self.now is not None and self.runtime.stage.assignment.part_of[path] == self.now[0]:
-            self._add(inputs)
-
-    def _add(self, tensors: Iterable[Tensor]) -> None:
-        """What one part puts out and the next of the same stage takes in is one tensor: the first one's."""
-        assert self.now is not None
-        others = {
-            ref.cdata for key, refs in self.tensors.items() if key != self.now for ref in refs if not ref.expired()
-        }
-        refs = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
-        self.tensors.setdefault(self.now, []).extend(ref for ref in refs if ref.cdata not in others)
-
-
-def _held(rank: int, stages: int, all_options: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    found, micros = [], 2 * stages
-    for options in all_options:
-        parallel: Any = curves.begin(gpt_trial(layers=2 * stages), choose("pipeline", stages), Options(**options), CPU)
-        tokens, targets = language_batch(0)
-        batches = [(tokens[:1], targets[:1])] * micros
-        watch = Watch(parallel)
-        parallel.forward_backward(batches, [1 / micros] * micros, language_loss)
-        formula = alive_by_formula(parallel.schedule(micros), rank)
-        found.append((watch.most, formula))
+            if path.endswith("norm1"):
+                module.register_forward_hook(lambda _, __, y, to=kept: to.append(StorageWeakRef(y.untyped_storage())))
+        for name in ("_forward", "_backward", "_weights"):
+            setattr(runtime, name, functools.partial(_counted, getattr(runtime, name), kept, held))
+        parallel.forward_backward([(tokens[:1], targets[:1])] * 4, [1 / 4] * 4, language_loss)
+        assert not runtime.alive and not runtime.left and held[-1] == 0
+        found.append((max(held) / (4 // runtime.placement.parts), alive_by_formula(parallel.schedule(4), rank)))
     return found
 
 
-@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_activations_in_memory_are_as_many_as_the_formula_says(stages: int) -> None:
-    options = ALL if stages == 2 else some("1f1b", "interleaved_1f1b", "zbv")
-    for rank, answer in enumerate(run_distributed(_held, stages, stages, options)):
-        for given, (held, formula) in zip(options, answer):
+def test_activations_in_memory_are_as_many_as_the_formula_says() -> None:
+    for rank, answer in enumerate(run_distributed(_held, 2)):
+        for given, (held, formula) in zip(ALL, answer):
             assert held == formula, (given["schedule"], rank)
-
-
-def _sent(_: int, options: dict[str, Any]) -> tuple[set[Any], set[Any], list[Any]]:
-    """What went from stage to stage in training, in evaluation; and what blocks then took in."""
-    parallel: Any = curves.begin(gpt_trial(layers=4), choose("pipeline", 2), Options(**options), CPU)
-    batch, sent, taken = language_batch(0), set[Any](), list[Any]()
-    send = parallel.runtime.comm.send
-
-    def watched(kind: str, stage: int, tensors: list[Tensor], key: Any = None) -> None:
-        sent.update((kind, tensor.dtype) for tensor in tensors if key is not None)
-        send(kind, stage, tensors, key)
-
-    parallel.runtime.comm.send = watched
-    for name, module in parallel.inner.named_modules():
-        if name.startswith("blocks.") and name.count(".") == 1:
-            module.register_forward_pre_hook(lambda _, inputs: taken.append(inputs[0].dtype))
-    for _ in range(2):  # shapes are new in the first step, known in the second
-        parallel.forward_backward([batch] * 4, [1 / 4] * 4, language_loss)
-    trained, evaluated = set(sent), sent
-    evaluated.clear()
-    parallel.forward(language_loss, batch)
-    return trained, evaluated, taken
 
 
 class Casts(TorchDispatchMode):
@@ -122,42 +68,61 @@ class Casts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _casts(_: int, name: str, workers: int, options: dict[str, Any]) -> tuple[int, set[Any], set[Any]]:
-    """The most that a parameter is cast in a step; the types of gathered parameters and of their gradients."""
+def _types(_: int, name: str, workers: int, options: dict[str, Any]) -> tuple[int, dict[str, set[Any]]]:
+    """The most that a parameter is cast in a step; the types of what is sent in training and in evaluation, of what
+    blocks take in, of gathered matrices and of their gradients."""
     parallel: Any = curves.begin(gpt_trial(layers=4), choose(name, workers, pp=2), Options(**options), CPU)
-    sync = parallel.runtime.sync
-    kept, gradients, parameters = sync.chunk_done if sync else None, set[Any](), set[Any]()
+    batch, found, send, sync = language_batch(0), defaultdict(set), parallel.runtime.comm.send, parallel.runtime.sync
 
-    def done(chunk: int) -> None:
+    def sending(kind: str, stage: int, tensors: list[Tensor], key: Any = None) -> None:
+        found["sent"].update((kind, tensor.dtype) for tensor in tensors if key is not None)
+        send(kind, stage, tensors, key)
+
+    def done(chunk: int, kept: Any = sync and sync.chunk_done) -> None:
         matrices = [p for p in sync.unsharded.values() if p.dim() > 1]
-        parameters.update(p.dtype for p in matrices)
-        gradients.update(p.grad.dtype for p in matrices if p.grad is not None)
+        found["gathered"].update(p.dtype for p in matrices)
+        found["gradients"].update(p.grad.dtype for p in matrices if p.grad is not None)
         kept(chunk)
 
+    parallel.runtime.comm.send = sending
     if sync:
         sync.chunk_done = done
+    for path, module in parallel.inner.named_modules():
+        if path.rpartition(".")[0] == "blocks":
+            module.register_forward_pre_hook(lambda _, inputs: found["taken"].add(inputs[0].dtype))
+    for _ in range(2):  # shapes are new in the first step, known in the second
+        with Casts() as casts:
+            parallel.forward_backward([batch] * 4, [1 / 4] * 4, language_loss)
     own = {p.data_ptr() for p in parallel.inner.parameters()}
-    with Casts() as casts:
-        parallel.forward_backward([language_batch(0)] * 4, [1 / 4] * 4, language_loss)
-    return max((times for at, times in casts.times.items() if at in own), default=0), parameters, gradients
+    found["trained"] = found.pop("sent")
+    parallel.forward(language_loss, batch)
+    return max((times for at, times in casts.times.items() if at in own), default=0), found
 
 
-def test_a_step_casts_each_weight_once_and_gathers_it_in_the_type_of_arithmetic() -> None:
-    for times, _, _ in run_distributed(_casts, 2, "pipeline", 2, {"precision": "bf16"}):
-        assert times == 1, "not once for each micro-batch in flight"
-    for reduce, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        options = {"precision": "bf16", "reduce_dtype": reduce}
-        for times, parameters, gradients in run_distributed(_casts, 4, "fsdp+pipeline", 4, options):
-            assert times <= 1 and parameters == {torch.bfloat16} and gradients == {kind}
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_activations_and_gradients_cross_in_the_type_of_arithmetic_and_are_float32_again(precision: str) -> None:
-    wire = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    (trained0, evaluated0, taken0), (trained1, _, taken1) = run_distributed(_sent, 2, {"precision": precision})
-    assert trained0 == {("F", wire)} and trained1 == {("B", wire)}
-    assert evaluated0 == {("F", torch.float32)}, "without gradients nothing tells an activation from a mask"
-    assert set(taken0 + taken1) == {torch.float32}
+@pytest.mark.parametrize(
+    ("name", "workers", "wire", "options"),
+    [
+        ("pipeline", 2, torch.float32, {}),
+        ("pipeline", 2, torch.bfloat16, {"precision": "bf16"}),
+        ("fsdp+pipeline", 4, torch.bfloat16, {"precision": "bf16", "reduce_dtype": "fp32"}),
+        ("fsdp+pipeline", 4, torch.bfloat16, {"precision": "bf16", "reduce_dtype": "bf16"}),
+    ],
+    ids=str,
+)
+def test_weights_are_cast_once_and_what_crosses_has_the_type_of_arithmetic_and_is_float32_again(
+    name: str, workers: int, wire: torch.dtype, options: dict[str, Any]
+) -> None:
+    answers = run_distributed(_types, workers, name, workers, options)
+    for rank, (casts, found) in enumerate(answers):
+        first = rank < workers // 2
+        assert found["trained"] == {("F" if first else "B", wire)}
+        assert found["sent"] == ({("F", torch.float32)} if first else set()), "nothing tells an activation from a mask"
+        assert found["taken"] == {torch.float32}
+        if workers == 2:
+            assert casts == (wire != torch.float32), "not once for each micro-batch in flight"
+        else:
+            reduced = {"fp32": torch.float32, "bf16": torch.bfloat16}[options["reduce_dtype"]]
+            assert casts <= 1 and found["gathered"] == {wire} and found["gradients"] == {reduced}
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])

@@ -1,0 +1,55 @@
+"""What these tests share: a training in this process, and a run's folder as training leaves it."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from app.config import Config
+from app.config_io import from_dict, to_yaml
+from app.job import Job, Place, SilentChannel
+from app.loop import Training
+from app.randomness import seed_everything
+from app.tasks import load_task
+from strategies.layout import choose
+from tests.app.checkpoint.kit import save
+
+
+class Listens(SilentChannel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[dict[str, Any]] = []
+
+    def emit(self, event: dict[str, Any]) -> None:
+        self.events.append(event)
+
+
+def nothing_kept(*_: Any) -> Any:
+    does_nothing = dict.fromkeys(("keep_weights", "finish", "save", "check", "close"), lambda *_: None)
+    return SimpleNamespace(resume=lambda progress: None, overdue=lambda: False, **does_nothing)
+
+
+def training_of(
+    config: Config, folder: str | Path, rank: int = 0, world: int = 1, strategy: str = "single"
+) -> tuple[Training, list[dict[str, Any]]]:
+    """A training that keeps nothing, and what it will tell its driver."""
+    assert config.train.steps is not None
+    channel = Listens()
+    job = Job(config, choose(strategy, world), str(folder), "attempt", "uid", config.train.steps, os.getcwd())
+    return Training(job, Place(rank, world, rank, torch.device("cpu")), channel, nothing_kept), channel.events
+
+
+def a_run(folder: Path, task: str, task_args: dict[str, Any], steps: tuple[int, ...] = (1,)) -> list[Any]:
+    """A run's folder with a checkpoint of each of these steps; the models in them."""
+    folder.mkdir()
+    config = {"task": task, "task_args": task_args, "train": {"steps": steps[-1]}, "run": {"name": folder.name}}
+    (folder / "config.yaml").write_text(to_yaml(from_dict(config)))
+    (folder / "run.json").write_text("{}")
+    made = []
+    for step in steps:
+        seed_everything(step)
+        made.append(load_task(task, task_args).build_model().eval())
+        save(folder / "checkpoints", step, state={"model": made[-1].state_dict()}, keep_last=len(steps))
+    return made
