@@ -61,7 +61,7 @@ def forker(
     yield path, process
     assert process.status() != psutil.STATUS_ZOMBIE
     owner.kill()
-    wait_until(lambda: not Path(path).exists())  # and some seconds later it ends
+    assert process.wait(LONG) == 0 and not Path(path).exists()
 
 
 def ask(path: str, folder: Path, script: str, *words: str, **more: object) -> subprocess.Popen[str]:
