@@ -20,7 +20,7 @@ from tests.pool import run_distributed
 from tests.strategies.models import language_loss, random, seeded
 
 CPU = torch.device("cpu")
-LAYOUTS = ("ddp", "fsdp", "tensor", "pipeline")
+LAYOUTS = ("fsdp", "tensor", "pipeline")
 
 
 def _random(*shape: int, scale: float = 1.0) -> Tensor:
