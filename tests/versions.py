@@ -15,11 +15,11 @@ from app.versions import TESTED
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {
-    "the main job: Ray Train, actors, torchrun, one process": "tests/app/launchers/test_launchers.py",
+    "the main job: one process, 16 bits, failures": "tests/app/launchers/test_launchers.py",
     "parity of every strategy": "tests/strategies/test_parity.py",
     "every schedule of the pipeline": "tests/strategies/pipeline",
     "pipeline in Ray": "tests/app/launchers/test_pipeline_in_ray.py",
-    "killed and resumed": "tests/app/launchers/test_resume.py",
+    "the main job: Ray Train and torchrun, killed and resumed": "tests/app/launchers/test_resume.py",
     "checkpoints": "tests/app/checkpoint",
     "tracking in MLflow": "tests/app/tracking",
     "names that are not documented": "tests/strategies/test_torch_internals.py tests/cluster/test_ray_internals.py",
