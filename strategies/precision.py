@@ -36,8 +36,9 @@ layer's width and the product with its square, so where layers are narrow nothin
 `python -m experiments.benchmarks gpu first --only speed_fp8` does.)
 
 Only the linear layers of the blocks are changed, and of these those whose sizes 16 divides, as the hardware wants it;
-of a layer that is split over workers (tensor), each worker's part. A call with a number of rows that 16 does not divide
-is computed in bfloat16. A worker scales by what it has itself, so two layouts agree to float8's rounding.
+of a layer that is split over workers (tensor), each worker's part; one that they all have whole stays in bfloat16. A
+call with a number of rows that 16 does not divide is computed in bfloat16. A worker scales by what it has itself, so
+two layouts agree to float8's rounding.
 """
 
 import contextlib

@@ -44,9 +44,7 @@ class Device:
     k_half: float = 100.0  # inner dimension at which a product runs at half of its speed
     mn_half: float = 2.0e5  # size of a result at which it does: fewer tiles than processors, or a last round of few
     operation: float = 5e-6  # for the host to launch one operation: a device waits for it where its work is shorter
-    step: float = (
-        2e-5  # of an optimizer step that nothing hides, for each tensor that the model has: launches, the loop
-    )
+    step: float = 2e-5  # of an optimizer step, that nothing hides: for each tensor of the model, launches, the loop
     within: float = 0.75  # share of the link inside a node that collectives reach
     across: float = 0.75  # share of the link between nodes
     latency_within: float = 3e-6  # per hop of a ring

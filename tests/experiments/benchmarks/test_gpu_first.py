@@ -23,12 +23,9 @@ from tests.running import ROOT, environment
 FIELDS = ["name", "ok", "seconds", "predicted", "found", "error", "lacks"]
 NOT_THERE = {"ray", "mlflow", "omegaconf", "antlr4", "click", "cloudpickle", "pandas", "pyarrow", "scipy", "matplotlib"}
 NOT_THERE |= {"optuna", "safetensors", "tokenizers", "transformers", "pydantic", "requests"}
-REFUSES = f"""import sys
-class Refuses:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {NOT_THERE}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Refuses())
+REFUSES = f"""from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *more: None if name.partition(".")[0] in {NOT_THERE} else find(name, *more)
 """
 """A sitecustomize.py: what a GPU machine that has little but PyTorch does not have."""
 
@@ -93,6 +90,19 @@ def test_a_check_that_hangs_crashes_or_fails_is_ended_and_the_later_ones_run(mon
     assert wanted and by["says_its_environment"]["found"] == wanted
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
     assert b"sleep\x001234.5\x00" not in commands
+
+
+@pytest.mark.parametrize(("lacks", "code"), [("omegaconf", 1), (None, 0)])
+def test_a_package_that_is_not_there_ends_the_program_badly_and_what_a_gpu_needs_does_not(
+    lacks: str | None, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(program, "run", lambda *_: program._line("machine", True, found={"gpus": 0}))
+    monkeypatch.setattr(program, "run_all", lambda *_: iter([program._line("a", None, error="why", lacks=lacks)]))
+    with pytest.raises(SystemExit) as ended:
+        program.main(["--model", "tiny"])
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert ended.value.code == code and summary["ok"] == (code == 0) and summary["left_out"] == ["a"]
+    assert summary["lacks"] == ([lacks] if lacks else [])
 
 
 def test_a_prediction_without_a_bound_holds_and_one_of_what_was_not_found_does_not() -> None:
