@@ -23,7 +23,8 @@ from tests.running import ROOT, environment
 FIELDS = ["name", "ok", "seconds", "predicted", "found", "error", "lacks"]
 NOT_THERE = {"ray", "mlflow", "omegaconf", "antlr4", "click", "cloudpickle", "pandas", "pyarrow", "scipy", "matplotlib"}
 NOT_THERE |= {"optuna", "safetensors", "tokenizers", "transformers", "pydantic", "requests"}
-REFUSES = f"""from importlib.machinery import PathFinder
+REFUSES = f"""import sys
+from importlib.machinery import PathFinder
 find = PathFinder.find_spec
 PathFinder.find_spec = lambda name, *more: None if name.partition(".")[0] in {NOT_THERE} else find(name, *more)
 """
