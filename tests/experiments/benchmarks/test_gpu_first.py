@@ -26,7 +26,8 @@ NOT_THERE |= {"optuna", "safetensors", "tokenizers", "transformers", "pydantic",
 REFUSES = f"""import sys
 from importlib.machinery import PathFinder
 find = PathFinder.find_spec
-PathFinder.find_spec = lambda name, *more: None if name.partition(".")[0] in {NOT_THERE} else find(name, *more)
+there = lambda name, *more: None if name.partition(".")[0] in {NOT_THERE} else find(name, *more)
+PathFinder.find_spec = staticmethod(there)
 """
 """A sitecustomize.py: what a GPU machine that has little but PyTorch does not have."""
 
