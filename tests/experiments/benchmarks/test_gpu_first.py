@@ -26,8 +26,8 @@ NOT_THERE |= {"optuna", "safetensors", "tokenizers", "transformers", "pydantic",
 REFUSES = f"""import sys
 from importlib.machinery import PathFinder
 find = PathFinder.find_spec
-there = lambda name, *more: None if name.partition(".")[0] in {NOT_THERE} else find(name, *more)
-PathFinder.find_spec = staticmethod(there)
+there = lambda own, name, *more: None if name.partition(".")[0] in {NOT_THERE} else find(name, *more)
+PathFinder.find_spec = classmethod(there)
 """
 """A sitecustomize.py: what a GPU machine that has little but PyTorch does not have."""
 
