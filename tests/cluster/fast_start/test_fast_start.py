@@ -163,8 +163,12 @@ def test_what_counts_when_a_library_is_loaded_is_in_the_key() -> None:
     assert key != client.key("other", base)
 
 
-def test_a_folder_that_others_may_look_into_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client.os, "getuid", lambda: 12345)
+@pytest.mark.parametrize(("user", "mode"), [(os.getuid() + 1, 0o700), (os.getuid(), 0o750), (os.getuid(), 0o701)])
+def test_a_folder_that_others_may_look_into_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: int, mode: int
+) -> None:
+    tmp_path.chmod(mode)
+    monkeypatch.setattr(client.os, "getuid", lambda: user)
     monkeypatch.setattr(client.os, "makedirs", lambda path, **named: None)
     own = os.lstat
     monkeypatch.setattr(client.os, "lstat", lambda path: own(tmp_path))
