@@ -33,6 +33,8 @@ def environment(name: str, release: int) -> Path:
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     pins = [f"{package}=={ends[release]}.*" for package, ends in TESTED.items()]
+    # aiobotocore takes few releases of botocore, and pip would look for them for ever.
+    pins += re.findall(r"^(?:aiobotocore|boto3|botocore)==.*$", (ROOT / "constraints.txt").read_text(), re.M)
     install = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
     subprocess.run([*install, "--editable", f"{ROOT}[examples,dev]", *pins], check=True)
     return python
