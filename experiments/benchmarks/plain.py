@@ -115,7 +115,11 @@ class Pipelined(Plain):
 
 
 class InContext(Plain):
-    """Each worker has its part of every sequence; Ulysses' two exchanges stand around torch's attention."""
+    """Each worker has its part of every sequence; Ulysses' two exchanges stand around torch's attention.
+
+    torch's own `context_parallel` (torch.distributed.tensor.experimental) cannot stand here: it knows CUDA's three
+    attention kernels only, and of the CPU's says "_scaled_dot_product_flash_attention_for_cpu.default does not have a
+    sharding strategy registered" (torch 2.13, NotImplementedError)."""
 
     def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         ways, rank = dist.get_world_size(), dist.get_rank()

@@ -15,12 +15,14 @@ sequence, so there is nothing to join, and any order of tokens is even work. Key
 repeated as far as needed.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from strategies.context.attention import GROUPS
 from strategies.costs import Number
@@ -44,38 +46,56 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, group
     if k.size(1) % ways:
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
     grouped = k.size(1) != q.size(1)
-    q, k, v = _exchange([q, k, v], True, group)
+    if v.size(-1) == q.size(-1):
+        q, k, v = _to_heads((q, k, v), group)
+    else:
+        (q, k), (v,) = _to_heads((q, k), group), _to_heads((v,), group)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
-    return _exchange([out], False, group)[0]
+    parts = out.unflatten(2, (ways, -1)).permute(2, 0, 3, 1, 4)  # (C, B, T/C, H/C, K): whose tokens they are
+    return _all_to_all(parts, group).movedim(0, 2).flatten(2, 3).transpose(1, 2)
 
 
-@torch.library.custom_op("trireme::exchange", mutates_args=())
-def _exchange(tensors: list[Tensor], to_heads: bool, group: int) -> list[Tensor]:
-    """(B, H, T/C, K) of several tensors to (B, H/C, T, K), or back. One all-to-all for all of them."""
-    ways, (cut, joined) = GROUPS[group].size(), (1, 2) if to_heads else (2, 1)
-    parts = [torch.stack(x.chunk(ways, cut)) for x in tensors]  # (C, B, H/C, T/C, K): whose they will be
-    sent = torch.cat([part.flatten(1) for part in parts], 1)
-    arrived = torch.empty_like(sent)
-    dist.all_to_all_single(arrived, sent, group=GROUPS[group])
-    columns = arrived.split([part[0].numel() for part in parts], 1)
-    return [torch.cat(x.view(p.shape).unbind(0), joined).contiguous() for x, p in zip(columns, parts)]
+def _to_heads(tensors: Sequence[Tensor], group: int) -> list[Tensor]:
+    """(B, H, T/C, K) of several tensors to (B, H/C, T, K). One all-to-all for all of them; in memory tokens come before
+    heads, as projections give and take them."""
+    parts = [x.transpose(1, 2).unflatten(2, (GROUPS[group].size(), -1)).movedim(2, 0) for x in tensors]
+    whole = _all_to_all(torch.cat(parts, 3), group).movedim(0, 1).flatten(1, 2)  # (B, T, heads of all tensors, K)
+    return [x.transpose(1, 2) for x in whole.split([part.size(3) for part in parts], 2)]
 
 
-@_exchange.register_fake
-def _shapes(tensors: list[Tensor], to_heads: bool, group: int) -> list[Tensor]:
-    ways, (cut, joined) = GROUPS[group].size(), (1, 2) if to_heads else (2, 1)
-    return [torch.cat([x.chunk(ways, cut)[0]] * ways, joined).contiguous() for x in tensors]
+def _all_to_all(parts: Tensor, group: int) -> Tensor:
+    """Row i to worker i; of what arrives, row i is from worker i. Backward is the same."""
+    if torch.compiler.is_compiling():
+        return _operator(parts, group)
+    return _AllToAll.apply(parts, group)  # the operator takes several times as long on the host
+
+
+def _send(parts: Tensor, group: int) -> Tensor:
+    parts = parts.contiguous()
+    arrived = torch.empty_like(parts)
+    dist.all_to_all_single(arrived, parts, group=GROUPS[group])
+    return arrived
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: int) -> Tensor:
+        ctx.group = group
+        return _send(parts, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _send(gradient, ctx.group), None
 
 
 def _remember(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.to_heads, ctx.group = inputs[1:]
+    ctx.group = inputs[1]
 
 
-def _exchange_back(ctx: Any, gradients: Any) -> Any:
-    return _exchange(gradients, not ctx.to_heads, ctx.group), None, None
-
-
-_exchange.register_autograd(_exchange_back, setup_context=_remember)
+_operator: Any = torch.library.custom_op("trireme::all_to_all", _send, mutates_args=())
+_operator.register_fake(lambda parts, group: parts.new_empty(parts.shape))
+_operator.register_autograd(lambda ctx, gradient: (_operator(gradient, ctx.group), None), setup_context=_remember)
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------
