@@ -22,7 +22,7 @@ from app.planner.chart import best_by_number, draw
 from app.planner.estimate import Estimate
 from app.planner.layouts import Candidate, Space, enumerate_layouts
 from app.planner.machine import Machine, cpus
-from app.planner.output import cells, families
+from app.planner.output import cells, distinct, families
 from app.planner.picture import content
 from app.planner.plan import Plan
 from app.planner.read import Reader
@@ -199,6 +199,9 @@ def test_strategies_say_why_with_figures_and_what_they_wait_for(large: Reader) -
     assert "GiB per GPU, of 38.9 available; the least sharded layout that fits" in said["ddp"]
     assert sum(sentence.startswith("the best") for sentence in said.values()) == 1
     assert "does not fit one GPU" in words and "Use " in words
+    best, moved = plan.rows[0], plan.rows[0].candidate._replace(offload=True)
+    slower = [replace(best, candidate=moved, seconds={"compute": best.step_seconds * by}) for by in (1.01, 1.1)]
+    assert distinct(replace(plan, rows=[best, *slower]), 8) == [best, slower[1]], "near-identical ones are one row"
     _, words = _advised(large, gpus(16, across="10Gb"), *BF16, "strategy=fsdp", given=("strategy",))
     assert "% of the step, mostly gathering parameters" in words
 
