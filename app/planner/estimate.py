@@ -13,9 +13,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from app.planner.device import PartCost, Work, part_costs, way_of
 from app.planner.layouts import Candidate
 from app.planner.machine import Machine
+from app.planner.part_costs import PartCost, Work, part_costs, way_of
 from app.planner.read import Reader
 from app.planner.timing import Case, timing
 from app.planner.trace import AFTER, BEFORE
