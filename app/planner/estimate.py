@@ -211,7 +211,7 @@ class Estimator:
 
     def _in_host(self, case: Case, stages: Stages) -> float:
         """Share of a host's memory that its GPUs' parameters, gradients and optimizer state take there."""
-        size = self._rank(case.work.way, case.candidate.dims.tp, case.candidate.dims.dp_shard, stages.slowest)
+        size = self._rank(case.work.way, case.candidate.dims.tp, shards_of(case.candidate.held), stages.slowest)
         cost, here = case.candidate.strategy.cost(size, case.step), min(self.machine.per_node, self.machine.world)
         return float(cost.parameters + cost.gradients + cost.optimizer) * here / float(self.machine.host_bytes or 1)
 

@@ -10,7 +10,7 @@ import yaml
 from app.config_io import to_dict
 from app.console import quantity
 from app.errors import UserError
-from app.planner.advice import PARTS, advice, figures, settings_text
+from app.planner.advice import PARTS, advice, figures, settings_text, shortage, smallest
 from app.planner.device import assumptions
 from app.planner.estimate import CLOSE, Estimate
 from app.planner.layouts import LEAST_TOKENS, Fixed, enumerate_layouts
@@ -128,8 +128,8 @@ def families(plan: Plan) -> dict[str, str]:
 def _verdict(plan: Plan, rows: list[Estimate]) -> str:
     row, best = rows[0], plan.best
     if not row.fits:
-        needed, fitting = min(r.memory_bytes for r in rows), [r for r in plan.rows if r.fits]
-        sentence = f"needs at least {needed / GIB:.1f} GiB per GPU, of {row.capacity / GIB:.1f} available"
+        fitting = [r for r in plan.rows if r.fits]
+        sentence = f"needs at least {shortage(smallest(rows))}"
         if fitting:
             least = min(fitting, key=lambda r: (-r.candidate.dims.dp_replicate, r.step_seconds))
             sentence += f"; the least sharded layout that fits: {least.candidate.layout.name}, {settings_text(least)}"

@@ -196,7 +196,7 @@ def test_strategies_say_why_with_figures_and_what_they_wait_for(large: Reader) -
     plan, words = _advised(large, gpus(gpu="a100-40gb"), *BF16)
     said = families(plan)
     assert said["expert"] == "the model is no mixture of experts"
-    assert "GiB per GPU, of 38.9 available; the least sharded layout that fits" in said["ddp"]
+    assert "GiB per GPU, of 38.9 GiB available; the least sharded layout that fits" in said["ddp"]
     assert sum(sentence.startswith("the best") for sentence in said.values()) == 1
     assert "does not fit one GPU" in words and "Use " in words
     best, moved = plan.rows[0], plan.rows[0].candidate._replace(offload=True)
@@ -338,4 +338,7 @@ def test_auto_keeps_state_in_host_memory_where_nothing_else_fits(large: Reader, 
     found = choose_layout(config, reads(large).task, 2, with_memory(machine, least))
     chosen = with_values(config, found.values)
     assert chosen.parallel.offload and found.layout.dims.dp_shard == 2 and chosen.train.micro_batch_size
+    given = ("parallel.offload", "train.precision")
+    poor = plan_of(large, replace(with_memory(machine, least), host_bytes=2**20), "parallel.offload=true", given=given)
+    assert poor.best is None and "times the memory of its hosts" in families(poor)["fsdp"]
     assert not config.parallel.offload, "another configuration"
