@@ -147,6 +147,18 @@ def size_text(size: float) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
 
 
+def smallest(rows: list[Estimate]) -> Estimate:
+    """The one that takes least of a GPU, of those whose state the hosts hold."""
+    return min(rows, key=lambda row: (max(1.0, row.in_host), row.memory_bytes))
+
+
+def shortage(row: Estimate) -> str:
+    """What it needs, and what there is of that."""
+    if row.in_host > 1:
+        return f"{row.in_host:.1f} times the memory of its hosts"
+    return f"{size_text(row.memory_bytes)} per GPU, of {size_text(row.capacity)} available"
+
+
 def figures(row: Estimate) -> str:
     return f"{row.step_seconds:.3g} s per step, {size_text(row.memory_bytes)} per GPU"
 
@@ -212,7 +224,7 @@ def _waiting(best: Estimate) -> list[str]:
 
 def infeasible(plan: Plan) -> list[str]:
     """Why nothing fits, what would make it fit, and the smallest cluster that would do."""
-    least = min(plan.rows, key=lambda row: row.memory_bytes)
+    least = smallest(plan.rows)
     largest = max(least.memory, key=lambda name: least.memory[name])
     # GPUs → least bytes per GPU, with everything sharded, recomputed, and one sample at a time
     fixed = {"train.activation_checkpointing": "full", "train.micro_batch_size": 1}
@@ -220,7 +232,7 @@ def infeasible(plan: Plan) -> list[str]:
     needs = {world: min(row.memory_bytes for row in rows) for world, rows in found.items() if rows}
     return [
         f"No layout fits: the smallest, {least.candidate.layout.name} with {settings_text(least)}, needs "
-        f"{size_text(least.memory_bytes)} per GPU, of {size_text(least.capacity)} available, mostly for {largest}.",
+        f"{shortage(least)}, mostly for {largest}.",
         f"What would fit: {_here(plan, needs, largest)}.",
         _smallest_cluster(needs),
     ]

@@ -1,32 +1,29 @@
-"""What one device reaches, and what a part of a model takes on it: datasheets' peaks times a few efficiencies.
+"""What one device reaches: datasheets' peaks times a few efficiencies.
 
     a product m × n × k    2·m·n·k / (peak · matmul · k/(k + k_half) · t/(t + mn_half)), at least its bytes' time; t is
                            m·n, times how often a long k is split. Processors compute a result in tiles, and those of
                            the last round leave some idle (an A100's 108 have 3.5e6 numbers in tiles of 128 × 256)
-    … in a batch           without tensor cores if rows do not begin at multiples of 16 bytes (heads of width 150)
     attention              FLOPs / (peak · attention)
     anything else          bytes / (bandwidth · stream)
     a collective           bytes / (link · efficiency) + hops · latency; overlapping slows computing: `contention`
 
 The efficiencies of A100 and H100 are fitted on published figures, those of other GPUs are their family's. `trireme
-calibrate` measures a device and its links; a measurement goes before a fit.
+calibrate` measures a device and its links; a measurement goes before a fit. part_costs.py adds up what a model's part
+takes on a device.
 """
 
 import functools
 import json
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import yaml
 
 from app.data.files import cache_folder
 from app.errors import UserError
-from app.planner.model_costs import ModelCosts, PartCosts
-from app.planner.read import AUTOCAST, CAST, PLAIN, WHOLE
 from cluster.hardware import Gpu, gpu
-from strategies.activation_checkpointing import checkpoint_every, kept_bytes, recomputed_blocks
 
 SLICE = 4096
 """Of the inner dimension: a longer one is split between processors that would have no tile of the result."""
@@ -139,6 +136,7 @@ ASSUMED = {
     "step": "seconds of a step that nothing hides",
 }
 """What --assume changes, and what it is: a share, but for the last."""
+NO_OVERLAP = "No run of Trireme's hides that share: asynchronous tensor parallelism is private API in torch."
 
 
 def assumed(device: Device, written: tuple[str, ...]) -> Device:
@@ -169,7 +167,8 @@ def assumptions(device: Device, precision: str) -> str:
     how = "measured here" if device.measured else "fitted to published runs" if device.fitted else "not measured"
     clock = device.gpu.clock
     limit = "" if clock == 1 else f"; {device.gpu.watts:.0f} W leave {100 * clock:.0f} % of the clock"
-    return f"Assumed ({how}{limit}; change one with --assume NAME=VALUE):\n  {', '.join(parts)}"
+    lines = [f"Assumed ({how}{limit}; change one with --assume NAME=VALUE):", f"  {', '.join(parts)}"]
+    return "\n".join(lines + ["  " + NO_OVERLAP] * (device.overlap > 0))
 
 
 def remembered(gpu: str) -> dict[str, Any]:
@@ -198,116 +197,3 @@ def _remembered_in(gpu: str) -> Path:
 def constants() -> dict[str, Any]:
     """Both files; `fitted` is what `published --fit` has written."""
     return yaml.safe_load(CONSTANTS.read_text()) | {"fitted": yaml.safe_load(FITTED.read_text())}
-
-
-# --- a part of a model ------------------------------------------------------------------------------------------
-
-
-class Work(NamedTuple):
-    """What a worker does with a micro-batch, as far as a part's costs depend on it."""
-
-    batch: float  # samples; of one that context parallelism splits, a part
-    tp: int
-    precision: str
-    way: str  # what `way_of` says
-    checkpointing: str
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a number in matrix products."""
-        return 4 if self.precision == "fp32" else 2
-
-
-def way_of(is_sharded: bool, tp: int, pp: int, precision: str) -> str:
-    """Sharded layouts cast everything to 16 bits; the others use autocast. WHOLE: a device has the whole model (or
-    gathers it)."""
-    way = PLAIN if precision == "fp32" else CAST if is_sharded else AUTOCAST
-    return way + WHOLE if tp * pp == 1 else way
-
-
-@dataclass(frozen=True)
-class PartCost:
-    """One part; seconds and bytes of one micro-batch on one tensor-parallel worker."""
-
-    name: str
-    count: int  # how many of them the model has
-    forward: float  # seconds; at least what the host needs to launch the operations
-    backward: float  # with what is computed again
-    launch_forward: float  # seconds of the host
-    launch_backward: float
-    flops: float  # of forward and backward, without what is computed again
-    saved: float  # bytes that stay until its backward
-    rebuilt: float  # bytes that are there again once it is recomputed
-    extra: float  # bytes alive at the worst moment of its forward or backward, beyond what it has saved
-    crossing: float  # bytes that a pipeline sends into it
-    sent: float  # bytes that tensor parallelism sends
-    calls: float  # in how many collectives
-    queries: float = 0.0  # numbers that attention is given, and of keys and values
-    keys: float = 0.0
-    exchanges: float = 1.0  # forwards of attention, with what is computed again
-    attending: tuple[float, float] = (0.0, 0.0)  # seconds of attention in one forward, in backward
-
-    @property
-    def is_block(self) -> bool:
-        return self.name.startswith("block")
-
-
-def part_costs(model: ModelCosts, work: Work, device: Device, compiled: bool) -> list[PartCost]:
-    """Every part's, in the order of forward. compiled: blocks are, by torch.compile."""
-    return [_part_cost(model, name, part, work, device, compiled) for name, part in model.parts.items()]
-
-
-def _part_cost(model: ModelCosts, name: str, part: PartCosts, work: Work, device: Device, compiled: bool) -> PartCost:
-    is_block, blocks, mode = name.startswith("block"), len(model.order), work.checkpointing
-    fused = compiled and is_block and not device.is_cpu
-    values = part.at(work.batch, work.tp)
-    if fused:
-        values |= {key: values[key] * device.compiled_bytes for key in ("moved_forward", "moved_backward")}
-        values |= {k: values[k] * device.compiled_operations for k in ("operations_forward", "operations_backward")}
-    if work.precision == "fp8" and not is_block:  # of a run in fp8 only the blocks' linear layers are
-        work = work._replace(precision="bf16")
-    forward, backward = (_phase(part, values, phase, work, device) for phase in ("forward", "backward"))
-    share = recomputed_blocks(mode, blocks) / blocks if is_block else 0.0
-    results = values["kept"] * (1 - device.again)
-    stored = values["saved"] - values["fusible"] * fused  # the partitioner of torch.compile saves as little as it can
-    kept = kept_bytes(mode, stored, results, values["boundary"]) if share else stored
-    whole = share if checkpoint_every(mode) else 0.0  # `selective` keeps what products and collectives gave
-    moving = values["moved_forward"] / device.bandwidth
-    partly = moving + max(0.0, forward[0] - forward[3] - moving) * device.again
-    again = forward[0] * whole if whole else partly * share
-    return PartCost(
-        name,
-        model.counts[name],
-        forward=forward[0],
-        backward=backward[0] + again,
-        launch_forward=forward[1],
-        launch_backward=backward[1] + forward[1] * whole,
-        flops=forward[2] + backward[2],
-        saved=kept * share + stored * (1 - share),
-        rebuilt=max(0.0, values["saved"] + values["again"] * (share > 0) - kept),
-        extra=max(values["extra"], values["forward_extra"] - values["saved"]),
-        crossing=values["crossing"],
-        # Backward sends what forward does, and gathers inputs again; if a block is recomputed, the recomputation does.
-        sent=values["sent"] * (1 - whole) + 3 * values["sent_forward"] * whole,
-        calls=values["calls"] * (1 - whole) + 3 * values["calls_forward"] * whole,
-        queries=values.get("queries", 0.0),
-        keys=values.get("keys", 0.0),
-        exchanges=1 + share,
-        attending=(forward[3], backward[3]),
-    )
-
-
-def _phase(
-    part: PartCosts, values: dict[str, float], phase: str, work: Work, device: Device
-) -> tuple[float, float, float, float]:
-    """Seconds, those that launching takes, FLOPs, and attention's seconds: a roofline of products, attention, and bytes
-    moved."""
-    products, attended = part.products_at(phase, work.batch, work.tp), values[f"attention_{phase}"]
-    launched = values[f"operations_{phase}"] * device.operation
-    peak = device.gpu.rate("bf16" if work.precision == "fp8" else work.precision)
-    seconds = device.product_seconds(products, work.precision, work.itemsize)
-    if not device.is_cpu and work.itemsize < 4:
-        seconds += values[f"misaligned_{phase}"] / device.peak("fp32")
-    attending = attended / (peak * device.attention)
-    seconds += attending + values[f"moved_{phase}"] / device.bandwidth
-    return max(seconds, launched), launched, attended + float(2 * products.prod(axis=1).sum()), attending

@@ -13,9 +13,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from app.planner.device import PartCost, Work, part_costs, way_of
 from app.planner.layouts import Candidate
 from app.planner.machine import Machine
+from app.planner.part_costs import PartCost, Work, part_costs, way_of
 from app.planner.read import Reader
 from app.planner.timing import Case, timing
 from app.planner.trace import AFTER, BEFORE
@@ -211,7 +211,7 @@ class Estimator:
 
     def _in_host(self, case: Case, stages: Stages) -> float:
         """Share of a host's memory that its GPUs' parameters, gradients and optimizer state take there."""
-        size = self._rank(case.work.way, case.candidate.dims.tp, case.candidate.dims.dp_shard, stages.slowest)
+        size = self._rank(case.work.way, case.candidate.dims.tp, shards_of(case.candidate.held), stages.slowest)
         cost, here = case.candidate.strategy.cost(size, case.step), min(self.machine.per_node, self.machine.world)
         return float(cost.parameters + cost.gradients + cost.optimizer) * here / float(self.machine.host_bytes or 1)
 

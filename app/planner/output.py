@@ -1,6 +1,7 @@
 """A plan as a table for a terminal with the reason for each strategy, as JSON, and as an experiment's file."""
 
 import math
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ import yaml
 from app.config_io import to_dict
 from app.console import quantity
 from app.errors import UserError
-from app.planner.advice import PARTS, advice, figures, settings_text
+from app.planner.advice import PARTS, advice, figures, settings_text, shortage, smallest
 from app.planner.device import assumptions
-from app.planner.estimate import Estimate
+from app.planner.estimate import CLOSE, Estimate
 from app.planner.layouts import LEAST_TOKENS, Fixed, enumerate_layouts
 from app.planner.plan import GIB, Plan
 from cluster.shape import aligned
@@ -45,17 +46,31 @@ def text(plan: Plan, top: int = 8) -> str:
     return "\n".join(lines)
 
 
+ALIKE = 0.02
+"""Share of its time by which a layout that splits the model as another does, in about as much memory, is no choice."""
+
+
 def distinct(plan: Plan, top: int) -> list[Estimate]:
-    """The best rows, one of those that differ in no more than micro-batches, schedules or the ways that data-parallel
-    workers share state, so that the list shows choices."""
-    chosen = dict[Any, Estimate]()
+    """The best rows, so that the list shows choices: none that differs from a better one in no more than micro-batches
+    and schedules, nor one that splits the model in the same way and is `ALIKE`."""
+    chosen, alike = list[Estimate](), defaultdict[Any, list[Estimate]](list)
     for row in plan.rows:
         if len(chosen) == top or (chosen and not row.fits):
             break
-        one, dims = row.candidate, row.candidate.dims
-        split = (dims.cp, dims.ep, dims.tp, dims.pp)
-        chosen.setdefault((one.layout.name, split, one.checkpointing, one.offload), row)
-    return list(chosen.values())
+        dims = row.candidate.dims
+        better = alike[dims.cp, dims.ep, dims.tp, dims.pp]
+        if not any(_is_like(row, other) for other in better):
+            better.append(row)
+            chosen.append(row)
+    return chosen
+
+
+def _is_like(row: Estimate, other: Estimate) -> bool:
+    one, two = row.candidate, other.candidate
+    if (one.layout.name, one.checkpointing, one.offload) == (two.layout.name, two.checkpointing, two.offload):
+        return True
+    seconds, size = row.step_seconds / other.step_seconds, row.memory_bytes / other.memory_bytes
+    return abs(seconds - 1) < ALIKE and abs(size - 1) < CLOSE
 
 
 def _head(plan: Plan) -> tuple[str, ...]:
@@ -113,8 +128,8 @@ def families(plan: Plan) -> dict[str, str]:
 def _verdict(plan: Plan, rows: list[Estimate]) -> str:
     row, best = rows[0], plan.best
     if not row.fits:
-        needed, fitting = min(r.memory_bytes for r in rows), [r for r in plan.rows if r.fits]
-        sentence = f"needs at least {needed / GIB:.1f} GiB per GPU, of {row.capacity / GIB:.1f} available"
+        fitting = [r for r in plan.rows if r.fits]
+        sentence = f"needs at least {shortage(smallest(rows))}"
         if fitting:
             least = min(fitting, key=lambda r: (-r.candidate.dims.dp_replicate, r.step_seconds))
             sentence += f"; the least sharded layout that fits: {least.candidate.layout.name}, {settings_text(least)}"

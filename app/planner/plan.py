@@ -7,10 +7,10 @@ from typing import Any
 
 from app.config import Config
 from app.job import strategy_options
-from app.planner.device import way_of
 from app.planner.estimate import Estimate, Estimator
 from app.planner.layouts import Candidate, Fixed, Space, enumerate_layouts, fixed_by, refuse
 from app.planner.machine import Machine
+from app.planner.part_costs import way_of
 from app.planner.read import Reader
 from app.planner.remember import identity
 from app.tasks.base import Task

@@ -17,9 +17,9 @@ a node; the other ranks of the node run the same collective in groups of their o
 import math
 from dataclasses import dataclass
 
-from app.planner.device import PartCost, Work
 from app.planner.layouts import Candidate
 from app.planner.machine import Machine
+from app.planner.part_costs import PartCost, Work
 from strategies.context.apply import METHODS
 from strategies.costs import STATES, Collective, StepShape, UnitSize
 from strategies.dims import Options

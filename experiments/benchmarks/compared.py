@@ -6,6 +6,7 @@ from app.planner.device import constants as known_constants
 from app.planner.estimate import Estimate, Estimator
 from app.planner.layouts import Candidate
 from app.planner.machine import of_shape
+from app.planner.plan import GIB
 from cluster.shape import of_gpus
 from experiments.benchmarks import fit
 from experiments.benchmarks.published_runs import Run, reader_of
@@ -24,6 +25,11 @@ class Compared:
     def error(self) -> float:
         """Of tokens/s: 0.1 is a tenth too fast."""
         return self.run.step_seconds / self.plan.step_seconds - 1
+
+    @property
+    def memory_error(self) -> float:
+        """Of what was measured, be it what torch has reserved or the whole card; of a run that tells it."""
+        return (self.plan.memory_bytes / GIB + self.run.beside_gib) / self.run.memory_gib - 1
 
 
 def layouts_of(run: Run) -> list[Candidate]:

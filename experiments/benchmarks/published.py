@@ -49,7 +49,7 @@ def summary(compared: Iterable[Compared]) -> list[dict[str, Any]]:
     for (half, kind), own in sorted(groups.items(), key=lambda item: (item[0][0], order.index(item[0][1]))):
         ran, out = [one for one in own if one.run.step_seconds], [one for one in own if not one.run.step_seconds]
         errors = sorted(abs(one.error) for one in ran)
-        known = [one.plan.memory_bytes / GIB / one.run.memory_gib - 1 for one in ran if one.run.memory_gib]
+        known = [one.memory_error for one in ran if one.run.memory_gib]
         inside = sum(one.plan.range[0] <= 1 / (1 + one.error) <= one.plan.range[1] for one in ran)
         rows.append(
             {

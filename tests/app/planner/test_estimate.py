@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from app.planner import estimate
-from app.planner.device import PartCost
 from app.planner.layouts import Candidate
 from app.planner.machine import cpus
 from app.planner.output import between
+from app.planner.part_costs import PartCost
 from app.planner.plan import ranked
 from app.planner.read import Reader
 from strategies.costs import ModelSize, ParameterSize

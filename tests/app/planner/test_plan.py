@@ -22,7 +22,7 @@ from app.planner.chart import best_by_number, draw
 from app.planner.estimate import Estimate
 from app.planner.layouts import Candidate, Space, enumerate_layouts
 from app.planner.machine import Machine, cpus
-from app.planner.output import cells, families
+from app.planner.output import cells, distinct, families
 from app.planner.picture import content
 from app.planner.plan import Plan
 from app.planner.read import Reader
@@ -196,9 +196,12 @@ def test_strategies_say_why_with_figures_and_what_they_wait_for(large: Reader) -
     plan, words = _advised(large, gpus(gpu="a100-40gb"), *BF16)
     said = families(plan)
     assert said["expert"] == "the model is no mixture of experts"
-    assert "GiB per GPU, of 38.9 available; the least sharded layout that fits" in said["ddp"]
+    assert "GiB per GPU, of 38.9 GiB available; the least sharded layout that fits" in said["ddp"]
     assert sum(sentence.startswith("the best") for sentence in said.values()) == 1
     assert "does not fit one GPU" in words and "Use " in words
+    best, moved = plan.rows[0], plan.rows[0].candidate._replace(offload=True)
+    slower = [replace(best, candidate=moved, seconds={"compute": best.step_seconds * by}) for by in (1.01, 1.1)]
+    assert distinct(replace(plan, rows=[best, *slower]), 8) == [best, slower[1]], "near-identical ones are one row"
     _, words = _advised(large, gpus(16, across="10Gb"), *BF16, "strategy=fsdp", given=("strategy",))
     assert "% of the step, mostly gathering parameters" in words
 
@@ -335,4 +338,7 @@ def test_auto_keeps_state_in_host_memory_where_nothing_else_fits(large: Reader, 
     found = choose_layout(config, reads(large).task, 2, with_memory(machine, least))
     chosen = with_values(config, found.values)
     assert chosen.parallel.offload and found.layout.dims.dp_shard == 2 and chosen.train.micro_batch_size
+    given = ("parallel.offload", "train.precision")
+    poor = plan_of(large, replace(with_memory(machine, least), host_bytes=2**20), "parallel.offload=true", given=given)
+    assert poor.best is None and "times the memory of its hosts" in families(poor)["fsdp"]
     assert not config.parallel.offload, "another configuration"

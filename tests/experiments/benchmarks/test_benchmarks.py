@@ -50,6 +50,9 @@ def test_what_a_plan_would_choose_is_held_beside_what_ran_and_beside_the_best_th
     assert loss >= 0 and (loss == 0) == (row["best known"] == "the same")
     wrong = [replace(one, run=replace(one.run, step_seconds=1 / one.plan.step_seconds)) for one in many]
     assert float(evidence.among_published(wrong)[0]["chosen takes"].removesuffix(" %, measured")) > 0
+    size = many[0].plan.memory_bytes / 2**30  # of the 2.5 GiB that a card holds beside it the plan says nothing
+    card = replace(many[0], run=replace(many[0].run, memory_gib=size + 2.5, beside_gib=2.5))
+    assert card.memory_error == pytest.approx(0)
     (best,) = evidence.beside_best(_compared("nanotron-1.34b", 8))
     assert best["chosen takes"].endswith("planned") and best["mostly"] and best["chosen"] != best["best known"]
     curve = tmp_path / "curve.svg"
@@ -62,8 +65,8 @@ def test_published_runs_are_halved_by_their_address_and_settings_and_not_by_what
     assert all(run.source.startswith("https://") for run in table)
     ran = [run for run in table if run.tp * run.pp > 1 and run.step_seconds]
     assert len(ran) >= 60 and 0.4 < sum(run.is_unseen for run in ran) / len(ran) < 0.6
-    others: dict[str, Any] = {"step_seconds": 1.0, "memory_gib": 1.0, "flash": 3.0, "again": 0.1, "loss": "?"}
-    assert all(replace(run, **others).is_unseen == run.is_unseen for run in table)
+    others: dict[str, Any] = dict.fromkeys(("step_seconds", "memory_gib", "flash", "again", "beside_gib"), 3.0)
+    assert all(replace(run, **others, loss="?").is_unseen == run.is_unseen for run in table)
     torchtitan = {run.loss for run in table if "torchtitan" in run.source}
     assert torchtitan == {"float32"} and {run.flash for run in table if "NVIDIA" in run.source} == {1.4}
 
