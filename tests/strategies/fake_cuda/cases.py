@@ -202,7 +202,7 @@ LOOPS: dict[str, tuple[Row, dict[str, Any], dict[str, str]]] = {
         {},
     ),
     "llama": (Row("fsdp", 2), {"task": llama(adapters=False), "precision": "bf16"}, {}),
-    "adapters": (Row("fsdp", 2), {"task": llama(adapters=True)}, {}),
+    "adapters, conversations": (Row("fsdp", 2), {"task": llama(adapters=True)}, {}),
     "adapters, stages": (Row("pipeline", 2), {"task": llama(adapters=True)}, FIRST_STEP),
 }
 """What a run may have beside plain steps: where, what it is given, and which waits are known."""
