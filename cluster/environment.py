@@ -9,7 +9,10 @@ survivor dies too, and a death on a sound node may be seen before the one that w
 communicators: what waits for the device returns, the next collective raises, and the process can begin another group.
 What was computed from an aborted collective is wrong, so the loop asks `strategies.torch_internals.failed_groups`
 before it believes a number. TORCH_NCCL_DUMP_ON_TIMEOUT=0: else another thread ends every process that is still there
-eight minutes after any rank's failure; the supervisor reads the record of the last collectives itself.
+eight minutes after any rank's failure; the supervisor reads the record of the last collectives itself. And
+TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC: four times this long the watchdog leaves for that thread to write before it aborts,
+a minute by default in which survivors hang (torch's ProcessGroupNCCL.cpp, Watchdog::runLoop); here a second. Who sets
+the former sets the latter, too.
 https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
 
 expandable_segments: the allocator grows segments in place of adding some of other sizes, so that less of a GPU's memory
@@ -21,7 +24,11 @@ from collections.abc import MutableMapping
 
 from cluster.ray_internals import raylet_pid
 
-NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+NCCL = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",
+}
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """The allocator's variable, and its older names, which go before it."""
 THREADS = "OMP_NUM_THREADS"

@@ -124,6 +124,10 @@ class Stager:
         divided, self._table = planner.create_global_plan(plans)
         return FileSystemWriter("").prepare_global_plan(divided)
 
+    @property
+    def locked_bytes(self) -> int:
+        return self._buffer.locked_bytes
+
     def close(self) -> None:
         self._buffer.close()
 

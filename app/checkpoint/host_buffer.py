@@ -26,6 +26,10 @@ class HostBuffer:
         self._tensors: dict[str, Tensor] = {}
         self._locked: Tensor | None = None
 
+    @property
+    def locked_bytes(self) -> int:
+        return self._locked.nbytes if self._locked is not None else 0
+
     def like(self, sources: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A tensor of the host's for each: the same as in the last call if names, shapes and types are."""
         layout = [(name, source.shape, source.dtype, source.is_cuda) for name, source in sources.items()]

@@ -102,6 +102,11 @@ class Checkpointer:
         self.last_stall_seconds = time.perf_counter() - started
         threading.Thread(target=self._run, args=work, name="checkpoint", daemon=True).start()
 
+    @property
+    def locked_bytes(self) -> int:
+        """Host memory that is page-locked for a GPU's copies; torch's own statistics do not have it."""
+        return self._stager.locked_bytes
+
     def check(self) -> None:
         """Raise CheckpointError if the last save has failed by now. Does not wait; and does not forget the failure,
         since ranks get here at different times and must still agree in the next save()."""

@@ -256,6 +256,8 @@ class _Attention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention or getattr(args[0] if args else None, "is_placeholder", False):
+            if func is Tensor.unflatten:  # written in Python, which torch 2.13's compiler cannot trace under a mode
+                func = torch.unflatten
             return func(*args, **(kwargs or {}))
         self.context.seen = True
         return _attend(self.context.method, self.context.number, *args, **(kwargs or {}))

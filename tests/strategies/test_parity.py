@@ -40,7 +40,7 @@ def _trial(row: Row) -> Trial:
 
 def _train(_: int, row: Row, options: Options) -> tuple[Curve, list[int]]:
     """The curve, and bytes of parameters, gradients and optimizer state. Where it is compiled, a break in a block's
-    graph, around which operations would be launched one by one, ends it; but with parallel.cp."""
+    graph, around which operations would be launched one by one, ends it."""
     trial, options = row.applied(_trial(row), options)
     held: list[int] = []
 
@@ -55,7 +55,7 @@ def _train(_: int, row: Row, options: Options) -> tuple[Curve, list[int]]:
         made.register_step_post_hook(measure)
         return made
 
-    with mock.patch.object(torch, "compile", functools.partial(torch.compile, fullgraph=row.layout.dims.cp == 1)):
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, fullgraph=True)):
         return curves.train(replace(trial, optimizer=optimizer), row.layout, options, CPU), held
 
 
@@ -123,6 +123,7 @@ COMPILED = {"compile": True, "compile_backend": "aot_eager"}
         (_FSDP, COMPILED | FULL),
         (_TENSOR, COMPILED | SELECTIVE),
         (_RING, COMPILED | FULL),  # traced without what lets attention go across workers
+        *((row, COMPILED) for row in _CONTEXTS),
     ],
     ids=str,
 )

@@ -82,14 +82,14 @@ def first_launch(here: Here, lazy: bool) -> None:
     why = "CUDA's programming guide, Lazy Loading: loading a kernel may synchronise the context"
     here.expect("waited", int(lazy), int(lazy), why if lazy else "kernels are all loaded before")
     here.expect("again_ms", 0.0, 5.0, "a launch that waits for nothing takes microseconds")
-    x = torch.randn(4096, 4096, device=here.device).bfloat16()
+    x = torch.randn(8192, 8192, device=here.device).bfloat16()  # 0.5 to 2 ms each: a queue holds about 1,000 launches
     y, little, side = torch.empty_like(x), torch.rand(64, device=here.device), torch.cuda.Stream()
     seconds, ended = here.seconds_of(lambda: torch.mm(x, x, out=y)), torch.cuda.Event()
     launched = []
     for _ in range(2):
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(int(0.5 / seconds)):  # fewer than the launches that a queue holds
+            for _ in range(int(0.5 / seconds)):
                 torch.mm(x, x, out=y)
             ended.record()
         begun = time.perf_counter()

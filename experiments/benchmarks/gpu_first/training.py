@@ -216,7 +216,6 @@ def save(here: Here) -> None:
     here.expect_speed("stall", size / 60e9, size / 10e9 + 0.05, why)
     here.expect_speed("first_stall", 0.0, size / 1e9 + 1.0, "it pins the buffers, at about 1 GB/s or faster")
     here.expect_speed("pinned_over_state", 1.0, 1.1, "every tensor has a buffer of its size")
-    pinned = _pinned(here)
     stalls, totals = [], []
     batches: Any = run.batches()
     for _ in range(3):
@@ -228,12 +227,6 @@ def save(here: Here) -> None:
         run.persistence.finish(run.progress)
         totals.append(time.perf_counter() - begun)
     here.found(first_stall=stalls[0], stall=min(stalls[1:]), written_after=totals, state_bytes=size)
-    here.found(pinned_over_state=(_pinned(here) - pinned) / size)
+    here.found(pinned_over_state=run.persistence.checkpointer.locked_bytes / size)
     batches.close()
     run.close()
-
-
-def _pinned(here: Here) -> int:
-    """Bytes of host memory that are pinned; loading data has pinned some, too."""
-    stats = torch.cuda.host_memory_stats() if here.on_gpu else {}
-    return max(stats.get(f"{name}_bytes.current", 0) for name in ("allocated", "reserved"))  # by torch's version

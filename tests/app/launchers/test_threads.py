@@ -90,9 +90,11 @@ def test_what_is_set_where_the_user_has_set_nothing() -> None:
     assert environ.pop("HOME") == "/" and environ == {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     }
     own = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    own["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "15000"
     set_defaults(environ := dict(own))
     assert environ == own | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
     assert shared(environ | SET | {"HOME": "/"}) == environ | SET

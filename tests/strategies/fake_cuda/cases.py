@@ -162,7 +162,9 @@ def staging(rank: int) -> dict[str, Any]:
         staged = stager.stage(state)
         waits = list(fake.waits)
         staged.wait()
-        assert nbytes <= fake.pinned_bytes() < nbytes + 64 * len(state), "as much as is needed, and once"
+        assert nbytes <= stager.locked_bytes == fake.pinned_bytes() < nbytes + 64 * len(state), (
+            "as much as is needed, and once"
+        )
         assert all(torch.equal(staged.data[name], tensor.cpu()) for name, tensor in state.items())
         assert staged.data["odd"].is_pinned(), "locked"
         assert staged.data["odd"].untyped_storage().nbytes() == 4 * 1000003
@@ -202,7 +204,7 @@ LOOPS: dict[str, tuple[Row, dict[str, Any], dict[str, str]]] = {
         {},
     ),
     "llama": (Row("fsdp", 2), {"task": llama(adapters=False), "precision": "bf16"}, {}),
-    "adapters": (Row("fsdp", 2), {"task": llama(adapters=True)}, {}),
+    "adapters, conversations": (Row("fsdp", 2), {"task": llama(adapters=True)}, {}),
     "adapters, stages": (Row("pipeline", 2), {"task": llama(adapters=True)}, FIRST_STEP),
 }
 """What a run may have beside plain steps: where, what it is given, and which waits are known."""

@@ -225,6 +225,8 @@ def _face(devices: int) -> None:
 def _attention(q: Any, k: Any, v: Any, *given: Any, **named: Any) -> Any:
     import torch
 
-    names = ("attn_mask", "dropout_p", "is_causal")
-    math = torch.ops.aten._scaled_dot_product_attention_math.default
-    return math(q, k, v, **dict(zip(names, given, strict=False)), **named)[0]
+    named |= dict(zip(("attn_mask", "dropout_p", "is_causal"), given, strict=False))
+    mask = named.get("attn_mask")
+    if mask is not None and mask.dtype == torch.bool:  # this one would add it to the scores as 0 and 1
+        named["attn_mask"] = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask.logical_not(), -torch.inf)
+    return torch.ops.aten._scaled_dot_product_attention_math.default(q, k, v, **named)[0]

@@ -1,6 +1,7 @@
 """Whole runs of the loop on fake CUDA devices, with what a run may have beside plain steps: what each step waits for,
 but not the boundaries between, and the last loss and gradient norm."""
 
+import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +82,17 @@ def _sums(folder: Path) -> str:
     return str(path)
 
 
+def _talks(folder: Path) -> str:
+    path, roles = folder / "talks.jsonl", ("user", "assistant")
+    path.write_text(
+        "".join(
+            json.dumps({"messages": [{"role": role, "content": f"{i} " * (1 + i % 5)} for role in roles]}) + "\n"
+            for i in range(96)
+        )
+    )
+    return str(path)
+
+
 def gpt(**more: Any) -> Task:
     sizes = {"sequence_length": 16, "d_model": 32, "n_layers": 2, "n_heads": 4, "eval_samples": 8}
     return lambda folder: ("language_modelling", {"data": _sums(folder), **sizes, **more})
@@ -91,13 +103,18 @@ SIZES |= {"num_key_value_heads": 2, "vocab_size": 264}
 
 
 def llama(adapters: bool) -> Task:
+    """On running text; with adapters on conversations, of which several share a row."""
+
     def made(folder: Path) -> tuple[str, dict[str, Any]]:
         data, base = {"data": _sums(folder), "sequence_length": 16}, folder / "base"
         learnt = HuggingFace(model="llama", config=SIZES, **data)
         torch.manual_seed(0)
         learnt.build_model().save_pretrained(base)
         learnt.write_folder(base)
-        lora = {"r": 2} if adapters else None
-        return "huggingface", {**data, "model": str(base), "pretrained": True, "lora": lora, "eval_samples": 8}
+        given = {"model": str(base), "pretrained": True, "eval_samples": 8}
+        if adapters:
+            data = {"data": _talks(folder), "sequence_length": 256}
+            given |= {"kind": "instructions", "lora": {"r": 2}}
+        return "huggingface", {**data, **given}
 
     return made
