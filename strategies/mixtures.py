@@ -5,6 +5,8 @@ of them a matrix per expert; called with the tokens, which experts each chose, a
 
     forward(x (…, D), index (…, k) int, weights (…, k)) → Σ over k of weights · expert_index(x), (…, D)
 
+where weights may have the default None, which stands for 1.
+
 So Hugging Face's transformers has them since version 5, in all its mixtures of that kind (Mixtral, Qwen-MoE, OLMoE,
 DeepSeek-V3, …), and app/models/mixture.py. *Router*: what stands beside experts and says how many are chosen (`top_k`);
 called with tokens it returns a tuple, of which the first is their scores' logarithms (…, E).
@@ -66,13 +68,21 @@ def rename_counts(experts: nn.Module, count: int, own: int) -> None:
     vars(experts).update({name: own for name in counters if "expert" in name})
 
 
-def computed(forward: Any, rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+def computed(forward: Any, rows: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
     """What experts make of rows (M, D) that chose one each: index, weights (M,) → (M, D). Of none as well: they are
     still a part of the graph, so that backward comes to all that experts are computed from."""
     several = len(rows)
     if not several:
-        rows, index, weights = (torch.cat([t, t.new_zeros(1, *t.shape[1:])]) for t in (rows, index, weights))
-    return forward(rows, index.unsqueeze(-1), weights.unsqueeze(-1)).narrow(0, 0, several)
+        rows, index, weights = (
+            None if t is None else torch.cat([t, t.new_zeros(1, *t.shape[1:])]) for t in (rows, index, weights)
+        )
+    columns = [t.unsqueeze(-1) for t in (index, weights) if t is not None]
+    return forward(rows, *columns).narrow(0, 0, several)
+
+
+def may_leave_weights_out(forward: Any) -> bool:
+    """Whether experts can be called without weights, which then are 1."""
+    return list(inspect.signature(forward).parameters.values())[2].default is None
 
 
 def sorted_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -32,16 +32,17 @@ def grouped_linear(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 def by_expert(
-    compute: Callable[[Tensor, Tensor], Tensor], x: Tensor, index: Tensor, weights: Tensor, experts: int
+    compute: Callable[[Tensor, Tensor], Tensor], x: Tensor, index: Tensor, weights: Tensor | None, experts: int
 ) -> Tensor:
-    """Σ over a token's k experts of weight · result: x (…, D), index and weights (…, k) → (…, D).
+    """Σ over a token's k experts of weight · result: x (…, D), index and weights (…, k), None for 1, → (…, D).
 
     compute: (rows sorted by expert, ends) → results (M, D). experts: how many there are here.
     """
     chosen, rows, k = index.flatten(), x.flatten(0, -2).to(product_dtype(x)), index.size(-1)
     order, place, counts = sorted_by_expert(chosen, experts)
     y = compute(spread(rows, order, place, k), counts.cumsum(0).int())
-    y = spread(y, place, order).view(*index.shape, -1) * weights.unsqueeze(-1)
+    y = spread(y, place, order).view(*index.shape, -1)
+    y = y if weights is None else y * weights.unsqueeze(-1)
     return (y.squeeze(-2) if k == 1 else y.sum(-2)).to(x.dtype)
 
 

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from strategies.dims import LayoutError, ParallelDims, named_mesh, submesh
 from strategies.expert.exchange import Exchange
-from strategies.mixtures import Mixture, SplitExperts, find_mixtures, rename_counts
+from strategies.mixtures import Mixture, SplitExperts, find_mixtures, may_leave_weights_out, rename_counts
 from strategies.strategy import Strategy
 
 
@@ -87,11 +87,10 @@ def _split(found: Mixture, mesh: DeviceMesh, exchange: Exchange) -> None:
     kind: Any = type(experts)
     experts.__class__ = _class(kind, tuple(name for name, _ in experts.named_parameters(recurse=False)))
     vars(experts)["_expert_mesh"] = mesh
-    inner = getattr(experts, "computed", None)
-    if inner is not None:  # tensor parallelism has a forward around it
-        vars(experts)["computed"] = functools.partial(exchange, inner)
-    else:
-        experts.forward = functools.partial(exchange, experts.forward)
+    name = "computed" if hasattr(experts, "computed") else "forward"  # tensor parallelism has a forward around it
+    inner = getattr(experts, name)
+    exchange.unweighted = may_leave_weights_out(inner)
+    vars(experts)[name] = functools.partial(exchange, inner)
 
 
 @functools.cache

@@ -29,10 +29,12 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Exchange:
-    """Computes with experts that are split over `group`, `count` in all; collective in every call."""
+    """Computes with experts that are split over `group`, `count` in all; collective in every call. unweighted: their
+    code can be called without weights."""
 
-    def __init__(self, group: dist.ProcessGroup, count: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, count: int, unweighted: bool = False) -> None:
         self.group, self.size, self.own = group, group.size(), count // group.size()
+        self.unweighted = unweighted
 
     def __call__(self, compute: Compute, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """(…, D), (…, k), (…, k) → (…, D). compute: this worker's experts, by indices from 0."""
@@ -52,7 +54,7 @@ class Exchange:
         """counts: (workers · own experts,), how many rows came from each worker for each expert."""
         experts, arrived = torch.arange(self.own, device=rows.device).repeat(self.size), len(rows)
         index = experts.repeat_interleave(counts, output_size=arrived)
-        return computed(compute, rows, index, rows.new_ones(arrived))
+        return computed(compute, rows, index, None if self.unweighted else rows.new_ones(arrived))
 
 
 class _AllToAll(torch.autograd.Function):
