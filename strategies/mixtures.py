@@ -72,12 +72,10 @@ def computed(forward: Any, rows: Tensor, index: Tensor, weights: Tensor | None) 
     """What experts make of rows (M, D) that chose one each: index, weights (M,) → (M, D). Of none as well: they are
     still a part of the graph, so that backward comes to all that experts are computed from."""
     several = len(rows)
+    given = [rows, *(t.unsqueeze(-1) for t in (index, weights) if t is not None)]
     if not several:
-        rows, index, weights = (
-            None if t is None else torch.cat([t, t.new_zeros(1, *t.shape[1:])]) for t in (rows, index, weights)
-        )
-    columns = [t.unsqueeze(-1) for t in (index, weights) if t is not None]
-    return forward(rows, *columns).narrow(0, 0, several)
+        given = [torch.cat([t, t.new_zeros(1, t.size(1))]) for t in given]
+    return forward(*given).narrow(0, 0, several)
 
 
 def may_leave_weights_out(forward: Any) -> bool:

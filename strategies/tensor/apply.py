@@ -235,7 +235,7 @@ def one_part(
     Raises:
         LayoutError: a plan that does not fit the model.
     """
-    plan, peers = make_plan(module, given, sequence_parallel, ways), ops.ShapePeers(ways)
+    plan, peers = make_plan(module, given, sequence_parallel), ops.ShapePeers(ways)
 
     def slice_of(parameter: nn.Parameter, dim: int | None) -> nn.Parameter:
         if dim is None:

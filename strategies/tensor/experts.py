@@ -30,7 +30,7 @@ def split_forward(experts: Any, peers: Peers) -> Callable[..., Tensor]:
     if 0 not in expert_dims(experts).values():
         return forward
     count = count_of(experts)
-    rename_counts(experts, count, count // peers.size)
+    rename_counts(experts, count, -(-count // peers.size))  # what is only watched may be uneven
     return functools.partial(_of_own, peers, experts, forward)
 
 
