@@ -5,6 +5,8 @@ of them a matrix per expert; called with the tokens, which experts each chose, a
 
     forward(x (…, D), index (…, k) int, weights (…, k)) → Σ over k of weights · expert_index(x), (…, D)
 
+where weights may have the default None, which stands for 1.
+
 So Hugging Face's transformers has them since version 5, in all its mixtures of that kind (Mixtral, Qwen-MoE, OLMoE,
 DeepSeek-V3, …), and app/models/mixture.py. *Router*: what stands beside experts and says how many are chosen (`top_k`);
 called with tokens it returns a tuple, of which the first is their scores' logarithms (…, E).
@@ -12,8 +14,10 @@ called with tokens it returns a tuple, of which the first is their scores' logar
 
 import inspect
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -38,7 +42,7 @@ def find_mixtures(module: nn.Module) -> list[Mixture]:
     """In the order of the modules; [] if there are none."""
     found = []
     for name, experts in module.named_modules():
-        if count := _experts(experts):
+        if count := count_of(experts):
             beside = module.get_submodule(name.rpartition(".")[0]).children() if name else ()
             routers = [child for child in beside if isinstance(getattr(child, "top_k", None), int)]
             top_k: int = routers[0].top_k if routers else count  # type: ignore[assignment]
@@ -47,7 +51,7 @@ def find_mixtures(module: nn.Module) -> list[Mixture]:
     return found
 
 
-def _experts(module: nn.Module) -> int:
+def count_of(module: nn.Module) -> int:
     """How many experts the module itself holds; 0 if it is not of the form above."""
     shapes = [p.shape for p in module.parameters(recurse=False)]
     counts = {shape[0] if len(shape) > 1 else 0 for shape in shapes}
@@ -56,6 +60,53 @@ def _experts(module: nn.Module) -> int:
     takes = list(inspect.signature(type(module).forward).parameters)[1:4]
     as_told = len(takes) == 3 and "ind" in takes[1] and ("weight" in takes[2] or "score" in takes[2])
     return counts.pop() if as_told else 0
+
+
+def rename_counts(experts: nn.Module, count: int, own: int) -> None:
+    """Tells the module's own code, which had `count` experts, that it has `own`."""
+    counters = [name for name, value in vars(experts).items() if type(value) is int and value == count]
+    vars(experts).update({name: own for name in counters if "expert" in name})
+
+
+def computed(forward: Any, rows: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
+    """What experts make of rows (M, D) that chose one each: index, weights (M,) → (M, D). Of none as well: they are
+    still a part of the graph, so that backward comes to all that experts are computed from."""
+    several = len(rows)
+    given = [rows, *(t.unsqueeze(-1) for t in (index, weights) if t is not None)]
+    if not several:
+        given = [torch.cat([t, t.new_zeros(1, t.size(1))]) for t in given]
+    return forward(*given).narrow(0, 0, several)
+
+
+def may_leave_weights_out(forward: Any) -> bool:
+    """Whether experts can be called without weights, which then are 1."""
+    return list(inspect.signature(forward).parameters.values())[2].default is None
+
+
+def sorted_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """chosen: (M,). Their order by expert, each one's place in it, and how many chose each expert, (experts,)."""
+    order = chosen.argsort(stable=True)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return order, place, chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+
+
+def spread(rows: Tensor, order: Tensor, place: Tensor, times: int = 1) -> Tensor:
+    """(N, D), each row `times` times, in another order → (N·times, D). place: the inverse of order, with which the
+    gradient is gathered; that of index_select would be added up row by row, on GPUs each time in another order."""
+    return _Spread.apply(rows, order, place, times)
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, place: Tensor, times: int) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.times = times
+        return rows.index_select(0, order if times == 1 else order // times)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        found = gradient.index_select(0, *ctx.saved_tensors)
+        return found if ctx.times == 1 else found.unflatten(0, (-1, ctx.times)).sum(1), None, None, None
 
 
 class SplitExperts:

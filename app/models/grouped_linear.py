@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from app.models.linear import product_dtype
+from strategies.mixtures import sorted_by_expert, spread
 
 DEVICES = ("cpu", "cuda")
 torch.library.define("trireme::grouped_linear", "(Tensor rows, Tensor weights, Tensor ends) -> Tensor")
@@ -31,18 +32,17 @@ def grouped_linear(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 def by_expert(
-    compute: Callable[[Tensor, Tensor], Tensor], x: Tensor, index: Tensor, weights: Tensor, experts: int
+    compute: Callable[[Tensor, Tensor], Tensor], x: Tensor, index: Tensor, weights: Tensor | None, experts: int
 ) -> Tensor:
-    """Σ over a token's k experts of weight · result: x (…, D), index and weights (…, k) → (…, D).
+    """Σ over a token's k experts of weight · result: x (…, D), index and weights (…, k), None for 1, → (…, D).
 
     compute: (rows sorted by expert, ends) → results (M, D). experts: how many there are here.
     """
     chosen, rows, k = index.flatten(), x.flatten(0, -2).to(product_dtype(x)), index.size(-1)
-    order = chosen.argsort(stable=True)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    ends = chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen)).cumsum(0).int()
-    y = compute(rows.index_select(0, order // k), ends).index_select(0, place).view(*index.shape, -1)
-    y = y * weights.unsqueeze(-1)
+    order, place, counts = sorted_by_expert(chosen, experts)
+    y = compute(spread(rows, order, place, k), counts.cumsum(0).int())
+    y = spread(y, place, order).view(*index.shape, -1)
+    y = y if weights is None else y * weights.unsqueeze(-1)
     return (y.squeeze(-2) if k == 1 else y.sum(-2)).to(x.dtype)
 
 

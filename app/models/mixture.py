@@ -84,7 +84,7 @@ class Experts(nn.Module):
         self.gate, self.up = (nn.Parameter(torch.empty(n_experts, d_expert, d_model)) for _ in range(2))
         self.down = nn.Parameter(torch.empty(n_experts, d_model, d_expert))
 
-    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
         gate, up, down = (t.to(product_dtype(x)) for t in (self.gate, self.up, self.down))
 
         def compute(rows: Tensor, ends: Tensor) -> Tensor:

@@ -106,6 +106,7 @@ class Space:
     pipelines: bool = True
     length: int | None = None  # of a sequence, where context parallelism can split it
     experts: int = 1  # that ep must divide
+    by_tp: int = 0  # experts that tensor parallelism splits too, so that tp·ep must divide them
 
 
 def fixed_by(config: Config, given: frozenset[str]) -> Fixed:
@@ -184,7 +185,8 @@ def _data_grids(rest: int, dims: ParallelDims, space: Space, fixed: Fixed) -> It
     for shard in _wanted(fixed, "parallel.dp_shard") or _divisors(rest):
         if not rest % shard and fixed.get("parallel.dp_replicate") in (None, rest // shard):
             found = replace(dims, dp_replicate=rest // shard, dp_shard=shard)
-            yield from (replace(found, ep=ep) for ep in eps if found.allows_experts(ep))
+            equal = [ep for ep in eps if dims.tp == 1 or space.by_tp % (dims.tp * ep) == 0]
+            yield from (replace(found, ep=ep) for ep in equal if found.allows_experts(ep))
 
 
 def _can_cut(space: Space, cp: int, tp: int, fixed: Fixed) -> bool:

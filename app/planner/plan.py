@@ -130,6 +130,7 @@ def make_plan(
         offload=not machine.device.is_cpu,
         length=reader.sequence_length if reader.splits_sequence else None,
         experts=math.gcd(*(found.count for found in reader.mixtures)) or 1,
+        by_tp=math.gcd(*(p.shape[0] for p in reader.size.parameters if p.is_expert and p.split_dim == 0)),
     )
     candidates = enumerate_layouts(space, fixed)
     if not candidates:

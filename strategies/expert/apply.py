@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from strategies.dims import LayoutError, ParallelDims, named_mesh, submesh
 from strategies.expert.exchange import Exchange
-from strategies.mixtures import Mixture, SplitExperts, find_mixtures
+from strategies.mixtures import Mixture, SplitExperts, find_mixtures, may_leave_weights_out, rename_counts
 from strategies.strategy import Strategy
 
 
@@ -83,16 +83,14 @@ def _split(found: Mixture, mesh: DeviceMesh, exchange: Exchange) -> None:
         spec: dict[str, Any] = {"run_check": False, "shape": data.shape, "stride": data.stride()}
         split = DTensor.from_local(own, mesh, [Shard(0), *of_tp], **spec)
         setattr(experts, name, nn.Parameter(split, requires_grad=parameter.requires_grad))
-    counters = [name for name, value in vars(experts).items() if type(value) is int and value == found.count]
-    vars(experts).update({name: exchange.own for name in counters if "expert" in name})
+    rename_counts(experts, len(local), len(own))
     kind: Any = type(experts)
     experts.__class__ = _class(kind, tuple(name for name, _ in experts.named_parameters(recurse=False)))
     vars(experts)["_expert_mesh"] = mesh
-    inner = getattr(experts, "computed", None)
-    if inner is not None:  # tensor parallelism has a forward around it
-        vars(experts)["computed"] = functools.partial(exchange, inner)
-    else:
-        experts.forward = functools.partial(exchange, experts.forward)
+    name = "computed" if hasattr(experts, "computed") else "forward"  # tensor parallelism has a forward around it
+    inner = getattr(experts, name)
+    exchange.unweighted = may_leave_weights_out(inner)
+    vars(experts)[name] = functools.partial(exchange, inner)
 
 
 @functools.cache

@@ -22,54 +22,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from strategies.mixtures import computed, sorted_by_expert, spread
+
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Experts: rows, indices, weights → rows."""
 
 
 class Exchange:
-    """Computes with experts that are split over `group`, `count` in all; collective in every call."""
+    """Computes with experts that are split over `group`, `count` in all; collective in every call. unweighted: their
+    code can be called without weights."""
 
-    def __init__(self, group: dist.ProcessGroup, count: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, count: int, unweighted: bool = False) -> None:
         self.group, self.size, self.own = group, group.size(), count // group.size()
+        self.unweighted = unweighted
 
     def __call__(self, compute: Compute, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """(…, D), (…, k), (…, k) → (…, D). compute: this worker's experts, by indices from 0."""
         chosen, rows = index.flatten(), x.flatten(0, -2)
         if torch.is_autocast_enabled(x.device.type):  # before it is sent, so that 16 bits are sent
             rows = rows.to(torch.get_autocast_dtype(x.device.type))
-        order = chosen.argsort(stable=True)
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        counts = chosen.new_zeros(self.size * self.own).scatter_add_(0, chosen, torch.ones_like(chosen))
+        order, place, counts = sorted_by_expert(chosen, self.size * self.own)
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=self.group)
         sizes = torch.stack([counts, arriving]).view(2, self.size, self.own).sum(2).tolist()
-        arrived = _AllToAll.apply(_Spread.apply(rows, order, place, index.size(-1)), *sizes, self.group)
+        arrived = _AllToAll.apply(spread(rows, order, place, index.size(-1)), *sizes, self.group)
         results = _AllToAll.apply(self._computed(compute, arrived, arriving), *reversed(sizes), self.group)
-        y = _Spread.apply(results, place, order, 1).view(*index.shape, -1)
+        y = spread(results, place, order).view(*index.shape, -1)
         return (y * weights.unsqueeze(-1)).sum(-2).to(x.dtype)
 
     def _computed(self, compute: Compute, rows: Tensor, counts: Tensor) -> Tensor:
         """counts: (workers · own experts,), how many rows came from each worker for each expert."""
         experts, arrived = torch.arange(self.own, device=rows.device).repeat(self.size), len(rows)
         index = experts.repeat_interleave(counts, output_size=arrived)
-        if not arrived:  # still a part of the graph: backward must come to both exchanges and to the parameters
-            rows, index = torch.cat([rows, rows.new_zeros(1, rows.size(1))]), index.new_zeros(1)
-        return compute(rows, index.unsqueeze(-1), rows.new_ones(len(rows), 1)).narrow(0, 0, arrived)
-
-
-class _Spread(torch.autograd.Function):
-    """(N, D), each row `times` times, in another order → (N·times, D). place: the inverse of order."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, place: Tensor, times: int) -> Tensor:
-        ctx.save_for_backward(place)
-        ctx.times = times
-        return rows.index_select(0, order if times == 1 else order // times)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        found = gradient.index_select(0, *ctx.saved_tensors)
-        return found if ctx.times == 1 else found.unflatten(0, (-1, ctx.times)).sum(1), None, None, None
+        return computed(compute, rows, index, None if self.unweighted else rows.new_ones(arrived))
 
 
 class _AllToAll(torch.autograd.Function):

@@ -40,7 +40,7 @@ from strategies.dims import LayoutError, Options
 from strategies.grad_sync import all_reduce_, local
 from strategies.precision import Product
 from strategies.strategy import Strategy
-from strategies.tensor import ops
+from strategies.tensor import experts, ops
 from strategies.tensor.loss import VocabularyLogits
 from strategies.tensor.ops import SplitLayers
 from strategies.tensor.plan import Plan, is_transposed_linear, make_plan, out_features
@@ -142,21 +142,27 @@ def _class(kind: type[nn.Module], style: str, names: tuple[str, ...]) -> type[nn
     """`kind` with plain reading of its parameters and the forward of `style`."""
     members: dict[str, Any] = {name: property(functools.partial(_read, name, style == "experts")) for name in names}
     if style in _FORWARD:
-        members |= {"forward": _FORWARD[style], "computed": kind.forward}
+        members["forward"] = _FORWARD[style]
     if issubclass(kind, nn.RNNBase):
         members |= rnn_reading_its_parameters()
     return type(kind.__name__, (kind,), members)
 
 
 def apply(
-    module: nn.Module, mesh: DeviceMesh, given: dict[str, str] | None, options: Options, *, in_halves: bool = False
+    module: nn.Module,
+    mesh: DeviceMesh,
+    given: dict[str, str] | None,
+    options: Options,
+    *,
+    in_halves: bool = False,
+    ep: int = 1,
 ) -> SplitLayers:
     """Splits the module in place over the one-dimensional `mesh`. in_halves: backward is (pipeline/weight_grad.py).
-
+    ep: ways that experts are split before.
     Raises:
         LayoutError: a plan that does not fit the model.
     """
-    plan = make_plan(module, given, options.sequence_parallel)
+    plan = make_plan(module, given, options.sequence_parallel, mesh.size(), ep)
     peers = ops.Peers(mesh.get_group())
     keeps = options.activation_checkpointing != "none"  # recomputing a block gathers its inputs again anyway
     split = SplitLayers(mesh, plan, options.loss_parallel, peers, keeps=keeps, in_halves=in_halves)
@@ -184,6 +190,8 @@ def rewrite(module: nn.Module, split: SplitLayers, replace: Callable[[nn.Paramet
         transposed = is_transposed_linear(owner)
         if transposed:  # told by its shape, which is about to change
             vars(owner).update(out_features=owner.nf)
+        if style == "experts":
+            vars(owner)["computed"] = experts.split_forward(owner, split.peers)
         own = dict(owner.named_parameters(recurse=False, remove_duplicate=False))
         for name, parameter in own.items():
             keep.append(parameter)

@@ -56,6 +56,12 @@ class Peers:
     def all_reduce(self, x: Tensor, operation: str = "sum") -> Tensor:
         return _all_reduce(x.contiguous(), operation, self.group)
 
+    def choices(self, chosen: Tensor, own: int) -> tuple[Tensor, Tensor]:
+        """Which of the chosen experts are among this worker's `own`, for whose number the host waits; and as which."""
+        local = chosen - self.rank * own
+        mine = ((local >= 0) & (local < own)).nonzero().squeeze(1)
+        return mine, local.index_select(0, mine)
+
     def part(self, x: Tensor, dim: int) -> Tensor:
         start, end = self.bounds(x.size(dim))
         return x.narrow(dim, start, end - start)
@@ -114,6 +120,10 @@ class ShapePeers(Peers):
         """A collective whose whole tensor is `whole`; rings send factor × (ways - 1) / ways of it."""
         self.sent[self.where()] += factor * whole.numel() * whole.element_size() * (self.size - 1) / self.size
         self.calls[self.where()] += 1
+
+    def choices(self, chosen: Tensor, own: int) -> tuple[Tensor, Tensor]:
+        mine = torch.arange(-(-chosen.numel() // self.size), device=chosen.device)  # as many as the others
+        return mine, chosen.index_select(0, mine) % own
 
     def all_reduce(self, x: Tensor, operation: str = "sum") -> Tensor:
         self._note(x, 2)

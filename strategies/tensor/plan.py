@@ -5,7 +5,7 @@
     colwise      nn.Linear         output features; output stays split
     colwise_gather  nn.Linear      output features; output gathered
     rowwise      nn.Linear         input features, as a colwise layer left them; output summed
-    experts      a mixture's   gate and up (E, F, D) and down (E, D, F) along F; called with tokens, indices, weights
+    experts      a mixture's   hidden width of each expert, or the experts themselves (experts.py)
     head         nn.Linear         output features (the vocabulary); kept split for the loss, else gathered
     sequence     norm, dropout     whole parameters; works on its part of the sequence
     split        any               whole; its output is narrowed to this worker's part of the sequence
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from strategies.dims import LayoutError, meant
+from strategies.mixtures import count_of, find_mixtures
 
 VALUES: dict[str, tuple[type[nn.Module] | None, int | None]] = {
     "embedding": (nn.Embedding, 0),
@@ -42,8 +43,8 @@ VALUES: dict[str, tuple[type[nn.Module] | None, int | None]] = {
     "replicate": (None, None),
 }
 """For each value the class it is for and the dimension of a weight (out, in) or table that it splits."""
-OF_EXPERTS = {"gate": 1, "up": 1, "down": 2}
-"""For experts, by parameter."""
+BY_WIDTH = {"gate": 1, "up": 1, "down": 2}
+"""By parameter, the dimension that is split where the hidden width is."""
 
 SYNONYMS = {
     "embedding_rowwise": "embedding",
@@ -75,8 +76,11 @@ class Plan:
         return self.sequence and any(self.styles.get(parent) == "gather" for parent in parents)
 
 
-def make_plan(module: nn.Module, given: dict[str, str] | None, sequence_parallel: bool) -> Plan:
-    """The plan `given`, checked, with a split parameter split wherever it is used; or one found.
+def make_plan(
+    module: nn.Module, given: dict[str, str] | None, sequence_parallel: bool, tp: int = 1, ep: int = 1
+) -> Plan:
+    """The plan `given`, checked, with a split parameter split wherever it is used; or one found. tp, ep: how many
+    ways it has to be split.
 
     Raises:
         LayoutError: a key without a module, an unknown value, a module it does not fit, a tied weight split apart.
@@ -85,6 +89,7 @@ def make_plan(module: nn.Module, given: dict[str, str] | None, sequence_parallel
     if given is not None:
         _tie_embeddings(module, styles)
     dims = _dims(module, styles)
+    _require_equal_parts(module, styles, tp, ep)
     sequence = sequence_parallel and "sequence" in styles.values()
     if sequence and not {"embedding", "split", "split_input"} & set(styles.values()):
         raise LayoutError(
@@ -120,8 +125,8 @@ def _matches(name: str, key: str) -> bool:
 
 def _require_class(module: nn.Module, name: str, value: str) -> None:
     kind = VALUES[value][0]
-    if value == "experts" and {name for name, _ in module.named_parameters()} != OF_EXPERTS.keys():
-        raise LayoutError(f"the tensor plan splits {name} as experts, which have gate, up and down: leave it out")
+    if value == "experts" and not count_of(module):
+        raise LayoutError(f"the tensor plan splits {name} as experts, which it is not: leave it out")
     if kind is nn.Linear and is_transposed_linear(module):
         return
     if kind is not None and (not isinstance(module, kind) or type(module).forward is not kind.forward):
@@ -129,6 +134,26 @@ def _require_class(module: nn.Module, name: str, value: str) -> None:
             f"the tensor plan splits {name} as {value}, which is for {kind.__name__}, but it is a "
             f"{type(module).__name__}: leave it out of the plan"
         )
+
+
+def expert_dims(experts: nn.Module) -> dict[str, int]:
+    """By parameter, the dimension that is split."""
+    names = {name for name, _ in experts.named_parameters(recurse=False)}
+    return BY_WIDTH if names == BY_WIDTH.keys() else dict.fromkeys(names, 0)
+
+
+def _require_equal_parts(module: nn.Module, styles: dict[str, str], tp: int, ep: int) -> None:
+    """
+    Raises:
+        LayoutError: experts that are split whole, in parts that would not be equal.
+    """
+    for found in find_mixtures(module):
+        if styles.get(found.name) == "experts" and 0 in expert_dims(found.experts).values() and found.count % (tp * ep):
+            degrees = f"parallel.tp × parallel.ep is {tp * ep}" if ep > 1 else f"parallel.tp is {tp}"
+            fitting = ", ".join(str(n) for n in range(1, found.count + 1) if found.count % n == 0)
+            raise LayoutError(
+                f"{degrees}, which does not divide the {found.count} experts of {found.name}: write {fitting}"
+            )
 
 
 def is_transposed_linear(module: nn.Module) -> bool:
@@ -178,7 +203,7 @@ def _dims(module: nn.Module, styles: dict[str, str]) -> dict[str, int]:
             names[path] = id(parameter)
             split = dim if key == "weight" or (key == "bias" and dim == 0) else None
             if styles.get(name) == "experts":
-                split = OF_EXPERTS[key]
+                split = expert_dims(owner)[key]
             if key == "weight" and dim is not None and is_transposed_linear(owner):
                 split = 1 - dim
             if split is None:

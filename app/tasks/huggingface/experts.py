@@ -27,7 +27,7 @@ def group_experts(model: nn.Module) -> None:
             experts.forward = functools.partial(_forward, experts)  # type: ignore[method-assign]
 
 
-def _forward(experts: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+def _forward(experts: Any, x: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
     """x (N, D), index and weights (N, k) → (N, D)."""
     both, down = (t.to(product_dtype(x)) for t in (experts.gate_up_proj, experts.down_proj))
 

@@ -1,7 +1,7 @@
 """How a `transformers` model may be split: its own tensor plan in our words, and its repeating blocks.
 
 The library ships plans for many models (https://huggingface.co/docs/transformers/perf_infer_gpu_multi). Where a part is
-split in a way that has no equal here (fused experts, multi-head latent attention), its linear layers are split one by
+split in a way that has no equal here (multi-head latent attention), its linear layers are split one by
 one and gathered, which is always right: a colwise layer whose rowwise partner stayed whole would not be.
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from app.errors import UserError
 from strategies.context.apply import mean_over_sequence
+from strategies.mixtures import find_mixtures
 from strategies.tensor.plan import SYNONYMS
 
 GATHER = "colwise_gather"
@@ -55,7 +56,9 @@ def tensor_plan(model: nn.Module, *, parallel_head: bool) -> dict[str, str] | No
     table = model.get_input_embeddings()  # type: ignore[operator]
     if plan and isinstance(table, nn.Module) and _fits(table, "embedding"):
         plan |= {name: "embedding" for name, module in modules.items() if module is table}
-    return plan | _along_sequence(model, plan) if plan else None
+    if not plan:
+        return None
+    return plan | _along_sequence(model, plan) | {found.name: "experts" for found in find_mixtures(model)}
 
 
 def _along_sequence(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:

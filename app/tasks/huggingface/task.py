@@ -155,7 +155,9 @@ class HuggingFace(InParts):
         elif self.kind == "causal_lm" and structure.config._attn_implementation == "sdpa" and self._attends_fully():
             self._build = replace(self.recipe, attention=unmasked_attention()).build
         self._masks = 1  # of a batch with places: one for all, unless the library weighs its routers by them
-        self._chosen_experts = [found.top_k for found in find_mixtures(structure)]  # of each layer that has some
+        mixtures = find_mixtures(structure)
+        self._chosen_experts = [found.top_k for found in mixtures]  # of each layer that has some
+        self._routers = tuple({type(found.router) for found in mixtures})
         self._heads = plan.heads(self.config, self.tensor_plan(structure))
         patch, sides = getattr(self.config, "patch_size", None), _sides(self.config)
         if isinstance(patch, int) and sides and any(side % patch for side in sides):  # a rest would be left out
@@ -184,18 +186,24 @@ class HuggingFace(InParts):
         return self.recipe.build()  # which heeds a mask: people's rows may be padded
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        balances = bool(self._chosen_experts) and getattr(self.config, "output_router_logits", False)
+        if balances:
+            self._require_all_routers(model)
         called: Any = Called(self, model)
         loss = self._data.loss(called, batch)
-        logits = getattr(called.output, "router_logits", None)
-        if logits:  # of a mixture of experts whose config has output_router_logits
-            if len(logits) < len(self._chosen_experts):
-                raise UserError(
-                    "task_args.config.output_router_logits is true, but a pipeline's stage sees its own routers only: "
-                    "write false, or strategy=fsdp"
-                )
+        if balances:
             weight = float(getattr(self.config, "router_aux_loss_coef", 0.0))
-            loss = loss + weight * plan.balance(logits, rows(batch), self._chosen_experts[0])
+            loss = loss + weight * plan.balance(called.output.router_logits, rows(batch), self._chosen_experts[0])
         return loss
+
+    def _require_all_routers(self, model: nn.Module) -> None:
+        """Raises UserError in a stage that has a part of them: the balance loss multiplies means over all layers."""
+        seen = sum(isinstance(module, self._routers) for module in model.modules())
+        if seen < len(self._chosen_experts):
+            raise UserError(
+                f"task_args.config.output_router_logits is true, but a pipeline's last stage has {seen} of the model's "
+                f"{len(self._chosen_experts)} routers: write false, or strategy=fsdp"
+            )
 
     def items(self, batch: Batch) -> int | Tensor:
         return self._data.items(batch)

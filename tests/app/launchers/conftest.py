@@ -13,6 +13,11 @@ LOCAL = ["launcher=local", "train.precision=fp16"]
 TWO = ["strategy=ddp", "train.micro_batch_size=5", "train.noise_scale_every=2"]
 
 
+def of_experts(data: str) -> list[str]:
+    """A mixture whose experts each worker has half of."""
+    return ["task=tests.tasks:OfExperts", f"strategy={data}+expert", "parallel.ep=2", "train.noise_scale_every=null"]
+
+
 def command(storage: Path, *more: str) -> list[str]:
     """A run whose steps are slow as long as there is a file `slow` in its storage."""
     pace = f"task_args.slow_while={storage}/slow"

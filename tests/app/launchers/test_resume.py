@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from app.cli import group
 from app.config_io import load_config
 from app.run.manifest import Run
-from tests.app.launchers.conftest import LOCAL, STEPS, TWO, command
+from tests.app.launchers.conftest import LOCAL, STEPS, TWO, command, of_experts
 from tests.running import (
     LONG,
     Ended,
@@ -25,6 +25,7 @@ from tests.running import (
     same_bits,
     start,
     start_soon,
+    torchrun,
     trireme,
     wait_until,
     weights,
@@ -32,6 +33,7 @@ from tests.running import (
 
 RAY, ACTORS = ([*TWO, "workers=2", f"launcher={name}"] for name in ("ray", "actors"))
 OWN_RAY = [*TWO, "workers=2", "resources_per_worker.CPU=0.5"]  # the driver starts it: this machine may have two cores
+EXPERTS = [[*RAY, *of_experts(name)] for name in ("ddp", "fsdp")]
 SLOW = pytest.mark.slow
 
 
@@ -54,6 +56,7 @@ def assert_unbroken(storage: Path, truth: tuple[Path, Ended]) -> None:
         pytest.param(RAY, False, signal.SIGKILL, marks=SLOW),
         pytest.param(ACTORS, True, signal.SIGINT, marks=SLOW),
         pytest.param(OWN_RAY, False, signal.SIGKILL, marks=SLOW),
+        *(pytest.param(more, True, signal.SIGINT, marks=SLOW) for more in EXPERTS),
     ],
 )
 def test_a_worker_is_killed_then_the_command_and_run_again(
@@ -87,6 +90,10 @@ def test_a_worker_is_killed_then_the_command_and_run_again(
     again = trireme(*arguments, env=ray_environment)
     said = "continuing after step" if number == signal.SIGKILL else f"continuing after step {at}"
     assert again.code == 0 and said in again.out, again.out + again.err
+    if more in EXPERTS:
+        truth = tmp_path / "undisturbed"
+        assert_unbroken(tmp_path, (truth, torchrun(*command(truth, *TWO, *more[len(RAY) :]))))
+        return
     assert_unbroken(tmp_path, request.getfixturevalue("one" if more is LOCAL else "two"))
     assert more is LOCAL or min(curve(tmp_path, "run", "train/noise_scale").values()) > 0
 

@@ -3,6 +3,7 @@
 from app.cli.plan import _fixed_by_file
 from app.config_io import load_config
 from app.flops import multiplied
+from app.planner.layouts import Space, enumerate_layouts
 from app.planner.output import families
 from app.planner.picture import content
 from app.planner.plan import make_plan
@@ -40,9 +41,17 @@ def test_split_experts_take_less_memory_and_time_to_send_tokens() -> None:
 
 def test_a_mixture_of_the_librarys_is_read_without_running_it() -> None:
     sizes = "hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4"
+    sizes += ", num_key_value_heads: 4, n_routed_experts: 6, n_group: 1, topk_group: 1, num_experts_per_tok: 2"
     args = f"{{model: deepseek_v3, config: {{{sizes}, first_k_dense_replace: 1}}, data: python, tokenizer: bytes}}"
     reader = read((), "task=huggingface", f"task_args={args}", "task_args.sequence_length=16")
     assert reader.costs(CAST).parts and not reader.note and reader.mixtures
+    assert {p.split_dim for p in reader.size.parameters if p.is_expert} == {0}
+
+
+def test_workers_that_experts_are_split_over_by_tp_and_ep_get_equally_many() -> None:
+    space = Space(8, 8, 32, 2, 4, None, True, ("fp32",), experts=6, by_tp=6)
+    ways = {(found.dims.tp, found.dims.ep) for found in enumerate_layouts(space, {})}
+    assert ways == {(1, 1), (1, 2), (2, 1)}
 
 
 def test_degrees_of_a_file_stay_when_its_largest_batch_is_looked_for() -> None:

@@ -32,6 +32,7 @@ from experiments.parity.curves import Curve, difference, train
 from experiments.parity.experiment import make_trial
 from strategies import ddp
 from strategies.cpu_collectives.reduce_scatter import DirectReduceScatter
+from strategies.dims import LayoutError
 from strategies.mixtures import find_mixtures
 from strategies.parallelize import Options, choose
 from strategies.tensor.apply import one_part
@@ -44,6 +45,11 @@ SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "i
 GROUPED = SMALL | {"num_key_value_heads": 2}
 GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 GPT2 |= {"summary_first_dropout": 0.0}
+OF_FOUR = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
+QWEN_MOE = OF_FOUR | {"num_experts": 4, "head_dim": 4, "decoder_sparse_step": 1}
+DEEPSEEK = SMALL | OF_FOUR | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+DEEPSEEK |= {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
+DEEPSEEK |= {"num_key_value_heads": 4}
 T5 = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
 BART = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
 BART |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "dropout": 0.0}
@@ -69,6 +75,10 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3": ("qwen3", GROUPED | {"head_dim": 4}, "text.txt"),
     "mistral": ("mistral", GROUPED, "text.txt"),
     "mixtral without balance": ("mixtral", GROUPED | {"num_local_experts": 2}, "text.txt"),
+    "mixtral of 4": ("mixtral", GROUPED | {"num_local_experts": 4, "output_router_logits": True}, "text.txt"),
+    "qwen3 moe": ("qwen3_moe", GROUPED | QWEN_MOE, "text.txt"),
+    "olmoe": ("olmoe", GROUPED | {"num_experts": 4, "num_experts_per_tok": 2}, "text.txt"),
+    "deepseek": ("deepseek_v3", DEEPSEEK, "text.txt"),
     "instructions": ("llama", GROUPED, "talk.jsonl"),
     "gpt2 instructions": ("gpt2", GPT2, "talk.jsonl"),
     "t5": ("t5", T5, "pairs.csv"),
@@ -193,7 +203,7 @@ PLANS = {
     "qwen3": {"embedding": 1, "head": 1, "colwise": 10, "rowwise": 4, "partial": 4, **ALONG},
     "gemma2": {"head": 1, "colwise": 10, "rowwise": 4, **ALONG, "sequence": 9},  # the table scales, so it stays whole
     "phi3": {"embedding": 1, "head": 1, "colwise_gather": 8},  # fused projections: gathered
-    "mixtral": {"embedding": 1, "head": 1, "colwise": 6, "rowwise": 2},  # experts stay whole
+    "mixtral": {"embedding": 1, "head": 1, "colwise": 6, "rowwise": 2, "experts": 2},
     "llama classifier": {"embedding": 1, "colwise": 10, "rowwise": 4},  # its head is no vocabulary
     "gpt2": None,
 }
@@ -275,6 +285,10 @@ PARITY = [
     ("fsdp", 2, {}, ("llama tied", "mixtral", "bert", "vit", "lora classifier", "gpt2 instructions", "t5"), 1e-5),
     ("tensor", 2, {}, ("llama tied", "gpt2", "qwen3", "gemma2", "phi3", "mixtral", "bert", "vit"), 2e-5),
     slow("tensor", 2, {}, ("lora", "instructions", "lora instructions", "t5"), 2e-5),
+    slow("tensor", 2, {}, ("qwen3 moe", "olmoe", "deepseek"), 2e-5),
+    slow("ddp+tensor+expert", 4, {"tp": 2, "ep": 2}, ("mixtral of 4", "qwen3 moe", "deepseek"), 2e-5),
+    slow("fsdp+tensor+expert", 4, {"tp": 2, "ep": 2}, ("mixtral of 4", "olmoe"), 2e-5),
+    slow("fsdp+tensor", 4, {"tp": 2}, ("mixtral of 4",), 2e-5),
     slow("tensor+pipeline", 4, {"tp": 2}, ("llama",), 2e-5),
     slow("fsdp+tensor", 4, {"tp": 2}, ("llama", "gpt2"), 2e-5),
     ("context", 2, {"cp": 2}, ("gpt2", "qwen3", "mistral"), 1e-5),
@@ -315,6 +329,27 @@ def test_a_sequence_that_cannot_be_split(name: str, changes: dict[str, Any], say
     task.config.update(changes)
     with pytest.raises(UserError, match=says):
         task.context_plan(nn.Module())
+
+
+@pytest.mark.parametrize("seen", [0, 1])
+def test_a_balance_loss_of_routers_that_a_stage_does_not_see_is_refused(seen: int, data: Path) -> None:
+    task = made("mixtral", data)
+    model = built(task)
+    for layer in model.model.layers[seen:]:  # those of other stages
+        layer.mlp = nn.Identity()
+    with pytest.raises(UserError, match=f"output_router_logits is true, but .* has {seen} of the model's 2 routers"):
+        task.loss(model, one_batch(task))
+
+
+def test_experts_that_tensor_parallelism_cannot_share_evenly_are_refused(data: Path) -> None:
+    task = made("mixtral of 4", data)
+    model = task.structure()
+    plan = task.tensor_plan(model)
+    make_plan(model, plan, True, 2, 2)
+    with pytest.raises(
+        LayoutError, match=r"tp × parallel.ep is 8, which does not divide the 4 experts .*: write 1, 2, 4"
+    ):
+        make_plan(model, plan, True, 2, 4)
 
 
 # --- folders and tokenizers -----------------------------------------------------------------------------------------
