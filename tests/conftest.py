@@ -1,5 +1,6 @@
 """One Ray head for the whole session: starting Ray costs more than the trainings that tests do."""
 
+import contextlib
 import inspect
 import os
 from collections.abc import Iterator
@@ -17,8 +18,17 @@ hypothesis.settings.register_profile("busy", deadline=None)  # a machine with ot
 hypothesis.settings.load_profile("busy")
 
 
+HEAD = contextlib.ExitStack()
+"""Holds the session's Ray head."""
+LAST_IN_RAY = pytest.StashKey[pytest.Item | None]()
 WHOLE = ("trireme", "torchrun", "start", "subprocess", "CliRunner", "Reader", "load_task", "mlflow", "ROWS")
 """What a module's tests begin processes with, or whole commands, models and trainings."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The second half of `make test` imports only what can be in it."""
+    only_alone = config.option.markexpr.endswith(" and alone") and collection_path.suffix == ".py"
+    return True if only_alone and "run_distributed" not in collection_path.read_text() else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -28,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {}
     pool: dict[Any, bool] = {}
     asks = {item: "ray_environment" in getattr(item, "fixturenames", ()) for item in items}
-    in_ray = {item.path for item in items if asks[item]}
+    in_ray = {item.path for item in items if asks[item] and not item.get_closest_marker("slow")}
     for item in items:
         names = dir(getattr(item, "module", None))
         ray = item.path in in_ray  # with all of its file, whose fixtures are then made once
@@ -79,8 +89,20 @@ def same_environment() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def ray_environment() -> Iterator[dict[str, str]]:
     """Environment in which `trireme` uses the session's Ray head."""
-    with ray_head() as address:
-        yield environment(RAY_ADDRESS=address, RAY_AUTH_MODE="disabled")
+    with HEAD:
+        yield environment(RAY_ADDRESS=HEAD.enter_context(ray_head()), RAY_AUTH_MODE="disabled")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    asks = [item for item in session.items if "ray_environment" in getattr(item, "fixturenames", ())]
+    session.config.stash[LAST_IN_RAY] = asks[-1] if asks else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """After the last test that needs it the head ends: idle, it takes a tenth of a processor."""
+    if item is item.config.stash[LAST_IN_RAY]:
+        HEAD.close()
 
 
 @pytest.fixture
