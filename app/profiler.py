@@ -13,10 +13,13 @@ is exposed where nothing is computed meanwhile; waiting for a peer that is late 
 
 from __future__ import annotations
 
+import gzip
 import json
+import shutil
 import tempfile
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +96,7 @@ class Profiler:
     def _take(self, ended: profile) -> None:
         """Writes a rank's files, and adds up what is in them."""
         place, storage = self.training.place, Storage(self.training.job.folder)
-        files = {f"rank-{place.rank}.trace.json.gz": ended.export_chrome_trace}
+        files = {f"rank-{place.rank}.trace.json.gz": partial(_export, ended)}
         if self.memory and self.on_gpu:
             files[f"rank-{place.rank}.memory.pickle"] = torch.cuda.memory._dump_snapshot
         with tempfile.TemporaryDirectory() as scratch:
@@ -123,6 +126,14 @@ class Profiler:
         training.heartbeat.phase = "training"
         training.sync.started += time.perf_counter() - began  # it is not the steps' time
         training.step = self.take  # type: ignore[method-assign]
+
+
+def _export(ended: profile, path: str) -> None:
+    """torch itself would pack it line by line and as small as can be, which took half of a profile's time."""
+    plain = path.removesuffix(".gz")
+    ended.export_chrome_trace(plain)
+    with open(plain, "rb") as trace, gzip.open(path, "wb", compresslevel=1) as packed:
+        shutil.copyfileobj(trace, packed, 1 << 20)
 
 
 # --- what is in a profile ---------------------------------------------------------------------------------------------

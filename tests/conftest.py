@@ -1,7 +1,9 @@
-"""One Ray head for the whole session: starting Ray costs more than the trainings that tests do."""
+"""One Ray head for all tests that need one: starting Ray costs more than the trainings that tests do."""
 
+import contextlib
 import inspect
 import os
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,32 @@ import pytest
 
 from app.launchers import PRELOAD
 from cluster.connect import connect, disconnect
+from tests import pool
 from tests.running import environment, ray_head
 
 hypothesis.settings.register_profile("busy", deadline=None)  # a machine with other work on it is slow at times
 hypothesis.settings.load_profile("busy")
 
 
+HEAD = contextlib.ExitStack()
+"""Holds the session's Ray head."""
+LAST_IN_RAY = pytest.StashKey[pytest.Item | None]()
+ALONE = " and alone"
+"""How the expression ends that chooses the second half of `make test`."""
 WHOLE = ("trireme", "torchrun", "start", "subprocess", "CliRunner", "Reader", "load_task", "mlflow", "ROWS")
 """What a module's tests begin processes with, or whole commands, models and trainings."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """In the second half of `make test` the ranks' imports are made once, beside this process's own."""
+    if config.option.markexpr.endswith(ALONE):
+        pool.warm("tests.app.test_hooks", "torch._functorch.aot_autograd")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """It imports only what can be in it."""
+    only_alone = config.option.markexpr.endswith(ALONE) and collection_path.suffix == ".py"
+    return True if only_alone and "run_distributed" not in collection_path.read_text() else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -26,15 +46,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What trains on the pool's ranks has the machine to itself (`alone`). The rest runs in two processes, and one of
     them begins with all that needs the Ray head, which mostly waits. What is `pure` runs by itself too (Makefile)."""
     order = {}
-    pool: dict[Any, bool] = {}
+    known: dict[Any, bool] = {}
     asks = {item: "ray_environment" in getattr(item, "fixturenames", ()) for item in items}
-    in_ray = {item.path for item in items if asks[item]}
+    in_ray = {item.path for item in items if asks[item] and not item.get_closest_marker("slow")}
     for item in items:
         names = dir(getattr(item, "module", None))
         ray = item.path in in_ray  # with all of its file, whose fixtures are then made once
         item.add_marker(pytest.mark.xdist_group("ray" if ray else item.path.stem))
         order[item] = not ray
-        if not asks[item] and "run_distributed" in names and _reaches_pool(getattr(item, "function", None), pool):
+        if not asks[item] and "run_distributed" in names and _reaches_pool(getattr(item, "function", None), known):
             item.add_marker("alone")
         elif not ray and not any(name in names for name in WHOLE):
             item.add_marker("pure")
@@ -60,10 +80,16 @@ def _reaches_pool(function: Any, known: dict[Any, bool]) -> bool:
     if not inspect.isfunction(function):
         return False
     if function not in known:
-        names, around = set(function.__code__.co_names), function.__globals__
+        names, around = _names(function.__code__), function.__globals__
         known[function] = "run_distributed" in names
         known[function] |= any(_reaches_pool(around[name], known) for name in names & around.keys())
     return known[function]
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Also those of functions and generators inside."""
+    inside = (_names(each) for each in code.co_consts if isinstance(each, types.CodeType))
+    return set(code.co_names).union(*inside)
 
 
 @pytest.fixture(autouse=True)
@@ -79,8 +105,20 @@ def same_environment() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def ray_environment() -> Iterator[dict[str, str]]:
     """Environment in which `trireme` uses the session's Ray head."""
-    with ray_head() as address:
-        yield environment(RAY_ADDRESS=address, RAY_AUTH_MODE="disabled")
+    with HEAD:
+        yield environment(RAY_ADDRESS=HEAD.enter_context(ray_head()), RAY_AUTH_MODE="disabled")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    asks = [item for item in session.items if "ray_environment" in getattr(item, "fixturenames", ())]
+    session.config.stash[LAST_IN_RAY] = asks[-1] if asks else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """After the last test that needs it the head ends: idle, it takes a tenth of a processor."""
+    if item is item.config.stash[LAST_IN_RAY]:
+        HEAD.close()
 
 
 @pytest.fixture

@@ -19,13 +19,14 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from app.launchers import PRELOAD
+from cluster.connect import SETTINGS
+from cluster.environment import set_defaults
 from cluster.remote import free_port, is_open
 
 try:
-    from cluster.fast_start import client
+    from cluster.fast_start import client, warm
 except ImportError:  # it can be deleted
     client = None  # type: ignore[assignment]
 
@@ -114,12 +115,16 @@ def trireme(*arguments: str, env: dict[str, str] | None = None, timeout: float =
 
 
 def _fork(arguments: list[str], env: dict[str, str] | None, out: int, err: int) -> tuple[Any, int]:
-    """The connection over which its exit code will come, and its pid. Servers end with this process."""
+    """The connection over which its exit code will come, and its pid. The server is that of the Ray node which the
+    environment names, so that it serves the command and its workers, and ends with it; else it ends with this process.
+    """
     seed(arguments)
     env = env or environment()
     more = client.inherited() | {"cwd": str(ROOT), "env": env, "wait": True}
     with open(os.devnull) as nothing:
-        server = client.ensure(PRELOAD, os.getpid(), env)
+        as_command = {**SETTINGS, **env}  # what it sets for its workers, before it looks for their server
+        set_defaults(as_command)
+        server = client.ensure(PRELOAD, warm.raylet_of(env.get("RAY_ADDRESS", "")) or os.getpid(), as_command)
         connection = client.ask(server, {"argv": ["-m", "app", *arguments], **more}, (nothing.fileno(), out, err))
     begun = client.answer(connection, LONG)
     assert begun is not None, "the code has changed while the tests ran"
@@ -207,11 +212,15 @@ def committed(folder: Path) -> list[int]:
     return sorted(int(p.parent.name.split("-")[1]) for p in folder.glob("checkpoints/step-*/COMMIT.json"))
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def weights(folder: Path) -> dict[str, Any]:
+    import torch  # not above: the process that only hands tests out to others does without it, and begins sooner
+
     return torch.load(folder / "model" / "weights.pt", weights_only=True)
 
 
-def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+def same_bits(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    import torch
+
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 

@@ -10,7 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from app.cli import group
-from tests.running import committed, flip, torchrun
+from cluster.remote import free_port
+from tests.running import committed, environment, finish, flip, start
 
 
 @dataclass(frozen=True)
@@ -123,12 +124,14 @@ def test_json_says_it_too() -> None:
     assert result.exit_code == 2 and said["status"] == "refused" and "train.stepz" in said["error"]
 
 
-def test_a_batch_that_does_not_divide(tmp_path: Path) -> None:
+def test_a_batch_that_does_not_divide_under_torchrun(tmp_path: Path) -> None:
     given = ["task=tests.tasks:Points", "strategy=ddp", "train.steps=2", "train.global_batch_size=9"]
-    ended = torchrun("train", *given, "run.name=x", f"run.storage={tmp_path}")
-    assert ended.code != 0
-    assert "train.global_batch_size is 9" in ended.err and "8 or 10" in ended.err
-    assert ended.err.count("Traceback (most recent call last)") <= 1, "torchrun's own, none of ours"
+    own = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    words = ["train", *given, "run.name=x", f"run.storage={tmp_path}"]
+    ranks = [start(words, env=environment(**own, RANK=rank, LOCAL_RANK=rank)) for rank in ("0", "1")]
+    for ended in map(finish, ranks):
+        assert ended.code == 2 and "train.global_batch_size is 9" in ended.err and "8 or 10" in ended.err
+        assert "Traceback" not in ended.err
 
 
 def test_more_workers_than_the_cluster_has(tmp_path: Path, connected: None) -> None:

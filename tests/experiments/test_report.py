@@ -12,7 +12,7 @@ from app.cli import group
 from app.errors import UserError
 from experiments.report import page
 from experiments.report.runs import RunRecord, content, report
-from tests.running import POINTS, mlflow_run, mlflow_text, trireme
+from tests.running import POINTS, mlflow_run, mlflow_text, seed
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or ""
 
@@ -22,8 +22,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs, b as a but for its name and its learning rate."""
     folder = tmp_path_factory.mktemp("runs")
     more = ["run.name=a", "optimizer.lr=0.01", "train.steps=30", "train.eval_every=10"]
-    ended = trireme("train", *POINTS, "launcher=local", f"run.storage={folder}", *more)
-    assert ended.code == 0, ended.err
+    words = ["train", *POINTS, "launcher=local", f"run.storage={folder}", *more]
+    seed(words)
+    ended = CliRunner().invoke(group, words)
+    assert ended.exit_code == 0, ended.output
     shutil.copytree(folder / "a", folder / "b")
     for file, old, new in (("run.json", '"name": "a"', '"name": "b"'), ("config.yaml", "lr: 0.01", "lr: 0.02")):
         text = (folder / "b" / file).read_text()

@@ -23,7 +23,6 @@ from app.data.text import encoder
 from app.errors import UserError
 from app.run.inputs import digest
 
-datasets = pytest.importorskip("datasets")
 BATCH = 8
 
 
@@ -144,6 +143,7 @@ def test_a_mixture_is_a_function_of_seed_and_position() -> None:
 
 
 def test_where_data_sets_are_read_from(documents: Path, tmp_path: Path, bucket: str) -> None:
+    import datasets
     import fsspec
 
     rows = datasets.load_dataset("json", data_files=f"{documents}/*.jsonl", split="train", cache_dir=str(tmp_path))

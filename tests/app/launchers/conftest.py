@@ -25,10 +25,10 @@ def command(storage: Path, *more: str) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
+def one(tmp_path_factory: pytest.TempPathFactory, ray_environment: dict[str, str]) -> tuple[Path, Ended]:
     """The storage, and what was said, of one worker in half precision."""
     storage = tmp_path_factory.mktemp("one")
-    return storage, trireme(*command(storage, *LOCAL, "tracking.log_model=true", "--json"))
+    return storage, trireme(*command(storage, *LOCAL, "tracking.log_model=true", "--json"), env=ray_environment)
 
 
 @pytest.fixture(scope="session")

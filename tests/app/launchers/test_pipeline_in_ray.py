@@ -20,8 +20,9 @@ def test_the_same_training_as_on_one_device_and_what_it_leaves(tmp_path: Path, r
     more = ["strategy=pipeline", "parallel.pp=2", "parallel.profile_every=5", "parallel.trace_step=7"]
     more += ["profile.steps=[2,4]", "profile.ranks=[0,1]", "profile.memory=true", "fault.hang_seconds=100"]
     env = ray_environment | {"RAY_JOB_CONFIG_JSON_ENV_VAR": '{"runtime_env": {"env_vars": {"PYTHONPATH": "."}}}'}
-    one = trireme("train", *GPT, "strategy=single", "launcher=local", "run.name=one", f"run.storage={tmp_path}")
-    two = trireme("train", *GPT, *more, "run.name=two", f"run.storage={tmp_path}", env=env)
+    run = ["train", *GPT, f"run.storage={tmp_path}"]
+    one = trireme(*run, "strategy=single", "launcher=local", "run.name=one", env=ray_environment)
+    two = trireme(*run, *more, "run.name=two", env=env)
     assert (one.code, two.code) == (0, 0), one.err + two.err
     assert "8 micro-batches of 2 through 2 stages (1f1b)" in two.out, "what was decided is said"
     for metric in ("train/loss", "train/grad_norm", "eval/loss", "eval/bits_per_byte"):

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
-from transformers import AutoConfig, AutoImageProcessor, AutoModelForCausalLM, ViTConfig
 
 from app.config_io import load_config, to_dict
 from app.data.loader import fetch
@@ -148,6 +147,8 @@ def test_experts_are_balanced(data: Path) -> None:
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
 def test_experts_are_grouped_as_the_library_computes_them(kind: str) -> None:
     """Also in copies, and in 16 bits under autocast; gpt-oss has biases, so it is left alone."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         kind, **GROUPED, vocab_size=32, head_dim=4, num_local_experts=4, num_experts_per_tok=2
@@ -368,6 +369,8 @@ def folder(base: Path) -> Path:
 
 
 def test_pretrained_weights_from_a_folder_and_a_classifiers_new_head(folder: Path, data: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
     args: dict[str, Any] = {"model": str(folder), "data": str(data / "text.txt"), "sequence_length": 8}
     learnt = HuggingFace(**args, pretrained=True)
     assert learnt.kind == "causal_lm" and learnt.tokenizer.get_vocab()["penny"] == 2, "the folder's own"
@@ -395,6 +398,8 @@ def test_from_the_hubs_cache(folder: Path, data: Path, monkeypatch: pytest.Monke
 
 
 def test_images_are_fitted_to_a_folders_model(tmp_path: Path, own_cache: Path) -> None:
+    from transformers import AutoImageProcessor, ViTConfig
+
     ViTConfig(**SMALL, image_size=12, patch_size=4, num_channels=3).save_pretrained(tmp_path)
     task = HuggingFace(model=str(tmp_path), data="digits")
     assert task.kind == "image_classification"
