@@ -18,7 +18,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,7 +96,7 @@ class Profiler:
     def _take(self, ended: profile) -> None:
         """Writes a rank's files, and adds up what is in them."""
         place, storage = self.training.place, Storage(self.training.job.folder)
-        files = {f"rank-{place.rank}.trace.json.gz": partial(_export, ended)}
+        files: dict[str, Callable[[str], object]] = {f"rank-{place.rank}.trace.json.gz": partial(_export, ended)}
         if self.memory and self.on_gpu:
             files[f"rank-{place.rank}.memory.pickle"] = torch.cuda.memory._dump_snapshot
         with tempfile.TemporaryDirectory() as scratch:

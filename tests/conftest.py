@@ -13,7 +13,6 @@ import pytest
 
 from app.launchers import PRELOAD
 from cluster.connect import connect, disconnect
-from tests import pool
 from tests.running import environment, ray_head
 
 hypothesis.settings.register_profile("busy", deadline=None)  # a machine with other work on it is slow at times
@@ -29,14 +28,8 @@ WHOLE = ("trireme", "torchrun", "start", "subprocess", "CliRunner", "Reader", "l
 """What a module's tests begin processes with, or whole commands, models and trainings."""
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """In the second half of `make test` the ranks' imports are made once, beside this process's own."""
-    if config.option.markexpr.endswith(ALONE):
-        pool.warm("tests.app.test_hooks", "torch._functorch.aot_autograd")
-
-
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """It imports only what can be in it."""
+    """The second half of `make test` imports only what can be in it."""
     only_alone = config.option.markexpr.endswith(ALONE) and collection_path.suffix == ".py"
     return True if only_alone and "run_distributed" not in collection_path.read_text() else None
 

@@ -22,7 +22,6 @@ import faulthandler
 import gc
 import multiprocessing
 import multiprocessing.connection
-import multiprocessing.forkserver
 import os
 import pickle
 import signal
@@ -36,7 +35,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
-PRELOAD = ["torch.distributed.fsdp", "strategies.parallelize", "tests.strategies.models"]
 START_TIMEOUT = 120.0
 """Seconds in which a new process must have imported torch (two busy cores)."""
 GRACE = 3.0
@@ -107,16 +105,9 @@ def _start(count: int) -> None:
             raise DistributedFailure("a process of the pool did not start; see what it printed above")
 
 
-def warm(*more: str) -> None:
-    """Has the fork server begin to import, also these modules, while this process does something else."""
-    multiprocessing.set_forkserver_preload([*PRELOAD, *more])
-    with mock.patch.dict(os.environ, _ENVIRONMENT):
-        multiprocessing.forkserver.ensure_running()
-
-
 def _spawn(rank: int) -> _Worker:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)  # unless it runs already
+    context.set_forkserver_preload(["torch.distributed.fsdp", "strategies.parallelize", "tests.strategies.models"])
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(rank, theirs), name=f"pool-rank-{rank}")
     with mock.patch.dict(os.environ, _ENVIRONMENT):  # torch and gloo read these when they are loaded
