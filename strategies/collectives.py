@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from strategies.torch_internals import reduce_scatter_into
 
-TESTED = ("2.11", "2.12", "2.13", "2.15")
+TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 """Versions of torch."""
 
 
