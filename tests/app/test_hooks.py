@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import matplotlib.figure
 import matplotlib.image
 import pytest
 import torch
