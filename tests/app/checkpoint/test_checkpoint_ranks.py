@@ -4,7 +4,7 @@ import os
 import re
 import signal
 import threading
-from dataclasses import replace
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -24,7 +24,7 @@ from strategies.parallelize import Options
 from tests.app.checkpoint.kit import save, steps
 from tests.pool import DistributedFailure, run_distributed
 from tests.running import flip
-from tests.strategies.models import ZOO
+from tests.strategies.models import masked_trial
 
 
 def whole(scale: float = 1.0) -> dict[str, torch.Tensor]:
@@ -180,36 +180,44 @@ def test_a_killed_rank_leaves_the_commit_before(tmp_path: Path) -> None:
 
 # -- real strategies
 
-ONE_AFTER_ANOTHER = [Row("hsdp", 4, {"dp_shard": 2}), Row("zero1", 2), Row("tensor", 2), Row("ddp", 2), Row("fsdp", 2)]
+TRIAL = masked_trial()
+PIPED: dict[str, Any] = {"options": {"schedule": "1f1b"}, "micro_batches": 2}
+WHOLE = [Row("ddp", 2), Row("fsdp", 2), Row("tensor", 2), Row("pipeline", 2, {"pp": 2}, **PIPED)]
+IN_PARTS = [Row("context", 2, {"cp": 2}), *(Row(f"{name}+context", 4, {"cp": 2}) for name in ("fsdp", "tensor"))]
+IN_PARTS += [Row("pipeline+context", 4, {"cp": 2, "pp": 2}, **PIPED)]
+ONE_AFTER_ANOTHER = [Row("hsdp", 4, {"dp_shard": 2}), Row("zero1", 2), *WHOLE[:3], *IN_PARTS[:2]]
 ONE_AFTER_ANOTHER += [Row("fsdp+tensor", 4, {"tp": 2}), Row("single", 1)]
-TRIAL = replace(ZOO["mlp"], tensor_plan={"0": "colwise", "2": "rowwise"})
+PAIRS = [row for pair in (*product(WHOLE, IN_PARTS), *permutations(IN_PARTS, 2)) for row in pair]
+"""Each that splits sequences goes on from each other."""
 
 
 def _go_on(_: int, row: Row, folder: str, step: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """From the newest checkpoint: this step, a checkpoint, and while it is written the next. Rank 0's weights after
     either."""
-    parallel = begin(TRIAL, row.layout, Options(), torch.device("cpu"))
-    optimizer = parallel.prepare_optimizer(TRIAL.optimizer(parallel.parameters()))
+    trial, options = row.applied(TRIAL, Options())
+    parallel = begin(trial, row.layout, options, torch.device("cpu"))
+    optimizer = parallel.prepare_optimizer(trial.optimizer(parallel.parameters()))
     commit, _passed = checkpoint.latest_good(folder)
     if commit is not None:
         state = {"model": parallel.model_state(), "optimizer": parallel.optimizer_state(optimizer)}
         checkpoint.load(commit, state)
         parallel.load_model_state(state["model"])
         parallel.load_optimizer_state(optimizer, state["optimizer"])
-    run_steps(TRIAL, parallel, optimizer, range(step, step + 1))
+    run_steps(trial, parallel, optimizer, range(step, step + 1))
     first = {name: tensor.clone() for name, tensor in parallel.full_model_state().items()}
     checkpointer = Checkpointer(folder)
     checkpointer.save(
         {"model": parallel.model_state(), "optimizer": parallel.optimizer_state(optimizer)}, meta={"step": step}
     )
-    run_steps(TRIAL, parallel, optimizer, range(step + 1, step + 2))
+    run_steps(trial, parallel, optimizer, range(step + 1, step + 2))
     checkpointer.close()
     return first, parallel.full_model_state()
 
 
-def test_what_one_strategy_saves_another_continues_optimizer_and_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [ONE_AFTER_ANOTHER, pytest.param(PAIRS, marks=pytest.mark.slow)], ids=len)
+def test_what_one_strategy_saves_another_continues_optimizer_and_all(tmp_path: Path, rows: list[Row]) -> None:
     expected: dict[str, torch.Tensor] = {}
-    for step, row in enumerate(ONE_AFTER_ANOTHER):
+    for step, row in enumerate(rows):
         got, then = run_distributed(_go_on, row.workers, row, str(tmp_path), step)[0]
         assert steps(tmp_path)[0] == step and set(got) == set(expected or got)
         for name, tensor in expected.items():

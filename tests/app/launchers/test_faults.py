@@ -42,6 +42,7 @@ TINY = "data: python, sequence_length: 32, d_model: 32, n_layers: 2, n_heads: 2,
 LANGUAGE = ["task=language_modelling", "train.global_batch_size=8", *OFTEN]
 EXPERTS = [*LANGUAGE, f"task_args={{{TINY}, mixture: {{n_experts: 4}}}}", "strategy=fsdp", "parallel.ep=2"]
 SEQUENCE = [*LANGUAGE, f"task_args={{{TINY}}}", "strategy=context", "parallel.cp=2"]
+SHARDED = [*SEQUENCE, "strategy=fsdp"]
 CHAIN = ["task=tests.chain:Chain", *SLOW[1:], "train.micro_batch_size=4", "strategy=pipeline", "parallel.pp=2"]
 IN_RAY = [*SLOW, "launcher=ray", "workers=2", "strategy=ddp"]
 STOP, KILL = signal.SIGSTOP, signal.SIGKILL
@@ -75,11 +76,13 @@ def assert_stacks(storage: Path, hangs: int = 1) -> str:
 
 
 @pytest.mark.parametrize(
-    ("more", "rank", "number"), [(SLOW, 1, STOP), (SLOW, 0, STOP), (EXPERTS, 1, KILL), (SEQUENCE, 1, KILL)]
+    ("more", "rank", "number"),
+    [(SLOW, 1, STOP), (SLOW, 0, STOP), (EXPERTS, 1, KILL), (SEQUENCE, 1, KILL), (SHARDED, 3, KILL)],
 )
 def test_torchrun_starts_again_by_itself(tmp_path: Path, more: list[str], rank: int, number: int) -> None:
-    """Also with experts, and with sequences, of which each rank has half."""
-    process = start(command(tmp_path, *more), program=torchrun_program("--max-restarts=2"))
+    """Also with experts, and with sequences, of which each rank has half; and four ranks, two of them a sequence's."""
+    ranks = f"--nproc-per-node={4 if more is SHARDED else 2}"
+    process = start(command(tmp_path, *more), program=torchrun_program(ranks, "--max-restarts=2"))
     lines, folder = Lines(process), tmp_path / "run"
     reached(folder, 10)
     if rank:
@@ -91,7 +94,8 @@ def test_torchrun_starts_again_by_itself(tmp_path: Path, more: list[str], rank: 
     if rank and number == STOP:
         assert "worker 1" in lines.text and "does not answer" in lines.text
         assert_stacks(tmp_path)
-    assert_undisturbed(tmp_path, torchrun(*command(tmp_path, *more, name="truth")))
+    truth = start(command(tmp_path, *more, name="truth"), program=torchrun_program(ranks))
+    assert_undisturbed(tmp_path, finish(truth))
     if more is EXPERTS:
         metrics = mlflow_run(tmp_path, "run").data.metrics
         assert metrics["experts/dropped_tokens"] == 0 and 0 < metrics["experts/router_entropy"] <= 1
