@@ -46,10 +46,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         names = dir(getattr(item, "module", None))
         ray = item.path in in_ray  # with all of its file, whose fixtures are then made once
         item.add_marker(pytest.mark.xdist_group("ray" if ray else item.path.stem))
-        order[item] = not ray
+        pure = not ray and not any(name in names for name in WHOLE)
+        order[item] = not ray, pure  # what is short comes last, so that neither process ends long before the other
         if not asks[item] and "run_distributed" in names and _reaches_pool(getattr(item, "function", None), known):
             item.add_marker("alone")
-        elif not ray and not any(name in names for name in WHOLE):
+        elif pure:
             item.add_marker("pure")
     items.sort(key=order.__getitem__)
 
