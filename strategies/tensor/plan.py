@@ -107,7 +107,7 @@ def _matched(module: nn.Module, given: dict[str, str]) -> dict[str, str]:
         if value not in VALUES:
             hint = meant(value, VALUES, f"write one of {', '.join(VALUES)}")
             raise LayoutError(f"the tensor plan has {key}: {written}, which is not a value: {hint}")
-        names = [name for name in modules if _matches(name, key)]
+        names = [key] if key in modules else [name for name in modules if _matches(name, key)]
         if not names:
             hint = meant(key, modules, f"it has {', '.join(list(modules)[1:6])}, …")
             raise LayoutError(f"the tensor plan's {key!r} matches no module of {type(module).__name__}: {hint}")
