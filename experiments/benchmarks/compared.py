@@ -58,6 +58,8 @@ def estimator_of(run: Run, values: fit.Values | None = None, overlap: bool = Fal
     machine = of_shape(shape, run.gpus)
     device = fit.changed(values)(machine.device) if values else machine.device
     device = replace(device, attention=device.attention * run.flash, again=run.again)
+    if run.fragments:
+        device = replace(device, fragmentation=run.fragments / (1 - run.fragments))
     if run.overlap or overlap:
         device = replace(device, overlap=values["overlap"] if values else asynchronous())
     options = Options(

@@ -66,6 +66,7 @@ class Run:
     flash: float = 1.0  # the speed of its attention's kernel beside FlashAttention-2's
     again: float = 0.0  # share of products that its selective recomputation computes again
     beside_gib: float = 0.0  # of `memory_gib`, what a plan does not count: the process, buffers of its trainer's
+    fragments: float = 0.0  # share of what its torch had reserved that held no tensor; 0: as planned
     loss: str = "16 bits"  # what a step keeps of logits; float32: them and their softmax in 32 bits too
 
     @property

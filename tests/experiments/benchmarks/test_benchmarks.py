@@ -11,6 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from app.planner.device import Device
 from experiments.benchmarks import evidence, fit, harness, plain, published
 from experiments.benchmarks.compared import Compared, compare
 from tests.pool import run_distributed
@@ -53,6 +54,8 @@ def test_what_a_plan_would_choose_is_held_beside_what_ran_and_beside_the_best_th
     size = many[0].plan.memory_bytes / 2**30  # of the 2.5 GiB that a card holds beside it the plan says nothing
     card = replace(many[0], run=replace(many[0].run, memory_gib=size + 2.5, beside_gib=2.5))
     assert card.memory_error == pytest.approx(0)
+    in_pieces = compare(replace(many[0].run, fragments=0.5)).plan.memory_bytes / 2**30
+    assert in_pieces == pytest.approx(2 * size / (1 + Device.fragmentation))  # instead of what is planned for
     (best,) = evidence.beside_best(_compared("nanotron-1.34b", 8))
     assert best["chosen takes"].endswith("planned") and best["mostly"] and best["chosen"] != best["best known"]
     curve = tmp_path / "curve.svg"
@@ -65,7 +68,9 @@ def test_published_runs_are_halved_by_their_address_and_settings_and_not_by_what
     assert all(run.source.startswith("https://") for run in table)
     ran = [run for run in table if run.tp * run.pp > 1 and run.step_seconds]
     assert len(ran) >= 60 and 0.4 < sum(run.is_unseen for run in ran) / len(ran) < 0.6
-    others: dict[str, Any] = dict.fromkeys(("step_seconds", "memory_gib", "flash", "again", "beside_gib"), 3.0)
+    others: dict[str, Any] = dict.fromkeys(
+        ("step_seconds", "memory_gib", "flash", "again", "beside_gib", "fragments"), 3.0
+    )
     assert all(replace(run, **others, loss="?").is_unseen == run.is_unseen for run in table)
     torchtitan = {run.loss for run in table if "torchtitan" in run.source}
     assert torchtitan == {"float32"} and {run.flash for run in table if "NVIDIA" in run.source} == {1.4}
