@@ -159,6 +159,7 @@ def apply(
 ) -> SplitLayers:
     """Splits the module in place over the one-dimensional `mesh`. in_halves: backward is (pipeline/weight_grad.py).
     ep: ways that experts are split before.
+
     Raises:
         LayoutError: a plan that does not fit the model.
     """
