@@ -1,17 +1,21 @@
 """Launcher: a thread of this process trains, one worker. No Ray, no process group."""
 
 import queue
+import sys
 import threading
 from typing import Any
 
 import torch
 
 from app import loop
+from app.errors import Interrupted
 from app.job import Job, Place, SilentChannel
 from app.launchers.workers import Event, Failures, Poll, WorkerInfo
 from app.tracking.environment import SystemSampler
 
 POLL_SECONDS = 0.1
+JOIN_SECONDS = 60.0
+"""How long what a failed driver has left is waited for; a thread that hangs ends with the process."""
 
 
 class QueueChannel(SilentChannel):
@@ -20,6 +24,13 @@ class QueueChannel(SilentChannel):
     def __init__(self) -> None:
         super().__init__()
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.closed = False
+
+    def stop_requested(self) -> bool:
+        """Raises Interrupted if nobody listens any more."""
+        if self.closed:
+            raise Interrupted("the driver has ended")
+        return self.stopping
 
     def emit(self, event: Event) -> None:
         self.events.put(event)
@@ -84,4 +95,9 @@ class LocalWorkers:
 
     def kill(self, infos: list[WorkerInfo]) -> Any: ...
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """Where the driver has failed, training ends at its next boundary and saves nothing: what this process trains
+        next, such as a sweep's next trial, has the processors and the random numbers to itself."""
+        self.channel.closed = True
+        if self.training is not None and not isinstance(sys.exception(), KeyboardInterrupt):
+            self.training.thread.join(JOIN_SECONDS)

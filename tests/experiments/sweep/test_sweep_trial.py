@@ -3,6 +3,7 @@
 import json
 import os
 import queue
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -92,5 +93,6 @@ def test_a_trial_that_fails_is_a_result(tmp_path: Path) -> None:
     last = results(trial(setting(tmp_path), 0, task="tests.tasks:Raises"))[-1]
     assert last["status"] == "failed" and "a bug of the user's" in last["message"] and last["eval/loss"] == 1e30
     assert "in loss" in (tmp_path / "t000" / "logs" / "driver.log").read_text(), "the log has the traceback"
-    last = results(trial(setting(tmp_path, "metric=eval/los"), 1))[-1]
+    last = results(trial(setting(tmp_path, "metric=eval/los", "task_args.step_seconds=0.02"), 1))[-1]
     assert last["status"] == "wrong metric" and "eval/loss" in last["message"]
+    assert "training" not in [thread.name for thread in threading.enumerate()], "the next trial trains by itself"
