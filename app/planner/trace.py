@@ -84,12 +84,15 @@ class Watcher(OperationMode):
         self.saved: set[int] = set()
         self.fusible: set[int] = set()
         """Storages that element-wise operations, norms and casts have written."""
+        self.entered: list[weakref.ref[Tensor]] = []
 
     def count(self, name: str, value: float) -> None:
         self.parts[self.part].values[name] += value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, packet = kwargs or {}, func.overloadpacket
+        if packet is torch.ops.prim.device:  # three of four operations under fake tensors only ask where a tensor is
+            return func(*args, **kwargs)
         name, out = packet.__name__, func(*args, **kwargs)
         outputs = tensors(out)
         given = {key: value for key, value in kwargs.items() if key != "out"}
@@ -156,8 +159,10 @@ class Watcher(OperationMode):
         return tensor
 
     def enter_with_gradient(self, tensor: Tensor, part: str) -> None:
-        """From the moment that the gradient of `tensor` is there, backward is in `part`."""
-        if tensor.requires_grad:
+        """From the moment that the gradient of `tensor` is there, backward is in `part`; as it was first told: what one
+        block gives another, or passes by, is the one's."""
+        if tensor.requires_grad and not any(other() is tensor for other in self.entered):
+            self.entered.append(weakref.ref(tensor))
             tensor.register_hook(lambda _: setattr(self, "part", part))
 
 
@@ -223,16 +228,19 @@ class _Skip(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, like: _Like) -> Tensor:
-        ctx.shape, ctx.kind = x.shape, {"dtype": x.dtype, "device": x.device}
-        if (like.shape, like.dtype) == (x.shape, x.dtype):
-            return x.view_as(x)
-        return torch.empty(like.shape, dtype=like.dtype, device=x.device)
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        return x.new_empty(like.shape, dtype=like.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        if (gradient.shape, gradient.dtype) == (ctx.shape, ctx.kind["dtype"]):
-            return gradient, None
-        return torch.empty(ctx.shape, **ctx.kind), None
+        return gradient.new_empty(ctx.shape, dtype=ctx.dtype), None
+
+
+def _skipped(flowing: Tensor, leaf: Any) -> Any:
+    """One value that a block gives which was watched before: its input itself where that is like it."""
+    if not isinstance(leaf, _Like):
+        return leaf
+    return flowing if (leaf.shape, leaf.dtype) == (flowing.shape, flowing.dtype) else _Skip.apply(flowing, leaf)
 
 
 def _watched(
@@ -250,7 +258,7 @@ def _watched(
         if key in templates and flowing is not None and back:
             name, output = templates[key]
             order.append(name)
-            return tree_map(lambda leaf: _Skip.apply(flowing, leaf) if isinstance(leaf, _Like) else leaf, output)
+            return tree_map(lambda leaf: _skipped(flowing, leaf), output)
         name, outside = f"block{len(templates)}", watcher.part
         order.append(name)
         watcher.part = name
