@@ -43,6 +43,9 @@ class ParallelConfig:
     """Data-parallel workers that a mixture's experts are split over (expert parallelism); no factor of the workers."""
     sequence_parallel: bool = True
     """With tp: also split activations between the split layers along the sequence."""
+    async_tp: bool = False
+    """With tp: what the split layers send travels in pieces while they multiply (asynchronous tensor parallelism); for
+    GPUs whose links take about as long as their products. Not in zb_h1, zb_h2 and zbv."""
     loss_parallel: bool = True
     """With tp: keep the logits split over the vocabulary and compute the loss on the parts."""
     reshard_after_forward: Optional[bool] = None

@@ -246,6 +246,9 @@ class Options:
     """With dp_shard: parameters, gradients and optimizer state in host memory."""
     sequence_parallel: bool = True
     """With tp and a plan: activations between the split layers are split along the sequence."""
+    async_tp: bool = False
+    """With tp and sequence_parallel: what linear layers send travels in pieces beside their products. Where a schedule
+    does backward in halves (zb_h1, zb_h2, zbv) it does not."""
     loss_parallel: bool = True
     """With tp and a plan: logits stay split over the vocabulary."""
     reshard_after_forward: bool | None = None

@@ -180,6 +180,10 @@ def _check_options(layout: Layout, found: list[Strategy], options: Options) -> N
     for record in found:
         if record.check is not None:
             record.check(options)
+    if options.async_tp and not options.sequence_parallel:
+        raise LayoutError(
+            "parallel.async_tp sends pieces of a split sequence: leave out sequence_parallel=false, or async_tp"
+        )
     if options.bucket_mb <= 0:
         raise LayoutError(f"parallel.bucket_mb is {options.bucket_mb:g}: write a size in MiB, such as 25")
     if options.offload and not any(record.is_sharded for record in found):

@@ -114,6 +114,8 @@ def parallelize(
     group = dims.data_group(mesh) if mesh is not None else None
     data_mesh = dims.data_mesh(mesh) if mesh is not None and group is not None else None
     setup = Setup(strategy, module, layout, options, device, names, load, data_mesh, group, experts)
+    if split is not None and options.async_tp and not split.overlaps:
+        note = f"{note}; " * bool(note) + f"parallel.async_tp does nothing in parallel.schedule={options.schedule}"
     notes = (*([note] if note else []), *state.batch_norm_notes(module, layout))
     if division is not None and mesh is not None:
         return division.connect(setup, mesh, split, notes, context)

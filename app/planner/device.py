@@ -136,7 +136,7 @@ ASSUMED = {
     "step": "seconds of a step that nothing hides",
 }
 """What --assume changes, and what it is: a share, but for the last."""
-NO_OVERLAP = "No run of Trireme's hides that share: asynchronous tensor parallelism is private API in torch."
+NO_OVERLAP = "A run hides what parallel.async_tp=true hides, which plans count by themselves: this share is assumed."
 
 
 def assumed(device: Device, written: tuple[str, ...]) -> Device:

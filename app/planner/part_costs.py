@@ -55,6 +55,7 @@ class PartCost:
     keys: float = 0.0
     exchanges: float = 1.0  # forwards of attention, with what is computed again
     attending: tuple[float, float] = (0.0, 0.0)  # seconds of attention in one forward, in backward
+    multiplying: float = 0.0  # seconds of products in forward, recomputed ones too, and for gradients of inputs
 
     @property
     def is_block(self) -> bool:
@@ -103,20 +104,22 @@ def _part_cost(model: ModelCosts, name: str, part: PartCosts, work: Work, device
         keys=values.get("keys", 0.0),
         exchanges=1 + share,
         attending=(forward[3], backward[3]),
+        multiplying=forward[4] * (1 + whole) + backward[4] / 2,
     )
 
 
 def _phase(
     part: PartCosts, values: dict[str, float], phase: str, work: Work, device: Device
-) -> tuple[float, float, float, float]:
-    """Seconds, those that launching takes, FLOPs, and attention's seconds: a roofline of products, attention, and bytes
-    moved."""
+) -> tuple[float, float, float, float, float]:
+    """Seconds, those that launching takes, FLOPs, and the seconds of attention and of products: a roofline of products,
+    attention, and bytes moved."""
     products, attended = part.products_at(phase, work.batch, work.tp), values[f"attention_{phase}"]
     launched = values[f"operations_{phase}"] * device.operation
     peak = device.gpu.rate("bf16" if work.precision == "fp8" else work.precision)
     seconds = device.product_seconds(products, work.precision, work.itemsize)
     if not device.is_cpu and work.itemsize < 4:
         seconds += values[f"misaligned_{phase}"] / device.peak("fp32")
-    attending = attended / (peak * device.attention)
+    attending, multiplying = attended / (peak * device.attention), seconds
     seconds += attending + values[f"moved_{phase}"] / device.bandwidth
-    return max(seconds, launched), launched, attended + float(2 * products.prod(axis=1).sum()), attending
+    flops = attended + float(2 * products.prod(axis=1).sum())
+    return max(seconds, launched), launched, flops, attending, multiplying

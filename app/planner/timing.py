@@ -5,8 +5,9 @@
 A sharded block's parameters are gathered while the block before computes, its gradients scattered while the next one's
 backward runs: what takes longer than that computing is exposed; so is what cannot start earlier (the root's), and what
 the host has to do for it where launching is what a block waits for. An average over copies hides behind the last
-backward but for its last bucket. Tensor parallelism and exchanging tokens with experts hide nothing; experts are taken
-to be used evenly, and to be gathered and averaged over as many workers as the rest.
+backward but for its last bucket. Tensor parallelism hides nothing, or with parallel.async_tp as much as the products
+beside it take; exchanging tokens with experts hides nothing; experts are taken to be used evenly, and to be gathered
+and averaged over as many workers as the rest.
 
 Collectives are rings over the links between the devices that take part (Thakur et al. 2005). Ranks are numbered so that
 tp peers are next to one another, then cp's, dp_shard's, dp_replicate's, then stages (strategies/dims.py); a node holds
@@ -30,6 +31,9 @@ HOST_LINK = 25e9
 """Bytes/s between a GPU and its host that PCIe 4 x16 reaches of its 31.5e9."""
 HOST_MEMORY = 20e9
 """Bytes/s of host memory that the optimizer of one GPU's part reaches, where 8 of them share a host."""
+BESIDE = 2 / 3
+"""Of a block's products, those that stand beside what asynchronous tensor parallelism sends: of layers called with the
+same input only the first (a gated block's q, out, gate and down)."""
 TOGETHER = 64
 """GPUs up to which nobody waits for the slowest of many."""
 THIRD = Times(1 / 3, 1 / 3, 1 / 3)
@@ -106,7 +110,14 @@ def _tensor(case: Case, exposed: Exposed) -> None:
     calls = sum(part.calls * n for part, n in zip(case.parts, case.counts))
     hops = (tp - 1) * (link.hop_across if tp > link.per_node else link.hop_within)
     seconds = link.gather(sent * tp / (tp - 1), tp, 1) + max(calls - 1, 0) * hops
-    exposed["tensor"] += seconds * case.candidate.micro_batches * (1 - case.machine.device.overlap)
+    seconds *= 1 - case.machine.device.overlap
+    hidden = 0.0
+    if case.options.async_tp and case.candidate.schedule not in SPLIT and sent:
+        each = seconds / sent
+        beside = (min(each * part.sent, BESIDE * part.multiplying) for part in case.parts)
+        hidden = sum(one * n for one, n in zip(beside, case.counts))
+    exposed["tensor"] += (seconds - hidden) * case.candidate.micro_batches
+    exposed["hidden"] += hidden * case.candidate.micro_batches
 
 
 def _context(case: Case, exposed: Exposed) -> None:

@@ -23,11 +23,11 @@ from some thousand tokens per worker on; it sends most where key heads are many.
 """
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from strategies.context.attention import Answered, How, attend, attend_backward, join_, operator
 from strategies.costs import Number
+from strategies.passing import Passing
 
 ZIGZAG = True
 _ALL = slice(None)
@@ -37,7 +37,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]
     causal, scale, group = how
     rank, size, held = group.rank(), group.size(), [k.contiguous(), v.contiguous()]
     for i in range(size):
-        passing = _Passing(held, group, 0) if i < size - 1 else None
+        passing = Passing(held, group, 0) if i < size - 1 else None
         rows, keys, diagonal = _seen(rank, (rank - i) % size, q.size(2), causal)
         part, part_lse = attend(q[:, :, rows], held[0][:, :, keys], held[1][:, :, keys], diagonal, scale)
         if i == 0:
@@ -53,7 +53,7 @@ def _backward(of: Answered, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Ten
     rank, size, held = group.rank(), group.size(), [k.contiguous(), v.contiguous()]
     dq, returning = torch.zeros_like(q, dtype=torch.float32), None
     for i in range(size):
-        passing = _Passing(held, group, 0) if i < size - 1 else None
+        passing = Passing(held, group, 0) if i < size - 1 else None
         rows, keys, diagonal = _seen(rank, (rank - i) % size, q.size(2), causal)
         mine, (their_k, their_v) = Answered(*(x[:, :, rows].contiguous() for x in of)), held
         found = attend_backward(mine, their_k[:, :, keys], their_v[:, :, keys], diagonal, scale)
@@ -64,7 +64,7 @@ def _backward(of: Answered, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Ten
             gradients = returning.arrived()
             for total, part in zip(gradients, found[1:]):
                 total[:, :, keys] += part
-        returning = _Passing(gradients, group, 2) if size > 1 else None
+        returning = Passing(gradients, group, 2) if size > 1 else None
         held = passing.arrived() if passing is not None else held
     dk, dv = returning.arrived() if returning is not None else gradients
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -79,27 +79,6 @@ def _seen(rank: int, source: int, tokens: int, causal: bool) -> tuple[slice, sli
     if not causal or source == rank:
         return _ALL, _ALL, causal
     return (_ALL, slice(half), False) if source < rank else (slice(half, None), _ALL, False)
-
-
-class _Passing:
-    """Tensors on their way to the next worker, and those of the worker before on their way here. tag: the first of as
-    many as there are tensors; what is under way at once needs its own."""
-
-    def __init__(self, tensors: list[Tensor], group: dist.ProcessGroup, tag: int) -> None:
-        self.sent = tensors  # kept until it has gone
-        self.coming = [torch.empty_like(tensor) for tensor in tensors]
-        ahead, behind = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
-        operations = [
-            dist.P2POp(what, tensor, group=group, tag=tag + i, group_peer=peer)
-            for what, peer, several in ((dist.isend, ahead, self.sent), (dist.irecv, behind, self.coming))
-            for i, tensor in enumerate(several)
-        ]
-        self.works = dist.batch_isend_irecv(operations)
-
-    def arrived(self) -> list[Tensor]:
-        for work in self.works:
-            work.wait()
-        return self.coming
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ and divides the activations. The last layer is split by vocabulary and so is the
 2019, https://arxiv.org/abs/1909.08053; Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198.
 
 Choose it for layers too large for one device, or when there are more workers than samples in the batch; within a node
-only, since it communicates several times per block with nothing to hide it behind. Combine it with fsdp across nodes.
+only, since it communicates several times per block, and hides that behind products only where it is told to
+(overlap.py). Combine it with fsdp across nodes.
 
 How: every parameter is a DTensor, split or replicated, so that optimizers, clipping and checkpoints see one kind. What
 a module *reads*, though, is plain: split layers compute on their own part with the collectives of ops.py, any
@@ -94,7 +95,7 @@ def _rowwise(self: Any, x: Tensor) -> Tensor:
             f"a layer that the tensor plan splits rowwise got {x.size(-1)} features and has {weight.size(1)} "
             "here: what comes before it must be colwise, or leave it out of the plan"
         )
-    y = self._split.leave(self._product.forward(x, weight, None))
+    y = self._split.rows(x, weight, self._product)
     bias = _own(self, "bias")
     return y if bias is None else y + bias.to(y.dtype)
 
@@ -166,7 +167,8 @@ def apply(
     plan = make_plan(module, given, options.sequence_parallel, mesh.size(), ep)
     peers = ops.Peers(mesh.get_group())
     keeps = options.activation_checkpointing != "none"  # recomputing a block gathers its inputs again anyway
-    split = SplitLayers(mesh, plan, options.loss_parallel, peers, keeps=keeps, in_halves=in_halves)
+    how = {"keeps": keeps, "in_halves": in_halves, "overlaps": options.async_tp and not in_halves}
+    split = SplitLayers(mesh, plan, options.loss_parallel, peers, **how)
 
     def distributed(parameter: nn.Parameter, dim: int | None) -> nn.Parameter:
         """As a DTensor, replicated on every worker or split along `dim`."""

@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from strategies.dims import LayoutError
 from strategies.precision import Product
+from strategies.tensor import overlap
 from strategies.tensor.plan import Plan
 from strategies.torch_internals import all_gather_into, functional_collectives
 
@@ -92,13 +93,17 @@ class Peers:
 
         return finish
 
-    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        """This worker's part, along `dim`, of the sum over all."""
-        if x.size(dim) % self.size:
+    def require_divided(self, length: int) -> None:
+        """Raises LayoutError unless a sequence of this length can be split."""
+        if length % self.size:
             raise LayoutError(
-                f"parallel.tp is {self.size}, which does not divide the sequence of {x.size(dim)}: choose a length it "
+                f"parallel.tp is {self.size}, which does not divide the sequence of {length}: choose a length it "
                 "divides, or write parallel.sequence_parallel=false"
             )
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        """This worker's part, along `dim`, of the sum over all."""
+        self.require_divided(x.size(dim))
         stacked = torch.cat(x.chunk(self.size, dim), 0) if dim % x.dim() else x
         return _reduce_scatter(stacked.contiguous(), self.group)
 
@@ -222,9 +227,14 @@ def gather_features(x: Tensor, peers: Peers, length: int) -> Tensor:
 
 
 def split_sequence(x: Tensor, peers: Peers) -> Tensor:
-    if x.size(-2) % peers.size:
-        peers.reduce_scatter(x, -2)  # says what is wrong
+    peers.require_divided(x.size(-2))
     return _Split.apply(x, peers, -2, False)
+
+
+def _as_computed(x: Tensor) -> Tensor:
+    """`x` in the type that autocast computes in, if it does."""
+    narrows = torch.is_autocast_enabled(x.device.type) and x.is_floating_point()
+    return x.to(torch.get_autocast_dtype(x.device.type)) if narrows else x
 
 
 def gathered_from(x: Tensor, weight: Tensor) -> tuple[Tensor, Callable[[Tensor], Callable[[], Tensor]]] | None:
@@ -239,7 +249,8 @@ class SplitLayers:
     """What the split layers of one model share. mesh: None where the workers are only supposed (`apply.one_part`).
 
     keeps: until backward, the gathered input of layers split by columns. in_halves: backward is
-    (pipeline/weight_grad.py), and each half is told what was gathered by `gathered_from`."""
+    (pipeline/weight_grad.py), and each half is told what was gathered by `gathered_from`. overlaps: what linear layers
+    send goes in pieces beside their products (overlap.py)."""
 
     def __init__(
         self,
@@ -250,7 +261,9 @@ class SplitLayers:
         *,
         keeps: bool = False,
         in_halves: bool = False,
+        overlaps: bool = False,
     ) -> None:
+        self.overlaps = overlaps and plan.sequence
         self.mesh, self.plan, self.loss_parallel, self.peers = mesh, plan, loss_parallel, peers
         self.keeps, self.in_halves = keeps, in_halves
         self._seen: weakref.ref[Tensor] | None = None
@@ -260,13 +273,40 @@ class SplitLayers:
 
     def columns(self, x: Tensor, weight: Tensor, bias: Tensor | None, gathered: bool, product: type[Product]) -> Tensor:
         """x·Wᵀ + b of a layer split by columns. gathered: `x` is whole already."""
-        whole = x if gathered else self.enter(x)
+        if self.overlaps and not gathered:
+            return self._columns_beside(x, weight, bias, product)
+        return self._columns_of(x if gathered else self.enter(x), weight, bias, product)
+
+    def _columns_of(self, whole: Tensor, weight: Tensor, bias: Tensor | None, product: type[Product]) -> Tensor:
         source = None if self.in_halves else gathered_from(whole, weight)
         if source is None:
             return product.forward(whole, weight, bias)
-        if torch.is_autocast_enabled(x.device.type):
+        if torch.is_autocast_enabled(whole.device.type):
             weight, bias = weight.to(whole.dtype), None if bias is None else bias.to(whole.dtype)
         return _Columns.apply(whole, *source, weight, bias, product)
+
+    @torch.compiler.disable
+    def _columns_beside(self, x: Tensor, weight: Tensor, bias: Tensor | None, product: type[Product]) -> Tensor:
+        """The same, the first layer that is called with `x` gathering it beside its product."""
+        if self._entered is not None and self._seen is not None and self._seen() is x:
+            return self._columns_of(self._entered, weight, bias, product)
+        own = _as_computed(x)
+        weight, bias = _as_computed(weight), None if bias is None else _as_computed(bias)
+        again = None if self.keeps else functools.partial(self._gather_again, object())
+        whole, y = overlap.columns(own, weight, bias, self.peers.group, product, again)
+        if again is not None:
+            whole.gathered_from = own.detach(), again  # type: ignore[attr-defined]
+        self._seen, self._entered = weakref.ref(x), whole
+        return y
+
+    def rows(self, x: Tensor, weight: Tensor, product: type[Product]) -> Tensor:
+        """What `leave` makes of x·Wᵀ, of a layer split by rows."""
+        return self._rows_beside(x, weight, product) if self.overlaps else self.leave(product.forward(x, weight, None))
+
+    @torch.compiler.disable
+    def _rows_beside(self, x: Tensor, weight: Tensor, product: type[Product]) -> Tensor:
+        self.peers.require_divided(x.size(-2))
+        return overlap.rows(_as_computed(x), _as_computed(weight), self.peers.group, product)
 
     def enter(self, x: Tensor) -> Tensor:
         """The whole input of a layer split by columns. Layers called with the same input share one gathering."""
@@ -278,8 +318,7 @@ class SplitLayers:
 
     def gather(self, x: Tensor) -> Tensor:
         """`x` for split layers, in the type that they compute in: cast before it is sent, so that 16 bits are sent."""
-        if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = _as_computed(x)
         if not self.plan.sequence:
             return _Enter.apply(x, self.peers)
         if self.keeps or not torch.is_grad_enabled():

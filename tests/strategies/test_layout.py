@@ -70,6 +70,7 @@ def test_choose_refuses_in_one_sentence(words: list[str], name: str, workers: in
         (FSDP_TENSOR, {}, {"heads": 3}, ["parallel.tp is 2", "3 heads", "1, 3"]),
         (choose("ddp", 4), {}, {"global_batch_size": 3}, ["train.global_batch_size is 3", "at least 4"]),
         (FSDP_TENSOR, {}, {"sequence_length": 7}, ["parallel.tp is 2", "7", "sequence_parallel=false"]),
+        (FSDP_TENSOR, {"async_tp": True, "sequence_parallel": False}, {}, ["parallel.async_tp", "sequence"]),
         (choose("pipeline", 1), {}, {}, ["pipeline", "parallel.pp=2"]),
         (DDP, {"precision": "half"}, {}, ["train.precision is 'half': write fp32, bf16, fp16, fp8"]),
         (DDP, {"activation_checkpointing": "some"}, {}, ["activation_checkpointing", "selective"]),

@@ -40,7 +40,7 @@ def _trial(row: Row) -> Trial:
 
 def _train(_: int, row: Row, options: Options) -> tuple[Curve, list[int]]:
     """The curve, and bytes of parameters, gradients and optimizer state. Where it is compiled, a break in a block's
-    graph, around which operations would be launched one by one, ends it."""
+    graph, around which operations would be launched one by one, ends it, but where its layers leave the compiler."""
     trial, options = row.applied(_trial(row), options)
     held: list[int] = []
 
@@ -55,7 +55,7 @@ def _train(_: int, row: Row, options: Options) -> tuple[Curve, list[int]]:
         made.register_step_post_hook(measure)
         return made
 
-    with mock.patch.object(torch, "compile", functools.partial(torch.compile, fullgraph=True)):
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, fullgraph=not options.async_tp)):
         return curves.train(replace(trial, optimizer=optimizer), row.layout, options, CPU), held
 
 
@@ -115,6 +115,8 @@ COMPILED = {"compile": True, "compile_backend": "aot_eager"}
         (_TENSOR_IN_HALVES, {}),
         (_TENSOR, {"sequence_parallel": False}),
         (_TENSOR, {"loss_parallel": False}),
+        *((_TENSOR, {"async_tp": True} | more) for more in ({}, SELECTIVE, COMPILED)),
+        (Row("fsdp+tensor+pipeline", 8, {"tp": 2, "pp": 2}), {"async_tp": True}),
         (_FSDP_TENSOR, {"offload": True, "accumulate_sharded": True}),
         (_DDP_TENSOR, FULL | {"bucket_mb": 0.01}),
         (_RING, {}),

@@ -106,3 +106,13 @@ def test_a_simpler_layout_within_the_range_of_the_fastest_comes_first(small: Rea
     slow = replace(simple, seconds={"compute": 1.0})
     assert ranked([slow, replace(other, seconds={"compute": 0.98}, range=(0.9, 1.1))])[0] is slow
     assert ranked([slow, replace(other, seconds={"compute": 0.6}, range=(0.9, 1.1))])[0] is not slow
+
+
+def test_asynchronous_tensor_parallelism_hides_no_more_than_products_take(large: Reader) -> None:
+    def tensor(*changes: str, gpu: str = "h100-80gb") -> dict[str, float]:
+        given = ("train.precision=bf16", "strategy=tensor", "parallel.tp=8", *changes)
+        return plan_of(large, gpus(8, gpu), *given, given=("strategy", "parallel.tp")).rows[0].seconds
+
+    sync, beside, slow = tensor(), tensor("parallel.async_tp=true"), tensor("parallel.async_tp=true", gpu="t4")
+    assert beside["tensor"] < 0.5 * sync["tensor"] and 0 < beside["contention"] < sync["tensor"] - beside["tensor"]
+    assert sync["contention"] == 0 and slow["tensor"] > 0, "where links are slow, some of it is left"
