@@ -33,7 +33,8 @@ class Row:
         return trial, replace(options, **self.options)
 
     def __str__(self) -> str:
-        return " ".join([str(self.layout), *(str(value) for value in self.options.values())])
+        options = (key if value is True else str(value) for key, value in self.options.items())
+        return " ".join([str(self.layout), *options])
 
 
 def _pipeline(name: str, workers: int, schedule: str, stages: int, micro_batches: int = 4, **more: int) -> Row:
@@ -59,6 +60,7 @@ ROWS: tuple[Row, ...] = (
     Row("zero2", 4, {"dp_replicate": 2}),
     Row("tensor", 2),
     Row("tensor", 4),
+    Row("tensor", 2, options={"async_tp": True}),
     *(Row(f"{name}+tensor", 4, {"tp": 2}) for name in ("ddp", "zero1", "zero2", "fsdp")),
     _pipeline("pipeline", 2, "1f1b", 2),
     _pipeline("pipeline", 2, "zbv", 2),

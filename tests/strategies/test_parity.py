@@ -115,7 +115,7 @@ COMPILED = {"compile": True, "compile_backend": "aot_eager"}
         (_TENSOR_IN_HALVES, {}),
         (_TENSOR, {"sequence_parallel": False}),
         (_TENSOR, {"loss_parallel": False}),
-        *((_TENSOR, {"async_tp": True} | more) for more in ({}, SELECTIVE, COMPILED)),
+        *((_TENSOR, {"async_tp": True} | more) for more in (SELECTIVE, COMPILED)),
         (Row("fsdp+tensor+pipeline", 8, {"tp": 2, "pp": 2}), {"async_tp": True}),
         (_FSDP_TENSOR, {"offload": True, "accumulate_sharded": True}),
         (_DDP_TENSOR, FULL | {"bucket_mb": 0.01}),

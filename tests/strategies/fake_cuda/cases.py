@@ -266,7 +266,6 @@ CASES += [of_row(row, row not in FEWEST or row.name not in HALF, "bf16") for row
 CASES += [of_row(row, slow=True) for row in ALL_FIVE]
 CASES += [of_row(Row(name, n), n == 2, "fp8") for name, n in (("single", 1), ("ddp", 2), ("fsdp", 2))]
 CASES += [of_row(Row("fsdp", 2), offload=True), of_row(Row("tensor", 2), sequence_parallel=False)]
-CASES += [of_row(Row("tensor", 2), async_tp=True)]
 CASES += [of_row(row, profiled=True) for row in FEWEST if str(row) == "pipeline (pp 2) zbv"]
 CASES += [
     Case(f"{row} images", 2, partial(images, row, "cuda"), partial(images, SINGLE, "cpu"))
