@@ -80,7 +80,8 @@ def parallelize(
     split = None
     if mesh is not None and dims.tp > 1:
         halves, split_by = options.schedule in SPLIT, _answer(tensor_plan, module)
-        split = tensor_parallel.apply(module, submesh(mesh, "tp"), split_by, options, in_halves=halves, ep=dims.ep)
+        how = {"in_halves": halves, "in_flight": dims.pp > 1 and not strategy.is_sharded}
+        split = tensor_parallel.apply(module, submesh(mesh, "tp"), split_by, options, **how, ep=dims.ep)
     if division is not None:
         names = division.keep_own(module, options)
     experts = expert_parallel.apply(module, dims, strategy.is_sharded, device.type) if dims.ep > 1 else None

@@ -52,7 +52,7 @@ class Device:
     compiled_bytes: float = 0.45  # share of a block's element-wise bytes that torch.compile's fused kernels still move
     compiled_operations: float = 0.3  # share of a block's operations that are still launched
     again: float = 0.0  # share of products that `selective` computes again: Trireme's none, torchtitan's every second
-    overlap: float = 0.0  # share of tensor parallelism's communication that is hidden: none, as it is synchronous
+    overlap: float = 0.0  # share of tensor parallelism's communication that asynchronous tensor parallelism hides
     scale: float = 0.0  # share of a step lost each time that the GPUs double beyond 64: stragglers, congestion
     stage: float = 0.05  # share of computing that a pipeline loses beside its bubble: stops, starts, sends
     split: float = 0.03  # share that schedules which compute the gradients of weights apart lose
@@ -131,12 +131,11 @@ ASSUMED = {
     "stream": "of the memory's bandwidth that other operations reach",
     "within": "of the links inside a node",
     "across": "of those between nodes",
-    "overlap": "of tensor parallelism's communication hidden",
+    "overlap": "of tensor parallelism's communication that parallel.async_tp hides",
     "scale": "of a step lost each time that the GPUs double beyond 64",
     "step": "seconds of a step that nothing hides",
 }
 """What --assume changes, and what it is: a share, but for the last."""
-NO_OVERLAP = "A run hides what parallel.async_tp=true hides, which plans count by themselves: this share is assumed."
 
 
 def assumed(device: Device, written: tuple[str, ...]) -> Device:
@@ -168,7 +167,7 @@ def assumptions(device: Device, precision: str) -> str:
     clock = device.gpu.clock
     limit = "" if clock == 1 else f"; {device.gpu.watts:.0f} W leave {100 * clock:.0f} % of the clock"
     lines = [f"Assumed ({how}{limit}; change one with --assume NAME=VALUE):", f"  {', '.join(parts)}"]
-    return "\n".join(lines + ["  " + NO_OVERLAP] * (device.overlap > 0))
+    return "\n".join(lines)
 
 
 def remembered(gpu: str) -> dict[str, Any]:

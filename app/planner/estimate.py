@@ -243,8 +243,8 @@ def _in_pipeline(case: Case, number: int, counts: tuple[int, ...]) -> float:
     schedule = Schedule(candidate.schedule, pp, candidate.micro_batches, chunks, ())
     in_flight = alive_by_formula(schedule, number) / chunks
     held = [(part, count) for part, count in zip(case.parts, counts) if count]
-    saved = sum(part.saved * count for part, count in held)
-    return saved * in_flight + max(part.rebuilt + part.extra for part, _ in held)
+    own = sum(part.each * count for part, count in held) * in_flight
+    return own + sum(part.copies * count for part, count in held) + max(part.rebuilt + part.extra for part, _ in held)
 
 
 def _at_worst(case: Case, gradients: float) -> tuple[float, float]:

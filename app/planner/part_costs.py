@@ -46,6 +46,8 @@ class PartCost:
     launch_backward: float
     flops: float  # of forward and backward, without what is computed again
     saved: float  # bytes that stay until its backward
+    each: float  # of these, what each micro-batch of a pipeline has of its own
+    copies: float  # parameters in the type of products, which they share
     rebuilt: float  # bytes that are there again once it is recomputed
     extra: float  # bytes alive at the worst moment of its forward or backward, beyond what it has saved
     crossing: float  # bytes that a pipeline sends into it
@@ -85,6 +87,8 @@ def _part_cost(model: ModelCosts, name: str, part: PartCosts, work: Work, device
     moving = values["moved_forward"] / device.bandwidth
     partly = moving + max(0.0, forward[0] - forward[3] - moving) * device.again
     again = forward[0] * whole if whole else partly * share
+    copies = values["copies"] * (not fused)  # a compiled block casts on its way
+    saved = kept * share + stored * (1 - share)
     return PartCost(
         name,
         model.counts[name],
@@ -93,7 +97,9 @@ def _part_cost(model: ModelCosts, name: str, part: PartCosts, work: Work, device
         launch_forward=forward[1],
         launch_backward=backward[1] + forward[1] * whole,
         flops=forward[2] + backward[2],
-        saved=kept * share + stored * (1 - share),
+        saved=saved,
+        each=saved - copies * (1 - share),
+        copies=copies,
         rebuilt=max(0.0, values["saved"] + values["again"] * (share > 0) - kept),
         extra=max(values["extra"], values["forward_extra"] - values["saved"]),
         crossing=values["crossing"],

@@ -5,9 +5,9 @@
 A sharded block's parameters are gathered while the block before computes, its gradients scattered while the next one's
 backward runs: what takes longer than that computing is exposed; so is what cannot start earlier (the root's), and what
 the host has to do for it where launching is what a block waits for. An average over copies hides behind the last
-backward but for its last bucket. Tensor parallelism hides nothing, or with parallel.async_tp as much as the products
-beside it take; exchanging tokens with experts hides nothing; experts are taken to be used evenly, and to be gathered
-and averaged over as many workers as the rest.
+backward but for its last bucket. Tensor parallelism hides nothing, or with parallel.async_tp a share (`overlap`, less
+what products lose to it) if the products beside it take as long; exchanging tokens with experts hides nothing; experts
+are taken to be used evenly, and to be gathered and averaged over as many workers as the rest.
 
 Collectives are rings over the links between the devices that take part (Thakur et al. 2005). Ranks are numbered so that
 tp peers are next to one another, then cp's, dp_shard's, dp_replicate's, then stages (strategies/dims.py); a node holds
@@ -110,14 +110,12 @@ def _tensor(case: Case, exposed: Exposed) -> None:
     calls = sum(part.calls * n for part, n in zip(case.parts, case.counts))
     hops = (tp - 1) * (link.hop_across if tp > link.per_node else link.hop_within)
     seconds = link.gather(sent * tp / (tp - 1), tp, 1) + max(calls - 1, 0) * hops
-    seconds *= 1 - case.machine.device.overlap
     hidden = 0.0
     if case.options.async_tp and case.candidate.schedule not in SPLIT and sent:
-        each = seconds / sent
+        each = seconds / sent * case.machine.device.overlap
         beside = (min(each * part.sent, BESIDE * part.multiplying) for part in case.parts)
         hidden = sum(one * n for one, n in zip(beside, case.counts))
     exposed["tensor"] += (seconds - hidden) * case.candidate.micro_batches
-    exposed["hidden"] += hidden * case.candidate.micro_batches
 
 
 def _context(case: Case, exposed: Exposed) -> None:

@@ -53,6 +53,7 @@ class PartTrace:
         queries, keys                            numbers of its queries, of its keys and values
         saved                                    distinct storages kept for backward, parameters excluded
         fusible                                  of `saved`, what compiled kernels compute again on their way
+        copies                                   of `saved`, parameters in the type of products (autocast)
         kept                                     results that `selective` checkpointing keeps
         boundary, crossing                       what flows into a block; the same as a pipeline sends it
         forward_extra, extra                     alive at the worst moment of forward, of backward, beyond what is saved
@@ -84,6 +85,8 @@ class Watcher(OperationMode):
         self.saved: set[int] = set()
         self.fusible: set[int] = set()
         """Storages that element-wise operations, norms and casts have written."""
+        self.copies: set[int] = set()
+        """Storages of parameters in another type."""
         self.entered: list[weakref.ref[Tensor]] = []
 
     def count(self, name: str, value: float) -> None:
@@ -111,6 +114,8 @@ class Watcher(OperationMode):
             self.count(f"operations_{self.phase}", 1)
             if not (is_kept(func) or _is_sum(name, inputs)):
                 self.fusible |= {id(t.untyped_storage()) for t in fresh}
+        if name == "_to_copy" and id(inputs[0].untyped_storage()) in self.parameters:
+            self.copies |= {id(t.untyped_storage()) for t in fresh}
         if self.phase == "forward" and is_kept(func):
             self.count("kept", sum(t.nbytes for t in fresh))
         return out
@@ -146,8 +151,8 @@ class Watcher(OperationMode):
 
     def _free(self, key: int) -> None:
         self.live -= self.sizes.pop(key, 0.0)
-        self.saved.discard(key)
-        self.fusible.discard(key)
+        for known in (self.saved, self.fusible, self.copies):
+            known.discard(key)
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Told by autograd of each tensor that it saves."""
@@ -156,6 +161,7 @@ class Watcher(OperationMode):
             self.saved.add(key)
             self.count("saved", float(tensor.untyped_storage().nbytes()))
             self.count("fusible", float(tensor.untyped_storage().nbytes()) * (key in self.fusible))
+            self.count("copies", float(tensor.untyped_storage().nbytes()) * (key in self.copies))
         return tensor
 
     def enter_with_gradient(self, tensor: Tensor, part: str) -> None:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-from app.planner.device import constants as known_constants
 from app.planner.estimate import Estimate, Estimator
 from app.planner.layouts import Candidate
 from app.planner.machine import of_shape
@@ -60,10 +59,11 @@ def estimator_of(run: Run, values: fit.Values | None = None, overlap: bool = Fal
     device = replace(device, attention=device.attention * run.flash, again=run.again)
     if run.fragments:
         device = replace(device, fragmentation=run.fragments / (1 - run.fragments))
-    if run.overlap or overlap:
-        device = replace(device, overlap=values["overlap"] if values else asynchronous())
     options = Options(
-        compile=run.kernels == "fused", sequence_parallel=bool(run.sequence_parallel), reduce_dtype=run.reduce
+        compile=run.kernels == "fused",
+        sequence_parallel=bool(run.sequence_parallel),
+        async_tp=bool(run.overlap or overlap),
+        reduce_dtype=run.reduce,
     )
     return Estimator(reader_of(run), replace(machine, device=device), options, clips=True)
 
@@ -76,8 +76,3 @@ def compare(run: Run, values: fit.Values | None = None) -> Compared:
         plans.append(replace(estimator, options=asked).estimate(candidate))
         _CUTS[run, candidate] = plans[-1].stages
     return Compared(run, min(plans, key=lambda plan: (not plan.fits, plan.step_seconds)))
-
-
-def asynchronous() -> float:
-    """Share of tensor parallelism's communication that runs hide which overlap it; Trireme does not."""
-    return float(known_constants()["fitted"]["asynchronous"])

@@ -42,14 +42,14 @@ ENOUGH = 8
 
 
 def changed(values: Values) -> Callable[[Device], Device]:
-    """What gives a device the constants, but for `overlap`."""
+    """What gives a device the constants."""
 
     def change(device: Device) -> Device:
         family = devices.family_of(device.gpu)
         own = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{family}.")}
         rates: Values = {rate: own.pop(rate) for rate in ("bf16", "fp8") if rate in own}
         rates |= {"fp16": rates["bf16"]} if rates else {}
-        shared = {name: value for name, value in values.items() if "." not in name and name != "overlap"}
+        shared = {name: value for name, value in values.items() if "." not in name}
         return replace(device, matmul=device.matmul | rates, **(shared | own))  # type: ignore[arg-type]
 
     return change
@@ -97,7 +97,7 @@ def write(values: Values, spread: dict[str, list[float]], runs: int) -> str:
             families[family].setdefault("matmul", {}).update(rates)
         elif family:
             families[family][own] = value
-    tree = {"asynchronous": shared.pop("overlap"), "shared": shared, "families": dict(families), "ranges": spread}
+    tree = {"shared": shared, "families": dict(families), "ranges": spread}
     head = f"# Written by `python -m experiments.benchmarks published --fit`: fitted to {runs} rows of published.csv.\n"
     devices.FITTED.write_text(head + yaml.safe_dump(tree, sort_keys=True, default_flow_style=None, width=110))
     return f"written: {devices.FITTED}"

@@ -66,7 +66,7 @@ def _own(module: nn.Module, name: str) -> Any:
 
 def _matrix(self: Any) -> Tensor:
     """This worker's part of a linear layer's weight as (out, in)."""
-    weight = _own(self, "weight")
+    weight = self._split.narrowed(self, _own(self, "weight"))
     return weight.t() if self._transposed else weight
 
 
@@ -156,10 +156,11 @@ def apply(
     options: Options,
     *,
     in_halves: bool = False,
+    in_flight: bool = False,
     ep: int = 1,
 ) -> SplitLayers:
     """Splits the module in place over the one-dimensional `mesh`. in_halves: backward is (pipeline/weight_grad.py).
-    ep: ways that experts are split before.
+    in_flight: several micro-batches are. ep: ways that experts are split before.
 
     Raises:
         LayoutError: a plan that does not fit the model.
@@ -167,7 +168,8 @@ def apply(
     plan = make_plan(module, given, options.sequence_parallel, mesh.size(), ep)
     peers = ops.Peers(mesh.get_group())
     keeps = options.activation_checkpointing != "none"  # recomputing a block gathers its inputs again anyway
-    how = {"keeps": keeps, "in_halves": in_halves, "overlaps": options.async_tp and not in_halves}
+    how = {"keeps": keeps, "in_halves": in_halves, "in_flight": in_flight}
+    how["overlaps"] = options.async_tp and not in_halves
     split = SplitLayers(mesh, plan, options.loss_parallel, peers, **how)
 
     def distributed(parameter: nn.Parameter, dim: int | None) -> nn.Parameter:
@@ -292,6 +294,7 @@ class GradientSums:
 
     @torch.no_grad()
     def finish(self) -> None:
+        self.split.narrow.clear()
         all_reduce_(_local_gradients(self.partial.values()), self.split.peers.group)
         if not self.checked and _local_gradients(self.whole.values()):
             self.checked = True

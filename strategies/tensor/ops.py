@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
@@ -249,8 +249,9 @@ class SplitLayers:
     """What the split layers of one model share. mesh: None where the workers are only supposed (`apply.one_part`).
 
     keeps: until backward, the gathered input of layers split by columns. in_halves: backward is
-    (pipeline/weight_grad.py), and each half is told what was gathered by `gathered_from`. overlaps: what linear layers
-    send goes in pieces beside their products (overlap.py)."""
+    (pipeline/weight_grad.py), and each half is told what was gathered by `gathered_from`. in_flight: several micro-
+    batches are, which share what autocast makes of a matrix. overlaps: what linear layers send goes in pieces beside
+    their products (overlap.py)."""
 
     def __init__(
         self,
@@ -261,8 +262,12 @@ class SplitLayers:
         *,
         keeps: bool = False,
         in_halves: bool = False,
+        in_flight: bool = False,
         overlaps: bool = False,
     ) -> None:
+        self.in_flight = in_flight
+        self.narrow: dict[nn.Module, Tensor] = {}
+        """The matrices of layers in 16 bits, until the step's end."""
         self.overlaps = overlaps and plan.sequence
         self.mesh, self.plan, self.loss_parallel, self.peers = mesh, plan, loss_parallel, peers
         self.keeps, self.in_halves = keeps, in_halves
@@ -307,6 +312,19 @@ class SplitLayers:
     def _rows_beside(self, x: Tensor, weight: Tensor, product: type[Product]) -> Tensor:
         self.peers.require_divided(x.size(-2))
         return overlap.rows(_as_computed(x), _as_computed(weight), self.peers.group, product)
+
+    def narrowed(self, layer: nn.Module, weight: Tensor) -> Tensor:
+        """A layer's matrix as autocast computes with it. Of a parameter autocast itself remembers that; this is a part
+        of one."""
+        narrows = self.in_flight and torch.is_grad_enabled() and torch.is_autocast_enabled(weight.device.type)
+        if not narrows or torch.compiler.is_compiling():
+            return weight
+        narrow = self.narrow.get(layer)
+        if narrow is None:
+            narrow = _as_computed(weight)
+            narrow.of_parameter = getattr(weight, "of_parameter", None)  # type: ignore[attr-defined]
+            self.narrow[layer] = narrow
+        return narrow
 
     def enter(self, x: Tensor) -> Tensor:
         """The whole input of a layer split by columns. Layers called with the same input share one gathering."""

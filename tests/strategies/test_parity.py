@@ -139,6 +139,7 @@ def test_options_change_no_number(row: Row, options: dict[str, Any]) -> None:
     [
         *((row, {"precision": "bf16"}) for row in (_DDP, _FSDP, _TENSOR, _FSDP_TENSOR)),
         *((Row(f"{name}+expert", n, {"ep": 2}), {"precision": "bf16"}) for name, n in (("ddp", 2), ("fsdp", 4))),
+        (Row("tensor+pipeline", 4, {"tp": 2, "pp": 2}, micro_batches=4), {"precision": "bf16"}),
         (_DDP, {"precision": "fp16"}),
         pytest.param(_TENSOR, {"precision": "fp16"}, marks=pytest.mark.slow),
         (_DDP, {"reduce_dtype": "bf16"}),

@@ -42,7 +42,9 @@ def summed(layout: Layout, chain: list[str], parts: Any, sizes: Any, many: int, 
     there = [0.0] * len(chain) if sharded and many > 1 else there
     peak = max(sum(saved[: i + 1]) + at_work[i] + there[i] for i in range(len(chain)))
     if alive:
-        peak = sum(saved) * alive + max(at_work) + (0 if sharded else cost.gradients)
+        shared = sum(parts[name].copies for name in chain)
+        peak = sum(parts[name].each for name in chain) * alive + shared + max(at_work)
+        peak += 0 if sharded else cost.gradients
     return {
         "parameters": cost.parameters,
         "gradients": cost.gradients,
@@ -60,7 +62,7 @@ def test_memory_is_that_of_the_worst_moment_on_the_fullest_device(
     draw, pp = random.Random(3), layout.dims.pp
     for cut in ((1, 1, 1, 1) if chunks == 2 else (1, 3), (2, 0, 1, 1) if chunks == 2 else (3, 1)) * 10:
         parts = {
-            name: PartCost(name, n, 1.0, 2.0, 0.0, 0.0, 0.0, *(draw.randrange(500) for _ in range(3)), 0.0, 0.0, 0.0)
+            name: PartCost(name, n, 1.0, 2.0, 0.0, 0.0, 0.0, *(draw.randrange(500) for _ in range(5)), 0.0, 0.0, 0.0)
             for name, n in COUNTS.items()
         }
         sizes = {name: ParameterSize(name, (draw.randint(1, 9), 4), split_dim=0) for name in COUNTS}
@@ -114,5 +116,4 @@ def test_asynchronous_tensor_parallelism_hides_no_more_than_products_take(large:
         return plan_of(large, gpus(8, gpu), *given, given=("strategy", "parallel.tp")).rows[0].seconds
 
     sync, beside, slow = tensor(), tensor("parallel.async_tp=true"), tensor("parallel.async_tp=true", gpu="t4")
-    assert beside["tensor"] < 0.5 * sync["tensor"] and 0 < beside["contention"] < sync["tensor"] - beside["tensor"]
-    assert sync["contention"] == 0 and slow["tensor"] > 0, "where links are slow, some of it is left"
+    assert beside["tensor"] < 0.5 * sync["tensor"] < 0.9 * slow["tensor"], "where links are slow, more of it is left"

@@ -186,7 +186,5 @@ def test_what_is_assumed_is_listed_in_two_lines_and_changed_by_name() -> None:
     assert (machine.device.across, machine.device.matmul["bf16"], machine.device.matmul["fp8"]) == (0.5, 0.4, 0.4)
     said = assumptions(machine.device, "bf16").splitlines()
     assert len(said) == 2 and "fitted to published runs" in said[0] and "across 0.5" in said[1]
-    hiding = find(Asked(gpus=8, gpu="h100-80gb", assume=("overlap=0.8",)), "auto").device
-    assert "async_tp" in assumptions(hiding, "bf16"), "who assumes what a run may not do is told so"
     with pytest.raises(UserError, match="--assume speed=2: write one of products"):
         find(Asked(gpus=8, gpu="h100-80gb", assume=("speed=2",)), "auto")
