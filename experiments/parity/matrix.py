@@ -172,10 +172,15 @@ class OneDevice:
         return replace(result, found=found, limit=_limit(precision, truth, others) if others else None)
 
 
-def _limit(precision: str, truth: Curve, others: list[Curve]) -> Difference:
+def drift(truth: Curve, others: list[Curve]) -> Difference:
+    """How far one device is from itself: `MARGIN` times the most that the others, of other orders, are from `truth`."""
     drifts = zip(*(astuple(difference(truth, other)) for other in others))
-    least = astuple(bounds(torch.finfo(DTYPES[precision]).eps / 2))
-    return Difference(*(max(one, MARGIN * max(drift)) for one, drift in zip(least, drifts)))
+    return Difference(*(MARGIN * max(each) for each in drifts))
+
+
+def _limit(precision: str, truth: Curve, others: list[Curve]) -> Difference:
+    least = bounds(torch.finfo(DTYPES[precision]).eps / 2)
+    return Difference(*map(max, astuple(least), astuple(drift(truth, others))))
 
 
 # --- in processes -----------------------------------------------------------------------------------------------

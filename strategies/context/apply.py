@@ -31,10 +31,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from strategies.context import allgather, ring, ulysses
-from strategies.context.attention import number_of
+from strategies.context.attention import ATTENTION, number_of
 from strategies.dims import LayoutError, Options, ParallelDims, own_group
 from strategies.strategy import Strategy
 from strategies.tree import tree_leaves, tree_map
@@ -152,14 +151,23 @@ class Context:
                 return forward(*args, **kwargs)
             self.active = True
             _LOSSES.append(self.group)
+            F.scaled_dot_product_attention = self._attend
             try:
-                with _Attention(self):
-                    return forward(*args, **kwargs)
+                return forward(*args, **kwargs)
             finally:
+                F.scaled_dot_product_attention = ATTENTION
                 self.active = False
                 _LOSSES.pop()
 
         return attending
+
+    def _attend(self, query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """In place of `F.scaled_dot_product_attention`, as torch's own `context_parallel` has it: a TorchFunctionMode
+        would see every other function too, hundreds in a step."""
+        if getattr(query, "is_placeholder", False):
+            return ATTENTION(query, *args, **kwargs)
+        self.seen = True
+        return _attend(self.method, self.number, query, *args, **kwargs)
 
     def _with_places(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         self.told = True
@@ -242,25 +250,9 @@ class Context:
             )
         if not self.seen:
             raise LayoutError(
-                "the model's attention is not F.scaled_dot_product_attention, so parallel.cp cannot split it: use "
-                "that, or leave parallel.cp out"
+                "the model's attention is not F.scaled_dot_product_attention by that name, so parallel.cp cannot split "
+                "it: use that, or leave parallel.cp out"
             )
-
-
-class _Attention(TorchFunctionMode):
-    """Attention across workers in place of `F.scaled_dot_product_attention`."""
-
-    def __init__(self, context: Context) -> None:
-        super().__init__()
-        self.context = context
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.scaled_dot_product_attention or getattr(args[0] if args else None, "is_placeholder", False):
-            if func is Tensor.unflatten:  # written in Python, which torch 2.13's compiler cannot trace under a mode
-                func = torch.unflatten
-            return func(*args, **(kwargs or {}))
-        self.context.seen = True
-        return _attend(self.context.method, self.context.number, *args, **(kwargs or {}))
 
 
 def _attend(

@@ -28,11 +28,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from strategies.costs import Number
 from strategies.torch_internals import flash_attention
 
+ATTENTION = F.scaled_dot_product_attention
+"""torch's own: while a model attends across workers, that name is another function's (apply.py)."""
 SCORES = 1 << 24
 """Of products, as many scores at once: 64 MiB in float32."""
 

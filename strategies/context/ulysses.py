@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from strategies.context.attention import GROUPS
+from strategies.context.attention import ATTENTION, GROUPS
 from strategies.costs import Number
 from strategies.dims import LayoutError
 
@@ -50,7 +49,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, group
         q, k, v = _to_heads((q, k, v), group)
     else:
         (q, k), (v,) = _to_heads((q, k), group), _to_heads((v,), group)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+    out = ATTENTION(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
     parts = out.unflatten(2, (ways, -1)).permute(2, 0, 3, 1, 4)  # (C, B, T/C, H/C, K): whose tokens they are
     return _all_to_all(parts, group).movedim(0, 2).flatten(2, 3).transpose(1, 2)
 

@@ -12,8 +12,9 @@ from unittest import mock
 import pytest
 import torch
 
-from experiments.parity import curves
+from experiments.parity import curves, matrix
 from experiments.parity.curves import Curve, Difference, Trial
+from experiments.parity.matrix import ORDERS, Call, Trials
 from experiments.parity.rows import SINGLE, Row
 from strategies.blocks import find_blocks
 from strategies.context.apply import METHODS
@@ -138,7 +139,6 @@ def test_options_change_no_number(row: Row, options: dict[str, Any]) -> None:
     ("row", "options"),
     [
         *((row, {"precision": "bf16"}) for row in (_DDP, _FSDP, _TENSOR, _FSDP_TENSOR)),
-        *((Row(f"{name}+expert", n, {"ep": 2}), {"precision": "bf16"}) for name, n in (("ddp", 2), ("fsdp", 4))),
         (Row("tensor+pipeline", 4, {"tp": 2, "pp": 2}, micro_batches=4), {"precision": "bf16"}),
         (_DDP, {"precision": "fp16"}),
         pytest.param(_TENSOR, {"precision": "fp16"}, marks=pytest.mark.slow),
@@ -151,6 +151,18 @@ def test_options_change_no_number(row: Row, options: dict[str, Any]) -> None:
 def test_sixteen_bits_stay_within_their_rounding(row: Row, options: dict[str, Any]) -> None:
     found, _ = _found(row, **options)
     assert 1e-6 < found.loss < 3e-3, "computed or reduced in 16 bits, and not far off"
+
+
+@pytest.mark.parametrize("row", [Row(f"{name}+expert", n, {"ep": 2}) for name, n in (("ddp", 2), ("fsdp", 4))], ids=str)
+def test_experts_in_sixteen_bits_are_as_far_off_as_one_device_from_itself(row: Row) -> None:
+    """In float32 they would be further off."""
+    trials = Trials(functools.partial(mixture_trial, **HARD), Options(), "cpu")
+    calls = [Call(SINGLE, "bf16", order, row.layout.dims.dp_shard > 1) for order in (None, *ORDERS)]
+    curves_found = [matrix._trained(trials, call, CPU).curve for call in calls]
+    truth, *others = [curve for curve in curves_found if curve is not None]
+    curve, _ = _on_ranks(_train, row, Options(precision="bf16"))
+    found = curves.difference(truth, curve)
+    assert len(others) == len(ORDERS) and found.within(matrix.drift(truth, others)), found
 
 
 WITHOUT_HINTS = [Row("model_parallel", 1), _DDP, _FSDP, _TENSOR]

@@ -241,6 +241,8 @@ class Recipe:
             how["attn_implementation"] = self.attention
         config = copy.deepcopy(self.config)  # making a model writes into it
         config.return_dict = True
+        if hasattr(config, "output_router_logits"):
+            config.output_router_logits = False  # what balances experts is ours: balance.py
         fresh = self.folder is None or torch.get_default_device().type == "meta"
         model = auto.from_config(config, **how) if fresh else self._read(auto, config, how)
         group_experts(model)

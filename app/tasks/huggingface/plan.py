@@ -11,11 +11,9 @@ import fnmatch
 import math
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from app.errors import UserError
-from strategies.context.apply import mean_over_sequence
 from strategies.mixtures import find_mixtures
 from strategies.tensor.plan import SYNONYMS
 
@@ -136,16 +134,6 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def balance(router_logits: Any, sequences: int, top_k: int) -> Tensor:
-    """The library's balance loss, E·Σ over experts of (choices of it per token) · (its mean score), over all layers and
-    of each sequence by itself; the mean over the batch's sequences. (Of the whole batch, as the library has it, it
-    would be no mean, and depend on how a batch is divided.) router_logits: each (B·T, E), layer by layer; of a split
-    sequence this worker's tokens, with the choices of all."""
-    scores = torch.stack([each.float() for each in router_logits]).unflatten(1, (sequences, -1)).softmax(-1)
-    chosen = torch.zeros_like(scores).scatter_(-1, scores.topk(top_k, -1).indices, 1.0)
-    return scores.size(-1) * (mean_over_sequence(chosen.mean((0, 2))) * scores.mean((0, 2))).sum(-1).mean()
-
-
 def heads(config: Any, plan: dict[str, str] | None) -> int | None:
     """What the degree of tensor parallelism must divide: query and key-value heads, where attention is split."""
     if not any(value == "rowwise" and "att" in _parent(name) for name, value in (plan or {}).items()):
@@ -156,7 +144,13 @@ def heads(config: Any, plan: dict[str, str] | None) -> int | None:
 
 
 def blocks(model: nn.Module) -> list[str] | None:
-    """The modules in lists whose class the library never splits over devices: its layers. None: to be looked for."""
+    """The model's layers, where it has several. None: to be looked for."""
+    names = layers(model)
+    return names if len(names) > 1 else None
+
+
+def layers(model: nn.Module) -> list[str]:
+    """The modules in lists whose class the library never splits over devices."""
     whole = set(getattr(model, "_no_split_modules", None) or ())
     modules = dict(model.named_modules())
     names = [
@@ -164,5 +158,4 @@ def blocks(model: nn.Module) -> list[str] | None:
         for name, module in modules.items()
         if type(module).__name__ in whole and isinstance(modules.get(_parent(name)), nn.ModuleList)
     ]
-    outer = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
-    return outer if len(outer) > 1 else None
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]

@@ -8,18 +8,19 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from app.data.loader import rows
+from app.data.loader import tensors
 from app.errors import UserError
 from app.prediction import Preprocessor
 from app.tasks.base import Batch
+from app.tasks.huggingface import balance, plan
 from app.tasks.huggingface import data as reading
 from app.tasks.huggingface import lora as low_rank
-from app.tasks.huggingface import plan
 from app.tasks.huggingface.answers import show_answer
 from app.tasks.huggingface.conversations import end_of_answer
 from app.tasks.huggingface.inputs import ChatInput, FittedImages, PairsInput, TextsInput, fitted
@@ -154,10 +155,12 @@ class HuggingFace(InParts):
             self._own_mask = structure.config._attn_implementation == "sdpa" and self._attends_fully()
         elif self.kind == "causal_lm" and structure.config._attn_implementation == "sdpa" and self._attends_fully():
             self._build = replace(self.recipe, attention=unmasked_attention()).build
-        self._masks = 1  # of a batch with places: one for all, unless the library weighs its routers by them
-        mixtures = find_mixtures(structure)
-        self._chosen_experts = [found.top_k for found in mixtures]  # of each layer that has some
-        self._routers = tuple({type(found.router) for found in mixtures})
+        mixtures = find_mixtures(structure) if getattr(self.config, "output_router_logits", False) else []
+        self._balanced = len(mixtures)
+        if mixtures:
+            self._experts = mixtures[0].count
+            balance.add_up(lambda: structure)  # so that what has no balance is refused here
+            self._build = partial(balance.add_up, self._build)
         self._heads = plan.heads(self.config, self.tensor_plan(structure))
         patch, sides = getattr(self.config, "patch_size", None), _sides(self.config)
         if isinstance(patch, int) and sides and any(side % patch for side in sides):  # a rest would be left out
@@ -186,24 +189,12 @@ class HuggingFace(InParts):
         return self.recipe.build()  # which heeds a mask: people's rows may be padded
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        balances = bool(self._chosen_experts) and getattr(self.config, "output_router_logits", False)
-        if balances:
-            self._require_all_routers(model)
         called: Any = Called(self, model)
-        loss = self._data.loss(called, batch)
-        if balances:
-            weight = float(getattr(self.config, "router_aux_loss_coef", 0.0))
-            loss = loss + weight * plan.balance(called.output.router_logits, rows(batch), self._chosen_experts[0])
-        return loss
-
-    def _require_all_routers(self, model: nn.Module) -> None:
-        """Raises UserError in a stage that has a part of them: the balance loss multiplies means over all layers."""
-        seen = sum(isinstance(module, self._routers) for module in model.modules())
-        if seen < len(self._chosen_experts):
-            raise UserError(
-                f"task_args.config.output_router_logits is true, but a pipeline's last stage has {seen} of the model's "
-                f"{len(self._chosen_experts)} routers: write false, or strategy=fsdp"
-            )
+        if not self._balanced:
+            return self._data.loss(called, batch)
+        first, weight = tensors(batch)[0], float(getattr(self.config, "router_aux_loss_coef", 0.0))
+        with balance.summed(len(first), self._experts, first.device):
+            return self._data.loss(called, batch) + weight * balance.total(self._balanced)
 
     def items(self, batch: Batch) -> int | Tensor:
         return self._data.items(batch)
@@ -276,7 +267,7 @@ class HuggingFace(InParts):
 
         def keywords(places: Tensor) -> dict[str, Any]:
             """With a mask without padding, because the library takes places that jump for several sequences in one."""
-            return {"position_ids": places, "attention_mask": places.new_ones(self._masks, places.size(1))}
+            return {"position_ids": places, "attention_mask": places.new_ones(1, places.size(1))}
 
         return ContextPlan(keywords)
 
@@ -303,17 +294,13 @@ class HuggingFace(InParts):
 
 
 class Called:
-    """A transformers model as the data's task calls one: inputs to logits. `output` is what it last answered."""
+    """A transformers model as the data's task calls one: inputs to logits."""
 
     def __init__(self, task: HuggingFace, model: nn.Module) -> None:
         self.task, self.model = task, model
-        self.output: Any = None
 
     def __call__(self, inputs: Any) -> Tensor:
-        if getattr(self.task.config, "output_router_logits", False):
-            self.task._masks = len(inputs)
-        self.output = self.model(**self.task.arguments(inputs))
-        return self.output.logits
+        return self.model(**self.task.arguments(inputs)).logits
 
 
 def _length(kind: str, written: int | None, base: Any) -> int:
