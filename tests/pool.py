@@ -150,6 +150,7 @@ def _serve(rank: int, pipe: Connection) -> None:
     """A process of the pool: do calls until the pipe closes."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the fork server ends with pytest, and this with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's
+    faulthandler.enable()  # of what ends it in native code, the stacks
     import torch
     import torch.distributed
 

@@ -1,9 +1,12 @@
 """Costs, by hand. That they are what ranks really hold, to the byte: test_parity.py."""
 
-from strategies import fsdp, registry
+from torch import nn
+
+from strategies import costs, fsdp, registry
 from strategies.costs import Cost, ParameterSize, StepShape, part_of, rank_size, replicated, unit_size
 from strategies.parallelize import Options, choose
 from tests.layout_cost import layout_cost
+from tests.strategies.models import mixture
 
 SIZES = (
     ParameterSize("embed", (8, 4)),
@@ -20,6 +23,19 @@ def _cost(name: str, workers: int, options: Options | None = None, micro: int = 
 
 def _sent(name: str, workers: int, options: Options | None = None, micro: int = 1, **degrees: int) -> dict[str, int]:
     return layout_cost(choose(name, workers, **degrees), SIZES, options, micro)[1]
+
+
+def test_what_is_read_of_a_model() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 2, bias=False), "ab": nn.Embedding(8, 4), "c": nn.BatchNorm1d(3)}).half()
+    model["ab"].requires_grad_(False)
+    model["c"].running_var = None
+    weight, table = ParameterSize("a.weight", (2, 4), 2, "a", True, 1), ParameterSize("ab.weight", (8, 4), 2, "", False)
+    norm = (ParameterSize("c.weight", (3,), 2), ParameterSize("c.bias", (3,), 2))
+    assert costs.model_size(model, ["a"], {"a.weight": 1}) == costs.ModelSize((weight, table, *norm), 3 * 2 + 8)
+    two = (ParameterSize("weight", (1, 1)), ParameterSize("bias", (1,)))
+    assert costs.model_size(nn.Linear(1, 1)) == costs.ModelSize(two)
+    of_experts = {p.name.split(".")[-2] for p in costs.model_size(mixture()).parameters if p.is_expert}
+    assert of_experts == {"experts"}
 
 
 def test_what_is_sent_per_step() -> None:

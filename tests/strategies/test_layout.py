@@ -1,6 +1,7 @@
 """Names, degrees and options to layouts: pure functions, each mistake one sentence, before any process starts."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,6 +44,7 @@ INTERLEAVED = {"schedule": "interleaved_1f1b", "chunks": 2}
     ("words", "name", "workers", "degrees"),
     [
         (["'fspd'", "fsdp"], "fspd", 2, {}),
+        (["'dpp'", "did you mean ddp?"], "dpp", 2, {}),  # rather than dp
         (["3", "4 workers", "workers=3"], "ddp", 4, {"dp_replicate": 3}),
         (["tp 3", "4 workers"], "tensor", 4, {"tp": 3}),
         (["2 workers", "single is one device: write workers=1, or strategy=ddp"], "single", 2, {}),
@@ -123,6 +125,12 @@ def test_ranks_of_one_sequence_share_samples_and_are_further_data_parallel_worke
     assert str(dims.for_parameters(sharded=True)) == "pp 2 × dp_replicate 2 × dp_shard 4 × tp 2, ep 4"
     assert [dims.for_parameters(sharded=True).coordinates(rank)["dp_shard"] for rank in (0, 2, 4, 6)] == [0, 1, 2, 3]
     assert str(ParallelDims(dp_replicate=2, cp=2).for_parameters(sharded=False)) == "dp_replicate 4"
+    assert [dims.seed_rank(rank) for rank in range(0, 32, 2)] == [*range(8)] * 2, "of other tokens other numbers"
+    copies = ParallelDims(dp_replicate=4, dp_shard=2, cp=2, tp=2, ep=8)
+    of_experts = [each.for_parameters(sharded=True).for_experts() for each in (dims, copies, replace(copies, ep=2))]
+    assert list(map(str, of_experts)) == [
+        "pp 2 × dp_replicate 2 × tp 2", "dp_replicate 2 × tp 2", "dp_replicate 4 × dp_shard 2 × tp 2"
+    ]  # fmt: skip
 
 
 def test_idle_devices_are_said_aloud() -> None:
