@@ -54,6 +54,8 @@ def test_accumulation_communicates_once_unless_shards_are_accumulated() -> None:
     assert zero2["reduce_scatter"] == 4 * zero1["reduce_scatter"]
     assert zero1["all_gather"] == zero2["all_gather"] == BYTES // 2
     assert _sent("fsdp", 2, micro=4)["all_gather"] == (4 * 128 + 8 * 192) // 2, "and gathers for each"
+    scattered = _sent("fsdp", 4, Options(accumulate_sharded=True), micro=4, pp=2)["reduce_scatter"]
+    assert scattered == BYTES // 2, "by a stage, once"
     kept = _cost("zero1", 2, micro=2).transient - _cost("zero2", 2, micro=2).transient
     assert kept == BYTES, "stage 1 keeps whole gradients between micro-batches"
 
@@ -74,8 +76,9 @@ def test_rows_that_tensor_parallelism_has_split_unevenly_are_not_split_again() -
     for shape, expected in (((10, 4), 0), ((9, 4), 1), ((9, 3), None), ((9,), None), ((), None), ((3, 3), None)):
         assert fsdp.fsdp_dim(shape, shape[:1] in ((9,), (3,)), 2) == expected
     part = part_of(ParameterSize("bias", (9,), split_dim=0), 2)
-    sent = [(c.name, c.bytes) for c in fsdp.collectives(unit_size((part,), 2), StepShape(dp_shard=2)) if c.bytes]
-    assert sent == [("all_reduce", 20)] * 2, "5 rows"
+    sent = [c for c in fsdp.collectives(unit_size((part,), 2), StepShape(dp_shard=2)) if c.bytes]
+    rows = [costs.Collective("all_reduce", over, 20, 1, "backward") for over in ("dp_shard", "dp_replicate")]
+    assert sent == rows, "5 of them"
 
 
 def test_what_is_large_is_so_beside_the_memory_that_there_is() -> None:

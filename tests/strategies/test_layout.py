@@ -85,7 +85,10 @@ def test_choose_refuses_in_one_sentence(words: list[str], name: str, workers: in
         (FOUR, {}, {"blocks": 3}, ["parallel.pp is 4", "only 3 blocks: write at most 3"]),
         (TWO, {}, {"blocks": 0}, ["no repeating blocks, too few", "name", "strategy=fsdp"]),
         (TWO, INTERLEAVED | {"chunks": 3}, {"blocks": 4}, ["2 with 3 chunks each", "4 repeating", "parallel.chunks"]),
-        (FOUR, {"schedule": "zb_h2"}, {"micro_batches": 6}, ["at least 7 micro-batches", "are 6", "schedule=zb_h1"]),
+        (FOUR, {"schedule": "zb_h2"}, {"micro_batches": 4}, ["at least 7 micro-batches", "are 4", "schedule=zb_h1"]),
+        (FOUR, {"schedule": "zb_h2"}, {"micro_batches": 3}, ["are 3", "schedule=1f1b"]),
+        (TWO, {"chunks": 0}, {}, ["parallel.chunks is 0: write at least 1"]),
+        (TWO, {"schedule": "zbv", "chunks": 3}, {}, ["zbv has 2 chunks per stage, not 3: leave parallel.chunks out"]),
         (FOUR, INTERLEAVED, {"micro_batches": 6}, ["groups of 4", "has 6", "=1f1b"]),
         (TWO, INTERLEAVED | {"chunks": 1}, {}, ["several chunks per stage: write parallel.chunks=2"]),
         (TWO, {"chunks": 2}, {}, ["one chunk per stage, but parallel.chunks is 2", "interleaved_1f1b"]),
@@ -105,6 +108,9 @@ def test_check_refuses_in_one_sentence(
 
 def test_check_accepts_what_fits() -> None:
     check(FSDP_TENSOR, Options(), heads=4, global_batch_size=2, sequence_length=8, blocks=1)
+    for given in ({"schedule": "gpipe"}, {"schedule": "1f1b"}):
+        check(FOUR, Options(**given), micro_batches=1)
+    check(TWO, Options(schedule="zbv", chunks=1), micro_batches=2)
 
 
 def test_every_name_has_a_row() -> None:
