@@ -86,7 +86,16 @@ def close() -> None:
         _workers.pop().kill()
 
 
-atexit.register(close)
+def _leave() -> None:
+    """At the end ranks may end by themselves, as who measures what they ran needs it (`make coverage`)."""
+    for worker in _workers:
+        worker.pipe.close()
+    for worker in _workers:
+        worker.process.join(GRACE)
+    close()
+
+
+atexit.register(_leave)
 
 
 def _start(count: int) -> None:
@@ -150,6 +159,7 @@ def _serve(rank: int, pipe: Connection) -> None:
     """A process of the pool: do calls until the pipe closes."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the fork server ends with pytest, and this with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's
+    faulthandler.enable()  # of what ends it in native code, the stacks
     import torch
     import torch.distributed
 

@@ -1,9 +1,12 @@
 """Costs, by hand. That they are what ranks really hold, to the byte: test_parity.py."""
 
-from strategies import fsdp, registry
+from torch import nn
+
+from strategies import costs, fsdp, registry
 from strategies.costs import Cost, ParameterSize, StepShape, part_of, rank_size, replicated, unit_size
 from strategies.parallelize import Options, choose
 from tests.layout_cost import layout_cost
+from tests.strategies.models import mixture
 
 SIZES = (
     ParameterSize("embed", (8, 4)),
@@ -22,6 +25,19 @@ def _sent(name: str, workers: int, options: Options | None = None, micro: int = 
     return layout_cost(choose(name, workers, **degrees), SIZES, options, micro)[1]
 
 
+def test_what_is_read_of_a_model() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 2, bias=False), "ab": nn.Embedding(8, 4), "c": nn.BatchNorm1d(3)}).half()
+    model["ab"].requires_grad_(False)
+    model["c"].running_var = None
+    weight, table = ParameterSize("a.weight", (2, 4), 2, "a", True, 1), ParameterSize("ab.weight", (8, 4), 2, "", False)
+    norm = (ParameterSize("c.weight", (3,), 2), ParameterSize("c.bias", (3,), 2))
+    assert costs.model_size(model, ["a"], {"a.weight": 1}) == costs.ModelSize((weight, table, *norm), 3 * 2 + 8)
+    two = (ParameterSize("weight", (1, 1)), ParameterSize("bias", (1,)))
+    assert costs.model_size(nn.Linear(1, 1)) == costs.ModelSize(two)
+    of_experts = {p.name.split(".")[-2] for p in costs.model_size(mixture()).parameters if p.is_expert}
+    assert of_experts == {"experts"}
+
+
 def test_what_is_sent_per_step() -> None:
     assert _sent("single", 1) == {}
     assert _sent("ddp", 4) == {"all_reduce": BYTES * 2 * 3 // 4}
@@ -38,6 +54,8 @@ def test_accumulation_communicates_once_unless_shards_are_accumulated() -> None:
     assert zero2["reduce_scatter"] == 4 * zero1["reduce_scatter"]
     assert zero1["all_gather"] == zero2["all_gather"] == BYTES // 2
     assert _sent("fsdp", 2, micro=4)["all_gather"] == (4 * 128 + 8 * 192) // 2, "and gathers for each"
+    scattered = _sent("fsdp", 4, Options(accumulate_sharded=True), micro=4, pp=2)["reduce_scatter"]
+    assert scattered == BYTES // 2, "by a stage, once"
     kept = _cost("zero1", 2, micro=2).transient - _cost("zero2", 2, micro=2).transient
     assert kept == BYTES, "stage 1 keeps whole gradients between micro-batches"
 
@@ -58,8 +76,9 @@ def test_rows_that_tensor_parallelism_has_split_unevenly_are_not_split_again() -
     for shape, expected in (((10, 4), 0), ((9, 4), 1), ((9, 3), None), ((9,), None), ((), None), ((3, 3), None)):
         assert fsdp.fsdp_dim(shape, shape[:1] in ((9,), (3,)), 2) == expected
     part = part_of(ParameterSize("bias", (9,), split_dim=0), 2)
-    sent = [(c.name, c.bytes) for c in fsdp.collectives(unit_size((part,), 2), StepShape(dp_shard=2)) if c.bytes]
-    assert sent == [("all_reduce", 20)] * 2, "5 rows"
+    sent = [c for c in fsdp.collectives(unit_size((part,), 2), StepShape(dp_shard=2)) if c.bytes]
+    rows = [costs.Collective("all_reduce", over, 20, 1, "backward") for over in ("dp_shard", "dp_replicate")]
+    assert sent == rows, "5 of them"
 
 
 def test_what_is_large_is_so_beside_the_memory_that_there_is() -> None:

@@ -1,6 +1,7 @@
 """Names, degrees and options to layouts: pure functions, each mistake one sentence, before any process starts."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,6 +44,7 @@ INTERLEAVED = {"schedule": "interleaved_1f1b", "chunks": 2}
     ("words", "name", "workers", "degrees"),
     [
         (["'fspd'", "fsdp"], "fspd", 2, {}),
+        (["'dpp'", "did you mean ddp?"], "dpp", 2, {}),  # rather than dp
         (["3", "4 workers", "workers=3"], "ddp", 4, {"dp_replicate": 3}),
         (["tp 3", "4 workers"], "tensor", 4, {"tp": 3}),
         (["2 workers", "single is one device: write workers=1, or strategy=ddp"], "single", 2, {}),
@@ -84,7 +86,10 @@ def test_choose_refuses_in_one_sentence(words: list[str], name: str, workers: in
         (FOUR, {}, {"blocks": 3}, ["parallel.pp is 4", "only 3 blocks: write at most 3"]),
         (TWO, {}, {"blocks": 0}, ["no repeating blocks, too few", "name", "strategy=fsdp"]),
         (TWO, INTERLEAVED | {"chunks": 3}, {"blocks": 4}, ["2 with 3 chunks each", "4 repeating", "parallel.chunks"]),
-        (FOUR, {"schedule": "zb_h2"}, {"micro_batches": 6}, ["at least 7 micro-batches", "are 6", "schedule=zb_h1"]),
+        (FOUR, {"schedule": "zb_h2"}, {"micro_batches": 4}, ["at least 7 micro-batches", "are 4", "schedule=zb_h1"]),
+        (FOUR, {"schedule": "zb_h2"}, {"micro_batches": 3}, ["are 3", "schedule=1f1b"]),
+        (TWO, {"chunks": 0}, {}, ["parallel.chunks is 0: write at least 1"]),
+        (TWO, {"schedule": "zbv", "chunks": 3}, {}, ["zbv has 2 chunks per stage, not 3: leave parallel.chunks out"]),
         (FOUR, INTERLEAVED, {"micro_batches": 6}, ["groups of 4", "has 6", "=1f1b"]),
         (TWO, INTERLEAVED | {"chunks": 1}, {}, ["several chunks per stage: write parallel.chunks=2"]),
         (TWO, {"chunks": 2}, {}, ["one chunk per stage, but parallel.chunks is 2", "interleaved_1f1b"]),
@@ -104,6 +109,9 @@ def test_check_refuses_in_one_sentence(
 
 def test_check_accepts_what_fits() -> None:
     check(FSDP_TENSOR, Options(), heads=4, global_batch_size=2, sequence_length=8, blocks=1)
+    for given in ({"schedule": "gpipe"}, {"schedule": "1f1b"}):
+        check(FOUR, Options(**given), micro_batches=1)
+    check(TWO, Options(schedule="zbv", chunks=1), micro_batches=2)
 
 
 def test_every_name_has_a_row() -> None:
@@ -124,6 +132,12 @@ def test_ranks_of_one_sequence_share_samples_and_are_further_data_parallel_worke
     assert str(dims.for_parameters(sharded=True)) == "pp 2 × dp_replicate 2 × dp_shard 4 × tp 2, ep 4"
     assert [dims.for_parameters(sharded=True).coordinates(rank)["dp_shard"] for rank in (0, 2, 4, 6)] == [0, 1, 2, 3]
     assert str(ParallelDims(dp_replicate=2, cp=2).for_parameters(sharded=False)) == "dp_replicate 4"
+    assert [dims.seed_rank(rank) for rank in range(0, 32, 2)] == [*range(8)] * 2, "of other tokens other numbers"
+    copies = ParallelDims(dp_replicate=4, dp_shard=2, cp=2, tp=2, ep=8)
+    of_experts = [each.for_parameters(sharded=True).for_experts() for each in (dims, copies, replace(copies, ep=2))]
+    assert list(map(str, of_experts)) == [
+        "pp 2 × dp_replicate 2 × tp 2", "dp_replicate 2 × tp 2", "dp_replicate 4 × dp_shard 2 × tp 2"
+    ]  # fmt: skip
 
 
 def test_idle_devices_are_said_aloud() -> None:

@@ -1,5 +1,7 @@
 """Damaged checkpoints are found, named in one sentence, and never resumed from."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,21 @@ def test_damage_is_found_and_the_one_before_is_used(folder: Path, name: str, dam
     assert checkpoint.latest_good(str(folder))[1][0].endswith(" is missing and 1 more")
 
 
+def test_damage_of_weights_that_are_not_trained_is_that_of_every_checkpoint_which_reads_them(folder: Path) -> None:
+    """Of several ranks each looks at every n-th file, the largest first."""
+    save(folder / "frozen", 0)
+    whole, frozen = replace(newest(folder), meta={"frozen": True}), newest(folder / "frozen")
+    assert checkpoint.verify(whole) == []
+    for name in frozen.files:
+        flip(Path(frozen.path, name))
+    assert checkpoint.verify(whole, by="size") == [] and len(checkpoint.verify(whole)) == 2
+    shared = [checkpoint.verify(whole, rank, 2) for rank in range(2)]
+    by_size = sorted(frozen.files, key=lambda name: -frozen.files[name].size)
+    assert [fault.partition(" ")[0] for (fault,) in shared] == [f"{frozen.path}/{name}" for name in by_size]
+    Path(frozen.path, "COMMIT.json").unlink()
+    assert checkpoint.verify(whole)[0].startswith(f"there is no committed checkpoint in {folder}/frozen")
+
+
 def test_a_flipped_bit_that_stops_reading_is_named(folder: Path) -> None:
     """Flips in bytes that reading stumbles over; those in plain numbers only a checksum can see."""
     bad = newest(folder)
@@ -76,6 +93,8 @@ def test_a_marker_is_believed_only_whole(folder: Path) -> None:
             except (ValueError, KeyError, TypeError, AttributeError):
                 continue
             assert read == commit.decode(whole, ""), f"a change in byte {index} was believed"  # only white space
+    other_order = json.dumps(dict(reversed(json.loads(whole).items()))).encode()
+    assert commit.decode(other_order, "") == commit.decode(whole, "")
     marker.write_bytes(whole[:-20])
     good, skipped = checkpoint.latest_good(str(folder))
     assert good is not None and good.step == 1

@@ -47,8 +47,12 @@ FILES = {
     "table.csv": "price,weight,shop,only\n1.5,2,a,x\n2.5,3,b,x\n3.5,4,a,x\n,5,b,x\n",
     "lonely.csv": "price\n1.5\n2.5\n",
     "bare.csv": "price,weight\n,1\n,2\n3,4\n",
+    "infinite.csv": "price,weight\n1.5,1\ninf,2\n",
+    "text.csv": "text,label,target\na,b,c\n",
     "other.jsonl": TALK + "{}",
     "asked.jsonl": TALK + '{"messages": [{"role": "user", "content": "?"}]}',
+    "one.jsonl": TALK,
+    "two.jsonl": TALK * 2,
     "number.jsonl": TALK + '{"messages": [{"role": "assistant", "content": 3}]}',
 }
 
@@ -78,6 +82,8 @@ IMAGES, TEXT, TABLE, MODEL = "image_classification", "language_modelling", "tabu
 LLAMA: dict[str, Any] = {"model": "llama", "config": GROUPED, "data": "text.txt"}
 CHAT = LLAMA | {"kind": "instructions"}
 PRICE = {"data": "table.csv", "target": "price"}
+MIXED: dict[str, Any] = {"data": "text.txt", "mixture": {"n_experts": 2}}
+ROBERTA: dict[str, Any] = {"model": "roberta", "data": "table.csv", "config": SMALL}
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
     # the task's name
@@ -118,6 +124,10 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (TEXT, {"data": ["tokens.bin", "text.txt"]}, "mixes token files (tokens.bin) with text (text.txt)"),
     (TEXT, {"data": "text.txt", "n_layers": "4"}, "task_args.n_layers is '4'; it must be a whole number"),
     (TEXT, {"data": "text.txt", "n_heads": 256}, "heads of an even size"),
+    (TEXT, MIXED | {"n_heads": 256}, "heads of an even size"),
+    (TEXT, MIXED | {"mixture": {"n_experts": 2, "top_k": 3}}, "top_k is 3, but there are 2 experts"),
+    (TEXT, MIXED | {"d_hidden": 64}, "write task_args.mixture.d_expert"),
+    (TEXT, {"data": ["https://h/a.parquet", "https://h/b.jsonl"]}, "task_args.data mixes files of json, parquet"),
     # tables
     (TABLE, {"data": "table.csv"}, "task_args.target is needed"),
     (TABLE, {"data": "table.csv", "target": "prize"}, "no column 'prize' (did you mean 'price'?)"),
@@ -125,6 +135,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (TABLE, PRICE | {"kind": "regress"}, "task_args.kind is 'regress' (did you mean 'regression'?)"),
     (TABLE, PRICE | {"target": "shop", "kind": "regression"}, "holds text such as 'a'"),
     (TABLE, PRICE | {"target": "only"}, "has one value only, x"),
+    (TABLE, PRICE | {"kind": "classification"}, "column 'price' holds fractions"),
+    (TABLE, {"data": "infinite.csv", "target": "price"}, "column 'price' holds infinite numbers"),
     (TABLE, {"data": "lonely.csv", "target": "price"}, "no column besides the target"),
     (TABLE, {"data": "bare.csv", "target": "price"}, "has 1 rows with a value in 'price'"),
     # models of Hugging Face
@@ -149,7 +161,16 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (MODEL, LLAMA | {"lora": 8}, "task_args.lora is 8; write a mapping"),
     (MODEL, LLAMA | {"lora": {"rank": 2}}, "task_args.lora.rank: lora has no such argument; it takes r, alpha,"),
     (MODEL, LLAMA | {"lora": {"r": 2}}, "write task_args.pretrained=true and a folder"),
-    (MODEL, {"model": "roberta", "data": "table.csv", "config": SMALL, "sequence_length": 511}, "has 510 positions"),
+    (MODEL, LLAMA | {"config": 3}, "task_args.config is 3; it must be a mapping"),
+    (MODEL, LLAMA | {"model": "llama", "config": None, "data": "tokens.bin"}, "vocab_size"),
+    (MODEL, CHAT | {"data": "one.jsonl"}, "one.jsonl has 1 conversations; at least two are needed"),
+    (MODEL, CHAT | {"data": "two.jsonl", "sequence_length": 4}, "no answer begins in the first 4 tokens"),
+    (MODEL, CHAT | {"model": "bloom", "config": {}, "data": "two.jsonl"}, "bloom takes no position_ids"),
+    (MODEL, ROBERTA | {"data": ["table.csv"]}, "write the path of a .csv or .parquet file"),
+    (MODEL, ROBERTA | {"text": "price", "label": "shop"}, "column 'price' of table.csv holds numbers"),
+    (MODEL, ROBERTA | {"data": "text.csv"}, "text.csv has 1 rows with a text and a label"),
+    (MODEL, {"model": "t5", "data": "text.csv"}, "text.csv has 1 rows with both texts"),
+    (MODEL, ROBERTA | {"sequence_length": 511}, "has 510 positions"),
     (MODEL, {"model": "vit", "data": "digits", "sequence_length": 8}, "sequence_length is for causal_lm"),
     (MODEL, {"model": "vit", "data": "digits", "config": SMALL | {"patch_size": 5}}, "patch_size is 5"),
 ]
@@ -175,6 +196,8 @@ def test_wrong_folders_of_a_model() -> None:
     assert "no tokenizer.json" in refused(pretrained=True)
     assert "are of another model: model.layers.2." in refused(**given, config={"num_hidden_layers": 3})
     assert "task_args.lora.r is 0; it must be a whole number of at least 1" in refused(**given, lora={"r": 0})
+    assert "task_args.lora.alpha is 0; it must be a number above 0" in refused(**given, lora={"alpha": 0})
+    assert "task_args.lora.dropout is 1; it must be at least 0" in refused(**given, lora={"dropout": 1})
     assert "task_args.lora.targets is 'q_proj'; write auto" in refused(**given, lora={"targets": "q_proj"})
     unknown = refused(**given, lora={"targets": ["qproj"]})
     assert "task_args.lora does not fit the model" in unknown and "qproj" in unknown
