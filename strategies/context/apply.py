@@ -22,6 +22,7 @@ keys and values instead of all activations.
 import functools
 import inspect
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -133,12 +134,15 @@ class Context:
         self.seen = self.told = False
         """Whether the model has attended; whether it has been told the places of its tokens."""
         self.active = False
+        self.attend = self._attend  # one object, by which compiled code knows it again
+        self.names: list[tuple[dict[str, Any], str]] = []
 
     def install(self, module: nn.Module, blocks: list[str]) -> None:
         """Tells the model the places of its tokens, and lets its blocks attend across workers; in place.
 
         Blocks by themselves, because one that is recomputed runs in backward, where the loss function is over (and on a
         GPU in another thread)."""
+        self.names = _names()
         for name in blocks or [""]:
             part = module.get_submodule(name)
             part.forward = self._attending(part.forward)
@@ -151,15 +155,19 @@ class Context:
                 return forward(*args, **kwargs)
             self.active = True
             _LOSSES.append(self.group)
-            F.scaled_dot_product_attention = self._attend
+            self._name(self.attend)
             try:
                 return forward(*args, **kwargs)
             finally:
-                F.scaled_dot_product_attention = ATTENTION
+                self._name(ATTENTION)
                 self.active = False
                 _LOSSES.pop()
 
         return attending
+
+    def _name(self, function: Callable[..., Tensor]) -> None:
+        for names, name in self.names:
+            names[name] = function
 
     def _attend(self, query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """In place of `F.scaled_dot_product_attention`, as torch's own `context_parallel` has it: a TorchFunctionMode
@@ -250,9 +258,16 @@ class Context:
             )
         if not self.seen:
             raise LayoutError(
-                "the model's attention is not F.scaled_dot_product_attention by that name, so parallel.cp cannot split "
-                "it: use that, or leave parallel.cp out"
+                "the model's attention is not F.scaled_dot_product_attention, so parallel.cp cannot split it: use "
+                "that, or leave parallel.cp out"
             )
+
+
+def _names() -> list[tuple[dict[str, Any], str]]:
+    """Where loaded modules have torch's attention, and as what: `F`, and whoever imported it from there."""
+    loaded = (module for name, module in list(sys.modules.items()) if not name.startswith(("torch.", __package__ or "")))
+    spaces = [getattr(module, "__dict__", {}) for module in (F, *loaded)]
+    return [(space, name) for space in spaces for name, value in list(space.items()) if value is ATTENTION]
 
 
 def _attend(
