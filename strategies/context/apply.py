@@ -265,7 +265,8 @@ class Context:
 
 def _names() -> list[tuple[dict[str, Any], str]]:
     """Where loaded modules have torch's attention, and as what: `F`, and whoever imported it from there."""
-    loaded = (module for name, module in list(sys.modules.items()) if not name.startswith(("torch.", __package__ or "")))
+    own = ("torch.", __package__ or "")
+    loaded = (module for name, module in list(sys.modules.items()) if not name.startswith(own))
     spaces = [getattr(module, "__dict__", {}) for module in (F, *loaded)]
     return [(space, name) for space in spaces for name, value in list(space.items()) if value is ATTENTION]
 
