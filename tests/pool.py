@@ -90,8 +90,9 @@ def _leave() -> None:
     """At the end ranks may end by themselves, as who measures what they ran needs it (`make coverage`)."""
     for worker in _workers:
         worker.pipe.close()
+    until = time.monotonic() + GRACE
     for worker in _workers:
-        worker.process.join(GRACE)
+        worker.process.join(max(0.0, until - time.monotonic()))
     close()
 
 

@@ -76,9 +76,17 @@ def test_rows_that_tensor_parallelism_has_split_unevenly_are_not_split_again() -
     for shape, expected in (((10, 4), 0), ((9, 4), 1), ((9, 3), None), ((9,), None), ((), None), ((3, 3), None)):
         assert fsdp.fsdp_dim(shape, shape[:1] in ((9,), (3,)), 2) == expected
     part = part_of(ParameterSize("bias", (9,), split_dim=0), 2)
+    assert part.is_uneven and not part_of(ParameterSize("bias", (8,), split_dim=0), 2).is_uneven
     sent = [c for c in fsdp.collectives(unit_size((part,), 2), StepShape(dp_shard=2)) if c.bytes]
     rows = [costs.Collective("all_reduce", over, 20, 1, "backward") for over in ("dp_shard", "dp_replicate")]
     assert sent == rows, "5 of them"
+
+
+def test_experts_are_shared_out_too_and_an_optimizer_that_is_not_known_keeps_two_tensors_and_a_step() -> None:
+    weight = ParameterSize("w", (4, 7), split_dim=1, is_expert=True)
+    assert [part_of(weight, 2, ep).shape for ep in (1, 2)] == [(4, 4), (2, 4)] and not part_of(weight, 2).is_uneven
+    assert part_of(ParameterSize("w", (4, 7)), 2, 2).shape == (4, 7)
+    assert costs.optimizer_bytes(80, 3, "lion") == 2 * 80 + 3 * 4
 
 
 def test_what_is_large_is_so_beside_the_memory_that_there_is() -> None:
