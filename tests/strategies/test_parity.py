@@ -116,8 +116,9 @@ COMPILED = {"compile": True, "compile_backend": "aot_eager"}
         (_TENSOR_IN_HALVES, {}),
         (_TENSOR, {"sequence_parallel": False}),
         (_TENSOR, {"loss_parallel": False}),
-        *((_TENSOR, {"async_tp": True} | more) for more in (SELECTIVE, COMPILED)),
-        (Row("fsdp+tensor+pipeline", 8, {"tp": 2, "pp": 2}), {"async_tp": True}),
+        (_TENSOR, {"async_tp": True} | SELECTIVE),
+        pytest.param(_TENSOR, {"async_tp": True} | COMPILED, marks=pytest.mark.slow),
+        pytest.param(Row("fsdp+tensor+pipeline", 8, {"tp": 2, "pp": 2}), {"async_tp": True}, marks=pytest.mark.slow),
         (_FSDP_TENSOR, {"offload": True, "accumulate_sharded": True}),
         (_DDP_TENSOR, FULL | {"bucket_mb": 0.01}),
         (_RING, {}),
@@ -153,7 +154,10 @@ def test_sixteen_bits_stay_within_their_rounding(row: Row, options: dict[str, An
     assert 1e-6 < found.loss < 3e-3, "computed or reduced in 16 bits, and not far off"
 
 
-@pytest.mark.parametrize("row", [Row(f"{name}+expert", n, {"ep": 2}) for name, n in (("ddp", 2), ("fsdp", 4))], ids=str)
+_SHARDED_EXPERTS = pytest.param(Row("fsdp+expert", 4, {"ep": 2}), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("row", [Row("ddp+expert", 2, {"ep": 2}), _SHARDED_EXPERTS], ids=str)
 def test_experts_in_sixteen_bits_are_as_far_off_as_one_device_from_itself(row: Row) -> None:
     """In float32 they would be further off."""
     trials = Trials(functools.partial(mixture_trial, **HARD), Options(), "cpu")
