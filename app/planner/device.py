@@ -52,7 +52,7 @@ class Device:
     compiled_bytes: float = 0.45  # share of a block's element-wise bytes that torch.compile's fused kernels still move
     compiled_operations: float = 0.3  # share of a block's operations that are still launched
     again: float = 0.0  # share of products that `selective` computes again: Trireme's none, torchtitan's every second
-    overlap: float = 0.0  # share of tensor parallelism's communication that asynchronous tensor parallelism hides
+    async_tp: float = 0.0  # share of tensor parallelism's communication that asynchronous tensor parallelism hides
     scale: float = 0.0  # share of a step lost each time that the GPUs double beyond 64: stragglers, congestion
     stage: float = 0.05  # share of computing that a pipeline loses beside its bubble: stops, starts, sends
     split: float = 0.03  # share that schedules which compute the gradients of weights apart lose
@@ -131,7 +131,7 @@ ASSUMED = {
     "stream": "of the memory's bandwidth that other operations reach",
     "within": "of the links inside a node",
     "across": "of those between nodes",
-    "overlap": "of tensor parallelism's communication that parallel.async_tp hides",
+    "async_tp": "of tensor parallelism's communication that parallel.async_tp hides",
     "scale": "of a step lost each time that the GPUs double beyond 64",
     "step": "seconds of a step that nothing hides",
 }

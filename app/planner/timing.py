@@ -5,7 +5,7 @@
 A sharded block's parameters are gathered while the block before computes, its gradients scattered while the next one's
 backward runs: what takes longer than that computing is exposed; so is what cannot start earlier (the root's), and what
 the host has to do for it where launching is what a block waits for. An average over copies hides behind the last
-backward but for its last bucket. Tensor parallelism hides nothing, or with parallel.async_tp a share (`overlap`, less
+backward but for its last bucket. Tensor parallelism hides nothing, or with parallel.async_tp a share (`async_tp`, less
 what products lose to it) if the products beside it take as long; exchanging tokens with experts hides nothing; experts
 are taken to be used evenly, and to be gathered and averaged over as many workers as the rest.
 
@@ -112,7 +112,7 @@ def _tensor(case: Case, exposed: Exposed) -> None:
     seconds = link.gather(sent * tp / (tp - 1), tp, 1) + max(calls - 1, 0) * hops
     hidden = 0.0
     if case.options.async_tp and case.candidate.schedule not in SPLIT and sent:
-        each = seconds / sent * case.machine.device.overlap
+        each = seconds / sent * case.machine.device.async_tp
         beside = (min(each * part.sent, BESIDE * part.multiplying) for part in case.parts)
         hidden = sum(one * n for one, n in zip(beside, case.counts))
     exposed["tensor"] += (seconds - hidden) * case.candidate.micro_batches

@@ -22,12 +22,12 @@ Values = dict[str, float]
 """`name` of a constant of all GPUs, `family.name` of a family's → value."""
 START: Values = {
     **{"across": 0.85, "within": 0.5, "compiled_bytes": 0.6, "contention": 0.1, "k_half": 150.0, "mn_half": 2e6},
-    **{"overlap": 0.9, "scale": 0.01, "stage": 0.02, "step": 1e-4},
+    **{"async_tp": 0.9, "scale": 0.01, "stage": 0.02, "step": 1e-4},
     **{"ampere.bf16": 0.86, "ampere.stream": 0.3},
     **{"hopper.bf16": 0.74, "hopper.fp8": 0.62, "hopper.stream": 0.35},
 }
 CEILING = {
-    **{"bf16": 0.88, "fp8": 0.88, "stream": 0.95, "within": 0.95, "across": 0.95, "overlap": 0.95},
+    **{"bf16": 0.88, "fp8": 0.88, "stream": 0.95, "within": 0.95, "across": 0.95, "async_tp": 0.95},
     **{"compiled_bytes": 0.7},
 }
 """What cannot be more: shares that the best kernels reach, and the share of its bytes that a fused block moves."""

@@ -33,7 +33,7 @@ from strategies.pipeline.stage import Stage, StageAssignment, assign, keep_own, 
 from strategies.pipeline.trace import Trace, Tracer, traced_modules
 from strategies.strategy import Setup, Strategy
 from strategies.tensor import apply as tensor_parallel
-from strategies.tensor.ops import SplitLayers
+from strategies.tensor.layers import SplitLayers
 from strategies.tree import tree_map
 
 Example = tuple[Loss, Any]

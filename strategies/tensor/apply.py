@@ -42,8 +42,8 @@ from strategies.grad_sync import all_reduce_, local
 from strategies.precision import Product
 from strategies.strategy import Strategy
 from strategies.tensor import experts, ops
+from strategies.tensor.layers import SplitLayers
 from strategies.tensor.loss import VocabularyLogits
-from strategies.tensor.ops import SplitLayers
 from strategies.tensor.plan import Plan, is_transposed_linear, make_plan, out_features
 from strategies.torch_internals import rnn_reading_its_parameters
 
