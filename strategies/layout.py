@@ -167,6 +167,14 @@ def _check_pipeline(layout: Layout, options: Options, blocks: int | None, micro_
         raise LayoutError("parallel.offload does not work in a pipeline: leave it out, or write strategy=fsdp")
 
 
+def require_pieces(options: Options) -> None:
+    """Raises LayoutError if asynchronous tensor parallelism has nothing to cut."""
+    if options.async_tp and not options.sequence_parallel:
+        raise LayoutError(
+            "parallel.async_tp sends pieces of a split sequence: leave out sequence_parallel=false, or async_tp"
+        )
+
+
 def _check_options(layout: Layout, found: list[Strategy], options: Options) -> None:
     one_of("train.precision", options.precision, PRECISIONS)
     one_of("parallel.context", options.context, ("auto", *METHODS))
@@ -180,10 +188,7 @@ def _check_options(layout: Layout, found: list[Strategy], options: Options) -> N
     for record in found:
         if record.check is not None:
             record.check(options)
-    if options.async_tp and not options.sequence_parallel:
-        raise LayoutError(
-            "parallel.async_tp sends pieces of a split sequence: leave out sequence_parallel=false, or async_tp"
-        )
+    require_pieces(options)
     if options.bucket_mb <= 0:
         raise LayoutError(f"parallel.bucket_mb is {options.bucket_mb:g}: write a size in MiB, such as 25")
     if options.offload and not any(record.is_sharded for record in found):

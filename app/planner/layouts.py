@@ -12,7 +12,7 @@ from strategies import registry
 from strategies.activation_checkpointing import checkpoint_every
 from strategies.context.apply import check_length
 from strategies.dims import BESIDE_DATA, DEGREES, Layout, LayoutError, ParallelDims
-from strategies.layout import check, choose
+from strategies.layout import check, choose, require_pieces
 from strategies.pipeline import schedules
 from strategies.strategy import Strategy
 
@@ -116,6 +116,7 @@ def fixed_by(config: Config, given: frozenset[str]) -> Fixed:
         UserError, LayoutError: one of them cannot be.
     """
     checkpoint_every(config.train.activation_checkpointing)  # raises for what is not a mode
+    require_pieces(strategy_options(config))
     fixed: Fixed = {key: reduce(getattr, key.split("."), config) for key in KEYS if key in given}
     fixed = {key: value for key, value in fixed.items() if value not in (None, "auto")}
     records = registry.records(fixed.get("strategy", "single"))

@@ -283,6 +283,10 @@ def test_a_picture_has_the_best_layout_of_each_number_and_where_nothing_fits(lar
         ("--gpus 8 --gpu t4 --picture plan.gif", "write a file that ends in .png or .svg"),
         ("--gpus 8 --gpu t4 --picture nowhere/plan.png", "cannot be written"),
         ("--gpus 8 --gpu t4 parallel.tp=8", "does not divide"),
+        (
+            "--gpus 8 --gpu t4 parallel.async_tp=true parallel.sequence_parallel=false",
+            "leave out sequence_parallel=false",
+        ),
         ("--gpus 8 --gpu t4 strategy=deepspeed", "is not planned"),
         ("--gpus 8 --gpu t4 train.activation_checkpointing=fulll", "is 'fulll'"),
         ("--gpus 8 --gpu t4 parallel.stages=[1,4]", "adds up to 5 blocks"),
