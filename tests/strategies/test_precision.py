@@ -13,13 +13,12 @@ from app.models.gpt import GPT
 from experiments.parity import curves
 from experiments.parity.curves import Trial
 from strategies import precision
-from strategies.layout import LayoutError
 from strategies.parallelize import Options, choose
 from strategies.precision import FORWARD, GRADIENT, Float8Linear, Float8Product, Product, multiply, quantise
 from tests.pool import run_distributed
-from tests.strategies.models import language_loss, random, seeded
+from tests.strategies.models import assert_refused, language_loss, random, seeded
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LAYOUTS = ("fsdp", "tensor", "pipeline")
 
 
@@ -36,9 +35,7 @@ def _cpu_multiplies() -> bool:
     return True
 
 
-product = pytest.mark.skipif(
-    not _cpu_multiplies(), reason="this torch has a float8 product for GPUs only (2.13: for CPUs)"
-)
+product = pytest.mark.skipif(not _cpu_multiplies(), reason="this torch's float8 product is for GPUs only (2.13: CPUs)")
 
 
 def test_a_tensor_of_any_size_fills_the_type_and_comes_back_to_its_rounding() -> None:
@@ -50,26 +47,23 @@ def test_a_tensor_of_any_size_fills_the_type_and_comes_back_to_its_rounding() ->
         large = x.float().abs() > x.abs().max() / 1000  # smaller ones are subnormal in e4m3
         assert ((back - x.float()).abs()[large] / x.float().abs()[large]).max() <= torch.finfo(dtype).eps / 2 * 1.001
         assert back.abs().max() == pytest.approx(x.abs().max().item(), rel=1e-6)
+    x8, inverse = quantise(torch.zeros(16, 16), FORWARD)
+    assert not x8.float().any() and inverse.isfinite()
 
 
 @product
-def test_zeros_stay_zeros_and_what_is_not_finite_shows() -> None:
-    x8, inverse = quantise(torch.zeros(16, 16), FORWARD)
-    assert not x8.float().any() and inverse.isfinite()
-    for bad in (float("inf"), float("nan")):
-        x = _random(16, 16)
-        x[3, 4] = bad
-        x8, inverse = quantise(x, FORWARD)
-        assert not multiply(x8, inverse, *quantise(_random(16, 16), FORWARD)).isfinite().all()
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_what_is_not_finite_shows(bad: float) -> None:
+    x = _random(16, 16)
+    x[3, 4] = bad
+    assert not multiply(*quantise(x, FORWARD), *quantise(_random(16, 16), FORWARD)).isfinite().all()
 
 
 def _layer() -> tuple[Float8Linear, nn.Linear]:
     torch.manual_seed(0)
     plain = nn.Linear(64, 48)
-    blocks = nn.ModuleList([copy.deepcopy(plain)])
-    assert precision.use_float8(blocks, ["0"]) == ()
-    (layer,) = blocks
-    assert isinstance(layer, Float8Linear)
+    layer = copy.deepcopy(plain)
+    assert precision.use_float8(layer, []) == () and isinstance(layer, Float8Linear)
     return layer, plain
 
 
@@ -91,13 +85,6 @@ def test_a_layer_and_its_gradients_are_the_plain_ones_to_float8_rounding_and_for
     assert [call.kwargs["use_fast_accum"] for call in called.call_args_list] == [True, False, False]
 
 
-def test_rows_that_16_does_not_divide_are_computed_in_bfloat16() -> None:
-    layer, plain = _layer()
-    x = _random(3, 5, 64)
-    assert torch.equal(layer(x), F.linear(x, plain.weight.bfloat16(), plain.bias.bfloat16()))
-    assert layer(x[:0]).shape == (0, 5, 48)
-
-
 @product
 def test_a_layer_split_by_columns_that_gathers_its_input_again_has_the_same_gradients() -> None:
     """tensor/ops.py computes them from the products by themselves, as float8's own backward does from what it saved."""
@@ -108,9 +95,14 @@ def test_a_layer_split_by_columns_that_gathers_its_input_again_has_the_same_grad
         assert a.grad is not None and b.grad is not None
         for found, expected in ((product.of_input(gradient, weight), a.grad), (product.of_weight(gradient, x), b.grad)):
             assert found.shape == expected.shape and (found - expected).norm() <= most * expected.norm()
-    odd = slice(0, 15)  # rows that 16 does not divide
-    assert torch.equal(Float8Product.of_weight(gradient[0, odd], x[0, odd]), gradient[0, odd].T @ x[0, odd])
-    assert torch.equal(Float8Product.of_input(gradient[0, odd], weight), gradient[0, odd] @ weight)
+
+
+def test_rows_that_16_does_not_divide_are_computed_in_bfloat16() -> None:
+    layer, plain = _layer()
+    x, weight, gradient = _random(3, 5, 64), plain.weight.bfloat16(), _random(3, 5, 48)
+    assert torch.equal(layer(x), F.linear(x, weight, plain.bias.bfloat16())) and layer(x[:0]).shape == (0, 5, 48)
+    assert torch.equal(Float8Product.of_weight(gradient, x), Product.of_weight(gradient, x))
+    assert torch.equal(Float8Product.of_input(gradient, weight), gradient @ weight)
 
 
 def test_layers_of_blocks_whose_sizes_16_divides_are_chosen_and_no_others() -> None:
@@ -121,23 +113,21 @@ def test_layers_of_blocks_whose_sizes_16_divides_are_chosen_and_no_others() -> N
     assert note.startswith("4 of the blocks' 6 linear layers compute in bfloat16")
     assert [name for name, m in model.named_modules() if isinstance(m, Float8Linear)] == ["blocks.0.0", "blocks.1.0"]
     assert list(model.state_dict()) == names
-    with pytest.raises(LayoutError, match="no linear layer whose sizes 16 divides"):
-        precision.use_float8(nn.ModuleList([nn.Linear(20, 20)]), ["0"])
+    assert_refused(["no linear layer whose sizes 16 divide"], precision.use_float8, nn.Linear(20, 20), [])
 
 
 def test_it_is_refused_without_a_gpu_and_on_one_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(LayoutError, match="needs GPUs, but the workers have none"):
-        precision.require_float8(CPU)
+    assert_refused(["needs GPUs, but the workers have none"], precision.require_float8, CPU)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    with pytest.raises(LayoutError, match=r"8\.9 or newer .*, but NVIDIA A100 has 8\.0"):
-        precision.require_float8(torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    precision.require_float8(torch.device("cuda"))
+    for capability in ((8, 0), (9, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        if capability < precision.LEAST:
+            assert_refused(["8.9 or newer", "but NVIDIA A100 has 8.0"], precision.require_float8, CUDA)
+    precision.require_float8(CUDA)
 
 
-def _losses(_: int, name: str, workers: int, kind: str) -> list[float]:
-    """Of twelve steps, with recomputation. On the CPU, which is refused only because it is slow."""
+def _losses(_: int, name: str, workers: int, kind: str, steps: int) -> list[float]:
+    """With recomputation. On the CPU, which is refused only because it is slow."""
     tokens = torch.arange(4 * 17).view(4, 17) * 7 % 32
     build = seeded(lambda: GPT(32, d_model=32, n_layers=2, n_heads=2))
     trial = Trial(build, language_loss, lambda _: (tokens[:, :-1], tokens[:, 1:]))
@@ -146,25 +136,25 @@ def _losses(_: int, name: str, workers: int, kind: str) -> list[float]:
         parallel = curves.begin(trial, choose(name, workers), options, CPU)
     has = (isinstance(m, Float8Linear) or vars(m).get("_product") is Float8Product for m in parallel.inner.modules())
     assert any(has) == (kind == "fp8")
-    return curves.run_steps(trial, parallel, trial.optimizer(parallel.parameters()), range(12))[0]
+    return curves.run_steps(trial, parallel, trial.optimizer(parallel.parameters()), range(steps))[0]
 
 
 @product
 def test_a_gpt_trains_in_it_as_in_bf16_and_over_workers_as_on_one() -> None:
-    wide, narrow = (_losses(0, "single", 1, kind) for kind in ("bf16", "fp8"))
+    wide, narrow = (_losses(0, "single", 1, kind, 12) for kind in ("bf16", "fp8"))
     assert wide[-1] < 0.3 * wide[0]
-    for found, expected in ((narrow, wide), *((run_distributed(_losses, 2, n, 2, "fp8")[0], narrow) for n in LAYOUTS)):
-        assert found != expected
-        assert found[0] == pytest.approx(expected[0], rel=1e-2)
-        assert found[-1] == pytest.approx(expected[-1], abs=0.15 * expected[0])
+    found = [(narrow, wide), *((run_distributed(_losses, 2, name, 2, "fp8", 6)[0], narrow[:6]) for name in LAYOUTS)]
+    for losses, expected in found:
+        assert losses != expected
+        assert losses[0] == pytest.approx(expected[0], rel=1e-2)
+        assert losses[-1] == pytest.approx(expected[-1], abs=0.15 * expected[0])
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < precision.LEAST, reason="no GPU with float8"
-)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_on_a_gpu_the_product_is_the_cpus() -> None:
-    x8, inverse = quantise(_random(64, 256), FORWARD)
-    w8, other = quantise(_random(128, 256), FORWARD)
-    found = multiply(*(t.cuda() for t in (x8, inverse, w8, other))).cpu()
-    torch.testing.assert_close(found, multiply(x8, inverse, w8, other), rtol=2**-7, atol=1e-2)
+    if torch.cuda.get_device_capability() < precision.LEAST:
+        pytest.skip("no GPU with float8")
+    given = (*quantise(_random(64, 256), FORWARD), *quantise(_random(128, 256), FORWARD))
+    found = multiply(*(tensor.cuda() for tensor in given)).cpu()
+    torch.testing.assert_close(found, multiply(*given), rtol=2**-7, atol=1e-2)

@@ -1,13 +1,10 @@
-"""The pieces: where models begin, norms, the split vocabulary's loss, blocks, recomputation, accumulation."""
+"""The pieces: where models begin, norms, communication, blocks, recomputation, state."""
 
 import copy
-import itertools
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -15,26 +12,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from experiments.parity import curves
 from strategies.blocks import find_blocks, separable
+from strategies.channels_last import use_channels_last
 from strategies.clip import PIECE, GradNorm
 from strategies.parallelize import Options, choose, parallelize
-from strategies.tensor.loss import VocabularyLogits
-from strategies.tensor.ops import Peers
 from strategies.torch_internals import OperationMode
 from tests.pool import run_distributed
-from tests.strategies.models import (
-    GPT_PLAN,
-    ZOO,
-    PlainGPT,
-    SmallResNet,
-    gpt_trial,
-    language_batch,
-    language_loss,
-    mlp,
-    random,
-    seeded,
-)
+from tests.strategies import models
+from tests.strategies.models import PlainGPT, SmallResNet, gpt_trial, mlp, random, seeded
 
 CPU = torch.device("cpu")
+SINGLE = choose("single", 1)
 
 
 class NotOnMeta(nn.Linear):
@@ -81,6 +68,26 @@ def test_no_rank_but_the_first_holds_more_than_one_whole_tensor() -> None:
     assert max(run_distributed(_largest_tensor, 4)[1:]) == 64 * 64 * 4
 
 
+def _reductions(_: int) -> dict[str, list[int]]:
+    """Of gradients in a step of one and of two micro-batches, by gloo's own operator or by what cpu_collectives
+    exchanges instead."""
+    found: dict[str, list[int]] = {"fsdp": [], "zero1": [], "zero2": []}
+    for name in found:
+        for micro_batches in (1, 2):
+            trial = gpt_trial(micro_batches=micro_batches, layers=2)
+            parallel = parallelize(trial.build, choose(name, 2), device=CPU)
+            with Watch() as watch:
+                curves.run_steps(trial, parallel, trial.optimizer(parallel.parameters()), range(1))
+            found[name].append(sum("reduce_scatter" in each or "alltoall" in each for each, _ in watch.seen))
+    return found
+
+
+def test_accumulation_communicates_once_per_step_but_for_zero2() -> None:
+    found = run_distributed(_reductions, 2)[0]
+    once = found["fsdp"][0]
+    assert once > 0 and found == {"fsdp": [once, once], "zero1": [once, once], "zero2": [once, 2 * once]}
+
+
 # --- the gradient's norm ------------------------------------------------------------------------------------------
 
 
@@ -104,8 +111,8 @@ def test_the_norm_is_right_to_float32_rounding_whatever_the_size_and_a_longer_gr
 
 
 def _poisoned(rank: int) -> tuple[float, bool]:
-    parallel = parallelize(seeded(PlainGPT), choose("fsdp", 4, tp=2), device=CPU, tensor_plan=GPT_PLAN)
-    parallel.forward_backward([language_batch(0)], [1.0], language_loss)
+    parallel = parallelize(seeded(PlainGPT), choose("fsdp", 4, tp=2), device=CPU, tensor_plan=models.GPT_PLAN)
+    parallel.forward_backward([models.language_batch(0)], [1.0], models.language_loss)
     gradients = [p.grad.to_local() for p in parallel.parameters()]  # type: ignore[union-attr]
     if rank == 3:
         next(g for g in gradients if g.numel()).view(-1)[0] = float("inf")
@@ -122,114 +129,35 @@ def _norm_of_terms(rank: int) -> tuple[float, list[float]]:
     mesh = init_device_mesh("cpu", (2,))
     parameter = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Replicate()]))
     parameter.grad = DTensor.from_local(torch.tensor([1.0, 3.0 * rank]), mesh, [Partial()])
-    norm = GradNorm([parameter], CPU)(0.5)
-    return norm.item(), parameter.grad.full_tensor().tolist()
+    return GradNorm([parameter], CPU)(0.5).item(), parameter.grad.full_tensor().tolist()
 
 
 def test_a_gradient_that_is_still_a_sum_over_ranks_is_measured_whole() -> None:
     """As torch 2.11 leaves those of a norm whose input is split over the sequence."""
-    for norm, clipped in run_distributed(_norm_of_terms, 2):
-        assert norm == pytest.approx(13**0.5)
-        assert clipped == pytest.approx([0.5 * 2 / norm, 0.5 * 3 / norm], rel=1e-5)
+    norm = 13**0.5
+    for found in run_distributed(_norm_of_terms, 2):
+        assert found == (pytest.approx(norm), pytest.approx([0.5 * 2 / norm, 0.5 * 3 / norm], rel=1e-5))
 
 
-# --- the loss over a split vocabulary ---------------------------------------------------------------------------
+# --- blocks, recomputation, images --------------------------------------------------------------------------------
 
 
-REDUCTIONS: list[dict[str, Any]] = [{}, {"reduction": "sum"}, {"reduction": "none"}, {"label_smoothing": 0.2}]
-SPLIT: dict[str, Any] = {
-    "view": lambda x: x.view(-1, 7),
-    "reshape": lambda x: x.reshape(6, -1),
-    "flatten": lambda x: x.flatten(0, 1),
-    "float": lambda x: x.float(),
-    "to": lambda x: x.to(torch.float64),
-    "shifted": lambda x: x[:, :-1],
-    "shifted_dots": lambda x: x[..., :-1, :].contiguous(),
-}
-GATHERED: dict[str, Any] = {
-    "argmax": lambda x: x.argmax(-1),
-    "softmax": lambda x: F.softmax(x, -1),
-    "transposed": lambda x: x.transpose(1, 2),
-    "scaled": lambda x: x / 2,
-}
-
-
-def _split_logits(rank: int) -> None:
-    peers = Peers(dist.group.WORLD)
-    for vocabulary, arguments in itertools.product((7, 3), REDUCTIONS):
-        torch.manual_seed(3)
-        whole = (5 * torch.randn(6, vocabulary)).requires_grad_()
-        target = torch.randint(0, vocabulary, (6,))
-        target[2] = -100
-        local = peers.part(whole.detach(), -1).clone().requires_grad_()
-        expected = F.cross_entropy(whole, target, **arguments)
-        found = F.cross_entropy(VocabularyLogits(local, peers, vocabulary), target, **arguments)
-        assert type(found) is Tensor and found.shape == expected.shape
-        weights = torch.arange(1.0, 7.0) if found.dim() else 1.0
-        (expected * weights).sum().backward()
-        (found * weights).sum().backward()
-        assert whole.grad is not None and local.grad is not None
-        off = (found - expected).abs().max() + (local.grad - peers.part(whole.grad, -1)).abs().sum()
-        assert off < 1e-5, (vocabulary, arguments)
-    whole = torch.arange(42.0).reshape(2, 3, 7)
-    split = VocabularyLogits(peers.part(whole, -1), peers, 7)
-    for name, use in (SPLIT | GATHERED).items():
-        value = use(split)
-        assert isinstance(value, VocabularyLogits) == (name in SPLIT), name
-        torch.testing.assert_close(value.gathered() if name in SPLIT else value, use(whole), msg=name)
-
-
-def test_cross_entropy_and_any_other_use_of_split_logits_are_right() -> None:
-    """3 words over 4 workers leave one with none; one target is ignored."""
-    run_distributed(_split_logits, 4)
-
-
-# --- communication ----------------------------------------------------------------------------------------------
-
-
-def _collectives(_: int) -> dict[str, list[int]]:
-    """Reductions of gradients in a step of one and of four micro-batches, by gloo's own operator or by what
-    cpu_collectives exchanges instead."""
-    found: dict[str, list[int]] = {"fsdp": [], "zero1": [], "zero2": []}
-    for name in found:
-        for micro_batches in (1, 4):
-            trial = gpt_trial(micro_batches=micro_batches, layers=2)
-            parallel = parallelize(trial.build, choose(name, 2), device=CPU)
-            with Watch() as watch:
-                curves.run_steps(trial, parallel, trial.optimizer(parallel.parameters()), range(1))
-            seen = [operation for operation, _ in watch.seen]
-            found[name].append(sum("reduce_scatter" in each or "alltoall" in each for each in seen))
-    return found
-
-
-def test_accumulation_communicates_once_per_step_but_for_zero2() -> None:
-    found = run_distributed(_collectives, 2)[0]
-    once = found["fsdp"][0]
-    assert once > 0 and found == {"fsdp": [once, once], "zero1": [once, once], "zero2": [once, 4 * once]}
-
-
-# --- blocks and recomputation -----------------------------------------------------------------------------------
-
-
-def test_blocks_are_found() -> None:
-    assert find_blocks(PlainGPT()) == ["blocks.0", "blocks.1"]
-    assert find_blocks(SmallResNet()) == ["layer1.0", "layer1.1", "layer2.0", "layer2.1"]
-    assert find_blocks(mlp()) == ["0", "2", "4"]
-    assert find_blocks(nn.Linear(2, 2)) == []
+def test_blocks_are_found_and_those_that_share_a_weight_stay_together() -> None:
     chain = nn.ModuleDict({"a": nn.ModuleDict({"x": PlainGPT()}), "b": nn.ModuleDict({"x": PlainGPT()})})
-    assert find_blocks(chain) == ["a.x", "b.x"]
-
-
-def test_blocks_that_share_a_weight_stay_together() -> None:
-    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
-    model[2].weight = model[0].weight  # type: ignore[union-attr]
-    assert separable(model, ["0", "1", "2"]) == ["1"]
+    for model, blocks in (
+        (PlainGPT(), ["blocks.0", "blocks.1"]),
+        (SmallResNet(), ["layer1.0", "layer1.1", "layer2.0", "layer2.1"]),
+        (mlp(), ["0", "2", "4"]),
+        (nn.Linear(2, 2), []),
+        (chain, ["a.x", "b.x"]),
+    ):
+        assert find_blocks(model) == blocks
+    tied = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+    tied[2].weight = tied[0].weight  # type: ignore[union-attr]
+    assert separable(tied, ["0", "1", "2"]) == ["1"]
 
 
 class Layer(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(super().forward(x))
 
@@ -237,11 +165,22 @@ class Layer(nn.Linear):
 @pytest.mark.parametrize(("mode", "products"), [("none", 1), ("selective", 1), ("every_2", 1.25), ("full", 1.5)])
 def test_recomputation_repeats_forward_but_for_kept_matrix_products(mode: str, products: float) -> None:
     options = Options(activation_checkpointing=mode)
-    parallel = parallelize(lambda: nn.Sequential(Layer(), Layer()), choose("single", 1), options, device=CPU)
+    parallel = parallelize(lambda: nn.Sequential(Layer(4, 4), Layer(4, 4)), SINGLE, options, device=CPU)
     loss = parallel.module(torch.randn(3, 4, requires_grad=True)).sum()
     with FlopCounterMode(display=False) as counter:
         loss.backward()
     assert counter.get_total_flops() == products * 2 * 2 * (2 * 3 * 4 * 4)  # two layers, two products each
+
+
+@pytest.mark.parametrize(("norm", "with_weights"), [("GroupNorm", True), ("BatchNorm2d", True), ("BatchNorm2d", False)])
+def test_channels_come_last_in_images_and_weights_but_beside_group_norm(norm: str, with_weights: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(1, 4) if norm == "GroupNorm" else nn.BatchNorm2d(4))
+    use_channels_last(model, with_weights=with_weights)
+    model[0].register_forward_pre_hook(lambda _, args: laid_out.append(args[0].stride(1) == 1))
+    laid_out: list[bool] = []
+    model(torch.randn(1, 2, 5, 5))
+    last = model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert (laid_out, last) == ([norm != "GroupNorm"], norm != "GroupNorm" and with_weights)
 
 
 # --- state ------------------------------------------------------------------------------------------------------
@@ -249,9 +188,9 @@ def test_recomputation_repeats_forward_but_for_kept_matrix_products(mode: str, p
 
 def test_optimizer_state_before_the_first_step_is_that_of_no_step() -> None:
     """Asking for it moves nothing, and training on from it is training from the start."""
-    trial = ZOO["mlp"]
-    truth = curves.train(trial, choose("single", 1), Options(), CPU)
-    parallel = parallelize(trial.build, choose("single", 1), device=CPU)
+    trial = models.ZOO["mlp"]
+    truth = curves.train(trial, SINGLE, Options(), CPU)
+    parallel = parallelize(trial.build, SINGLE, device=CPU)
     optimizer = trial.optimizer(parallel.parameters())
     kept = copy.deepcopy(parallel.optimizer_state(optimizer))
     parallel.load_optimizer_state(optimizer, kept)
@@ -261,11 +200,10 @@ def test_optimizer_state_before_the_first_step_is_that_of_no_step() -> None:
 
 
 def test_what_an_optimizer_itself_counts_is_kept_and_hyperparameters_are_not() -> None:
-    parallel = parallelize(seeded(mlp), choose("single", 1), device=CPU)
-    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
-    optimizer.param_groups[0]["k"] = 7
-    kept = parallel.optimizer_state(optimizer)
+    parallel = parallelize(seeded(mlp), SINGLE, device=CPU)
+    first, second = (torch.optim.SGD(parallel.parameters(), lr=lr, momentum=0.9) for lr in (0.1, 0.2))
+    first.param_groups[0]["k"] = 7
+    kept = parallel.optimizer_state(first)
+    parallel.load_optimizer_state(second, kept)
     assert kept["groups"] == {"0": {"k": 7}}
-    other = torch.optim.SGD(parallel.parameters(), lr=0.2, momentum=0.9)
-    parallel.load_optimizer_state(other, kept)
-    assert other.param_groups[0]["k"] == 7 and other.param_groups[0]["lr"] == 0.2
+    assert second.param_groups[0]["k"] == 7 and second.param_groups[0]["lr"] == 0.2

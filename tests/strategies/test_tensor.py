@@ -1,11 +1,14 @@
-"""Tensor parallelism along the sequence keeps nothing whole for backward, and gathers it again once."""
+"""Tensor parallelism: along the sequence it keeps nothing whole for backward and gathers it again once; pieces travel
+beside products; the loss over a vocabulary that is split."""
 
-from typing import Any
+import itertools
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from strategies.dims import Options
@@ -15,10 +18,13 @@ from strategies.passing import Passing
 from strategies.precision import Product
 from strategies.tensor import ops, overlap
 from strategies.tensor.apply import one_part
+from strategies.tensor.loss import VocabularyLogits
 from tests.pool import run_distributed
 from tests.strategies.models import GPT_PLAN, WIDTH, PlainGPT, gpt_trial, random, saved, stored
 
 BATCH, SEQUENCE, LAYERS = 2, 64, 2
+COMPILED = {"compile": True, "compile_backend": "aot_eager"}
+BESIDE = {"async_tp": True}
 
 
 def _kept(rank: int, changes: dict[str, Any]) -> tuple[int, int, dict[str, Tensor]]:
@@ -47,10 +53,6 @@ def _kept_and_whole(rank: int, changes: dict[str, Any]) -> tuple[Any, Any]:
         return found, _kept(rank, {} if changes in (COMPILED, BESIDE) else changes)
 
 
-COMPILED = {"compile": True, "compile_backend": "aot_eager"}
-BESIDE = {"async_tp": True}
-
-
 @pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, COMPILED, BESIDE], ids=str)
 def test_backward_gathers_inputs_again_instead_of_keeping_them(changes: dict[str, Any]) -> None:
     (kept, gathered, gradients), (whole, never, expected) = run_distributed(_kept_and_whole, 2, changes)[0]
@@ -70,8 +72,7 @@ def test_where_blocks_are_recomputed_nothing_is_gathered_a_third_time() -> None:
 def test_a_supposed_worker_sends_what_a_true_one_does() -> None:
     module = PlainGPT(layers=LAYERS)
     peers, _ = one_part(module, GPT_PLAN, 2)
-    tokens = torch.randint(0, 8, (BATCH, SEQUENCE))
-    module(tokens).square().mean().backward()
+    module(torch.randint(0, 8, (BATCH, SEQUENCE))).square().mean().backward()
     both_ways = 1 + LAYERS * 4 + 1  # the embedding's sum; in a block two inputs and two sums; the head's input
     columns, again = 1, 2 * LAYERS + 1  # the head's output, which backward does not send
     assert sum(peers.calls.values()) == 2 * both_ways + columns + again
@@ -90,24 +91,18 @@ def _beside(rank: int) -> tuple[list[str], list[Tensor], list[Tensor]]:
             happened.append("wait")
             return super().arrived()
 
-    class Multiplying(Product):
-        @staticmethod
-        def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            happened.append("multiply")
-            return Product.forward(x, weight, bias)
+    class Multiplying:
+        def __getattr__(self, name: str) -> Any:
+            happened.extend(["multiply"] * (name in ("forward", "of_input")))
+            return getattr(Product, name)
 
-        @staticmethod
-        def of_input(gradient: Tensor, weight: Tensor) -> Tensor:
-            happened.append("multiply")
-            return Product.of_input(gradient, weight)
-
-    peers = ops.Peers(dist.group.WORLD)  # type: ignore[arg-type]
+    peers, product = ops.Peers(dist.group.WORLD), cast(Any, Multiplying())  # type: ignore[arg-type]
     x, up, down, of_y = random(2, 8, 6), random(12, 6, seed=1), random(6, 12, seed=2), random(2, 8, 6, seed=3)
     own, a, b = (peers.part(t, dim).clone().requires_grad_() for t, dim in ((x, 1), (up, 0), (down, 1)))
     whole = [t.clone().requires_grad_() for t in (x, up, down)]
     with mock.patch.object(overlap, "Passing", Noted):
-        gathered, h = overlap.columns(own, a, None, peers.group, Multiplying, lambda t: peers.start_gather(t, 1))
-        y = overlap.rows(h + 0.0 * gathered.sum(), b, peers.group, Multiplying)
+        gathered, h = overlap.columns(own, a, None, peers.group, product, lambda t: peers.start_gather(t, 1))
+        y = overlap.rows(h + 0.0 * gathered.sum(), b, peers.group, product)
         y.backward(peers.part(of_y, 1))
     expected = whole[0] @ whole[1].T @ whole[2].T
     expected.backward(of_y)
@@ -123,3 +118,50 @@ def test_pieces_travel_while_others_are_multiplied() -> None:
     for happened, found, expected in run_distributed(_beside, pieces):
         assert happened == gather + scatter + gather + scatter
         torch.testing.assert_close(found, expected)
+
+
+REDUCTIONS: list[dict[str, Any]] = [{}, {"reduction": "sum"}, {"reduction": "none"}, {"label_smoothing": 0.2}]
+USES: dict[str, Any] = {
+    "view": lambda x: x.view(-1, 7),
+    "reshape": lambda x: x.reshape(6, -1),
+    "flatten": lambda x: x.flatten(0, 1),
+    "float": lambda x: x.float(),
+    "to": lambda x: x.to(torch.float64),
+    "shifted": lambda x: x[:, :-1],
+    "shifted_dots": lambda x: x[..., :-1, :].contiguous(),
+    "argmax": lambda x: x.argmax(-1),
+    "softmax": lambda x: F.softmax(x, -1),
+    "transposed": lambda x: x.transpose(1, 2),
+    "scaled": lambda x: x / 2,
+}
+GATHERED = ("argmax", "softmax", "transposed", "scaled")
+
+
+def _split_logits(rank: int) -> None:
+    peers = ops.Peers(dist.group.WORLD)  # type: ignore[arg-type]
+    for vocabulary, arguments in itertools.product((7, 3), REDUCTIONS):
+        torch.manual_seed(3)
+        whole = (5 * torch.randn(6, vocabulary)).requires_grad_()
+        target = torch.randint(0, vocabulary, (6,))
+        target[2] = -100
+        local = peers.part(whole.detach(), -1).clone().requires_grad_()
+        expected = F.cross_entropy(whole, target, **arguments)
+        found = F.cross_entropy(VocabularyLogits(local, peers, vocabulary), target, **arguments)
+        assert type(found) is Tensor and found.shape == expected.shape
+        weights = torch.arange(1.0, 7.0) if found.dim() else 1.0
+        (expected * weights).sum().backward()
+        (found * weights).sum().backward()
+        assert whole.grad is not None and local.grad is not None
+        off = (found - expected).abs().max() + (local.grad - peers.part(whole.grad, -1)).abs().sum()
+        assert off < 1e-5, (vocabulary, arguments)
+    whole = torch.arange(42.0).reshape(2, 3, 7)
+    split = VocabularyLogits(peers.part(whole, -1), peers, 7)
+    for name, use in USES.items():
+        value = use(split)
+        assert isinstance(value, VocabularyLogits) == (name not in GATHERED), name
+        torch.testing.assert_close(value if name in GATHERED else value.gathered(), use(whole), msg=name)
+
+
+def test_cross_entropy_and_any_other_use_of_split_logits_are_right() -> None:
+    """3 words over 4 workers leave one with none; one target is ignored."""
+    run_distributed(_split_logits, 4)

@@ -1,5 +1,6 @@
 """Each name of torch's that nobody promised is taken away, and the program continues. What the entries do where the
-name is there: test_state.py watches operations, test_parity.py trains a recurrent model, test_read.py reads a fake one.
+name is there: test_state.py watches operations, test_parity.py trains a recurrent model, test_read.py reads a fake one,
+context/test_context.py attends by the kernel.
 """
 
 import json
@@ -24,25 +25,20 @@ NAMES = (
 
 
 def test_each_entry_where_torch_has_none_of_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(1, 1, 4, 8)
+    assert torch_internals.flash_attention(q, q)
+    for other in (q.to("meta"), q[..., :6]):  # no kernel there; values of another size than keys
+        assert torch_internals.flash_attention(q if other.is_cpu else other, other) is None
     for name in NAMES:
         monkeypatch.delattr(name, raising=False)  # the recorder's depend on how torch was built
     monkeypatch.setattr(torch.nn, "RNN", lambda *_: object())
-    assert torch_internals.fake_mode() is None
+    monkeypatch.setattr(dist.distributed_c10d, "_world", None)
+    assert torch_internals.fake_mode() is None and torch_internals.failed_groups() == []
     with torch_internals._operation_mode()():
         torch.zeros(1)
     assert torch_internals.flight_recorder() == "" and torch_internals.rnn_reading_its_parameters() == {}
-
-
-def test_attention_with_its_log_sum_exp() -> None:
-    q = torch.randn(1, 1, 4, 8)
-    kernel = torch_internals.flash_attention(q, q)
-    assert kernel is not None
-    out, lse = kernel[0](q, q, q, False, 0.5)
-    assert torch.allclose(lse, (q @ q.mT * 0.5).logsumexp(-1)) and out.shape == q.shape
-    for other in (q.to("meta"), torch.randn(1, 1, 4, 6)):  # no kernel there; values of another size than keys
-        assert torch_internals.flash_attention(q if other.is_cpu else other, other) is None
-    with mock.patch.object(torch, "ops", mock.Mock(aten=object())):
-        assert torch_internals.flash_attention(q, q) is None
+    monkeypatch.setattr(torch, "ops", mock.Mock(aten=object()))
+    assert torch_internals.flash_attention(q, q) is None
 
 
 def _collectives(rank: int, operators: Any) -> list[list[float]]:
@@ -76,13 +72,11 @@ def test_the_flight_recorder_names_the_rank_that_stands_still() -> None:
 
 
 def test_the_flight_recorders_of_nccl_and_gloo_are_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = torch._C._distributed_c10d
     for name, backend in (("_dump_nccl_trace_json", "nccl"), ("_dump_fr_trace_json", "gloo")):
-        said = json.dumps({"entries": [{"profiling_name": f"{backend}:all_reduce"}], "pg_config": backend})
-        monkeypatch.setattr(module, name, lambda said=said: said, raising=False)
+        said = json.dumps({"entries": [backend], "pg_config": backend})
+        monkeypatch.setattr(torch._C._distributed_c10d, name, lambda said=said: said, raising=False)
     found = json.loads(torch_internals.flight_recorder())
-    assert [entry["profiling_name"] for entry in found["entries"]] == ["nccl:all_reduce", "gloo:all_reduce"]
-    assert found["pg_config"] == "nccl"
+    assert found == {"entries": ["nccl", "gloo"], "pg_config": "nccl"}
 
 
 @pytest.mark.gpu
@@ -100,21 +94,14 @@ def test_nccl_tells_that_a_group_has_not_failed() -> None:
 
 def test_a_group_whose_collective_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's backend is a stand-in, in the state that it is in after torch has aborted its communicators."""
-
-    def with_state(state: str) -> Any:
-        error = mock.Mock()
-        error.name = state
-        return mock.Mock(_get_backend=lambda device: mock.Mock(get_error=lambda: error))
-
-    cpu = mock.Mock(
-        _get_backend=mock.Mock(side_effect=RuntimeError("No backend type associated with device type cuda"))
-    )
-    names = {with_state("SUCCESS"): "0", with_state("COMM_ERROR"): "dp", cpu: "cpu"}
+    good, bad, of_cpus = mock.Mock(), mock.Mock(), mock.Mock()
+    good._get_backend.return_value.get_error.return_value.name = "SUCCESS"
+    bad._get_backend.return_value.get_error.return_value.name = "COMM_ERROR"
+    of_cpus._get_backend.side_effect = RuntimeError("No backend type associated with device type cuda")
     sync = StepSync(1, first_step=1)
-    monkeypatch.setattr(dist.distributed_c10d, "_world", mock.Mock(pg_names=names))
-    assert torch_internals.failed_groups() == ["dp"]
     sync.add(torch.tensor(1.0))
+    groups = {good: "0", bad: "dp", of_cpus: "cpu"}
+    monkeypatch.setattr(dist.distributed_c10d, "_world", mock.Mock(pg_names=groups))
+    assert torch_internals.failed_groups() == ["dp"]
     with pytest.raises(dist.DistBackendError, match="a collective of group dp has failed"):
         sync.agree(1, stop=False, save=True)
-    monkeypatch.setattr(dist.distributed_c10d, "_world", None)
-    assert torch_internals.failed_groups() == []

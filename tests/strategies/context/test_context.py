@@ -18,23 +18,10 @@ from strategies.context.attention import kept_bytes, number_of
 from strategies.layout import choose
 from strategies.parallelize import Options, ParallelDims, parallelize
 from tests.pool import run_distributed
-from tests.strategies.models import (
-    assert_refused,
-    language_loss,
-    masked_batch,
-    masked_trial,
-    random,
-    saved,
-    seeded,
-    stored,
-)
+from tests.strategies import models
+from tests.strategies.models import assert_refused, language_loss, masked_trial, random, saved, seeded
 
 CPU = torch.device("cpu")
-
-
-def _part(x: Tensor, rank: int, ways: int, zigzag: bool) -> Tensor:
-    pieces = x.chunk(2 * ways, 2)
-    return torch.cat([pieces[rank], pieces[-1 - rank]], 2) if zigzag else x.chunk(ways, 2)[rank]
 
 
 def _attentions(rank: int, name: str) -> list[float]:
@@ -46,17 +33,21 @@ def _attention(rank: int, name: str, causal: bool, kernel: bool) -> float:
     ways, method = dist.get_world_size(), METHODS[name]
     if not kernel:
         attention.flash_attention, attention.SCORES = lambda q, v: None, 1000  # type: ignore[assignment]
+
+    def cut(x: Tensor) -> Tensor:
+        pieces = x.chunk(2 * ways, 2)
+        return torch.cat([pieces[rank], pieces[-1 - rank]], 2) if method.ZIGZAG else x.chunk(ways, 2)[rank]
+
     q, *keys = (torch.randn(2, heads, 8 * ways, 6, requires_grad=True) for heads in (2 * ways, ways, ways))
     whole = F.scaled_dot_product_attention(q, *keys, is_causal=causal, scale=0.3, enable_gqa=True)
     upstream = torch.randn(whole.shape)
     (whole * upstream).sum().backward()
-    cut = functools.partial(_part, rank=rank, ways=ways, zigzag=method.ZIGZAG)
     own = [cut(x.detach()).clone().requires_grad_() for x in (q, *keys)]
     with saved() as kept:
         found = method.attention(*own, causal, 0.3, number_of(dist.group.WORLD))
     if kernel:
         keys_and_values = own[1].numel() + own[2].numel()
-        assert stored(kept) == kept_bytes(own[0].numel(), keys_and_values, own[0].numel() // 6, 4)
+        assert models.stored(kept) == kept_bytes(own[0].numel(), keys_and_values, own[0].numel() // 6, 4)
     (found * cut(upstream)).sum().backward()
     attention.flash_attention, attention.SCORES = torch_internals.flash_attention, 1 << 24
     pairs = [(found.detach(), whole.detach()), *((a.grad, b.grad) for a, b in zip(own, (q, *keys)))]
@@ -92,16 +83,16 @@ def test_compiled_code_is_told_what_operators_give() -> None:
 def _metrics(rank: int, dims: dict[str, int]) -> tuple[float, float]:
     """Evaluation's mean, and a total over workers, of what each has."""
     parallel = parallelize(masked_trial().build, choose("auto", 4, **dims), device=CPU)
-    value = parallel.forward(lambda model, own: {"loss": language_loss(model, own)}, masked_batch(0))
+    value = parallel.forward(lambda model, own: {"loss": language_loss(model, own)}, models.masked_batch(0))
     assert value is not None
     return float(parallel.total(value["loss"])), float(parallel.total(torch.tensor(3.0)))
 
 
 def test_evaluation_counts_each_sequence_once() -> None:
-    truth = language_loss(masked_trial().build(), masked_batch(0)).item()
+    truth = language_loss(masked_trial().build(), models.masked_batch(0)).item()
     for dims, copies in (({"cp": 4}, 1), ({"cp": 2}, 2)):
-        loss, three = run_distributed(_metrics, 4, dims)[1]
-        assert loss == pytest.approx(copies * truth, rel=1e-6) and three == pytest.approx(3 * copies)
+        found = run_distributed(_metrics, 4, dims)[1]
+        assert found == (pytest.approx(copies * truth, rel=1e-6), pytest.approx(3 * copies))
 
 
 def _kept(_: int, workers: int, method: str) -> int:
@@ -110,59 +101,12 @@ def _kept(_: int, workers: int, method: str) -> int:
     parallel = parallelize(masked_trial().build, layout, Options(context=method), device=CPU)
     with saved() as kept:
         parallel.forward_backward([batch], [1.0], language_loss)
-    return stored(kept, parallel.parameters())
+    return models.stored(kept, parallel.parameters())
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_activations_fall_as_the_number_of_workers(method: str) -> None:
     assert max(run_distributed(_kept, 4, 4, method)) == pytest.approx(_kept(0, 1, method) / 4, rel=0.05)
-
-
-# --- what is refused --------------------------------------------------------------------------------------------------
-
-
-class Attends(nn.Module):
-    def __init__(self, **how: Any) -> None:
-        super().__init__()
-        self.how, self.linear = how, nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        q = self.linear(x).unsqueeze(1)
-        if not self.how:
-            return q.softmax(-1)
-        how = {"attn_mask": torch.ones(x.size(1), x.size(1), dtype=torch.bool)} if "mask" in self.how else self.how
-        return F.scaled_dot_product_attention(q, q, q, **how)
-
-
-def _refusals(_: int) -> None:
-    layout = choose("auto", 2, cp=2)
-    for how, length, words in (
-        ({}, 8, ["not F.scaled_dot_product_attention"]),
-        ({"mask": True}, 8, ["a mask", "parallel.cp"]),
-        ({"dropout_p": 0.5}, 8, ["with probability 0.5"]),
-        ({"is_causal": True}, 10, ["a sequence of 10 tokens", "4 equal pieces", "8 or 12"]),
-        ({"is_causal": True}, 8, []),
-    ):
-        parallel = parallelize(seeded(functools.partial(Attends, **how)), layout, device=CPU)  # type: ignore[arg-type]
-        step = functools.partial(parallel.forward_backward, [torch.randn(1, length, 4)], [1.0])
-        if words:
-            assert_refused(words, step, lambda model, x: model(x).mean())
-        else:
-            step(lambda model, x: model(x).mean())
-    plain = seeded(lambda: nn.Linear(4, 4))
-    assert_refused(["Linear cannot be told"], parallelize, plain, layout, device=CPU)  # it has no places, and no plan
-
-
-def test_a_model_that_cannot_be_split_is_refused_by_every_worker() -> None:
-    run_distributed(_refusals, 2)
-
-
-def test_lengths_and_methods() -> None:
-    check_length(64, 4, "ring")
-    assert_refused(["3 tokens", "write a sequence length of 8"], check_length, 3, 4, "ring")
-    near = ParallelDims(cp=4, tp=2)
-    assert choose_method("auto", 16, near, 8) == "ulysses" and choose_method("ring", 16, near, 8) == "ring"
-    assert {choose_method("auto", *asked) for asked in ((16, near, 4), (12, near, 8), (None, near, 8))} == {"ring"}
 
 
 class TimeFirst(nn.Module):
@@ -183,10 +127,49 @@ def _own_plan(_: int) -> float:
     )
     parallel = parallelize(seeded(TimeFirst), choose("auto", 2, cp=2), device=CPU, context_plan=plan)
     batch = {"x": random(8, 3, 4), "name": "a"}
-    loss = parallel.forward_backward([batch], [1.0], lambda model, own: model(own["x"]).mean())
-    return float(parallel.total(loss))
+    return float(parallel.total(parallel.forward_backward([batch], [1.0], lambda model, own: model(own["x"]).mean())))
 
 
 def test_a_plan_of_ones_own() -> None:
     truth = float(seeded(TimeFirst)()(random(8, 3, 4), torch.arange(8).unsqueeze(0)).mean())
     assert run_distributed(_own_plan, 2)[0] == pytest.approx(truth, rel=1e-6)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+class Attends(nn.Module):
+    def __init__(self, how: dict[str, Any]) -> None:
+        super().__init__()
+        self.how, self.linear = how, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        q = self.linear(x).unsqueeze(1)
+        return F.scaled_dot_product_attention(q, q, q, **self.how) if self.how else q.softmax(-1)
+
+
+def _refusals(_: int) -> None:
+    layout, mask = choose("auto", 2, cp=2), torch.ones(4, 4, dtype=torch.bool)
+    for how, length, words in (
+        ({}, 8, ["not F.scaled_dot_product_attention"]),
+        ({"attn_mask": mask}, 8, ["a mask", "parallel.cp"]),
+        ({"dropout_p": 0.5}, 8, ["with probability 0.5"]),
+        ({"is_causal": True}, 10, ["a sequence of 10 tokens", "4 equal pieces", "8 or 12"]),
+    ):
+        parallel = parallelize(functools.partial(Attends, how), layout, device=CPU)
+        step = functools.partial(parallel.forward_backward, [torch.randn(1, length, 4)], [1.0])
+        assert_refused(words, step, lambda model, x: model(x).mean())
+    plain = functools.partial(nn.Linear, 4, 4)
+    assert_refused(["Linear cannot be told"], parallelize, plain, layout, device=CPU)  # it has no places, and no plan
+
+
+def test_a_model_that_cannot_be_split_is_refused_by_every_worker() -> None:
+    run_distributed(_refusals, 2)
+
+
+def test_lengths_and_methods() -> None:
+    check_length(64, 4, "ring")
+    assert_refused(["3 tokens", "write a sequence length of 8"], check_length, 3, 4, "ring")
+    near = ParallelDims(cp=4, tp=2)
+    assert choose_method("auto", 16, near, 8) == "ulysses" and choose_method("ring", 16, near, 8) == "ring"
+    assert {choose_method("auto", *asked) for asked in ((16, near, 4), (12, near, 8), (None, near, 8))} == {"ring"}

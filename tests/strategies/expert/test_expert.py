@@ -17,32 +17,32 @@ from strategies.layout import choose
 from strategies.mixtures import find_mixtures, shard_dim
 from strategies.parallelize import Options, parallelize
 from tests.pool import run_distributed
-from tests.strategies.models import (
-    BATCH,
-    EXPERT_WIDTH,
-    EXPERTS,
-    MIXTURE_LAYERS,
-    SEQUENCE,
-    TOP_K,
-    PlainGPT,
-    assert_refused,
-    gpt_trial,
-    mixture,
-    mixture_trial,
-    seeded,
-)
+from tests.strategies import models
+from tests.strategies.models import EXPERTS, MIXTURE_LAYERS, PlainGPT, assert_refused, mixture_trial
 
 CPU = torch.device("cpu")
-HARD: dict[str, Any] = {"steps": 4, "micro_batches": 2, "clip": 0.5}
 
 
-def _train(_: int, row: Row, steps: range | None = None, **folders: str) -> Curve:
-    return curves.train(mixture_trial(**HARD), row.layout, Options(), CPU, steps=steps, **folders)
+def _train(micro_batches: int, row: Row, steps: range | None = None, **folders: str) -> Curve:
+    trial = mixture_trial(steps=4, micro_batches=micro_batches, clip=0.5)
+    return curves.train(trial, row.layout, Options(), CPU, steps=steps, **folders)
 
 
-@pytest.fixture(scope="module")
-def truth() -> Curve:
-    return _train(0, SINGLE)
+def _continued(rank: int, folder: str) -> None:
+    """From experts over 4 workers to such over 2."""
+    _train(2, Row("fsdp+expert", 4, {"ep": 4}), range(2), save=f"{folder}/4")
+    _train(2, Row("ddp+tensor+expert", 4, {"tp": 2, "ep": 2}), range(2, 3), load=f"{folder}/4", save=f"{folder}/2")
+
+
+def test_however_the_batch_is_divided_and_from_any_layouts_checkpoint_training_is_the_same(tmp_path: Any) -> None:
+    whole, truth = _train(1, SINGLE), _train(2, SINGLE)
+    assert curves.difference(whole, truth).within(1e-6)
+    biases = [value for name, value in whole.weights.items() if name.endswith("router.bias")]
+    assert all(bias.abs().max() > 0.005 for bias in biases), "and the biases have moved"
+    assert all(torch.equal(value, truth.weights[name]) for name, value in whole.weights.items() if "router.b" in name)
+    run_distributed(_continued, 4, str(tmp_path))
+    end = _train(2, SINGLE, range(3, 4), load=f"{tmp_path}/2")
+    assert curves.difference(Curve(truth.losses[3:], truth.norms[3:], truth.weights), end).within(1e-6)
 
 
 def _all_choose_the_first(rank: int) -> tuple[list[float], float]:
@@ -58,76 +58,43 @@ def test_a_worker_whose_experts_nobody_chose_takes_part_in_backward() -> None:
     assert run_distributed(_all_choose_the_first, 2, timeout=30) == [([1.0] * 3, 3.0), ([1.0] * 3, 0.0)]
 
 
-def test_loss_and_routing_do_not_depend_on_how_the_batch_is_divided(truth: Curve) -> None:
-    whole = curves.train(mixture_trial(**HARD | {"micro_batches": 1}), SINGLE.layout, Options(), CPU)
-    assert curves.difference(whole, truth).within(1e-6)
-    biases = [value for name, value in whole.weights.items() if name.endswith("router.bias")]
-    assert all(bias.abs().max() > 0.005 for bias in biases), "and the biases have moved"
-    assert all(torch.equal(value, truth.weights[name]) for name, value in whole.weights.items() if "router.b" in name)
-
-
-def _continued(rank: int, folder: str) -> None:
-    """From experts over 4 workers to such over 2."""
-    _train(rank, Row("fsdp+expert", 4, {"ep": 4}), range(2), save=f"{folder}/4")
-    _train(rank, Row("ddp+tensor+expert", 4, {"tp": 2, "ep": 2}), range(2, 3), load=f"{folder}/4", save=f"{folder}/2")
-
-
-def test_any_layout_reads_any_others_checkpoint(truth: Curve, tmp_path: Any) -> None:
-    run_distributed(_continued, 4, str(tmp_path))
-    end = _train(0, SINGLE, range(3, 4), load=f"{tmp_path}/2")
-    assert curves.difference(Curve(truth.losses[3:], truth.norms[3:], truth.weights), end).within(1e-6)
-
-
-# --- what is sent ---------------------------------------------------------------------------------------------------
-
-
-def _sent(_: int, row: Row, mode: str) -> tuple[int, int]:
+def _sent(_: int, row: Row, mode: str) -> list[int]:
     """Bytes of the rows that this rank gives into all-to-alls, and of the counts."""
     parallel = parallelize(mixture_trial().build, row.layout, Options(activation_checkpointing=mode), device=CPU)
-    given: list[torch.Tensor] = []
-    real = dist.all_to_all_single
+    given, real = [0, 0], dist.all_to_all_single
 
     def noting(output: torch.Tensor, input: torch.Tensor, *args: Any, **named: Any) -> Any:
-        given.append(input)
+        given[not input.is_floating_point()] += input.nbytes
         return real(output, input, *args, **named)
 
     with mock.patch("strategies.expert.exchange.dist.all_to_all_single", noting):
         curves.run_steps(mixture_trial(), parallel, torch.optim.SGD(parallel.parameters(), lr=0.1), range(1))
-    rows, counts = ([t for t in given if t.is_floating_point() is kind] for kind in (True, False))
-    return sum(t.nbytes for t in rows), sum(t.nbytes for t in counts)
+    return given
 
 
-@pytest.mark.parametrize(
-    ("ep", "mode", "forwards"), [(2, "none", 1), (4, "none", 1), (2, "full", 2), (2, "selective", 2)]
-)
+@pytest.mark.parametrize(("ep", "mode", "forwards"), [(4, "none", 1), (2, "full", 2), (2, "selective", 2)])
 def test_what_is_exchanged_is_what_it_costs_to_the_byte(ep: int, mode: str, forwards: int) -> None:
     sent = run_distributed(_sent, 4, Row("ddp+expert", 4, {"ep": ep}), mode)
-    rows = MIXTURE_LAYERS * exchanged_bytes(BATCH * SEQUENCE // 4, TOP_K, EXPERT_WIDTH, 4)
+    tokens = models.BATCH * models.SEQUENCE // 4
+    rows = MIXTURE_LAYERS * exchanged_bytes(tokens, models.TOP_K, models.EXPERT_WIDTH, 4)
     assert sum(rows for rows, _ in sent) == 4 * rows * (1 + forwards) // 2
     assert [counts for _, counts in sent] == [MIXTURE_LAYERS * EXPERTS * 8 * forwards] * 4
 
 
-def test_selective_recomputation_keeps_what_experts_products_gave() -> None:
+def test_selective_recomputation_keeps_experts_products_and_many_shards_share_few_experts_by_rows() -> None:
     assert is_kept(torch.ops.trireme.grouped_linear.default)
-
-
-def test_few_experts_are_shared_between_many_shards_by_rows() -> None:
     assert [shard_dim((4, 24, 16), ways) for ways in (1, 2, 4, 8, 5)] == [0, 0, 0, 1, 0]
 
 
-# --- what is reported and refused -----------------------------------------------------------------------------------
-
-
-def _load(_: int, row: Row) -> list[dict[str, list[float]]]:
+def _load(_: int, row: Row) -> dict[str, list[float]]:
     parallel = parallelize(mixture_trial().build, row.layout, device=CPU)
     optimizer = parallel.prepare_optimizer(torch.optim.SGD(parallel.parameters(), lr=0.0))
     curves.run_steps(mixture_trial(micro_batches=2), parallel, optimizer, range(1))
-    return [parallel.router_metrics()]
+    return parallel.router_metrics()
 
 
 def test_load_and_entropy_are_the_global_batchs_and_nothing_is_dropped() -> None:
-    row = Row("ddp+expert", 2, {"ep": 2})
-    alone, here, there = _load(0, SINGLE)[0], *(found[0] for found in run_distributed(_load, 2, row))
+    alone, (here, there) = _load(0, SINGLE), run_distributed(_load, 2, Row("ddp+expert", 2, {"ep": 2}))
     assert len(alone) == MIXTURE_LAYERS and here == there
     for name, (*load, entropy, dropped) in alone.items():
         assert sum(load) == pytest.approx(EXPERTS) and 0.5 < entropy <= 1 and dropped == 0
@@ -146,12 +113,9 @@ def test_mixtures_are_told_by_their_looks() -> None:
             assert {each.top_k for each in found} == {config.num_experts_per_tok}
 
 
-@pytest.mark.parametrize(
-    ("build", "ep", "words"),
-    [
-        (gpt_trial().build, 2, ["parallel.ep is 2", "no experts"]),
-        (seeded(mixture), 3, ["parallel.ep is 3", "8 experts", "1, 2, 4, 8"]),
-    ],
-)
-def test_what_cannot_be_split_is_refused(build: Any, ep: int, words: list[str]) -> None:
-    assert_refused(words, parallelize, build, choose("ddp", ep, ep=ep), device=CPU)
+def test_what_cannot_be_split_is_refused() -> None:
+    for build, ep, words in (
+        (PlainGPT, 2, ["parallel.ep is 2", "no experts"]),
+        (models.mixture, 3, ["parallel.ep is 3", "8 experts", "1, 2, 4, 8"]),
+    ):
+        assert_refused(words, parallelize, build, choose("ddp", ep, ep=ep), device=CPU)

@@ -35,7 +35,7 @@ def serve() -> None:
     gc.disable()
     gc.freeze()  # a collection in a fork would copy every page that it looks at
     for line in sys.stdin:
-        case = [*cases.CASES, *cases.FAULTY][int(line)]
+        case = cases.CASES[int(line)]
         for name in case.imports:
             importlib.import_module(name)
         key = str(case.truth)

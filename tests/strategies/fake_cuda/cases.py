@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ from experiments.parity.rows import ALL_FIVE, DEEPSPEED, MIXTURES, ROWS, SINGLE,
 from strategies import one_process, registry
 from strategies.parallelize import Options
 from tests.strategies.fake_cuda import device as fake
-from tests.strategies.fake_cuda.loops import gpt, llama, loop
+from tests.strategies.fake_cuda.loops import adapters, gpt, loop
 from tests.strategies.models import ZOO, gpt_trial, mixture_trial, seeded
 
 DEVICES = 8
@@ -69,12 +72,15 @@ class Case:
     imports: tuple[str, ...] = ()
 
 
-def of_row(row: Row, slow: bool = False, precision: str = "fp32", profiled: bool = False, **options: Any) -> Case:
+def of_row(
+    row: Row, slow: bool = False, precision: str = "fp32", images: bool = False, profiled: bool = False, **options: Any
+) -> Case:
     layers = 4 if row.layout.dims.pp > 1 else 2
     of_cpu = {"precision": "bf16" if precision == "fp8" else precision}  # where no product is in 8 bits
     trial = mixture_trial if row.layout.dims.ep > 1 else partial(gpt_trial, tied=True, layers=layers)
+    trial = partial(replace, ZOO["residual"], build=seeded(convolutions)) if images else trial
     return Case(
-        " ".join([str(row), precision, *["profiled"] * profiled, *options]),
+        " ".join([str(row), precision, *["images"] * images, *["profiled"] * profiled, *options]),
         row.workers,
         partial(train, trial, row, {"precision": precision} | options, "cuda", profiled=profiled),
         partial(train, trial, SINGLE, of_cpu, "cpu"),
@@ -82,6 +88,12 @@ def of_row(row: Row, slow: bool = False, precision: str = "fp32", profiled: bool
         slow,
         WAITS | (OFFLOADED if options.get("offload") else {}),
     )
+
+
+def convolutions() -> torch.nn.Module:
+    """Without GroupNorm: on a GPU it reads images with their channels last."""
+    nn = torch.nn
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 5, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
 def train(
@@ -102,9 +114,11 @@ def train(
 
     step(0)
     if profiled:
+        began = time.monotonic()
         spans = parallel.profile(partial(step, 1))
         assert {span.kind for span in spans} >= {"F", "B", "SEND", "RECV", "REDUCE"}, spans
-        assert all(0 <= span.start <= span.end for span in spans), spans
+        assert all(0 <= span.start <= span.end <= time.monotonic() - began for span in spans), spans
+        assert all(a.end <= b.start for a, b in pairwise(spans)) and spans[-1].end > 1e-3, spans
     else:
         step(1)
     parallel.module.eval()
@@ -112,6 +126,7 @@ def train(
     parallel.forward(lambda module, batch: {"loss": made.loss(module, batch)}, few)
     parallel.module.train()
     Stager(Ranks()).stage({"model": parallel.model_state(), "optimizer": parallel.optimizer_state(optimizer)})
+    assert all(value.is_contiguous() for value in parallel.full_model_state().values())
     held = [*parallel.parameters(), *parallel.inner.buffers()]
     held += [value for values in optimizer.state.values() for value in values.values()]
     on_host = sorted({str(tensor.device) for tensor in held if not tensor.is_cuda})
@@ -125,60 +140,35 @@ def _own_device(row: Row, rank: int) -> torch.device:
     return device
 
 
-def convolutions() -> torch.nn.Module:
-    nn = torch.nn
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 5, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-
-
-def images(row: Row, on: str, rank: int) -> dict[str, Any]:
-    """Two steps of a convolutional model: on a GPU it reads images with their channels last."""
-    trial, device = ZOO["residual"], _own_device(row, rank) if on == "cuda" else torch.device(on)
-    found, numbers = [], list[float]()
-    for build in (seeded(convolutions), trial.build):
-        parallel = begin(replace(trial, build=build), row.layout, Options(), device)
-        layers = [layer for layer in parallel.inner.modules() if isinstance(layer, torch.nn.Conv2d)]
-        strides: list[int] = []
-        layers[0].register_forward_pre_hook(lambda _, args, strides=strides: strides.append(args[0].stride(1)))
-        numbers += [
-            values[-1] for values in run_steps(trial, parallel, trial.optimizer(parallel.parameters()), range(STEPS))
-        ]
-        last = [layer.weight.is_contiguous(memory_format=torch.channels_last) for layer in layers]
-        found.append((set(strides), row.name == "fsdp" or all(last)))
-        assert all(value.is_contiguous() for value in parallel.full_model_state().values())
-    wanted = [({1}, True), ({36}, row.name == "fsdp")] if on == "cuda" else [({36}, False)] * 2
-    assert found == wanted, found  # the second has GroupNorm
-    return {"numbers": [*numbers[::2], *numbers[1::2]]}
-
-
 def staging(rank: int) -> dict[str, Any]:
-    """Two saves of a state that a step changes in between."""
+    """Two saves of a state that a step changes in between, and one where the host's memory cannot be locked."""
     sizes = {"whole": (3, 1 << 20), "odd": (1000003,), "number": (), "empty": (0, 4)}
-    state = {name: torch.randn(shape, device="cuda:0") for name, shape in sizes.items()}
-    state["host's"] = torch.randn(5)
+    state = {name: torch.randn(shape, device="cuda:0") for name, shape in sizes.items()} | {"host's": torch.randn(5)}
     nbytes = sum(tensor.nbytes for tensor in state.values())
-    stager, where = Stager(Ranks()), set()
-    for _ in range(2):
+    stager, where, waits = Stager(Ranks()), set(), list[Any]()
+
+    def save(stager: Stager) -> dict[str, torch.Tensor]:
         fake.waits.clear()
         staged = stager.stage(state)
-        waits = list(fake.waits)
+        waits[:] = fake.waits
         staged.wait()
-        assert nbytes <= stager.locked_bytes == fake.pinned_bytes() < nbytes + 64 * len(state), (
-            "as much as is needed, and once"
-        )
         assert all(torch.equal(staged.data[name], tensor.cpu()) for name, tensor in state.items())
-        assert staged.data["odd"].is_pinned(), "locked"
-        assert staged.data["odd"].untyped_storage().nbytes() == 4 * 1000003
-        where.add(staged.data["whole"].data_ptr())
+        return staged.data
+
+    for _ in range(2):
+        data = save(stager)
+        assert nbytes <= stager.locked_bytes == fake.pinned_bytes() < nbytes + 64 * len(state), "as needed, and once"
+        assert data["odd"].is_pinned() and data["odd"].untyped_storage().nbytes() == 4 * 1000003
+        where.add(data["whole"].data_ptr())
         for tensor in state.values():
             tensor.add_(1)
-    assert len(where) == 1
+    assert len(where) == 1, "into the same memory"
     stager.close()
+    known = list(waits)
     assert fake.pinned_bytes() == 0
     fake.refuse_page_locks()
-    staged = Stager(Ranks()).stage(state)
-    staged.wait()
-    assert all(torch.equal(staged.data[name], tensor.cpu()) for name, tensor in state.items()), "copied all the same"
-    return {"waits": waits}
+    save(Stager(Ranks()))
+    return {"waits": known}
 
 
 # --- the loop and its parts ---------------------------------------------------------------------------------------
@@ -187,54 +177,29 @@ FP16 = {"app/optimizer.py:accepts": "whether the gradient overflowed decides whe
 LOOPS: dict[str, tuple[Row, dict[str, Any], dict[str, str]]] = {
     "bf16, noise scale": (SINGLE, {"precision": "bf16", "noise_scale_every": 2}, {}),
     "fp16": (SINGLE, {"precision": "fp16"}, FP16),
-    "average of the weights": (Row("fsdp", 2), {"ema_decay": 0.9, "eval_every": 2}, {}),
-    "training_step with two optimizers": (Row("fsdp", 2), {"task": "tests.tasks:Gan"}, {}),
-    "profile.steps": (Row("ddp", 2), {"profile": [3, 4]}, {}),
-    "linear loss, 16 bits between blocks of mixtures": (
-        SINGLE,
-        {
-            "task": gpt(
-                linear_loss=True,
-                residual_in_fp32=False,
-                fused_projections=True,
-                mixture={"n_experts": 4, "top_k": 2},
-            ),
-            "precision": "bf16",
-        },
+    "average of the weights, profile.steps": (
+        Row("fsdp", 2),
+        {"ema_decay": 0.9, "eval_every": 2, "profile": [3, 4]},
         {},
     ),
-    "llama": (Row("fsdp", 2), {"task": llama(adapters=False), "precision": "bf16"}, {}),
-    "adapters, conversations": (Row("fsdp", 2), {"task": llama(adapters=True)}, {}),
-    "adapters, stages": (Row("pipeline", 2), {"task": llama(adapters=True)}, FIRST_STEP),
+    "training_step with two optimizers": (Row("fsdp", 2), {"task": "tests.tasks:Gan"}, {}),
+    "linear loss, 16 bits between blocks of mixtures": (SINGLE, {"task": gpt, "precision": "bf16"}, {}),
+    "adapters, conversations": (Row("fsdp", 2), {"task": adapters}, {}),
+    "adapters, stages": (Row("pipeline", 2), {"task": adapters}, FIRST_STEP),
 }
 """What a run may have beside plain steps: where, what it is given, and which waits are known."""
 
 
 def of_loop(name: str) -> Case:
     row, made, waits = LOOPS[name]
-    truth = partial(loop, SINGLE, {**made, "profile": []}, "cpu")
-    tolerance = 1e-5 if made.get("precision", "fp32") == "fp32" else 3e-3
-    of_others = "llama" in name or "adapters" in name
+    truth, of_others = partial(loop, SINGLE, {**made, "profile": []}, "cpu"), made.get("task") is adapters
     imports = ("peft", "transformers.models.llama.modeling_llama") if of_others else ()
-    return Case(
-        f"loop {name}",
-        row.workers,
-        partial(loop, row, made, "cuda"),
-        truth,
-        tolerance,
-        of_others,
-        WAITS | waits,
-        imports,
-    )
+    tolerance = 1e-5 if made.get("precision", "fp32") == "fp32" else 3e-3
+    work = partial(loop, row, made, "cuda")
+    return Case(f"loop {name}", row.workers, work, truth, tolerance, of_others, WAITS | waits, imports)
 
 
 # --- what must be noticed -----------------------------------------------------------------------------------------
-
-
-def _faulty(work: Callable[[torch.Tensor], Any], rank: int) -> dict[str, Any]:
-    tensor = torch.ones(2, 2, device="cuda:0")
-    work(tensor)
-    return {"waits": list(fake.waits)}
 
 
 FAULTS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
@@ -251,27 +216,39 @@ FAULTS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "no such GPU": (lambda t: torch.cuda.set_device(DEVICES), "invalid device"),
 }
 """What is wrong, and what is said of it."""
-FAULTY = [Case(name, 1, partial(_faulty, work)) for name, (work, _) in FAULTS.items()]
+
+
+def faults(rank: int) -> dict[str, Any]:
+    """Each is noticed, as one problem."""
+    for name, (work, words) in FAULTS.items():
+        tensor = torch.ones(2, 2, device="cuda:0")
+        fake.waits.clear()
+        try:
+            work(tensor)
+            gave = {"waits": list(fake.waits)}
+        except RuntimeError:
+            gave = {"error": traceback.format_exc()}
+        found = problems(Case(name, 1, faults), [gave], None)
+        assert len(found) == 1 and words in found[0], (name, found)
+    return {}
+
 
 # --- the table ----------------------------------------------------------------------------------------------------
 
 FULL = ("single", "model_parallel", "fsdp", "fsdp+tensor", "context", "ddp+expert")
 HALF = ("single", "ddp", "fsdp", "tensor", "pipeline")
 """Which `make test` tries in float32, and in bf16, to which these cast in a way of their own: what a name does beside
-the others, at the fewest workers."""
+the others, in the last of its rows with the fewest workers."""
 TRIED = [row for row in (SINGLE, *ROWS, *THREE, *MIXTURES) if row.name not in CANNOT]
-FEWEST = [row for row in TRIED if row.workers == min(other.workers for other in TRIED if other.name == row.name)]
+FEWEST = {row.name: row for row in sorted(TRIED, key=lambda row: -row.workers)}.values()
 CASES = [of_row(row, row not in FEWEST or row.name not in FULL) for row in TRIED]
 CASES += [of_row(row, row not in FEWEST or row.name not in HALF, "bf16") for row in TRIED]
 CASES += [of_row(row, slow=True) for row in ALL_FIVE]
-CASES += [of_row(Row(name, n), n == 2, "fp8") for name, n in (("single", 1), ("ddp", 2), ("fsdp", 2))]
-CASES += [of_row(Row("fsdp", 2), offload=True), of_row(Row("tensor", 2), sequence_parallel=False)]
+CASES += [of_row(SINGLE, precision="fp8"), of_row(Row("fsdp", 2), offload=True)]
+CASES += [of_row(Row("tensor", 2), sequence_parallel=False), *(of_row(Row(n, 2), images=True) for n in ("ddp", "fsdp"))]
 CASES += [of_row(row, profiled=True) for row in FEWEST if str(row) == "pipeline (pp 2) zbv"]
-CASES += [
-    Case(f"{row} images", 2, partial(images, row, "cuda"), partial(images, SINGLE, "cpu"))
-    for row in (Row("ddp", 2), Row("fsdp", 2))
-]
-CASES += [Case("staging a save", 1, staging, waits={}), *map(of_loop, LOOPS)]
+CASES += [Case("what holds up or ends a GPU", 1, faults), Case("staging a save", 1, staging, waits={})]
+CASES += map(of_loop, LOOPS)
 
 
 def problems(case: Case, ranks: list[dict[str, Any]], truth: dict[str, Any] | None) -> list[str]:

@@ -82,39 +82,22 @@ def _sums(folder: Path) -> str:
     return str(path)
 
 
-def _talks(folder: Path) -> str:
-    path, roles = folder / "talks.jsonl", ("user", "assistant")
-    path.write_text(
-        "".join(
-            json.dumps({"messages": [{"role": role, "content": f"{i} " * (1 + i % 5)} for role in roles]}) + "\n"
-            for i in range(96)
-        )
-    )
-    return str(path)
-
-
-def gpt(**more: Any) -> Task:
+def gpt(folder: Path) -> tuple[str, dict[str, Any]]:
     sizes = {"sequence_length": 16, "d_model": 32, "n_layers": 2, "n_heads": 4, "eval_samples": 8}
-    return lambda folder: ("language_modelling", {"data": _sums(folder), **sizes, **more})
+    how = {"linear_loss": True, "residual_in_fp32": False, "fused_projections": True}
+    return "language_modelling", {"data": _sums(folder), **sizes, **how, "mixture": {"n_experts": 4, "top_k": 2}}
 
 
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "vocab_size": 264}
-
-
-def llama(adapters: bool) -> Task:
-    """On running text; with adapters on conversations, of which several share a row."""
-
-    def made(folder: Path) -> tuple[str, dict[str, Any]]:
-        data, base = {"data": _sums(folder), "sequence_length": 16}, folder / "base"
-        learnt = HuggingFace(model="llama", config=SIZES, **data)
-        torch.manual_seed(0)
-        learnt.build_model().save_pretrained(base)
-        learnt.write_folder(base)
-        given = {"model": str(base), "pretrained": True, "eval_samples": 8}
-        if adapters:
-            data = {"data": _talks(folder), "sequence_length": 256}
-            given |= {"kind": "instructions", "lora": {"r": 2}}
-        return "huggingface", {**data, **given}
-
-    return made
+def adapters(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Of a llama; on conversations, of which several share a row."""
+    talks, base = folder / "talks.jsonl", folder / "base"
+    said = ([{"role": role, "content": f"{i} " * (1 + i % 5)} for role in ("user", "assistant")] for i in range(96))
+    talks.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in said))
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 264}
+    learnt = HuggingFace(model="llama", config=sizes, data=_sums(folder), sequence_length=16)
+    torch.manual_seed(0)
+    learnt.build_model().save_pretrained(base)
+    learnt.write_folder(base)
+    how = {"model": str(base), "pretrained": True, "eval_samples": 8, "kind": "instructions", "lora": {"r": 2}}
+    return "huggingface", {"data": str(talks), "sequence_length": 256, **how}

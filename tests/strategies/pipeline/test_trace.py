@@ -12,21 +12,9 @@ from strategies.blocks import find_blocks
 from strategies.dims import Options
 from strategies.parallel import Loss
 from strategies.pipeline.apply import plan_stages
-from tests.strategies.models import (
-    HEADS,
-    VOCABULARY,
-    WIDTH,
-    Block,
-    PlainGPT,
-    SmallResNet,
-    assert_refused,
-    classifier_loss,
-    image_batch,
-    language_batch,
-    language_loss,
-    seeded,
-    vector_batch,
-)
+from strategies.pipeline.stage import Stage
+from tests.strategies import models
+from tests.strategies.models import HEADS, VOCABULARY, WIDTH, Block, PlainGPT, assert_refused, language_loss
 
 CPU = torch.device("cpu")
 
@@ -46,11 +34,8 @@ class Skips(nn.Module):
         first = x = self.embed(tokens)
         kept: list[Tensor] = []
         for i, block in enumerate(self.blocks):
-            if i >= 2:
-                x = x + kept.pop()
-            x = block(x) * self.mix[i] + 0.1 * first
-            if i < 2:
-                kept.append(x)
+            x = block(x + kept.pop() if i >= 2 else x) * self.mix[i] + 0.1 * first
+            kept += [x] if i < 2 else []
         return self.head(x + first)
 
 
@@ -139,44 +124,40 @@ def translation_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 CHAINS: dict[str, tuple[Callable[[], nn.Module], Loss, Callable[[int], Any]]] = {
-    "t5": (t5, translation_loss, language_batch),
-    "skips": (Skips, language_loss, language_batch),
-    "dicts": (Dicts, classifier_loss, vector_batch),
-    "resnet": (SmallResNet, classifier_loss, image_batch),
-    "experts": (Experts, masked_loss, language_batch),
-    "frozen": (frozen, language_loss, language_batch),
-    "norms": (norms, classifier_loss, vector_batch),
+    "t5": (t5, translation_loss, models.language_batch),
+    "skips": (Skips, language_loss, models.language_batch),
+    "dicts": (Dicts, models.classifier_loss, models.vector_batch),
+    "resnet": (models.SmallResNet, models.classifier_loss, models.image_batch),
+    "experts": (Experts, masked_loss, models.language_batch),
+    "frozen": (frozen, language_loss, models.language_batch),
+    "norms": (norms, models.classifier_loss, models.vector_batch),
 }
 
 
 def chain_trial(name: str) -> Trial:
     build, loss, batch = CHAINS[name]
-    return Trial(seeded(build), loss, batch, steps=2, micro_batches=4, clip=0.5)
+    return Trial(models.seeded(build), loss, batch, steps=2, micro_batches=4, clip=0.5)
 
 
 # --- what a trace finds --------------------------------------------------------------------------------------------
 
 
 def _cut(model: nn.Module, **options: Any) -> Any:
-    return plan_stages(model, find_blocks(model), Options(**options), 2, (language_loss, language_batch(0)), CPU)[2]
+    example = (language_loss, models.language_batch(0))
+    return plan_stages(model, find_blocks(model), Options(**options), 2, example, CPU)[2]
 
 
 def test_only_what_later_stages_need_is_sent() -> None:
-    assignment = _cut(PlainGPT(True, 4), stages=(2, 2))
-    assert assignment.sends == (("blocks.1",),)
-    assert assignment.owners["embed.weight"] == {0, 1} and assignment.owners["norm.weight"] == {1}
-    assignment = _cut(Skips(), stages=(2, 2))
-    assert assignment.sends == (("embed", "blocks.0", "blocks.1"),)
-    assert assignment.owners["mix"] == {0, 1} and assignment.owners["embed.weight"] == {0}
+    plain, skips = _cut(PlainGPT(True, 4), stages=(2, 2)), _cut(Skips(), stages=(2, 2))
+    assert plain.sends == (("blocks.1",),) and skips.sends == (("embed", "blocks.0", "blocks.1"),)
+    assert plain.owners["embed.weight"] == {0, 1} and plain.owners["norm.weight"] == {1}
+    assert skips.owners["mix"] == {0, 1} and skips.owners["embed.weight"] == {0}
 
 
 def test_head_and_embedding_weigh_in_the_cut() -> None:
-    class WideHead(PlainGPT):
-        def __init__(self) -> None:
-            super().__init__(False, 6)
-            self.head = nn.Linear(WIDTH, 500, bias=False)
-
-    assert _cut(WideHead()).sizes[0] > 3 and _cut(PlainGPT(False, 6)).sizes == (3, 3)
+    wide = PlainGPT(False, 6)
+    wide.head = nn.Linear(WIDTH, 500, bias=False)
+    assert _cut(wide).sizes[0] > 3 and _cut(PlainGPT(False, 6)).sizes == (3, 3)
 
 
 # --- what bad models get --------------------------------------------------------------------------------------------
@@ -185,18 +166,17 @@ def test_head_and_embedding_weigh_in_the_cut() -> None:
 class Bent(PlainGPT):
     """Does with the embedded tokens what `way` says."""
 
-    def __init__(self, way: Callable[[PlainGPT, Tensor], Tensor]) -> None:
+    def __init__(self, way: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.way = way
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.norm(self.way(self, self.embed(tokens))))
+        return self.head(self.norm(self.way(self.blocks, self.embed(tokens))))
 
 
 def iterators() -> nn.Module:
     model = PlainGPT()
-    for block in model.blocks:
-        block.forward = lambda x: iter([x])  # type: ignore[assignment]
+    model.blocks[0].forward = lambda x: iter([x])  # type: ignore[assignment]
     return model
 
 
@@ -204,15 +184,27 @@ def iterators() -> nn.Module:
     ("model", "sentence"),
     [
         (
-            lambda: Bent(lambda m, x: m.blocks[0](x) + m.blocks[1](x)),
+            Bent(lambda b, x: b[0](x) + b[1](x)),
             "blocks.1 does not use what blocks.0 puts out, it branches at its input",
         ),
-        (lambda: Bent(lambda m, x: m.blocks[1](m.blocks[0](m.blocks[0](x)))), "calls its block blocks.0 twice"),
-        (lambda: Bent(lambda m, x: m.blocks[0](x) if x.norm() > 1 else x), "looks at numbers that come from embed"),
-        (lambda: Bent(lambda m, x: m.blocks[0](x)), "never calls its block blocks.1"),
-        (iterators, "block blocks.0 returns a list_iterator, which cannot be sent"),
-        (lambda: nn.Linear(7, 3), "no repeating blocks, "),
+        (Bent(lambda b, x: b[1](b[0](b[0](x)))), "calls its block blocks.0 twice"),
+        (Bent(lambda b, x: b[0](x) if x.norm() > 1 else x), "looks at numbers that come from embed"),
+        (Bent(lambda b, x: b[0](x)), "never calls its block blocks.1"),
+        (iterators(), "block blocks.0 returns a list_iterator, which cannot be sent"),
+        (nn.Linear(7, 3), "no repeating blocks, "),
     ],
 )
-def test_models_that_are_no_chain(model: Callable[[], nn.Module], sentence: str) -> None:
-    assert_refused([sentence], _cut, model())
+def test_models_that_are_no_chain(model: nn.Module, sentence: str) -> None:
+    assert_refused([sentence], _cut, model)
+
+
+def test_a_block_that_returns_other_than_it_was_taken_to_is_named() -> None:
+    model, batch = Experts(), models.language_batch(0)
+    first, forward = model.blocks[0], model.blocks[0].forward
+    first.forward = lambda x: (forward(x), x)  # type: ignore[assignment]
+    blocks = find_blocks(model)
+    tracer, _, assignment = plan_stages(model, blocks, Options(), 2, (language_loss, batch), CPU)
+    stage = Stage(model, blocks, assignment, tracer, [0])
+    placeholders = stage.placeholders(stage.signature(batch), language_loss, batch)
+    words = ["the block blocks.0 looks at numbers (", "but it returns a tuple: let it"]
+    assert_refused(words, stage.run, 0, language_loss, batch, placeholders, [])
