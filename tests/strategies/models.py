@@ -253,10 +253,10 @@ ZOO: dict[str, Trial] = {
 LLAMA = Trial(seeded(llama), llama_loss, language_batch, steps=2)
 
 LIKE_OTHERS = ("zero1+tensor", "zero2+tensor", "zero1+context", "zero2+context", "zero3")
-LIKE_OTHERS += ("zero1+expert", "zero2+expert", "hsdp+expert", "ddp+tensor+expert")
-"""They differ from ddp's and fsdp's in what zero1 and zero2 do alone."""
+LIKE_OTHERS += ("zero1+expert", "zero2+expert", "hsdp+expert", "ddp+tensor+expert", "tensor+pipeline")
+"""They differ from ddp's and fsdp's in what zero1 and zero2 do alone; the last one is tried with other options."""
 FIRST = {row.name: row for row in reversed((*ROWS, *MIXTURES)) if row.name not in LIKE_OTHERS}.values()
-WIDER = ("fsdp (dp_shard 4)", "pipeline (pp 4) zb_h2", "context (cp 4) ring")
+WIDER = ("pipeline (pp 4) zb_h2", "context (cp 4) ring")
 EVERY = [
     pytest.param(row, id=str(row), marks=[pytest.mark.slow] * (row not in FIRST and str(row) not in WIDER))
     for row in (*ROWS, *MIXTURES, *ALL_FIVE)

@@ -94,12 +94,9 @@ def test_what_is_large_is_so_beside_the_memory_that_there_is() -> None:
     assert [fsdp.gradients_are_large(*case) for case in ((1, None), (8, 64), (7, 64))] == [False, True, False]
 
 
-def test_everything_on_every_rank() -> None:
+def test_what_replicas_hold_is_everything_and_gradients_in_buckets_beside_tensor_parallelism() -> None:
     found = replicated(rank_size([unit_size(SIZES, 1)], 24), StepShape(compute_itemsize=2, optimizer="sgd"))
     assert found == Cost(BYTES, BYTES, BYTES, buffers=24, transient=BYTES // 2)
-
-
-def test_gradients_beside_tensor_parallelism_are_packed_into_buckets() -> None:
     assert [_cost(name, n, tp=tp).transient for name, n, tp in (("ddp", 2, 1), ("tensor", 2, 2))] == [0, 0]
     assert _cost("ddp", 4, tp=2).transient == _cost("ddp", 4, tp=2).gradients == BYTES - 2 * 32
 

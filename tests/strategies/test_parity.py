@@ -32,18 +32,19 @@ EVERYTHING = {**HARD, "layers": 2, "tied": True}
 MODELS = ZOO | {"gpt without its plan": gpt_trial(plan=False, **EVERYTHING)}
 
 
-def _trial(row: Row) -> Trial:
+def _trial(row: Row, name: str = "") -> Trial:
     dims = row.layout.dims
+    if name:
+        return LLAMA if name == "llama" else MODELS[name]
     if dims.ep > 1:
         return mixture_trial(**HARD)
     return masked_trial(**HARD) if dims.cp > 1 else gpt_trial(**EVERYTHING | {"layers": 4 if dims.pp > 1 else 2})
 
 
-def _train(_: int, row: Row, options: Options, hugging: bool = False) -> tuple[Curve, list[int]]:
+def _train(_: int, row: Row, options: Options, name: str = "") -> tuple[Curve, list[int]]:
     """The curve, and bytes of parameters, gradients and optimizer state. Where it is compiled, a break in a block's
-    graph, around which operations would be launched one by one, ends it, but where its layers leave the compiler.
-    hugging: of Hugging Face's model."""
-    trial, options = row.applied(LLAMA if hugging else _trial(row), options)
+    graph, around which operations would be launched one by one, ends it, but where its layers leave the compiler."""
+    trial, options = row.applied(_trial(row, name), options)
     held: list[int] = []
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -61,10 +62,6 @@ def _train(_: int, row: Row, options: Options, hugging: bool = False) -> tuple[C
         return curves.train(replace(trial, optimizer=optimizer), row.layout, options, CPU), held
 
 
-def _train_zoo(_: int, row: Row) -> dict[str, Curve]:
-    return {name: curves.train(trial, row.layout, Options(), CPU) for name, trial in MODELS.items()}
-
-
 def _on_ranks(func: Any, row: Row, *args: Any) -> Any:
     """Rank 0's answer."""
     return func(0, row, *args) if row.workers == 1 else run_distributed(func, row.workers, row, *args)[0]
@@ -73,12 +70,12 @@ def _on_ranks(func: Any, row: Row, *args: Any) -> Any:
 _truths: dict[str, Curve] = {}
 
 
-def _found(row: Row, **options: Any) -> tuple[Difference, list[int]]:
+def _found(row: Row, name: str = "", **options: Any) -> tuple[Difference, list[int]]:
     """From one device's curve of the same trial; and bytes."""
-    dims, (curve, held) = row.layout.dims, _on_ranks(_train, row, Options(**options))
-    trial = f"{dims.ep > 1} {dims.cp > 1} {dims.pp > 1}"
+    dims, (curve, held) = row.layout.dims, _on_ranks(_train, row, Options(**options), name)
+    trial = name or f"{dims.ep > 1} {dims.cp > 1} {dims.pp > 1}"
     if trial not in _truths:
-        _truths[trial] = curves.train(_trial(row), SINGLE.layout, Options(), CPU)
+        _truths[trial] = curves.train(_trial(row, name), SINGLE.layout, Options(), CPU)
     return curves.difference(_truths[trial], curve), held
 
 
@@ -159,19 +156,12 @@ def test_experts_in_sixteen_bits_are_as_far_off_as_one_device_from_itself(row: R
 @pytest.mark.parametrize("row", [SINGLE, *(pytest.param(row, marks=pytest.mark.slow) for row in WIDE)], ids=str)
 def test_a_block_of_hugging_faces_is_compiled_as_one_graph(row: Row) -> None:
     """Of ours: tests/app/models."""
-    curve, _ = _on_ranks(_train, row, Options(**COMPILED | SELECTIVE), True)
-    found = curves.difference(_train(0, SINGLE, Options(), True)[0], curve)
+    found, _ = _found(row, "llama", **COMPILED | SELECTIVE)
     assert found.within(row.tolerance), found
-
-
-@functools.cache
-def _zoo_truth() -> dict[str, Curve]:
-    return _train_zoo(0, SINGLE)
 
 
 @pytest.mark.parametrize("row", [Row("model_parallel", 1), _DDP, _FSDP, _TENSOR], ids=str)
 def test_any_model_without_hints(row: Row) -> None:
-    trained = _on_ranks(_train_zoo, row)
-    for name, truth in _zoo_truth().items():
-        found = curves.difference(truth, trained[name])
-        assert found.within(row.tolerance), (name, str(row), found)
+    for name in MODELS:
+        found, _ = _found(row, name)
+        assert found.within(row.tolerance), (name, found)

@@ -57,14 +57,14 @@ def _train(_: int, name: str, workers: int, pp: int, asked: list[Any]) -> list[C
 @pytest.mark.parametrize(
     ("name", "workers", "pp", "asked"),
     [
-        pytest.param("pipeline", 2, 2, [("", options) for options in ALL + OTHERWISE], id="schedules"),
+        pytest.param("pipeline", 2, 2, [("", options) for options in OTHERWISE], id="halves"),
         pytest.param("fsdp+pipeline", 4, 2, [("", options) for options in IN_CHUNKS], id="sharded chunks"),
         pytest.param("pipeline", 2, 2, OF_CHAINS, id="chains"),
         pytest.param("pipeline", 4, 4, OVER_FOUR, id="chains of 4", marks=pytest.mark.slow),
     ],
 )
-def test_every_schedule_and_any_chain_without_hints(name: str, workers: int, pp: int, asked: list[Any]) -> None:
-    """Others are rows of tests/strategies/test_parity.py; all of them for twenty steps: `trireme parity`."""
+def test_halves_sharded_chunks_and_any_chain_without_hints(name: str, workers: int, pp: int, asked: list[Any]) -> None:
+    """A step of every schedule: below; more are rows of tests/strategies/test_parity.py, and of `trireme parity`."""
     answers = run_distributed(_train, workers, name, workers, pp, asked, timeout=240)
     for curve, (trial, options) in zip(answers[0], asked):
         found = curves.difference(_truth(trial), curve)
@@ -103,8 +103,8 @@ def _one_step(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("options", [ZB_H1, *IN_CHUNKS], ids=str)
-def test_a_smaller_last_micro_batch_evaluation_and_a_profile(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", ALL, ids=str)
+def test_every_schedule_with_a_smaller_last_micro_batch_evaluation_and_a_profile(options: dict[str, Any]) -> None:
     stages, model, batches = run_distributed(_one_step, 2, options), _trial().build(), _batches()
     total = sum(weight * language_loss(model, batch) for weight, batch in zip(WEIGHTS, batches))
     (4.0 * total).backward()
