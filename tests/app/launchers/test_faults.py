@@ -1,10 +1,9 @@
-"""Faults as runs meet them: ranks killed and stopped under torchrun, Slurm and Ray, nodes that go and come back.
+"""Faults as runs meet them: ranks killed and stopped under torchrun, Slurm and Ray.
 
-More of them, and that nothing is left behind: tests/faults."""
+More of them, nodes that go and come back, and that nothing is left behind: tests/faults."""
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from tests.running import (
     LONG,
     Ended,
     Lines,
-    close,
     committed,
     curve,
     disturb,
@@ -152,57 +150,6 @@ def title(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.Error:
         return ""
-
-
-@pytest.fixture
-def nodes() -> Iterator[Any]:
-    """A Ray cluster of a head without CPUs, on this machine."""
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "num_gpus": 0, "include_dashboard": False})
-    try:
-        yield cluster
-    finally:
-        cluster.shutdown()
-
-
-def has_driver(node: Any) -> bool:
-    """Whether the driver is connected to this node's raylet: its event queue is a child of it."""
-    (raylet,) = node.all_processes["raylet"]
-    children = psutil.Process(raylet.process.pid).children()
-    return any(title(child).startswith("ray::EventQueue") for child in children)
-
-
-@pytest.mark.parametrize("launcher", ["ray", "actors"])
-def test_four_three_two_four_workers(tmp_path: Path, nodes: Any, launcher: str) -> None:
-    def add() -> Any:
-        return nodes.add_node(num_cpus=1, num_gpus=0)
-
-    living = [add() for _ in range(4)]
-    own = ["train.steps=3000", "train.global_batch_size=12", "train.micro_batch_size=2", "checkpoint.every_steps=20"]
-    own += ["task_args.step_seconds=0", "fault.hang_seconds=10"]
-    more = [f"launcher={launcher}", "workers=4", "strategy=ddp", "fault.elastic_seconds=2"]
-    env = environment(RAY_ADDRESS=nodes.address, RAY_AUTH_MODE="disabled", TRIREME_FAST_START="0")
-    process = start(command(tmp_path, *SLOW, *own, *more), env=env)
-    lines, folder = Lines(process), tmp_path / "run"
-
-    def further() -> None:
-        reached(folder, max(committed(folder), default=0) + 20)
-
-    further()
-    away = [node for node in living if not has_driver(node)]  # all raylets have one address: Ray may choose any for it
-    for left in (3, 2):
-        nodes.remove_node(away.pop(), allow_graceful=False)
-        lines.when(f"continuing with {left} of 4 workers")
-        further()
-    add(), add()
-    lines.when("there is room for 4 workers again; continuing with 4 of 4")
-    assert process.wait(LONG) == 0, lines.text
-    one = trireme(*command(tmp_path, *SLOW, *own, "launcher=local", name="one"))
-    assert one.code == 0, one.err
-    assert close(curve(tmp_path, "run"), curve(tmp_path, "one"), 1e-4)
-    workers = list(curve(tmp_path, "run", "fault/workers").values())
-    assert workers[:2] == [3.0, 2.0] and workers[-1] == 4.0, "the two nodes that come may be taken one by one"
 
 
 def slurm(arguments: list[str]) -> list[Any]:

@@ -1,40 +1,108 @@
-"""What a run leaves in MLflow, and that failures end as they should. That the same experiment gives the same losses
-whatever launches it: test_resume.py, test_pipeline_in_ray.py."""
+"""Runs in Ray as a person starts them: stages on actors, what they wait for, what they leave there and find there; and
+that failures end as they should. Runs of two workers, whatever launches them: test_resume.py."""
 
-import sys
+import json
+import os
 from pathlib import Path
 
 import pytest
+import ray
+import torch
 from click.testing import CliRunner
+from ray.util import placement_group, placement_group_table
+from ray.util.placement_group import PlacementGroup
 
 from app.cli import group
-from tests.app.launchers.conftest import STEPS
-from tests.running import POINTS, Ended, committed, curve, mlflow_run, same_bits, seed, trireme, weights
+from app.launchers.room import groups_of_this_job, remove_groups_but
+from tests.app.test_profiler import assert_profiled
+from tests.running import POINTS, close, committed, curve, mlflow_run, seed, trireme, wait_until, weights
+
+GPT = ["experiments/gpt.yaml", "task_args.d_model=32", "task_args.n_layers=4", "task_args.sequence_length=32"]
+GPT += ["task_args.eval_samples=16", "train.steps=12", "train.global_batch_size=16", "train.eval_every=6"]
+GPT += ["train.log_every=1", "tracking.log_model=false"]
 
 
 def arguments(storage: Path, *more: str) -> list[str]:
     return ["train", *POINTS, "train.steps=20", "train.log_every=1", "run.name=run", f"run.storage={storage}", *more]
 
 
-def test_half_precision_learns_and_what_mlflow_gets(one: tuple[Path, Ended], monkeypatch: pytest.MonkeyPatch) -> None:
-    import mlflow
+def test_the_same_training_as_on_one_device_and_what_it_leaves(tmp_path: Path, ray_environment: dict[str, str]) -> None:
+    """The actors' environment is that of a submitted job."""
+    more = ["strategy=pipeline", "parallel.pp=2", "parallel.profile_every=5", "parallel.trace_step=7"]
+    more += ["profile.steps=[2,4]", "profile.ranks=[0,1]", "profile.memory=true", "fault.hang_seconds=100"]
+    env = ray_environment | {"RAY_JOB_CONFIG_JSON_ENV_VAR": '{"runtime_env": {"env_vars": {"PYTHONPATH": "."}}}'}
+    run = ["train", *GPT, f"run.storage={tmp_path}"]
+    one = trireme(*run, "strategy=single", "launcher=local", "run.name=one", env=ray_environment)
+    two = trireme(*run, *more, "run.name=two", env=env)
+    assert (one.code, two.code) == (0, 0), one.err + two.err
+    assert "8 micro-batches of 2 through 2 stages (1f1b)" in two.out, "what was decided is said"
+    for metric in ("train/loss", "train/grad_norm", "eval/loss", "eval/bits_per_byte"):
+        assert close(curve(tmp_path, "two", metric), curve(tmp_path, "one", metric), 2e-5), metric
+    ours, theirs = weights(tmp_path / "two"), weights(tmp_path / "one")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-5) for name in theirs)
+    run = mlflow_run(tmp_path, "two")
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["trireme.parameters"] == str(sum(tensor.numel() for tensor in theirs.values()))
+    check_profile(tmp_path, run.data.metrics)
+    assert_profiled(tmp_path, "two", 2)
+    assert CliRunner().invoke(group, ["profile", str(tmp_path / "one")]).exit_code == 2, "it has none"
 
-    monkeypatch.setattr(sys, "path", [*sys.path])  # loading a model puts its code first there: an older `app`
-    storage, ended = one
-    assert ended.code == 0, ended.err
-    outcome = ended.json
-    assert outcome["status"] == "finished" and outcome["mlflow"]["complete"]
-    run = mlflow_run(storage, "run")
-    assert run.info.status == "FINISHED" and run.info.run_id == outcome["mlflow"]["run_id"]
-    assert run.data.params["train.steps"] == str(STEPS) and run.data.params["train.global_batch_size"] == "16"
-    assert {"train/loss", "train/grad_norm", "train/lr", "train/samples_per_second"} <= set(run.data.metrics)
-    assert {"eval/loss", "eval/accuracy"} <= set(run.data.metrics)
-    losses = curve(storage, "run")
-    assert losses[STEPS] < losses[1]
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{storage}/mlflow.db")
-    (model,) = mlflow.search_logged_models([run.info.experiment_id], output_format="list")
-    loaded = mlflow.pytorch.load_model(f"models:/{model.model_id}")
-    assert same_bits(loaded.state_dict(), weights(storage / "run"))
+
+def check_profile(storage: Path, metrics: dict[str, float]) -> None:
+    """Of the steps 5 and 10, and the trace of step 7."""
+    assert set(curve(storage, "two", "pipeline/bubble")) == {5, 7, 10}
+    assert 0 < metrics["pipeline/bubble_by_formula"] < metrics["pipeline/bubble"] < 1
+    assert abs(metrics["pipeline/bubble_by_formula"] - 1 / 9) < 1e-6, "(p-1)/(m+p-1) with p=2, m=8"
+    for stage in (0, 1):
+        parts = ("compute", "wait", "handover", "reduce")
+        spent = [metrics[f"pipeline/stage_{stage}/{part}_seconds"] for part in parts]
+        assert all(seconds >= 0 for seconds in spent) and spent[0] > 0
+    events = json.loads((storage / "two" / "pipeline" / "step-7.json").read_text())["traceEvents"]
+    names = {event["name"] for event in events if event["ph"] == "X" and event["cat"] == "compute"}
+    assert names == {f"{kind}{micro}" for kind in "FB" for micro in range(8)}
+    assert {event["pid"] for event in events} == {0, 1}
+
+
+def test_what_an_ended_attempt_waits_for_is_not_left_behind_and_workers_have_the_environment(connected: None) -> None:
+    """A group that nobody removes takes the places when they come, and the next attempt waits for ever."""
+    others = [placement_group([{"CPU": 0.5}]), placement_group([{"CPU": 0.5}], name="a user's")]
+    kept = groups_of_this_job()
+    assert kept == {other.id.hex() for other in others}
+    waiting, placed = placement_group([{"CPU": 1000.0}]), placement_group([{"CPU": 0.5}])
+    unlike = placement_group([{"CPU": 1000.0, "their_own": 1.0}])
+    named = placement_group([{"CPU": 1000.0}], name="another of theirs")
+    assert placed.wait(30) and not waiting.wait(0.1)
+    remove_groups_but(kept, {"CPU": 1.0, "GPU": 0.0})
+
+    def states(*groups: PlacementGroup) -> set[str]:
+        return {placement_group_table(each)["state"] for each in groups}
+
+    wait_until(lambda: states(waiting, placed) == {"REMOVED"})
+    assert states(named, unlike) == {"PENDING"} and all(other.wait(30) for other in others)
+    for each in (*others, named, unlike):
+        ray.util.remove_placement_group(each)
+    names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "PYTORCH_ALLOC_CONF")
+    asked = ray.remote(lambda: [os.environ.get(name) for name in names])
+    assert ray.get(asked.remote()) == ["2", "expandable_segments:True"]
+
+
+@pytest.mark.slow
+def test_a_run_says_who_holds_what_it_waits_for_and_gets_no_worker_on_an_excluded_node(
+    tmp_path: Path, ray_environment: dict[str, str], connected: None
+) -> None:
+    assert placement_group([{"CPU": 3}]).wait(30), "until this process disconnects"
+    run = ["train", *POINTS, "train.steps=4", f"run.storage={tmp_path}", "workers=2", "cluster.wait_seconds=4"]
+    ended = trireme(*run, "run.name=ends", env=ray_environment)
+    assert ended.code == 2, ended.out + ended.err
+    assert "there is room for 1 of 2 workers after 4 s: bundle 2 of 2 (CPU 1) cannot be placed" in ended.err
+    assert "3 of 4 CPU are held by job " in ended.err
+    smaller = trireme(*run, "run.name=shrinks", "cluster.when_pending=shrink", env=ray_environment)
+    assert smaller.code == 0, smaller.out + smaller.err
+    assert "continuing with 1 of 2 workers" in smaller.out
+    (only,) = (node["NodeID"] for node in ray.nodes())
+    ended = trireme(*run, "run.name=out", f"cluster.exclude_nodes=[{only}]", env=ray_environment)
+    assert ended.code == 2 and "no node has it, the most is CPU 0" in ended.err, ended.out + ended.err
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
