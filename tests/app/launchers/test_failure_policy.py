@@ -1,21 +1,17 @@
 """What is decided after a failure, and what it is called: tables of functions that start no process."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 from torch.distributed import DistBackendError
 
+from app.checkpoint import CheckpointError
 from app.launchers.failure_policy import Action, Capacity, Failure, Kind, Limits, decide, fewer_workers, growth
 from app.launchers.recovery import Device, Nodes, State, classify, device_failure
 from app.launchers.workers import Failures, WorkerInfo, WorkerLost
 
-
-def failure(
-    kind: Kind, step: int = 10, *, progressed: bool = True, sentence: str = "it broke", node: str = "", at: float = 0.0
-) -> Failure:
-    return Failure(kind, sentence, step, progressed, node, at)
-
-
+failure = partial(Failure, sentence="it broke", step=10, progressed=True)
 DIED, STILLBORN = failure(Kind.DIED), failure(Kind.DIED, progressed=False)
 ANNOUNCED, BUG = failure(Kind.PREEMPTED), failure(Kind.EXCEPTION)
 ON_A, HUNG_ON_A, OOM_ON_A, GPU_ON_A = (
@@ -37,7 +33,7 @@ ON_B = failure(Kind.DIED, node="b", progressed=False)
         ([failure(Kind.NON_RETRYABLE)], 3, Action.GIVE_UP, "it broke", 0),
         ([failure(Kind.EXCEPTION, progressed=False)], 3, Action.GIVE_UP, "it broke", 0),
         ([DIED, BUG, BUG], 9, Action.GIVE_UP, "twice at the same step: trying again would not help", 0),
-        ([failure(Kind.EXCEPTION, 10), failure(Kind.EXCEPTION, 20)], 3, Action.RETRY, "it broke", 0),
+        ([BUG, failure(Kind.EXCEPTION, step=20)], 3, Action.RETRY, "it broke", 0),
         ([BUG, failure(Kind.EXCEPTION, sentence="another")], 3, Action.RETRY, "another", 0),
         ([DIED, BUG], 3, Action.RETRY, "it broke", 0),
         # the pause doubles while no step is taken
@@ -104,24 +100,21 @@ def test_growth_is_to_the_most_that_makes_a_layout() -> None:
         assert growth(capacity(workers, free, valid=(1, 2, 4, 8))) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be ...", Device.HARDWARE),
-        ("NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.", Device.HARDWARE),
-        ("CUDA error: an illegal memory access was encountered", Device.PROGRAM),
-        # these leave the device as it was
-        ("CUDA error: out of memory", None),
-        ("a hardware stack error of the user's", None),
-    ],
-)
-def test_what_cuda_says_of_a_device_that_can_compute_no_more(text: str, expected: Device | None) -> None:
-    assert device_failure(RuntimeError(text)) is expected
+def test_what_cuda_says_of_a_device_that_can_compute_no_more() -> None:
+    said = {
+        "CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be ...": Device.HARDWARE,
+        "NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.": Device.HARDWARE,
+        "CUDA error: an illegal memory access was encountered": Device.PROGRAM,
+        "CUDA error: out of memory": None,  # which leaves the device as it was
+        "a hardware stack error of the user's": None,
+    }
+    assert {text: device_failure(RuntimeError(text)) for text in said} == said
 
 
 INFOS = {rank: WorkerInfo(rank, 44 + rank, f"10.0.0.{rank}", f"n{rank}", oom_kills=1) for rank in range(4)}
 WHO = "worker 3, process 47 on 10.0.0.3,"
-PEER = {1: RuntimeError("Connection closed by peer")}
+PEER = {1: RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")}
+SAVING = {1: CheckpointError(str(PEER[1]))}
 LOST, NO_MEMORY = PEER | {3: WorkerLost()}, PEER | {3: WorkerLost(details="OUT_OF_MEMORY")}
 NCCL = "NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a network error, NCCL version 2.27.3"
 ABORTED = "NCCL communicator was aborted on rank 0. Original reason for failure was: NCCL error: ncclRemoteError"
@@ -138,6 +131,8 @@ SICK, WRONG = ({0: RuntimeError(NCCL), 3: RuntimeError(text)} for text in (f"{EC
         (LOST, False, 2, "", Kind.NODE_LOST, "n3", f"{WHO} died after step 812 with its node"),
         (LOST, False, 1, "spot", Kind.PREEMPTED, "n3", f"{WHO} went after step 812 with its node, as announced (spot)"),
         # a survivor that has lost its peer is not the cause
+        (PEER, True, 1, "", Kind.DIED, "", "a worker that worker 1 was connected to died after step 812"),
+        (SAVING, True, 1, "", Kind.DIED, "", "a worker that worker 1 was connected to died after step 812"),
         ({0: DistBackendError(NCCL)}, True, 1, "", Kind.DIED, "", "that worker 0 was connected to died after step 812"),
         ({0: DistBackendError(ABORTED)}, True, 1, "", Kind.DIED, "", "was connected to died after step 812"),
         ({0: DistBackendError(NCCL)}, False, 1, "", Kind.NODE_LOST, "", f"{WHO} died after step 812 with its node"),

@@ -1,5 +1,5 @@
-"""Runs in Ray as a person starts them: stages on actors, what they wait for, what they leave there and find there; and
-that failures end as they should. Runs of two workers, whatever launches them: test_resume.py."""
+"""Runs in Ray as a person starts them: stages on actors, what they wait for, what they leave there and find there. Runs
+of two workers, whatever launches them: test_resume.py; how they end: tests/faults."""
 
 import json
 import os
@@ -20,10 +20,6 @@ from tests.running import POINTS, close, committed, curve, mlflow_run, seed, tri
 GPT = ["experiments/gpt.yaml", "task_args.d_model=32", "task_args.n_layers=4", "task_args.sequence_length=32"]
 GPT += ["task_args.eval_samples=16", "train.steps=12", "train.global_batch_size=16", "train.eval_every=6"]
 GPT += ["train.log_every=1", "tracking.log_model=false"]
-
-
-def arguments(storage: Path, *more: str) -> list[str]:
-    return ["train", *POINTS, "train.steps=20", "train.log_every=1", "run.name=run", f"run.storage={storage}", *more]
 
 
 def test_the_same_training_as_on_one_device_and_what_it_leaves(tmp_path: Path, ray_environment: dict[str, str]) -> None:
@@ -106,28 +102,11 @@ def test_a_run_says_who_holds_what_it_waits_for_and_gets_no_worker_on_an_exclude
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
-    words = arguments(tmp_path, "task=tests.tasks:Infinite", "checkpoint.every_steps=2", "launcher=local")
+    words = ["train", *POINTS, "task=tests.tasks:Infinite", "train.steps=20", "checkpoint.every_steps=2"]
+    words += ["launcher=local", "run.name=run", f"run.storage={tmp_path}"]
     seed(words)
     ended = CliRunner().invoke(group, words)
     assert ended.exit_code == 1
     assert "not finite at step 6" in ended.stderr and "optimizer.lr" in ended.stderr
     assert committed(tmp_path / "run") == [2, 4], "the last good checkpoints are intact, and no bad one was made"
     assert mlflow_run(tmp_path, "run").info.status == "FAILED"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        (["task=tests.tasks:Infinite", "workers=2"], "not finite at step 6 on rank 1"),
-        (["task=tests.tasks:Raises", "strategy=pipeline", "parallel.pp=2"], "a bug of the user's"),
-    ],
-)
-def test_what_would_fail_again_is_named_and_not_tried_again_in_ray(
-    tmp_path: Path, ray_environment: dict[str, str], more: list[str], says: str
-) -> None:
-    ended = trireme(*arguments(tmp_path, *more), env=ray_environment)
-    assert ended.code == 1 and says in ended.err and "starting again" not in ended.out
-    assert mlflow_run(tmp_path, "run").info.status == "FAILED"
-    logs = [log for log in (tmp_path / "run" / "logs").glob("rank-?.log") if "in loss" in log.read_text()]
-    assert "Infinite" in more[0] or any(str(log) in ended.err for log in logs), "what is named has the traceback"
