@@ -151,27 +151,3 @@ def test_a_run_is_trained_by_one_command_and_once_finished_trained_further(tmp_p
     assert [each["status"] for each in outcomes] == ["finished", "already_finished", "finished", "finished"]
     assert outcomes[2]["summary"]["resumed_from"] == 6 and outcomes[2]["summary"]["step"] == 8
     assert [each["run"] for each in outcomes[2:]] == ["run", "run-2"]
-
-
-@pytest.mark.slow
-def test_starts_that_are_taken_over_end_and_say_so(tmp_path: Path, one: tuple[Path, Ended]) -> None:
-    """The first one while it trains, the second one while it is stopped."""
-    arguments = command(tmp_path, *LOCAL, "task_args.step_seconds=0.5")
-    (tmp_path / "slow").touch()
-    before = start_soon(arguments)
-    lines = Lines(before)
-    wait_until(lambda: committed(tmp_path / "run"))
-    for stopped in (False, True):
-        if stopped:
-            before.send_signal(signal.SIGSTOP)
-        after = start_soon([*arguments, "--take-over"])
-        later = Lines(after)
-        later.when(f"taking the run over from process {before.pid} on ")
-        later.when("continuing after step")
-        if stopped:
-            before.send_signal(signal.SIGCONT)
-        assert before.wait(LONG) == 1 and f"was taken over by process {after.pid} on " in lines.text, lines.text
-        before, lines = after, later
-    (tmp_path / "slow").unlink()
-    assert before.wait(LONG) == 0, lines.text
-    assert_unbroken(tmp_path, one)

@@ -3,10 +3,7 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -15,16 +12,9 @@ import torch
 
 from app import train
 from app.launchers import ray_workers, threads
-from cluster import connect
 from cluster.environment import set_defaults, shared
 from tests.chain import config
-from tests.running import ROOT, environment
-
-
-def test_a_share_of_the_cores() -> None:
-    given = [(96, 8, 2), (96, 8, 0.5), (4, 8, 1), (7, 2, 1), (8, 1, 2)]
-    assert [threads.share(*each) for each in given] == [24, 6, 1, 3, 8]
-
+from tests.running import ROOT, environment, wait_until
 
 SET, THREE, TORCHRUN = {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "3"}, {"TORCHELASTIC_RUN_ID": "x"}
 
@@ -35,6 +25,7 @@ SET, THREE, TORCHRUN = {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "3"}, {"TOR
         # in Ray, started by its raylet
         (1.0, {}, {}, 2),
         (2.0, {}, {}, 4),
+        (0.1, {}, {}, 1),
         (0.0, {}, {}, 1),  # it has the threads of its CPUs
         (1.0, THREE, {}, 3),
         (1.0, {}, SET, 1),  # where Ray was started
@@ -53,13 +44,12 @@ def test_a_worker_takes_its_share_unless_the_user_has_said(
     for module in (ray_workers, threads):
         monkeypatch.setattr(module, "usable_cores", lambda: 8)
     has = {"get_node_id.return_value": "b", "get_assigned_resources.return_value": {"GPU": gpus} if gpus else {}}
-    here = Mock(runtime_env={"env_vars": own}, **has)
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
+    monkeypatch.setattr(ray, "get_runtime_context", Mock(return_value=Mock(runtime_env={"env_vars": own}, **has)))
     nodes = [{"NodeID": name, "Resources": {"GPU": gpus}} for name, gpus in (("a", 1.0), ("b", 4.0))]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     before, process = torch.get_num_threads(), subprocess.Popen(["sleep", "60"], env=starter | {"IS": "up"})
-    while b"IS=up" not in Path(f"/proc/{process.pid}/environ").read_bytes():
-        time.sleep(0.01)  # Popen returns a moment before Linux shows it
+    environ = Path(f"/proc/{process.pid}/environ")
+    wait_until(lambda: b"IS=up" in environ.read_bytes())  # Popen returns a moment before Linux shows it
     monkeypatch.setattr(os, "getppid", lambda: process.pid)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for name, value in ((SET if gpus is not None else {}) | own | {"RAY_RAYLET_PID": str(process.pid)}).items():
@@ -96,14 +86,10 @@ def test_every_launcher_sets_it_before_its_first_group(monkeypatch: pytest.Monke
     """Workers of a cluster that runs have it too: test_launchers.py."""
     name, seen = "TORCH_NCCL_ASYNC_ERROR_HANDLING", list[str | None]()
     for function in ("_under_torchrun", "_in_a_run"):
-        monkeypatch.setattr(train, function, lambda *_: seen.append(os.environ.get(name)))
-    nothing: Any = SimpleNamespace()
+        monkeypatch.setattr(train, function, lambda *_: seen.append(os.environ.pop(name)))
     for launcher in ("torchrun", "local", "ray"):
-        monkeypatch.delenv(name, raising=False)
-        train.train(config(f"launcher={launcher}", "run.name=x"), nothing)
+        train.train(config(f"launcher={launcher}", "run.name=x"), Mock())
     assert seen == ["2"] * 3
-    monkeypatch.delenv(name)
-    assert connect._share_environment()[name] == "2"
 
 
 @pytest.mark.gpu
