@@ -10,14 +10,12 @@ import pytest
 from app.launchers.blame import rank_behind
 from app.launchers.heartbeats import Hang, HangDetector
 from app.launchers.supervisor import Supervisor
-from app.launchers.workers import Status
+from app.launchers.workers import Status, WorkerInfo
 
 # --- heartbeats -------------------------------------------------------------------------------------------------------
 
 
-def status(
-    step: int = 9, phase: str = "training", *, ticks: int = 0, waiting: bool = False, age: float = 0.5
-) -> Status:
+def status(step: int = 9, phase: str = "training", ticks: int = 0, waiting: bool = False, age: float = 0.5) -> Status:
     return Status(phase, step, ticks, waiting, age)
 
 
@@ -71,11 +69,11 @@ def test_when_it_is_a_hang_and_who_holds_up_the_others(
         assert hang.silent == {rank for rank, status in found.items() if status.age > 3}
 
 
-@pytest.mark.parametrize("change", [status(10), status(phase="saving"), status(ticks=1)])
-def test_any_sign_of_progress_ends_a_pause(change: Status) -> None:
-    detector, now = trained(2.0, QUICK)
-    for seconds, second in ((0.0, TRAINS), (3.9, TRAINS), (3.95, change), (7.5, change)):
-        assert detector.update({0: TRAINS, 1: second}, now + seconds) is None
+def test_any_sign_of_progress_ends_a_pause() -> None:
+    for change in (status(10), status(phase="saving"), status(ticks=1)):
+        detector, now = trained(2.0, QUICK)
+        for seconds, second in ((0.0, TRAINS), (3.9, TRAINS), (3.95, change), (7.5, change)):
+            assert detector.update({0: TRAINS, 1: second}, now + seconds) is None
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
@@ -108,6 +106,9 @@ def at(**reached: tuple[int, ...]) -> str:
 
 RECV, SEND = "nccl:recv 1<-0", "nccl:send 0->1"
 AHEAD = at(world=(9, 7))
+CHAIN = {0: at(tp01=(5, 5), dp02=(3, 2)), 1: at(tp01=(5, 5), dp13=(3, 2))}
+# 3 stands still; 2 waits for it under tensor parallelism, and 0 and 1 for both under data parallelism
+CHAIN |= {2: at(tp23=(5, 4), dp02=(2, 2)), 3: at(tp23=(4, 4), dp13=(2, 2))}
 CASES: dict[str, tuple[dict[int, str], int | None, str]] = {
     # the others have asked for two more, and wait in .cpu()
     "asked": ({0: AHEAD, 1: AHEAD, 2: at(world=(7, 7)), 3: AHEAD}, 2, "collective 7 asked for"),
@@ -117,28 +118,14 @@ CASES: dict[str, tuple[dict[int, str], int | None, str]] = {
     "nothing asked yet": ({0: AHEAD, 1: AHEAD, 2: AHEAD, 3: at()}, 3, "collective 0 asked for"),
     "all alike": (dict.fromkeys(range(4), AHEAD), None, ""),
     "no record": ({0: "", 1: ""}, None, ""),
-    # 3 stands still; 2 waits for it under tensor parallelism, and 0 and 1 for both under data parallelism
-    "a chain": (
-        {rank: at(tp01=(5, 5), **{dp: (3, 2)}) for rank, dp in enumerate(("dp02", "dp13"))}
-        | {2: at(tp23=(5, 4), dp02=(2, 2)), 3: at(tp23=(4, 4), dp13=(2, 2))},
-        3,
-        "in group",
-    ),
+    "a chain": (CHAIN, 3, "in group"),
     # each waits for the other: the records do not tell who was wrong
     "a circle": ({0: at(tp01=(3, 2), world=(2, 2)), 1: at(tp01=(2, 2), world=(3, 2))}, None, ""),
     # the record is full, and what it had of a group that is seldom used has left it
     "full": ({0: at(world=(9, 9), tp01=(1, 1)), 1: record(*upto("world", 9, 9)[3:], first=500)}, None, ""),
-    "gloo": (
-        {r: record(*upto("0", 3 - r, 3, name="gloo:all_reduce"), ranks={}) for r in (0, 1)},
-        1,
-        "collective 2 asked for",
-    ),
+    "gloo": ({r: record(*upto("0", 3 - r, 3, name="gloo:all_reduce"), ranks={}) for r in (0, 1)}, 1, "2 asked for"),
     # a group of the same name was there before, and had come further
-    "a group before": (
-        {r: record(*upto("world", 9 - r, 9), *upto("world", 3 - r, 2, pg_id=1)) for r in (0, 1)},
-        1,
-        "collective 2 asked for",
-    ),
+    "again": ({r: record(*upto("world", 9, 9), *upto("world", 3 - r, 2, pg_id=1)) for r in (0, 1)}, 1, "2 asked for"),
     "not sent": ({0: at(), 1: record(entry("world", 1, SCHEDULED, RECV))}, 0, "what rank 1 waits to receive"),
     "sent": ({r: record(entry("world", 1, SCHEDULED, name)) for r, name in enumerate((SEND, RECV))}, None, ""),
     "received": ({0: at(), 1: record(entry("world", 1, COMPLETED, RECV))}, None, ""),
@@ -146,9 +133,8 @@ CASES: dict[str, tuple[dict[int, str], int | None, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_rank_that_the_others_wait_for(case: str) -> None:
-    records, rank, why = CASES[case]
+@pytest.mark.parametrize(("records", "rank", "why"), CASES.values(), ids=CASES)
+def test_the_rank_that_the_others_wait_for(records: dict[int, str], rank: int | None, why: str) -> None:
     found = rank_behind(records)
     assert (found.rank if found else None) == rank and (found is None or why in found.why)
 
@@ -156,18 +142,16 @@ def test_the_rank_that_the_others_wait_for(case: str) -> None:
 @pytest.mark.parametrize(
     ("silent", "case", "ended", "said"),
     [
-        (frozenset(), "asked", 2, "worker 2 is behind in group world"),
-        (frozenset(), "all alike", 0, "worker 0 has been training"),
-        (frozenset({0}), "asked", 0, "worker 0 has been training"),  # it has no record
+        ([], "asked", 2, "worker 2, process 0 on , is behind in group world"),
+        ([], "all alike", 0, "worker 0, process 0 on , has been training"),
+        ([0], "asked", 0, "worker 0, process 0 on , has been training"),  # it has no record
     ],
 )
-def test_a_hang_is_laid_to_that_rank_and_not_to_rank_0(
-    silent: frozenset[int], case: str, ended: int, said: str
-) -> None:
+def test_a_hang_is_laid_to_that_rank_and_not_to_rank_0(silent: list[int], case: str, ended: int, said: str) -> None:
     """All wait in `.cpu()`, where heartbeats name the first rank."""
     workers = mock.Mock(restartable=True, ask={"flight_recorder": CASES[case][0], "stack": {}}.get)
     supervisor = Supervisor(workers, mock.Mock(step=9))
-    supervisor.infos = {rank: mock.Mock(rank=rank, __str__=lambda self: f"worker {self.rank}") for rank in range(4)}
-    blamed = supervisor._end_hang(Hang(0, "has been training after step 9 for 20 s without progress", silent))
+    supervisor.infos = {rank: WorkerInfo(rank, 0, "", "") for rank in range(4)}
+    blamed = supervisor._end_hang(Hang(0, "has been training for 20 s without progress", frozenset(silent)))
     assert list(blamed) == [ended] and str(blamed[ended]).startswith(said)
-    assert [info.rank for info in workers.kill.call_args[0][0]] == [ended]
+    assert workers.kill.call_args == mock.call([supervisor.infos[ended]])
