@@ -38,9 +38,9 @@ class Site:
         self.before = host.left()
         self.note: Callable[[str, object], None]
 
-    def run(self, *words: str) -> None:
-        """A program of the host, to its end; in its own mounts and network."""
-        done = self.host.lab.run(0, list(words))
+    def run(self, commands: str) -> None:
+        """The host's shell, to its end; in its own mounts and network."""
+        done = self.host.lab.run(0, ["timeout", "20", "sh", "-c", commands])
         assert done.returncode == 0, done.stdout + done.stderr
 
     def begin(self, storage: Path, *more: str, env: dict[str, str] | None = None) -> Started:
@@ -122,7 +122,7 @@ def test_a_clusters_head_is_killed_and_comes_back(site: Site, storage: Path) -> 
     with cluster_head(site) as head:
         run = site.begin(storage, env=env)
         reached(storage / "run", some_step("head"))
-        for process in head():
+        for process in (*head.children(recursive=True), head):
             with contextlib.suppress(psutil.NoSuchProcess):
                 kill(process)
         assert run.wait() == 1 and run.lines.when("run the same command again to continue", 10), run.lines.text
@@ -133,16 +133,12 @@ def test_a_clusters_head_is_killed_and_comes_back(site: Site, storage: Path) -> 
 
 
 @contextlib.contextmanager
-def cluster_head(site: Site) -> Iterator[Callable[[], list[psutil.Process]]]:
-    """A Ray head on the host; gives what belongs to it."""
+def cluster_head(site: Site) -> Iterator[psutil.Process]:
+    """A Ray head on the host."""
     started = site.host.start(program=HEAD, env={"RAY_AUTH_MODE": "disabled"})
     started.lines.when("Ray runtime started", 90)
-
-    def processes() -> list[psutil.Process]:
-        return [*started.process.children(recursive=True), started.process]
-
     try:
-        yield processes
+        yield started.process
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             started.process.send_signal(signal.SIGTERM)
@@ -150,62 +146,32 @@ def cluster_head(site: Site) -> Iterator[Callable[[], list[psutil.Process]]]:
         shutil.rmtree(f"/proc/{site.host.lab.first_process(0)}/root/tmp/ray", ignore_errors=True)
 
 
-@contextlib.contextmanager
-def mounted(site: Site, storage: Path, how: str) -> Iterator[Path]:
-    """At `storage` a file system of its own of 64 MB, on a loop device where it is to hang; gives where it is for this
-    process."""
+STORAGES = {  # what is done to it, for how many seconds, and what undoes it
+    "full": ("head -c 64M /dev/zero > {0}/ballast || true", 4, "rm {0}/ballast"),
+    "read-only": ("mount --bind {0} {0}; until mount -o remount,bind,ro {0}; do sleep 0.05; done", 4, "umount -l {0}"),
+    "hanging": ("fsfreeze -f {0}", 12, "fsfreeze -u {0}"),
+    "gone": ("mount -t tmpfs tmpfs {0}", 8, "umount {0}"),  # as where a server went: an empty folder is in its place
+}
+
+
+@pytest.mark.parametrize("how", STORAGES)
+def test_the_storage(site: Site, storage: Path, how: str) -> None:
+    """It is a file system of its own on a loop device."""
+    (disturb, seconds, mend), image, kept = STORAGES[how], storage.with_suffix(".img"), storage.with_suffix(".kept")
     storage.mkdir()
-    words = ["-t", "tmpfs", "-o", "size=64m", "tmpfs"]
-    if how == "hangs":
-        image = str(storage.with_suffix(".img"))
-        site.run("truncate", "-s", "64M", image)
-        site.run("mkfs.ext4", "-q", image)
-        words = ["-o", "loop", image]
-    site.run("mount", *words, str(storage))
+    site.run(f"truncate -s 64M {image} && mkfs.ext4 -q {image} && mount -o loop {image} {storage}")
+    seen = Path(f"/proc/{site.host.lab.first_process(0)}/root{storage}")  # where it is for this process
     try:
-        yield Path(f"/proc/{site.host.lab.first_process(0)}/root{storage}")
-    finally:
-        site.run("umount", "-l", str(storage))
-
-
-def full(site: Site, storage: Path, seen: Path) -> None:
-    with contextlib.suppress(OSError):
-        (seen / "ballast").write_bytes(bytes(64 << 20))
-    time.sleep(4)
-    (seen / "ballast").unlink()
-
-
-def read_only(site: Site, storage: Path, seen: Path) -> None:
-    site.run("mount", "--bind", str(storage), str(storage))
-    unless_busy = f"until mount -o remount,bind,ro {storage}; do sleep 0.05; done"  # a file is open for writing
-    site.run("timeout", "20", "sh", "-c", unless_busy)
-    time.sleep(4)
-    site.run("umount", "-l", str(storage))
-
-
-def hangs(site: Site, storage: Path, seen: Path) -> None:
-    site.run("fsfreeze", "-f", str(storage))
-    time.sleep(12)
-    site.run("fsfreeze", "-u", str(storage))
-
-
-def gone(site: Site, storage: Path, seen: Path) -> None:
-    """As a network file system whose server went: an empty folder is there in its place."""
-    site.run("mount", "-t", "tmpfs", "tmpfs", str(storage))
-    time.sleep(8)
-    site.run("umount", str(storage))
-
-
-@pytest.mark.parametrize("how", [full, read_only, hangs, gone])
-def test_the_storage(site: Site, storage: Path, how: Callable[[Site, Path, Path], None]) -> None:
-    with mounted(site, storage, how.__name__) as seen:
         run = site.two_ranks(storage)
-        reached(seen / "run", some_step(how.__name__))
-        how(site, storage, seen)
-        code = run.wait()
-        assert code == 0, run.lines.text
-        shutil.copytree(seen / "run" / "model", storage.with_suffix(".kept") / "run" / "model")
-    site.row(f"the storage: {how.__name__.replace('_', '-')} for a while", run, storage.with_suffix(".kept"))
+        reached(seen / "run", some_step(how))
+        site.run(disturb.format(storage))
+        time.sleep(seconds)
+        site.run(mend.format(storage))
+        assert run.wait() == 0, run.lines.text
+        shutil.copytree(seen / "run" / "model", kept / "run" / "model")
+    finally:
+        site.run(f"umount -l {storage}")
+    site.row(f"the storage: {how} for a while", run, kept)
 
 
 FILES = {".metadata", "COMMIT.json", "__0_0.distcp", "__1_0.distcp"}  # the table, the marker, each rank's shards

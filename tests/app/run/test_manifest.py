@@ -22,9 +22,6 @@ from app.run.progress import ProgressFile
 from app.tracking.settings import Settings
 from app.tracking.tracker import Tracker
 
-EVENT = {"step": 30, "steps": 50, "loss": 0.25, "rate": 1200.0, "unit": "samples", "seconds_left": 20.0}
-EVENT |= {"memory_bytes": 5e8, "evaluated": {"loss": 0.5}}
-
 
 def start(folder: Path, name: str = "kept", **more: Any) -> Run:
     return Run(Config(task="language_modelling", run=RunConfig(name=name, storage=str(folder)), **more))
@@ -38,7 +35,8 @@ def begin(folder: Path, name: str = "kept", **more: Any) -> Run:
 
 def step(run: Run) -> None:
     progress = ProgressFile(run.storage, run.attempt)
-    progress.note(EVENT)
+    progress.note({"step": 30, "steps": 50, "loss": 0.25, "rate": 1200.0, "unit": "samples", "seconds_left": 20.0})
+    progress.note({"memory_bytes": 5e8, "evaluated": {"loss": 0.5}})
     progress.close()
 
 
