@@ -65,7 +65,7 @@ ROWS: dict[str, tuple[list[str], Act, Act, set[int], str]] = {
     "an error in the user's code": ([*FAILS, "task=tests.tasks:Raises"], nothing, nothing, {1}, "would not help"),
     "not finite": ([*FAILS, "task=tests.tasks:Infinite"], nothing, nothing, {1}, "not finite at step 4 on rank 1"),
     "a wrong key": ([*TRAIN, "optimizer.lrr=1"], nothing, nothing, {2}, "did you mean"),
-    "a layout that cannot be": ([*TRAIN, "strategy=tensor", "parallel.tp=3"], nothing, nothing, {2}, "parallel.tp"),
+    "a layout that cannot be": ([*TRAIN, "strategy=tensor", "parallel.tp=3"], nothing, nothing, {2}, "product is 2"),
     "Ctrl-C": (TRAIN, trains, send(INT), {130}, "run the same command again"),
     "Ctrl-C twice": (TRAIN, trains, send(INT, times=2), {130}, ""),
     "Ctrl-C while it starts": (TRAIN, starts, send(INT), {130}, ""),
