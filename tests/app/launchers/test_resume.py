@@ -99,6 +99,7 @@ def test_half_precision_learns_and_what_mlflow_gets(one: tuple[Path, Ended], mon
     (model,) = mlflow.search_logged_models([run.info.experiment_id], output_format="list")
     loaded = mlflow.pytorch.load_model(f"models:/{model.model_id}")
     assert same_bits(loaded.state_dict(), weights(folder))
+    assert CliRunner().invoke(group, ["profile", str(folder)]).exit_code == 2, "it has none"
 
 
 @pytest.mark.parametrize(
