@@ -41,16 +41,18 @@ def send(number: int, times: int = 1) -> Act:
     return act
 
 
-def take_over(host: Host, run: Started, storage: Path) -> None:
-    again = host.start(*TRAIN, f"run.storage={storage}", "--take-over")
-    assert again.wait() == 0 and "taking the run over from process" in again.lines.text, again.lines.text
-    assert "continuing after step" in again.lines.text, again.lines.text
+def take_over(*words: str, stopped: bool = False) -> Act:
+    def act(host: Host, run: Started, storage: Path) -> None:
+        if stopped:
+            run.process.send_signal(signal.SIGSTOP)
+        again = host.start(*words, f"run.storage={storage}", "--take-over")
+        again.lines.when("taking the run over from process")
+        again.lines.when("continuing after step")
+        if stopped:
+            run.process.send_signal(signal.SIGCONT)
+        assert again.wait() == 0, again.lines.text
 
-
-def take_over_stopped(host: Host, run: Started, storage: Path) -> None:
-    run.process.send_signal(signal.SIGSTOP)
-    take_over(host, run, storage)
-    run.process.send_signal(signal.SIGCONT)
+    return act
 
 
 TRAIN = ["train", *RUN, PACE, *TWO]
@@ -76,8 +78,8 @@ ROWS: dict[str, tuple[list[str], Act, Act, set[int], str]] = {
     "the driver is killed while it starts": (TRAIN, starts, send(KILL), {137, -KILL}, ""),
     "the driver is killed, under Ray Train": (IN_RAY_TRAIN, trains, send(KILL), {137, -KILL}, ""),
     "a worker is killed": (TRAIN, trains, lambda host, _, at: kill(host.worker(at, 1)), {0}, "starting again"),
-    "taken over": (TRAIN, trains, take_over, {1}, "was taken over by process"),
-    "taken over while it is stopped": (TRAIN, trains, take_over_stopped, {1}, "was taken over by process"),
+    "taken over": (TRAIN, trains, take_over(*TRAIN), {1}, "was taken over by process"),
+    "taken over while it is stopped": (LOCAL, trains, take_over(*LOCAL, stopped=True), {1}, "was taken over by"),
     "one process, SIGTERM": (LOCAL, trains, send(TERM), {130}, "run the same command again"),
     "one process, killed": (LOCAL, trains, send(KILL), {137, -KILL}, ""),
     "parity, Ctrl-C": (PARITY, compares, send(INT), {130, 143}, ""),
