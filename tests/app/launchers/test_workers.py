@@ -2,7 +2,6 @@
 threads beside GPUs, of which none is needed here; and their environment."""
 
 import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -28,7 +27,7 @@ from strategies.layout import ParallelDims
 from strategies.parallelize import choose
 from tests.chain import config
 from tests.cluster.test_pending import node
-from tests.running import ROOT, environment, wait_until
+from tests.running import ROOT, environment
 
 ONE, TWO = {"CPU": 1.0}, {"CPU": 2.0}
 
@@ -134,6 +133,7 @@ def test_gpus_left_idle_are_named() -> None:
     assert "computes on CPUs, but the cluster has 8 GPUs" in unused.notes[0]
 
 
+Env = dict[str, str]
 SET, THREE, TORCHRUN = {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "3"}, {"TORCHELASTIC_RUN_ID": "x"}
 
 
@@ -155,31 +155,29 @@ SET, THREE, TORCHRUN = {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "3"}, {"TOR
     ],
 )
 def test_a_worker_takes_its_share_unless_the_user_has_said(
-    monkeypatch: pytest.MonkeyPatch, gpus: float | None, own: dict[str, str], starter: dict[str, str], taken: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: float | None, own: Env, starter: Env, taken: int
 ) -> None:
     """On a node of 8 cores and 4 GPUs. gpus: that a worker has in Ray. own, starter: the environment that is asked for,
-    and that of the process which starts it."""
+    and that of the process which starts it, as Linux shows it."""
     for module in (ray_workers, threads):
         monkeypatch.setattr(module, "usable_cores", lambda: 8)
     has = {"get_node_id.return_value": "b", "get_assigned_resources.return_value": {"GPU": gpus} if gpus else {}}
     monkeypatch.setattr(ray, "get_runtime_context", Mock(return_value=Mock(runtime_env={"env_vars": own}, **has)))
     nodes = [{"NodeID": name, "Resources": {"GPU": gpus}} for name, gpus in (("a", 1.0), ("b", 4.0))]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    before, process = torch.get_num_threads(), subprocess.Popen(["sleep", "60"], env=starter | {"IS": "up"})
-    environ = Path(f"/proc/{process.pid}/environ")
-    wait_until(lambda: b"IS=up" in environ.read_bytes())  # Popen returns a moment before Linux shows it
-    monkeypatch.setattr(os, "getppid", lambda: process.pid)
+    (tmp_path / "environ").write_text("".join(f"{name}={value}\0" for name, value in {"A": "1", **starter}.items()))
+    monkeypatch.setattr(threads, "Path", {"/proc/77/environ": tmp_path / "environ"}.__getitem__)
+    monkeypatch.setattr(os, "getppid", lambda: 77)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    for name, value in ((SET if gpus is not None else {}) | own | {"RAY_RAYLET_PID": str(process.pid)}).items():
+    for name, value in ((SET if gpus is not None else {}) | own | {"RAY_RAYLET_PID": "77"}).items():
         monkeypatch.setenv(name, value)
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         threads.take_share_of_node(4) if gpus is None else ray_workers.work_in("/nowhere")
         assert (os.environ["OMP_NUM_THREADS"], torch.get_num_threads()) == (str(taken), taken)
     finally:
         torch.set_num_threads(before)
-        process.kill()
-        process.wait()
 
 
 def test_what_is_set_where_the_user_has_set_nothing() -> None:
@@ -213,6 +211,8 @@ def test_every_launcher_sets_it_before_its_first_group(monkeypatch: pytest.Monke
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_allocator_takes_it_also_once_torch_is_imported() -> None:
+    import subprocess  # not above: what starts no process is `pure`
+
     code = "import torch; from cluster.environment import set_defaults; set_defaults(); torch.zeros(1, device='cuda');"
     code += "print([segment['is_expandable'] for segment in torch.cuda.memory_snapshot()])"
     env = {name: value for name, value in environment().items() if "ALLOC_CONF" not in name}
