@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from app.cli import group
 from app.config_io import load_config
 from app.run.manifest import Run
+from tests.app.kit import training_of
 from tests.running import (
     LONG,
     Ended,
@@ -66,36 +67,44 @@ def assert_unbroken(storage: Path, truth: Path, ended: Ended) -> None:
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory, ray_environment: dict[str, str]) -> tuple[Path, Ended]:
-    """The folder, and what was said, of one worker in half precision that nothing disturbs."""
-    own, storage = [*LOCAL, "task_args.slow_while=/no", "tracking.log_model=true"], tmp_path_factory.mktemp("one")
-    return storage / "run", trireme(*command(storage, *own), "--json", env=ray_environment)
-
-
-@pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
     """Of two workers under torchrun."""
     storage = tmp_path_factory.mktemp("two")
     return storage / "run", torchrun(*command(storage, *TWO, "task_args.slow_while=/no"))
 
 
-def test_half_precision_learns_and_what_mlflow_gets(one: tuple[Path, Ended], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_is_killed_and_goes_on_and_what_mlflow_gets(
+    tmp_path: Path, ray_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In half precision; to the last bit as a training in this process that nothing disturbs."""
     import mlflow
 
     monkeypatch.setattr(sys, "path", [*sys.path])  # loading a model puts its code first there: an older `app`
-    folder, ended = one
-    storage = folder.parent
+    slow, folder = tmp_path / "slow", tmp_path / "run"
+    arguments = command(tmp_path, *LOCAL, f"task_args.slow_while={slow}", "tracking.log_model=true")
+    slow.touch()
+    process = start_soon(arguments, env=ray_environment)
+    wait_until(lambda: committed(folder))
+    process.send_signal(signal.SIGKILL)
+    process.wait(LONG)
+    slow.unlink()
+    ended = trireme(*arguments, "--json", env=ray_environment)
     assert ended.code == 0, ended.err
     outcome = ended.json
-    assert outcome["status"] == "finished" and outcome["mlflow"]["complete"]
-    run = mlflow_run(storage, "run")
+    assert outcome["status"] == "finished" and outcome["mlflow"]["complete"] and outcome["summary"]["resumed_from"] > 0
+    truth, events = training_of(load_config([], arguments[1:]), tmp_path / "truth")
+    truth.run()
+    assert same_bits(weights(folder), truth.parallel.full_model_state())
+    told = [event for event in events if event["type"] == "metrics"]
+    for metric in ("train/loss", "eval/loss"):
+        alone = {event["step"]: event["values"][metric] for event in told if metric in event["values"]}
+        assert STEPS in alone and curve(tmp_path, "run", metric) == alone
+    run, losses = mlflow_run(tmp_path, "run"), curve(tmp_path, "run")
     assert run.info.status == "FINISHED" and run.info.run_id == outcome["mlflow"]["run_id"]
-    assert run.data.params["train.steps"] == str(STEPS) and run.data.params["train.global_batch_size"] == "16"
-    assert {"train/loss", "train/grad_norm", "train/lr", "train/samples_per_second"} <= set(run.data.metrics)
-    assert {"eval/loss", "eval/accuracy"} <= set(run.data.metrics)
-    losses = curve(storage, "run")
     assert losses[STEPS] < losses[1]
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{storage}/mlflow.db")
+    assert run.data.params["train.steps"] == str(STEPS) and run.data.params["train.global_batch_size"] == "16"
+    assert {"train/grad_norm", "train/lr", "train/samples_per_second", "eval/accuracy"} <= set(run.data.metrics)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     (model,) = mlflow.search_logged_models([run.info.experiment_id], output_format="list")
     loaded = mlflow.pytorch.load_model(f"models:/{model.model_id}")
     assert same_bits(loaded.state_dict(), weights(folder))
@@ -105,7 +114,6 @@ def test_half_precision_learns_and_what_mlflow_gets(one: tuple[Path, Ended], mon
 @pytest.mark.parametrize(
     ("more", "kill_worker", "number"),
     [
-        (LOCAL, False, signal.SIGKILL),
         (RAY, True, signal.SIGINT),
         pytest.param(RAY, False, signal.SIGKILL, marks=SLOW),
         pytest.param(ACTORS, True, signal.SIGINT, marks=SLOW),
@@ -114,14 +122,14 @@ def test_half_precision_learns_and_what_mlflow_gets(one: tuple[Path, Ended], mon
 )
 def test_a_worker_is_killed_then_the_command_and_run_again(
     tmp_path: Path,
-    request: pytest.FixtureRequest,
+    two: tuple[Path, Ended],
     ray_environment: dict[str, str],
     more: list[str],
     kill_worker: bool,
     number: int,
 ) -> None:
-    """To the last bit as the undisturbed run, which for two workers is one of another launcher. A Ray of the driver's
-    own is killed with it, every process at once, and the run goes on in another."""
+    """To the last bit as the undisturbed run of another launcher. A Ray of the driver's own is killed with it, every
+    process at once, and the run goes on in another."""
     slow, folder = tmp_path / "slow", tmp_path / "run"
     arguments = command(tmp_path, *more, f"task_args.slow_while={slow}")
     slow.touch()
@@ -142,10 +150,10 @@ def test_a_worker_is_killed_then_the_command_and_run_again(
     again = trireme(*arguments, env=ray_environment)
     said = "continuing after step" if number == signal.SIGKILL else f"continuing after step {at}"
     assert again.code == 0 and said in again.out, again.out + again.err
-    assert_unbroken(tmp_path, *request.getfixturevalue("one" if more is LOCAL else "two"))
+    assert_unbroken(tmp_path, *two)
     inputs = mlflow_run(tmp_path, "run").inputs.dataset_inputs
     assert sorted(each.tags[0].value for each in inputs) == ["evaluation", "training"]
-    assert more is LOCAL or min(curve(tmp_path, "run", "train/noise_scale").values()) > 0
+    assert min(curve(tmp_path, "run", "train/noise_scale").values()) > 0
 
 
 def test_a_run_is_trained_by_one_command_and_once_finished_trained_further(tmp_path: Path) -> None:

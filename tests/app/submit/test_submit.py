@@ -48,6 +48,7 @@ NOWHERE = ["--address", "http://127.0.0.1:9"]
         (["submit", *POINTS, "--cluster", "aws", "workers=65", "resources_per_worker.GPU=1"], "room for 64"),
         (["submit", *POINTS, *NOWHERE], "cannot be used (Failed to connect"),
         (["queue", *NOWHERE], "cannot be used (Failed to connect"),
+        (["submit", "stop", "raysubmit_x", *NOWHERE], "cannot be used (Failed to connect"),
         (["submit", *POINTS, "--queue", "--dry-run"], "MLFLOW_TRACKING_PASSWORD is a secret"),
         (["submit", *POINTS, "--queue", "--cluster", str(ROOT / "cluster" / "kuberay-cluster.yaml")], "takes a RayJob"),
         (["submit", *POINTS, "tracking.uri=http://me:planted@host"], "tracking.uri holds a secret"),
