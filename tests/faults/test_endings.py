@@ -15,6 +15,23 @@ pytestmark = NEEDS_LAB
 Act = Callable[[Host, Started, Path], object]
 
 
+def starts(host: Host, run: Started, storage: Path) -> None:
+    run.lines.when("")
+    time.sleep(2)
+
+
+def trains(host: Host, run: Started, storage: Path) -> None:
+    reached(storage / "run", 10)
+
+
+def compares(host: Host, run: Started, storage: Path) -> None:
+    wait_until(lambda: any("trireme-parity-" in path for path in host.left()["temporary"]))
+
+
+def nothing(host: Host, run: Started, storage: Path) -> None:
+    """It ends by itself."""
+
+
 def send(number: int, times: int = 1) -> Act:
     def act(host: Host, run: Started, storage: Path) -> None:
         for _ in range(times):
@@ -24,38 +41,49 @@ def send(number: int, times: int = 1) -> Act:
     return act
 
 
-def taken_over(host: Host, run: Started, storage: Path) -> None:
-    again = host.start("train", *RUN, PACE, *TWO, f"run.storage={storage}", "--take-over")
-    assert again.wait() == 0, again.lines.text
+def take_over(*words: str, stopped: bool = False) -> Act:
+    def act(host: Host, run: Started, storage: Path) -> None:
+        if stopped:
+            run.process.send_signal(signal.SIGSTOP)
+        again = host.start(*words, f"run.storage={storage}", "--take-over")
+        again.lines.when("taking the run over from process")
+        again.lines.when("continuing after step")
+        if stopped:
+            run.process.send_signal(signal.SIGCONT)
+        assert again.wait() == 0, again.lines.text
+
+    return act
 
 
-def nothing(host: Host, run: Started, storage: Path) -> None:
-    """It ends by itself."""
-
-
-LOCAL = ["launcher=local"]
+TRAIN = ["train", *RUN, PACE, *TWO]
+IN_RAY_TRAIN = [*TRAIN, "launcher=ray"]
+LOCAL = ["train", *RUN, PACE, "launcher=local"]
+FAILS = ["train", *RUN, *TWO, "task_args.good_steps=3"]
+PARITY = ["parity", "task=tests.tasks:Points", "train.global_batch_size=16", "--rows=ddp,fsdp", "--steps=500"]
 TERM, KILL, INT, HUP = signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP
-STARTS, TRAINS, NEVER = range(3)  # when it happens; never: it ends before it has trained
-ROWS: dict[str, tuple[list[str], int, Act, set[int]]] = {
-    "finishes": (TWO, TRAINS, nothing, {0}),
-    "finishes, under Ray Train": ([*TWO, "launcher=ray"], TRAINS, nothing, {0}),
-    "an error in the user's code": ([*TWO, "task=tests.tasks:Raises", "task_args.good_steps=3"], NEVER, nothing, {1}),
-    "a loss that is not finite": ([*TWO, "task=tests.tasks:Infinite", "task_args.good_steps=3"], NEVER, nothing, {1}),
-    "a wrong key": ([*TWO, "optimizer.lrr=1"], NEVER, nothing, {2}),
-    "a layout that cannot be": ([*TWO, "strategy=tensor", "parallel.tp=3"], NEVER, nothing, {2}),
-    "Ctrl-C": (TWO, TRAINS, send(INT), {130}),
-    "Ctrl-C twice": (TWO, TRAINS, send(INT, times=2), {130}),
-    "Ctrl-C while it starts": (TWO, STARTS, send(INT), {130}),
-    "SIGTERM": (TWO, TRAINS, send(TERM), {130}),
-    "SIGTERM while it starts": (TWO, STARTS, send(TERM), {130, 143}),
-    "SIGHUP": (TWO, TRAINS, send(HUP), {129, -HUP}),
-    "the driver is killed": (TWO, TRAINS, send(KILL), {137, -KILL}),
-    "the driver is killed while it starts": (TWO, STARTS, send(KILL), {137, -KILL}),
-    "the driver is killed, under Ray Train": ([*TWO, "launcher=ray"], TRAINS, send(KILL), {137, -KILL}),
-    "a worker is killed": (TWO, TRAINS, lambda host, run, storage: kill(host.worker(storage, 1)), {0}),
-    "taken over": (TWO, TRAINS, taken_over, {1}),
-    "one process, SIGTERM": (LOCAL, TRAINS, send(TERM), {130}),
-    "one process, killed": (LOCAL, TRAINS, send(KILL), {137, -KILL}),
+ROWS: dict[str, tuple[list[str], Act, Act, set[int], str]] = {
+    "finishes": (TRAIN, trains, nothing, {0}, ""),
+    "finishes, under Ray Train": (IN_RAY_TRAIN, trains, nothing, {0}, ""),
+    "an error in the user's code": ([*FAILS, "task=tests.tasks:Raises"], nothing, nothing, {1}, "would not help"),
+    "not finite": ([*FAILS, "task=tests.tasks:Infinite"], nothing, nothing, {1}, "not finite at step 4 on rank 1"),
+    "a wrong key": ([*TRAIN, "optimizer.lrr=1"], nothing, nothing, {2}, "did you mean"),
+    "a layout that cannot be": ([*TRAIN, "strategy=tensor", "parallel.tp=3"], nothing, nothing, {2}, "product is 2"),
+    "Ctrl-C": (TRAIN, trains, send(INT), {130}, "run the same command again"),
+    "Ctrl-C twice": (TRAIN, trains, send(INT, times=2), {130}, ""),
+    "Ctrl-C while it starts": (TRAIN, starts, send(INT), {130}, ""),
+    "SIGTERM": (TRAIN, trains, send(TERM), {130}, "run the same command again"),
+    "SIGTERM while it starts": (TRAIN, starts, send(TERM), {130, 143}, ""),
+    "SIGHUP": (TRAIN, trains, send(HUP), {129, -HUP}, ""),
+    "the driver is killed": (TRAIN, trains, send(KILL), {137, -KILL}, ""),
+    "the driver is killed while it starts": (TRAIN, starts, send(KILL), {137, -KILL}, ""),
+    "the driver is killed, under Ray Train": (IN_RAY_TRAIN, trains, send(KILL), {137, -KILL}, ""),
+    "a worker is killed": (TRAIN, trains, lambda host, _, at: kill(host.worker(at, 1)), {0}, "starting again"),
+    "taken over": (TRAIN, trains, take_over(*TRAIN), {1}, "was taken over by process"),
+    "taken over while it is stopped": (LOCAL, trains, take_over(*LOCAL, stopped=True), {1}, "was taken over by"),
+    "one process, SIGTERM": (LOCAL, trains, send(TERM), {130}, "run the same command again"),
+    "one process, killed": (LOCAL, trains, send(KILL), {137, -KILL}, ""),
+    "parity, Ctrl-C": (PARITY, compares, send(INT), {130, 143}, ""),
+    "parity, SIGTERM": (PARITY, compares, send(TERM), {130, 143}, ""),
 }
 
 
@@ -67,21 +95,14 @@ def host() -> Iterator[Host]:
 
 KINDS = "processes, sockets, shared memory, temporary files: during, after"
 HEAD = f"{'how the run ended':<40} {'code':>5}  {KINDS}; seconds"
-Note = Callable[[str, object], None]
 
 
 @pytest.mark.parametrize("how", ROWS)
-def test_nothing_is_left(how: str, host: Host, record_property: Note) -> None:
-    more, when, act, codes = ROWS[how]
-    storage = host.lab.shared / how.replace(" ", "-").replace(",", "").replace("'", "")
-    before = host.left()
-    own_task = any(word.startswith("task=") for word in more)
-    run = host.start("train", *RUN, *([] if own_task else [PACE]), *more, f"run.storage={storage}")
-    if when == STARTS:
-        run.lines.when("")
-        time.sleep(2)
-    elif when == TRAINS:
-        reached(storage / "run", 10)
+def test_nothing_is_left(how: str, host: Host, record_property: Callable[[str, object], None]) -> None:
+    words, until, act, codes, says = ROWS[how]
+    storage, before = host.lab.shared / "".join(filter(str.isalnum, how)), host.left()
+    run = host.start(*words, f"run.storage={storage}")
+    until(host, run, storage)
     act(host, run, storage)
     during = {kind: len(ones) - len(before[kind]) for kind, ones in host.left().items()}
     code = run.wait()
@@ -89,18 +110,5 @@ def test_nothing_is_left(how: str, host: Host, record_property: Note) -> None:
     counts = [f"{during[kind]:>3} {len(left[kind])}" for kind in left]
     record_property(HEAD, f"{how:<40} {code:>5}  {'   '.join(counts)}  {seconds:>4.1f}")
     assert not any(left.values()), f"{left}\n{run.lines.text}"
-    assert code in codes, run.lines.text
-
-
-@pytest.mark.parametrize("number", [INT, TERM])
-def test_parity_leaves_nothing(host: Host, record_property: Note, number: int) -> None:
-    before = host.left()
-    words = ["task=tests.tasks:Points", "train.global_batch_size=16", "--rows", "ddp,fsdp", "--workers", "2"]
-    run = host.start("parity", *words, "--steps", "500")
-    wait_until(lambda: any("trireme-parity-" in path for path in host.left()["temporary"]))
-    run.process.send_signal(number)
-    code = run.wait()
-    left, seconds = host.settled(before)
-    record_property(HEAD, f"{f'parity, {signal.Signals(number).name}':<40} {code:>5}  {left}  {seconds:>4.1f}")
-    assert not any(left.values()), f"{left}\n{run.lines.text}"
-    assert code in (130, 143)
+    assert code in codes and says in run.lines.text, run.lines.text
+    assert how != "not finite" or "starting again" not in run.lines.text, "it would be so again"

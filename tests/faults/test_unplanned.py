@@ -38,9 +38,9 @@ class Site:
         self.before = host.left()
         self.note: Callable[[str, object], None]
 
-    def run(self, *words: str) -> None:
-        """A program of the host, to its end; in its own mounts and network."""
-        done = self.host.lab.run(0, list(words))
+    def run(self, commands: str) -> None:
+        """The host's shell, to its end; in its own mounts and network."""
+        done = self.host.lab.run(0, ["timeout", "20", "sh", "-c", commands])
         assert done.returncode == 0, done.stdout + done.stderr
 
     def begin(self, storage: Path, *more: str, env: dict[str, str] | None = None) -> Started:
@@ -122,7 +122,7 @@ def test_a_clusters_head_is_killed_and_comes_back(site: Site, storage: Path) -> 
     with cluster_head(site) as head:
         run = site.begin(storage, env=env)
         reached(storage / "run", some_step("head"))
-        for process in head():
+        for process in (*head.children(recursive=True), head):
             with contextlib.suppress(psutil.NoSuchProcess):
                 kill(process)
         assert run.wait() == 1 and run.lines.when("run the same command again to continue", 10), run.lines.text
@@ -133,16 +133,12 @@ def test_a_clusters_head_is_killed_and_comes_back(site: Site, storage: Path) -> 
 
 
 @contextlib.contextmanager
-def cluster_head(site: Site) -> Iterator[Callable[[], list[psutil.Process]]]:
-    """A Ray head on the host; gives what belongs to it."""
+def cluster_head(site: Site) -> Iterator[psutil.Process]:
+    """A Ray head on the host."""
     started = site.host.start(program=HEAD, env={"RAY_AUTH_MODE": "disabled"})
     started.lines.when("Ray runtime started", 90)
-
-    def processes() -> list[psutil.Process]:
-        return [*started.process.children(recursive=True), started.process]
-
     try:
-        yield processes
+        yield started.process
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             started.process.send_signal(signal.SIGTERM)
@@ -150,93 +146,52 @@ def cluster_head(site: Site) -> Iterator[Callable[[], list[psutil.Process]]]:
         shutil.rmtree(f"/proc/{site.host.lab.first_process(0)}/root/tmp/ray", ignore_errors=True)
 
 
-@contextlib.contextmanager
-def mounted(site: Site, storage: Path, how: str) -> Iterator[Path]:
-    """At `storage` a file system of its own of 64 MB, on a loop device where it is to hang; gives where it is for this
-    process."""
+STORAGES = {  # what is done to it, for how many seconds, and what undoes it
+    "full": ("head -c 64M /dev/zero > {0}/ballast || true", 4, "rm {0}/ballast"),
+    "read-only": ("mount --bind {0} {0}; until mount -o remount,bind,ro {0}; do sleep 0.05; done", 4, "umount -l {0}"),
+    "hanging": ("fsfreeze -f {0}", 12, "fsfreeze -u {0}"),
+    "gone": ("mount -t tmpfs tmpfs {0}", 8, "umount {0}"),  # as where a server went: an empty folder is in its place
+}
+
+
+@pytest.mark.parametrize("how", STORAGES)
+def test_the_storage(site: Site, storage: Path, how: str) -> None:
+    """It is a file system of its own on a loop device."""
+    (disturb, seconds, mend), image, kept = STORAGES[how], storage.with_suffix(".img"), storage.with_suffix(".kept")
     storage.mkdir()
-    words = ["-t", "tmpfs", "-o", "size=64m", "tmpfs"]
-    if how == "hangs":
-        image = str(storage.with_suffix(".img"))
-        site.run("truncate", "-s", "64M", image)
-        site.run("mkfs.ext4", "-q", image)
-        words = ["-o", "loop", image]
-    site.run("mount", *words, str(storage))
+    site.run(f"truncate -s 64M {image} && mkfs.ext4 -q {image} && mount -o loop {image} {storage}")
+    seen = Path(f"/proc/{site.host.lab.first_process(0)}/root{storage}")  # where it is for this process
     try:
-        yield Path(f"/proc/{site.host.lab.first_process(0)}/root{storage}")
-    finally:
-        site.run("umount", "-l", str(storage))
-
-
-def full(site: Site, storage: Path, seen: Path) -> None:
-    with contextlib.suppress(OSError):
-        (seen / "ballast").write_bytes(bytes(64 << 20))
-    time.sleep(4)
-    (seen / "ballast").unlink()
-
-
-def read_only(site: Site, storage: Path, seen: Path) -> None:
-    site.run("mount", "--bind", str(storage), str(storage))
-    unless_busy = f"until mount -o remount,bind,ro {storage}; do sleep 0.05; done"  # a file is open for writing
-    site.run("timeout", "20", "sh", "-c", unless_busy)
-    time.sleep(4)
-    site.run("umount", "-l", str(storage))
-
-
-def hangs(site: Site, storage: Path, seen: Path) -> None:
-    site.run("fsfreeze", "-f", str(storage))
-    time.sleep(12)
-    site.run("fsfreeze", "-u", str(storage))
-
-
-def gone(site: Site, storage: Path, seen: Path) -> None:
-    """As a network file system whose server went: an empty folder is there in its place."""
-    site.run("mount", "-t", "tmpfs", "tmpfs", str(storage))
-    time.sleep(8)
-    site.run("umount", str(storage))
-
-
-@pytest.mark.parametrize("how", [full, read_only, hangs, gone])
-def test_the_storage(site: Site, storage: Path, how: Callable[[Site, Path, Path], None]) -> None:
-    with mounted(site, storage, how.__name__) as seen:
         run = site.two_ranks(storage)
-        reached(seen / "run", some_step(how.__name__))
-        how(site, storage, seen)
-        code = run.wait()
-        assert code == 0, run.lines.text
-        shutil.copytree(seen / "run" / "model", storage.with_suffix(".kept") / "run" / "model")
-    site.row(f"the storage: {how.__name__.replace('_', '-')} for a while", run, storage.with_suffix(".kept"))
+        reached(seen / "run", some_step(how))
+        site.run(disturb.format(storage))
+        time.sleep(seconds)
+        site.run(mend.format(storage))
+        assert run.wait() == 0, run.lines.text
+        shutil.copytree(seen / "run" / "model", kept / "run" / "model")
+    finally:
+        site.run(f"umount -l {storage}")
+    site.row(f"the storage: {how} for a while", run, kept)
 
 
-@pytest.fixture(scope="module")
-def half(site: Site) -> Path:
-    """A run that was stopped on its way."""
-    storage = site.host.lab.shared / "half"
-    run = site.two_ranks(storage)
+FILES = {".metadata", "COMMIT.json", "__0_0.distcp", "__1_0.distcp"}  # the table, the marker, each rank's shards
+
+
+def test_the_newest_checkpoint_is_damaged(site: Site, storage: Path) -> None:
+    """A bit in each of its files: all ranks go on from the one before."""
+    half = site.two_ranks(storage)
     reached(storage / "run", 30)
-    run.process.send_signal(signal.SIGTERM)
-    assert run.wait() != 0 and "run the same command again to continue" in run.lines.text, run.lines.text
-    assert {path.name for path in newest(storage).iterdir()} == set(FILES)
-    return storage
-
-
-FILES = (".metadata", "COMMIT.json", "__0_0.distcp", "__1_0.distcp")  # the table, the marker, each rank's shards
-
-
-def newest(storage: Path) -> Path:
-    (found,) = (storage / "run" / "checkpoints").glob(f"step-{committed(storage / 'run')[-1]:08}-*")
-    return found
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_the_newest_checkpoint_is_damaged(site: Site, half: Path, storage: Path, file: str) -> None:
-    """All ranks go on from the one before."""
-    shutil.copytree(half, storage)
-    steps = committed(storage / "run")
-    flip(newest(storage) / file)
-    run = site.two_ranks(storage)
-    site.row(f"the newest checkpoint: a bit flipped in {file}", run, storage)
-    assert f"continuing after step {steps[-2]}" in run.lines.text and "is skipped" in run.lines.text, run.lines.text
+    half.process.send_signal(signal.SIGTERM)
+    assert half.wait() != 0 and "run the same command again to continue" in half.lines.text, half.lines.text
+    before, last = committed(storage / "run")[-2:]
+    (newest,) = (storage / "run" / "checkpoints").glob(f"step-{last:08}-*")
+    assert {file.name for file in newest.iterdir()} == FILES
+    for file in newest.iterdir():
+        copy = shutil.copytree(storage, storage.with_name(f"flipped-{file.name}"))
+        flip(copy / file.relative_to(storage))
+        run = site.two_ranks(copy)
+        site.row(f"the newest checkpoint: a bit flipped in {file.name}", run, copy)
+        assert f"continuing after step {before}" in run.lines.text and "is skipped" in run.lines.text, run.lines.text
 
 
 def test_two_drivers_at_once(site: Site, storage: Path) -> None:
@@ -311,36 +266,39 @@ def test_the_kernel_ends_a_worker_for_want_of_memory(site: Site, storage: Path) 
     site.row("out of memory, by the kernel", run, storage, "same bits as of its task")
 
 
-def test_two_hosts_are_cut_off_from_each_other(site: Site) -> None:
-    """The run goes on with the host that is left, and with both when the other is back: one curve."""
-    disabled = {"RAY_AUTH_MODE": "disabled"}
-    health = {"RAY_health_check_period_ms": "1000", "RAY_health_check_failure_threshold": "3"}
-    health |= {f"RAY_health_check_{name}": "2000" for name in ("initial_delay_ms", "timeout_ms")}
-    with Lab(2) as lab:
-        first, second, storage = Host(lab, 0), Host(lab, 1), lab.shared / "runs"
-        address = f"{lab.address(0)}:6399"
+@pytest.mark.parametrize("launcher", ["ray", "actors"])
+def test_hosts_are_cut_off_and_come_back(site: Site, launcher: str) -> None:
+    """The run goes on with three hosts, with two, and with all four when the others are back: one curve."""
+    env = {"RAY_AUTH_MODE": "disabled", "RAY_health_check_period_ms": "1000"}
+    env |= {"RAY_health_check_failure_threshold": "3", "RAY_health_check_timeout_ms": "2000"}
+    with Lab(4) as lab:
+        hosts, storage, address = [Host(lab, n) for n in range(4)], lab.shared / "runs", f"{lab.address(0)}:6399"
 
-        def node(host: Host, *own: str, env: dict[str, str]) -> None:
+        def join(host: Host, *own: str) -> None:
             words = ["start", *own, f"--node-ip-address={lab.address(host.number)}", "--num-cpus=1", "--block"]
-            program = [HEAD[0], *words, "--object-store-memory=100000000"]
-            host.start(program=program, env=env).lines.when("Ray runtime started", 90)
+            node = host.start(program=[HEAD[0], *words, "--object-store-memory=100000000"], env=env)
+            node.lines.when("Ray runtime started", 90)
 
-        node(first, "--head", "--port=6399", "--include-dashboard=false", env=disabled | health)
-        node(second, f"--address={address}", env=disabled)
-        env = {"RAY_ADDRESS": address, **disabled}
-        plain = "task=tests.tasks:Plain"  # without dropout, which differs between one worker and two
-        words = ["train", *RUN, PACE, plain, "workers=2", "strategy=ddp", "train.steps=600", "fault.elastic_seconds=5"]
-        run = first.start(*words, f"run.storage={storage}", env=env)
+        join(hosts[0], "--head", "--port=6399", "--include-dashboard=false")
+        for host in hosts[1:]:
+            join(host, f"--address={address}")
+        plain = ["task=tests.tasks:Plain", "train.global_batch_size=12"]  # no dropout, which differs between workers
+        words = ["train", *RUN, PACE, *plain, "strategy=ddp", "train.steps=600", "fault.elastic_seconds=5"]
+        own = [f"launcher={launcher}", "workers=4", f"run.storage={storage}"]
+        run = hosts[0].start(*words, *own, env=env | {"RAY_ADDRESS": address})
         reached(storage / "run", some_step("partition"))
-        lab.cut(1)
-        run.lines.when("continuing with 1 of 2 workers", 90)
-        lab.mend(1)
-        node(second, f"--address={address}", env=disabled)
-        run.lines.when("continuing with 2 of 2 workers", 90)
+        for number in (3, 2):
+            lab.cut(number)
+            run.lines.when(f"continuing with {number} of 4 workers", 90)
+            reached(storage / "run", committed(storage / "run")[-1] + 10)
+        for number in (3, 2):
+            lab.mend(number)
+            join(hosts[number], f"--address={address}")
+        run.lines.when("continuing with 4 of 4 workers", 90)
         assert run.wait() == 0, run.lines.text
-        alone = first.start(
-            *words, "launcher=local", "workers=1", "task_args.step_seconds=0", f"run.storage={lab.shared / 'one'}"
-        )
-        assert alone.wait() == 0, alone.lines.text
+        one = hosts[0].start(*words, "launcher=local", "task_args.step_seconds=0", f"run.storage={lab.shared / 'one'}")
+        assert one.wait() == 0, one.lines.text
         assert close(curve(storage, "run"), curve(lab.shared / "one", "run"), 1e-4)
-        site.row("two hosts cut off from each other", run, storage, "same curve, with 1 and 2 workers")
+        workers = list(curve(storage, "run", "fault/workers").values())
+        assert workers[:2] == [3.0, 2.0] and workers[-1] == 4.0, "the two that come may be taken one by one"
+        site.row(f"hosts cut off from each other, {launcher}", run, storage, "same curve, with 4, 3, 2, 4 workers")

@@ -22,9 +22,6 @@ from app.run.progress import ProgressFile
 from app.tracking.settings import Settings
 from app.tracking.tracker import Tracker
 
-EVENT = {"step": 30, "steps": 50, "loss": 0.25, "rate": 1200.0, "unit": "samples", "seconds_left": 20.0}
-EVENT |= {"memory_bytes": 5e8, "evaluated": {"loss": 0.5}}
-
 
 def start(folder: Path, name: str = "kept", **more: Any) -> Run:
     return Run(Config(task="language_modelling", run=RunConfig(name=name, storage=str(folder)), **more))
@@ -38,7 +35,8 @@ def begin(folder: Path, name: str = "kept", **more: Any) -> Run:
 
 def step(run: Run) -> None:
     progress = ProgressFile(run.storage, run.attempt)
-    progress.note(EVENT)
+    progress.note({"step": 30, "steps": 50, "loss": 0.25, "rate": 1200.0, "unit": "samples", "seconds_left": 20.0})
+    progress.note({"memory_bytes": 5e8, "evaluated": {"loss": 0.5}})
     progress.close()
 
 
@@ -72,16 +70,13 @@ def test_of_several_that_start_at_one_moment_one_trains(tmp_path: Path) -> None:
     starts = [start(tmp_path) for _ in range(6)]
     barrier = threading.Barrier(len(starts))
 
-    def refusal(own: Run) -> str:
+    def open_(own: Run) -> None:
         barrier.wait()
-        try:
-            own.open(own.config, 5)
-        except UserError as error:
-            return str(error)
-        return ""
+        own.open(own.config, 5)
 
     with ThreadPoolExecutor(len(starts)) as pool:
-        refused = [said for said in pool.map(refusal, starts) if said]
+        opened = [pool.submit(open_, own) for own in starts]
+    refused = [str(each.exception()) for each in opened if isinstance(each.exception(), UserError)]
     (winner,) = [own for own in starts if is_current(own.folder, own.attempt)]
     assert len(refused) == len(starts) - 1 and f"by process {os.getpid()} on " in refused[0]
     assert "at step 0 of 5: wait for it, add --take-over" in refused[0]
@@ -98,31 +93,26 @@ def test_a_run_that_never_trained_may_become_another(tmp_path: Path) -> None:
         start(tmp_path, train=TrainConfig(seed=1))
 
 
-def test_a_run_is_starting_then_running_then_finished_and_starting_again(tmp_path: Path) -> None:
-    run = begin(tmp_path)
+def test_a_run_is_starting_then_running_then_lost_or_finished_and_starting_again(tmp_path: Path) -> None:
+    run, lease = begin(tmp_path), tmp_path / "kept" / "lease.json"
     assert look(run.storage).state == "starting"
     step(run)
     seen = look(run.storage)
     assert (seen.state, seen.step, seen.steps, seen.loss) == ("running", 30, 50, 0.25)
     assert seen.evaluated == {"loss": 0.5} and f"process {os.getpid()} on " in seen.driver
-    run.end("finished", {"step": 50, "metrics": {}})
-    assert look(run.storage).state == "finished" and not look(run.storage).driver
-    again = begin(tmp_path)
-    assert (look(again.storage).state, look(again.storage).step) == ("starting", 30), "an earlier start's progress"
-    again.end("stopped")
-
-
-def test_a_run_without_a_living_driver_is_lost(tmp_path: Path) -> None:
-    run, lease = begin(tmp_path), tmp_path / "kept" / "lease.json"
     for change, silent_for, state in [
         ({"process_started": 1.0}, 0.0, "lost"),  # another process of that number
-        ({"host": "far.away"}, LEASE_SECONDS / 2, "starting"),
+        ({"host": "far.away"}, LEASE_SECONDS / 2, "running"),
         ({"host": "far.away"}, LEASE_SECONDS + 5, "lost"),
     ]:
         lease.write_text(json.dumps(json.loads(lease.read_text()) | change))
         os.utime(lease, (time.time() - silent_for,) * 2)
         assert look(run.storage).state == state
-    run.end("stopped")
+    run.end("finished", {"step": 50, "metrics": {}})
+    assert look(run.storage).state == "finished" and not look(run.storage).driver
+    again = begin(tmp_path)
+    assert (look(again.storage).state, look(again.storage).step) == ("starting", 30), "an earlier start's progress"
+    again.end("stopped")
 
 
 def test_runs_and_watch_say_how_it_is_and_what_is_not_there(tmp_path: Path) -> None:

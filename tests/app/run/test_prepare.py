@@ -28,31 +28,17 @@ def prepared(*more: str) -> Prepared:
 
 
 @pytest.mark.parametrize(
-    ("share", "stages", "schedule", "size"),
-    [
-        (12, 2, "1f1b", 2),  # 6: 8 would be uneven
-        (12, 4, "interleaved_1f1b", 1),  # 12, a multiple of 4
-        (3, 4, "1f1b", 1),  # fewer than stages: the schedule has its say
-        (17, 2, "1f1b", 2),  # 9, the last one smaller
-    ],
-)
-def test_micro_batches_that_nobody_decided(share: int, stages: int, schedule: str, size: int) -> None:
-    assert default_micro_batch_size(share, stages, schedule) == size
-
-
-@pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["strategy=ddp", "train.global_batch_size=16"], []),
-        (["strategy=ddp", "train.global_batch_size=2"], ["computes one sample per step"]),
-        (["strategy=ddp", "train.global_batch_size=10000"], ["but the data has"]),
-        ([*PIPELINE, *TRACED], ["parallel.trace_step is 50, but the run has 5 steps: no step is traced"]),
-        (["strategy=ddp", "train.steps=5", "schedule.warmup_steps=9"], ["is 9, but the run has 5 steps: the learning"]),
+        (["strategy=ddp", "train.global_batch_size=2"], "computes one sample per step"),
+        (["strategy=ddp", "train.global_batch_size=10000"], "but the data has"),
+        ([*PIPELINE, *TRACED], "parallel.trace_step is 50, but the run has 5 steps: no step is traced"),
+        (["strategy=ddp", "train.steps=5", "schedule.warmup_steps=9"], "is 9, but the run has 5 steps: the learning"),
     ],
 )
-def test_remarks_on_the_batch_and_the_length(more: list[str], said: list[str]) -> None:
-    notes = prepared(*more).notes
-    assert len(notes) == len(said) and all(part in note for part, note in zip(said, notes, strict=True))
+def test_remarks_on_the_batch_and_the_length(more: list[str], said: str) -> None:
+    (note,) = prepared(*more).notes
+    assert said in note and not prepared("strategy=ddp", "train.global_batch_size=16").notes
 
 
 @pytest.mark.parametrize(
@@ -67,10 +53,7 @@ def test_remarks_on_the_batch_and_the_length(more: list[str], said: list[str]) -
         ([WRONG, "task_args.what=misnamed", *PIPELINE, "parallel.schedule=zbv"], "names the block"),
         ([WRONG, "task_args.what=twice", *PIPELINE], "the task calls the model twice"),
         ([WRONG, "task_args.what=twice in metrics", *PIPELINE], "the task calls the model twice"),
-        (
-            [*GPT, *RING, "task_args.sequence_length=130"],
-            "130 tokens.*4 equal pieces: write a sequence length of 128 or",
-        ),
+        ([*GPT, *RING, "task_args.sequence_length=130"], "130 tokens.*4 equal pieces: write a sequence length of 128"),
         ([*GPT, "strategy=fsdp", "parallel.ep=2"], "parallel.ep is 2, but GPT has no experts that can be split"),
         ([*GPT, *SPLIT, "parallel.context=ulysses", "task_args.n_heads=3"], "3 heads over .* = 2 .*context=ring"),
         ([WRONG, "task_args.what=fork", *SPLIT], "Net cannot be told where in the sequence its tokens are"),
@@ -81,6 +64,13 @@ def test_remarks_on_the_batch_and_the_length(more: list[str], said: list[str]) -
 def test_what_does_not_fit_the_model_is_known_before_a_worker_starts(more: list[str], said: str) -> None:
     with pytest.raises((LayoutError, UserError), match=said):
         prepared(*more)
+
+
+def test_micro_batches_that_nobody_decided() -> None:
+    assert default_micro_batch_size(12, 2, "1f1b") == 2, "6: 8 would be uneven"
+    assert default_micro_batch_size(12, 4, "interleaved_1f1b") == 1, "12, a multiple of 4"
+    assert default_micro_batch_size(3, 4, "1f1b") == 1, "fewer than stages: the schedule has its say"
+    assert default_micro_batch_size(17, 2, "1f1b") == 2, "9, the last one smaller"
 
 
 def test_a_deepspeed_file_is_read_before_a_worker_starts(tmp_path: Path) -> None:

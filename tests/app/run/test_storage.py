@@ -5,7 +5,6 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -77,35 +76,26 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     assert storage.read_bytes("marker") == b"old" and storage.list() == ["marker"]
 
 
-def test_a_file_whose_writing_fails_does_not_appear_on_s3(bucket: str) -> None:
-    storage = Storage(bucket).join("torn")
-    with pytest.raises(ValueError, match="stop"):
-        with HashedFiles(storage).create_stream("half", "wb") as stream:
-            stream.write(b"half")
-            raise ValueError("stop")
-    del stream
-    assert storage.list() == []
-
-
-def test_failures_on_s3(bucket: str) -> None:
-    """In a sentence; those of other places: test_bad_input.py."""
+def test_what_fails_on_s3_is_a_sentence_and_leaves_no_half_a_file(bucket: str) -> None:
+    """Sentences for other places: test_bad_input.py."""
     with pytest.raises(UserError, match=r"s3://absent/runs cannot be written \(The specified bucket does not exist\)"):
         Storage("s3://absent/runs").check_writable()
     with pytest.raises(CheckpointError, match="The specified bucket does not exist"):
         save("s3://absent/runs", 1)
+    storage = Storage(bucket).join("torn")
+    with pytest.raises(ValueError, match="stop"), HashedFiles(storage).create_stream("half", "wb") as stream:
+        stream.write(b"half")
+        raise ValueError("stop")
+    del stream
+    assert storage.list() == []
 
 
-def train(
-    storage: Path,
-    *more: str,
-    heed: Callable[[dict[str, Any]], object] = lambda event: None,
-    opened: Callable[[], object] = lambda: None,
-) -> dict[str, Any]:
+def train(storage: Path, *more: str, heed: Any = lambda event: None, opened: Any = lambda: None) -> dict[str, Any]:
     """The summary of 20 steps in this process. heed: is told all events. opened: called before the worker begins."""
     own = ["task=tests.tasks:Points", "train.global_batch_size=16", "train.steps=20", "checkpoint.every_steps=5"]
     config = load_config([], [*own, "run.name=run", f"run.storage={storage}", "strategy=single", *more])
     run, channel = Run(config), SilentChannel()
-    channel.emit = heed  # type: ignore[method-assign, assignment]
+    channel.emit = heed  # type: ignore[method-assign]
     prepared = prepare(config, read_task(config), 1, devices_per_node=None)
     run.open(prepared.config, prepared.steps)
     job = Job(config, prepared.layout, run.folder, run.attempt, run.manifest.uid, prepared.steps, ".", leased=True)
@@ -142,35 +132,24 @@ def test_a_storage_that_is_away_fails_checkpoints_and_not_the_run_and_a_start_wa
     assert failed.endswith("training continues, and the next one is tried when it is due")
 
 
-@pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """full: whether there is no room now for a piece of a checkpoint."""
-    state: dict[str, Any] = {}
-    write = HashingStream.write
+def test_a_full_disk_is_waited_for_and_else_fails_the_last_checkpoint_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, full = HashingStream.write, iter([True])
 
     def perhaps(self: HashingStream, data: Any) -> int:
-        if state["full"]():
+        if next(full, False) or committed(tmp_path / "stays") == [5]:
             self.cause = OSError(28, "No space left on device")
             raise self.cause
         return write(self, data)
 
     monkeypatch.setattr(HashingStream, "write", perhaps)
     monkeypatch.setattr(persistence, "RETRY_SECONDS", (0.01, 0.01, 0.01))
-    return state
-
-
-def test_room_that_comes_back_after_the_last_step_is_waited_for(tmp_path: Path, disk: dict[str, Any]) -> None:
-    answers = iter([True])
-    disk["full"] = lambda: next(answers, False)
-    assert train(tmp_path, "checkpoint.every_steps=null")["step"] == 20
-    assert committed(tmp_path / "run") == [20] and next(answers, None) is None
-
-
-def test_a_disk_that_stays_full_fails_the_last_checkpoint_in_a_sentence(tmp_path: Path, disk: dict[str, Any]) -> None:
-    disk["full"] = lambda: bool(committed(tmp_path / "run"))
+    assert train(tmp_path, "run.name=waits", "checkpoint.every_steps=null")["step"] == 20
+    assert committed(tmp_path / "waits") == [20] and next(full, None) is None, "there was room again at the end"
     with pytest.raises(CheckpointError, match=r"step 20 in .* could not be saved \(No space left on device\)"):
-        train(tmp_path)
-    assert committed(tmp_path / "run") == [5], "what was committed before is untouched"
+        train(tmp_path, "run.name=stays")
+    assert committed(tmp_path / "stays") == [5], "what was committed before is untouched"
 
 
 def test_a_start_that_is_superseded_commits_nothing_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,21 +1,24 @@
-"""`trireme submit`: what is refused before it is sent, what goes along, and jobs on a real job server."""
+"""`trireme submit` and its queue: what is refused, what goes along, who is next; and jobs on real job servers."""
 
+import dataclasses
 import json
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
+import yaml
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from app.errors import UserError
 from app.submit import submission
 from app.submit.client import Server
+from app.submit.queue import Book, Entry, Row, State, expected, first, line, state_of, victims
 from tests.running import (
     POINTS,
     ROOT,
@@ -24,24 +27,62 @@ from tests.running import (
     environment,
     finish,
     here,
+    mlflow_run,
     ray_head_with_jobs,
     start,
     trireme,
     wait_until,
 )
 
+NOWHERE = ["--address", "http://127.0.0.1:9"]
 
-def test_variables_go_by_name_and_secrets_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["submit"], "no experiment is given"),
+        (["submit", "{outside}"], f"experiment.yaml is not in {ROOT}"),
+        (["submit", *POINTS, "--env", "A=planted"], "takes a variable's name"),
+        (["submit", *POINTS, "--env", "NOT_THERE"], "NOT_THERE, which --env names, is not set"),
+        (["submit", *POINTS, "--working-dir", "/nowhere"], "there is no folder /nowhere"),
+        (["submit", *POINTS, "--cluster", "aws", "workers=65", "resources_per_worker.GPU=1"], "room for 64"),
+        (["submit", *POINTS, *NOWHERE], "cannot be used (Failed to connect"),
+        (["queue", *NOWHERE], "cannot be used (Failed to connect"),
+        (["submit", "stop", "raysubmit_x", *NOWHERE], "cannot be used (Failed to connect"),
+        (["submit", *POINTS, "--queue", "--dry-run"], "MLFLOW_TRACKING_PASSWORD is a secret"),
+        (["submit", *POINTS, "--queue", "--cluster", str(ROOT / "cluster" / "kuberay-cluster.yaml")], "takes a RayJob"),
+        (["submit", *POINTS, "tracking.uri=http://me:planted@host"], "tracking.uri holds a secret"),
+        (["submit", *POINTS, "task_args.hf_token=planted"], "task_args.hf_token holds a secret"),
+        (["submit", *POINTS, "task_args.note=sesame"], "task_args.note holds a secret"),
+        (["submit", *POINTS, "--address", "a", "--cluster", "b"], "--address and --cluster"),
+        (["submit", *POINTS, "--adress", "x"], "No such option"),
+    ],
+)
+def test_refused_before_anything_is_sent(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "sesame")
+    outside = tmp_path / "experiment.yaml"
+    outside.write_text("task: tabular\n")
+    ended = here(monkeypatch, capsys, *(word.format(outside=outside) for word in arguments))
+    assert ended.code == 2 and said in ended.err and "Usage" not in ended.err
+    assert not any(secret in ended.out + ended.err for secret in ("planted", "sesame"))
+
+
+def test_what_would_go_variables_by_name_and_secrets_apart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queued = here(monkeypatch, capsys, "submit", *POINTS, "--queue", "--dry-run", "--json").json
+    assert queued["runs"].startswith("python -m app.submit queue enter --id queue-")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://somebody:pass@host:5000")
-    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "planted")
-    monkeypatch.setenv("HF_TOKEN", "planted")
-    monkeypatch.setenv("COPIED", "planted")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    plain, secret = submission._variables(("HF_TOKEN", "COPIED", "NCCL_DEBUG"))
-    assert plain == {"NCCL_DEBUG": "INFO"}
-    assert set(secret) == {"HF_TOKEN", "COPIED", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_URI"}
-    with pytest.raises(UserError, match="NOT_THERE, which --env names, is not set"):
-        submission._variables(("NOT_THERE",))
+    for name in ("HF_TOKEN", "MLFLOW_TRACKING_TOKEN", "COPIED"):
+        monkeypatch.setenv(name, "planted")
+    named = [word for name in ("HF_TOKEN", "COPIED", "NCCL_DEBUG") for word in ("--env", name)]
+    out = here(monkeypatch, capsys, "submit", *POINTS, "run.name=x", *named, "--dry-run").out
+    secret = "COPIED (secret), HF_TOKEN (secret), MLFLOW_TRACKING_TOKEN (secret), MLFLOW_TRACKING_URI (secret)"
+    assert f"environment {secret}, NCCL_DEBUG\n" in out and "planted" not in out
+    assert "ships" in out and "task=tests.tasks:Points" in out
 
 
 def test_secrets_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,51 +147,107 @@ def test_a_refused_token_ends_the_following_at_once(monkeypatch: pytest.MonkeyPa
         submission.follow(lost, "job", str, str)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["submit"], "no experiment is given"),
-        (["submit", "{outside}"], f"experiment.yaml is not in {ROOT}"),
-        (["submit", *POINTS, "--env", "A=planted"], "takes a variable's name"),
-        (["submit", *POINTS, "--working-dir", "/nowhere"], "there is no folder /nowhere"),
-        (["submit", *POINTS, "--cluster", "aws", "workers=65", "resources_per_worker.GPU=1"], "room for 64"),
-        (["submit", *POINTS, "--address", "http://127.0.0.1:9"], "cannot be used (Failed to connect"),
-        (["queue", "--address", "http://127.0.0.1:9"], "cannot be used (Failed to connect"),
-        (["submit", *POINTS, "--queue", "--dry-run"], "MLFLOW_TRACKING_PASSWORD is a secret"),
-        (["submit", "stop", "raysubmit_x", "--address", "http://127.0.0.1:9"], "cannot be used (Failed to connect"),
-        (["submit", *POINTS, "tracking.uri=http://me:planted@host"], "tracking.uri holds a secret"),
-        (["submit", *POINTS, "task_args.hf_token=planted"], "task_args.hf_token holds a secret"),
-        (["submit", *POINTS, "task_args.note=sesame"], "task_args.note holds a secret"),
-        (["submit", *POINTS, "--address", "a", "--cluster", "b"], "--address and --cluster"),
-        (["submit", *POINTS, "--adress", "x"], "No such option"),
-    ],
-)
-def test_refused_before_anything_is_sent(
-    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "sesame")
-    outside = tmp_path / "experiment.yaml"
-    outside.write_text("task: tabular\n")
-    ended = here(monkeypatch, capsys, *(word.format(outside=outside) for word in arguments))
-    assert ended.code == 2 and said in ended.err and "Usage" not in ended.err
-    assert not any(secret in ended.out + ended.err for secret in ("planted", "sesame"))
-
-
-def test_a_dry_run_says_what_would_go(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    queued = here(monkeypatch, capsys, "submit", *POINTS, "--queue", "--dry-run", "--json").json
-    assert queued["runs"].startswith("python -m app.submit queue enter --id queue-")
-    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "planted")
-    out = here(monkeypatch, capsys, "submit", *POINTS, "run.name=x", "--dry-run").out
-    assert "ships" in out and "MLFLOW_TRACKING_TOKEN (secret)" in out and "planted" not in out
-    assert "task=tests.tasks:Points" in out
-
-
 def test_a_folder_with_a_package_called_app_does_not_hide_triremes(tmp_path: Path) -> None:
     for file, flag in (("mine.py", ""), ("app.py", "-P "), ("app/mine.py", "-P "), ("app/submit/__main__.py", "")):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()  # beside those before; the last is Trireme itself, which is shipped
         job = submission.prepare("train", ("task=app.mine:Mine",), [], run="x", folder=tmp_path)
         assert job.entrypoint == f"python {flag}-m app.submit train task=app.mine:Mine"
+
+
+# --- the queue -------------------------------------------------------------------------------------------------------
+
+
+def row(id: str, priority: int = 0, workers: int = 1, state: State = State.WAITING, **more: Any) -> Row:
+    left = more.pop("left", None)
+    known: dict[str, Any] = {"user": "ada", "words": (), "since": 0.0, "each": {"CPU": 1.0}, "job": id, "run": id}
+    return Row(Entry(id=id, priority=priority, workers=workers, **known | more), state, left)
+
+
+RUNS = State.RUNNING
+
+
+@pytest.mark.parametrize(
+    ("rows", "quotas", "chosen"),
+    [
+        ([row("b", since=2), row("a", since=1)], {}, "a"),
+        ([row("a", since=1), row("b", 5, since=2)], {}, "b"),
+        ([row("a", since=1, workers=99), row("b", since=2)], {}, "a"),  # nobody overtakes it, or it would starve
+        ([row("a"), row("s", state=State.STARTING)], {}, None),  # what it takes is not yet seen
+        ([row("a", since=1), row("b", since=2, user="bob"), row("r", state=RUNS)], {"ada": 1}, "b"),
+        ([row("a", since=1), row("r", state=RUNS)], {"*": 2}, "a"),
+        ([row("a", workers=2), row("r", state=RUNS)], {"*": 2, "ada": 3}, "a"),
+        ([row("a", workers=3), row("r", state=RUNS)], {"*": 2}, None),
+        ([row("a", since=1, state=State.LOST), row("b", since=2)], {}, "a"),
+    ],
+)
+def test_who_is_next(rows: list[Row], quotas: dict[str, int], chosen: str | None) -> None:
+    found = first(rows, quotas)
+    assert (found and found.entry.id) == chosen
+
+
+@pytest.mark.parametrize(
+    ("wants", "rows", "free", "stopped"),
+    [
+        (row("a", 5), [row("r", state=RUNS)], {}, ["r"]),
+        (row("a", 5), [row("r", 5, state=RUNS)], {}, []),
+        (row("a", 5, 3), [row("r", state=RUNS)], {"CPU": 1.0}, []),  # it would not be enough
+        (row("a", 5, 2), [row("r", state=RUNS)], {"CPU": 1.0}, ["r"]),
+        (row("a", 5), [row("old", state=RUNS, started=1.0), row("new", state=RUNS, started=2.0)], {}, ["new"]),
+        (row("a", 5), [row("new", 1, state=RUNS, started=2.0), row("low", state=RUNS, started=1.0)], {}, ["low"]),
+        (row("a", 5), [row("r", state=RUNS), row("s", state=State.STOPPING)], {}, []),
+        (row("a", 5), [row("r", state=State.STARTING)], {}, []),  # it has nothing to save yet
+    ],
+)
+def test_who_is_stopped_for_it(wants: Row, rows: list[Row], free: dict[str, float], stopped: list[str]) -> None:
+    assert [each.entry.id for each in victims(wants, [wants, *rows], free)] == stopped
+
+
+def test_when_each_is_expected_to_start() -> None:
+    runs = [row("r", workers=2, state=RUNS, left=60.0), row("s", workers=2, state=RUNS, left=20.0)]
+    waiting = [row("a", 5, workers=1), row("b", workers=3, since=1), row("c", workers=3, since=2)]
+    assert expected([*waiting, *runs], {}) == {"a": 20.0, "b": 60.0, "c": None}, "nobody knows how long b takes"
+    assert expected([*waiting[:1], row("r", state=RUNS)], {"CPU": 1.0}) == {"a": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("status", "entry", "steps", "state"),
+    [
+        ("RUNNING", {}, False, State.WAITING),
+        ("RUNNING", {"started": 100.0}, False, State.STARTING),
+        ("RUNNING", {"started": 100.0}, True, State.RUNNING),
+        ("RUNNING", {"started": 100.0, "stopped_for": "b"}, True, State.STOPPING),
+        ("STOPPED", {"started": 100.0, "stopped_for": "b"}, True, State.LOST),
+        ("SUCCEEDED", {"started": 100.0, "stopped_for": "b"}, True, State.OVER),
+        ("STOPPED", {"started": 100.0}, True, State.OVER),
+        (None, {"started": 100.0}, True, State.LOST),
+    ],
+)
+def test_what_a_job_says_about_its_entry(status: str | None, entry: dict[str, Any], steps: bool, state: State) -> None:
+    assert state_of(dataclasses.replace(row("a").entry, **entry), status, steps, 110.0) is state
+
+
+def test_it_is_kept_in_the_storage(tmp_path: Path) -> None:
+    book, entry = Book(str(tmp_path)), row("queue-a", 3, words=("x.yaml", "workers=2")).entry
+    book.write(entry)
+    for user, most in (("ada", 8), ("bob", 2), ("ada", None)):
+        book.set_quota(user, most)
+    again = Book(str(tmp_path))
+    assert again.entries() == [entry] and again.quotas() == {"bob": 2}
+    again.remove("queue-a")
+    assert line([]) == book.entries() == []
+
+
+def test_on_kubernetes_kueue_gets_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(ROOT / "cluster" / "kuberay-job.yaml")
+    words = ["submit", *POINTS, "run.name=x", "--queue", "--cluster", file, "--priority", "7"]
+    manifest = yaml.safe_load(here(monkeypatch, capsys, *words).out)
+    labels = {"kueue.x-k8s.io/queue-name": "gpus", "kueue.x-k8s.io/priority-class": "priority-7"}
+    assert manifest["metadata"]["labels"] == labels and manifest["spec"]["suspend"] is True
+    assert manifest["spec"]["entrypoint"] == f"trireme train {' '.join(POINTS)} run.name=x"
+
+
+# --- on real job servers ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -167,10 +264,8 @@ def test_a_job_is_followed_and_stopped_with_a_checkpoint_and_the_same_submit_goe
         assert node["storage_seen"] == [node["node_id"]] and node["versions"]["ray"], told.out
         bad = submit("bad", "train.steps=10", "train.global_batch_size=3", "strategy=ddp")
         assert bad.code == 2 and "does not divide" in bad.out, "the job's own exit status"
-        job, client = (
-            submit("long", "train.steps=100000", "--detach", "--json").json["job"],
-            JobSubmissionClient(dashboard),
-        )
+        client = JobSubmissionClient(dashboard)
+        job = submit("long", "train.steps=100000", "--detach", "--json").json["job"]
         assert client.get_job_info(job).metadata["trireme_run"] == "long", "the Ray job names its run"
         wait_until(lambda: "step 1/" in client.get_job_logs(job))
         follower = start(["submit", "logs", job], env=env)
@@ -185,9 +280,50 @@ def test_a_job_is_followed_and_stopped_with_a_checkpoint_and_the_same_submit_goe
         again = submit("long", f"train.steps={step + 5}")
         assert again.code == 0 and f"continuing after step {step:,}" in again.out, again.out + again.err
         assert f"step {step + 5:,}/{step + 5:,}" in again.out and "ships" in again.out
-        for words, said in (
-            (["stop", job], "has ended already: stopped"),
-            (["logs", "raysubmit_unknown"], "the job raysubmit_unknown cannot be found at"),
-        ):
-            refused = trireme("submit", *words, env=env)
-            assert refused.code == 2 and said in refused.err
+        refused = [trireme("submit", *words, env=env) for words in (("stop", job), ("logs", "raysubmit_unknown"))]
+        assert [ended.code for ended in refused] == [2, 2] and "has ended already: stopped" in refused[0].err
+        assert "the job raysubmit_unknown cannot be found at" in refused[1].err
+
+
+@pytest.mark.slow
+def test_three_users_runs_on_one_cluster(tmp_path: Path) -> None:
+    """Ada's run takes the whole cluster, so bob's waits. Eve's, of a higher priority, has ada's save and wait again.
+    Then the head is lost with all jobs: at the next one each goes on, by priority and age."""
+    slow, storage = tmp_path / "slow", f"run.storage={tmp_path}"
+    slow.touch()
+    run = ["submit", *POINTS, storage, "workers=2", "resources_per_worker.CPU=2", "strategy=ddp", "launcher=actors"]
+    run += ["train.steps=400", "checkpoint.every_seconds=5", "task_args.step_seconds=5", f"task_args.slow_while={slow}"]
+
+    def there(*words: str, **more: str) -> Ended:
+        return trireme(*words, env=environment(RAY_ADDRESS=dashboard, RAY_AUTH_MODE="disabled", **more))
+
+    def submit(user: str, *more: str) -> None:
+        sent = there(*run, f"run.name={user}", "--queue", "--detach", *more, LOGNAME=user)
+        assert sent.code == 0, sent.err
+
+    def queue() -> dict[str, Any]:
+        said = there("queue", "--storage", str(tmp_path), "--json")
+        assert said.code == 0, said.out + said.err
+        return {row["entry"]["run"]: row for row in cast(Any, said.json)}
+
+    with ray_head_with_jobs() as (_, dashboard):
+        submit("ada")
+        wait_until(lambda: committed(tmp_path / "ada"))
+        submit("bob")
+        wait_until(lambda: queue().get("bob", {}).get("starts_in") is not None)
+        assert queue()["ada"]["state"] == "running"
+        submit("eve", "--priority", "5")
+        wait_until(lambda: committed(tmp_path / "eve"))
+        wanted = {"eve": "running", "ada": "waiting", "bob": "waiting"}
+        wait_until(lambda: {name: row["state"] for name, row in queue().items()} == wanted)
+        at = {name: committed(tmp_path / name)[-1] for name in ("ada", "eve")}
+    slow.unlink()
+    with ray_head_with_jobs() as (_, dashboard):
+        sent = there("queue", "resume", "--storage", str(tmp_path))
+        assert "3 sent again" in sent.out, sent.out + sent.err
+        wait_until(lambda: all(committed(tmp_path / name)[-1:] == [400] for name in ("eve", "ada", "bob")))
+        wait_until(lambda: queue() == {})
+    ended = {name: (tmp_path / name / "model" / "weights.pt").stat().st_mtime for name in ("ada", "bob", "eve")}
+    assert sorted(ended, key=lambda name: ended[name]) == ["eve", "ada", "bob"]
+    for name, step in at.items():
+        assert int(mlflow_run(tmp_path, name).data.tags["trireme.resumed_from"]) >= step > 0
