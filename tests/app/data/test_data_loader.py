@@ -83,15 +83,12 @@ def test_ranks_have_the_samples_from_a_position_on_in_equal_micro_batches_howeve
     given: dict[str, Any] = {"batch": share * dp_size, "steps": 2, "samples_seen": seen, "micro_batch_size": micro}
     ranks = [load(kind(n), **given, dp_size=dp_size, dp_rank=rank) for rank in range(dp_size)]
     found = [part for step in range(2) for rank in ranks for part in rank[step]]
-    assert [len(part) for rank in ranks for part in numbers(rank[0])] == dp_size * cuts(share, micro or share)
+    sizes = [len(part) for part in torch.arange(share).split(micro or share)]
+    assert [len(part) for rank in ranks for part in numbers(rank[0])] == dp_size * sizes
     order = Order(n, 7).indices(seen, 2 * share * dp_size).tolist()
     assert [number for part in numbers(found) for number in part] == order
     values = [value for inputs, _ in found for value in inputs.flatten().tolist()]
     assert values == (list(range(seen, seen + len(order))) if kind is Positioned else order)
-
-
-def cuts(share: int, micro: int) -> list[int]:
-    return [micro] * (share // micro) + [share % micro] * (share % micro > 0)
 
 
 @pytest.mark.parametrize(("data_workers", "ahead"), [(0, 0), (1, 2)])
@@ -101,16 +98,13 @@ def test_an_exception_surfaces_in_next_and_no_thread_or_process_is_left(
     """As on a CPU, or, with `ahead`, on a GPU: from a thread."""
     monkeypatch.setattr(loader, "prefetched", partial(prefetched, ahead=ahead))
     others = set(multiprocessing.active_children())  # the session's warm pool
-
-    def training(broken: int | None = None) -> Generator[Any]:
-        return begun(Plain(10, broken), batch=2, steps=10_000, micro_batch_size=1, data_workers=data_workers)
-
-    batches = training(broken=3)
+    endless: dict[str, Any] = {"batch": 2, "steps": 10_000, "micro_batch_size": 1, "data_workers": data_workers}
+    batches = begun(Plain(10, broken=3), **endless)
     with pytest.raises(UserError, match="sample 3 is broken"):
         for _ in range(30):
             next(batches)
     assert list(batches) == []
-    batches = training()
+    batches = begun(Plain(10), **endless)
     next(batches)
     batches.close()
     assert list(batches) == []
@@ -185,12 +179,11 @@ def test_batches_arrive_on_the_gpu_unharmed() -> None:
 
 
 def test_a_batch_is_tensors_in_any_nesting() -> None:
-    Pair = namedtuple("Pair", "a b")
-    encoding = UserDict(ids=torch.ones(1))
-    batch = {"x": [torch.ones(3), "kept"], "pair": Pair(torch.zeros(2), 4), "none": None, "hf": encoding}
+    pair, encoding = namedtuple("Pair", "a b")(torch.zeros(2), 4), UserDict(ids=torch.ones(1))
+    batch = {"x": [torch.ones(3), "kept"], "pair": pair, "none": None, "hf": encoding}
     doubled = map_tensors(lambda tensor: tensor * 2, batch)
     assert doubled["x"][0].tolist() == [2, 2, 2] and doubled["x"][1] == "kept" and doubled["none"] is None
-    assert isinstance(doubled["pair"], Pair) and doubled["pair"].b == 4
+    assert type(doubled["pair"]) is type(pair) and doubled["pair"].b == 4
     assert isinstance(doubled["hf"], UserDict) and doubled["hf"]["ids"].item() == 2 and encoding["ids"].item() == 1
     assert [len(tensor) for tensor in tensors(batch)] == [3, 2, 1] and rows(batch) == 3
     with pytest.raises(UserError, match="holds no tensor"):
