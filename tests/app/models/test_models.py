@@ -110,8 +110,6 @@ def test_resnets_have_the_size_of_the_paper(depth: int, millions: float) -> None
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
 
 
-# --- a GPT's options ------------------------------------------------------------------------------------------------
-
 NARROW, FUSED = {"residual_in_fp32": False}, {"fused_projections": True}
 
 
@@ -192,8 +190,6 @@ def test_every_layout_trains_the_same_with_all_options(
     loss, norm, weights = (5e-6, 5e-5, 1e-3) if precision == "fp32" else (3e-3, 3e-2, 1.0)
     assert differs.loss <= loss and differs.norm <= norm and differs.weights <= weights, differs
 
-
-# --- compiled -------------------------------------------------------------------------------------------------------
 
 BLOCKS = [("bf16", "none", False), ("bf16", "selective", True), ("fp8", "selective", False)]
 
