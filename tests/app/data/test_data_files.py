@@ -193,9 +193,7 @@ def test_globs_lists_folders_below_and_pythons_library(tmp_path: Path, monkeypat
     assert find_files("python") == [files[name] for name in ("argparse.py", "json/a.py", "test.py", "z.py")]
 
 
-def test_bytes_are_tokens_made_once_and_again_when_a_text_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_are_tokens_made_once_until_a_text_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     second, first = write(tmp_path / "a.txt", "second"), write(tmp_path / "b.txt", b"first\xff\0")
     made = tokenise([first, second])
     assert bytes(made[0].windows([0], 13)[0].tolist()) == b"first\xff\0second" and made[0].dtype == "uint8"

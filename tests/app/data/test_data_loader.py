@@ -92,10 +92,8 @@ def test_ranks_have_the_samples_from_a_position_on_in_equal_micro_batches_howeve
 
 
 @pytest.mark.parametrize(("data_workers", "ahead"), [(0, 0), (1, 2)])
-def test_an_exception_surfaces_in_next_and_no_thread_or_process_is_left(
-    data_workers: int, ahead: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a CPU, or, with `ahead`, on a GPU: from a thread."""
+def test_an_exception_surfaces_and_nothing_is_left(data_workers: int, ahead: int, monkeypatch: Any) -> None:
+    """No thread and no process; as on a CPU, or, with `ahead`, on a GPU: from a thread."""
     monkeypatch.setattr(loader, "prefetched", partial(prefetched, ahead=ahead))
     others = set(multiprocessing.active_children())  # the session's warm pool
     endless: dict[str, Any] = {"batch": 2, "steps": 10_000, "micro_batch_size": 1, "data_workers": data_workers}
@@ -113,9 +111,7 @@ def test_an_exception_surfaces_in_next_and_no_thread_or_process_is_left(
 
 
 @pytest.mark.parametrize(("workers", "wrapped"), [(0, lambda data: Subset(data, range(16))), (1, lambda data: data)])
-def test_random_numbers_are_drawn_by_position_whatever_the_workers(
-    workers: int, wrapped: Callable[[Any], Dataset[Any]]
-) -> None:
+def test_random_numbers_are_drawn_by_position_whatever_the_workers(workers: int, wrapped: Any) -> None:
     """Also through a Subset, whose `__getitems__` is asked for a batch; and what does not draw is the same too."""
     noisy = wrapped(Plain(16, value=lambda index: torch.rand(1)))
     once = load(noisy, batch=8, steps=4, data_workers=workers)
@@ -130,9 +126,7 @@ def test_random_numbers_are_drawn_by_position_whatever_the_workers(
 
 
 @pytest.mark.parametrize("noisy", [True, False])
-def test_a_thread_makes_a_few_ahead_and_leaves_the_generators_to_training(
-    noisy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_makes_a_few_ahead_and_draws_nothing(noisy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: what draws is made between the steps, what does not in a thread that seeds nothing."""
     made: list[str] = []
 

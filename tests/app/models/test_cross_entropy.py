@@ -43,9 +43,7 @@ NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA 
 @OURS
 @pytest.mark.parametrize("tokens", [1, 37, 64])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
-def test_loss_and_gradients_are_the_plain_ones(
-    monkeypatch: pytest.MonkeyPatch, loss: Loss, tokens: int, device: str
-) -> None:
+def test_loss_and_gradients(monkeypatch: pytest.MonkeyPatch, loss: Loss, tokens: int, device: str) -> None:
     monkeypatch.setattr(losses, "CHUNK_NUMBERS", 10 * WORDS)
     near = 2e-6 if device == "cpu" else 1e-5
     found = all_of(loss, *(t.detach().to(device).requires_grad_(t.requires_grad) for t in example(tokens)))

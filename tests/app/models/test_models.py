@@ -143,9 +143,7 @@ def _values(text: str, options: dict[str, Any]) -> dict[str, Any]:
     return to_dict(load_config([], [*given, "train.clip_norm=0.5", "optimizer.lr=0.01"]))
 
 
-def _trained(
-    rank: int, name: str, workers: int, values: dict[str, Any], options: dict[str, Any]
-) -> tuple[Curve, int, int]:
+def _trained(rank: int, name: str, workers: int, values: Any, options: Any) -> tuple[Curve, int, int]:
     """The curve, how many micro-batches' losses the model gave, and how often several layers' backward was one
     operation's (a pipeline runs forward to look at it)."""
     trial = replace(make_trial(values, steps=3), micro_batches=2)

@@ -34,6 +34,8 @@ from strategies.pipeline.schedules import SCHEDULES
 from tests.app.planner.conftest import EXPERIMENT, TINY, gpus, plan_of, with_memory
 
 BF16 = ("train.precision=bf16", "train.global_batch_size=64")
+FEWER = ("train.precision", "train.activation_checkpointing")
+"""Fixed where these do not matter: a sixth of the layouts."""
 SPACE = Space(64, 8, 256, 8, 8, 128, True, ("bf16",), length=16384)
 
 
@@ -72,7 +74,7 @@ def test_every_layout_multiplies_to_the_workers_is_runnable_and_there_once() -> 
 
 def test_a_key_that_is_given_is_fixed_and_is_why_others_are_left_out(small: Reader) -> None:
     def planned(key: str, value: str) -> Plan:
-        return plan_of(small, gpus(4), f"{key}={value}", given=(key, "train.precision"))
+        return plan_of(small, gpus(4), f"{key}={value}", given=(key, *FEWER))
 
     for given, kept in (("fsdp", "fsdp"), ("zero3", "fsdp"), ("fsdp+tensor", "fsdp+tensor")):
         plan = planned("strategy", given)
@@ -155,9 +157,9 @@ def test_a_gpus_loss_without_its_logits_is_planned_where_a_device_has_the_whole_
         return predict(config, reader.task, choose(name, 2, **degrees), machine, reader).memory["activations"]
 
     logits = 32 * 128 * 50304 * 2
-    for name in ("ddp", "fsdp"):
-        by_itself, linear, whole = (activations(name, gpus(2), linear) for linear in tasks)
-        assert by_itself == pytest.approx(linear) and linear < whole - logits / 2
+    by_itself, linear, whole = (activations("fsdp", gpus(2), linear) for linear in tasks)
+    assert by_itself == pytest.approx(linear) and linear < whole - logits / 2
+    assert activations("ddp", gpus(2), None) < activations("ddp", gpus(2), False) - logits / 2
     for name, machine, degrees in (("tensor", gpus(2), {}), ("pipeline", gpus(2), {"pp": 2}), ("ddp", cpus(2), {})):
         assert activations(name, machine, None, **degrees) == activations(name, machine, False, **degrees) > logits / 8
 
@@ -174,11 +176,12 @@ def _advised(reader: Reader, machine: Machine, *overrides: str, given: tuple[str
 
 
 def test_what_is_passed_over_because_less_at_once_is_far_too_large_does_not_fit(large: Reader) -> None:
-    plan = plan_of(large, with_memory(gpus(512), 2**31), "train.global_batch_size=2048", "train.precision=bf16")
+    batch = ("train.global_batch_size=2048", "train.precision=bf16")
+    plan = plan_of(large, with_memory(gpus(512), 2**31), *batch, "train.activation_checkpointing=full", given=FEWER)
     looked_at = {row.candidate for row in plan.rows}
     left = [one for one in enumerate_layouts(plan.space, plan.fixed) if one not in looked_at]
-    assert len(looked_at) > 1000 and plan.best is not None
-    assert len(left) > 1000 and not any(plan.estimator.estimate(one).fits for one in left[::9])
+    assert len(looked_at) > 300 and plan.best is not None
+    assert len(left) > 300 and not any(plan.estimator.estimate(one).fits for one in left[::9])
 
 
 def test_strategies_say_why_with_figures_and_what_they_wait_for(large: Reader) -> None:
@@ -195,18 +198,16 @@ def test_strategies_say_why_with_figures_and_what_they_wait_for(large: Reader) -
     assert "% of the step, mostly gathering parameters" in words
 
 
-def test_a_model_that_fits_nowhere_is_told_what_would_do_and_one_that_fits_is_told_ddp(
-    small: Reader, large: Reader
-) -> None:
+def test_where_nothing_fits_it_is_said_what_would_and_ddp_where_it_does(small: Reader, large: Reader) -> None:
     plan, words = _advised(large, gpus(1, "rtx-3060"), *BF16, "train.global_batch_size=8")
     assert plan.best is None and "No layout fits" in words and "smallest cluster of the catalogue" in words
     assert "$" in words and re.search("What would fit: [0-9]+ × rtx-3060", words)
     assert not plan.layout(plan.rows[0])["fits"]
     _, words = _advised(large, gpus(8, "rtx-4090"), *BF16, "strategy=ddp", given=("strategy",))
     assert "What would fit: " in words and "s per step" in words
-    plan, words = _advised(small, gpus(8, "t4"), "train.precision=fp16", given=("train.precision",))
+    plan, words = _advised(small, gpus(8, "t4"), "train.precision=fp16", given=FEWER)
     assert plan.best and plan.best.candidate.layout.name == "ddp" and "Use ddp: " in words
-    assert "The model fits one GPU (" in _advised(small, gpus(1))[1]
+    assert "The model fits one GPU (" in _advised(small, gpus(1), given=FEWER)[1]
 
 
 @pytest.fixture
@@ -228,7 +229,8 @@ def _run(*arguments: str) -> Any:
 def test_json_has_the_layouts_best_first(small: Reader, reads: Any, tmp_path: Path) -> None:
     reads(small)
     written = tmp_path / "best.yaml"
-    result = _run("--gpus", "8", "--gpu", "h100-80gb", "--json", "train.precision=bf16", "--write", str(written))
+    fixed = ("train.precision=bf16", "train.activation_checkpointing=none")
+    result = _run("--gpus", "8", "--gpu", "h100-80gb", "--json", *fixed, "--write", str(written))
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout.splitlines()[0])
     layouts = found["layouts"]
@@ -247,8 +249,7 @@ def test_json_has_the_layouts_best_first(small: Reader, reads: Any, tmp_path: Pa
 
 
 def test_a_picture_has_the_best_layout_of_each_number_and_where_nothing_fits(large: Reader, tmp_path: Path) -> None:
-    fixed = ("train.activation_checkpointing", "train.precision")
-    plan = plan_of(large, gpus(4, "a100-40gb"), *BF16, "train.activation_checkpointing=full", given=fixed)
+    plan = plan_of(large, gpus(4, "a100-40gb"), *BF16, "train.activation_checkpointing=full", given=FEWER)
     found = best_by_number(plan)
     assert list(found) == [1, 2, 4, 8, 16] and found[1] is None and found[4] is plan.best
     fitting = [row for row in found.values() if row]
@@ -256,9 +257,10 @@ def test_a_picture_has_the_best_layout_of_each_number_and_where_nothing_fits(lar
     assert times == sorted(times, reverse=True) and all(row.fits for row in fitting)
     draw(plan, str(tmp_path / "plan.png"), 4)
     assert (tmp_path / "plan.png").read_bytes()[1:4] == b"PNG"
-    draw(plan_of(large, gpus(1, "rtx-3060"), *BF16, "train.global_batch_size=1"), str(tmp_path / "nothing.svg"), 4)
+    nowhere = plan_of(large, gpus(1, "rtx-3060"), *BF16, "train.global_batch_size=1", given=FEWER)
+    draw(nowhere, str(tmp_path / "nothing.svg"), 4)
     assert "<svg" in (tmp_path / "nothing.svg").read_text()
-    assert set(best_by_number(plan_of(large, cpus(2), "train.global_batch_size=4"))) == {1, 2}
+    assert set(best_by_number(plan_of(large, cpus(2), "train.global_batch_size=4", given=FEWER))) == {1, 2}
 
 
 @pytest.mark.parametrize(
@@ -303,9 +305,7 @@ def test_auto_takes_the_simplest_of_the_fast_ones(small: Reader, large: Reader, 
     assert found.layout.dims.dp_shard > 1 and found.layout.dims.world_size == 8 and "predicted" in found.sentence
 
 
-def test_auto_plans_for_one_worker_too_and_does_not_start_what_fits_nowhere(
-    tiny: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_for_one_worker_and_where_nothing_fits(tiny: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config([], [*TINY, "strategy=auto", "train.global_batch_size=1024"])
     found = choose_layout(config, tiny.task, 1)
     assert found.layout.name == "single" and "predicted" in found.sentence

@@ -45,9 +45,7 @@ def folder(base: Path) -> Path:
     return base / "base"
 
 
-def test_weights_of_a_folder_and_of_the_hubs_cache_and_a_classifiers_new_head(
-    folder: Path, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_of_a_folder_and_of_the_hubs_cache(folder: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM
 
     args: dict[str, Any] = {"model": str(folder), "data": str(data / "text.txt"), "sequence_length": 8}
@@ -91,9 +89,8 @@ def test_images_are_fitted_to_a_folders_model(tmp_path: Path, own_cache: Path) -
     assert np.abs(np.array(pixels) - mine.numpy()).mean() < 0.1, "but for resizing"
 
 
-def test_only_adapters_and_a_new_head_are_trained_and_peft_is_told_the_whole_path(
-    base: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_only_adapters_and_a_new_head_are_trained(base: Path, monkeypatch: pytest.MonkeyPatch, recwarn: Any) -> None:
+    """And peft is told the whole path of the model; the planner counts what is trained."""
     monkeypatch.chdir(base)
     task = HuggingFace(**arguments("lora classifier", base) | {"model": "base"})
     told = task.recipe.wrapped().peft_config["default"]

@@ -250,9 +250,7 @@ def test_half_a_pair_is_gathered() -> None:
     assert tensor_plan(model, parallel_head=False) == {"parts.0.up": "colwise_gather", "table": "embedding"}
 
 
-def _trained(
-    rank: int, rows: list[dict[str, Any]], strategy: str, workers: int, degrees: dict[str, int]
-) -> list[tuple[Curve, int]]:
+def _trained(rank: int, rows: Any, strategy: str, workers: int, degrees: dict[str, int]) -> list[tuple[Curve, int]]:
     """Of each row the curve of two steps, and how many gradients ddp or fsdp reduced."""
     average, scatter, sent = ddp._average_, DirectReduceScatter.__call__, list[int]()
 
@@ -277,8 +275,8 @@ ALONE: dict[str, Curve] = {}
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 PARITY = [
     ("ddp", 2, {}, ("lora instructions", "bart"), 1e-5),
-    ("fsdp", 2, {}, ("llama tied", "mixtral", "bert", "vit", "lora classifier", "gpt2 instructions", "t5"), 1e-5),
-    ("tensor", 2, {}, ("llama tied", "gpt2", "qwen3", "gemma2", "phi3", "mixtral", "bert", "vit"), 2e-5),
+    ("fsdp", 2, {}, ("llama tied", "mixtral", "vit", "lora classifier", "gpt2 instructions", "t5"), 1e-5),
+    ("tensor", 2, {}, ("llama tied", "gpt2", "qwen3", "gemma2", "phi3", "mixtral", "bert"), 2e-5),
     slow("tensor", 2, {}, ("lora", "instructions", "lora instructions", "t5", "qwen3 moe", "olmoe", "deepseek"), 2e-5),
     slow("ddp+tensor+expert", 4, {"tp": 2, "ep": 2}, ("mixtral of 4", "qwen3 moe", "deepseek"), 2e-5),
     slow("fsdp+tensor+expert", 4, {"tp": 2, "ep": 2}, ("mixtral of 4", "olmoe"), 2e-5),
