@@ -83,34 +83,26 @@ def test_ranks_have_the_samples_from_a_position_on_in_equal_micro_batches_howeve
     given: dict[str, Any] = {"batch": share * dp_size, "steps": 2, "samples_seen": seen, "micro_batch_size": micro}
     ranks = [load(kind(n), **given, dp_size=dp_size, dp_rank=rank) for rank in range(dp_size)]
     found = [part for step in range(2) for rank in ranks for part in rank[step]]
-    assert [len(part) for rank in ranks for part in numbers(rank[0])] == dp_size * cuts(share, micro or share)
+    sizes = [len(part) for part in torch.arange(share).split(micro or share)]
+    assert [len(part) for rank in ranks for part in numbers(rank[0])] == dp_size * sizes
     order = Order(n, 7).indices(seen, 2 * share * dp_size).tolist()
     assert [number for part in numbers(found) for number in part] == order
     values = [value for inputs, _ in found for value in inputs.flatten().tolist()]
     assert values == (list(range(seen, seen + len(order))) if kind is Positioned else order)
 
 
-def cuts(share: int, micro: int) -> list[int]:
-    return [micro] * (share // micro) + [share % micro] * (share % micro > 0)
-
-
 @pytest.mark.parametrize(("data_workers", "ahead"), [(0, 0), (1, 2)])
-def test_an_exception_surfaces_in_next_and_no_thread_or_process_is_left(
-    data_workers: int, ahead: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a CPU, or, with `ahead`, on a GPU: from a thread."""
+def test_an_exception_surfaces_and_nothing_is_left(data_workers: int, ahead: int, monkeypatch: Any) -> None:
+    """No thread and no process; as on a CPU, or, with `ahead`, on a GPU: from a thread."""
     monkeypatch.setattr(loader, "prefetched", partial(prefetched, ahead=ahead))
     others = set(multiprocessing.active_children())  # the session's warm pool
-
-    def training(broken: int | None = None) -> Generator[Any]:
-        return begun(Plain(10, broken), batch=2, steps=10_000, micro_batch_size=1, data_workers=data_workers)
-
-    batches = training(broken=3)
+    endless: dict[str, Any] = {"batch": 2, "steps": 10_000, "micro_batch_size": 1, "data_workers": data_workers}
+    batches = begun(Plain(10, broken=3), **endless)
     with pytest.raises(UserError, match="sample 3 is broken"):
         for _ in range(30):
             next(batches)
     assert list(batches) == []
-    batches = training()
+    batches = begun(Plain(10), **endless)
     next(batches)
     batches.close()
     assert list(batches) == []
@@ -119,9 +111,7 @@ def test_an_exception_surfaces_in_next_and_no_thread_or_process_is_left(
 
 
 @pytest.mark.parametrize(("workers", "wrapped"), [(0, lambda data: Subset(data, range(16))), (1, lambda data: data)])
-def test_random_numbers_are_drawn_by_position_whatever_the_workers(
-    workers: int, wrapped: Callable[[Any], Dataset[Any]]
-) -> None:
+def test_random_numbers_are_drawn_by_position_whatever_the_workers(workers: int, wrapped: Any) -> None:
     """Also through a Subset, whose `__getitems__` is asked for a batch; and what does not draw is the same too."""
     noisy = wrapped(Plain(16, value=lambda index: torch.rand(1)))
     once = load(noisy, batch=8, steps=4, data_workers=workers)
@@ -136,9 +126,7 @@ def test_random_numbers_are_drawn_by_position_whatever_the_workers(
 
 
 @pytest.mark.parametrize("noisy", [True, False])
-def test_a_thread_makes_a_few_ahead_and_leaves_the_generators_to_training(
-    noisy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_makes_a_few_ahead_and_draws_nothing(noisy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: what draws is made between the steps, what does not in a thread that seeds nothing."""
     made: list[str] = []
 
@@ -185,12 +173,11 @@ def test_batches_arrive_on_the_gpu_unharmed() -> None:
 
 
 def test_a_batch_is_tensors_in_any_nesting() -> None:
-    Pair = namedtuple("Pair", "a b")
-    encoding = UserDict(ids=torch.ones(1))
-    batch = {"x": [torch.ones(3), "kept"], "pair": Pair(torch.zeros(2), 4), "none": None, "hf": encoding}
+    pair, encoding = namedtuple("Pair", "a b")(torch.zeros(2), 4), UserDict(ids=torch.ones(1))
+    batch = {"x": [torch.ones(3), "kept"], "pair": pair, "none": None, "hf": encoding}
     doubled = map_tensors(lambda tensor: tensor * 2, batch)
     assert doubled["x"][0].tolist() == [2, 2, 2] and doubled["x"][1] == "kept" and doubled["none"] is None
-    assert isinstance(doubled["pair"], Pair) and doubled["pair"].b == 4
+    assert type(doubled["pair"]) is type(pair) and doubled["pair"].b == 4
     assert isinstance(doubled["hf"], UserDict) and doubled["hf"]["ids"].item() == 2 and encoding["ids"].item() == 1
     assert [len(tensor) for tensor in tensors(batch)] == [3, 2, 1] and rows(batch) == 3
     with pytest.raises(UserError, match="holds no tensor"):

@@ -22,8 +22,10 @@ from app.data.stream import TokenStream, continues_exactly
 from app.data.text import encoder
 from app.errors import UserError
 from app.run.inputs import digest
+from tests import running
 
 BATCH = 8
+SMALL = "sequence_length: 64, d_model: 32, n_layers: 2, n_heads: 2"
 
 
 @pytest.fixture(scope="module")
@@ -37,28 +39,24 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Numbers(IterableDataset[Any]):
-    """0 … n-1, each with a random number, and no state."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
+    """0 … 29, each with a random number, and no state."""
 
     def __iter__(self) -> Iterator[Any]:
-        return ((i, torch.rand(1)) for i in range(self.n))
+        return ((i, torch.rand(1)) for i in range(30))
 
 
-class OnIterator(Numbers):
-    """Its iterator has the state, as torchdata's protocol allows."""
+class OnIterator(IterableDataset[Any]):
+    """The same; its iterator has the state, as torchdata's protocol allows."""
 
     def __iter__(self) -> Any:
-        return _Position(self.n)
+        return Position()
 
 
-class _Position:
-    def __init__(self, n: int) -> None:
-        self.n, self.at = n, 0
+class Position:
+    at = 0
 
     def __next__(self) -> Any:
-        if self.at == self.n:
+        if self.at == 30:
             raise StopIteration
         self.at += 1
         return self.at - 1, torch.rand(1)
@@ -76,30 +74,29 @@ def taken(data: Any, steps: int, *, ways: int = 1, seen: int = 0, mark: str = ""
     given: dict[str, Any] = {"seed": 3, "global_batch_size": BATCH, "micro_batch_size": 2, "dp_size": ways}
     given |= {"device": torch.device("cpu"), "samples_seen": seen, "steps": steps, "mark": mark, "note": marks.append}
     shares = [list(train_batches(data, **given, dp_rank=rank)) for rank in range(ways)]
-    whole = [[row for share in shares for batch in share[step] for row in _rows(batch)] for step in range(steps)]
+
+    def rows(batch: Any) -> Any:
+        values = batch.values() if isinstance(batch, dict) else batch
+        return zip(*(value.tolist() if isinstance(value, torch.Tensor) else list(value) for value in values))
+
+    whole = [[row for share in shares for batch in share[step] for row in rows(batch)] for step in range(steps)]
     return whole, marks[-1]
-
-
-def _rows(batch: Any) -> Any:
-    values = batch.values() if isinstance(batch, dict) else batch
-    return zip(*(value.tolist() if isinstance(value, torch.Tensor) else list(value) for value in values))
 
 
 def jsonl(documents: Path) -> Any:
     return open_dataset(f"{documents}/*.jsonl", stream=True)[0]
 
 
-STREAMS: dict[str, tuple[Callable[[Path], Any], bool]] = {
-    "datasets": (jsonl, True),
-    "shuffle buffer": (lambda documents: jsonl(documents).shuffle(seed=1, buffer_size=12), False),
-    "no state": (lambda documents: Numbers(30), False),
-    "on the iterator": (lambda documents: OnIterator(30), True),
-}
+STREAMS: list[tuple[Callable[[Path], Any], bool]] = [
+    (jsonl, True),
+    (lambda documents: jsonl(documents).shuffle(seed=1, buffer_size=12), False),
+    (lambda documents: Numbers(), False),
+    (lambda documents: OnIterator(), True),
+]
 
 
-@pytest.mark.parametrize("name", STREAMS)
-def test_each_sample_once_whatever_the_workers_and_resumes(documents: Path, name: str) -> None:
-    make, exact = STREAMS[name]
+@pytest.mark.parametrize(("make", "exact"), STREAMS, ids=["datasets", "shuffle buffer", "no state", "on the iterator"])
+def test_each_sample_once_whatever_the_workers_and_resumes(documents: Path, make: Any, exact: bool) -> None:
     assert continues_exactly(make(documents)) == exact
     whole, _ = taken(make(documents), 10)
     first, mark = taken(make(documents), 3, ways=2)
@@ -153,10 +150,9 @@ def test_where_data_sets_are_read_from(documents: Path, tmp_path: Path, bucket: 
     rows.to_parquet(f"{bucket}/rows.parquet")
     with fsspec.open(f"{bucket}/rows.tar", "wb") as file, tarfile.open(fileobj=file, mode="w") as shard:
         for row in rows:
-            for name, content in (("txt", row["text"].encode()), ("cls", str(row["number"]).encode())):
-                entry = tarfile.TarInfo(f"{row['number']:05d}.{name}")
-                entry.size = len(content)
-                shard.addfile(entry, io.BytesIO(content))
+            entry, content = tarfile.TarInfo(f"{row['number']:05d}.txt"), row["text"].encode()
+            entry.size = len(content)
+            shard.addfile(entry, io.BytesIO(content))
     texts = list(rows["text"])
     places = [f"{documents}/*.jsonl", str(tmp_path / "saved"), f"{bucket}/rows.parquet", f"{bucket}/rows.tar"]
     for place in places:
@@ -173,3 +169,28 @@ def test_where_data_sets_are_read_from(documents: Path, tmp_path: Path, bucket: 
         open_dataset(str(tmp_path / "none.parquet"))
     with pytest.raises(UserError, match="columns number, text"):
         column(train, "txt", "task_args.text")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "kind"), [("ddp", "stream"), ("fsdp", "mixture")])
+def test_to_the_last_bit_after_a_kill(documents: Path, tmp_path: Path, strategy: str, kind: str) -> None:
+    """A language model's two workers killed, and the same command run again."""
+    path = documents / "part-1.jsonl"
+    data = {"stream": f"data: {path}, stream: true, eval_samples: 2", "mixture": f"data: {{{path}: 3, python: 1}}"}
+    given = ["train", "task=language_modelling", f"task_args={{{data[kind]}, {SMALL}}}", "train.steps=150"]
+    given += ["train.global_batch_size=8", "checkpoint.every_steps=10", "train.log_every=1", f"strategy={strategy}"]
+    given += [f"run.storage={tmp_path}", "tracking.log_model=false"]
+    truth = running.torchrun(*given, "run.name=truth")
+    assert truth.code == 0, truth.out + truth.err
+    process = running.start([*given, "run.name=run"], program=running.torchrun_program())
+    running.wait_until(lambda: running.committed(tmp_path / "run"))
+    running.end_tree(process.pid)
+    process.wait()
+    again = running.torchrun(*given, "run.name=run")
+    assert again.code == 0 and "continuing after step" in again.out, again.out + again.err
+    assert running.same_bits(running.weights(tmp_path / "run"), running.weights(tmp_path / "truth"))
+    assert running.curve(tmp_path, "run") == running.curve(tmp_path, "truth")
+    found = {each.tags[0].value: each.dataset for each in running.mlflow_run(tmp_path, "run").inputs.dataset_inputs}
+    assert found.keys() == {"training", "evaluation"} and path.name in found["training"].name
+    assert len(found["training"].digest) == 16
+    assert (json.loads(found["training"].profile)["samples"] is None) == (kind == "stream")

@@ -1,8 +1,5 @@
-"""The losses that never hold float32 copies of all logits: equal to the plain one. (Under every kind of layout:
-test_models.py.)"""
+"""Losses that never hold float32 copies of all logits: equal to the plain one. (In every layout: test_models.py.)"""
 
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.models import cross_entropy as module
+from app.models import cross_entropy as losses
 from app.models.cross_entropy import CHUNKS, cross_entropy, linear_cross_entropy
 
 WORDS = 9000
@@ -40,17 +37,19 @@ def all_of(loss: Loss, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple
 
 
 OURS = pytest.mark.parametrize("loss", [of_logits, linear_cross_entropy])
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @OURS
 @pytest.mark.parametrize("tokens", [1, 37, 64])
-def test_in_float32_loss_and_gradients_are_the_plain_ones(
-    monkeypatch: pytest.MonkeyPatch, loss: Loss, tokens: int
-) -> None:
-    monkeypatch.setattr(module, "CHUNK_NUMBERS", 10 * WORDS)
-    for found, expected in zip(all_of(loss, *example(tokens)), all_of(plain, *example(tokens))):
-        assert found.dtype == expected.dtype
-        torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6 * expected.abs().max().item())
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
+def test_loss_and_gradients(monkeypatch: pytest.MonkeyPatch, loss: Loss, tokens: int, device: str) -> None:
+    monkeypatch.setattr(losses, "CHUNK_NUMBERS", 10 * WORDS)
+    near = 2e-6 if device == "cpu" else 1e-5
+    found = all_of(loss, *(t.detach().to(device).requires_grad_(t.requires_grad) for t in example(tokens)))
+    for one, expected in zip(found, all_of(plain, *example(tokens))):
+        assert one.dtype == expected.dtype
+        torch.testing.assert_close(one.cpu(), expected, rtol=near, atol=near * expected.abs().max().item())
 
 
 @OURS
@@ -82,42 +81,30 @@ def test_what_is_compiled_for_a_gpu_is_one_graph_with_the_same_numbers(dtype: to
     logits = (3 * torch.randn(12, WORDS, generator=made)).to(dtype)
     logits[:, 7] = -torch.inf  # a word that is ruled out
     targets = torch.randint(8, WORDS, (12,), generator=made)
-    loss, slope = module.one_by_one(logits, targets)
-    compiled = torch.compile(module.fusible, fullgraph=True, backend="aot_eager")
+    loss, slope = losses.one_by_one(logits, targets)
+    compiled = torch.compile(losses.fusible, fullgraph=True, backend="aot_eager")
     for rows in (12, 11, 5):  # the last chunk may be smaller
         one, s = compiled(logits[:rows], targets[:rows])
         assert s.dtype == dtype and one.dtype == torch.float32
         assert torch.equal(s, slope[:rows].to(dtype))
-    assert module.fusible(logits, targets)[0].item() == pytest.approx(loss.item(), rel=1e-6)
+    assert losses.fusible(logits, targets)[0].item() == pytest.approx(loss.item(), rel=1e-6)
 
 
 def test_on_a_gpu_without_a_c_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(module, "find_spec", lambda name: name)
-    gpu = torch.device("cuda", 0)
-    for path, able in ((os.environ["PATH"], shutil.which("gcc") is not None), (str(tmp_path), False)):
-        monkeypatch.setenv("PATH", path)
-        monkeypatch.delenv("CC", raising=False)
-        assert module._compiles.__wrapped__(gpu) == able
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 0))
-    assert not module._compiles.__wrapped__(gpu)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@OURS
-def test_on_a_gpu_loss_and_gradients_are_the_cpus(loss: Loss) -> None:
-    expected = all_of(loss, *example(64))
-    found = all_of(loss, *(t.detach().cuda().requires_grad_(t.requires_grad) for t in example(64)))
-    for one, other in zip(found, expected):
-        torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-5 * other.abs().max().item())
+    monkeypatch.setattr(losses, "find_spec", lambda name: name)
+    monkeypatch.delenv("CC", raising=False)
+    (tmp_path / "gcc").touch(0o755)
+    for path, generation, able in ((tmp_path, 9, True), (tmp_path, 6, False), (tmp_path / "none", 9, False)):
+        monkeypatch.setenv("PATH", str(path))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=generation: (found, 0))
+        assert losses._compiles.__wrapped__(torch.device("cuda", 0)) == able
 
 
 def test_no_chunk_is_larger_than_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    real = module._chunk
-    monkeypatch.setattr(module, "_chunk", lambda logits, column: seen.append(logits.numel()) or real(logits, column))
-    monkeypatch.setattr(module, "CHUNK_NUMBERS", 10 * WORDS)
+    real = losses._chunk
+    monkeypatch.setattr(losses, "_chunk", lambda logits, column: seen.append(logits.numel()) or real(logits, column))
+    monkeypatch.setattr(losses, "CHUNK_NUMBERS", 10 * WORDS)
     linear_cross_entropy(*example(8 * 16))
     assert seen == [8 * 16 * WORDS // CHUNKS] * CHUNKS
     seen.clear()

@@ -110,8 +110,6 @@ def test_resnets_have_the_size_of_the_paper(depth: int, millions: float) -> None
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
 
 
-# --- a GPT's options ------------------------------------------------------------------------------------------------
-
 NARROW, FUSED = {"residual_in_fp32": False}, {"fused_projections": True}
 
 
@@ -145,9 +143,7 @@ def _values(text: str, options: dict[str, Any]) -> dict[str, Any]:
     return to_dict(load_config([], [*given, "train.clip_norm=0.5", "optimizer.lr=0.01"]))
 
 
-def _trained(
-    rank: int, name: str, workers: int, values: dict[str, Any], options: dict[str, Any]
-) -> tuple[Curve, int, int]:
+def _trained(rank: int, name: str, workers: int, values: Any, options: Any) -> tuple[Curve, int, int]:
     """The curve, how many micro-batches' losses the model gave, and how often several layers' backward was one
     operation's (a pipeline runs forward to look at it)."""
     trial = replace(make_trial(values, steps=3), micro_batches=2)
@@ -192,8 +188,6 @@ def test_every_layout_trains_the_same_with_all_options(
     loss, norm, weights = (5e-6, 5e-5, 1e-3) if precision == "fp32" else (3e-3, 3e-2, 1.0)
     assert differs.loss <= loss and differs.norm <= norm and differs.weights <= weights, differs
 
-
-# --- compiled -------------------------------------------------------------------------------------------------------
 
 BLOCKS = [("bf16", "none", False), ("bf16", "selective", True), ("fp8", "selective", False)]
 

@@ -1,6 +1,5 @@
 """What the planner's tests share: caches of their own, models read once, machines that need not exist."""
 
-import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,8 @@ from tests.running import ROOT
 EXPERIMENT = str(ROOT / "experiments" / "gpt.yaml")
 LARGE = ["task_args.d_model=4096", "task_args.n_layers=16", "task_args.n_heads=32", "task_args.sequence_length=1024"]
 LARGE += ["task_args.vocab_size=65536"]
-TINY = [
-    "task=image_classification",
-    "task_args={data: digits, model: mlp, model_args: {hidden: [64]}}",
-    "train.global_batch_size=64",
-]
+TINY = ["task=image_classification", "task_args={data: digits, model: mlp, model_args: {hidden: [64]}}"]
+TINY += ["train.global_batch_size=64"]
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +31,11 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     hardware._catalogue.cache_clear()
     yield
     hardware._catalogue.cache_clear()
+
+
+def read(files: tuple[str, ...], *overrides: str) -> Reader:
+    config = load_config(files, overrides)
+    return Reader(load_task(config.task, config.task_args))
 
 
 @pytest.fixture(scope="session")
@@ -65,9 +66,3 @@ def with_memory(machine: Machine, size: float) -> Machine:
 def plan_of(reader: Reader, machine: Machine, *overrides: str, given: tuple[str, ...] = ()) -> Plan:
     config = load_config([EXPERIMENT], overrides)
     return make_plan(config, reader.task, machine, given=frozenset(given), reader=reader)
-
-
-@functools.cache
-def read(files: tuple[str, ...], *overrides: str) -> Reader:
-    config = load_config(files, overrides)
-    return Reader(load_task(config.task, config.task_args))

@@ -1,19 +1,19 @@
 """What a plan is for, what is tried of it on this machine, and what is measured: machine, trial, calibrate."""
 
-import dataclasses
-import inspect
 import itertools
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
+import yaml
 from click.testing import CliRunner
 
 from app.cli import group
+from app.cli.plan import _fixed_by_file
 from app.config_io import load_config
 from app.errors import RunFailed, UserError
 from app.planner import calibrate, trial
@@ -32,33 +32,23 @@ from cluster.shape import ClusterShape, NodeState, of_gpus, of_nodes
 from tests.app.planner.conftest import TINY, with_memory
 
 
-def test_the_heads_gpus_count() -> None:
+def test_a_clusters_gpus_count_with_those_of_its_head() -> None:
     shape = read_cluster("onprem")
     assert of_shape(shape, None).world == of_shape(shape, 12).world == 12
-    with pytest.raises(UserError, match="at most 12"):
-        of_shape(shape, 13)
-    alone = dataclasses.replace(shape, head=dataclasses.replace(shape.head, gpus=2))
+    alone = replace(shape, head=replace(shape.head, gpus=2))
     assert of_shape(alone, None).world == 8 and of_shape(alone, None).per_node == 4, "nodes are alike, or apart"
-    assert of_shape(dataclasses.replace(shape, max_workers=1), None).world == 8
+    assert of_shape(replace(shape, max_workers=1), None).world == 8
 
 
-def test_the_command_line_adds_to_a_cluster_and_does_not_contradict_it() -> None:
+def test_the_command_line_adds_to_a_cluster() -> None:
     found = find(Asked(cluster="onprem", gpus=8, interconnect="1Gb"), "auto")
     assert (found.world, found.across, found.assumed) == (8, 125e6, "")
     assert find(Asked(cluster="onprem", gpu="GeForce RTX 4090", per_node=4), "auto").world == 12
     assert find(Asked(cluster="onprem", gpu="cpu"), "4").device.gpu.name == "cpu"
     assert find(Asked(gpu="cpu", gpus=4, per_node=2, interconnect="8Gb"), "auto").across == 1e9
-    for asked, said in (
-        (Asked(cluster="onprem", gpu="h100-80gb"), "has rtx-4090"),
-        (Asked(cluster="onprem", per_node=8), "have 4"),
-    ):
-        with pytest.raises(UserError, match=said):
-            find(asked, "auto")
 
 
-def test_a_cluster_without_gpus_is_its_cpus_and_a_gpu_that_ray_does_not_name_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_ray_does_not_say_of_a_cluster_is_its_cpus_or_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def cluster(**worker: float) -> ClusterShape:
         head = NodeState("a", "", {"node:__internal_head__": 1.0, "memory": 8e9, "CPU": 4.0}, {})
         return of_nodes([head, *(NodeState(name, "", {"memory": 8e9, **worker}, {}) for name in "bc")])
@@ -71,6 +61,57 @@ def test_a_cluster_without_gpus_is_its_cpus_and_a_gpu_that_ray_does_not_name_is_
         find(Asked(), "auto")
     found = of_shape(cluster(GPU=4.0), None, "t4")
     assert (found.world, found.per_node, found.device.gpu.name) == (8, 4, "t4")
+
+
+def test_what_is_assumed_is_listed_in_two_lines_and_changed_by_name() -> None:
+    machine = find(Asked(gpus=8, gpu="h100-80gb", assume=("across=0.5", "products=0.4")), "auto")
+    assert (machine.device.across, machine.device.matmul["bf16"], machine.device.matmul["fp8"]) == (0.5, 0.4, 0.4)
+    said = assumptions(machine.device, "bf16").splitlines()
+    assert len(said) == 2 and "fitted to published runs" in said[0] and "across 0.5" in said[1]
+
+
+def test_the_catalogue_is_complete_and_a_gpu_is_known_by_its_names() -> None:
+    written = yaml.safe_load(hardware.CATALOGUE.read_text())
+    for name, entry in written["gpus"].items():
+        gpu = hardware.gpu(name)
+        assert gpu.memory_bytes > 2**30 and gpu.memory_bandwidth > 1e9 and gpu.link_within > 1e9
+        assert all(rate > 1e10 for rate in gpu.peak.values()) and entry["source"] in written["sources"]
+    for offer in hardware.all_instances().values():
+        assert hardware.gpu(offer.gpu).name == offer.gpu and offer.price_per_hour > 0.1 and offer.date
+    names = {"NVIDIA A100-SXM4-80GB": "a100-80gb", "NVIDIA GeForce RTX 4090": "rtx-4090", "2080ti": "rtx-2080-ti"}
+    names |= {"a100_40gb": "a100-40gb", "NVIDIA GH200 480GB": "gh200"}
+    assert {written: hardware.gpu(written).name for written in names} == names
+
+
+def test_one_that_is_not_in_it_is_known_once_measured_and_a_variant_is_what_is_written_of_it() -> None:
+    with pytest.raises(HardwareError, match="run `trireme calibrate`"):
+        hardware.gpu("Imaginary RTX 9090")
+    entry = {"memory": 24576, "bandwidth": 900.0, "peak": {"fp32": 80.0, "bf16": 160.0}, "link": 25.0}
+    entry |= {"source": "measured by trireme calibrate", "aka": ["Imaginary RTX 9090"]}
+    keep({"gpu": "imaginary-rtx-9090", "entry": entry, "operation": 7e-6, "measured": True})
+    machine = of_shape(of_gpus(4, "Imaginary RTX 9090", 4), 4)
+    assert machine.device.gpu.name == "imaginary-rtx-9090" and machine.device.operation == 7e-6
+    assert machine.device.gpu.peak["bf16"] == pytest.approx(1.6e14)
+    whole, limited = hardware.gpu("h100"), hardware.gpu("h100:hbm=2.4TB/s,power=500W")
+    assert (limited.memory_bandwidth, limited.watts, limited.base) == (2.4e12, 500, "h100-80gb")
+    assert limited.clock == pytest.approx((500 / 700) ** (1 / 3)) and whole.clock == 1
+    assert device(limited.name).peak("bf16") < device("h100").peak("bf16") and device(limited.name).fitted
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("gpus: [", "catalogue"), ("gpus: {x: {memory: many}}", "lacks"), ("[]", "catalogue")]
+)
+def test_a_catalogue_of_ones_own_that_is_wrong_is_one_sentence(text: str, said: str) -> None:
+    Path(os.environ["TRIREME_HARDWARE"]).write_text(text)
+    with pytest.raises(HardwareError, match=said):
+        hardware.gpu("t4")
+
+
+def test_this_machine_is_calibrated() -> None:
+    found = calibrate.calibrate(2)
+    name, file = keep(found)
+    assert name == "cpu" and file.exists() and cpus(2).device.measured
+    assert cpus(2).device.gpu.rate("fp32") == found["peak"]["fp32"] > 1e8 and found["link_within"] > 1e6
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 64])
@@ -99,92 +140,26 @@ def test_a_try_is_a_few_real_steps_and_what_fails_or_hangs_is_ended(tiny: Reader
         in_processes(_hangs, 1, timeout=2)
 
 
-def test_this_machine_is_calibrated() -> None:
-    found = calibrate.calibrate(2)
-    name, file = keep(found)
-    assert name == "cpu" and file.exists() and cpus(2).device.measured
-    assert cpus(2).device.gpu.rate("fp32") == found["peak"]["fp32"] > 1e8 and found["link_within"] > 1e6
-
-
-def test_what_is_measured_is_measured_on_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ones draw less power, so that a GPU's clock stays higher than in training."""
-    spread = list[float]()
-
-    def once(function: Any, *_: Any, **__: Any) -> float:
-        function()
-        used = inspect.getclosurevars(function).nonlocals.values()
-        spread.extend(x.float().std().item() for x in used if isinstance(x, torch.Tensor) and x.numel() > 2**16)
-        return 1.0
-
-    monkeypatch.setattr(calibrate.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(calibrate.dist, "all_reduce", lambda x, op=None: None)
-    monkeypatch.setattr(calibrate, "seconds_of", once)
-    calibrate._alone(torch.device("cpu"))
-    calibrate._links(torch.device("cpu"), "within")
-    assert len(spread) == 7 and min(spread) > 0.4, "of two products, an addition and an all-reduce"
-
-
-def test_a_gpu_that_the_catalogue_lacks_is_known_once_measured() -> None:
-    entry = {
-        "memory": 24576, "bandwidth": 900.0, "peak": {"fp32": 80.0, "bf16": 160.0}, "link": 25.0,
-        "source": "measured by trireme calibrate", "aka": ["Imaginary RTX 9090"],
-    }  # fmt: skip
-    with pytest.raises(hardware.HardwareError, match="run `trireme calibrate`"):
-        hardware.gpu("Imaginary RTX 9090")
-    keep({"gpu": "imaginary-rtx-9090", "entry": entry, "operation": 7e-6, "measured": True})
-    machine = of_shape(of_gpus(4, "Imaginary RTX 9090", 4), 4)
-    assert machine.device.gpu.name == "imaginary-rtx-9090" and machine.device.operation == 7e-6
-    assert machine.device.gpu.peak["bf16"] == pytest.approx(1.6e14)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"), [("gpus: [", "catalogue"), ("gpus: {x: {memory: many}}", "lacks"), ("[]", "catalogue")]
-)
-def test_a_catalogue_of_ones_own_that_is_wrong_is_one_sentence(text: str, said: str) -> None:
-    Path(os.environ["TRIREME_HARDWARE"]).write_text(text)
-    with pytest.raises(hardware.HardwareError, match=said):
-        hardware.gpu("t4")
-
-
-def test_max_batch_writes_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried, file, cpu = list[dict[str, Any]](), tmp_path / "best.yaml", ["--gpu", "cpu", "--gpus", "2", "--max-batch"]
+def test_max_batch_writes_what_runs(tmp_path: Path, tiny: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, file = list[dict[str, Any]](), tmp_path / "best.yaml"
 
     def run(tree: dict[str, Any], workers: int, limit: float) -> Trial:
         tried.append(tree["train"])
         return Trial(0.1, 1e6) if tree["train"]["micro_batch_size"] <= 7 else Trial(failure="MemoryError")
 
     monkeypatch.setattr(trial, "run", run)
-    result = CliRunner().invoke(group, ["plan", *TINY, "strategy=ddp", *cpu, "--write", str(file)])
+    command = ["plan", *TINY, "strategy=ddp", "--gpu", "cpu", "--gpus", "2", "--max-batch", "--write", str(file)]
+    result = CliRunner().invoke(group, command)
     assert result.exit_code == 0 and "7 is the largest that runs" in result.output, result.output
     assert "8 does not (MemoryError)" in result.output
     assert load_config([file]).train.micro_batch_size == 7 and load_config([file]).strategy == "ddp"
     two = [min(64, 2 * 2 * each["micro_batch_size"]) for each in tried]
     assert [each["global_batch_size"] for each in tried] == two, "two micro-batches tell the memory of many"
-
-
-def test_none_may_run_of_what_is_tried(tiny: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     config, given = load_config([], [*TINY, "strategy=ddp"]), frozenset({"strategy", "train.activation_checkpointing"})
     plan = make_plan(config, tiny.task, cpus(2), given=given, reader=tiny)
     machine = with_memory(cpus(2), trial._with_size(plan, plan.rows[0], 5).memory_bytes)
-    plan = make_plan(config, tiny.task, machine, given=given, reader=tiny)
     monkeypatch.setattr(trial, "run", lambda *_: Trial(failure="no"))
-    _, row, found = max_batch(plan)
+    _, row, found = max_batch(make_plan(config, tiny.task, machine, given=given, reader=tiny))
     assert row is None and (found["predicted"], found["largest"], found["share"]) == (5, 0, 32)
-
-
-def test_a_variant_of_a_gpu_is_what_is_written_of_it_and_slower_by_its_power_limit() -> None:
-    whole, limited = hardware.gpu("h100"), hardware.gpu("h100:hbm=2.4TB/s,power=500W")
-    assert (limited.memory_bandwidth, limited.watts, limited.base) == (2.4e12, 500, "h100-80gb")
-    assert limited.clock == pytest.approx((500 / 700) ** (1 / 3)) and whole.clock == 1
-    assert device(limited.name).peak("bf16") < device("h100").peak("bf16") and device(limited.name).fitted
-    with pytest.raises(HardwareError, match="memory=…GiB, hbm=…TB/s"):
-        hardware.gpu("h100:hbm=fast")
-
-
-def test_what_is_assumed_is_listed_in_two_lines_and_changed_by_name() -> None:
-    machine = find(Asked(gpus=8, gpu="h100-80gb", assume=("across=0.5", "products=0.4")), "auto")
-    assert (machine.device.across, machine.device.matmul["bf16"], machine.device.matmul["fp8"]) == (0.5, 0.4, 0.4)
-    said = assumptions(machine.device, "bf16").splitlines()
-    assert len(said) == 2 and "fitted to published runs" in said[0] and "across 0.5" in said[1]
-    with pytest.raises(UserError, match="--assume speed=2: write one of products"):
-        find(Asked(gpus=8, gpu="h100-80gb", assume=("speed=2",)), "auto")
+    written = load_config([], ["strategy=ddp", "parallel.ep=2", "parallel.cp=2"])
+    assert {"strategy", "parallel.ep", "parallel.cp"} <= _fixed_by_file(written), "what a file says of a layout stays"

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from click.testing import CliRunner
 
 from app.cli import group
@@ -20,14 +19,13 @@ from app.config_io import load_config, with_values
 from app.planner.advice import NoLayoutFits, advice, choose_layout, predict, settings_text
 from app.planner.chart import best_by_number, draw
 from app.planner.estimate import Estimate
-from app.planner.layouts import Candidate, Space, enumerate_layouts
+from app.planner.layouts import Space, enumerate_layouts
 from app.planner.machine import Machine, cpus
 from app.planner.output import cells, distinct, families
 from app.planner.picture import content
 from app.planner.plan import Plan
 from app.planner.read import Reader
 from app.tasks import load_task
-from cluster import hardware
 from experiments.report.page import render
 from strategies import registry
 from strategies.dims import NAMES, LayoutError, Options
@@ -36,20 +34,9 @@ from strategies.pipeline.schedules import SCHEDULES
 from tests.app.planner.conftest import EXPERIMENT, TINY, gpus, plan_of, with_memory
 
 BF16 = ("train.precision=bf16", "train.global_batch_size=64")
+FEWER = ("train.precision", "train.activation_checkpointing")
+"""Fixed where these do not matter: a sixth of the layouts."""
 SPACE = Space(64, 8, 256, 8, 8, 128, True, ("bf16",), length=16384)
-
-
-def test_every_entry_of_the_catalogue_is_complete_and_a_gpu_is_known_by_its_names() -> None:
-    written = yaml.safe_load(hardware.CATALOGUE.read_text())
-    for name, entry in written["gpus"].items():
-        gpu = hardware.gpu(name)
-        assert gpu.memory_bytes > 2**30 and gpu.memory_bandwidth > 1e9 and gpu.link_within > 1e9
-        assert all(rate > 1e10 for rate in gpu.peak.values()) and entry["source"] in written["sources"]
-    for offer in hardware.all_instances().values():
-        assert hardware.gpu(offer.gpu).name == offer.gpu and offer.price_per_hour > 0.1 and offer.date
-    names = {"NVIDIA A100-SXM4-80GB": "a100-80gb", "NVIDIA GeForce RTX 4090": "rtx-4090", "2080ti": "rtx-2080-ti"}
-    names |= {"a100_40gb": "a100-40gb", "NVIDIA GH200 480GB": "gh200"}
-    assert {written: hardware.gpu(written).name for written in names} == names
 
 
 def test_a_collective_waits_for_the_slowest_link() -> None:
@@ -61,12 +48,6 @@ def test_a_collective_waits_for_the_slowest_link() -> None:
     # eight groups of two nodes share each node's link: eight times the bytes
     assert link.gather(1e9, 2, 8) == pytest.approx(8e9 / 2 / (400e9 * device.across), rel=0.02)
     assert link.reduce(1e9, 8, 1) == pytest.approx(2 * within, rel=0.02) and link.gather(1e9, 1, 1) == 0
-
-
-def test_stages_are_cut_by_cost(large: Reader) -> None:
-    found = _predicted(large, "pipeline", pp=4, machine=gpus(4))
-    assert found.stages and sum(found.stages) == 16 and max(found.stages) - min(found.stages[:3]) <= 1
-    assert found.stages[-1] == 3, "the head weighs on the last stage"
 
 
 def test_every_layout_multiplies_to_the_workers_is_runnable_and_there_once() -> None:
@@ -83,40 +64,17 @@ def test_every_layout_multiplies_to_the_workers_is_runnable_and_there_once() -> 
     assert {one.family for one in found} == wanted - {"expert"}, "which only mixtures have"
     assert {"fsdp+tensor", "hsdp+tensor+pipeline", "zero1+tensor"} <= {one.layout.name for one in found}
     assert {one.schedule for one in found} == {*SCHEDULES, ""}
-
-
-def test_only_long_sequences_are_split() -> None:
-    def found(length: int | None, **fixed: int) -> list[Candidate]:
-        return enumerate_layouts(replace(SPACE, length=length), {f"parallel.{key}": n for key, n in fixed.items()})
-
-    assert {one.dims.cp for one in found(16384)} == {1, 2, 4}, "4,096 tokens a worker at least"
-    assert {one.dims.cp for one in found(4096)} == {1} and not found(None, cp=2)
-    assert {"ddp+context", "fsdp+context", "hsdp+tensor+context"} <= {one.layout.name for one in found(4096, cp=8)}
-
-
-def test_a_part_of_a_sequence_takes_its_part_of_memory_and_time(large: Reader) -> None:
-    one = _predicted(large, "fsdp", "train.micro_batch_size=1", machine=gpus(4))
-    four = _predicted(large, "fsdp+context", "train.micro_batch_size=1", machine=gpus(4), cp=4)
-    assert four.memory["activations"] == pytest.approx(one.memory["activations"] / 4, rel=0.05)
-    assert four.seconds["context"] > 0 == one.seconds["context"]
-    plan = plan_of(large, gpus(4), *BF16, "parallel.cp=4", given=("parallel.cp",))
-    page = render(content(plan, plan.rows[0]))
-    assert "cp 4" in page and "256 tokens of each sequence" in page and page.count("<rect") == 4
-
-
-def test_float8_is_planned_only_where_it_can_be(tiny: Reader, large: Reader) -> None:
-    found = enumerate_layouts(replace(SPACE, precisions=("bf16", "fp8")), {})
-    narrow = [one.dims for one in found if one.precision == "fp8"]
-    assert {max(getattr(dims, name) for dims in narrow) > 1 for name in ("tp", "pp", "dp_shard")} == {True}
-    wide, fast = (_predicted(large, "fsdp", f"train.precision={precision}") for precision in ("bf16", "fp8"))
-    assert 0.5 < fast.seconds["compute"] / wide.seconds["compute"] < 0.9
-    with pytest.raises(LayoutError, match="cpu has no float8"):
-        plan_of(tiny, cpus(2), *TINY, "train.precision=fp8")
+    assert {one.dims.cp for one in found} == {1, 2, 4}, "4,096 tokens a worker at least"
+    short = enumerate_layouts(replace(SPACE, length=4096), {})
+    split = enumerate_layouts(replace(SPACE, length=4096), {"parallel.cp": 8})
+    assert {one.dims.cp for one in short} == {1}
+    assert {"ddp+context", "fsdp+context", "hsdp+tensor+context"} <= {one.layout.name for one in split}
+    assert not enumerate_layouts(replace(SPACE, length=None), {"parallel.cp": 2})
 
 
 def test_a_key_that_is_given_is_fixed_and_is_why_others_are_left_out(small: Reader) -> None:
     def planned(key: str, value: str) -> Plan:
-        return plan_of(small, gpus(4), f"{key}={value}", given=(key,))
+        return plan_of(small, gpus(4), f"{key}={value}", given=(key, *FEWER))
 
     for given, kept in (("fsdp", "fsdp"), ("zero3", "fsdp"), ("fsdp+tensor", "fsdp+tensor")):
         plan = planned("strategy", given)
@@ -136,6 +94,29 @@ def _predicted(reader: Reader, name: str, *overrides: str, machine: Any = None, 
     return predict(config, reader.task, choose(name, machine.world, **degrees), machine, reader)
 
 
+def test_stages_are_cut_by_cost_and_a_part_of_a_sequence_takes_its_part(large: Reader) -> None:
+    found = _predicted(large, "pipeline", pp=4, machine=gpus(4))
+    assert found.stages and sum(found.stages) == 16 and max(found.stages) - min(found.stages[:3]) <= 1
+    assert found.stages[-1] == 3, "the head weighs on the last stage"
+    one = _predicted(large, "fsdp", "train.micro_batch_size=1", machine=gpus(4))
+    four = _predicted(large, "fsdp+context", "train.micro_batch_size=1", machine=gpus(4), cp=4)
+    assert four.memory["activations"] == pytest.approx(one.memory["activations"] / 4, rel=0.05)
+    assert four.seconds["context"] > 0 == one.seconds["context"]
+    plan = plan_of(large, gpus(4), *BF16, "parallel.cp=4", given=("parallel.cp",))
+    page = render(content(plan, plan.rows[0]))
+    assert "cp 4" in page and "256 tokens of each sequence" in page and page.count("<rect") == 4
+
+
+def test_float8_is_planned_only_where_it_can_be(tiny: Reader, large: Reader) -> None:
+    found = enumerate_layouts(replace(SPACE, precisions=("bf16", "fp8")), {})
+    narrow = [one.dims for one in found if one.precision == "fp8"]
+    assert {max(getattr(dims, name) for dims in narrow) > 1 for name in ("tp", "pp", "dp_shard")} == {True}
+    wide, fast = (_predicted(large, "fsdp", f"train.precision={precision}") for precision in ("bf16", "fp8"))
+    assert 0.5 < fast.seconds["compute"] / wide.seconds["compute"] < 0.9
+    with pytest.raises(LayoutError, match="cpu has no float8"):
+        plan_of(tiny, cpus(2), *TINY, "train.precision=fp8")
+
+
 def test_recomputing_trades_time_for_memory(large: Reader) -> None:
     def predicted(name: str, *more: str) -> list[Estimate]:
         modes = [f"train.activation_checkpointing={mode}" for mode in ("none", "selective", "every_2", "full")]
@@ -152,11 +133,21 @@ def test_recomputing_trades_time_for_memory(large: Reader) -> None:
     assert 1.15 < sent[3] / sent[0] <= 1.2, "5 become 6; what is outside of blocks is not recomputed"
 
 
+def test_asynchronous_tensor_parallelism_hides_no_more_than_products_take(large: Reader) -> None:
+    def tensor(*changes: str, gpu: str = "h100-80gb") -> float:
+        return _predicted(large, "tensor", "train.micro_batch_size=1", *changes, machine=gpus(gpu=gpu)).seconds[
+            "tensor"
+        ]
+
+    sync, beside, slow = tensor(), tensor("parallel.async_tp=true"), tensor("parallel.async_tp=true", gpu="t4")
+    assert beside < 0.5 * sync < 0.9 * slow, "where links are slow, more of it is left"
+
+
 def test_a_gpus_loss_without_its_logits_is_planned_where_a_device_has_the_whole_model(tmp_path: Path) -> None:
     """What app/models/cross_entropy.py does there; layers split over workers, and a pipeline's, make all logits."""
     np.zeros(6000, np.uint16).tofile(tmp_path / "tokens.bin")
-    sizes = {"vocab_size": 50304, "sequence_length": 128, "d_model": 128, "n_layers": 2, "n_heads": 2}
-    args = {"data": str(tmp_path / "tokens.bin"), **sizes}
+    args = {"vocab_size": 50304, "sequence_length": 128, "d_model": 128, "n_layers": 2, "n_heads": 2}
+    args |= {"data": str(tmp_path / "tokens.bin")}
     config = load_config([], ["task=language_modelling", "train.precision=bf16", "train.global_batch_size=64"])
     tasks = {linear: load_task(config.task, {**args, "linear_loss": linear}) for linear in (None, True, False)}
     readers = {(cpu, name): Reader(task, on_gpu=not cpu) for cpu in (False, True) for name, task in tasks.items()}
@@ -166,9 +157,9 @@ def test_a_gpus_loss_without_its_logits_is_planned_where_a_device_has_the_whole_
         return predict(config, reader.task, choose(name, 2, **degrees), machine, reader).memory["activations"]
 
     logits = 32 * 128 * 50304 * 2
-    for name in ("ddp", "fsdp"):
-        by_itself, linear, whole = (activations(name, gpus(2), linear) for linear in tasks)
-        assert by_itself == pytest.approx(linear) and linear < whole - logits / 2
+    by_itself, linear, whole = (activations("fsdp", gpus(2), linear) for linear in tasks)
+    assert by_itself == pytest.approx(linear) and linear < whole - logits / 2
+    assert activations("ddp", gpus(2), None) < activations("ddp", gpus(2), False) - logits / 2
     for name, machine, degrees in (("tensor", gpus(2), {}), ("pipeline", gpus(2), {"pp": 2}), ("ddp", cpus(2), {})):
         assert activations(name, machine, None, **degrees) == activations(name, machine, False, **degrees) > logits / 8
 
@@ -185,11 +176,12 @@ def _advised(reader: Reader, machine: Machine, *overrides: str, given: tuple[str
 
 
 def test_what_is_passed_over_because_less_at_once_is_far_too_large_does_not_fit(large: Reader) -> None:
-    plan = plan_of(large, with_memory(gpus(512), 2**31), "train.global_batch_size=2048", "train.precision=bf16")
+    batch = ("train.global_batch_size=2048", "train.precision=bf16")
+    plan = plan_of(large, with_memory(gpus(512), 2**31), *batch, "train.activation_checkpointing=full", given=FEWER)
     looked_at = {row.candidate for row in plan.rows}
     left = [one for one in enumerate_layouts(plan.space, plan.fixed) if one not in looked_at]
-    assert len(looked_at) > 1000 and plan.best is not None
-    assert len(left) > 1000 and not any(plan.estimator.estimate(one).fits for one in left[::9])
+    assert len(looked_at) > 300 and plan.best is not None
+    assert len(left) > 300 and not any(plan.estimator.estimate(one).fits for one in left[::9])
 
 
 def test_strategies_say_why_with_figures_and_what_they_wait_for(large: Reader) -> None:
@@ -206,18 +198,16 @@ def test_strategies_say_why_with_figures_and_what_they_wait_for(large: Reader) -
     assert "% of the step, mostly gathering parameters" in words
 
 
-def test_a_model_that_fits_nowhere_is_told_what_would_do_and_one_that_fits_is_told_ddp(
-    small: Reader, large: Reader
-) -> None:
+def test_where_nothing_fits_it_is_said_what_would_and_ddp_where_it_does(small: Reader, large: Reader) -> None:
     plan, words = _advised(large, gpus(1, "rtx-3060"), *BF16, "train.global_batch_size=8")
     assert plan.best is None and "No layout fits" in words and "smallest cluster of the catalogue" in words
     assert "$" in words and re.search("What would fit: [0-9]+ × rtx-3060", words)
     assert not plan.layout(plan.rows[0])["fits"]
     _, words = _advised(large, gpus(8, "rtx-4090"), *BF16, "strategy=ddp", given=("strategy",))
     assert "What would fit: " in words and "s per step" in words
-    plan, words = _advised(small, gpus(8, "t4"), "train.precision=fp16", given=("train.precision",))
+    plan, words = _advised(small, gpus(8, "t4"), "train.precision=fp16", given=FEWER)
     assert plan.best and plan.best.candidate.layout.name == "ddp" and "Use ddp: " in words
-    assert "The model fits one GPU (" in _advised(small, gpus(1))[1]
+    assert "The model fits one GPU (" in _advised(small, gpus(1), given=FEWER)[1]
 
 
 @pytest.fixture
@@ -239,7 +229,8 @@ def _run(*arguments: str) -> Any:
 def test_json_has_the_layouts_best_first(small: Reader, reads: Any, tmp_path: Path) -> None:
     reads(small)
     written = tmp_path / "best.yaml"
-    result = _run("--gpus", "8", "--gpu", "h100-80gb", "--json", "train.precision=bf16", "--write", str(written))
+    fixed = ("train.precision=bf16", "train.activation_checkpointing=none")
+    result = _run("--gpus", "8", "--gpu", "h100-80gb", "--json", *fixed, "--write", str(written))
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout.splitlines()[0])
     layouts = found["layouts"]
@@ -258,8 +249,7 @@ def test_json_has_the_layouts_best_first(small: Reader, reads: Any, tmp_path: Pa
 
 
 def test_a_picture_has_the_best_layout_of_each_number_and_where_nothing_fits(large: Reader, tmp_path: Path) -> None:
-    fixed = ("train.activation_checkpointing", "train.precision")
-    plan = plan_of(large, gpus(4, "a100-40gb"), *BF16, "train.activation_checkpointing=full", given=fixed)
+    plan = plan_of(large, gpus(4, "a100-40gb"), *BF16, "train.activation_checkpointing=full", given=FEWER)
     found = best_by_number(plan)
     assert list(found) == [1, 2, 4, 8, 16] and found[1] is None and found[4] is plan.best
     fitting = [row for row in found.values() if row]
@@ -267,26 +257,29 @@ def test_a_picture_has_the_best_layout_of_each_number_and_where_nothing_fits(lar
     assert times == sorted(times, reverse=True) and all(row.fits for row in fitting)
     draw(plan, str(tmp_path / "plan.png"), 4)
     assert (tmp_path / "plan.png").read_bytes()[1:4] == b"PNG"
-    draw(plan_of(large, gpus(1, "rtx-3060"), *BF16, "train.global_batch_size=1"), str(tmp_path / "nothing.svg"), 4)
+    nowhere = plan_of(large, gpus(1, "rtx-3060"), *BF16, "train.global_batch_size=1", given=FEWER)
+    draw(nowhere, str(tmp_path / "nothing.svg"), 4)
     assert "<svg" in (tmp_path / "nothing.svg").read_text()
-    assert set(best_by_number(plan_of(large, cpus(2), "train.global_batch_size=4"))) == {1, 2}
+    assert set(best_by_number(plan_of(large, cpus(2), "train.global_batch_size=4", given=FEWER))) == {1, 2}
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ("--gpus 8 --gpu h1000", "did you mean h100-80gb"),
+        ("--gpus 8 --gpu h100:hbm=fast", "memory=…GiB, hbm=…TB/s"),
+        ("--gpus 8 --gpu t4 --assume speed=2", "--assume speed=2: write one of products"),
         ("--gpus 0 --gpu t4", "at least 1"),
         ("--gpus 8 --gpu t4 --interconnect fast", "cannot be read"),
         ("--gpus 4096 --gpu h100-80gb --max-batch", "4096 × h100-80gb"),
         ("--cluster laptop", "no GPUs"),
+        ("--cluster onprem --gpus 13", "at most 12"),
+        ("--cluster onprem --gpu h100-80gb", "has rtx-4090"),
+        ("--cluster onprem --gpus-per-node 8", "have 4"),
         ("--gpus 8 --gpu t4 --picture plan.gif", "write a file that ends in .png or .svg"),
         ("--gpus 8 --gpu t4 --picture nowhere/plan.png", "cannot be written"),
         ("--gpus 8 --gpu t4 parallel.tp=8", "does not divide"),
-        (
-            "--gpus 8 --gpu t4 parallel.async_tp=true parallel.sequence_parallel=false",
-            "leave out sequence_parallel=false",
-        ),
+        ("--gpus 8 --gpu t4 parallel.async_tp=true parallel.sequence_parallel=false", "leave out sequence_par"),
         ("--gpus 8 --gpu t4 strategy=deepspeed", "is not planned"),
         ("--gpus 8 --gpu t4 train.activation_checkpointing=fulll", "is 'fulll'"),
         ("--gpus 8 --gpu t4 parallel.stages=[1,4]", "adds up to 5 blocks"),
@@ -312,27 +305,20 @@ def test_auto_takes_the_simplest_of_the_fast_ones(small: Reader, large: Reader, 
     assert found.layout.dims.dp_shard > 1 and found.layout.dims.world_size == 8 and "predicted" in found.sentence
 
 
-def test_auto_plans_for_one_worker_too_and_predictions_stand_beside_measurements(tiny: Reader) -> None:
+def test_auto_for_one_worker_and_where_nothing_fits(tiny: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config([], [*TINY, "strategy=auto", "train.global_batch_size=1024"])
     found = choose_layout(config, tiny.task, 1)
     assert found.layout.name == "single" and "predicted" in found.sentence
     assert with_values(config, found.values).train.micro_batch_size == 1024, "a small model takes its whole share"
-    row = found.prediction
-    assert row is not None
-    metrics = row.compare(2 * row.step_seconds, 0.0)
-    assert metrics["plan/step_error"] == -0.5 and "plan/memory_error" not in metrics
+    row: Any = found.prediction
+    beside = row.compare(2 * row.step_seconds, 0.0)
+    assert beside["plan/step_error"] == -0.5 and "plan/memory_error" not in beside
     assert row.compare(1.0, 2 * row.memory_bytes)["plan/memory_error"] == -0.5
-
-
-def test_auto_without_a_plan_is_what_the_degrees_say(small: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.planner.advice.running", lambda *_: 1 / 0)
-    found = choose_layout(_auto(), small.task, 4)
-    assert found.layout.name == "ddp" and "without a plan: division by zero" in found.sentence
-
-
-def test_auto_does_not_start_what_fits_nowhere(tiny: Reader) -> None:
     with pytest.raises(NoLayoutFits, match=r"auto finds no layout that fits.*smallest cluster"):
-        choose_layout(load_config([], [*TINY, "strategy=auto"]), tiny.task, 2, with_memory(cpus(2), 10_000))
+        choose_layout(config, tiny.task, 2, with_memory(cpus(2), 10_000))
+    monkeypatch.setattr("app.planner.advice.running", lambda *_: 1 / 0)
+    found = choose_layout(config, tiny.task, 4)
+    assert found.layout.name == "ddp" and "without a plan: division by zero" in found.sentence
 
 
 def test_auto_keeps_state_in_host_memory_where_nothing_else_fits(large: Reader, reads: Any) -> None:

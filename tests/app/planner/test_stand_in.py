@@ -1,4 +1,4 @@
-"""Plans without data, and what is remembered of a model."""
+"""Plans of mixtures of experts, plans without data, and what is remembered of a model."""
 
 from pathlib import Path
 from typing import Any
@@ -6,21 +6,61 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 from app.config_io import load_config
 from app.errors import UserError
+from app.flops import multiplied
 from app.planner import read
+from app.planner.layouts import Space, enumerate_layouts
 from app.planner.machine import cpus
+from app.planner.output import families
+from app.planner.picture import content
 from app.planner.plan import Plan, make_plan
 from app.planner.stand_in import plan_experiment
 from app.tasks import load_task
+from experiments.report.page import render
+from strategies.expert.exchange import exchanged_bytes
 from tests.app.planner.conftest import TINY, gpus
+from tests.running import ROOT, flip
 
 pytestmark = pytest.mark.pure
+MIXTURE = str(ROOT / "experiments" / "mixture.yaml")
 SMALL = "hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2"
 BERT = f"model: bert, kind: sequence_classification, data: no.csv, tokenizer: bytes, config: {{{SMALL}"
 T5 = "model: t5, tokenizer: bytes, config: {d_model: 32, num_layers: 2, num_heads: 2}, data: no.csv"
 VIT = f"model: vit, data: no.npz, config: {{{SMALL}, num_labels: 3, image_size: 32, patch_size: 8}}"
+
+
+def test_split_experts_take_less_memory_and_time_to_send_tokens() -> None:
+    args = ("d_model=512", "n_layers=2", "mixture.n_experts=16", "sequence_length=512")
+    fixed = {"train.precision": "bf16", "train.activation_checkpointing": "none", "parallel.tp": 1, "parallel.pp": 1}
+    changes = [f"{key}={value}" for key, value in fixed.items()]
+    config, given = load_config((MIXTURE,), [*(f"task_args.{arg}" for arg in args), *changes]), frozenset(fixed)
+    reader = read.Reader(load_task(config.task, config.task_args))
+    plan = make_plan(config, reader.task, gpus(8), given=given, reader=reader)
+    found = (row for row in plan.rows if row.candidate.dims.dp_replicate == 8 and row.candidate.micro_batch == 1)
+    rows = {row.candidate.dims.ep: row for row in found}
+    assert set(rows) == {1, 2, 4, 8}
+    held = sum(p.bytes for p in reader.size.parameters if p.is_expert)
+    assert rows[1].memory["parameters"] - rows[8].memory["parameters"] == held - held // 8
+    assert rows[1].seconds["expert"] == 0 < rows[2].seconds["expert"] < rows[8].seconds["expert"]
+    assert reader.exchanged == 2 * exchanged_bytes(512, 2, 512, 1)
+    again = plan.estimator.estimate(rows[4].candidate._replace(checkpointing="full"))
+    assert 1.3 < again.seconds["expert"] / rows[4].seconds["expert"] <= 1.5, "recomputing exchanges again"
+    page = render(content(plan, rows[4]))
+    assert "4 of 16 experts in each of 2 layers" in page and page.count("<rect") == 2 * 8
+    assert families(plan)["context"].startswith("of 512 tokens a worker would have fewer than 4,096")
+    with torch.device("meta"):
+        model: Any = reader.task.build_model()
+    matrices, experts = reader.parameters - model.embed.weight.numel(), held // 4
+    assert multiplied(model) == matrices - experts * 14 // 16, "two of sixteen work on a token"
+
+
+def test_workers_that_experts_are_split_over_by_tp_and_ep_get_equally_many() -> None:
+    space = Space(8, 8, 32, 2, 4, None, True, ("fp32",), experts=6, by_tp=6)
+    ways = {(found.dims.tp, found.dims.ep) for found in enumerate_layouts(space, {})}
+    assert ways == {(1, 1), (1, 2), (2, 1)}
 
 
 def _planned(task: str, args: str, precision: str = "fp32") -> Plan:
@@ -64,23 +104,16 @@ def test_what_data_decide_is_asked_for_in_a_sentence(task: str, args: str, said:
     assert len(str(raised.value)) < 300
 
 
-def test_a_model_is_read_once_and_again_when_it_or_the_file_changes(
-    own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watch = mock.Mock(side_effect=read.watch)
-    monkeypatch.setattr(read, "watch", watch)
-
+def test_a_model_is_read_once_and_again_when_it_or_the_file_changes(own_cache: Path) -> None:
     def planned(*overrides: str) -> tuple[int, Any]:
-        watch.reset_mock()
         config = load_config([], [*TINY, *overrides])
-        plan = make_plan(config, load_task(config.task, config.task_args), cpus(2))
+        with mock.patch.object(read, "watch", wraps=read.watch) as watch:
+            plan = make_plan(config, load_task(config.task, config.task_args), cpus(2))
         return watch.call_count, [row.seconds for row in plan.rows]
 
     first = planned()
     assert first[0] and planned() == (0, first[1])
     assert planned("task_args.model_args.dropout=0.1")[0]
     for file in own_cache.glob("trireme/reading-*.json"):
-        content = bytearray(file.read_bytes())
-        content[-20] ^= 1
-        file.write_bytes(content)
+        flip(file)
     assert planned() == first and planned() == (0, first[1])

@@ -1,14 +1,20 @@
-"""Fine-tuning: adapters, conversations packed into rows, encoders with decoders; saved, exported and continued. (That
-every layout trains the same of them: test_tasks_huggingface.py.)"""
+"""Models of Hugging Face that somebody else trained: weights, tokenizers and image processors of a folder or a cache;
+adapters, conversations packed into rows, encoders with decoders; saved, exported and continued. (That every layout
+trains the same of them: test_tasks_huggingface.py.)"""
 
+import functools
 import itertools
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -23,15 +29,68 @@ from app.tasks.huggingface.conversations import NOTHING, pack
 from app.tasks.huggingface.task import HuggingFace
 from app.trained import trained
 from tests.app.tasks.test_tasks import built, one_batch
-from tests.app.tasks.test_tasks_huggingface import SMALL, arguments, made
+from tests.app.tasks.test_tasks_huggingface import READS, SMALL, arguments, made
 from tests.running import LONG, Lines, committed, end_tree, flip, same_bits, start, trireme, wait_until, weights
 
-# --- adapters -------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def folder(base: Path) -> Path:
+    """What somebody else saved: a Llama with weights and a tokenizer of its own."""
+    words = {"<pad>": 0, "<s>": 1, "penny": 2, "a": 3, "good": 4, "bad": 5, "day": 6, "[UNK]": 7}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    (base / "base" / "tokenizer_config.json").unlink()
+    tokenizer.save(str(base / "base" / "tokenizer.json"))
+    return base / "base"
 
 
-def test_only_adapters_and_a_new_head_are_trained_and_peft_is_told_the_whole_path(
-    base: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_weights_of_a_folder_and_of_the_hubs_cache(folder: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    args: dict[str, Any] = {"model": str(folder), "data": str(data / "text.txt"), "sequence_length": 8}
+    learnt = HuggingFace(**args, pretrained=True)
+    assert learnt.kind == "causal_lm" and learnt.tokenizer.get_vocab()["penny"] == 2, "the folder's own"
+    own = AutoModelForCausalLM.from_pretrained(folder)
+    tokens, model = one_batch(learnt)[0], built(learnt)
+    assert model.training and torch.equal(model(input_ids=tokens).logits, own(input_ids=tokens).logits)
+    assert not torch.equal(built(HuggingFace(**args)).lm_head.weight, own.lm_head.weight)
+    task = HuggingFace(model=str(folder), data=str(data / "reviews.csv"), pretrained=True, **READS["reviews.csv"])
+    assert task.config.id2label == {0: "no", 1: "yes"} and next(task.structure().parameters()).is_meta
+    heads = [built(task).score.weight for _ in range(2)]
+    assert torch.equal(*heads) and heads[0].shape == (2, 16)
+    (tokens, _), _ = one_batch(task)
+    assert (tokens[:, 0] == 1).all() and task.config.pad_token_id == 0  # <s>, and the tokenizer's <pad>
+    cached = data / "models--somebody--tiny"
+    shutil.copytree(folder, cached / "snapshots" / "0123")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0123")
+    here = functools.partial(huggingface_hub.snapshot_download, cache_dir=data)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", here)
+    of_the_hub = built(HuggingFace(**args | {"model": "somebody/tiny"}, pretrained=True))
+    assert torch.equal(of_the_hub.lm_head.weight, own.lm_head.weight)
+
+
+def test_images_are_fitted_to_a_folders_model(tmp_path: Path, own_cache: Path) -> None:
+    from transformers import AutoImageProcessor, ViTConfig
+
+    ViTConfig(**SMALL, image_size=12, patch_size=4, num_channels=3).save_pretrained(tmp_path)
+    task = HuggingFace(model=str(tmp_path), data="digits")
+    assert task.kind == "image_classification"
+    pixels = task.arguments(one_batch(task)[0])["pixel_values"]
+    assert pixels.shape[1:] == (3, 12, 12) and torch.equal(pixels[:, 0], pixels[:, 2])
+    assert built(task)(pixels).logits.shape == (len(pixels), 10)
+    asked, raw = task.preprocessor(), task.train_data().images[:2]
+    mine = task.arguments(fetch(task.train_data(), [(0, 0), (1, 1)])[0])["pixel_values"]
+    assert torch.equal(asked(raw)["pixel_values"], mine)
+    task.write_folder(tmp_path)
+    theirs = AutoImageProcessor.from_pretrained(tmp_path)
+    pixels = theirs(list(raw.expand(-1, 3, -1, -1).numpy()), input_data_format="channels_first")["pixel_values"]
+    assert np.abs(np.array(pixels) - mine.numpy()).mean() < 0.1, "but for resizing"
+
+
+def test_only_adapters_and_a_new_head_are_trained(base: Path, monkeypatch: pytest.MonkeyPatch, recwarn: Any) -> None:
+    """And peft is told the whole path of the model; the planner counts what is trained."""
     monkeypatch.chdir(base)
     task = HuggingFace(**arguments("lora classifier", base) | {"model": "base"})
     told = task.recipe.wrapped().peft_config["default"]
@@ -45,6 +104,11 @@ def test_only_adapters_and_a_new_head_are_trained_and_peft_is_told_the_whole_pat
     assert len(trained) == 2 * 7 * 2 + 1, "two for each of seven layers of both blocks; the head"
     task.loss(model, one_batch(task)).backward()
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+    reader = Reader(HuggingFace(**arguments("lora", base) | {"lora": {"targets": ["q_proj"]}}))
+    planned = sum(p.numel for p in reader.size.parameters if p.trainable)
+    assert not reader.note and 0 < planned < 0.2 * reader.parameters
+    first, other = (reader.costs().parts[name] for name in dict.fromkeys(reader.costs().order))
+    assert len(first.products["backward"]) < len(other.products["backward"]), "nothing flows into the embedding"
 
 
 def test_a_masked_language_models_missing_pooler_is_learnt_but_not_beside_adapters(base: Path) -> None:
@@ -57,17 +121,6 @@ def test_a_masked_language_models_missing_pooler_is_learnt_but_not_beside_adapte
     assert dict(built(whole).named_parameters())["bert.pooler.dense.weight"].requires_grad
     with pytest.raises(UserError, match=r"bert.pooler.dense.bias is missing"):
         built(adapted)
-
-
-def test_the_planner_counts_what_is_trained(base: Path) -> None:
-    reader = Reader(HuggingFace(**arguments("lora", base) | {"lora": {"targets": ["q_proj"]}}))
-    trained = sum(p.numel for p in reader.size.parameters if p.trainable)
-    assert not reader.note and 0 < trained < 0.2 * reader.parameters
-    first, other = (reader.costs().parts[name] for name in dict.fromkeys(reader.costs().order))
-    assert len(first.products["backward"]) < len(other.products["backward"]), "nothing flows into the embedding"
-
-
-# --- conversations --------------------------------------------------------------------------------------------------
 
 
 def test_packing_leaves_no_room_that_something_fits_into() -> None:
@@ -104,9 +157,6 @@ def test_the_library_itself_keeps_attention_inside(data: Path) -> None:
     assert own.loss(built(own), batch).item() == pytest.approx(eager.loss(built(eager), batch).item(), rel=1e-5)
 
 
-# --- encoders with decoders -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_an_encoder_and_a_decoder(name: str, data: Path) -> None:
     task = made(name, data)
@@ -119,11 +169,7 @@ def test_an_encoder_and_a_decoder(name: str, data: Path) -> None:
     assert task.loss(model, batch).item() == pytest.approx(library.loss.item(), rel=1e-6)
     assert task.items(batch) == counted and (decoder[:, 0] == task.config.decoder_start_token_id).all()
     assert (targets.gather(1, (targets != NOTHING).sum(1, keepdim=True) - 1) == task.tokenizer.eos_token_id).all()
-    asked = task.preprocessor()
-    assert asked is not None and len(Predictor(model.eval(), asked).predict(["count to 3", "count"])) == 2
-
-
-# --- runs -----------------------------------------------------------------------------------------------------------
+    assert len(Predictor(model.eval(), task.preprocessor()).predict(["count to 3", "count"])) == 2
 
 
 def command(folder: Path, name: str, *more: str) -> list[str]:

@@ -91,7 +91,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("image_clasification", {}, "no task 'image_clasification' (did you mean 'image_classification'?)"),
     ("own_tasks.Mine", {}, "import path of your own class as package.module:Class"),
     ("own_task:Mine", {}, "there is no module 'own_task' on Python's path"),
-    ("nowhere.tasks:Mine", {}, "there is no module 'nowhere' on Python's path"),
     ("own_tasks:Mime", {}, "module own_tasks has no Mime (did you mean 'Mine'?)"),
     ("own_tasks:Other", {}, "Other must be a subclass of app.tasks.base.Task"),
     ("own_broken:Mine", {}, "own_broken.py, line 2): division by zero"),
@@ -124,7 +123,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (TEXT, {"data": ["tokens.bin", "text.txt"]}, "mixes token files (tokens.bin) with text (text.txt)"),
     (TEXT, {"data": "text.txt", "n_layers": "4"}, "task_args.n_layers is '4'; it must be a whole number"),
     (TEXT, {"data": "text.txt", "n_heads": 256}, "heads of an even size"),
-    (TEXT, MIXED | {"n_heads": 256}, "heads of an even size"),
     (TEXT, MIXED | {"mixture": {"n_experts": 2, "top_k": 3}}, "top_k is 3, but there are 2 experts"),
     (TEXT, MIXED | {"d_hidden": 64}, "write task_args.mixture.d_expert"),
     (TEXT, {"data": ["https://h/a.parquet", "https://h/b.jsonl"]}, "task_args.data mixes files of json, parquet"),
@@ -222,10 +220,8 @@ def test_without_the_hub_or_the_library(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_task_of_ones_own_is_found_where_trireme_was_started_and_its_own_errors_are_left_as_they_are() -> None:
-    task: Any = load_task("own_tasks:Mine", {"width": 3})
-    assert (type(task).__name__, task.width, task.depth) == ("Mine", 3, 2)
-    free: Any = load_task("own_tasks:Free", {"whatever": 1})
-    assert free.anything == {"whatever": 1}
+    assert vars(load_task("own_tasks:Mine", {"width": 3})) == {"width": 3, "depth": 2}
+    assert vars(load_task("own_tasks:Free", {"whatever": 1})) == {"anything": {"whatever": 1}}
     with pytest.raises(KeyError, match="key"):
         load_task("own_tasks:Failing", {})
 
