@@ -85,6 +85,11 @@ SEVERAL = {
 }
 
 
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 def train(*words: str) -> Result:
     return CliRunner().invoke(group, ["train", *words], catch_exceptions=False)
 
@@ -102,24 +107,19 @@ def refused(*words: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("given", "says"), [(given, says) for given, *says in ROWS], ids=[row[0] for row in ROWS])
-def test_one_sentence(given: str, says: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_one_sentence(given: str, says: list[str]) -> None:
     (said,) = refused(*BASE, "run.name=refused", *shlex.split(given))
     assert all(word in said for word in says), said
 
 
 @pytest.mark.parametrize(("given", "text", "says"), FILES)
-def test_one_sentence_on_a_file(
-    given: str, text: str, says: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_one_sentence_on_a_file(given: str, text: str, says: tuple[str, ...]) -> None:
     Path("x.yaml").write_text(text)
     (said,) = refused(*given.split())
     assert all(word in said for word in says), said
 
 
-def test_several_mistakes_are_told_at_once_and_to_programs_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_several_mistakes_are_told_at_once_and_to_programs_too() -> None:
     said = refused(*BASE, *SEVERAL)
     assert len(said) == len(SEVERAL), said
     for words in SEVERAL.values():

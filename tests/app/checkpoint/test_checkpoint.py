@@ -24,9 +24,7 @@ from tests.running import flip
 
 
 @pytest.mark.parametrize("place", ["local", "s3"])
-def test_what_is_saved_is_listed_kept_and_loaded_and_what_is_not_committed_is_swept(
-    place: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_what_is_saved_is_kept_and_the_rest_swept(place: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     run = f"{tmp_path if place == 'local' else request.getfixturevalue('bucket')}/{uuid.uuid4().hex}"
     folder = f"{run}/checkpoints"
     checkpointer = Checkpointer(folder, attempt="a/1", keep_last=1)
@@ -142,9 +140,7 @@ def test_whether_a_save_that_does_not_end_well_has_committed(tmp_path: Path, mon
         ("model", {"b": 1.0}, "b is (3,) there and float here"),
     ],
 )
-def test_another_model_is_refused_before_anything_is_read(
-    tmp_path: Path, part: str, change: dict[str, Any], words: str
-) -> None:
+def test_another_model_is_refused(tmp_path: Path, part: str, change: dict[str, Any], words: str) -> None:
     save(tmp_path, 1)
     into = state_of(0.0)
     into[part] = {name: value for name, value in (into[part] | change).items() if value is not None}

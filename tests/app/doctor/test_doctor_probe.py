@@ -114,9 +114,7 @@ def test_a_port_that_is_closed_is_unreachable() -> None:
 
 
 @pytest.mark.slow
-def test_all_reduce_and_a_look_at_a_running_cluster(
-    connected: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_look_at_a_running_cluster(connected: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = look.look(storage=str(tmp_path))
     (real,) = facts.nodes
     assert real.problem == "" and real.head and real.versions["ray"]

@@ -103,9 +103,7 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WriterProcess, "wait", deliver)
 
 
-def test_a_run_and_its_continuation_are_one_run(
-    uri: str, tmp_path: Path, inline: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_goes_on_as_one_run(uri: str, tmp_path: Path, inline: None, caplog: pytest.LogCaptureFixture) -> None:
     store, folder = Store(uri), tmp_path / "spool"
     (tmp_path / "figure.txt").write_text("small")
     (tmp_path / "tree" / "leaf").mkdir(parents=True)
@@ -156,9 +154,7 @@ def test_a_run_and_its_continuation_are_one_run(
 
 
 @pytest.mark.parametrize("other", ["", "another's"])
-def test_a_database_is_whole_when_it_appears_and_the_first_one_stays(
-    other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_whole_database_stays(other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """MLflow makes one in a hundred steps and without a lock."""
     file = tmp_path / "deep" / "mlflow.db"
 
@@ -174,9 +170,7 @@ def test_a_database_is_whole_when_it_appears_and_the_first_one_stays(
     assert file.read_text() == (other or "ours") and list(file.parent.iterdir()) == [file]
 
 
-def test_what_cannot_be_delivered_yet_waits_and_what_ends_the_writer_is_left_out(
-    uri: str, tmp_path: Path, inline: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_delivered(uri: str, tmp_path: Path, inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
     client, folder, store = MlflowClient(uri), tmp_path / "spool", Store(uri)
     experiment = client.create_experiment("tests")
     client.delete_experiment(experiment)
@@ -198,9 +192,7 @@ def test_what_cannot_be_delivered_yet_waits_and_what_ends_the_writer_is_left_out
     assert sync(tmp_path / "nothing-here").complete
 
 
-def test_lost_answers_a_deleted_run_and_a_forgotten_state_double_nothing(
-    uri: str, tmp_path: Path, inline: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_doubled(uri: str, tmp_path: Path, inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """MLflow has taken two batches of each start, and that it has is never heard of. After the first start a person
     deletes the run, which is filled anew; before the third the state is lost; for the fourth the run has moved to
     another machine, where there is no spool of it."""

@@ -50,9 +50,7 @@ def test_what_is_appended_is_read_in_order_whatever_its_size_and_whole(tmp_path:
 
 
 @given(cut=st.integers(0, 400), junk=st.binary(max_size=40))
-def test_any_damage_costs_only_the_lines_it_touches(
-    tmp_path_factory: pytest.TempPathFactory, cut: int, junk: bytes
-) -> None:
+def test_damage_costs_the_lines_it_touches(tmp_path_factory: pytest.TempPathFactory, cut: int, junk: bytes) -> None:
     folder = tmp_path_factory.mktemp("spool")
     append(folder, *({"number": number} for number in range(10)))
     data = (folder / "events.jsonl").read_bytes()
@@ -118,9 +116,7 @@ def resolve(uri: str | None, storage: str = "runs", environ: dict[str, str] | No
     return resolve_tracking(SimpleNamespace(uri=uri, experiment=None), storage, environ or {})
 
 
-def test_configuration_before_environment_before_a_database_in_the_storage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_configuration_before_environment_before_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     environ = {"MLFLOW_TRACKING_URI": "http://env:1", "MLFLOW_EXPERIMENT_NAME": "from-env"}
     assert resolve("http://config:2", environ=environ) == Settings("http://config:2", "from-env")
@@ -219,9 +215,7 @@ def test_a_gpu_tells_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == memory | {"utilization_percentage": 92}
 
 
-def test_a_sampler_tells_of_the_machine_and_of_gpus_whose_metrics_cannot_be_seen_and_stops(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sampler_tells_of_the_machine_and_of_blind_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "GPU_DEVICES", str(tmp_path / Path(environment.GPU_DEVICES).name))
     monkeypatch.setitem(sys.modules, "pynvml", None)
     (tmp_path / "nvidiactl").touch()
