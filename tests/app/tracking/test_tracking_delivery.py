@@ -252,7 +252,7 @@ def test_the_model_loads_where_there_is_only_mlflow_and_torch(
     assert origin.startswith("Net /tmp") and str(tmp_path / "code") not in origin, loaded.stderr
     assert answers == [str(model(torch.ones(1, 4)).tolist())] * 2 and about == "(-1, 4) (-1, 5) True"
     assert Store(uri).steps("eval/loss") == [7]
-    location = Store(uri).query("select artifact_location from logged_models where name = 'model'")[0][0]
+    ((location,),) = Store(uri).query("select artifact_location from logged_models where name = 'model'")
     folder = Path(location.removeprefix("file://"))
     pins = (folder / "requirements.txt").read_text().split()
     assert f"torch=={torch.__version__.split('+')[0]}" in pins and any(pin.startswith("mlflow==3.") for pin in pins)
