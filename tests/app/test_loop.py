@@ -183,7 +183,7 @@ def test_a_run_collects_garbage_between_steps_and_not_in_them_also_where_it_fail
 
 # --- the gradient noise scale; measured in a run: launchers/test_launchers.py -----------------------------------------
 
-DIM, SAMPLES, BATCH = 40, 18_000, 240
+DIM, SAMPLES, BATCH = 40, 36_000, 240
 
 
 class Line(nn.Module):
