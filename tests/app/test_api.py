@@ -55,9 +55,7 @@ print(json.dumps({"curves": found, "outputs": outputs, "connected": ray.is_initi
 """
 
 
-def test_a_scripts_own_class_and_object_train_also_in_a_thread_on_a_ray_that_stays(
-    tmp_path: Path, ray_environment: dict[str, str]
-) -> None:
+def test_a_scripts_own_task_trains_on_a_ray_that_stays(tmp_path: Path, ray_environment: dict[str, str]) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"import os; os.chdir({str(tmp_path)!r})\n{SCRIPT}")
     seed([f"run.storage={tmp_path}/runs"])
@@ -76,18 +74,19 @@ def test_a_scripts_own_class_and_object_train_also_in_a_thread_on_a_ray_that_sta
     assert run.summary["step"] == 12 and run.checkpoint().startswith(run.folder)
 
 
-def test_values_of_python_are_the_command_lines() -> None:
+def test_values_of_python_are_the_command_lines_and_wrong_input_is_one_kind_of_error(tmp_path: Path) -> None:
     keys = {"train": {"steps": 5, "clip_norm": None}, "run.name": "a b", "optimizer": {"lr": np.float32(0.5)}}
     assert _words(keys) == ["train.steps=5", "train.clip_norm=null", 'run.name="a b"', "optimizer.lr=0.5"]
     assert _words({"task_args": {"data": Path("x"), "empty": {}}}) == ['task_args.data="x"', "task_args.empty={}"]
-    with pytest.raises(UserError, match=r"task_args\.data is"):
-        _words({"task_args": {"data": object()}})
-
-
-def test_wrong_input_is_one_kind_of_error(tmp_path: Path) -> None:
     known: dict[str, Any] = {"task": Plain, "launcher": "local", "train.steps": 3, "run.storage": str(tmp_path)}
-    for wrong in ({"strategy": "fdsp"}, {"train": {"stepz": 1}}, {"parallel.dp_shard": 3}, {"budget": 1.0}):
-        with pytest.raises(UserError):
+    for wrong, said in (
+        ({"task_args": {"data": object()}}, r"task_args\.data is"),
+        ({"strategy": "fdsp"}, "did you mean fsdp"),
+        ({"train": {"stepz": 1}}, "train.stepz"),
+        ({"parallel.dp_shard": 3}, "dp_shard"),
+        ({"budget": 1.0}, "costs are not counted"),
+    ):
+        with pytest.raises(UserError, match=said):
             train(**known, **{"run.name": "x"}, **wrong)
 
 

@@ -12,9 +12,7 @@ from app.storage import Storage
 from tests.running import wait_until
 
 
-def test_a_driver_elsewhere_lives_as_long_as_it_renews_its_lease(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_elsewhere_lives_while_it_renews_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Storage(tmp_path)
 
     def renew(seconds: float = 0.0, beat: int = 2) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pandas
 import pytest
+import tokenizers
 import torch
 from mlflow.models import validate_schema
 from torch import Tensor, nn
@@ -65,18 +66,16 @@ def test_images_as_they_are_in_the_data() -> None:
 
 @pytest.mark.parametrize("own_tokenizer", [False, True])
 def test_texts_are_continued(tmp_path: Path, own_tokenizer: bool) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-    (tmp_path / "t.txt").write_text("to be or not to be " * 200)
-    more = {}
+    data, file = tmp_path / "t.txt", tmp_path / "tokenizer.json"
+    data.write_text("to be or not to be " * 200)
+    more: dict[str, Any] = {"sequence_length": 16, "d_model": 8, "n_layers": 1, "n_heads": 1}
     if own_tokenizer:
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
-        tokenizer.train([str(tmp_path / "t.txt")], trainers.BpeTrainer(vocab_size=60))
-        tokenizer.save(str(tmp_path / "tokenizer.json"))
-        more["tokenizer"] = str(tmp_path / "tokenizer.json")
-    sizes = {"sequence_length": 16, "d_model": 8, "n_layers": 1, "n_heads": 1}
-    _, predictor = made("language_modelling", data=str(tmp_path / "t.txt"), **sizes, **more)
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+        tokenizer.train([str(data)], tokenizers.trainers.BpeTrainer(vocab_size=60))
+        tokenizer.save(str(file))
+        more["tokenizer"] = str(file)
+    _, predictor = made("language_modelling", data=str(data), **more)
     found = predictor.predict(["to be", "or"])
     assert [text[:2] for text in found["text"]] == ["to", "or"] and all(len(text) > 5 for text in found["text"])
     assert found.equals(predictor.predict(pandas.DataFrame({"any": ["to be", "or"]})))
@@ -94,9 +93,7 @@ def test_arguments_of_a_model_are_found_by_watching_a_call() -> None:
     ones = torch.ones(2, 3)
     batch = {"x": ones, "y": 2 * ones, "z": ones}
     model = Several()
-    asked = watched_arguments(
-        model, lambda m, b: m(b["x"], y=b["y"], scale=2.0, more={"z": b["z"]})["sum"].mean(), batch
-    )
+    asked = watched_arguments(model, lambda m, b: m(b["x"], y=b["y"], scale=2.0, more={"z": b["z"]})["sum"], batch)
     assert list(asked.example) == ["x", "y", "more.z"]
     found = Predictor(model, asked).predict({**asked.example, "x": np.zeros((2, 3))})
     assert found["sum"].tolist() == [[5.0] * 3] * 2

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from torch.autograd import DeviceType
 
 from app.cli import group
-from app.profiler import length, shares
+from app.profiler import shares
 from tests.running import mlflow_run, mlflow_text
 
 ON_CPU, ON_GPU = DeviceType.CPU, DeviceType.CUDA
@@ -25,10 +25,6 @@ def event(name: str, start: float, end: float, device: Any = ON_CPU, **more: Any
 def milliseconds(events: list[Any], on_gpu: bool) -> dict[str, float]:
     found = shares(events, steps=1, on_gpu=on_gpu)
     return {name.removesuffix("_seconds"): round(value * 1e3, 6) for name, value in found.items()}
-
-
-def test_a_union_of_intervals() -> None:
-    assert length([(0, 2), (1, 3), (5, 6), (5, 5.5)]) == 4 and length([]) == 0
 
 
 def test_communication_beside_a_gpus_kernels_is_hidden_and_the_rest_exposed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -9,8 +10,7 @@ import pickle
 import stat
 import threading
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from app.config_check import check_trainable
 from app.config_io import load_config
 from app.data.files import cache_folder
 from app.errors import UserError
+from app.masking import is_secret, mask_text, mask_tree
 from app.run.manifest import run_folder
 from app.tasks import load_task
 from cluster.fast_start import client
@@ -49,11 +50,13 @@ class Attack:
         return self
 
 
-def test_a_checkpoints_table_runs_no_code(tmp_path: Path) -> None:
+def test_no_file_that_is_read_runs_code(tmp_path: Path) -> None:
+    """A checkpoint's table, what is no tensor in a checkpoint, a file of tensors."""
+    made = tmp_path / "made"
     save(tmp_path / "c", 1)
     (good,) = checkpoint.commits(str(tmp_path / "c"))
     for content, said in [
-        (pickle.dumps(Attack(tmp_path / "made")), r"its \.metadata names posix\.mkdir"),
+        (pickle.dumps(Attack(made)), r"its \.metadata names posix\.mkdir"),
         (pickle.dumps({"a": 1}), "is no table"),
         (b"\x80\x05.", "is not read"),
     ]:
@@ -64,17 +67,15 @@ def test_a_checkpoints_table_runs_no_code(tmp_path: Path) -> None:
         for read in (partial(checkpoint.load, bad, state_of(0.0)), partial(Weights, bad)):
             with pytest.raises(UserError, match=said):
                 read()
-    assert not (tmp_path / "made").exists()
-
-
-def test_what_is_no_tensor_in_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
     state = state_of(1.0)
-    state["scheduler"]["last_epoch"] = Attack(tmp_path / "made")
-    save(tmp_path / "c", 1, state=state)
-    (bad,) = checkpoint.commits(str(tmp_path / "c"))
+    state["scheduler"]["last_epoch"] = Attack(made)
+    save(tmp_path / "d", 1, state=state)
     with pytest.raises(UserError, match="could not be read"):
-        checkpoint.load(bad, state_of(0.0))
-    assert not (tmp_path / "made").exists()
+        checkpoint.load(checkpoint.find(str(tmp_path / "d")), state_of(0.0))
+    torch.save(Attack(made), tmp_path / "x.pt")
+    with pytest.raises(UserError):
+        load_task("image_classification", {"data": str(tmp_path / "x.pt")}).train_data()
+    assert not made.exists()
 
 
 def test_what_reads_torchs_files_reads_data_alone() -> None:
@@ -122,27 +123,42 @@ def test_sockets_and_temporary_files_are_ones_own(tmp_path: Path, monkeypatch: p
 
 # --- secrets ----------------------------------------------------------------------------------------------------------
 
+SECRETS = ["password", "db.Password", "hf_token", "apiKey", "AWS_SECRET_ACCESS_KEY", "x.credentials.user"]
+OTHERS = ["tokenizer", "train/tokens_per_second", "monkey", "task_args.d_model", "pad_token", "label_key", "key"]
+MASKED = {
+    "http://me:pa55@host:5000/x": "http://***@host:5000/x",
+    "postgresql+psycopg2://u:p@ss@db/x and more": "postgresql+psycopg2://***@db/x and more",
+    "https://h/a?x=1&api_token=abc&y=2": "https://h/a?x=1&api_token=***&y=2",
+    "s3://bucket/path": "s3://bucket/path",
+    "mail me@example.org": "mail me@example.org",
+    "hf_token: abc\nuri: http://u:p@h\ntokenizer: bpe\n": "hf_token: ***\nuri: http://***@h\ntokenizer: bpe\n",
+    "train x.yaml task_args.password='a b' a=b": "train x.yaml task_args.password=*** a=b",
+    '{"password": "a b", "n": 1}': '{"password": ***, "n": 1}',
+}
+
+
+def test_secrets_are_hidden_and_what_only_looks_like_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, in texts, and in a configuration."""
+    assert [name for name in (*SECRETS, *OTHERS, "token.x") if is_secret(name)] == SECRETS
+    assert {text: mask_text(text) for text in MASKED} == MASKED
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "runs")
+    assert mask_text("said runs twice") == "said *** twice"
+    assert mask_tree({"a": "runs", "storage": "./runs"}) == {"a": "***", "storage": "./runs"}, "not as part of a word"
+    inner = {"b": 1, "secret": "x", "none": None, "empty": {}}
+    masked = mask_tree({"a": inner, "list": ["http://u:p@h", 2], "token": 5, "key": "c", "hf_token": "abc"})
+    hidden = inner | {"secret": "***"}
+    assert masked == {"a": hidden, "list": ["http://***@h", 2], "token": 5, "key": "c", "hf_token": "***"}
+
+
 NAMES = ("HF_TOKEN", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "AWS_SECRET_ACCESS_KEY")
 PLANTED = {name: f"planted-{uuid.uuid4().hex}" for name in NAMES}
 
 
-@contextmanager
-def command_lines() -> Iterator[set[str]]:
+def look(seen: set[str], over: threading.Event) -> None:
     """Command lines, as `ps` shows them to everyone, of all processes while it lasts."""
-    seen, over = set[str](), threading.Event()
-
-    def look() -> None:
-        while not over.wait(0.05):
-            for process in psutil.process_iter(["cmdline"]):
-                seen.add(" ".join(process.info["cmdline"] or ()))
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        over.set()
-        thread.join()
+    while not over.wait(0.05):
+        for process in psutil.process_iter(["cmdline"]):
+            seen.add(" ".join(process.info["cmdline"] or ()))
 
 
 @pytest.mark.slow
@@ -153,7 +169,10 @@ def test_planted_secrets_are_found_nowhere(tmp_path: Path) -> None:
     home.mkdir()
     experiment.parent.mkdir()
     experiment.write_text("task: tests.tasks:Points\ntrain: {global_batch_size: 16, steps: 20}\n")
-    with ray_head_with_jobs() as (address, dashboard), command_lines() as seen:
+    seen, over = set[str](), threading.Event()
+    with ray_head_with_jobs() as (address, dashboard), ThreadPoolExecutor() as pool, contextlib.ExitStack() as at_end:
+        pool.submit(look, seen, over)
+        at_end.callback(over.set)
         text = (FOLDER / "laptop.yaml").read_text().replace("6379", address.rpartition(":")[2])
         (tmp_path / "c.yaml").write_text(text.replace("8265", dashboard.rpartition(":")[2]))
         env = environment(HOME=str(home), RAY_AUTH_MODE="disabled", **PLANTED)
@@ -172,11 +191,3 @@ def test_planted_secrets_are_found_nowhere(tmp_path: Path) -> None:
     for value in PLANTED.values():
         assert value not in jobs + ended.out + ended.err + "\n".join(seen)
     assert not found
-
-
-def test_a_tensor_file_with_code_in_it_is_refused(tmp_path: Path) -> None:
-    torch.save(Attack(tmp_path / "made"), tmp_path / "x.pt")
-    with pytest.raises(UserError):
-        task = load_task("image_classification", {"data": str(tmp_path / "x.pt")})
-        task.train_data()
-    assert not (tmp_path / "made").exists()

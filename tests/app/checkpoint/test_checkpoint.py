@@ -1,9 +1,11 @@
-"""Checkpoints on one process: what is saved, what is kept, what is refused, what is exported."""
+"""Checkpoints on one process: what is saved, kept, refused and exported; damaged ones are never resumed from."""
 
 import json
 import math
+import os
 import threading
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,11 @@ from app.checkpoint import Checkpointer, CheckpointError, Commit, commit, export
 from app.errors import UserError
 from app.storage import Storage
 from tests.app.checkpoint.kit import plain, save, state_of, steps
+from tests.running import flip
 
 
 @pytest.mark.parametrize("place", ["local", "s3"])
-def test_what_is_saved_is_listed_kept_and_loaded_and_what_is_not_committed_is_swept(
-    place: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_what_is_saved_is_kept_and_the_rest_swept(place: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     run = f"{tmp_path if place == 'local' else request.getfixturevalue('bucket')}/{uuid.uuid4().hex}"
     folder = f"{run}/checkpoints"
     checkpointer = Checkpointer(folder, attempt="a/1", keep_last=1)
@@ -104,30 +105,26 @@ def test_the_newest_is_the_one_written_last_and_nothing_is_overwritten(tmp_path:
     assert names == ["150-b-2", "150-b", "150-a", "200-a"]
 
 
-def test_an_attempt_that_is_superseded_while_it_writes_does_not_commit(tmp_path: Path) -> None:
-    """Before it writes: tests/app/run/test_storage_failures.py."""
+def test_whether_a_save_that_does_not_end_well_has_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one that is superseded while it writes (before that: tests/app/run/test_storage.py), but one whose marker is
+    written, though telling the others of it fails."""
     save(tmp_path, 1)
     with pytest.raises(CheckpointError, match=r"step 2 in .* was not committed \(superseded"):
         save(tmp_path, 2, fence=iter([True, False]).__next__)
     assert steps(tmp_path) == [1] and len(list(tmp_path.iterdir())) == 1
-
-
-def test_a_commit_that_a_peer_did_not_live_to_hear_of_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its marker is written, then telling the others fails: it is a checkpoint all the same."""
     checkpointer = Checkpointer(str(tmp_path))
     first = checkpointer._ranks.first
 
     def lost(what: Any) -> Any:
-        found = first(what)
-        if isinstance(found, Commit):
+        if isinstance(found := first(what), Commit):
             raise RuntimeError("Connection closed by peer")
         return found
 
     monkeypatch.setattr(checkpointer._ranks, "first", lost)
-    checkpointer.save(state_of(1.0), meta={"step": 10})
+    checkpointer.save(state_of(10), meta={"step": 10})
     with pytest.raises(CheckpointError, match="Connection closed by peer"):
         checkpointer.close()
-    assert steps(tmp_path) == [10]
+    assert steps(tmp_path)[0] == 10
 
 
 # -- loading
@@ -143,9 +140,7 @@ def test_a_commit_that_a_peer_did_not_live_to_hear_of_stands(tmp_path: Path, mon
         ("model", {"b": 1.0}, "b is (3,) there and float here"),
     ],
 )
-def test_another_model_is_refused_before_anything_is_read(
-    tmp_path: Path, part: str, change: dict[str, Any], words: str
-) -> None:
+def test_another_model_is_refused(tmp_path: Path, part: str, change: dict[str, Any], words: str) -> None:
     save(tmp_path, 1)
     into = state_of(0.0)
     into[part] = {name: value for name, value in (into[part] | change).items() if value is not None}
@@ -153,6 +148,113 @@ def test_another_model_is_refused_before_anything_is_read(
         checkpoint.load(checkpoint.commits(str(tmp_path))[0], into)
     assert f"step-00000001 is of another {part}: {words}" in str(caught.value) and "\n" not in str(caught.value)
     assert into["optimizer"]["state"]["blocks.0.w"]["step"].item() == 0.0
+
+
+# -- damage
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save(tmp_path, 1, 2, keep_last=2)
+    return tmp_path
+
+
+def newest(folder: Path) -> Commit:
+    return checkpoint.commits(str(folder))[0]
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: os.truncate(path, path.stat().st_size - 7), "bytes instead of"),
+        (flip, "does not have the content it was"),
+        (Path.unlink, "is missing"),
+    ],
+)
+def test_damage_is_found_and_the_one_before_is_used(folder: Path, name: str, damage: Any, words: str) -> None:
+    bad = newest(folder)
+    damage(Path(bad.path, name))
+    assert checkpoint.find(str(folder)).step == (2 if damage is flip else 1), "by the files' sizes alone"
+    good, (skipped,) = checkpoint.latest_good(str(folder))
+    assert good is not None and good.step == 1 and "\n" not in skipped
+    assert skipped.startswith(f"{bad.path} is skipped") and name in skipped and words in skipped
+    assert checkpoint.verify(bad) == [f"{bad.path}/{name} {skipped.split(name + ' ')[1]}"]
+    reads = [lambda: checkpoint.load(bad, state_of(0.0)), lambda: export(bad, to="torch", out=folder / "out")]
+    for read in reads if damage is not flip else reads[: name == ".metadata"]:
+        with pytest.raises(UserError, match="the checkpoint is damaged") as caught:
+            read()
+        assert f"{bad.path}/{name} " in str(caught.value) and "\n" not in str(caught.value)
+    for file in bad.files:
+        Path(bad.path, file).unlink(missing_ok=True)
+    assert checkpoint.latest_good(str(folder))[1][0].endswith(" is missing and 1 more")
+
+
+def test_damage_of_weights_that_are_not_trained_is_that_of_every_checkpoint_which_reads_them(folder: Path) -> None:
+    """Of several ranks each looks at every n-th file, the largest first."""
+    save(folder / "frozen", 0)
+    whole, frozen = replace(newest(folder), meta={"frozen": True}), newest(folder / "frozen")
+    assert checkpoint.verify(whole) == []
+    for name in frozen.files:
+        flip(Path(frozen.path, name))
+    assert checkpoint.verify(whole, by="size") == [] and len(checkpoint.verify(whole)) == 2
+    shared = [checkpoint.verify(whole, rank, 2) for rank in range(2)]
+    by_size = sorted(frozen.files, key=lambda name: -frozen.files[name].size)
+    assert [fault.partition(" ")[0] for (fault,) in shared] == [f"{frozen.path}/{name}" for name in by_size]
+    Path(frozen.path, "COMMIT.json").unlink()
+    assert checkpoint.verify(whole)[0].startswith(f"there is no committed checkpoint in {folder}/frozen")
+
+
+def test_a_flipped_bit_that_stops_reading_is_named(folder: Path) -> None:
+    """Flips in bytes that reading stumbles over; those in plain numbers only a checksum can see."""
+    bad, refused = newest(folder), 0
+    path = Path(bad.path, "__0_0.distcp")
+    whole = path.read_bytes()
+    for index in range(0, len(whole), 261):
+        path.write_bytes(whole[:index] + bytes([whole[index] ^ 255]) + whole[index + 1 :])
+        try:
+            checkpoint.load(bad, state_of(0.0))
+        except UserError as error:
+            refused += 1
+            assert f"{path} does not have the content" in str(error) and "\n" not in str(error)
+    assert refused > 3
+
+
+def test_a_marker_is_believed_only_whole(folder: Path) -> None:
+    """Whatever byte of it changes, or wherever it is cut, the checkpoint is skipped."""
+    marker = Path(newest(folder).path, "COMMIT.json")
+    whole = marker.read_bytes()
+    for index in range(len(whole)):
+        for torn in (whole[:index], whole[:index] + bytes([whole[index] ^ 1]) + whole[index + 1 :]):
+            try:
+                read = commit.decode(torn, "")
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue
+            assert read == commit.decode(whole, ""), f"a change in byte {index} was believed"  # only white space
+    other_order = json.dumps(dict(reversed(json.loads(whole).items()))).encode()
+    assert commit.decode(other_order, "") == commit.decode(whole, "")
+    marker.write_bytes(whole[:-20])
+    good, skipped = checkpoint.latest_good(str(folder))
+    assert good is not None and good.step == 1
+    assert skipped == [f"{marker.parent} is skipped: its COMMIT.json is damaged"]
+    with pytest.raises(UserError, match=r"its COMMIT\.json cannot be read"):
+        checkpoint.find(str(marker.parent))
+
+
+def test_a_damaged_marker_is_swept_once_a_checkpoint_of_a_later_step_is_there(tmp_path: Path) -> None:
+    for step, attempt in ((0, ""), (2, ""), (2, "b")):
+        save(tmp_path, step, attempt=attempt, keep_last=9)
+    folders = [Path(found.path) for found in checkpoint.commits(str(tmp_path))]
+    whole = (folders[0] / "COMMIT.json").read_bytes()
+    for path in folders:
+        (path / "COMMIT.json").write_text("{}")
+    checkpoint.sweep(str(tmp_path))
+    assert all(path.exists() for path in folders) and checkpoint.latest_good(str(tmp_path))[0] is None
+    with pytest.raises(UserError, match=r"there is no committed checkpoint in .*/step-00000000 is skipped"):
+        checkpoint.find(str(tmp_path))
+    (folders[0] / "COMMIT.json").write_bytes(whole)
+    checkpoint.sweep(str(tmp_path))
+    assert [path.exists() for path in folders] == [True, True, False], "the old one goes, not that of the same step"
 
 
 # -- exporting
@@ -168,11 +270,12 @@ def model() -> dict[str, torch.Tensor]:
 
 
 def same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return set(got) == set(expected) and all(
-        torch.equal(got[n].view(-1).view(torch.uint8), t.contiguous().view(-1).view(torch.uint8))
-        and (got[n].dtype, got[n].shape) == (t.dtype, t.shape)
-        for n, t in expected.items()
+    """Names, types, shapes and bits."""
+    found, wanted = (
+        {name: (t.dtype, t.shape, t.contiguous().view(-1).view(torch.uint8).tolist()) for name, t in each.items()}
+        for each in (got, expected)
     )
+    return found == wanted
 
 
 def test_what_is_exported_is_what_was_saved(tmp_path: Path) -> None:

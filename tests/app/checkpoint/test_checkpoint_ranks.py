@@ -1,9 +1,14 @@
-"""Checkpoints of several ranks: any layout reads any other's; a rank that fails is named on all, and none hangs."""
+"""Checkpoints of several ranks, and of processes that are killed: any layout reads any other's; a rank that fails is
+named on all, and none hangs; what is committed is always whole."""
 
+import multiprocessing
 import os
 import re
+import shutil
 import signal
 import threading
+from collections.abc import Callable
+from functools import partial
 from itertools import permutations, product
 from pathlib import Path
 from typing import Any
@@ -21,7 +26,7 @@ from app.errors import UserError
 from experiments.parity.curves import begin, run_steps
 from experiments.parity.rows import Row
 from strategies.parallelize import Options
-from tests.app.checkpoint.kit import save, steps
+from tests.app.checkpoint.kit import plain, save, steps
 from tests.pool import DistributedFailure, run_distributed
 from tests.running import flip
 from tests.strategies.models import masked_trial
@@ -130,52 +135,41 @@ BREAKS: list[tuple[int, type, str, BaseException, str]] = [
 ]
 
 
-def _fail(rank: int, folder: str, case: int) -> str:
-    """One step of the second save fails on one rank."""
-    bad, owner, name, error, _ = BREAKS[case]
-    checkpointer = Checkpointer(folder, keep_last=5)
-    checkpointer.save(state_of(None), meta={"step": 1})
-    checkpointer.wait()
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == bad:
-            patch.setattr(owner, name, Mock(side_effect=error))
-        checkpointer.save(state_of(None, 2.0), meta={"step": 2})
-        assert checkpointer._pending is not None
-        said = str(checkpointer._pending.exception(60))
-    # It is not forgotten by looking, and the next save tells it and begins nothing.
-    for look in (checkpointer.check, checkpointer.check, lambda: checkpointer.save(state_of(None), meta={"step": 3})):
-        with pytest.raises(CheckpointError, match=f"^{re.escape(said)}$"):
-            look()
-    checkpointer.check()
-    assert steps(folder) == [1]
-    dist.barrier()
-    checkpointer.save(state_of(None, 3.0), meta={"step": 3})
-    checkpointer.close()
+def _fail(rank: int, folder: Path) -> list[str]:
+    """One step of the second save fails on one rank; what is said, by case."""
+    said = []
+    for case, (bad, owner, name, error, _) in enumerate(BREAKS):
+        checkpointer = Checkpointer(str(folder / str(case)), keep_last=5)
+        checkpointer.save(state_of(None), meta={"step": 1})
+        checkpointer.wait()
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == bad:
+                patch.setattr(owner, name, Mock(side_effect=error))
+            checkpointer.save(state_of(None, 2.0), meta={"step": 2})
+            assert checkpointer._pending is not None
+            said.append(str(checkpointer._pending.exception(60)))
+        # It is not forgotten by looking, and the next save tells it and begins nothing.
+        again = partial(checkpointer.save, state_of(None), meta={"step": 3})
+        for look in (checkpointer.check, checkpointer.check, again):
+            with pytest.raises(CheckpointError, match=f"^{re.escape(said[-1])}$"):
+                look()
+        checkpointer.check()
+        assert steps(folder / str(case)) == [1]
+        dist.barrier()
+        checkpointer.save(state_of(None, 3.0), meta={"step": 3})
+        checkpointer.close()
     return said
 
 
-@pytest.mark.parametrize("case", range(len(BREAKS)))
-def test_one_rank_fails_and_all_say_so_and_the_next_save_works(tmp_path: Path, case: int) -> None:
-    said, other = run_distributed(_fail, 2, str(tmp_path), case, timeout=60)
-    assert said == other and f"({BREAKS[case][-1]}); those committed before are untouched" in said
-    assert "step 2 in " in said and "\n" not in said and steps(tmp_path) == [3, 1]
-    assert checkpoint.latest_good(str(tmp_path))[1] == []
-    assert len(list(tmp_path.iterdir())) == 2, "what the failed save had written is gone"
-
-
-def _die(rank: int, folder: str) -> None:
-    save(folder, 1, state=state_of(None))
-    if rank == 1:
-        HashingStream.write = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
-    save(folder, 2, state=state_of(None))
-
-
-def test_a_killed_rank_leaves_the_commit_before(tmp_path: Path) -> None:
-    with pytest.raises(DistributedFailure, match="exit code -9") as caught:
-        run_distributed(_die, 2, str(tmp_path), timeout=60)
-    assert "CheckpointError" in str(caught.value), "the other rank is told, not left waiting"
-    good, passed = checkpoint.latest_good(str(tmp_path))
-    assert good is not None and good.step == 1 and passed == []
+def test_one_rank_fails_and_all_say_so_and_the_next_save_works(tmp_path: Path) -> None:
+    first, second = run_distributed(_fail, 2, tmp_path, timeout=60)
+    assert first == second
+    for case, said in enumerate(first):
+        assert f"({BREAKS[case][-1]}); those committed before are untouched" in said
+        folder = tmp_path / str(case)
+        assert "step 2 in " in said and "\n" not in said and steps(folder) == [3, 1]
+        assert checkpoint.latest_good(str(folder))[1] == []
+        assert len(list(folder.iterdir())) == 2, "what the failed save had written is gone"
 
 
 # -- real strategies
@@ -223,3 +217,105 @@ def test_what_one_strategy_saves_another_continues_optimizer_and_all(tmp_path: P
         for name, tensor in expected.items():
             torch.testing.assert_close(got[name], tensor, rtol=1e-4, atol=1e-6, msg=f"{name}: read by {row}")
         expected = then
+
+
+def _die(rank: int, folder: str) -> None:
+    save(folder, 1, state=state_of(None))
+    if rank == 1:
+        HashingStream.write = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
+    save(folder, 2, state=state_of(None))
+
+
+def test_a_killed_rank_leaves_the_commit_before(tmp_path: Path) -> None:
+    with pytest.raises(DistributedFailure, match="exit code -9") as caught:
+        run_distributed(_die, 2, str(tmp_path), timeout=60)
+    assert "CheckpointError" in str(caught.value), "the other rank is told, not left waiting"
+    good, passed = checkpoint.latest_good(str(tmp_path))
+    assert good is not None and good.step == 1 and passed == []
+
+
+# -- SIGKILL at every file operation of saving and pruning
+
+OPERATIONS = {"open", "mkdir", "link", "rename", "replace", "remove", "unlink", "rmdir", "truncate", "flush", "fsync"}
+
+
+def test_a_kill_at_any_file_operation(tmp_path: Path) -> None:
+    """Each saver, a fork of a process that has torch, is killed just before its k-th operation on files (or piece of
+    data, half of which is still written), for k = 1, 2, … until one gets through. What only fills a buffer leaves the
+    disk as it was, and does not count."""
+    ((kills, newest, states),) = run_distributed(_kill_at_each, 1, tmp_path)
+    assert kills >= 25, "the killer saw the operations"
+    assert newest == {1, 2}, "there were kills before and after the commit"
+    assert len(states) >= 14, "they left as many different folders"
+    assert len({size for state in states for name, size in state if name == "step-00000002.distcp"}) > 2, "torn pieces"
+
+
+def _kill_at_each(_: int, folder: Path) -> tuple[int, set[int], set[frozenset[tuple[str, int]]]]:
+    """How many kills, the newest steps after them, and the files with their sizes that each has left."""
+    here, newest, states = folder / "c", set[int](), set[frozenset[tuple[str, int]]]()
+    kills, killed = 0, True
+    _save(folder / "first", 1)
+    while killed:
+        shutil.rmtree(here, ignore_errors=True)
+        shutil.copytree(folder / "first", here)
+        saver = multiprocessing.get_context("fork").Process(target=_save_and_die, args=(here, 2, kills + 1))
+        saver.start()
+        saver.join()
+        assert saver.exitcode in (0, -signal.SIGKILL), f"the saver failed: {saver.exitcode}"
+        killed = saver.exitcode != 0
+        files = [path for path in here.rglob("*") if path.is_file()]
+        states.add(frozenset((path.parent.name + path.suffix, path.stat().st_size) for path in files))
+        newest.add(_look(here))
+        kills += killed
+    return kills, newest, states
+
+
+def _state(step: int) -> dict[str, Any]:
+    return {"model": {"w": torch.full((64,), float(step))}, "n": step}
+
+
+def _save(folder: Path, step: int) -> None:
+    save(folder, step, state=_state(step), keep_last=1, keep_best=False)
+
+
+def _save_and_die(folder: Path, step: int, at: int) -> None:
+    """In a fork, whose saving is killed at its `at`-th operation, if it comes to that."""
+    left, write = at, HashingStream.write
+
+    def operation(before_dying: Callable[[], None] = lambda: None) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            before_dying()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def torn_write(self: HashingStream, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        operation(lambda: write(self, view[: len(view) // 2]) and self._stream.flush())
+        return write(self, view)
+
+    def profile(frame: Any, event: str, called: Any) -> None:
+        if event == "c_call" and called.__name__ in OPERATIONS:
+            operation()
+
+    HashingStream.write = torn_write  # type: ignore[method-assign]
+    threading.setprofile(profile)  # of the thread that writes
+    _save(folder, step)
+
+
+def _look(folder: Path) -> int:
+    """The newest good step of what a killed saver has left. AssertionError: something is wrong with it."""
+    good, skipped = checkpoint.latest_good(str(folder))
+    assert good is not None and not skipped, f"no good checkpoint, or damaged ones were committed: {skipped}"
+    listed = [fault for commit in checkpoint.commits(str(folder)) for fault in checkpoint.verify(commit)]
+    assert not listed, f"a damaged checkpoint is listed: {listed}"
+    into = _state(0)
+    checkpoint.load(good, into)
+    assert plain(into) == plain(_state(good.step)), "another step's state"
+    checkpoint.sweep(str(folder))
+    left = sorted(entry.name for entry in folder.iterdir())
+    assert left == sorted(Path(c.path).name for c in checkpoint.commits(str(folder))), f"sweep left {left}"
+    assert sorted(p.name for p in Path(good.path).iterdir()) == sorted([*good.files, "COMMIT.json"]), "sweep left files"
+    _save(folder, 9)
+    assert steps(folder) == [9], "the next save is not the only checkpoint"
+    return good.step

@@ -11,34 +11,26 @@ GB = 1_000_000_000
 VERSIONS = {"Python": "3.11", "ray": "2.60.0", "torch": "2.13.0", "NCCL": "2.27.3", "the NVIDIA driver": "570.1"}
 
 
+GPUS: dict[str, Any] = {"ray_gpus": 2.0, "torch_gpus": 2, "torch_cuda": "12.8", "pci_gpus": 2, "driver_cuda": "12.8"}
+NO_GPUS: dict[str, Any] = {"ray_gpus": 0.0, "torch_gpus": None, "torch_cuda": None, "pci_gpus": 0, "gpus": ()}
+
+
 def gpu(index: int, **more: Any) -> GpuFacts:
     known = {"name": "NVIDIA H100 80GB HBM3", "memory_total": 80 * GB, "memory_used": GB // 2, "flops": 7e14}
     return GpuFacts(index, **(known | more))
 
 
 def node(number: int, **more: Any) -> NodeFacts:
-    known: dict[str, Any] = {
-        "host": f"host{number}",
-        "head": number == 0,
-        "ray_gpus": 2.0,
-        "torch_gpus": 2,
-        "torch_cuda": "12.8",
-        "pci_gpus": 2,
-        "driver_cuda": "12.8",
-        "gpus": (gpu(0), gpu(1)),
-        "versions": VERSIONS,
-        "interfaces": {"lo": "127.0.0.1", "eth0": f"10.0.0.{number}"},
-        "resolves_to": f"10.0.0.{number}",
-        "storage_seen": ("n0", "n1", "n2"),
-    }
-    return NodeFacts(f"n{number}", f"10.0.0.{number}", **(known | more))
+    address = f"10.0.0.{number}"
+    known = GPUS | {"gpus": (gpu(0), gpu(1)), "versions": VERSIONS, "storage_seen": ("n0", "n1", "n2")}
+    known |= {"host": f"host{number}", "head": number == 0, "resolves_to": address}
+    return NodeFacts(f"n{number}", address, **(known | {"interfaces": {"lo": "127.0.0.1", "eth0": address}} | more))
 
 
 def bare(number: int, **more: Any) -> NodeFacts:
     """A node without GPUs."""
     versions = {name: VERSIONS[name] for name in ("Python", "ray", "torch")}
-    nothing = {"ray_gpus": 0.0, "torch_gpus": None, "torch_cuda": None, "pci_gpus": 0, "gpus": (), "versions": versions}
-    return node(number, **(nothing | more))
+    return node(number, **(NO_GPUS | {"versions": versions} | more))
 
 
 def cluster(*nodes: NodeFacts, **more: Any) -> ClusterFacts:

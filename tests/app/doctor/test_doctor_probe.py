@@ -1,7 +1,6 @@
 """What doctor's probes find out on a machine, between actors, and on a cluster that runs."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -34,10 +33,17 @@ PROCESS = (
     "<used_memory>29000 MiB</used_memory></process_info>"
 )
 SOUND = {"mig": "Disabled", "brake": "Not Active", "thermal": "N/A", "used": "500", "ecc": "", "processes": ""}
+SOUND |= {"reasons": "clocks_event_reasons"}
 NEW_ECC = "<sram_uncorrectable_parity>N/A</sram_uncorrectable_parity><dram_uncorrectable>7</dram_uncorrectable>"
-OLD_ECC = (
-    "<single_bit><total>3</total></single_bit><double_bit><device_memory>7</device_memory><total>7</total></double_bit>"
-)
+OLD_ECC = "<single_bit><total>3</total></single_bit><double_bit><total>7</total></double_bit>"
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The nvidia-smi that is found: a script, once it is written."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    (tmp_path / "nvidia-smi").touch(mode=0o755)
+    return tmp_path / "nvidia-smi"
 
 
 @pytest.mark.parametrize(
@@ -54,22 +60,11 @@ OLD_ECC = (
         ({"processes": PROCESS.format("G")}, "", ""),
     ],
 )
-def test_a_fault_is_seen_through_nvidia_smi(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, str], code: str, said: str
-) -> None:
-    """nvidia-smi of a machine with two GPUs, played by a script: everything from there on is what runs."""
-    second = {"reasons": "clocks_event_reasons"} | SOUND
-    rows = [GPU.format(**row) for row in (second, second | change)]
+def test_a_fault_is_seen_through_nvidia_smi(program: Path, change: dict[str, str], code: str, said: str) -> None:
+    """Of two GPUs: everything from nvidia-smi on is what runs."""
+    rows = [GPU.format(**row) for row in (SOUND, SOUND | change)]
     head = "<driver_version>570.1</driver_version><cuda_version>12.8</cuda_version>"
-    (tmp_path / "answer").write_text(f"<nvidia_smi_log>{head}{''.join(rows)}</nvidia_smi_log>")
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\ncat {tmp_path}/answer\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    for problem, nvml in (("import of pynvml halted; None in sys.modules", None), ("", mock.Mock())):
-        monkeypatch.setitem(sys.modules, "pynvml", nvml)
-        monkeypatch.setattr(probe, "ask_torch", lambda found: None)
-        assert probe.gpus(0.0)["metrics_problem"] == problem
+    program.write_text(f"#!/bin/sh\necho '<nvidia_smi_log>{head}{''.join(rows)}</nvidia_smi_log>'\n")
     found = smi()
     assert found["versions"] == {"the NVIDIA driver": "570.1"} and found["driver_cuda"] == "12.8"
     findings = judge(cluster(node(1, gpus=tuple(GpuFacts(**row) for row in found["gpus"]))))
@@ -77,12 +72,16 @@ def test_a_fault_is_seen_through_nvidia_smi(
     assert all(said in finding.sentence and finding.nodes == ("n1",) for finding in findings)
 
 
-def test_an_nvidia_smi_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert smi() == {"gpus": [], "smi_error": "there is no nvidia-smi"}
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'No devices were found'; exit 6\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
+def test_an_nvidia_smi_that_fails_and_a_missing_pynvml_are_told(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program.write_text(f"#!/bin/sh\necho '<nvidia_smi_log>{GPU.format(**SOUND)}</nvidia_smi_log>'\n")
+    monkeypatch.setattr(probe, "ask_torch", lambda found: None)
+    for problem, nvml in (("import of pynvml halted; None in sys.modules", None), ("", mock.Mock())):
+        monkeypatch.setitem(sys.modules, "pynvml", nvml)
+        assert probe.gpus(0.0)["metrics_problem"] == problem
+    program.write_text("#!/bin/sh\necho 'No devices were found'; exit 6\n")
     assert smi() == {"gpus": [], "smi_error": "No devices were found"}
+    program.unlink()
+    assert smi() == {"gpus": [], "smi_error": "there is no nvidia-smi"}
 
 
 SENT = """
@@ -115,9 +114,7 @@ def test_a_port_that_is_closed_is_unreachable() -> None:
 
 
 @pytest.mark.slow
-def test_all_reduce_and_a_look_at_a_running_cluster(
-    connected: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_look_at_a_running_cluster(connected: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = look.look(storage=str(tmp_path))
     (real,) = facts.nodes
     assert real.problem == "" and real.head and real.versions["ray"]
@@ -146,15 +143,16 @@ def test_doctor_leaves_out_no_whole_cluster(ray_environment: dict[str, str]) -> 
 
 
 def test_which_cluster_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    running: list[str] = []
-    monkeypatch.setattr("cluster.connect.running_here", lambda: running[0] if running else None)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
-    assert look.server_of(None) is None and look.server_of("laptop") is None
-    assert str(look.server_of("aws")) == "aws", "its head is another machine"
-    running.append("10.0.0.1:6379")
-    assert look.server_of("aws") is None, "this is one of a running cluster"
-    monkeypatch.setenv("RAY_ADDRESS", "http://10.0.0.1:8265")
-    assert str(look.server_of(None)) == "http://10.0.0.1:8265"
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert look.server_of("aws") is None
+    for asked, address, running, expected in (
+        (None, "", None, None),
+        ("laptop", "", None, None),
+        ("aws", "", None, "aws"),  # its head is another machine
+        ("aws", "", "10.0.0.1:6379", None),  # this is one of a running cluster
+        ("aws", "10.0.0.1:6379", None, None),
+        (None, "http://10.0.0.1:8265", None, "http://10.0.0.1:8265"),
+    ):
+        monkeypatch.setattr("cluster.connect.running_here", lambda now=running: now)
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        found = look.server_of(asked)
+        assert (str(found) if found else None) == expected, (asked, address, running)

@@ -1,4 +1,5 @@
-"""What arrives in MLflow, in a SQLite database: everything, once, whatever went wrong on the way."""
+"""What arrives in MLflow, in a SQLite database: everything, once, whatever went wrong on the way, drivers and writers
+that are killed and a server that is late among it."""
 
 import math
 import os
@@ -8,15 +9,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
 from mlflow import MlflowClient
 
+from app.lease import process_started
+from app.tasks import load_task
 from app.tracking import uploader
+from app.tracking.model import _origins
 from app.tracking.spool import State
-from app.tracking.tracker import WriterProcess, sync
+from app.tracking.tracker import Tracker, WriterProcess, sync
 from app.tracking.writer import claim
 from tests.app.tracking.kit import Store, tracker
-from tests.running import seed
+from tests.running import end_tree, environment, free_port, seed, start, wait_until
 
 TASK = """
 import torch
@@ -60,6 +66,17 @@ inputs, outputs = info.signature.inputs.inputs[0], info.signature.outputs.inputs
 print(inputs.shape, outputs.shape, bool(info.saved_input_example_info))
 """
 
+DRIVER = """
+import sys, time
+from pathlib import Path
+from tests.app.tracking.kit import tracker
+tracker = tracker(Path(sys.argv[1]), sys.argv[2], run_uid="uid-1")
+for step in range(int(sys.argv[3]), int(sys.argv[4])):
+    tracker.metrics(step, {"loss": 1 / (step + 1)})
+print("ready", flush=True)
+time.sleep(60)
+"""
+
 
 @pytest.fixture
 def uri(tmp_path: Path) -> str:
@@ -86,9 +103,7 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WriterProcess, "wait", deliver)
 
 
-def test_a_run_and_its_continuation_are_one_run(
-    uri: str, tmp_path: Path, inline: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_goes_on_as_one_run(uri: str, tmp_path: Path, inline: None, caplog: pytest.LogCaptureFixture) -> None:
     store, folder = Store(uri), tmp_path / "spool"
     (tmp_path / "figure.txt").write_text("small")
     (tmp_path / "tree" / "leaf").mkdir(parents=True)
@@ -139,9 +154,7 @@ def test_a_run_and_its_continuation_are_one_run(
 
 
 @pytest.mark.parametrize("other", ["", "another's"])
-def test_a_database_is_whole_when_it_appears_and_the_first_one_stays(
-    other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_whole_database_stays(other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """MLflow makes one in a hundred steps and without a lock."""
     file = tmp_path / "deep" / "mlflow.db"
 
@@ -157,25 +170,29 @@ def test_a_database_is_whole_when_it_appears_and_the_first_one_stays(
     assert file.read_text() == (other or "ours") and list(file.parent.iterdir()) == [file]
 
 
-def test_what_cannot_be_delivered_yet_is_told_and_waits(uri: str, tmp_path: Path, inline: None) -> None:
-    client, folder = MlflowClient(uri), tmp_path / "spool"
+def test_what_cannot_be_delivered(uri: str, tmp_path: Path, inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, folder, store = MlflowClient(uri), tmp_path / "spool", Store(uri)
     experiment = client.create_experiment("tests")
     client.delete_experiment(experiment)
     run = tracker(folder, uri)
     run.metrics(3, {"loss": 1.0})
+    run.model({"task": "toys:Task", "task_args": {}, "weights": "none.pt"})
     delivery = run.finish("FINISHED")
     assert not delivery.complete and delivery.run_id is None
     assert f"The experiment {experiment} must be in the 'active' state" in delivery.problem
     assert delivery.problem == State.load(folder).problem
     client.restore_experiment(experiment)
+    monkeypatch.setattr("app.tracking.model.upload", lambda *args: sys.exit(1))  # as one that fills the memory
+    for _ in range(3):
+        with pytest.raises(SystemExit):
+            sync(folder)
     assert sync(folder).complete and State.load(folder).problem == ""
-    assert Store(uri).run("status") == "FINISHED" and Store(uri).steps("loss") == [3]
+    assert store.run("status") == "FINISHED" and store.steps("loss") == [3]
+    assert "ended the writer, 3 times" in store.values("tags")["trireme.model_error"]
     assert sync(tmp_path / "nothing-here").complete
 
 
-def test_lost_answers_a_deleted_run_and_a_forgotten_state_double_nothing(
-    uri: str, tmp_path: Path, inline: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_doubled(uri: str, tmp_path: Path, inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """MLflow has taken two batches of each start, and that it has is never heard of. After the first start a person
     deletes the run, which is filled anew; before the third the state is lost; for the fourth the run has moved to
     another machine, where there is no spool of it."""
@@ -211,15 +228,10 @@ def test_lost_answers_a_deleted_run_and_a_forgotten_state_double_nothing(
 def test_the_model_loads_where_there_is_only_mlflow_and_torch(
     uri: str, tmp_path: Path, inline: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import torch
-
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "mismatch")
     (tmp_path / "code" / "toys").mkdir(parents=True)
     (tmp_path / "code" / "toys" / "tracked.py").write_text(TASK)
     monkeypatch.syspath_prepend(str(tmp_path / "code"))
-    from app.tasks import load_task
-    from app.tracking.model import _origins
-
     model = load_task("toys.tracked:Toy", {"width": 5, "token": "sesame"}).build_model()
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     recipe = {"task": "toys.tracked:Toy", "weights": str(tmp_path / "weights.pt")}
@@ -232,15 +244,15 @@ def test_the_model_loads_where_there_is_only_mlflow_and_torch(
     assert delivery.complete and Store(uri).run("status") == "FINISHED"
     assert "size ***" in caplog.text, "what is a secret here stands in no sentence"
     assert not [path for path in run.folder.rglob("*") if path.is_file() and b"sesame" in path.read_bytes()]
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    alone = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [sys.executable, "-c", LOAD, uri, f"runs:/{delivery.run_id}/model"]
-    loaded = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
+    loaded = subprocess.run(command, cwd="/", env=alone, capture_output=True, text=True)
     assert loaded.returncode == 0, loaded.stderr
     origin, *answers, about = loaded.stdout.splitlines()
     assert origin.startswith("Net /tmp") and str(tmp_path / "code") not in origin, loaded.stderr
     assert answers == [str(model(torch.ones(1, 4)).tolist())] * 2 and about == "(-1, 4) (-1, 5) True"
     assert Store(uri).steps("eval/loss") == [7]
-    location = Store(uri).query("select artifact_location from logged_models where name = 'model'")[0][0]
+    ((location,),) = Store(uri).query("select artifact_location from logged_models where name = 'model'")
     folder = Path(location.removeprefix("file://"))
     pins = (folder / "requirements.txt").read_text().split()
     assert f"torch=={torch.__version__.split('+')[0]}" in pins and any(pin.startswith("mlflow==3.") for pin in pins)
@@ -251,17 +263,90 @@ def test_the_model_loads_where_there_is_only_mlflow_and_torch(
     assert Store(uri).query("select metric_name, metric_value from logged_model_metrics") == [("eval/loss", 0.25)]
 
 
-def test_a_model_that_ends_the_writer_is_left_out(
-    uri: str, tmp_path: Path, inline: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As one that fills the memory."""
-    monkeypatch.setattr("app.tracking.model.upload", lambda *args: sys.exit(1))
-    run = tracker(tmp_path / "spool", uri)
-    run.model({"task": "toys:Task", "task_args": {}, "weights": "none.pt"})
-    with pytest.raises(SystemExit):
-        run.finish("FINISHED")
-    for _ in range(2):
-        with pytest.raises(SystemExit):
-            sync(run.folder)
-    assert sync(run.folder).complete and Store(uri).run("status") == "FINISHED"
-    assert "ended the writer, 3 times" in Store(uri).values("tags")["trireme.model_error"]
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def driver(folder: Path, uri: str, first: int, last: int) -> subprocess.Popen[str]:
+    """A driver process that logs the steps, says so, and sleeps until it is killed."""
+    process = start([DRIVER, str(folder), uri, str(first), str(last)], program=[sys.executable, "-c"])
+    assert process.stdout and process.stdout.readline() == "ready\n", process.communicate()
+    return process
+
+
+@pytest.mark.slow
+def test_killed_drivers_and_writers_and_a_server_that_is_late_lose_and_double_nothing(tmp_path: Path) -> None:
+    (tmp_path / "figure.txt").write_text("bars")
+    port, file, folder = free_port(), tmp_path / "server.db", tmp_path / "spool"
+    address, store = f"http://127.0.0.1:{port}", Store(f"sqlite:///{file}")
+    first = driver(folder, address, 0, 3000)
+    lingering = wait_until(lambda: State.load(folder).problem and State.load(folder).writer)
+    assert "does not answer (refused)" in State.load(folder).problem and not State.load(folder).run_id
+    assert sync(folder).problem == "the run is going on, and its own writer delivers it"
+    wait_until(lambda: not psutil.Process(first.pid).children(recursive=True))  # whom `ray job stop` would kill
+    first.kill()
+    first.wait()
+    assert process_started(lingering)
+    with (folder / "events.jsonl").open("a") as events:  # torn by the kill
+        events.write('{"type":"metr')
+    run = tracker(folder, address)
+    wait_until(lambda: not process_started(lingering))  # a newer start's writer comes
+    run.artifact(tmp_path / "figure.txt", "plots")
+    for step in range(2900, 6000):
+        more = {"nan": float("nan"), "up": float("inf")} | {f"m{n}": float(step + n) for n in range(5)}
+        run.metrics(step, {"loss": 1 / (step + 1)} | more)
+    command = ["-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{file}", "--artifacts-destination", f"{tmp_path}/files"]
+    env = environment(MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false", MLFLOW_DISABLE_TELEMETRY="true")
+    server = subprocess.Popen([sys.executable, *command], env=env, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: State.load(folder).run_id and store.steps("m4"))  # in the middle of its delivery
+        assert State.load(folder).problem == "" and State.load(folder).run_id == store.run()
+        assert store.run("status") == "RUNNING"
+        end_tree(State.load(folder).writer)
+        delivery = run.finish("FINISHED", timeout=30)
+        assert delivery.complete and delivery.url == f"{address}/#/experiments/1/runs/{delivery.run_id}"
+        assert store.run("status") == "FINISHED"
+        last, said = driver(folder, address, 5900, 6100), time.time()  # its last word
+        wait_until(lambda: store.run("status") == "RUNNING")
+        last.kill()
+        last.wait()
+        wait_until(lambda: store.run("status") == "KILLED")
+    finally:
+        end_tree(server.pid)
+    assert abs(store.run("end_time") / 1000 - said) < 5
+    assert store.history("loss") == [(step, 1 / (step + 1)) for step in range(6100)]
+    assert store.history("m4") == [(step, step + 4.0) for step in range(2900, 6000)]
+    counts = store.query("select count(*), count(distinct key || ' ' || step) from metrics where key like 'm%'")
+    assert counts == [(15_500, 15_500)]
+    assert store.history("nan") == [(step, None) for step in range(2900, 6000)] and store.history("up")[0][1] > 1e308
+    times = store.query("select timestamp from metrics where key = 'loss' order by step")
+    assert times == sorted(times)
+    assert [path.read_text() for path in (tmp_path / "files").rglob("plots/figure.txt")] == ["bars"]
+
+
+def test_one_writer_delivers_a_run_and_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a sweep: children come and go, and only spool; one is killed. From a folder with an `app` of one's own,
+    into a database that is yet to be made."""
+    file = tmp_path / "deep" / "mlflow.db"
+    for own in ("app/__init__.py", "app/tracking/__init__.py", "app/tracking/writer.py"):
+        (tmp_path / own).parent.mkdir(exist_ok=True)
+        (tmp_path / own).write_text("")
+    monkeypatch.chdir(tmp_path)
+
+    def child(number: int) -> Tracker:
+        run = tracker(tmp_path / f"t{number}" / "tracking", uri, run_uid=f"child-{number}", parent=parent.folder)
+        run.metrics(1, {"loss": float(number)})
+        return run
+
+    uri = f"sqlite:///{file}"
+    store, parent = Store(uri), tracker(tmp_path / "tracking", uri)
+    first = child(0)
+    assert first.finish("FAILED", message="diverged").complete and not (first.folder / "writer.log").exists()
+    wait_until(lambda: file.exists() and store.run("status", "child-0") == "FAILED")
+    os.close(child(1)._driver or -1)  # as the kernel does for a process that was killed
+    parent.metrics(7, {"best": 0.5})
+    assert parent.finish("FINISHED", timeout=60).complete and store.steps("best") == [7]
+    wait_until(lambda: store.run("status", "child-1") == "KILLED")
+    assert store.steps("loss", "child-1") == [1]
+    sql = "select count(*) from tags where key = 'mlflow.parentRunId' and value = ?"
+    assert store.query(sql, store.run()) == [(2,)]

@@ -1,15 +1,20 @@
-"""The driver's end of tracking, without MLflow: the spool, the tracker that writes it, and where to track."""
+"""The driver's end of tracking, without MLflow: the spool, the tracker that writes it, where to track, and what a run
+tells of where it ran."""
 
 import math
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import UserError
+from app.tracking import environment
+from app.tracking.environment import Sample, SystemSampler, environment_text, provenance_tags
 from app.tracking.settings import Settings, resolve_tracking, run_url, ui_command
 from app.tracking.spool import Spool, look_at_lock, read, take_lock
 from app.tracking.tracker import Tracker
@@ -31,27 +36,21 @@ def append(folder: Path, *some: dict) -> None:
     spool.close()
 
 
-def test_what_is_appended_is_read_in_order_whatever_its_size(tmp_path: Path) -> None:
+def test_what_is_appended_is_read_in_order_whatever_its_size_and_whole(tmp_path: Path) -> None:
     sizes = [3_000_000, *[5000] * 500]
-    long = [{"n": n, "value": (-1) ** n * math.inf, "text": "x" * size} for n, size in enumerate(sizes)]
+    long = [{"type": "metrics", "n": n, "value": -math.inf, "text": "x" * size} for n, size in enumerate(sizes)]
     append(tmp_path, *long[:9])
     append(tmp_path, *long[9:])
-    assert events(tmp_path) == [{"type": "metrics"} | event for event in long]
-
-
-def test_a_line_being_written_waits_for_its_end(tmp_path: Path) -> None:
-    (tmp_path / "events.jsonl").write_text('{"type":"a"}\n{"type"')
-    ((event, offset),) = read(tmp_path, 0)
-    assert event["type"] == "a" and read(tmp_path, offset) == []
     with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"type":"a"}\n{"type"')  # is being written
+        file.flush()
+        assert events(tmp_path) == [*long, {"type": "a"}]
         file.write(':"b"}\n')
-    assert [event["type"] for event, _ in read(tmp_path, offset)] == ["b"]
+    assert events(tmp_path)[-2:] == [{"type": "a"}, {"type": "b"}]
 
 
 @given(cut=st.integers(0, 400), junk=st.binary(max_size=40))
-def test_any_damage_costs_only_the_lines_it_touches(
-    tmp_path_factory: pytest.TempPathFactory, cut: int, junk: bytes
-) -> None:
+def test_damage_costs_the_lines_it_touches(tmp_path_factory: pytest.TempPathFactory, cut: int, junk: bytes) -> None:
     folder = tmp_path_factory.mktemp("spool")
     append(folder, *({"number": number} for number in range(10)))
     data = (folder / "events.jsonl").read_bytes()
@@ -110,13 +109,14 @@ def test_no_secret_reaches_the_spool_and_a_writer_that_gets_nowhere_ends_with_it
         assert path.is_dir() or b"sesame" not in path.read_bytes(), path
 
 
+# --- where to track ---------------------------------------------------------------------------------------------------
+
+
 def resolve(uri: str | None, storage: str = "runs", environ: dict[str, str] | None = None) -> Settings:
     return resolve_tracking(SimpleNamespace(uri=uri, experiment=None), storage, environ or {})
 
 
-def test_configuration_before_environment_before_a_database_in_the_storage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_configuration_before_environment_before_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     environ = {"MLFLOW_TRACKING_URI": "http://env:1", "MLFLOW_EXPERIMENT_NAME": "from-env"}
     assert resolve("http://config:2", environ=environ) == Settings("http://config:2", "from-env")
@@ -133,29 +133,32 @@ def test_configuration_before_environment_before_a_database_in_the_storage(
         assert resolve(uri).uri == uri
 
 
-@pytest.mark.parametrize(
-    ("uri", "says"),
-    [
-        ("htp://me:sesame@host", "not an address of MLflow's: write sqlite:///FOLDER/mlflow.db, http://HOST:PORT"),
-        ("localhost:5000", "http://HOST:PORT"),
-        ("http://", "not an address"),
-        ("postgresql://", "not an address"),
-        ("sqlite://", "not an address"),
-        ("sqlite:///README.md/mlflow.db", "cannot be written"),
-        ("/proc/nowhere", "cannot be written"),
-        ("http://127.0.0.1:port", "not an address"),
-        ("http://ho st", "not an address"),
-        ("http://[::1", "not an address"),
-        ("sqlite:///README.md", "is not a SQLite database"),
-    ],
+NOT_ADDRESSES = (
+    "http://",
+    "postgresql://",
+    "sqlite://",
+    "http://127.0.0.1:port",
+    "http://[::1",
+    "htp://me:sesame@host",
 )
-def test_nonsense_gets_one_sentence(uri: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+SAYS = dict.fromkeys(NOT_ADDRESSES, "is not an address of MLflow's: write sqlite:///FOLDER/mlflow.db, http://HOST:PORT")
+SAYS |= {
+    "http://ho st": "not an address",
+    "localhost:5000": "http://HOST:PORT",
+    "sqlite:///README.md/mlflow.db": "cannot be written",
+    "/proc/nowhere": "cannot be written",
+    "sqlite:///README.md": "is not a SQLite database",
+}
+
+
+@pytest.mark.parametrize("uri", SAYS)
+def test_nonsense_gets_one_sentence(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "README.md").write_text("this is no database")
     with pytest.raises(UserError) as error:
         resolve(uri)
-    assert says in str(error.value) and "tracking.uri=" in str(error.value) and "\n" not in str(error.value)
-    assert "sesame" not in str(error.value)
+    said = str(error.value)
+    assert SAYS[uri] in said and "tracking.uri=" in said and "\n" not in said and "sesame" not in said
 
 
 def test_where_to_look(tmp_path: Path) -> None:
@@ -166,3 +169,70 @@ def test_where_to_look(tmp_path: Path) -> None:
     embedded = resolve(None, str(tmp_path / "my runs"))
     assert f"mlflow ui --workers 1 --backend-store-uri 'sqlite:///{tmp_path}/my runs/mlflow.db'" in ui_command(embedded)
     assert run_url(embedded, "1", "abc") == "http://127.0.0.1:5000/#/experiments/1/runs/abc"
+
+
+# --- where it ran -----------------------------------------------------------------------------------------------------
+
+
+def test_provenance_is_a_repositorys_and_never_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.py").write_text("1")
+    for command in (
+        "init -b trunk",
+        "add .",
+        "-c user.name=n -c user.email=e@example.org commit -m one",
+        "remote add origin https://me:sesame@example.org/x.git",
+    ):
+        subprocess.run(["git", *command.split()], cwd=tmp_path, check=True, capture_output=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    tags, git = provenance_tags(), "mlflow.source.git"
+    found = [tags[f"{git}.{name}"] for name in ("branch", "dirty", "repoURL")]
+    assert found == ["trunk", "false", "https://***@example.org/x.git"] and len(tags[f"{git}.commit"]) == 40
+    assert tags["trireme.slurm_job_id"] == "17" and tags["mlflow.user"]
+    assert tags["trireme.version.torch"].startswith("2.")
+    assert f"torch=={tags['trireme.version.torch']}" in environment_text().splitlines()
+    (tmp_path / "a.py").write_text("2")
+    assert provenance_tags()[f"{git}.dirty"] == "true"
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr("getpass.getuser", lambda: 1 / 0)
+    tags = provenance_tags()
+    assert f"{git}.commit" not in tags and "mlflow.user" not in tags and tags["trireme.python"]
+
+
+def test_a_gpu_tells_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = SimpleNamespace(
+        NVMLError=LookupError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=20e9, total=80e9),
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=91 + handle),
+        nvmlDeviceGetPowerUsage=lambda handle: {}["no power"],
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    found = {key[6:]: value for key, value in Sample().take().items() if key.startswith("gpu_1_")}
+    memory = {"memory_usage_percentage": 25.0, "memory_usage_megabytes": 20_000.0}
+    assert found == memory | {"utilization_percentage": 92}
+
+
+def test_a_sampler_tells_of_the_machine_and_of_blind_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "GPU_DEVICES", str(tmp_path / Path(environment.GPU_DEVICES).name))
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    (tmp_path / "nvidiactl").touch()
+    assert not Sample().blind, "there is no GPU"
+    for number in range(2):
+        (tmp_path / f"nvidia{number}").touch()
+    emitted: list[dict[str, Any]] = []
+    sampler = SystemSampler(emitted.append, "node-3", 0.01)
+    wait_until(lambda: len(emitted) > 1)
+    sampler.close()
+    assert not sampler._thread.is_alive()
+    warning, sample, *_ = emitted
+    assert warning["type"] == "warning"
+    assert warning["text"].startswith("node-3 has 2 GPUs whose metrics cannot be recorded (")
+    assert warning["text"].endswith("pynvml halted; None in sys.modules): `pip install nvidia-ml-py` there")
+    assert sample["type"] == "system" and sample["event"]["type"] == "metrics" and sample["event"]["step"] is None
+    assert sample["event"]["values"]["system/node-3/cpu_utilization_percentage"] >= 0
+    idle = SystemSampler(emitted.append, "n", 0.0)
+    assert not idle._thread.is_alive()
+    idle.close()
