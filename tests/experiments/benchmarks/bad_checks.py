@@ -24,9 +24,10 @@ def raises(here: Here) -> None:
     raise MemoryError("out of memory")
 
 
-def is_wrong(here: Here, value: float) -> None:
+def is_wrong(here: Here, value: float | None) -> None:
     here.expect("value", 1.0, 2.0, "a guess")
-    here.found(value=value)
+    here.expect("least", 1.0, None, "no more is too much")
+    here.found(least=1e9, **{"value": value} if value is not None else {})
 
 
 def says_its_environment(here: Here) -> None:
