@@ -24,6 +24,7 @@ MAY_NOT = {
     "app": {"experiments"},
     "experiments": set(),
 }
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 @functools.cache
@@ -94,9 +95,7 @@ def test_every_folder_has_a_readme_and_names_in_it_files_that_exist() -> None:
     assert not gone
 
 
-STRATEGY_NAMES = frozenset(
-    {"ddp", "ddp_model_parallel", "deepspeed", "fsdp", "hsdp", "model_parallel", "zero1", "zero2", "zero3"}
-)
+STRATEGY_NAMES = {"ddp", "ddp_model_parallel", "deepspeed", "fsdp", "hsdp", "model_parallel", "zero1", "zero2", "zero3"}
 """Those that are no other word as well."""
 MAY_NAME_STRATEGIES = {f"strategies/{name}.py" for name in ("registry", "ddp", "deepspeed", "fsdp", "one_process")}
 MAY_NAME_STRATEGIES |= {"experiments/parity/rows.py", "experiments/parity/experiment.py"}
@@ -114,8 +113,7 @@ def test_a_strategys_name_stands_in_its_file_and_in_the_registry() -> None:
 
 
 def test_the_wheel_ships_no_benchmarks() -> None:
-    find = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
-    packages = setuptools.find_namespace_packages(str(ROOT), **find)
+    packages = setuptools.find_namespace_packages(str(ROOT), **PROJECT["tool"]["setuptools"]["packages"]["find"])
     assert {"app", "strategies", "cluster", "experiments.sweep", "experiments.parity"} <= set(packages)
     assert not [name for name in packages if "benchmarks" in name or name.startswith("tests")]
 
@@ -183,27 +181,21 @@ def test_internals_of_dependencies_stand_in_two_files_of_at_most_12_entries() ->
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 
-def test_the_image_is_pinned_and_not_roots() -> None:
+def test_the_image_is_pinned_and_not_roots_and_has_the_packages_and_nothing_else() -> None:
     assert re.search(r"^FROM python:3\.\d+\.\d+-slim-\w+$", DOCKERFILE, re.MULTILINE)
     assert re.findall(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE) == ["1000"]
     installs = [line for line in DOCKERFILE.splitlines() if "pip install" in line]
     assert installs and all("--constraint" in line for line in installs)
     assert not re.search(r"curl|apt-get|latest", DOCKERFILE)
-
-
-def test_it_copies_the_packages_and_nothing_else() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     found = set(re.findall(r"^COPY (\w+) \1$", DOCKERFILE, re.MULTILINE))
-    assert found == {name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
+    assert found == {name.rstrip("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
     assert {".git", "runs", ".venv*"} <= set((ROOT / ".dockerignore").read_text().split())
 
 
 def test_the_files_for_kubernetes_name_the_image_of_these_versions() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    ray = re.search(r"^ray==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert ray
-    tag = f"{version}-ray{ray[1]}-py311-cuda"
+    (ray,) = re.findall(r"^ray==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    tag = f"{PROJECT['project']['version']}-ray{ray}-py311-cuda"
     for name in ("kuberay-cluster", "kuberay-job"):
         text = (FOLDER / f"{name}.yaml").read_text()
-        assert set(re.findall(r"image: \S+:(\S+)", text)) == {tag} and f"rayVersion: {ray[1]}" in text
+        assert set(re.findall(r"image: \S+:(\S+)", text)) == {tag} and f"rayVersion: {ray}" in text
     assert f"trireme:{tag} ." in DOCKERFILE

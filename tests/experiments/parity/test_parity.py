@@ -97,15 +97,13 @@ def test_the_whole_matrix(variants: list[str] | None) -> None:
     assert all(result.passed for result in results), table(results)
 
 
+CODES = [(GOOD, 0, "1.0e-07"), (REFUSED, 0, "REFUSED: parallel.tp is 2, which does not divide 3 heads")]
+CODES += [(FAR, 1, "1 of 2 rows differ from one device, the first fsdp (dp_shard 2)")]
+CODES += [(FAILED, 1, "1 of 2 rows failed, the first fsdp (dp_shard 2)")]
+
+
 @pytest.mark.parametrize(
-    ("other", "code", "words"),
-    [
-        (GOOD, 0, "1.0e-07"),
-        (REFUSED, 0, "REFUSED: parallel.tp is 2, which does not divide 3 heads"),
-        (FAR, 1, "1 of 2 rows differ from one device, the first fsdp (dp_shard 2)"),
-        (FAILED, 1, "1 of 2 rows failed, the first fsdp (dp_shard 2)"),
-        (None, 1, "every row was refused, the first because parallel.tp is 2"),
-    ],
+    ("other", "code", "words"), [*CODES, (None, 1, "every row was refused, the first because parallel.tp is 2")]
 )
 def test_exit_codes(
     other: Result | None, code: int, words: str, experiment: list[str], monkeypatch: pytest.MonkeyPatch
