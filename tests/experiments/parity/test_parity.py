@@ -34,18 +34,6 @@ def experiment(text: str) -> list[str]:
     return ["task=language_modelling", f"task_args={{data: {text}, {model}}}", "train.global_batch_size=4"]
 
 
-@pytest.mark.slow
-def test_the_matrix_measures_rows_and_checkpoints_and_goes_on_without_those_that_cannot_run() -> None:
-    rows = [FSDP, Row("pipeline", 1)]
-    results = run(partial(gpt_trial, tied=True, steps=4), rows, variants=[EVERYTHING], checkpoints=True)
-    resumed = [result for result in results if result.after is not None and result.found]
-    assert [result.verdict for result in results if result.after is None] == ["ok", "REFUSED"]
-    assert len({(str(r.row), str(r.after)) for r in resumed}) == 4 and all(r.passed for r in resumed)
-    text = table(results)
-    assert "DIFFERS" not in text and text.count("REFUSED: strategy pipeline needs at least 2 stages") == 2
-    assert text.count("after 2 others, worst: ") == 2
-
-
 def test_a_row_trains_as_the_experiment_says(experiment: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """In 16 bits, within one device's own drift: here of three orders of a batch, not of twelve."""
     monkeypatch.setattr(matrix, "ORDERS", range(3))
@@ -91,10 +79,13 @@ def test_a_trial_that_a_layout_cannot_train_is_one_sentence() -> None:
 @pytest.mark.parametrize("variants", [None, ["plain"]])
 def test_the_whole_matrix(variants: list[str] | None) -> None:
     """Every row in every variant, three sides of the grid at once too, over 20 steps; and all ordered pairs of
-    checkpoints, 10 steps and 10."""
-    twenty = partial(gpt_trial, tied=True)
-    results = run(twenty, ROWS if variants else [*ROWS, *THREE], variants=variants, checkpoints=bool(variants))
-    assert all(result.passed for result in results), table(results)
+    checkpoints, 10 steps and 10, without a row that cannot run."""
+    twenty, cannot = partial(gpt_trial, tied=True), Row("pipeline", 1)
+    results = run(twenty, [*ROWS, *([cannot] if variants else THREE)], variants=variants, checkpoints=bool(variants))
+    assert all(result.passed == (result.row != cannot) for result in results), table(results)
+    pairs = {(str(result.row), str(result.after)) for result in results if result.after and result.passed}
+    assert len(pairs) == ((len(ROWS) + 1) ** 2 if variants else 0), "of one device too"
+    assert table(results).count("REFUSED: strategy pipeline needs at least 2 stages") == (2 if variants else 0)
 
 
 CODES = [(GOOD, 0, "1.0e-07"), (REFUSED, 0, "REFUSED: parallel.tp is 2, which does not divide 3 heads")]
