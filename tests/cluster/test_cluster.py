@@ -47,9 +47,7 @@ def test_the_shape_of_living_nodes() -> None:
         of_nodes([worker])
 
 
-def test_a_cluster_that_another_user_has_started_here_is_not_joined(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_of_another_user_is_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     (tmp_path / "ray").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -197,9 +195,7 @@ def test_a_heads_token_is_used_where_there_is_one(tmp_path: Path) -> None:
 MAKES = "import time; from cluster.temporary import TemporaryFolder as T; print(T().path, flush=True); time.sleep(600)"
 
 
-def test_what_a_killed_command_has_left_is_swept_and_a_living_ones_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_killed_command_has_left_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     other = subprocess.Popen([sys.executable, "-c", MAKES], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None

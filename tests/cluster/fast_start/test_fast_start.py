@@ -32,8 +32,12 @@ sys.exit(int(sys.argv[1]))
 SERVED = "ray.util.multiprocessing.pool"  # declares an actor, which draws from Ray's own generator, as PRELOAD does
 
 
+Owner = subprocess.Popen[bytes]
+Forker = tuple[str, psutil.Process]
+
+
 @pytest.fixture(scope="module")
-def owner() -> Iterator[subprocess.Popen[bytes]]:
+def owner() -> Iterator[Owner]:
     """A process that servers end with."""
     with subprocess.Popen(["sleep", "600"]) as process:
         yield process
@@ -41,9 +45,7 @@ def owner() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.fixture(scope="module")
-def forker(
-    tmp_path_factory: pytest.TempPathFactory, owner: subprocess.Popen[bytes]
-) -> Iterator[tuple[str, psutil.Process]]:
+def forker(tmp_path_factory: pytest.TempPathFactory, owner: Owner) -> Iterator[Forker]:
     """A fork server of ours: its socket and process; it ends with its owner."""
     path = str(tmp_path_factory.mktemp("forker") / "socket")
     process = psutil.Process(client.start(path, SERVED, owner.pid, environment()))
@@ -64,9 +66,7 @@ def ask(path: str, folder: Path, script: str, *words: str, **more: object) -> su
     return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_forks_are_the_processes_that_were_asked_for_and_draw_numbers_and_ids_of_their_own(
-    forker: tuple[str, psutil.Process], tmp_path: Path
-) -> None:
+def test_forks_are_what_was_asked_for_and_draw_numbers_and_ids_of_their_own(forker: Forker, tmp_path: Path) -> None:
     """Two workers with the same id for their first object kill one another."""
     drawn = []
     for process in [ask(forker[0], tmp_path, SAYS, "7", limits={"RLIMIT_CORE": [0, 0]}) for _ in range(2)]:
@@ -84,7 +84,7 @@ def test_forks_are_the_processes_that_were_asked_for_and_draw_numbers_and_ids_of
 
 
 def test_a_fork_is_killed_with_its_command_and_a_server_is_listed_and_ended_unless_it_is_used(
-    owner: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     def says(word: str) -> str:
         return here(monkeypatch, capsys, "warm", word).out
@@ -106,9 +106,7 @@ def test_a_fork_is_killed_with_its_command_and_a_server_is_listed_and_ended_unle
 
 
 @pytest.mark.parametrize("lost", [True, False])
-def test_a_server_ends_when_it_has_lost_its_socket_or_been_idle_for_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool
-) -> None:
+def test_a_server_ends_without_socket_or_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
     path = tmp_path / "socket"
     with server.socket.socket(server.socket.AF_UNIX) as listener:
         listener.bind(str(path))
@@ -120,7 +118,7 @@ def test_a_server_ends_when_it_has_lost_its_socket_or_been_idle_for_long(
         os.close(served.owner)
 
 
-def test_a_server_whose_code_has_changed_is_replaced(tmp_path: Path, owner: subprocess.Popen[bytes]) -> None:
+def test_a_server_whose_code_has_changed_is_replaced(tmp_path: Path, owner: Owner) -> None:
     """In a copy of this package, where a file is newer than the server: the stub runs the worker, or has it forked."""
     shutil.copytree(ROOT / "cluster", tmp_path / "cluster", ignore=shutil.ignore_patterns("__pycache__"))
     script = tmp_path / "default_worker.py"

@@ -260,9 +260,7 @@ def test_a_stopped_trial_says_why_and_continues(tmp_path: Path) -> None:
     assert f"continuing after step {stopped}" in (tmp_path / "t000" / "logs" / "driver.log").read_text()
 
 
-def test_a_process_whose_device_has_failed_is_given_no_other_trial(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_ends_whose_device_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tune keeps a trial's process for the next one (`reuse_actors`); one that has ended it replaces."""
     ended = queue.Queue[int]()
     monkeypatch.setattr(os, "_exit", ended.put)
