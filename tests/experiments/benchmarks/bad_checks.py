@@ -7,6 +7,10 @@ import time
 
 from experiments.benchmarks.gpu_first.check import Here
 
+NOT_THERE = {"ray", "mlflow", "omegaconf", "antlr4", "click", "cloudpickle", "pandas", "pyarrow", "scipy", "matplotlib"}
+NOT_THERE |= {"optuna", "safetensors", "tokenizers", "transformers", "pydantic", "requests"}
+"""What a GPU machine that has little but PyTorch does not have."""
+
 
 def hangs(here: Here) -> None:
     here.expect("never", 0, 1, "it does not get that far")

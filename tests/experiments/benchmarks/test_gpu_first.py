@@ -18,26 +18,17 @@ from experiments.benchmarks.gpu_first.check import Check
 from experiments.benchmarks.gpu_first.speed import larger
 from experiments.benchmarks.gpu_first.table import CHECKS, HERE, ROW
 from experiments.benchmarks.gpu_first.training import config, planned
+from tests.experiments.benchmarks.bad_checks import NOT_THERE
 from tests.running import ROOT, environment
 
 FIELDS = ["name", "ok", "seconds", "predicted", "found", "error", "lacks"]
-NOT_THERE = {"ray", "mlflow", "omegaconf", "antlr4", "click", "cloudpickle", "pandas", "pyarrow", "scipy", "matplotlib"}
-NOT_THERE |= {"optuna", "safetensors", "tokenizers", "transformers", "pydantic", "requests"}
 REFUSES = f"""import sys
 from importlib.machinery import PathFinder
 find = PathFinder.find_spec
 there = lambda own, name, *more: None if name.partition(".")[0] in {NOT_THERE} else find(name, *more)
 PathFinder.find_spec = classmethod(there)
 """
-"""A sitecustomize.py: what a GPU machine that has little but PyTorch does not have."""
-
-
-def test_the_checks_are_imported_where_there_is_little_but_torch_and_what_starts_them_where_that_is_broken() -> None:
-    modules = sorted({check.function.rpartition(".")[0] for check in CHECKS})
-    code = f"{REFUSES}\nimport {program.__name__}\nassert 'torch' not in sys.modules\n"
-    code += f"import {', '.join(modules)}, strategies.parallelize"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+"""A sitecustomize.py; test_house.py looks at what they import, too."""
 
 
 @pytest.mark.slow

@@ -204,7 +204,7 @@ def test_seeds_are_averaged_before_rates_are_compared() -> None:
 # --- one trial --------------------------------------------------------------------------------------------------------
 
 TEXT = """
-experiment: {task: "tests.tasks:Points", train: {steps: 40, global_batch_size: 16}, launcher: local}
+experiment: {task: "tests.tasks:Points", train: {steps: 40, global_batch_size: 16}, launcher: local, strategy: single}
 set: {tracking.system_metrics_every: 0}
 space: {optimizer.lr: [0.01]}
 reports: 4
