@@ -183,7 +183,7 @@ FOUND: list[tuple[str, str, bytes, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "file", "content", "words"), FOUND)
+@pytest.mark.parametrize(("name", "file", "content", "words"), FOUND, ids=[words for *_, words in FOUND])
 @pytest.mark.usefixtures("own_cache")
 def test_what_was_found_is_refused(name: str, file: str, content: bytes, words: str, tmp_path: Path) -> None:
     (tmp_path / file).write_bytes(content)
