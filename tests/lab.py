@@ -104,7 +104,9 @@ class Lab:
             for host in range(self.count):
                 self._host(host, key)
             for host in range(self.count):
-                self._await(host)
+                listens = ["bash", "-c", f"</dev/tcp/{self.address(host)}/22"]
+                wait_until((self.home(host) / "root" / "ready").exists)
+                wait_until(lambda at=host, what=listens: self.run(at, what).returncode == 0)
         except BaseException:
             self.__exit__()
             raise
@@ -132,32 +134,16 @@ class Lab:
         _do("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(home / "root" / "host_key"))
         everyone = [f"{self.address(other)} host{other}" for other in range(self.count)]
         (home / "hosts.all").write_text("\n".join(["127.0.0.1 localhost", *everyone]) + "\n")
-        (home / "root" / ".bashrc").write_text(self._profile())
+        path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        profile = f"export PATH={path} OMP_NUM_THREADS=1 PYTHONPATH={ROOT} GLOO_SOCKET_IFNAME=eth0\n"
+        (home / "root" / ".bashrc").write_text(profile)
         (home / "root" / ".bash_profile").write_text("source ~/.bashrc\n")
         (home / "init.sh").write_text(INIT)
-        self.processes.append(self._boot(host))
-
-    def _boot(self, host: int) -> subprocess.Popen[bytes]:
-        home, name = self.home(host), self.namespace(host)
         init = ["sh", str(home / "init.sh"), str(home), f"host{host}", self.address(host), sys.base_prefix]
         with (home / "init.log").open("ab") as log:
-            return subprocess.Popen(
-                ["ip", "netns", "exec", name, *SPACE, *init],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
-            )
-
-    def _await(self, host: int) -> None:
-        listens, ready = ["bash", "-c", f"</dev/tcp/{self.address(host)}/22"], self.home(host) / "root" / "ready"
-        wait_until(lambda: ready.exists() and self.run(host, listens).returncode == 0)
-
-    def _profile(self) -> str:
-        path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-        more = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "eth0"}
-        return "\n".join(f"export {k}={v}" for k, v in {"PATH": path, **more}.items()) + "\n"
+            streams: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
+            command = ["ip", "netns", "exec", name, *SPACE, *init]
+            self.processes.append(subprocess.Popen(command, preexec_fn=_die_with_parent, **streams))
 
     def first_process(self, host: int) -> int:
         """The host's init, as this machine numbers it."""
@@ -204,11 +190,7 @@ class Lab:
         for name in [self.namespace(host) for host in (*range(self.count), "br")]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
         with contextlib.suppress(AssertionError):
-            wait_until(self._removed, 4)
-
-    def _removed(self) -> bool:
-        shutil.rmtree(self.folder, ignore_errors=True)
-        return not self.folder.exists()
+            wait_until(lambda: shutil.rmtree(self.folder, ignore_errors=True) or not self.folder.exists(), 4)
 
 
 def _heed() -> None:

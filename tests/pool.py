@@ -51,11 +51,6 @@ class _Worker:
     process: Any
     pipe: Connection
 
-    def kill(self) -> None:
-        self.pipe.close()
-        self.process.kill()
-        self.process.join()
-
 
 _workers: list[_Worker] = []
 
@@ -80,23 +75,20 @@ def run_distributed(func: Callable[..., Any], world_size: int, *args: Any, timeo
     return [results[rank] for rank in range(world_size)]
 
 
-def close() -> None:
-    """End all processes of the pool; the next call starts new ones."""
-    while _workers:
-        _workers.pop().kill()
-
-
-def _leave() -> None:
-    """At the end ranks may end by themselves, as who measures what they ran needs it (`make coverage`)."""
+def close(grace: float = 0.0) -> None:
+    """End all processes of the pool; the next call starts new ones. grace: seconds in which they may end by themselves,
+    as who measures what they ran needs it (`make coverage`)."""
+    until = time.monotonic() + grace
     for worker in _workers:
         worker.pipe.close()
-    until = time.monotonic() + GRACE
-    for worker in _workers:
-        worker.process.join(max(0.0, until - time.monotonic()))
-    close()
+    while _workers:
+        process = _workers.pop().process
+        process.join(max(0.0, until - time.monotonic()))
+        process.kill()
+        process.join()
 
 
-atexit.register(_leave)
+atexit.register(close, GRACE)
 
 
 def _start(count: int) -> None:
@@ -106,10 +98,9 @@ def _start(count: int) -> None:
     fresh = [_spawn(rank) for rank in range(len(_workers), count)]
     _workers.extend(fresh)
     for worker in fresh:
-        try:
+        ready = False
+        with contextlib.suppress(EOFError):
             ready = worker.pipe.poll(START_TIMEOUT) and worker.pipe.recv_bytes() == b"ready"
-        except EOFError:
-            ready = False
         if not ready:
             close()
             raise DistributedFailure("a process of the pool did not start; see what it printed above")

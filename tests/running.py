@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.metadata
 import json
 import os
 import shutil
@@ -72,12 +73,16 @@ def _ray_folder() -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def _database() -> bytes:
-    """An empty database of MLflow's, which takes it seconds of a processor to make."""
-    from mlflow.tracking import MlflowClient
+    """An empty database of MLflow's, which takes it seconds of a processor to make: kept beside pytest's cache."""
+    kept = ROOT / ".pytest_cache" / f"mlflow-{importlib.metadata.version('mlflow')}.db"
+    if not kept.exists():
+        from mlflow.tracking import MlflowClient
 
-    with tempfile.TemporaryDirectory() as folder:
-        MlflowClient(f"sqlite:///{folder}/mlflow.db").search_experiments()
-        return Path(folder, "mlflow.db").read_bytes()
+        kept.parent.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+            MlflowClient(f"sqlite:///{folder}/mlflow.db").search_experiments()
+            os.replace(f"{folder}/mlflow.db", kept)
+    return kept.read_bytes()
 
 
 def seed(arguments: list[str]) -> None:

@@ -169,8 +169,6 @@ def test_mutated_input_ends_in_a_sentence_or_a_good_reading(name: str, tmp_path:
 TENFOLD = [f"a{i}: &a{i} [" + ",".join([f"*a{i - 1}"] * 10) + "]" for i in range(1, 9)]
 FAR = saved(lambda f: np.savez(f, images=np.zeros((2, 2, 2), np.uint8), labels=np.array([0, 10**16])))
 LAUGHS = "\n".join(["a0: &a0 [x, x]", *TENFOLD]).encode()
-
-
 FOUND: list[tuple[str, str, bytes, str]] = [
     ("arguments", "arguments", b"task=a\ntrain.steps=${x}", "cannot be resolved"),
     ("arguments", "arguments", b"task=a\nresources_per_worker.CPU={a: {b: 1}}", "must be"),
@@ -185,10 +183,9 @@ FOUND: list[tuple[str, str, bytes, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "file", "content", "words"), FOUND)
-def test_what_was_found_is_refused(
-    name: str, file: str, content: bytes, words: str, tmp_path: Path, own_cache: None
-) -> None:
+@pytest.mark.parametrize(("name", "file", "content", "words"), FOUND, ids=[words for *_, words in FOUND])
+@pytest.mark.usefixtures("own_cache")
+def test_what_was_found_is_refused(name: str, file: str, content: bytes, words: str, tmp_path: Path) -> None:
     (tmp_path / file).write_bytes(content)
     with pytest.raises(SENTENCES, match=words) as caught:
         TARGETS[name][1](tmp_path, file)

@@ -13,9 +13,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import setuptools
 
+from app.config_io import load_config, with_values
+from app.run.prepare import prepare, read_task
 from cluster.files import FOLDER
+from experiments.benchmarks.gpu_first.table import CHECKS
+from tests.experiments.benchmarks.bad_checks import NOT_THERE
 from tests.running import ROOT
 
 MAY_NOT = {
@@ -24,13 +29,18 @@ MAY_NOT = {
     "app": {"experiments"},
     "experiments": set(),
 }
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+FILES = [str(file.relative_to(ROOT)) for package in MAY_NOT for file in sorted((ROOT / package).rglob("*.py"))]
+KNOWN = {name.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): name for name in FILES}
+"""Files outside of tests/ by the names of their modules."""
 
 
 @functools.cache
 def trees() -> dict[str, list[Any]]:
-    """Of every file outside of tests/, the nodes of what it is parsed to, the whole first."""
-    files = [file for package in MAY_NOT for file in sorted((ROOT / package).rglob("*.py"))]
-    return {str(file.relative_to(ROOT)): list(ast.walk(ast.parse(file.read_text()))) for file in files}
+    """Of every file, the nodes of what it is parsed to, the whole first."""
+    return {name: list(ast.walk(ast.parse((ROOT / name).read_text()))) for name in FILES}
 
 
 def imported(nodes: Iterable[ast.AST]) -> set[str]:
@@ -62,26 +72,51 @@ def test_fast_start_is_touched_from_one_place() -> None:
     assert found == {"cluster/connect.py"}
 
 
-RAY = ("ray", "mlflow")
-PREPARE = """import app.train, app.run.lifecycle
-from app.config_io import load_config
-from app.run.prepare import prepare, read_task
-config = load_config([], ["task=image_classification", "task_args={data: digits, model: mlp}", "strategy=ddp"])
-prepare(config, read_task(config), 2, devices_per_node=None)"""
+def executed(tree: ast.AST) -> Iterable[ast.AST]:
+    """What runs when a module is imported: not functions, nor what is for types alone."""
+    for node in ast.iter_child_nodes(tree):
+        is_typed = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        if not isinstance(node, ast.FunctionDef) and not is_typed:
+            yield node
+            yield from executed(node)
+
+
+def loaded(*modules: str) -> set[str]:
+    """All names that are imported with these modules, by them and by ours that they import."""
+    found, left = set[str](), list(modules)
+    while left:
+        parts = left.pop().split(".")
+        for name in {".".join(parts[:end]) for end in range(1, len(parts) + 1)} - found:
+            found.add(name)
+            left += imported(executed(trees()[KNOWN[name]][0])) if name in KNOWN else ()
+    return found
+
+
+RAY = {"ray", "mlflow"}
+FIRST_ON_GPU = {check.function.rpartition(".")[0] for check in CHECKS}
 NOT_NEEDED = [
-    ("import app.cli", (*RAY, "torch", "omegaconf", "yaml")),
-    ("import app.tracking.tracker, app.tracking.settings", (*RAY, "torch")),
-    ("import strategies.parallelize, app.loop", RAY),
-    (PREPARE, ("app.planner", "app.doctor")),  # a run that names its strategy
+    (("app.cli",), {*RAY, "torch", "omegaconf", "yaml"}),
+    (("app.tracking.tracker", "app.tracking.settings"), {*RAY, "torch"}),
+    (("strategies.parallelize", "app.loop"), RAY),
+    (("app.train", "app.run.lifecycle"), {"app.planner", "app.doctor"}),
+    (("experiments.benchmarks.gpu_first.program",), {*NOT_THERE, "torch", "numpy"}),
+    ((*FIRST_ON_GPU, "strategies.parallelize"), NOT_THERE),  # where there is little but torch
 ]
 
 
-def test_what_is_not_needed_is_not_imported() -> None:
-    """One after the other in one process: what needs least comes first."""
-    looks = [f"{code}\nfound += [n for n in {names} if n in sys.modules]" for code, names in NOT_NEEDED]
-    code = "\n".join(["import sys", "found = []", *looks, "print(found)"])
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+@pytest.mark.parametrize(("modules", "names"), NOT_NEEDED)
+def test_what_is_not_needed_is_not_imported(modules: tuple[str, ...], names: set[str]) -> None:
+    found = loaded(*modules)
+    assert not found & names and KNOWN.keys() >= set(modules)
+
+
+def test_a_run_that_names_its_strategy_does_without_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config([], ["task=tests.tasks:Points", "strategy=ddp"])
+    for name in [name for name in (*sys.modules, *KNOWN) if name.startswith(("app.planner", "app.doctor"))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    prepare(config, read_task(config), 2, devices_per_node=None)
+    with pytest.raises(ImportError):
+        prepare(with_values(config, {"strategy": "auto"}), read_task(config), 2, devices_per_node=None)
 
 
 def test_every_folder_has_a_readme_and_names_in_it_files_that_exist() -> None:
@@ -94,9 +129,7 @@ def test_every_folder_has_a_readme_and_names_in_it_files_that_exist() -> None:
     assert not gone
 
 
-STRATEGY_NAMES = frozenset(
-    {"ddp", "ddp_model_parallel", "deepspeed", "fsdp", "hsdp", "model_parallel", "zero1", "zero2", "zero3"}
-)
+STRATEGY_NAMES = {"ddp", "ddp_model_parallel", "deepspeed", "fsdp", "hsdp", "model_parallel", "zero1", "zero2", "zero3"}
 """Those that are no other word as well."""
 MAY_NAME_STRATEGIES = {f"strategies/{name}.py" for name in ("registry", "ddp", "deepspeed", "fsdp", "one_process")}
 MAY_NAME_STRATEGIES |= {"experiments/parity/rows.py", "experiments/parity/experiment.py"}
@@ -114,8 +147,7 @@ def test_a_strategys_name_stands_in_its_file_and_in_the_registry() -> None:
 
 
 def test_the_wheel_ships_no_benchmarks() -> None:
-    find = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
-    packages = setuptools.find_namespace_packages(str(ROOT), **find)
+    packages = setuptools.find_namespace_packages(str(ROOT), **PROJECT["tool"]["setuptools"]["packages"]["find"])
     assert {"app", "strategies", "cluster", "experiments.sweep", "experiments.parity"} <= set(packages)
     assert not [name for name in packages if "benchmarks" in name or name.startswith("tests")]
 
@@ -133,20 +165,19 @@ def test_reports_and_results_stay_small() -> None:
 def test_no_circle_of_imports() -> None:
     """Neither of files, nor of folders beside each other (a file beside a folder counts as one). An import counts
     anywhere in a file, also by a string, but not for its types alone."""
-    known = {name.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): name for name in trees()}
     files: dict[str, set[str]] = {}
-    for module, name in known.items():
+    for module, name in KNOWN.items():
         typed = [node for node in trees()[name] if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
         skipped = {id(node) for block in typed for node in ast.walk(block)}
         names = imported(node for node in trees()[name] if id(node) not in skipped)
-        files[module] = {n if n in known else n.rpartition(".")[0] for n in names} & known.keys() - {module}
+        files[module] = {n if n in KNOWN else n.rpartition(".")[0] for n in names} & KNOWN.keys() - {module}
     graphlib.TopologicalSorter(files).prepare()  # an error of its own names a circle
 
     def room(module: str) -> str:
-        path = Path(known[module])
+        path = Path(KNOWN[module])
         return module if len(path.parts) <= 2 else str(path.parent)
 
-    rooms: dict[str, set[str]] = {room(module): set() for module in known}
+    rooms: dict[str, set[str]] = {room(module): set() for module in KNOWN}
     for module, others in files.items():
         rooms[room(module)] |= {room(other) for other in others} - {room(module)}
     graphlib.TopologicalSorter(rooms).prepare()
@@ -183,27 +214,21 @@ def test_internals_of_dependencies_stand_in_two_files_of_at_most_12_entries() ->
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 
-def test_the_image_is_pinned_and_not_roots() -> None:
+def test_the_image_is_pinned_and_not_roots_and_has_the_packages_and_nothing_else() -> None:
     assert re.search(r"^FROM python:3\.\d+\.\d+-slim-\w+$", DOCKERFILE, re.MULTILINE)
     assert re.findall(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE) == ["1000"]
     installs = [line for line in DOCKERFILE.splitlines() if "pip install" in line]
     assert installs and all("--constraint" in line for line in installs)
     assert not re.search(r"curl|apt-get|latest", DOCKERFILE)
-
-
-def test_it_copies_the_packages_and_nothing_else() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     found = set(re.findall(r"^COPY (\w+) \1$", DOCKERFILE, re.MULTILINE))
-    assert found == {name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
+    assert found == {name.rstrip("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
     assert {".git", "runs", ".venv*"} <= set((ROOT / ".dockerignore").read_text().split())
 
 
 def test_the_files_for_kubernetes_name_the_image_of_these_versions() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    ray = re.search(r"^ray==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert ray
-    tag = f"{version}-ray{ray[1]}-py311-cuda"
+    (ray,) = re.findall(r"^ray==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    tag = f"{PROJECT['project']['version']}-ray{ray}-py311-cuda"
     for name in ("kuberay-cluster", "kuberay-job"):
         text = (FOLDER / f"{name}.yaml").read_text()
-        assert set(re.findall(r"image: \S+:(\S+)", text)) == {tag} and f"rayVersion: {ray[1]}" in text
+        assert set(re.findall(r"image: \S+:(\S+)", text)) == {tag} and f"rayVersion: {ray}" in text
     assert f"trireme:{tag} ." in DOCKERFILE

@@ -1,11 +1,14 @@
-"""Clusters in thought and alive: their shape, how one is reached and started, and the folder of a command's own Ray."""
+"""Clusters in thought and alive: their shape, how one is reached and started, what is said of machines before Ray is
+started on them and of a cluster's state, and the folder of a command's own Ray."""
 
+import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -13,11 +16,11 @@ import pytest
 from cluster import ClusterError, launch
 from cluster import connect as connect_module
 from cluster.connect import connect, running_here
-from cluster.files import FOLDER
-from cluster.remote import free_port, is_open
+from cluster.files import FOLDER, read_cluster
+from cluster.remote import HostFacts, Result, SshLogin, explain, free_port, is_open, read_probe, unfit
 from cluster.shape import NodeState, link, of_gpus, of_nodes
 from cluster.temporary import TemporaryFolder, sweep
-from tests.running import ROOT, environment, trireme, wait_until
+from tests.running import ROOT, environment, trireme
 
 
 def test_a_cluster_in_thought() -> None:
@@ -28,11 +31,6 @@ def test_a_cluster_in_thought() -> None:
     for gpus, name, per_node, across in [(12, "H100", 8, None), (8, "H100", 8, "fast")]:
         with pytest.raises(ClusterError):
             of_gpus(gpus, name, per_node, across)
-    with pytest.raises(ValueError, match="H10000"):
-        of_gpus(8, "H10000", 8)
-
-
-def test_links_in_bits_and_bytes() -> None:
     assert link("400Gb") == link("400 Gb/s") == link("400Gbps") == link("50GB/s") == link("50 GB") == 50e9
     assert link(None) is None
 
@@ -49,23 +47,19 @@ def test_the_shape_of_living_nodes() -> None:
         of_nodes([worker])
 
 
-def test_a_cluster_that_another_user_has_started_here_is_not_joined(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_of_another_user_is_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     (tmp_path / "ray").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         noted = f"127.0.0.1:{listener.getsockname()[1]}"
         (tmp_path / "ray" / "ray_current_cluster").write_text(noted)
         assert running_here() == noted
-        words = [sys.executable, "-c", "import time; time.sleep(600)", f"--gcs-address={noted}"]
-        with subprocess.Popen(["/opt/raylet", *words[1:]], executable=words[0]) as raylet:
-            wait_until(lambda: "raylet" in Path(f"/proc/{raylet.pid}/cmdline").read_text())
+        raylet = {"cmdline": ["/opt/raylet", f"--gcs-address={noted}"], "uids": Mock(real=os.getuid())}
+        monkeypatch.setattr("psutil.process_iter", lambda _: [Mock(info=raylet)])
+        connect_module._check_reachable(noted)
+        monkeypatch.setattr("cluster.connect.os.getuid", lambda: os.geteuid() + 1)
+        with pytest.raises(ClusterError, match="started by another user"):
             connect_module._check_reachable(noted)
-            monkeypatch.setattr("cluster.connect.os.getuid", lambda: os.geteuid() + 1)
-            with pytest.raises(ClusterError, match="started by another user"):
-                connect_module._check_reachable(noted)
-            raylet.kill()
         assert running_here() is None
 
 
@@ -120,12 +114,88 @@ def test_a_cloud_cluster_that_is_up_is_not_started_over(monkeypatch: pytest.Monk
         launch.up("aws", lambda _: None)
 
 
+@pytest.mark.parametrize(
+    ("host", "facts", "said"),
+    [
+        (1, {"busy_ports": [6379]}, []),  # ports count on the head only
+        (0, {"busy_ports": [6379]}, ["port 6379 of 10.0.0.0 is taken, and Ray's head"]),
+        (1, {"problem": "10.0.0.1 does not answer"}, ["10.0.0.1 does not answer"]),
+        (1, {"python": "3.12.0"}, ["10.0.0.1 has Python 3.12.0 and Ray 2.60.0, and 10.0.0.0 has Python 3.11.7"]),
+        (1, {"ray": "2.59.0"}, ["10.0.0.1 has Python 3.11.7 and Ray 2.59.0, and"]),
+        (1, {"ray": ""}, ["10.0.0.1 has no Ray"]),
+        (1, {"rsync": False}, ["10.0.0.1 has no rsync"]),
+        (1, {"ray_running": True}, ["Ray is running on 10.0.0.1 already"]),
+    ],
+)
+def test_what_is_wrong_with_a_machine_is_named(host: int, facts: dict[str, Any], said: list[str]) -> None:
+    sound: dict[str, Any] = {"python": "3.11.7", "ray": "2.60.0"}
+    found = unfit([HostFacts(f"10.0.0.{n}", **sound | (facts if n == host else {})) for n in range(2)])
+    assert len(found) == len(said) and all(map(str.startswith, found, said))
+
+
+def test_an_answer_is_read_and_noise_around_it_is_not() -> None:
+    answer = {"python": "3.11.7", "ray": "2.60.0", "busy_ports": [8265], "rsync": True, "ray_running": True}
+    facts = read_probe(Result("h", 0, f"Welcome!\nTRIREME{json.dumps(answer)}\nbye\n", ""))
+    assert facts == HostFacts("h", python="3.11.7", ray="2.60.0", busy_ports=[8265], ray_running=True)
+    assert "no usable `python`" in read_probe(Result("h", 127, "", "bash: python: command not found")).problem
+    assert read_probe(Result("h", 255, "", "", "it is off")).problem == "it is off"
+    refused = explain("h", SshLogin("ubuntu", "/k"), "Warning: x\nubuntu@h: Permission denied (publickey).\n")
+    assert refused.startswith("SSH to ubuntu@h fails (Warning: x / ubuntu@h: Permission denied (publickey).): check")
+
+
+STATUS = """Node status
+---------------------------------------------------------------
+Active:
+ 1 head
+Pending:
+ a100, 2 launching
+ 10.0.0.4: a100, waiting-for-ssh
+Recent failures:
+ a100: NodeTerminated (ip: 10.0.0.5)
+ a100-spot: InsufficientInstanceCapacity (latest_attempt: 14:02:11) - no p4d.24xlarge in us-east-1a
+
+Resources
+---------------------------------------------------------------
+"""
+
+
+def test_the_state_of_a_cluster_in_words() -> None:
+    worker = {"CPU": 96.0, "GPU": 8.0, "memory": "20.670 GiB"}, {"ray.io/node-group": "a100"}
+    rows = [
+        {"node_ip": "10.0.0.1", "state": "ALIVE", "is_head_node": True, "resources_total": {"CPU": 4.0}},
+        {"node_ip": "10.0.0.2", "state": "ALIVE", "resources_total": worker[0], "labels": worker[1]},
+        {"node_ip": "10.0.0.3", "state": "DEAD", "resources_total": {"GPU": 8.0}},
+    ]
+    status = launch.read_status("c", Result("h", 0, f"Welcome!\n{json.dumps(rows)}\n{STATUS}", ""), read_cluster("aws"))
+    assert [node["ip"] for node in status.alive] == ["10.0.0.1", "10.0.0.2"]
+    assert status.starting == ["a100, 2 launching", "10.0.0.4: a100, waiting-for-ssh"]
+    assert [text.split(":")[0] for text in status.failed] == ["a100", "a100-spot"]
+    assert status.dollars_per_hour == pytest.approx(0.2016 + 21.957642) and status.unpriced == 0
+    assert any("$22.16 an hour" in line for line in status.lines())
+    assert launch.autoscaler_report("Pending:\n (no pending nodes)\n").starting == ()
+    silent = launch.read_status("c", Result("h", 1, "", "AuthenticationError: 401"), read_cluster("aws"))
+    assert not silent.reachable
+    assert silent.lines() == ["c is not up: Ray does not answer on its head (AuthenticationError: 401)"]
+
+
+def test_a_heads_token_is_used_where_there_is_one(tmp_path: Path) -> None:
+    (tmp_path / "ray").write_text("#!/bin/sh\necho mode=$RAY_AUTH_MODE")
+    (tmp_path / "ray").chmod(0o755)
+
+    def mode(**more: str) -> str:
+        env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path), **more}
+        return subprocess.check_output(launch.ASK.format(dashboard=1, gcs=2), shell=True, env=env, text=True)
+
+    assert mode() == "mode=\nmode=\n"
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").touch()
+    assert mode() == "mode=token\nmode=token\n" and mode(RAY_AUTH_MODE="disabled") == "mode=disabled\n" * 2
+
+
 MAKES = "import time; from cluster.temporary import TemporaryFolder as T; print(T().path, flush=True); time.sleep(600)"
 
 
-def test_what_a_killed_command_has_left_is_swept_and_a_living_ones_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_killed_command_has_left_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     other = subprocess.Popen([sys.executable, "-c", MAKES], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None

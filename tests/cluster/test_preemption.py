@@ -47,8 +47,7 @@ class Cloud(BaseHTTPRequestHandler):
 @pytest.fixture
 def cloud() -> Iterator[str]:
     """Where it answers."""
-    Cloud.going = False
-    Cloud.asked.clear()
+    Cloud.going, Cloud.asked = False, []
     with ThreadingHTTPServer(("127.0.0.1", 0), Cloud) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -74,8 +73,7 @@ def test_a_service_that_does_not_answer_is_no_harm() -> None:
 def test_only_a_cluster_with_spot_machines_is_asked(tmp_path: Path) -> None:
     expected = {"aws": "aws", "gcp": "gcp", "azure": "azure", "laptop": "", "onprem": ""}
     assert {name: provider_of(name) for name in expected} == expected
-    text = (ROOT / "cluster" / "aws.yaml").read_text()
-    file = tmp_path / "mine.yaml"
+    text, file = (ROOT / "cluster" / "aws.yaml").read_text(), tmp_path / "mine.yaml"
     file.write_text(text.replace("      InstanceMarketOptions: {MarketType: spot}\n", ""))
     assert provider_of(str(file)) == "" and provider_of(None) == ""
 

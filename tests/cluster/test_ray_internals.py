@@ -1,10 +1,13 @@
-"""Ray's internals: each entry with its name there (against Ray itself), and with the names taken away."""
+"""Ray's internals: each entry with its name there (against Ray itself), and with the names taken away; and whether Ray
+is there, which is known within seconds, and said."""
+
+from unittest.mock import Mock
 
 import psutil
 import pytest
 import ray
 
-from cluster import ray_internals
+from cluster import ray_internals, watch
 from tests.running import wait_until
 
 NAMES = ["ray._private.state.available_resources_per_node", "ray._private.state.state"]
@@ -49,3 +52,41 @@ def test_each_entry_where_ray_has_none_of_the_names(monkeypatch: pytest.MonkeyPa
         ray_internals.start_lean_head(100_000_000, "", "")
     with ray_internals.actor_ids_from_system():
         assert not hasattr(ray.actor, "ActorClassID")
+
+
+def test_what_does_not_answer_is_said_and_after_a_while_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time that is waited for its event a second passes."""
+    clock, told = Mock(now=0), list[tuple[int, str]]()
+
+    def wait(_: float) -> bool:
+        clock.now += 1
+        return False
+
+    def tell(said: str) -> None:
+        told.append((clock.now, said))
+
+    event = Mock(wait=wait, is_set=lambda: False)
+    monkeypatch.setattr(watch, "threading", Mock(Event=lambda: event))  # and no thread
+    monkeypatch.setattr(watch, "time", Mock(monotonic=lambda: clock.now))
+    monkeypatch.setattr(watch, "answers", lambda _: clock.now < 5 or 20 <= clock.now < 30)
+    watch.RayWatch({"Ray's head": ("10.0.0.1", 6379)}, 45.0, tell, tell)._look()
+    where = "Ray's head (10.0.0.1:6379)"
+    silent = f"{where} does not answer: waiting up to 45 s for it"
+    assert told == [(16, silent), (20, f"{where} answers again"), (41, silent), (76, f"{where} is gone")]
+
+
+def test_whether_ray_can_be_asked_after_something_broke(connected: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where its raylet does not answer, or its head counts this node as dead though something listens there yet;
+    such a node is given up."""
+    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.02)
+    lost = list[str]()
+    looks = watch.RayWatch(watch.addresses(), 0.5, print, lost.append)
+    assert looks.whole()
+    dead = [{**node, "Alive": False} for node in ray.nodes()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray, "nodes", lambda: dead)
+        assert not looks.whole()
+    wait_until(lambda: lost, 10)
+    assert lost[0].startswith(watch.HERE)
+    looks.at = {watch.HERE: ("127.0.0.1", 1)}
+    assert not looks.whole()

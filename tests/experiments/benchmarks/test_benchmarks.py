@@ -1,18 +1,25 @@
-"""The harness (who runs when, what a ratio and its interval are), and every benchmark once in its smallest form."""
+"""The harness (who runs when, what a ratio and its interval are), every benchmark once in its smallest form; and chaos
+judges rightly."""
 
+import functools
 import json
+import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 
+from app.data.order import Order
 from app.planner.device import Device
 from experiments.benchmarks import evidence, fit, harness, plain, published
+from experiments.benchmarks.chaos import Kill, summary, unlike
+from experiments.benchmarks.chaos_task import Start, lost_or_repeated
 from experiments.benchmarks.compared import Compared, compare
 from tests.pool import run_distributed
 from tests.running import ROOT, environment
@@ -29,17 +36,16 @@ def test_a_ratio_is_that_of_neighbouring_blocks_whatever_the_machine_does_meanwh
 
 def test_a_table_of_published_runs_is_compared(tmp_path: Path) -> None:
     columns = "d_model,n_layers,n_heads,vocab_size,seq_len,gpus,micro_batch_size,grad_accum,model,gpu,precision"
-    values = "1024,6,16,1000,512,8,8,2,x,a100_80gb,bf16"
+    columns += ",sharding,activation_checkpointing,tokens_per_s_per_gpu"
     table = tmp_path / "runs.csv"
-    table.write_text(
-        f"{columns},sharding,activation_checkpointing,tokens_per_s_per_gpu\n{values},FULL_SHARD,True,50000\n"
-    )
+    table.write_text(f"{columns}\n1024,6,16,1000,512,8,8,2,x,a100_80gb,bf16,FULL_SHARD,True,50000\n")
     found = json.loads(CliRunner().invoke(published.main, [str(table), "--json"]).stdout)["found"]
     assert found["rows"] == 1 and found["not_fitting"] == 0 and 0 < found["median_error"] < 10
     said = CliRunner().invoke(published.main, [str(table), "--calibration", str(tmp_path / "curve.svg")])
     assert said.exit_code == 2 and "needs 8 runs" in said.output
 
 
+@functools.cache
 def _compared(model: str, gpus: int) -> list[Compared]:
     return [compare(run) for run in published.runs() if (run.model, run.gpus) == (model, gpus)]
 
@@ -68,18 +74,16 @@ def test_published_runs_are_halved_by_their_address_and_settings_and_not_by_what
     assert all(run.source.startswith("https://") for run in table)
     ran = [run for run in table if run.tp * run.pp > 1 and run.step_seconds]
     assert len(ran) >= 60 and 0.4 < sum(run.is_unseen for run in ran) / len(ran) < 0.6
-    others: dict[str, Any] = dict.fromkeys(
-        ("step_seconds", "memory_gib", "flash", "again", "beside_gib", "fragments"), 3.0
-    )
-    assert all(replace(run, **others, loss="?").is_unseen == run.is_unseen for run in table)
+    others = ("step_seconds", "memory_gib", "flash", "again", "beside_gib", "fragments")
+    assert all(replace(run, **dict.fromkeys(others, 3.0), loss="?").is_unseen == run.is_unseen for run in table)
     torchtitan = {run.loss for run in table if "torchtitan" in run.source}
     assert torchtitan == {"float32"} and {run.flash for run in table if "NVIDIA" in run.source} == {1.4}
 
 
 def test_constants_that_are_tried_are_planned_with_and_ranges_hold_what_they_were_made_of() -> None:
     run = next(one.run for one in _compared("aleph-13b", 32) if one.run.micro_batch == 1)
-    slower, faster = ({**fit.START, "ampere.bf16": rate} for rate in (0.6, 0.8))
-    assert compare(run, slower).plan.step_seconds > compare(run, faster).plan.step_seconds
+    slower, faster = (compare(run, {**fit.START, "ampere.bf16": rate}) for rate in (0.6, 0.8))
+    assert slower.plan.step_seconds > faster.plan.step_seconds
     found = fit.ranges([("tp", error / 100) for error in range(-10, 11)])
     mixed = fit.ranges([("pp", 0.0)] * 9 + [("tp", error / 100) for error in range(-10, 11)])
     assert mixed["pp"] == mixed["any"] and mixed["pp"][0] < 0.95, "nine lucky runs do not make a range of no width"
@@ -115,3 +119,44 @@ def test_a_benchmark_runs(name: str) -> None:
     assert said["benchmark"] == name and said["versions"]["torch"] == torch.__version__
     assert said["command"].startswith(f"python -m experiments.benchmarks {name}") and "cores" in said["machine"]
     assert said["found"] and "NaN" not in json.dumps(said["found"])
+
+
+# --- chaos ------------------------------------------------------------------------------------------------------------
+
+BATCH, STEPS, SAMPLES = 4, 6, 10
+ORDER = Order(SAMPLES, 0).indices(0, 100).tolist()
+
+
+def steps(rank: int, began: float, first: int, last: int) -> Start:
+    """A start of one of two ranks that took the steps first … last, two samples each."""
+    places = [[BATCH * (step - 1) + 2 * rank + i for i in (0, 1)] for step in range(first, last + 1)]
+    return Start(began, rank, 1, [(began + p[0], p, [ORDER[at] for at in p]) for p in places])
+
+
+def test_samples_that_were_lost_or_repeated_are_named() -> None:
+    def judged(*starts: Start) -> list[str]:
+        return lost_or_repeated(starts, STEPS * BATCH, SAMPLES)
+
+    whole = [steps(0, 0, 1, 6), steps(1, 0, 1, 6)]
+    again = [steps(0, 0, 1, 4), steps(1, 0, 1, 3), Start(50, 0, 2, []), steps(0, 100, 3, 6), steps(1, 100, 3, 6)]
+    assert judged(*whole) == judged(*again) == [], "going back to a checkpoint loses nothing"
+    assert judged(whole[0])[0].endswith("samples lost, the first at position 2")
+    twice = steps(0, 0, 1, 6)
+    twice.lines.append(twice.lines[2])
+    assert "rank 0 used position 8 twice in one start" in judged(twice, whole[1])
+    assert "4 samples too many, the first at position 24" in judged(steps(0, 0, 1, 7), steps(1, 0, 1, 7))
+    other = steps(0, 0, 1, 6)
+    other.lines[0] = (0.0, [0, 1], [ORDER[1], ORDER[0]])
+    assert judged(other, whole[1]) == ["2 samples other than the order has, the first at position 0"]
+
+
+def test_a_run_that_ended_otherwise_is_wrong() -> None:
+    calm: Any = SimpleNamespace(weights={"w": torch.ones(2)}, curve=[(1, 0.5)], problems=[])
+    good, bad = Kill("worker", signal.SIGKILL, 0.5, 0, False), Kill("worker", signal.SIGKILL, 0.5, 0, False)
+    bad.committed, bad.resumed_from = 20, 10
+    assert unlike(calm, calm, [good]) == []
+    other: Any = SimpleNamespace(weights={"w": torch.zeros(2)}, curve=[(1, 0.6)], problems=["lost"])
+    found = unlike(other, calm, [good, bad])
+    assert len(found) == 4 and "SIGKILL of rank 0 after 0.50 s: went on before step 20" in found[-1]
+    rows = [{"layout": "ddp", "victim": "worker", "run": "1", "problems": found, "seconds": s} for s in (1.0, 3.0)]
+    assert list(summary(rows)[0].values()) == ["ddp", "worker", "2", "1", "2.00", "3.00"]

@@ -50,14 +50,13 @@ def test_the_recommendation_is_the_fastest_as_far_as_doubling_pays() -> None:
     assert "on 4 workers" in answer.recommend({"ddp": {1: [100.0], 4: [260.0]}}), "two doublings are asked for 1.5 ** 2"
 
 
-def told(node: str = "a", computing: float = 1.0, exposed: float = 0.25) -> Told:
-    """A worker whose steps take 1.5 s, of which 0.1 s is waiting for data; in a profile 2 s."""
-    seconds = {"step": 2.0, "computing": computing, "exposed_communication": exposed}
-    return Told(node, [1.5, 1.5, 9.0], [0.1, 0.1, 0.1], {f"{name}_seconds": value for name, value in seconds.items()})
-
-
 def test_a_step_is_the_sum_of_its_parts() -> None:
-    point = measured([told(exposed=0.5), told("b", computing=1.2)], Config(task="x"))
+    def told(node: str, computing: float, exposed: float) -> Told:
+        """A worker whose steps take 1.5 s, of which 0.1 s is waiting for data; in a profile 2 s."""
+        shares = {"step_seconds": 2.0, "computing_seconds": computing, "exposed_communication_seconds": exposed}
+        return Told(node, [1.5, 1.5, 9.0], [0.1, 0.1, 0.1], shares)
+
+    point = measured([told("a", 1.0, 0.5), told("b", 1.2, 0.25)], Config(task="x"))
     assert (point.step, point.computing, point.bubble, point.data) == pytest.approx((1.5, 1.225, 0.0, 0.1))
     assert point.communication == pytest.approx(1.4 / 8), "what the worker waits that waits least"
     assert point.balance == pytest.approx(1.1 / 1.2)
@@ -68,30 +67,20 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
 
 def test_a_pipelines_waiting_is_bubble_as_far_as_its_schedule_is_to_blame() -> None:
     """Two stages, two micro-batches, gpipe: forward 1, backward 2, and 0.5 until anything arrives."""
-
-    def spans(stage: int, ops: list[tuple[str, int, float]]) -> list[tuple[Any, ...]]:
-        length = {"F": 1.0, "B": 2.0, "REDUCE": 0.25}
-        return [(stage, kind, micro, 0, at, at + length[kind]) for kind, micro, at in ops]
-
-    first = spans(0, [("F", 0, 0), ("F", 1, 1), ("B", 0, 6.0), ("B", 1, 8.0), ("REDUCE", -1, 10.0)])
-    second = spans(1, [("F", 0, 1.5), ("F", 1, 2.5), ("B", 0, 3.5), ("B", 1, 5.5), ("REDUCE", -1, 7.5)])
+    ops = [("F", 0, 1.0), ("F", 1, 1.0), ("B", 0, 2.0), ("B", 1, 2.0), ("REDUCE", -1, 0.25)]
+    begin = [[0, 1, 6.0, 8.0, 10.0], [1.5, 2.5, 3.5, 5.5, 7.5]]
+    spans = [[(n, kind, micro, 0, at, at + s) for (kind, micro, s), at in zip(ops, begin[n])] for n in (0, 1)]
     config = Config(task="x", parallel=ParallelConfig(schedule="gpipe"))
-    kept = {"steps": [10.5], "data": [0.0]}
-    point = measured([Told("a", spans=[first], **kept), Told("a", spans=[second], **kept)], config)
+    point = measured([Told("a", spans=[own], steps=[10.5], data=[0.0]) for own in spans], config)
     assert point.bubble == pytest.approx(10 * (1 / 3), rel=1e-6), "(p-1) / (m+p-1) of the step"
     assert point.computing == pytest.approx(6.0) and point.communication == pytest.approx(10.5 - 6.0 - 10 / 3)
 
 
-@pytest.mark.parametrize(
-    ("workers", "said"),
-    [
-        ("1", "one point"),
-        ("1,x", "write numbers with commas"),
-        ("1,3", "cannot share evenly"),
-        ("0,1", "greater than 0"),
-        ("1,2 --strategy dpd", "'dpd' is not known"),
-    ],
-)
+BAD = [("1", "one point"), ("1,x", "write numbers with commas"), ("1,3", "cannot share evenly")]
+BAD += [("0,1", "greater than 0"), ("1,2 --strategy dpd", "'dpd' is not known")]
+
+
+@pytest.mark.parametrize(("workers", "said"), BAD)
 def test_bad_input(tmp_path: Path, workers: str, said: str) -> None:
     arguments = [*POINTS, "train.steps=10", "run.name=x", f"run.storage={tmp_path}", "--workers", *workers.split()]
     ended = CliRunner().invoke(group, ["scale", *arguments])
@@ -104,9 +93,8 @@ def test_what_a_study_says_of_its_points(tmp_path: Path, monkeypatch: pytest.Mon
 
     def points(job: Job, workers: int, *_: Any) -> list[Told]:
         asked.append(workers)
-        step = 1.0 if workers == 1 else 0.55
         shares = {"step_seconds": 11.0, "exposed_communication_seconds": 1.0, "computing_seconds": 1.0}
-        return [Told("a", [step], [0.0], shares, memory=2**20) for _ in range(workers)]
+        return [Told("a", [1.0 if workers == 1 else 0.55], [0.0], shares, memory=2**20) for _ in range(workers)]
 
     monkeypatch.setattr(run, "connect", lambda _: SimpleNamespace(gpus=0, shape=None))
     monkeypatch.setattr(run, "check_feasible", lambda *_: None)

@@ -1,24 +1,33 @@
-"""The parts of a sweep that need no processes: its file, its space, its store, and what it concludes."""
+"""The parts of a sweep in this very process: its file, its space, its store, what it concludes; and one trial, what it
+reports, and how it is stopped."""
 
 import json
 import math
+import os
+import queue
 import random
+import threading
 from pathlib import Path
+from typing import Any
+from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
 
 from app.errors import UserError
+from app.tracking.settings import Settings
 from experiments.sweep import analysis
 from experiments.sweep.page import content
 from experiments.sweep.run import next_run, work_out
 from experiments.sweep.search import Search, scheduler_of, searcher_of
 from experiments.sweep.spec import Sweep, read_sweep
+from experiments.sweep.trial import REACHED, STOP_FILE, Setting, TrialRun
 from experiments.sweep.trials import BATCH, RATE, Trial, TrialStore
+from tests.running import committed
 
 BASE = """
 experiment: {task: "tests.tasks:Points", train: {steps: 40, global_batch_size: 16}}
-space: {train.global_batch_size: [8, 16], optimizer.lr: [0.01, 0.1, 1.0]}
+space: {train.global_batch_size: [8], optimizer.lr: [0.01, 1.0]}
 """
 
 
@@ -33,49 +42,48 @@ def test_overrides_and_a_grid_of_every_combination(tmp_path: Path) -> None:
     assert (other.searcher, other.count, other.scheduler, other.target) == ("random", 5, "asha", 0.5)
     assert other.experiment.train.steps == 7 and other.longest() == 7
     assert scheduler_of(sweep_of(tmp_path, BASE, "scheduler={name: asha, grace_period: 500}"), 64, 4), "64 is enough"
-    sweep = sweep_of(tmp_path)
-    assert sweep.name == "trial-sweep" and sweep.count == 6 and sweep.points is not None
-    assert sweep.points[:3] == [{BATCH: b, RATE: r} for b, r in ((8, 0.01), (16, 0.01), (8, 0.1))]
-    config = sweep.config(sweep.points[4], "t", "here")
+    sweep = sweep_of(tmp_path, BASE, "space.train.global_batch_size=[8, 16]")
+    assert sweep.points == [{BATCH: b, RATE: r} for b, r in ((8, 0.01), (16, 0.01), (8, 1.0), (16, 1.0))]
+    config = sweep.config(sweep.points[2], "t", "here")
     assert (config.train.global_batch_size, config.optimizer.lr) == (8, 1.0)
     assert (config.run.name, config.run.storage, config.workers) == ("t", "here", "1")
-    assert not config.tracking.log_model
+    assert (sweep.name, sweep.count, config.tracking.log_model) == ("trial-sweep", 4, False)
 
 
 def test_shipped_sweeps_are_valid() -> None:
     assert all(read_sweep(f"experiments/sweep_{name}.yaml", []).count >= 12 for name in ("mnist", "gpt", "digits"))
 
 
-BAD = {
-    "an empty space": ("space: {}", "the search space is empty"),
-    "an empty list": ("space: {optimizer.lr: []}", "nothing to try"),
-    "a single value": ("space: {optimizer.lr: 0.1}", "put it under `set`"),
-    "an empty range": ("space: {optimizer.lr: {uniform: [1, 1]}}", "which is empty"),
-    "a logarithm of zero": ("space: {optimizer.lr: {loguniform: [0, 1]}}", "begins above 0"),
-    "too few numbers": ("space: {optimizer.lr: {uniform: [1]}}", "uniform takes "),
-    "one value of a range": ("space: {optimizer.lr: {linspace: [1, 2, 1]}}", "has 1 values: write at least 2"),
-    "a name that is none": ("name: a/b", "use letters, digits"),
-    "set is no mapping": ("set: [1]", "it must be a mapping"),
-    "an unknown distribution": ("space: {optimizer.lr: {logunifrom: [1, 2]}}", "did you mean 'loguniform'"),
-    "a grid over a distribution": ("space: {optimizer.lr: {uniform: [1, 2]}}", "cannot try all of"),
-    "an unknown key": ("space: {optimizer.lrr: [1, 2]}", "optimizer.lr"),
-    "a wrong type": ("space: {train.global_batch_size: [a, b]}", "could not be converted to Integer"),
-    "an unknown searcher": ("searcher: optna", "did you mean 'optuna'"),
-    "a contradiction": ("trials: 5", "the grid has 6 points"),
-    "an odd metric": ("metric: loss", "must be eval/NAME"),
-    "a sweep key misspelt": ("metrik: eval/loss", "did you mean 'metric'"),
-    "no experiment": ("experiment: null", "names no experiment"),
-    "a target": ("target: low", "must be a number"),
-    "steps and epochs": ("space: {train.steps: [1, 2], train.epochs: [1, 2]}", "contradict each other"),
-    "a trial's own name": ("space: {run.name: [a, b]}", "which the sweep sets itself"),
-    "an argument that asha lacks": ("scheduler: {name: asha, reduction: 3}", "does not take these arguments"),
-    "an argument too small": ("scheduler: {name: asha, reduction_factor: 0}", "arguments: Reduction Factor not valid"),
-    "an argument of no number": ("scheduler: {name: asha, grace_period: soon}", "does not take these arguments"),
-    "an argument that optuna lacks": ("searcher: {name: optuna, colour: red}", "does not take these arguments"),
-}
+BAD = [
+    ("space: {}", "the search space is empty"),
+    ("space: {optimizer.lr: []}", "nothing to try"),
+    ("space: {optimizer.lr: 0.1}", "put it under `set`"),
+    ("space: {optimizer.lr: {uniform: [1, 1]}}", "which is empty"),
+    ("space: {optimizer.lr: {loguniform: [0, 1]}}", "begins above 0"),
+    ("space: {optimizer.lr: {uniform: [1]}}", "uniform takes "),
+    ("space: {optimizer.lr: {linspace: [1, 2, 1]}}", "has 1 values: write at least 2"),
+    ("name: a/b", "use letters, digits"),
+    ("set: [1]", "it must be a mapping"),
+    ("space: {optimizer.lr: {logunifrom: [1, 2]}}", "did you mean 'loguniform'"),
+    ("space: {optimizer.lr: {uniform: [1, 2]}}", "cannot try all of"),
+    ("space: {optimizer.lrr: [1, 2]}", "optimizer.lr"),
+    ("space: {train.global_batch_size: [a, b]}", "could not be converted to Integer"),
+    ("searcher: optna", "did you mean 'optuna'"),
+    ("trials: 5", "the grid has 2 points"),
+    ("metric: loss", "must be eval/NAME"),
+    ("metrik: eval/loss", "did you mean 'metric'"),
+    ("experiment: null", "names no experiment"),
+    ("target: low", "must be a number"),
+    ("space: {train.steps: [1, 2], train.epochs: [1, 2]}", "contradict each other"),
+    ("space: {run.name: [a, b]}", "which the sweep sets itself"),
+    ("scheduler: {name: asha, reduction: 3}", "does not take these arguments"),
+    ("scheduler: {name: asha, reduction_factor: 0}", "arguments: Reduction Factor not valid"),
+    ("scheduler: {name: asha, grace_period: soon}", "does not take these arguments"),
+    ("searcher: {name: optuna, colour: red}", "does not take these arguments"),
+]
 
 
-@pytest.mark.parametrize(("text", "said"), BAD.values(), ids=BAD)
+@pytest.mark.parametrize(("text", "said"), BAD)
 def test_bad_input_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:
     key = text.split(":")[0]
     kept = [line for line in BASE.strip().splitlines() if not line.startswith(f"{key}:")]
@@ -88,16 +96,16 @@ def test_bad_input_is_one_sentence(tmp_path: Path, text: str, said: str) -> None
 
 def test_a_searcher_begins_with_what_is_known_and_goes_on_elsewhere(tmp_path: Path) -> None:
     known = [{BATCH: 8, RATE: 0.5}, {BATCH: 8, RATE: 0.25}]
-    sweep = sweep_of(tmp_path, BASE.replace("[0.01, 0.1, 1.0]", "{loguniform: [1.0e-3, 1.0]}"), "searcher=optuna")
+    sweep = sweep_of(tmp_path, BASE.replace("[0.01, 1.0]", "{loguniform: [1.0e-3, 1.0]}"), "searcher=optuna")
     searcher = searcher_of(sweep, known)
     searcher.set_search_properties("eval/loss", "min", {key: domain.for_tune() for key, domain in sweep.space.items()})
     found = [searcher.suggest(str(i)) for i in range(4)]
     assert found[:2] == known and len({point[RATE] for point in found}) == 4
 
 
-def report(step: int, loss: float, **more: object) -> dict[str, object]:
-    base = {"step": step, "samples": step * 16, "seconds": step * 0.1, "metrics": {"eval/loss": loss}}
-    return base | {"steps": 40, "workers": 1} | more
+def report(step: int, loss: float, batch: int = 16, seconds: float = 0.1) -> dict[str, object]:
+    base = {"step": step, "samples": step * batch, "seconds": step * seconds, "metrics": {"eval/loss": loss}}
+    return base | {"steps": 40, "workers": 1}
 
 
 LOSS = Search(space={})
@@ -116,7 +124,7 @@ def world(exponent: float = 0.5) -> list[Trial]:
             trial = Trial(len(trials), f"t{len(trials)}", {BATCH: batch, RATE: rate}, "finished")
             for at in range(40, 2401, 40):
                 loss = max(2.0 * 0.1 ** (at / steps), 0.01 * off)  # 0.2 after `steps`
-                trial.reports.append(report(at, loss, samples=at * batch, seconds=at * (0.01 + batch * 1e-4)))
+                trial.reports.append(report(at, loss, batch, 0.01 + batch * 1e-4))
             trials.append(trial)
     return trials
 
@@ -135,10 +143,8 @@ def test_the_scaling_rule_and_an_unswept_batch_size(exponent: float) -> None:
 
 def test_the_critical_batch_size_is_found() -> None:
     found = analysis.critical_batch(analysis.fewest_steps(world(), LOSS, 0.2))
-    assert found is not None
-    assert abs(found.batch / NOISE - 1) < 0.15 and found.low < NOISE < found.high
-    assert abs(found.least_steps / LEAST - 1) < 0.15
-    assert found.interval.startswith("95 %: ")
+    assert found is not None and abs(found.batch / NOISE - 1) < 0.15 and found.low < NOISE < found.high
+    assert abs(found.least_steps / LEAST - 1) < 0.15 and found.interval.startswith("95 %: ")
     few = analysis.critical_batch({16: 100.0, 32: 52.0, 64: 45.0})
     assert few is not None and few.interval == "too few points for an interval"
     assert analysis.critical_batch({16: 100.0, 32: 50.0}) is None
@@ -188,11 +194,87 @@ def test_what_to_use_by_workers(tmp_path: Path) -> None:
 
 def test_seeds_are_averaged_before_rates_are_compared() -> None:
     """One lucky seed at a bad rate does not make it the best."""
-
-    def trial(index: int, rate: float, seed: int, loss: float) -> Trial:
-        values = {BATCH: 32, RATE: rate, "train.seed": seed}
-        return Trial(index, f"t{index}", values, "finished", "", [report(10, loss)])
-
-    losses = {(0.01, 0): 0.5, (0.01, 1): 0.5, (0.1, 0): 0.4, (0.1, 1): 0.42, (1.0, 0): 0.1, (1.0, 1): 9.0}
-    found = analysis.best_rates([trial(i, *k, v) for i, (k, v) in enumerate(losses.items())], LOSS)
+    tried = [(0.01, 0, 0.5), (0.01, 1, 0.5), (0.1, 0, 0.4), (0.1, 1, 0.42), (1.0, 0, 0.1), (1.0, 1, 9.0)]
+    points = [({BATCH: 32, RATE: rate, "train.seed": seed}, [report(10, loss)]) for rate, seed, loss in tried]
+    trials = [Trial(i, f"t{i}", values, "finished", "", reports) for i, (values, reports) in enumerate(points)]
+    found = analysis.best_rates(trials, LOSS)
     assert found[0].value == pytest.approx(0.41) and not found[0].edge
+
+
+# --- one trial --------------------------------------------------------------------------------------------------------
+
+TEXT = """
+experiment: {task: "tests.tasks:Points", train: {steps: 40, global_batch_size: 16}, launcher: local, strategy: single}
+set: {tracking.system_metrics_every: 0}
+space: {optimizer.lr: [0.01]}
+reports: 4
+"""
+
+
+def setting(tmp_path: Path, *overrides: str) -> Setting:
+    settings = Settings(f"sqlite:///{tmp_path}/mlflow.db", "trireme", None)
+    return Setting(sweep_of(tmp_path, TEXT, *overrides), tmp_path, settings, False, os.getcwd(), ("trireme", "sweep"))
+
+
+def trial(found: Setting, index: int, known: Trial | None = None, **values: Any) -> TrialRun:
+    return TrialRun(found, f"t{index:03d}", {"optimizer.lr": 0.01, **values}, known)
+
+
+def results(trial: TrialRun, until: int = 10**9) -> list[dict[str, Any]]:
+    found = [trial.next()]
+    while not found[-1].get("done") and found[-1]["step"] < until:
+        found.append(trial.next())
+    return found
+
+
+def test_a_trial_reports_every_evaluation_and_ends(tmp_path: Path) -> None:
+    own = setting(tmp_path)
+    found = results(trial(own, 0))
+    assert [result["step"] for result in found] == [10, 20, 30, 40, 40] and found[-1]["status"] == "finished"
+    reports = [result["report"] for result in found]
+    assert all({"eval/loss", "eval/accuracy", "train/loss"} <= set(report["metrics"]) for report in reports)
+    seconds = [report["seconds"] for report in reports]
+    assert seconds == sorted(seconds) and reports[0]["samples"] == 160
+    spool = tmp_path / "t000" / "tracking"
+    assert (spool / "start.json").exists() and not (spool / "writer.log").exists(), "the sweep's own writer delivers it"
+    again = results(trial(own, 0))
+    assert [(r["step"], r.get("status")) for r in again] == [(40, None), (40, "finished")], "it is not trained again"
+    told = results(trial(own, 0, Trial(0, "t000", {}, "finished", reports=reports[:4])))
+    assert [(r["step"], r["eval/loss"]) for r in told] == [(r["step"], r["eval/loss"]) for r in found]
+
+
+def test_a_stopped_trial_says_why_and_continues(tmp_path: Path) -> None:
+    found = setting(tmp_path, "task_args.step_seconds=0.02", "train.steps=50", "reports=10")
+    first = trial(found, 0)
+    heard = results(first, until=20)[-1]
+    first.stop(REACHED)
+    assert first.judged == heard["report"] and first.last["step"] >= 20, "by what Tune has, not by what came after"
+    end = json.loads((tmp_path / "t000" / "tracking" / "events.jsonl").read_text().split("\n")[-2])
+    assert end["type"] == "finish" and end["status"] == "FINISHED" and end["message"].startswith(REACHED)
+    stopped = committed(tmp_path / "t000")[-1]
+    assert 20 <= stopped < 50
+    (tmp_path / STOP_FILE).touch()
+    assert results(trial(found, 0))[-1]["status"] == "stopped", "none begins while the sweep is being stopped"
+    (tmp_path / STOP_FILE).unlink()
+    assert results(trial(found, 0))[-1]["status"] == "finished"
+    assert f"continuing after step {stopped}" in (tmp_path / "t000" / "logs" / "driver.log").read_text()
+
+
+def test_a_process_ends_whose_device_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tune keeps a trial's process for the next one (`reuse_actors`); one that has ended it replaces."""
+    ended = queue.Queue[int]()
+    monkeypatch.setattr(os, "_exit", ended.put)
+    own = setting(tmp_path)
+    for said, codes in (("CUDA error: device-side assert triggered", [1]), ("CUDA out of memory.", [])):
+        monkeypatch.setattr(TrialRun, "_train", mock.Mock(side_effect=RuntimeError(said)))
+        assert results(trial(own, 0))[-1]["status"] == "failed"
+        assert [ended.get() for _ in codes] == codes and ended.empty()
+
+
+def test_a_trial_that_fails_is_a_result(tmp_path: Path) -> None:
+    last = results(trial(setting(tmp_path), 0, task="tests.tasks:Raises"))[-1]
+    assert last["status"] == "failed" and "a bug of the user's" in last["message"] and last["eval/loss"] == 1e30
+    assert "in loss" in (tmp_path / "t000" / "logs" / "driver.log").read_text(), "the log has the traceback"
+    last = results(trial(setting(tmp_path, "metric=eval/los", "task_args.step_seconds=0.02"), 1))[-1]
+    assert last["status"] == "wrong metric" and "eval/loss" in last["message"]
+    assert "training" not in [thread.name for thread in threading.enumerate()], "the next trial trains by itself"
