@@ -12,6 +12,7 @@ from experiments.parity import curves
 from experiments.parity.curves import Curve
 from experiments.parity.rows import SINGLE, Row
 from strategies.activation_checkpointing import is_kept
+from strategies.collectives import all_to_all
 from strategies.expert.exchange import Exchange, exchanged_bytes
 from strategies.layout import choose
 from strategies.mixtures import find_mixtures, shard_dim
@@ -48,7 +49,8 @@ def truth() -> Curve:
 def _all_choose_the_first(rank: int) -> tuple[list[float], float]:
     x, scale = torch.ones(3, 1, requires_grad=True), torch.tensor(2.0 + rank, requires_grad=True)
     index, weights = torch.zeros(3, 1, dtype=torch.long), torch.full((3, 1), 0.5)
-    y = Exchange(dist.group.WORLD, 2)(lambda rows, *_: rows * scale, x, index, weights)  # type: ignore[arg-type]
+    assert dist.group.WORLD is not None
+    y = Exchange(all_to_all(dist.group.WORLD, "cpu"), 2, 2)(lambda rows, *_: rows * scale, x, index, weights)  # type: ignore[arg-type]
     y.sum().backward()
     assert x.grad is not None and scale.grad is not None
     return x.grad.flatten().tolist(), scale.grad.item()
@@ -83,7 +85,8 @@ def test_any_layout_reads_any_others_checkpoint(truth: Curve, tmp_path: Any) -> 
 
 def _sent(_: int, row: Row, mode: str) -> tuple[int, int]:
     """Bytes of the rows that this rank gives into all-to-alls, and of the counts."""
-    parallel = parallelize(mixture_trial().build, row.layout, Options(activation_checkpointing=mode), device=CPU)
+    with mock.patch("strategies.collectives.shared_memory_all_reduce", return_value=None):  # as between GPUs
+        parallel = parallelize(mixture_trial().build, row.layout, Options(activation_checkpointing=mode), device=CPU)
     given: list[torch.Tensor] = []
     real = dist.all_to_all_single
 
@@ -91,7 +94,7 @@ def _sent(_: int, row: Row, mode: str) -> tuple[int, int]:
         given.append(input)
         return real(output, input, *args, **named)
 
-    with mock.patch("strategies.expert.exchange.dist.all_to_all_single", noting):
+    with mock.patch.object(dist, "all_to_all_single", noting):
         curves.run_steps(mixture_trial(), parallel, torch.optim.SGD(parallel.parameters(), lr=0.1), range(1))
     rows, counts = ([t for t in given if t.is_floating_point() is kind] for kind in (True, False))
     return sum(t.nbytes for t in rows), sum(t.nbytes for t in counts)
