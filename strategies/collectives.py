@@ -4,15 +4,17 @@ Between GPUs NCCL does all of this, and none of it is used. It is off with a tor
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.profiler import record_function
 
 from strategies.torch_internals import reduce_scatter_into
 
+AllToAll = Callable[[torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]], None]
 TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 """Versions of torch."""
 
@@ -21,10 +23,25 @@ def shared_memory_all_reduce(group: dist.ProcessGroup | None, device: torch.devi
     """What averages and gathers among the processes of one machine's CPUs, in memory that they share; None where
     `group` is not such a group, on every rank, and the caller uses torch.distributed. Collective over `group`.
 
-    It has average_(tensor), which writes into a one-dimensional CPU tensor, and gather(tensor).
+    It has average_(tensor), which writes into a one-dimensional CPU tensor, gather(tensor), and all_to_all.
     """
     found = _accelerator("shared_memory")
     return found.shared_memory_all_reduce(group, device) if found else None
+
+
+def all_to_all(group: dist.ProcessGroup, device_type: str) -> AllToAll:
+    """Sends rows of contiguous tensors as `torch.distributed.all_to_all_single` does: (arrived, given, how many come
+    from each rank, how many go to each). Collective over `group`."""
+    shared = shared_memory_all_reduce(group, torch.device(device_type))
+
+    def send(arrived: torch.Tensor, given: torch.Tensor, takes: Sequence[int], gives: Sequence[int]) -> None:
+        if shared is None:
+            dist.all_to_all_single(arrived, given, takes, gives, group=group)
+        else:
+            with record_function("shared_memory:all_to_all"):  # as torch's own collectives are named in a profile
+                shared.all_to_all(arrived, given, takes, gives)
+
+    return send
 
 
 def reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:

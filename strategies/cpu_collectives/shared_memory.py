@@ -12,8 +12,8 @@ Pieces are small enough to stay in the cores' caches. For two ranks the result i
     rank 0:  write 0 │ write 1 │ add 0 … each rank's counter says up to which piece its shares are written; whoever
     rank 1:  write 0 │ wait    │ add 0     writes piece k+2 has seen all counters reach k+1, so no rank still reads k.
 
-What is short, such as what ranks agree on between two steps, goes the same way (`sum_`, `gather`): gloo wakes four
-threads for it, which must share the cores with training.
+What each rank has for each other one (`all_to_all`) goes the same way: a rank's area has a part for every other rank,
+and how long its longest message is, is written beside it, so that all know how many pieces there are.
 
 A peer that has ended, or leaves, is noticed by a connection to it that closes, as gloo notices it.
 """
@@ -27,6 +27,7 @@ import select
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class SharedMemoryAllReduce:
         self._poll = select.poll()
         for peer in peers:
             self._poll.register(peer, select.POLLIN)
-        self._written = memoryview(memory)[:HEAD].cast("q")[LINE // 8 : (self.size + 1) * LINE // 8 : LINE // 8]
+        self._written, *self._lengths = (self._numbers(row) for row in range(3))
         self._piece = 0
         places = ((HEAD + (turn * self.size + r) * PIECE_BYTES) for turn in range(2) for r in range(self.size))
         shares = [torch.frombuffer(memory, dtype=torch.uint8, count=PIECE_BYTES, offset=place) for place in places]
@@ -74,18 +75,50 @@ class SharedMemoryAllReduce:
         """Every rank's tensor of at most PIECE_BYTES, by rank: views; the next call may overwrite them."""
         return self._shares(tensor, 1)
 
+    def all_to_all(
+        self, arrived: torch.Tensor, given: torch.Tensor, takes: Sequence[int], gives: Sequence[int]
+    ) -> None:
+        """Sends `gives[j]` consecutive rows of `given` to rank j, and gets `takes[j]` from it; contiguous. Collective.
+
+        Raises ConnectionError if a rank is gone."""
+        sent, found = _bytes_of(given, gives), _bytes_of(arrived, takes)
+        found[self.rank].copy_(sent[self.rank])
+        sent[self.rank] = found[self.rank] = sent[self.rank][:0]
+        width = PIECE_BYTES // self.size
+        done, longest = 0, 1
+        while done < longest:
+            areas, lengths = self._begun()
+            for part, place in zip(sent, areas[self.rank].split(width)):
+                piece = part[done : done + width]
+                place[: len(piece)].copy_(piece)
+            lengths[self.rank] = max(map(len, sent))
+            self._wait()
+            for part, area in zip(found, areas):
+                piece = part[done : done + width]
+                piece.copy_(area[self.rank * width :][: len(piece)])
+            done, longest = done + width, max(lengths)
+
     def _shares(self, piece: torch.Tensor, factor: float) -> list[torch.Tensor]:
         """What each rank has written, this one `factor` times its piece."""
-        self._piece += 1
         width = piece.numel() * piece.element_size()
-        shares = [area[:width].view(piece.dtype) for area in self._areas[self._piece % 2]]
+        shares = [area[:width].view(piece.dtype) for area in self._begun()[0]]
         torch.mul(piece, factor, out=shares[self.rank])
-        self._written[self.rank] = self._piece
         self._wait()
         return shares
 
+    def _begun(self) -> tuple[list[torch.Tensor], Any]:
+        """Where the next piece goes: each rank's area, and its number beside it."""
+        self._piece += 1
+        return self._areas[self._piece % 2], self._lengths[self._piece % 2]
+
+    def _numbers(self, row: int) -> Any:
+        """One for each rank, all ranks' in `row` of the memory's head."""
+        first = 1 + row * MOST_RANKS
+        return memoryview(self._memory)[first * LINE : (first + self.size) * LINE].cast("q")[:: LINE // 8]
+
     def _wait(self) -> None:
-        """Until every rank has written the piece."""
+        """Until every rank has written the piece, as this one has now."""
+        self._written[self.rank] = self._piece
         for _ in range(SPINS):
             if self._all_written():
                 return
@@ -108,6 +141,12 @@ class SharedMemoryAllReduce:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
+
+
+def _bytes_of(rows: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """As many rows for each size."""
+    width = rows[0].nbytes if len(rows) else 0
+    return list(rows.view(-1).view(torch.uint8).split([size * width for size in sizes]))
 
 
 def shared_memory_all_reduce(group: dist.ProcessGroup | None, device: torch.device) -> SharedMemoryAllReduce | None:

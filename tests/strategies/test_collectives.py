@@ -46,6 +46,29 @@ def test_all_ranks_get_the_same_bits_in_order_of_rank_and_two_get_gloos(ranks: i
         assert everyones == list(range(ranks))
 
 
+def _exchanged(rank: int, rows: list[list[int]], width: int) -> None:
+    """rows[i][j]: how many rank i sends to rank j. What arrives is what gloo brings, the second time too."""
+    shared = shared_memory_all_reduce(None, CPU)
+    assert shared is not None
+    gives, takes = rows[rank], [sent[rank] for sent in rows]
+    for seed in (rank, rank + 9):
+        given = random((sum(gives), width), seed=seed)
+        ours, gloo = (torch.full((sum(takes), width), torch.nan) for _ in range(2))
+        shared.all_to_all(ours, given, takes, gives)
+        dist.all_to_all_single(gloo, given, takes, gives)
+        assert torch.equal(ours, gloo)
+    shared.close()
+
+
+@pytest.mark.parametrize(
+    ("rows", "width"),
+    [([[1, 2], [0, 3]], 5), ([[2, 0, 1], [700, 1, 0], [0, 0, 0]], 1000), ([[0, 0], [0, 0]], 1)],
+    ids=["one piece", "several pieces of one rank's", "nothing"],
+)
+def test_rows_are_exchanged_as_gloo_does(rows: list[list[int]], width: int) -> None:
+    run_distributed(_exchanged, len(rows), rows, width)
+
+
 def _left_alone(rank: int) -> None:
     shared = shared_memory_all_reduce(None, CPU)
     assert shared is not None
