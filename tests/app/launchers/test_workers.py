@@ -133,6 +133,10 @@ def test_gpus_left_idle_are_named() -> None:
     assert "computes on CPUs, but the cluster has 8 GPUs" in unused.notes[0]
 
 
+def test_a_share_of_the_cores() -> None:
+    assert [threads.share(*each) for each in ((96, 8, 0.5), (4, 8, 1), (8, 1, 2))] == [6, 1, 8]
+
+
 Env = dict[str, str]
 SET, THREE, TORCHRUN = {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "3"}, {"TORCHELASTIC_RUN_ID": "x"}
 
@@ -143,7 +147,6 @@ SET, THREE, TORCHRUN = {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "3"}, {"TOR
         # in Ray, started by its raylet
         (1.0, {}, {}, 2),
         (2.0, {}, {}, 4),
-        (0.1, {}, {}, 1),
         (0.0, {}, {}, 1),  # it has the threads of its CPUs
         (1.0, THREE, {}, 3),
         (1.0, {}, SET, 1),  # where Ray was started
