@@ -40,6 +40,7 @@ ROWS: list[tuple[str, ...]] = [
     ("parallel.deepspeed=file", "no JSON object"),
     ("train.global_batch_size=100000000", "global_batch_size", "GB"),
     ("strategy=dpp", "did you mean ddp"),
+    ("train.precision=fp8", "train.precision", "fp8", "bf16"),
     ("workers=2", "launcher=local", "workers=1"),
     ("launcher=torchrun", "torchrun --nproc-per-node"),
     ("parallel.dp_shard=3", "dp_shard", "1"),
@@ -126,6 +127,12 @@ def test_several_mistakes_are_told_at_once_and_to_programs_too() -> None:
         assert sum(words in sentence for sentence in said) == 1, (words, said)
     told = json.loads(train(*BASE, "train.stepz=3", "--json").stdout)
     assert told["status"] == "refused" and "train.stepz" in told["error"]
+
+
+def test_config_lists_the_arguments_of_the_task() -> None:
+    result = CliRunner().invoke(group, ["config", "task=tabular"], catch_exceptions=False)
+    said = result.stdout.partition("# task_args of tabular:")[2]
+    assert "ignore: 'list[str] | None' = None" in said and "ignore: columns to leave out." in said
 
 
 def test_a_batch_that_does_not_divide_under_torchrun(tmp_path: Path) -> None:

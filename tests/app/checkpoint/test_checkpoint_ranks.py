@@ -172,6 +172,21 @@ def test_one_rank_fails_and_all_say_so_and_the_next_save_works(tmp_path: Path) -
         assert len(list(folder.iterdir())) == 2, "what the failed save had written is gone"
 
 
+def _die(rank: int, folder: str) -> None:
+    save(folder, 1, state=state_of(None))
+    if rank == 1:
+        HashingStream.write = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
+    save(folder, 2, state=state_of(None))
+
+
+def test_a_killed_rank_leaves_the_commit_before(tmp_path: Path) -> None:
+    with pytest.raises(DistributedFailure, match="exit code -9") as caught:
+        run_distributed(_die, 2, str(tmp_path), timeout=60)
+    assert "CheckpointError" in str(caught.value), "the other rank is told, not left waiting"
+    good, passed = checkpoint.latest_good(str(tmp_path))
+    assert good is not None and good.step == 1 and passed == []
+
+
 # -- real strategies
 
 TRIAL = masked_trial()
@@ -217,21 +232,6 @@ def test_what_one_strategy_saves_another_continues_optimizer_and_all(tmp_path: P
         for name, tensor in expected.items():
             torch.testing.assert_close(got[name], tensor, rtol=1e-4, atol=1e-6, msg=f"{name}: read by {row}")
         expected = then
-
-
-def _die(rank: int, folder: str) -> None:
-    save(folder, 1, state=state_of(None))
-    if rank == 1:
-        HashingStream.write = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
-    save(folder, 2, state=state_of(None))
-
-
-def test_a_killed_rank_leaves_the_commit_before(tmp_path: Path) -> None:
-    with pytest.raises(DistributedFailure, match="exit code -9") as caught:
-        run_distributed(_die, 2, str(tmp_path), timeout=60)
-    assert "CheckpointError" in str(caught.value), "the other rank is told, not left waiting"
-    good, passed = checkpoint.latest_good(str(tmp_path))
-    assert good is not None and good.step == 1 and passed == []
 
 
 # -- SIGKILL at every file operation of saving and pruning
