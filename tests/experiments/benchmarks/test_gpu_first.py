@@ -90,14 +90,14 @@ def test_a_check_that_hangs_crashes_or_fails_is_ended_and_the_later_ones_run(mon
 def test_a_package_that_is_not_there_ends_the_program_badly_and_what_a_gpu_needs_does_not(
     lacks: str | None, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = {"gpus": 0, "most": float("inf")}
+    found = {"gpus": 0, "most": [float("inf"), 1.5]}
     monkeypatch.setattr(program, "run", lambda *_: program._line("machine", True, found=found))
     monkeypatch.setattr(program, "run_all", lambda *_: iter([program._line("a", None, error="why", lacks=lacks)]))
     with pytest.raises(SystemExit) as ended:
         program.main(["--model", "tiny"])
     machine, *_, summary = map(json.loads, capsys.readouterr().out.splitlines())
     assert ended.value.code == code and summary["ok"] == (code == 0) and summary["left_out"] == ["a"]
-    assert summary["lacks"] == ([lacks] if lacks else []) and machine["found"]["most"] == "inf"
+    assert summary["lacks"] == ([lacks] if lacks else []) and machine["found"]["most"] == ["inf", 1.5]
 
 
 @pytest.mark.parametrize("words", [["--only", "nothing"], ["--limit", "0"]])
