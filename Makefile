@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, as in many images, each process would compile torch, Ray and the rest again: four seconds of each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test test-busy coverage test-versions test-slow test-faults test-deepspeed mutants lint wheels setup clean
+.PHONY: demo check test two-at-a-time test-busy coverage test-versions test-slow test-faults test-deepspeed mutants lint wheels setup clean
 
 demo: setup
 	@$(BIN)/trireme train experiments/mnist.yaml --again
@@ -15,10 +15,14 @@ demo: setup
 check: setup lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "pure and not slow"
 
-# First two at a time, then what trains on as many processes as there are processors (tests/conftest.py).
-test: setup lint
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder -m "not slow and not alone"
+# First two at a time, with lint and types beside, then what trains on as many processes as there are processors
+# (tests/conftest.py).
+test: setup
+	@$(MAKE) --no-print-directory --jobs 2 lint two-at-a-time
 	$(BIN)/python -m pytest -m "not slow and alone"
+
+two-at-a-time: setup
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder -m "not slow and not alone"
 
 # The same while two loops keep the processors busy: no test may depend on how fast the machine is.
 test-busy: setup

@@ -15,10 +15,9 @@ from app.versions import TESTED
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {
-    "the main job: one process, 16 bits, failures": "tests/app/launchers/test_launchers.py",
     "parity of every strategy": "tests/strategies/test_parity.py",
     "every schedule of the pipeline": "tests/strategies/pipeline",
-    "pipeline in Ray": "tests/app/launchers/test_pipeline_in_ray.py",
+    "pipeline in Ray; failures": "tests/app/launchers/test_launchers.py",
     "the main job: Ray Train and torchrun, killed and resumed": "tests/app/launchers/test_resume.py",
     "checkpoints": "tests/app/checkpoint",
     "tracking in MLflow": "tests/app/tracking",

@@ -1,4 +1,4 @@
-"""Profiles of steps: what is added up for their tables. A run's: launchers/test_pipeline_in_ray.py."""
+"""Profiles of steps: what is added up for their tables. A run's: launchers/test_launchers.py."""
 
 import gzip
 import json
