@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-from app.models.mixture import Mixture
 from app.tasks.base import Task
 
 
@@ -56,26 +55,6 @@ class Plain(Points):
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(2, self.width), nn.Tanh(), nn.Linear(self.width, 4))
-
-
-class Mixed(nn.Module):
-    """A mixture of 4 experts, whose router has a state of its own."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.enter, self.leave = nn.Linear(2, width), nn.Linear(width, 4)
-        self.mixture = Mixture(width, n_experts=4, top_k=2, d_expert=8, d_shared=0, bias_rate=0.01)
-        for parameter in self.mixture.parameters():
-            nn.init.normal_(parameter, std=0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        return self.leave(x + self.mixture(x)[0])
-
-
-class OfExperts(Points):
-    def build_model(self) -> nn.Module:
-        return Mixed(self.width)
 
 
 class Infinite(Points):

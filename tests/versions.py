@@ -18,7 +18,7 @@ ROOMS = {
     "parity of every strategy": "tests/strategies/test_parity.py",
     "every schedule of the pipeline": "tests/strategies/pipeline",
     "pipeline in Ray; failures": "tests/app/launchers/test_launchers.py",
-    "the main job: Ray Train and torchrun, killed and resumed": "tests/app/launchers/test_resume.py",
+    "one process in 16 bits, Ray Train and torchrun, killed and resumed": "tests/app/launchers/test_resume.py",
     "checkpoints": "tests/app/checkpoint",
     "tracking in MLflow": "tests/app/tracking",
     "names that are not documented": "tests/strategies/test_torch_internals.py tests/cluster/test_ray_internals.py",
