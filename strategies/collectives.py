@@ -19,20 +19,20 @@ TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 """Versions of torch."""
 
 
-def shared_memory_all_reduce(group: dist.ProcessGroup | None, device: torch.device) -> Any | None:
+def shared_memory(group: dist.ProcessGroup | None, device: torch.device) -> Any | None:
     """What averages and gathers among the processes of one machine's CPUs, in memory that they share; None where
     `group` is not such a group, on every rank, and the caller uses torch.distributed. Collective over `group`.
 
     It has average_(tensor), which writes into a one-dimensional CPU tensor, gather(tensor), and all_to_all.
     """
     found = _accelerator("shared_memory")
-    return found.shared_memory_all_reduce(group, device) if found else None
+    return found.shared_memory(group, device) if found else None
 
 
 def all_to_all(group: dist.ProcessGroup, device_type: str) -> AllToAll:
     """Sends rows of contiguous tensors as `torch.distributed.all_to_all_single` does: (arrived, given, how many come
     from each rank, how many go to each). Collective over `group`."""
-    shared = shared_memory_all_reduce(group, torch.device(device_type))
+    shared = shared_memory(group, torch.device(device_type))
 
     def send(arrived: torch.Tensor, given: torch.Tensor, takes: Sequence[int], gives: Sequence[int]) -> None:
         if shared is None:

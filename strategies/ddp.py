@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from strategies import grad_sync
-from strategies.collectives import shared_memory_all_reduce
+from strategies.collectives import shared_memory
 from strategies.costs import Collective, Cost, RankSize, StepShape, UnitSize, replicated
 from strategies.dims import Options
 from strategies.parallel import WholeStep
@@ -96,7 +96,7 @@ def wrap(
     # by its name anywhere but on NCCL.)
     if options.reduce_dtype == "bf16":
         wrapped.register_comm_hook(group, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket))
-    elif (shared := shared_memory_all_reduce(group, device)) is not None:
+    elif (shared := shared_memory(group, device)) is not None:
         wrapped.register_comm_hook(shared, lambda shared, bucket: _done(_average_(shared, bucket)))
     return Applied(wrapped, micro_step(wrapped, options.find_unused_parameters), whole=True)
 

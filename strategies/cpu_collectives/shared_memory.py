@@ -1,4 +1,4 @@
-"""Averaging gradients through memory that the processes of one machine share, where there is no GPU.
+"""Collectives through memory that the processes of one machine share, where there is no GPU: first, gradients' average.
 
 gloo sends a gradient to a process on the same machine as it would to another machine: through the kernel's sockets,
 copied four times. Here every rank writes its share of the average into memory that all of them see, waits until the
@@ -45,8 +45,8 @@ NAP_SECONDS = (2e-4, 2e-3)
 LOOK_SECONDS = 0.05
 
 
-class SharedMemoryAllReduce:
-    """The average over a group of processes on one machine. Made by `shared_memory_all_reduce`, on every rank."""
+class SharedMemory:
+    """What a group of processes on one machine averages and exchanges. Made by `shared_memory`, on every rank."""
 
     def __init__(self, memory: mmap.mmap, rank: int, peers: list[socket.socket], listener: socket.socket) -> None:
         self.rank, self.size = rank, len(peers) + 1
@@ -149,7 +149,7 @@ def _bytes_of(rows: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     return list(rows.view(-1).view(torch.uint8).split([size * width for size in sizes]))
 
 
-def shared_memory_all_reduce(group: dist.ProcessGroup | None, device: torch.device) -> SharedMemoryAllReduce | None:
+def shared_memory(group: dist.ProcessGroup | None, device: torch.device) -> SharedMemory | None:
     """What averages over a group, where all its ranks are on this machine and on CPUs; otherwise None, on every rank.
 
     Collective over `group`.
@@ -168,7 +168,7 @@ def shared_memory_all_reduce(group: dist.ProcessGroup | None, device: torch.devi
             return None
         memory, called = found
         calling = [port.accept()[0] for _ in range(rank + 1, size)]  # who has answered has called
-        return SharedMemoryAllReduce(memory, rank, [*called, *calling], port.dup())
+        return SharedMemory(memory, rank, [*called, *calling], port.dup())
 
 
 @contextlib.contextmanager

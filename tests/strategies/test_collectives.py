@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from strategies import collectives
 from strategies.cpu_collectives import shared_memory as module
-from strategies.cpu_collectives.shared_memory import PIECE_BYTES, shared_memory_all_reduce
+from strategies.cpu_collectives.shared_memory import PIECE_BYTES, shared_memory
 from tests.pool import DistributedFailure, run_distributed
 from tests.running import environment, tree_without
 from tests.strategies.models import random
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 def _averaged(rank: int, numbers: int, dtype: torch.dtype) -> tuple[Any, Any, list[int]]:
     """The average in shared memory, and gloo's, as bits; what each rank gave to be gathered."""
     ours, gloo = (random(numbers, seed=rank).to(dtype) for _ in range(2))
-    shared = shared_memory_all_reduce(None, CPU)
+    shared = shared_memory(None, CPU)
     assert shared is not None
     shared.average_(ours)
     everyones = [int(each[0]) for each in shared.gather(torch.full((7,), rank, dtype=torch.uint8))]
@@ -48,7 +48,7 @@ def test_all_ranks_get_the_same_bits_in_order_of_rank_and_two_get_gloos(ranks: i
 
 def _exchanged(rank: int, rows: list[list[int]], width: int) -> None:
     """rows[i][j]: how many rank i sends to rank j. What arrives is what gloo brings, the second time too."""
-    shared = shared_memory_all_reduce(None, CPU)
+    shared = shared_memory(None, CPU)
     assert shared is not None
     gives, takes = rows[rank], [sent[rank] for sent in rows]
     for seed in (rank, rank + 9):
@@ -70,7 +70,7 @@ def test_rows_are_exchanged_as_gloo_does(rows: list[list[int]], width: int) -> N
 
 
 def _left_alone(rank: int) -> None:
-    shared = shared_memory_all_reduce(None, CPU)
+    shared = shared_memory(None, CPU)
     assert shared is not None
     shared.average_(torch.ones(10))
     if rank == 1:
@@ -87,7 +87,7 @@ def _elsewhere(rank: int) -> tuple[bool, float]:
     """Rank 1 finds another memory than rank 0's under its name, as on another machine."""
     found = (lambda *_: b"another machine's") if rank == 1 else os.pread
     with mock.patch.object(module.os, "pread", found):
-        shared = shared_memory_all_reduce(None, CPU)
+        shared = shared_memory(None, CPU)
     count = torch.ones(1)
     dist.all_reduce(count)
     return shared is None, count.item()

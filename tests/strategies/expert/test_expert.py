@@ -62,7 +62,7 @@ def test_a_worker_whose_experts_nobody_chose_takes_part_in_backward() -> None:
 
 def _sent(_: int, row: Row, mode: str) -> list[int]:
     """Bytes of the rows that this rank gives into all-to-alls, and of the counts."""
-    with mock.patch("strategies.collectives.shared_memory_all_reduce", return_value=None):  # as between GPUs
+    with mock.patch("strategies.collectives.shared_memory", return_value=None):  # as between GPUs
         parallel = parallelize(mixture_trial().build, row.layout, Options(activation_checkpointing=mode), device=CPU)
     given, real = [0, 0], dist.all_to_all_single
 
