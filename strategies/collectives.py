@@ -20,10 +20,10 @@ TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 
 def shared_memory(group: dist.ProcessGroup | None, device: torch.device) -> Any | None:
-    """What averages and gathers among the processes of one machine's CPUs, in memory that they share; None where
+    """What averages and exchanges among the processes of one machine's CPUs, in memory that they share; None where
     `group` is not such a group, on every rank, and the caller uses torch.distributed. Collective over `group`.
 
-    It has average_(tensor), which writes into a one-dimensional CPU tensor, gather(tensor), and all_to_all.
+    It has average_(tensor), which writes into a one-dimensional CPU tensor, and what `all_to_all` here gives.
     """
     found = _accelerator("shared_memory")
     return found.shared_memory(group, device) if found else None

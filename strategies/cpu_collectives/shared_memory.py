@@ -65,15 +65,14 @@ class SharedMemory:
 
         Raises ConnectionError if a rank is gone."""
         for piece in tensor.split(PIECE_BYTES // tensor.element_size()):
-            first, second, *rest = self._shares(piece, 1 / self.size)
+            areas, _ = self._begun()
+            first, second, *rest = shares = [area[: piece.nbytes].view(piece.dtype) for area in areas]
+            torch.mul(piece, 1 / self.size, out=shares[self.rank])
+            self._wait()
             torch.add(first, second, out=piece)
             for share in rest:
                 piece.add_(share)
         return tensor
-
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor of at most PIECE_BYTES, by rank: views; the next call may overwrite them."""
-        return self._shares(tensor, 1)
 
     def all_to_all(
         self, arrived: torch.Tensor, given: torch.Tensor, takes: Sequence[int], gives: Sequence[int]
@@ -97,14 +96,6 @@ class SharedMemory:
                 piece = part[done : done + width]
                 piece.copy_(area[self.rank * width :][: len(piece)])
             done, longest = done + width, max(lengths)
-
-    def _shares(self, piece: torch.Tensor, factor: float) -> list[torch.Tensor]:
-        """What each rank has written, this one `factor` times its piece."""
-        width = piece.numel() * piece.element_size()
-        shares = [area[:width].view(piece.dtype) for area in self._begun()[0]]
-        torch.mul(piece, factor, out=shares[self.rank])
-        self._wait()
-        return shares
 
     def _begun(self) -> tuple[list[torch.Tensor], Any]:
         """Where the next piece goes: each rank's area, and its number beside it."""
