@@ -45,7 +45,8 @@ worker_setup_commands: []
 cluster_synced_files: []
 """
 ENVIRONMENT = dict.fromkeys(("RAY_CLOUD_INSTANCE_ID", "RAY_OVERRIDE_NODE_ID_FOR_TESTING"), FAKE_HEAD)
-ENVIRONMENT |= {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_AUTH_MODE": "disabled"}
+ENVIRONMENT |= {"RAY_FAKE_CLUSTER": "1", "RAY_enable_autoscaler_v2": "1", "RAY_AUTH_MODE": "disabled"}
+ENVIRONMENT["AUTOSCALER_UPDATE_INTERVAL_S"] = "1"
 ALIVE = "import ray; ray.init(address='auto', log_to_driver=False); print(sum(n['Alive'] for n in ray.nodes()))"
 
 
