@@ -214,7 +214,9 @@ def is_forked(process: psutil.Process) -> bool:
 
 @pytest.mark.slow
 def test_workers_and_the_second_command_are_forks(tmp_path: Path, ray_environment: dict[str, str]) -> None:
-    words = ["train", *SLOW, "launcher=ray", f"run.storage={tmp_path}"]
+    experiment = tmp_path / "points.yaml"
+    experiment.write_text("task: tests.tasks:Points\n")
+    words = ["train", str(experiment), *SLOW, "launcher=ray", f"run.storage={tmp_path}"]
     first = trireme(*words, "run.name=first", "train.steps=2", env=ray_environment)
     assert first.code == 0, first.err
     process = start([*words, "run.name=second"], env=ray_environment)
@@ -243,7 +245,8 @@ def test_a_ray_of_its_own_is_forked_and_leaves_nothing(how: str, tmp_path: Path)
 
 @pytest.mark.slow
 def test_without_the_folder_everything_works(tmp_path: Path) -> None:
-    words = ["-m", "app", "train", *POINTS, "train.steps=4", "workers=2", "launcher=ray", f"run.storage={tmp_path}"]
+    words = ["-m", "app", "train", *POINTS, "train.steps=4", "workers=2", "launcher=ray", "run.name=cold"]
+    words.append(f"run.storage={tmp_path}")
     with tree_without("cluster/fast_start") as tree:
         streams = {"cwd": tree, "env": environment(PYTHONPATH=tree), "capture_output": True, "text": True}
         ended = subprocess.run([sys.executable, *words], timeout=300, **streams)
