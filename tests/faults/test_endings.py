@@ -49,7 +49,7 @@ def take_over(*words: str, stopped: bool = False) -> Act:
         again.lines.when("taking the run over from process")
         again.lines.when("continuing after step")
         if stopped:
-            run.process.send_signal(signal.SIGCONT)
+            run.popen.send_signal(signal.SIGCONT)  # the way in has stopped with it, and lets it go on
         assert again.wait() == 0, again.lines.text
 
     return act
