@@ -34,12 +34,13 @@ def all_to_all(group: dist.ProcessGroup, device_type: str) -> AllToAll:
     from each rank, how many go to each). Collective over `group`."""
     shared = shared_memory(group, torch.device(device_type))
 
+    if shared is None:
+        return lambda arrived, given, takes, gives: dist.all_to_all_single(arrived, given, takes, gives, group=group)
+
+    @torch.compiler.disable
     def send(arrived: torch.Tensor, given: torch.Tensor, takes: Sequence[int], gives: Sequence[int]) -> None:
-        if shared is None:
-            dist.all_to_all_single(arrived, given, takes, gives, group=group)
-        else:
-            with record_function("shared_memory:all_to_all"):  # as torch's own collectives are named in a profile
-                shared.all_to_all(arrived, given, takes, gives)
+        with record_function("shared_memory:all_to_all"):  # as torch's own collectives are named in a profile
+            shared.all_to_all(arrived, given, takes, gives)
 
     return send
 
