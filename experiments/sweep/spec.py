@@ -8,6 +8,7 @@ Keys of the sweep itself are the fields of `Sweep` and `Search`; every other key
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ class Sweep(Search):
         tree["workers"] = "1" if tree["workers"] == "auto" else tree["workers"]
         return from_dict(tree, source="a trial")
 
+    @cached_property
     def configs(self) -> list[Config]:
         """Those of all points of a grid, else of two that hold the extremes of every key: what is wrong with a
         suggested point is mostly wrong there."""
@@ -72,7 +74,7 @@ class Sweep(Search):
         """Steps (or samples, as `time` says) of the longest trial. Raises UserError, LayoutError: a trial could not be
         trained."""
         tasks: dict[str, Any] = {}
-        alike = {str((c.task, c.task_args, c.train, c.workers, c.strategy)): c for c in self.configs()}
+        alike = {str((c.task, c.task_args, c.train, c.workers, c.strategy)): c for c in self.configs}
         found = 1
         for config in alike.values():
             key = str((config.task, config.task_args))
@@ -185,4 +187,4 @@ def _check(sweep: Sweep) -> None:
             raise UserError(f"searcher grid cannot try all of space.{key}: write a list, or searcher: random")
     if grid and sweep.trials not in (None, sweep.count):
         raise UserError(f"trials is {sweep.trials}, but the grid has {sweep.count} points: leave trials out")
-    sweep.configs()  # says which value is not valid
+    _ = sweep.configs  # says which value is not valid

@@ -46,7 +46,7 @@ def prepare(found: Sweep, store: TrialStore, cluster: Cluster, longest: int) -> 
     known = [trial.values for trial in store.trials.values()]  # first those of earlier starts, in their order
     searcher = searcher_of(found, known + [values for values in found.points or () if values not in known])
     gpus, shape = cluster.gpus > 0, cluster.shape
-    for config in found.configs():
+    for config in found.configs:
         each = resources(config, gpus)[-1]
         check_feasible(shape, int(config.workers), each)
     check_budget(experiment.budget, rate_here(experiment, int(config.workers), each))

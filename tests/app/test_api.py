@@ -55,6 +55,7 @@ print(json.dumps({"curves": found, "outputs": outputs, "connected": ray.is_initi
 """
 
 
+@pytest.mark.slow
 def test_a_scripts_own_task_trains_on_a_ray_that_stays(tmp_path: Path, ray_environment: dict[str, str]) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"import os; os.chdir({str(tmp_path)!r})\n{SCRIPT}")

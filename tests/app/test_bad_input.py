@@ -135,6 +135,7 @@ def test_config_lists_the_arguments_of_the_task() -> None:
     assert "ignore: 'list[str] | None' = None" in said and "ignore: columns to leave out." in said
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_divide_under_torchrun(tmp_path: Path) -> None:
     own = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     words = ["train", *BASE[:2], "train.global_batch_size=9", "strategy=ddp", "run.name=x", f"run.storage={tmp_path}"]

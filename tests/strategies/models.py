@@ -254,7 +254,9 @@ LLAMA = Trial(seeded(llama), llama_loss, language_batch, steps=2)
 
 LIKE_OTHERS = ("zero1+tensor", "zero2+tensor", "zero1+context", "zero2+context", "zero3")
 LIKE_OTHERS += ("zero1+expert", "zero2+expert", "hsdp+expert", "ddp+tensor+expert", "tensor+pipeline")
-"""They differ from ddp's and fsdp's in what zero1 and zero2 do alone; the last one is tried with other options."""
+LIKE_OTHERS += ("fsdp+tensor+expert", "fsdp+pipeline+expert", "ddp+pipeline+expert")
+LIKE_OTHERS += ("pipeline+context", "tensor+context")
+"""They differ from ddp's and fsdp's in what zero1 and zero2 do alone, or put together what others try in pairs."""
 FIRST = {row.name: row for row in reversed((*ROWS, *MIXTURES)) if row.name not in LIKE_OTHERS}.values()
 WIDER = ("pipeline (pp 4) zb_h2", "context (cp 4) ring")
 EVERY = [

@@ -100,6 +100,7 @@ WIDE = [_DDP, _FSDP_TENSOR, Row("pipeline", 2, {"pp": 2}, micro_batches=2)]
 FULL, SELECTIVE = ({"activation_checkpointing": mode} for mode in ("full", "selective"))
 COMPILED = {"compile": True, "compile_backend": "aot_eager"}
 BF16 = {"precision": "bf16"}
+_slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
@@ -109,25 +110,26 @@ BF16 = {"precision": "bf16"}
         (_FSDP, SELECTIVE),
         (_TENSOR, SELECTIVE),
         (_TENSOR, {}),  # unlike the rows above it gathers again in backward
-        (_TENSOR_IN_HALVES, {}),
+        _slow(_TENSOR_IN_HALVES, {}),
         (_TENSOR, {"sequence_parallel": False}),
         (_TENSOR, {"loss_parallel": False}),
         (_TENSOR, {"async_tp": True} | SELECTIVE),
-        pytest.param(_TENSOR, {"async_tp": True} | COMPILED, marks=pytest.mark.slow),
-        pytest.param(Row("fsdp+tensor+pipeline", 8, {"tp": 2, "pp": 2}), {"async_tp": True}, marks=pytest.mark.slow),
+        _slow(_TENSOR, {"async_tp": True} | COMPILED),
+        _slow(Row("fsdp+tensor+pipeline", 8, {"tp": 2, "pp": 2}), {"async_tp": True}),
         (_FSDP_TENSOR, {"offload": True, "accumulate_sharded": True}),
         (_DDP_TENSOR, FULL | {"bucket_mb": 0.01}),
         (_RING, {}),
         *((row, SELECTIVE) for row in (_RING, *_CONTEXTS)),
-        (Row("ddp+expert", 2, {"ep": 2}), COMPILED),
+        _slow(Row("ddp+expert", 2, {"ep": 2}), COMPILED),
         (_FSDP, COMPILED | FULL),
         (_TENSOR, COMPILED | SELECTIVE),
-        (_RING, COMPILED | FULL),  # traced without what lets attention go across workers
-        (_CONTEXTS[-1], COMPILED),
-        *((row, BF16) for row in (_DDP, _FSDP, _TENSOR, _FSDP_TENSOR)),
+        _slow(_RING, COMPILED | FULL),  # traced without what lets attention go across workers
+        _slow(_CONTEXTS[-1], COMPILED),
+        *((row, BF16) for row in (_DDP, _FSDP, _TENSOR)),
+        _slow(_FSDP_TENSOR, BF16),
         (_DDP, {"reduce_dtype": "bf16"}),
         (_FSDP, {"reduce_dtype": "bf16", "precision": "fp16"}),
-        (_DDP_TENSOR, {"reduce_dtype": "bf16"}),
+        _slow(_DDP_TENSOR, {"reduce_dtype": "bf16"}),
     ],
     ids=str,
 )
@@ -139,10 +141,7 @@ def test_options_change_no_number_but_by_the_rounding_of_sixteen_bits(row: Row, 
         assert found.within(row.tolerance), found
 
 
-_SHARDED_EXPERTS = pytest.param(Row("fsdp+expert", 4, {"ep": 2}), marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("row", [Row("ddp+expert", 2, {"ep": 2}), _SHARDED_EXPERTS], ids=str)
+@pytest.mark.parametrize("row", [Row("ddp+expert", 2, {"ep": 2}), _slow(Row("fsdp+expert", 4, {"ep": 2}))], ids=str)
 def test_experts_in_sixteen_bits_are_as_far_off_as_one_device_from_itself(row: Row) -> None:
     """In float32 they would be further off."""
     trials = Trials(functools.partial(mixture_trial, **HARD), Options(), "cpu")
@@ -154,7 +153,8 @@ def test_experts_in_sixteen_bits_are_as_far_off_as_one_device_from_itself(row: R
     assert len(others) == len(ORDERS) and found.within(matrix.drift(truth, others)), found
 
 
-@pytest.mark.parametrize("row", [SINGLE, *(pytest.param(row, marks=pytest.mark.slow) for row in WIDE)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [SINGLE, *WIDE], ids=str)
 def test_a_block_of_hugging_faces_is_compiled_as_one_graph(row: Row) -> None:
     """Of ours: tests/app/models."""
     found, _ = _found(row, "llama", **COMPILED | SELECTIVE)

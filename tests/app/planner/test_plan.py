@@ -143,6 +143,7 @@ def test_asynchronous_tensor_parallelism_hides_no_more_than_products_take(large:
     assert beside < 0.5 * sync < 0.9 * slow, "where links are slow, more of it is left"
 
 
+@pytest.mark.slow
 def test_a_gpus_loss_without_its_logits_is_planned_where_a_device_has_the_whole_model(tmp_path: Path) -> None:
     """What app/models/cross_entropy.py does there; layers split over workers, and a pipeline's, make all logits."""
     np.zeros(6000, np.uint16).tofile(tmp_path / "tokens.bin")

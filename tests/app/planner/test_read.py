@@ -122,6 +122,7 @@ class Gated(nn.Module):
         return x + self.out(F.silu(self.gate(h)) * self.up(h))
 
 
+@pytest.mark.slow
 def test_compiled_blocks_save_what_torchs_partitioner_does() -> None:
     x, saved = torch.randn(8, 32, 64, requires_grad=True), dict[int, int]()
     block = Gated()
@@ -155,7 +156,7 @@ def _peak(task: Task, batch: int, mode: str) -> float:
     return float(sum(sum(v for k, v in kinds.items() if str(k) != "Total") for kinds in peak.values()))
 
 
-@pytest.mark.parametrize("name", ["gpt", "digits"])
+@pytest.mark.parametrize("name", ["gpt", pytest.param("digits", marks=pytest.mark.slow)])
 def test_activations_are_within_a_tenth_of_a_real_step(name: str, gpt: Reader) -> None:
     reader = gpt if name == "gpt" else Reader(load_task("image_classification", DIGITS))
     for mode in ("none", "full", "selective"):

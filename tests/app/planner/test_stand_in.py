@@ -32,6 +32,7 @@ T5 = "model: t5, tokenizer: bytes, config: {d_model: 32, num_layers: 2, num_head
 VIT = f"model: vit, data: no.npz, config: {{{SMALL}, num_labels: 3, image_size: 32, patch_size: 8}}"
 
 
+@pytest.mark.slow
 def test_split_experts_take_less_memory_and_time_to_send_tokens() -> None:
     args = ("d_model=512", "n_layers=2", "mixture.n_experts=16", "sequence_length=512")
     fixed = {"train.precision": "bf16", "train.activation_checkpointing": "none", "parallel.tp": 1, "parallel.pp": 1}
@@ -78,10 +79,8 @@ def test_the_same_model_is_planned_without_its_data(tmp_path: Path, own_cache: P
     assert unknown is None is not energy
 
 
-OTHERS = [pytest.param(args, marks=pytest.mark.slow) for args in (T5, VIT)]
-
-
-@pytest.mark.parametrize("args", [BERT + ", num_labels: 5}", *OTHERS])
+@pytest.mark.slow
+@pytest.mark.parametrize("args", [BERT + ", num_labels: 5}", T5, VIT])
 def test_every_kind_of_transformers_model_is(args: str, own_cache: Path) -> None:
     plan = _planned("huggingface", args, "bf16")
     assert plan.best is not None and "made-up samples" in plan.reader.note

@@ -225,6 +225,7 @@ def test_nothing_is_doubled(uri: str, tmp_path: Path, inline: None, monkeypatch:
     assert sum(sent) == 20 + 60, "points that MLflow already had were sent again"
 
 
+@pytest.mark.slow
 def test_the_model_loads_where_there_is_only_mlflow_and_torch(
     uri: str, tmp_path: Path, inline: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -50,6 +50,7 @@ def _compared(model: str, gpus: int) -> list[Compared]:
     return [compare(run) for run in published.runs() if (run.model, run.gpus) == (model, gpus)]
 
 
+@pytest.mark.slow
 def test_what_a_plan_would_choose_is_held_beside_what_ran_and_beside_the_best_that_was_found(tmp_path: Path) -> None:
     many = _compared("aleph-13b", 32)
     (row,) = evidence.among_published(many)

@@ -58,6 +58,7 @@ def test_the_whole_program_runs_on_a_cpu_where_there_is_little_but_torch(tmp_pat
 BAD = "tests.experiments.benchmarks.bad_checks."
 
 
+@pytest.mark.slow
 def test_a_check_that_hangs_crashes_or_fails_is_ended_and_the_later_ones_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has the environment of a run's workers."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -73,6 +73,7 @@ def _operators(_: int) -> set[str]:
     return set(torch.library.opcheck(ops.all_to_all.default, (q, number)).values())
 
 
+@pytest.mark.slow
 def test_compiled_code_is_told_what_operators_give() -> None:
     assert run_distributed(_operators, 1) == [{"SUCCESS"}]
 

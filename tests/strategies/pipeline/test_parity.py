@@ -36,6 +36,7 @@ OTHERWISE = [ZB_H1 | {"activation_checkpointing": "selective"}, ZB_H1 | {"precis
 OF_CHAINS = list(zip(CHAINS, itertools.cycle(({}, ZB_H1))))
 OVER_FOUR = [("skips", {}), ("t5", ZB_H1)]
 """A value skips ahead of several stages."""
+_slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def _trial(name: str = "") -> Trial:
@@ -58,9 +59,9 @@ def _train(_: int, name: str, workers: int, pp: int, asked: list[Any]) -> list[C
     ("name", "workers", "pp", "asked"),
     [
         pytest.param("pipeline", 2, 2, [("", options) for options in OTHERWISE], id="halves"),
-        pytest.param("fsdp+pipeline", 4, 2, [("", options) for options in IN_CHUNKS], id="sharded chunks"),
+        _slow("fsdp+pipeline", 4, 2, [("", options) for options in IN_CHUNKS], id="sharded chunks"),
         pytest.param("pipeline", 2, 2, OF_CHAINS, id="chains"),
-        pytest.param("pipeline", 4, 4, OVER_FOUR, id="chains of 4", marks=pytest.mark.slow),
+        _slow("pipeline", 4, 4, OVER_FOUR, id="chains of 4"),
     ],
 )
 def test_halves_sharded_chunks_and_any_chain_without_hints(name: str, workers: int, pp: int, asked: list[Any]) -> None:
@@ -213,7 +214,7 @@ BF16 = {"precision": "bf16"}
     [
         ("pipeline", 2, {}, None),
         ("pipeline", 2, BF16, None),
-        ("tensor+pipeline", 4, BF16, None),
+        _slow("tensor+pipeline", 4, BF16, None),
         ("fsdp+pipeline", 4, BF16 | {"reduce_dtype": "fp32"}, torch.float32),
         ("fsdp+pipeline", 4, BF16 | {"reduce_dtype": "bf16"}, torch.bfloat16),
     ],
