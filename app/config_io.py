@@ -29,7 +29,7 @@ def load_config(files: Iterable[str | Path], overrides: Iterable[str] = ()) -> C
     Raises:
         UserError: a file is missing or no mapping; a key is unknown; a value has the wrong type or range.
     """
-    tree = OmegaConf.structured(Config)
+    tree = _defaults()
     paths, mistakes = [Path(file) for file in files], list[str]()
     for file in paths:
         tree = _merge(tree, read_yaml(file), str(file), mistakes)
@@ -39,6 +39,12 @@ def load_config(files: Iterable[str | Path], overrides: Iterable[str] = ()) -> C
     if paths and not OmegaConf.is_interpolation(tree.run, "name") and not tree.run.name:
         tree = OmegaConf.merge(tree, {"run": {"name": paths[0].stem}})
     return _finished(tree, mistakes)
+
+
+@lru_cache
+def _defaults() -> DictConfig:
+    """Made once, which takes as long as all that follows. Nobody changes it: merging copies what it merges into."""
+    return OmegaConf.structured(Config)
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
@@ -58,7 +64,7 @@ def _with_value(section: Any, key: str, value: Any) -> Any:
 def from_dict(values: Mapping[str, Any], source: str = "the saved configuration") -> Config:
     """The configuration that `to_dict` gave."""
     mistakes: list[str] = []
-    return _finished(_merge(OmegaConf.structured(Config), OmegaConf.create(dict(values)), source, mistakes), mistakes)
+    return _finished(_merge(_defaults(), OmegaConf.create(dict(values)), source, mistakes), mistakes)
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -32,16 +32,18 @@ def garbage_waits() -> Iterator[None]:
 
     Python's collector runs whenever enough objects have been made: in another step on each rank, while the others wait
     for it. In a process that has imported app.loop it looks at 300,000 objects, in 0.17 s; what there is when this
-    begins is therefore not looked at again.
+    begins is therefore not looked at again. Where somebody has frozen objects before, as a server does before it forks,
+    all stay frozen: Python cannot thaw a part.
     """
-    was_enabled = gc.isenabled()
+    was_enabled, had_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not had_frozen:
+            gc.unfreeze()
         if was_enabled:
             gc.enable()
 

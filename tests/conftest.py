@@ -1,6 +1,7 @@
 """One Ray head for all tests that need one: starting Ray costs more than the trainings that tests do."""
 
 import contextlib
+import gc
 import inspect
 import os
 import types
@@ -104,6 +105,7 @@ def ray_environment() -> Iterator[dict[str, str]]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()  # every training in this process collects garbage: what modules hold is not looked at again
     asks = [item for item in session.items if "ray_environment" in getattr(item, "fixturenames", ())]
     session.config.stash[LAST_IN_RAY] = asks[-1] if asks else None
 

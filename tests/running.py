@@ -229,6 +229,29 @@ def same_bits(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+def assert_unbroken(storage: Path, truth: Path, ended: Ended) -> None:
+    """No step is lost and none is there twice: to the last bit as in the run `truth`, which nothing has disturbed."""
+    assert ended.code == 0, ended.out + ended.err
+    assert same_bits(weights(storage / "run"), weights(truth))
+    for metric in ("train/loss", "eval/loss"):
+        assert curve(storage, "run", metric) == curve(truth.parent, truth.name, metric)
+    assert mlflow_run(storage, "run").info.status == "FINISHED"
+
+
+def kill_and_run_again(storage: Path, given: list[str]) -> Ended:
+    """Both workers of `run` under torchrun, which continues; how `truth`, undisturbed, ended."""
+    truth = torchrun(*given, "run.name=truth")
+    assert truth.code == 0, truth.out + truth.err
+    process = start([*given, "run.name=run"], program=torchrun_program())
+    wait_until(lambda: committed(storage / "run"))
+    end_tree(process.pid)
+    process.wait()
+    again = torchrun(*given, "run.name=run")
+    assert_unbroken(storage, storage / "truth", again)
+    assert "continuing after step" in again.out
+    return truth
+
+
 def flip(path: Path) -> None:
     """Flips a bit in the middle of a file; a second time it is as before."""
     data = bytearray(path.read_bytes())

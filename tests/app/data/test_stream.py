@@ -180,16 +180,7 @@ def test_to_the_last_bit_after_a_kill(documents: Path, tmp_path: Path, strategy:
     given = ["train", "task=language_modelling", f"task_args={{{data[kind]}, {SMALL}}}", "train.steps=150"]
     given += ["train.global_batch_size=8", "checkpoint.every_steps=10", "train.log_every=1", f"strategy={strategy}"]
     given += [f"run.storage={tmp_path}", "tracking.log_model=false"]
-    truth = running.torchrun(*given, "run.name=truth")
-    assert truth.code == 0, truth.out + truth.err
-    process = running.start([*given, "run.name=run"], program=running.torchrun_program())
-    running.wait_until(lambda: running.committed(tmp_path / "run"))
-    running.end_tree(process.pid)
-    process.wait()
-    again = running.torchrun(*given, "run.name=run")
-    assert again.code == 0 and "continuing after step" in again.out, again.out + again.err
-    assert running.same_bits(running.weights(tmp_path / "run"), running.weights(tmp_path / "truth"))
-    assert running.curve(tmp_path, "run") == running.curve(tmp_path, "truth")
+    running.kill_and_run_again(tmp_path, given)
     found = {each.tags[0].value: each.dataset for each in running.mlflow_run(tmp_path, "run").inputs.dataset_inputs}
     assert found.keys() == {"training", "evaluation"} and path.name in found["training"].name
     assert len(found["training"].digest) == 16

@@ -20,6 +20,7 @@ from tests.running import (
     LONG,
     Ended,
     Lines,
+    assert_unbroken,
     committed,
     curve,
     disturb,
@@ -55,15 +56,6 @@ def command(storage: Path, *more: str, name: str = "run") -> list[str]:
 
 def reached(folder: Path, step: int) -> None:
     wait_until(lambda: max(committed(folder), default=0) >= step)
-
-
-def assert_unbroken(storage: Path, truth: Path, ended: Ended) -> None:
-    """No step is lost and none is there twice: to the last bit as in the run `truth`, which nothing has disturbed."""
-    assert ended.code == 0, ended.err
-    assert same_bits(weights(storage / "run"), weights(truth))
-    for metric in ("train/loss", "eval/loss"):
-        assert curve(storage, "run", metric) == curve(truth.parent, truth.name, metric)
-    assert mlflow_run(storage, "run").info.status == "FINISHED"
 
 
 @pytest.fixture(scope="module")

@@ -192,6 +192,7 @@ def test_every_layout_trains_the_same_with_all_options(
 BLOCKS = [("bf16", "none", False), ("bf16", "selective", True), ("fp8", "selective", False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mode", "options"), BLOCKS)
 def test_a_block_of_a_gpt_is_compiled_as_one_graph(kind: str, mode: str, options: bool) -> None:
     """Forward and backward, as strategies/parallelize.py puts things on it: a break would launch what lies between two

@@ -107,6 +107,7 @@ def test_a_catalogue_of_ones_own_that_is_wrong_is_one_sentence(text: str, said: 
         hardware.gpu("t4")
 
 
+@pytest.mark.slow
 def test_this_machine_is_calibrated() -> None:
     found = calibrate.calibrate(2)
     name, file = keep(found)

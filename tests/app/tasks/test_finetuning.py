@@ -178,6 +178,7 @@ def command(folder: Path, name: str, *more: str) -> list[str]:
     return ["train", "task=huggingface", f"task_args={json.dumps(given)}", f"run.name={name}", *few, *more]
 
 
+@pytest.mark.slow
 def test_frozen_weights_are_saved_once_and_adapters_are_exported(base: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer

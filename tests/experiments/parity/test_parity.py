@@ -34,6 +34,7 @@ def experiment(text: str) -> list[str]:
     return ["task=language_modelling", f"task_args={{data: {text}, {model}}}", "train.global_batch_size=4"]
 
 
+@pytest.mark.slow
 def test_a_row_trains_as_the_experiment_says(experiment: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """In 16 bits, within one device's own drift: here of three orders of a batch, not of twelve."""
     monkeypatch.setattr(matrix, "ORDERS", range(3))
