@@ -29,7 +29,7 @@ def load_config(files: Iterable[str | Path], overrides: Iterable[str] = ()) -> C
     Raises:
         UserError: a file is missing or no mapping; a key is unknown; a value has the wrong type or range.
     """
-    tree = _defaults()
+    tree: Any = _defaults()
     paths, mistakes = [Path(file) for file in files], list[str]()
     for file in paths:
         tree = _merge(tree, read_yaml(file), str(file), mistakes)
