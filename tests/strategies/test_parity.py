@@ -117,7 +117,7 @@ _slow = functools.partial(pytest.param, marks=pytest.mark.slow)
         _slow(_TENSOR, {"async_tp": True} | COMPILED),
         _slow(Row("fsdp+tensor+pipeline", 8, {"tp": 2, "pp": 2}), {"async_tp": True}),
         (_FSDP_TENSOR, {"offload": True, "accumulate_sharded": True}),
-        (_DDP_TENSOR, FULL | {"bucket_mb": 0.01}),
+        _slow(_DDP_TENSOR, FULL | {"bucket_mb": 0.01}),
         (_RING, {}),
         *((row, SELECTIVE) for row in (_RING, *_CONTEXTS)),
         _slow(Row("ddp+expert", 2, {"ep": 2}), COMPILED),

@@ -139,6 +139,7 @@ def _losses(_: int, name: str, workers: int, kind: str, steps: int) -> list[floa
     return curves.run_steps(trial, parallel, trial.optimizer(parallel.parameters()), range(steps))[0]
 
 
+@pytest.mark.slow
 @product
 def test_a_gpt_trains_in_it_as_in_bf16_and_over_workers_as_on_one() -> None:
     wide, narrow = (_losses(0, "single", 1, kind, 12) for kind in ("bf16", "fp8"))

@@ -35,6 +35,7 @@ def _continued(rank: int, folder: str) -> None:
     _train(2, Row("ddp+tensor+expert", 4, {"tp": 2, "ep": 2}), range(2, 3), load=f"{folder}/4", save=f"{folder}/2")
 
 
+@pytest.mark.slow
 def test_however_the_batch_is_divided_and_from_any_layouts_checkpoint_training_is_the_same(tmp_path: Any) -> None:
     whole, truth = _train(1, SINGLE), _train(2, SINGLE)
     assert curves.difference(whole, truth).within(1e-6)

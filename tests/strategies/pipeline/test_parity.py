@@ -215,7 +215,7 @@ BF16 = {"precision": "bf16"}
         ("pipeline", 2, {}, None),
         ("pipeline", 2, BF16, None),
         _slow("tensor+pipeline", 4, BF16, None),
-        ("fsdp+pipeline", 4, BF16 | {"reduce_dtype": "fp32"}, torch.float32),
+        _slow("fsdp+pipeline", 4, BF16 | {"reduce_dtype": "fp32"}, torch.float32),
         ("fsdp+pipeline", 4, BF16 | {"reduce_dtype": "bf16"}, torch.bfloat16),
     ],
     ids=str,
