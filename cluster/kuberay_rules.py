@@ -87,7 +87,14 @@ def _object(document: Document, documents: list[Document], file: str) -> list[Pr
 @functools.cache
 def _schemas() -> dict[str, Any]:
     """KubeRay's JSON schemas by kind."""
-    return strict(json.loads(gzip.decompress((SCHEMAS / "kuberay-1.7.0.json.gz").read_bytes())))
+    text = gzip.decompress((SCHEMAS / "kuberay-1.7.0.json.gz").read_bytes())
+    return strict(json.loads(text, object_hook=_with_words))
+
+
+def _with_words(schema: dict[str, Any]) -> dict[str, Any]:
+    """What to write instead, where an amount does not match its pattern."""
+    is_amount = "[numkMGTPE]" in str(schema.get("pattern", ""))
+    return schema | {"write": "an amount such as 2, 500m or 16Gi"} if is_amount else schema
 
 
 def _group_words(document: Document, path: Keys, group: Mapping[str, Any]) -> list[Problem]:

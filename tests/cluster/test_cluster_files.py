@@ -111,6 +111,7 @@ PLANTED = [
     ("kuberay-job", " run.storage=/mnt/shared/runs", "", "write run.storage=/mnt/shared/runs"),
     ("kuberay-job", "    trireme train", "    'trireme train", "a quotation mark without its partner"),
     ("kuberay-job", "medium: Memory", "medium: ''", "is not in memory"),
+    ("kuberay-job", "sizeLimit: 200Gi", "sizeLimit: 200GB", "is '200GB': write an amount such as 2, 500m or 16Gi"),
     ("kuberay-job", "trireme/gpu:", "trireme/gpus:", "there is no annotation 'trireme/gpus'"),
     ("kuberay-cluster", "minReplicas: 0", "minReplicas: 5", "write minReplicas the smallest"),
     ("kuberay-cluster", "claimName: trireme-shared", "claimName: trireme-sharde", "did you mean 'trireme-shared'"),
