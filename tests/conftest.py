@@ -14,7 +14,8 @@ import pytest
 
 from app.launchers import PRELOAD
 from cluster.connect import connect, disconnect
-from tests.running import environment, ray_head
+from tests.ray_heads import ray_head
+from tests.running import environment
 
 hypothesis.settings.register_profile("busy", deadline=None)  # a machine with other work on it is slow at times
 hypothesis.settings.load_profile("busy")

@@ -33,7 +33,8 @@ from app.tasks import load_task
 from cluster.fast_start import client
 from cluster.files import FOLDER
 from tests.app.checkpoint.kit import save, state_of
-from tests.running import POINTS, environment, finish, ray_head_with_jobs, start
+from tests.ray_heads import ray_head_with_jobs
+from tests.running import POINTS, environment, finish, start
 from tests.test_fuzz import LAUGHS
 
 

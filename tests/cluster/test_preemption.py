@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import pytest
 
 from cluster.preemption import PreemptionWatcher, aws, azure, gcp, provider_of
-from tests.running import POINTS, ROOT, committed, environment, finish, ray_head, start, wait_until
+from tests.ray_heads import ray_head
+from tests.running import POINTS, ROOT, committed, environment, finish, start, wait_until
 
 
 class Cloud(BaseHTTPRequestHandler):

@@ -7,11 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from tests.lab import Lab
 from tests.running import POINTS, Lines, committed, torchrun_program, wait_until, writes
@@ -123,3 +126,22 @@ def reached(folder: Path, step: int, seconds: float = 90.0) -> None:
 
 def kill(process: psutil.Process) -> None:
     process.send_signal(signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def memory_group(limit: int) -> Iterator[Path]:
+    """A control group of the kernel whose processes may take `limit` bytes more than they have; either version."""
+    first = Path("/sys/fs/cgroup/memory")
+    group = (first if first.is_dir() else Path("/sys/fs/cgroup")) / f"trireme-test-{uuid.uuid4().hex[:8]}"
+    try:
+        group.mkdir()
+        (group / ("memory.limit_in_bytes" if first.is_dir() else "memory.max")).write_text(str(limit))
+    except OSError as error:
+        if group.is_dir():
+            group.rmdir()
+        pytest.skip(f"no control group can be made here: {error}")
+    try:
+        yield group
+    finally:
+        wait_until(lambda: not (group / "cgroup.procs").read_text().strip())
+        group.rmdir()

@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.host import PACE, RUN, TORCHRUN, TWO, Host, Started, kill, reached
+from tests.faults.host import PACE, RUN, TORCHRUN, TWO, Host, Started, kill, memory_group, reached
 from tests.lab import NEEDS_LAB, Lab
-from tests.running import close, committed, curve, flip, memory_group, same_bits, weights
+from tests.running import close, committed, curve, flip, same_bits, weights
 
 pytestmark = NEEDS_LAB
 SEED = int(os.environ.get("SEED", "24"))

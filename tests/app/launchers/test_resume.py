@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from app.cli import group
 from app.config_io import load_config
 from app.run.manifest import Run
+from cluster.remote import free_port
 from tests.app.kit import training_of
 from tests.running import (
     LONG,
@@ -27,7 +28,6 @@ from tests.running import (
     end_tree,
     environment,
     finish,
-    free_port,
     mlflow_run,
     mlflow_text,
     same_bits,

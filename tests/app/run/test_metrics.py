@@ -19,6 +19,7 @@ from app.run.metrics import METRICS, RunMetrics
 from app.storage import Storage
 from cluster.remote import free_port
 from tests.cluster.test_pending import HEAD_NODE, SHAPE, node
+from tests.ray_heads import ray_head
 from tests.running import (
     POINTS,
     ROOT,
@@ -26,7 +27,6 @@ from tests.running import (
     committed,
     environment,
     mlflow_run,
-    ray_head,
     start,
     start_soon,
     trireme,

@@ -19,6 +19,7 @@ from app.errors import UserError
 from app.submit import submission
 from app.submit.client import Server
 from app.submit.queue import Book, Entry, Row, State, expected, first, line, state_of, victims
+from tests.ray_heads import ray_head_with_jobs
 from tests.running import (
     POINTS,
     ROOT,
@@ -28,7 +29,6 @@ from tests.running import (
     finish,
     here,
     mlflow_run,
-    ray_head_with_jobs,
     start,
     trireme,
     wait_until,

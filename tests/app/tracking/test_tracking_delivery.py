@@ -21,8 +21,9 @@ from app.tracking.model import _origins
 from app.tracking.spool import State
 from app.tracking.tracker import Tracker, WriterProcess, sync
 from app.tracking.writer import claim
+from cluster.remote import free_port
 from tests.app.tracking.kit import Store, tracker
-from tests.running import end_tree, environment, free_port, seed, start, wait_until
+from tests.running import end_tree, environment, seed, start, wait_until
 
 TASK = """
 import torch
