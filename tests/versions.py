@@ -34,7 +34,7 @@ def environment(name: str, release: int) -> Path:
     pins = [f"{package}=={ends[release]}.*" for package, ends in TESTED.items()]
     # aiobotocore takes few releases of botocore, and pip would look for them for ever.
     pins += re.findall(r"^(?:aiobotocore|boto3|botocore)==.*$", (ROOT / "constraints.txt").read_text(), re.M)
-    install = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
+    install = [str(python), "-m", "pip", "install", "-qq", "--no-compile", "--disable-pip-version-check"]
     subprocess.run([*install, "--editable", f"{ROOT}[examples,dev]", *pins], check=True)
     return python
 
