@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, as in many images, each process would compile torch, Ray and the rest again: four seconds of each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test two-at-a-time test-busy coverage test-versions test-slow test-faults test-deepspeed mutants lint wheels setup clean
+.PHONY: demo check test alone test-busy coverage test-versions test-slow test-faults test-deepspeed mutants lint wheels setup clean
 
 demo: setup
 	@$(BIN)/trireme train experiments/mnist.yaml --again
@@ -15,14 +15,14 @@ demo: setup
 check: setup lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "pure and not slow"
 
-# First two at a time, with lint and types beside, then what trains on as many processes as there are processors
-# (tests/conftest.py).
+# First two at a time, then what trains on as many processes as there are processors (tests/conftest.py), which wait for
+# each other; lint and types take what that leaves.
 test: setup
-	@$(MAKE) --no-print-directory --jobs 2 lint two-at-a-time
-	$(BIN)/python -m pytest -m "not slow and alone"
-
-two-at-a-time: setup
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder -m "not slow and not alone"
+	@$(MAKE) --no-print-directory --jobs 2 lint alone
+
+alone: setup
+	$(BIN)/python -m pytest -m "not slow and alone"
 
 # The same while two loops keep the processors busy: no test may depend on how fast the machine is.
 test-busy: setup
@@ -66,7 +66,7 @@ mutants: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	nice $(BIN)/mypy
 
 # For machines without a network: all packages as files in wheels/. There, with the same Python and kind of processor:
 # pip install --no-index --find-links wheels 'trireme[examples,s3]'

@@ -274,7 +274,7 @@ def _trained(rank: int, rows: Any, strategy: str, workers: int, degrees: dict[st
 ALONE: dict[str, Curve] = {}
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 PARITY = [
-    ("ddp", 2, {}, ("lora instructions", "bart"), 1e-5),
+    slow("ddp", 2, {}, ("lora instructions", "bart"), 1e-5),
     ("fsdp", 2, {}, ("llama tied", "mixtral", "vit", "lora classifier", "gpt2 instructions", "t5"), 1e-5),
     ("tensor", 2, {}, ("llama tied", "gpt2", "mixtral", "bert"), 2e-5),
     slow("tensor", 2, {}, ("qwen3", "gemma2", "phi3"), 2e-5),

@@ -61,6 +61,7 @@ def crashing() -> Trial:
     return dataclasses.replace(gpt_trial(steps=2), loss=planted)
 
 
+@pytest.mark.slow
 def test_a_row_that_raises_has_failed_and_the_next_ones_run() -> None:
     results = run(crashing, [DDP, Row("dp", 1)], variants=["plain"])
     assert [result.verdict for result in results] == ["FAILED", "ok"]
