@@ -17,6 +17,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from app.config import OptimizerConfig
+from app.optimizer import build_optimizer
 from strategies.parallel import Parallel
 from strategies.parallelize import Blocks, Layout, LayoutError, Options, Places, Plan, check, parallelize
 from strategies.tree import tree_leaves, tree_map
@@ -47,7 +49,7 @@ class Trial:
     # A larger epsilon than Adam's usual: a gradient that is zero but for rounding (the bias of attention's keys) would
     # otherwise be scaled up to a step of full size in a random direction, on one device too.
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = field(
-        default=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-5)
+        default=lambda parameters: build_optimizer(OptimizerConfig(lr=1e-2, eps=1e-5, weight_decay=0.01), parameters)
     )
 
 

@@ -122,7 +122,7 @@ _slow = functools.partial(pytest.param, marks=pytest.mark.slow)
         *((row, SELECTIVE) for row in (_RING, *_CONTEXTS)),
         _slow(Row("ddp+expert", 2, {"ep": 2}), COMPILED),
         (_FSDP, COMPILED | FULL),
-        (_TENSOR, COMPILED | SELECTIVE),
+        _slow(_TENSOR, COMPILED | SELECTIVE),
         _slow(_RING, COMPILED | FULL),  # traced without what lets attention go across workers
         _slow(_CONTEXTS[-1], COMPILED),
         *((row, BF16) for row in (_DDP, _FSDP, _TENSOR)),
