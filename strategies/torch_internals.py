@@ -63,12 +63,24 @@ def functional_collectives() -> tuple[Callable, Callable, Callable, tuple[Any, .
         return ops.wait_tensor(ops.all_reduce(x, operation, group.group_name))
 
     def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return ops.wait_tensor(ops.all_gather_into_tensor(x, group.size(), group.group_name))
+        gather = _all_gather_as_one if torch.compiler.is_compiling() else _gather_and_wait
+        return gather(x, group.size(), group.group_name)
 
     def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", group.size(), group.group_name))
 
     return all_reduce, all_gather, reduce_scatter, (ops.all_reduce.default, ops.reduce_scatter_tensor.default)
+
+
+def _gather_and_wait(x: Tensor, size: int, group_name: str) -> Tensor:
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_gather_into_tensor(x, size, group_name))
+
+
+# From torch 2.14 on the compiler makes one of several gatherings of the same tensor, as queries, keys and values have
+# it, but not of the waits for it; and what waits in several recomputed parts it keeps.
+_all_gather_as_one = torch.library.custom_op("trireme::all_gather", _gather_and_wait, mutates_args=())
+_all_gather_as_one.register_fake(lambda x, size, group_name: x.new_empty((size * x.size(0), *x.shape[1:])))
 
 
 def _all_reduce(x: Tensor, operation: str, group: dist.ProcessGroup) -> Tensor:
