@@ -155,6 +155,9 @@ def _serve(rank: int, pipe: Connection) -> None:
     import torch
     import torch.distributed
 
+    stacks = getattr(torch._C, "_set_print_stack_traces_on_fatal_signal", None)
+    if stacks is not None:
+        stacks(True)  # and of native threads
     torch.set_num_threads(1)
     environment, folder = dict(os.environ), os.getcwd()
     pipe.send_bytes(b"ready")
