@@ -15,7 +15,7 @@ from app.versions import TESTED
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {
-    "parity of every strategy": "tests/strategies/test_parity.py",
+    "parity of every strategy": "tests/strategies/test_parity.py tests/strategies/test_tensor.py",
     "every schedule of the pipeline": "tests/strategies/pipeline",
     "pipeline in Ray; failures": "tests/app/launchers/test_launchers.py",
     "one process in 16 bits, Ray Train and torchrun, killed and resumed": "tests/app/launchers/test_resume.py",

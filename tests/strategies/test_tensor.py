@@ -53,10 +53,7 @@ def _kept_and_whole(rank: int, changes: dict[str, Any]) -> tuple[Any, Any]:
         return found, _kept(rank, {} if changes in (COMPILED, BESIDE) else changes)
 
 
-_COMPILED = pytest.param(COMPILED, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, _COMPILED, BESIDE], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, COMPILED, BESIDE], ids=str)
 def test_backward_gathers_inputs_again_instead_of_keeping_them(changes: dict[str, Any]) -> None:
     (kept, gathered, gradients), (whole, never, expected) = run_distributed(_kept_and_whole, 2, changes)[0]
     inputs = 2 * LAYERS + 1  # queries, keys and values share one; the head
