@@ -14,7 +14,9 @@ backward adds the gradients there. One optimizer, one process, nothing to launch
 already: `ddp` keeps the copies alive, overlaps communication with backward, is not held up by Python's interpreter
 lock, spreads outputs and loss too, and goes beyond one machine. It costs the parameters to be sent twice per
 micro-batch (out, and gradients back), and memory for outputs and optimizer on the first GPU alone. BatchNorm sees one
-GPU's part of a batch and keeps the first GPU's statistics. On a machine without GPUs it passes everything through.
+GPU's part of a batch and keeps the first GPU's statistics. Copies are made of parameters, not of a forward that was
+replaced, so recomputing and compiling are not for it, nor are mixtures of experts. On a machine without GPUs it passes
+everything through.
 https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
 
 **model_parallel**, naive model parallelism: consecutive blocks on several devices, activations moved between them.
@@ -42,6 +44,8 @@ from torch import nn
 
 from strategies import ddp
 from strategies.costs import Collective, StepShape, UnitSize, replicated
+from strategies.dims import LayoutError
+from strategies.mixtures import find_mixtures
 from strategies.pipeline import partition
 from strategies.strategy import Applied, Setup, Strategy
 from strategies.tree import tree_map
@@ -108,8 +112,23 @@ def apply_dp(setup: Setup) -> Applied:
     setup.load()
     own = own_devices(setup.device)
     ids = [device.index for device in own] if setup.device.type == "cuda" else None
+    if ids and len(ids) > 1:
+        require_copies(setup.module)
     wrapped = nn.DataParallel(setup.module, device_ids=ids)
     return Applied(wrapped, notes=remark(setup.strategy.name, own, len(own)))
+
+
+def require_copies(module: nn.Module) -> None:
+    """Raises LayoutError for a model whose copies on other GPUs would compute with the first one's parameters (those
+    keep a forward that was replaced, as it is bound to the first), or count its experts' tokens across GPUs."""
+    replaced = next((name for name, part in module.named_modules() if "forward" in vars(part)), None)
+    if replaced is not None:
+        raise LayoutError(
+            f"strategy dp copies the model to every GPU, but not the forward of {replaced or 'the model'}, which was "
+            "replaced (train.activation_checkpointing and train.compile do that): write strategy=ddp, or leave them out"
+        )
+    if mixtures := find_mixtures(module):
+        raise LayoutError(f"strategy dp is not for mixtures of experts, as {mixtures[0].name} is: write strategy=ddp")
 
 
 def dp_collectives(unit: UnitSize, step: StepShape) -> tuple[Collective, ...]:

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from experiments.parity.rows import MIXTURES, ROWS
-from strategies.one_process import home, remark, share
+from strategies import activation_checkpointing
+from strategies.one_process import home, remark, require_copies, share
 from strategies.parallelize import Layout, Options, ParallelDims, check, choose
 from strategies.registry import STRATEGIES
-from tests.strategies.models import assert_refused
+from tests.strategies.models import PlainGPT, assert_refused, mixture
 
 
 @pytest.mark.parametrize(
@@ -146,6 +147,16 @@ def test_idle_devices_are_said_aloud() -> None:
     assert "nothing is spread" in remark("dp", gpus[:1], 1)[0]
     assert "1 of 3 GPUs idle" in remark("model_parallel", gpus, 2)[0]
     assert remark("model_parallel", gpus, 3) == ()
+
+
+def test_dp_refuses_what_its_copies_would_compute_with_the_first_gpus_parameters() -> None:
+    model = PlainGPT()
+    require_copies(model)
+    activation_checkpointing.apply(model, ["blocks.0", "blocks.1"], "every_2")
+    assert_refused(["of blocks.0,", "train.activation_checkpointing", "strategy=ddp"], require_copies, model)
+    block = model.blocks[0]
+    assert block._replicate_for_data_parallel().forward is block.forward, "torch's copies have a forward of their own"
+    assert_refused(["blocks.0.mlp.experts", "strategy=ddp"], require_copies, mixture())
 
 
 def test_each_worker_has_its_own_gpus_and_begins_on_the_first() -> None:
