@@ -6,9 +6,7 @@ same watcher works on real tensors, for models whose code looks at values (read.
 A *part* is what is before the first block, each kind of block, and what is after the last one. Blocks that are alike
 (class, parameter shapes, inputs) are watched once; the others pass shapes through.
 
-Fused operations are watched as a GPU's memory and arithmetic see them, whatever the device. Without a GPU,
-F.scaled_dot_product_attention would be the products it is made of, with a score for every pair of positions, none of
-which GPUs' kernels keep (Dao et al. 2022, https://arxiv.org/abs/2205.14135). RMSNorm is one kernel on GPUs.
+Fused operations are watched as GPUs have them (fused.py).
 """
 
 import weakref
@@ -18,13 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from app.data.loader import map_tensors, tensors
+from app.planner.fused import Fused
 from strategies.activation_checkpointing import is_kept
 from strategies.pipeline.p2p import sent_dtype
 from strategies.tensor.loss import VocabularyLogits
@@ -309,63 +306,3 @@ def _product(like: Tensor, name: str, flops: float) -> Product:
     size, columns = max(like.numel(), 1), max(like.shape[1 if "convolution" in name else -1], 1)
     batch = max(like.shape[0], 1) if name in ("bmm", "baddbmm") else 1
     return size / columns / batch, columns, flops / (2.0 * size), batch
-
-
-# --- fused operations ---------------------------------------------------------------------------------------------
-
-
-class _Attention(torch.autograd.Function):
-    """Saves q, k, v, the output and one number per row."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, watcher: Watcher, causal: bool) -> Tensor:
-        output = q.new_empty((*q.shape[:-1], v.shape[-1]))
-        rows = q.new_empty(q.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(q, k, v, output, rows)
-        products = 2.0 * (q.numel() // q.shape[-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
-        ctx.watcher, ctx.flops = watcher, products / 2 if causal else products
-        watcher.attended(ctx.flops, float(output.nbytes + rows.nbytes))
-        watcher.read_whole([q, k, v])
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q, k, v, _, _ = ctx.saved_tensors
-        ctx.watcher.attended(2.5 * ctx.flops, 0.0)
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None
-
-
-class Fused(TorchFunctionMode):
-    """While it is active, attention is the above, and RMSNorm one kernel."""
-
-    def __init__(self, watcher: Watcher) -> None:
-        super().__init__()
-        self.watcher = watcher
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return self._attention(*args, **kwargs)
-        return (_norm if func is F.rms_norm else func)(*args, **kwargs)
-
-    def _attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **_: Any,
-    ) -> Tensor:
-        if torch.is_autocast_enabled("cpu") and query.device.type == "cpu":
-            query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
-        self.watcher.count("queries", query.numel())
-        self.watcher.count("keys", key.numel() + value.numel())
-        return _Attention.apply(query, key, value, self.watcher, is_causal and attn_mask is None)
-
-
-def _norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """One kernel, as a LayerNorm is everywhere, where types agree; else what torch does."""
-    alike = weight is None or weight.dtype == x.dtype
-    return F.layer_norm(x, shape, weight) if alike else F.rms_norm(x, shape, weight, eps)
