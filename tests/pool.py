@@ -19,7 +19,9 @@ import contextlib
 import ctypes
 import datetime
 import faulthandler
+import functools
 import gc
+import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -204,8 +206,26 @@ def _process_group(rank: int, world_size: int, timeout: float, store: str) -> It
     finally:
         # DDP's Reducer holds a process group, and where it is the last to let go it waits, with Python's lock, for
         # gloo's threads, one of which may need that lock to free a tensor (torch 2.13).
+        _forget_meshes()
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()
+
+
+def _forget_meshes() -> None:
+    """Clears what torch remembers of operations on DTensors: it holds their meshes, and so process groups, each with a
+    thread that wakes a hundred times a second. (Another row's meshes have other names: nothing of it serves twice.)"""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    importlib.import_module("torch.distributed.tensor.debug")
+    remembering = type(functools.cache(lambda: None))
+    for module in [m for name, m in sys.modules.items() if name.startswith("torch.distributed.tensor.")]:
+        for name, value in list(vars(module).items()):
+            members = vars(value).values() if isinstance(value, type) else ()
+            for each in (value, *(getattr(member, "__func__", member) for member in members)):
+                if isinstance(each, remembering):
+                    each.cache_clear()
+            if name in ("clear_redistribute_planner_cache", "_clear_sharding_prop_cache"):  # torch 2.13
+                value()
