@@ -14,6 +14,7 @@ import pytest
 
 from app.launchers import PRELOAD
 from cluster.connect import connect, disconnect
+from tests.pool import restore
 from tests.ray_heads import ray_head
 from tests.running import environment
 
@@ -94,8 +95,7 @@ def same_environment() -> Iterator[None]:
     before = dict(os.environ)
     yield
     if before != os.environ:
-        os.environ.clear()
-        os.environ.update(before)
+        restore(before)
 
 
 @pytest.fixture(scope="session")

@@ -169,11 +169,18 @@ def _serve(rank: int, pipe: Connection) -> None:
         except EOFError:
             os._exit(0)  # whatever threads a test has left behind
         pipe.send_bytes(_answer(rank, *call))
-        os.environ.clear()
-        os.environ.update(environment)
+        restore(environment)
         os.chdir(folder)
         gc.collect()
         gc.freeze()  # what torch's modules hold is not looked at again: a collection would take longer than the call
+
+
+def restore(environment: dict[str, str]) -> None:
+    """Gives the process these variables. Only what differs is touched: a thread that asks for one meanwhile, as looking
+    up a host does, may read memory that glibc has given up, and the process ends."""
+    for name in [name for name in os.environ if name not in environment]:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
 
 
 def _answer(rank: int, world_size: int, timeout: float, store: str, work: bytes) -> bytes:
