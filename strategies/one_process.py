@@ -121,14 +121,14 @@ def apply_dp(setup: Setup) -> Applied:
 def require_copies(module: nn.Module) -> None:
     """Raises LayoutError for a model whose copies on other GPUs would compute with the first one's parameters (those
     keep a forward that was replaced, as it is bound to the first), or count its experts' tokens across GPUs."""
+    if mixtures := find_mixtures(module):
+        raise LayoutError(f"strategy dp is not for mixtures of experts, as {mixtures[0].name} is: write strategy=ddp")
     replaced = next((name for name, part in module.named_modules() if "forward" in vars(part)), None)
     if replaced is not None:
         raise LayoutError(
             f"strategy dp copies the model to every GPU, but not the forward of {replaced or 'the model'}, which was "
             "replaced (train.activation_checkpointing and train.compile do that): write strategy=ddp, or leave them out"
         )
-    if mixtures := find_mixtures(module):
-        raise LayoutError(f"strategy dp is not for mixtures of experts, as {mixtures[0].name} is: write strategy=ddp")
 
 
 def dp_collectives(unit: UnitSize, step: StepShape) -> tuple[Collective, ...]:

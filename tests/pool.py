@@ -211,9 +211,9 @@ def _process_group(rank: int, world_size: int, timeout: float, store: str) -> It
         yield
         dist.barrier()  # nobody tears its connections down while another rank still uses them
     finally:
+        _forget_meshes()
         # DDP's Reducer holds a process group, and where it is the last to let go it waits, with Python's lock, for
         # gloo's threads, one of which may need that lock to free a tensor (torch 2.13).
-        _forget_meshes()
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -156,7 +156,9 @@ def test_dp_refuses_what_its_copies_would_compute_with_the_first_gpus_parameters
     assert_refused(["of blocks.0,", "train.activation_checkpointing", "strategy=ddp"], require_copies, model)
     block = model.blocks[0]
     assert block._replicate_for_data_parallel().forward is block.forward, "torch's copies have a forward of their own"
-    assert_refused(["blocks.0.mlp.experts", "strategy=ddp"], require_copies, mixture())
+    of_experts = mixture()
+    of_experts.get_submodule("blocks.0.mlp.experts").forward = print  # type: ignore[method-assign]
+    assert_refused(["mixtures of experts, as blocks.0.mlp.experts", "strategy=ddp"], require_copies, of_experts)
 
 
 def test_each_worker_has_its_own_gpus_and_begins_on_the_first() -> None:
