@@ -22,6 +22,7 @@ import faulthandler
 import functools
 import gc
 import importlib
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -55,6 +56,10 @@ class _Worker:
 
 
 _workers: list[_Worker] = []
+_stores: list["tempfile.TemporaryDirectory[str]"] = []
+"""Where ranks meet. Kept as long as there are ranks: one that lets go of its store while the folder is being removed
+waits for the file until the call's timeout, and then ends (torch 2.13, FileStore)."""
+_numbers = itertools.count()
 
 
 def run_distributed(func: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
@@ -65,11 +70,11 @@ def run_distributed(func: Callable[..., Any], world_size: int, *args: Any, timeo
     Raises DistributedFailure.
     """
     _start(world_size)
-    with tempfile.TemporaryDirectory(prefix="pool-") as folder:
-        call = pickle.dumps((world_size, timeout, os.path.join(folder, "store"), pickle.dumps((func, args))))
-        for worker in _workers[:world_size]:
-            worker.pipe.send_bytes(call)
-        results, failures = _collect(_workers[:world_size], timeout)
+    store = os.path.join(_stores[0].name, f"store{next(_numbers)}")
+    call = pickle.dumps((world_size, timeout, store, pickle.dumps((func, args))))
+    for worker in _workers[:world_size]:
+        worker.pipe.send_bytes(call)
+    results, failures = _collect(_workers[:world_size], timeout)
     if failures:
         close()
         name = getattr(func, "__qualname__", repr(func))
@@ -88,6 +93,8 @@ def close(grace: float = 0.0) -> None:
         process.join(max(0.0, until - time.monotonic()))
         process.kill()
         process.join()
+    while _stores:
+        _stores.pop().cleanup()
 
 
 atexit.register(close, GRACE)
@@ -97,6 +104,8 @@ def _start(count: int) -> None:
     """Have at least `count` living, ready processes."""
     if any(not worker.process.is_alive() for worker in _workers):
         close()
+    if not _stores:
+        _stores.append(tempfile.TemporaryDirectory(prefix="pool-"))
     fresh = [_spawn(rank) for rank in range(len(_workers), count)]
     _workers.extend(fresh)
     for worker in fresh:
@@ -173,6 +182,7 @@ def _serve(rank: int, pipe: Connection) -> None:
         os.chdir(folder)
         gc.collect()
         gc.freeze()  # what torch's modules hold is not looked at again: a collection would take longer than the call
+        faulthandler.cancel_dump_traceback_later()
 
 
 def restore(environment: dict[str, str]) -> None:
@@ -184,7 +194,8 @@ def restore(environment: dict[str, str]) -> None:
 
 
 def _answer(rank: int, world_size: int, timeout: float, store: str, work: bytes) -> bytes:
-    """The pickled pair (True, result) or (False, traceback)."""
+    """The pickled pair (True, result) or (False, traceback). Whoever calls it says when what is left is put in order:
+    what takes too long until then prints the stacks."""
     faulthandler.dump_traceback_later(timeout)
     try:
         func, args = pickle.loads(work)
@@ -192,8 +203,6 @@ def _answer(rank: int, world_size: int, timeout: float, store: str, work: bytes)
             return pickle.dumps((True, func(rank, *args)))
     except BaseException:  # SystemExit and pytest's outcomes too: the parent must hear of every end
         return pickle.dumps((False, traceback.format_exc()))
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 @contextlib.contextmanager
