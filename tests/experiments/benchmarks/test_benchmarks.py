@@ -105,7 +105,7 @@ def test_what_is_written_by_hand_for_a_divided_sequence_is_the_same_training() -
     assert sum(halves) / 2 == pytest.approx(run_distributed(_by_hand, 1, "single")[0], rel=1e-5)
 
 
-SMALLEST = {"step": "--model gpt --strategy zbv --blocks 1", "chaos": "--seed 5 --kills 18 --each 3"}
+SMALLEST = {"step": "--model gpt --strategy zbv --blocks 1", "chaos": "--seed 5 --kills 6 --each 3"}
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ SMALLEST = {"step": "--model gpt --strategy zbv --blocks 1", "chaos": "--seed 5 
 def test_a_benchmark_runs(name: str) -> None:
     """In a process of its own; chaos ends with 1 if anything is lost."""
     command = [sys.executable, "-m", "experiments.benchmarks", name, *SMALLEST[name].split(), "--json"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=800)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["benchmark"] == name and said["versions"]["torch"] == torch.__version__
