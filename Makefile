@@ -41,12 +41,12 @@ test-versions: setup
 
 # What takes minutes: several hosts in a lab of network namespaces, autoscaling, whole studies. Says what was skipped.
 test-slow: setup
-	$(BIN)/python -m pytest -m slow --timeout 900 -rs --ignore tests/faults
+	$(BIN)/python -m pytest -m slow --timeout 3600 -rs --ignore tests/faults
 	$(MAKE) test-faults
 
 # Runs that are disturbed and ended in ways that nobody planned, two at a time: thirteen minutes. SEED= draws when.
 test-faults: setup
-	$(BIN)/python -m pytest -m slow tests/faults --numprocesses 2 --dist worksteal --timeout 900 -rs
+	$(BIN)/python -m pytest -m slow tests/faults --numprocesses 2 --dist worksteal --timeout 3600 -rs
 
 # The optional DeepSpeed extra, in the same environment; its first test compiles an operator (needs c++).
 test-deepspeed: setup

@@ -38,10 +38,10 @@ class Session:
         try:
             self._ray("--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false")
             self.nodes = [self._node() for _ in range(2)]
-            deadline = time.monotonic() + 90
+            deadline = time.monotonic() + 300
             while not all(b"Ray runtime started" in log.read_bytes() for log in self.folder.glob("*/log")):
                 if time.monotonic() > deadline:
-                    raise TimeoutError("Ray did not start within 90 s")
+                    raise TimeoutError("Ray did not start within 300 s")
                 time.sleep(0.1)
         except BaseException:
             self.close()

@@ -64,7 +64,7 @@ def test_a_run_makes_the_cluster_grow_and_its_end_makes_it_shrink() -> None:
         assert alive() == 1, "the head alone"
         run = [*POINTS, "train.steps=20", "run.name=grown", f"run.storage={lab.shared}", "train.global_batch_size=12"]
         ask = ["workers=2", "resources_per_worker.CPU=2", "cluster.wait_seconds=120"]
-        ended = lab.trireme(0, "train", *run, *ask, timeout=200, **ENVIRONMENT)
+        ended = lab.trireme(0, "train", *run, *ask, timeout=600, **ENVIRONMENT)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert committed(lab.shared / "grown") == [20]
         assert alive() == 3, "two workers came, and no third"
@@ -89,7 +89,7 @@ class Site:
 
     def says(self, *words: str, code: int = 0, has: str = "", host: int = DESK, **env: str) -> str:
         """What `trireme WORDS` prints on a host (of a refusal, to stderr), where it ends with `code` and says that."""
-        ended = self.lab.trireme(host, *words, timeout=200, **env)
+        ended = self.lab.trireme(host, *words, timeout=600, **env)
         text = ended.stdout + ended.stderr
         assert ended.returncode == code and has in text and "Traceback" not in text, text
         return ended.stderr if code == 2 else ended.stdout

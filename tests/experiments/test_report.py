@@ -83,7 +83,7 @@ def test_nothing_is_wider_than_a_phone(runs: Path, tmp_path: Path) -> None:
     copy.write_text(report([str(runs / "a")], None)[0].read_text().replace("</body>", probe + "</body>"))
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=390,900", "--dump-dom", f"file://{copy}"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=300).stdout
     found = re.search(r"<title>W(\d+)of(\d+)</title>", shown)
     assert found and int(found[1]) <= int(found[2]), shown[:500]
 

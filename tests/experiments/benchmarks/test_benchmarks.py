@@ -109,7 +109,7 @@ SMALLEST = {"step": "--model gpt --strategy zbv --blocks 1", "chaos": "--seed 5 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", SMALLEST)
 def test_a_benchmark_runs(name: str) -> None:
     """In a process of its own; chaos ends with 1 if anything is lost."""

@@ -32,12 +32,12 @@ PathFinder.find_spec = classmethod(there)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 def test_the_whole_program_runs_on_a_cpu_where_there_is_little_but_torch(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(REFUSES)
     command = [sys.executable, "-m", "experiments.benchmarks", "gpu", "first", "--model", "tiny"]
     env = environment(PYTHONPATH=str(tmp_path))
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=800)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     *lines, summary = map(json.loads, done.stdout.splitlines())
     by = {line["name"]: line for line in lines}

@@ -78,6 +78,7 @@ def test_a_trial_that_a_layout_cannot_train_is_one_sentence() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("variants", [None, ["plain"]])
 def test_the_whole_matrix(variants: list[str] | None) -> None:
     """Every row in every variant, three sides of the grid at once too, over 20 steps; and all ordered pairs of
