@@ -44,7 +44,7 @@ test-slow: setup
 	$(BIN)/python -m pytest -m slow --timeout 3600 -rs --ignore tests/faults
 	$(MAKE) test-faults
 
-# Runs that are disturbed and ended in ways that nobody planned, two at a time: thirteen minutes. SEED= draws when.
+# Runs that are disturbed and ended in ways that nobody planned, two at a time: twenty minutes. SEED= draws when.
 test-faults: setup
 	$(BIN)/python -m pytest -m slow tests/faults --numprocesses 2 --dist worksteal --timeout 3600 -rs
 
