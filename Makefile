@@ -28,7 +28,7 @@ alone: setup
 test-busy: setup
 	@for i in 1 2; do sh -c 'while kill -0 '$$$$' 2>&-; do :; done' & done; $(MAKE) test
 
-# The lines that no test reaches without a GPU, folder by folder; half as long again as `make test`.
+# The lines that no test reaches without a GPU, folder by folder; half as long again as `make test`: eleven minutes.
 coverage: setup
 	$(BIN)/python -m pytest --cov --cov-report= --numprocesses 2 --dist loadgroup --no-loadscope-reorder -m "not slow and not alone"
 	$(BIN)/python -m pytest --cov --cov-report= --cov-append -m "not slow and alone"
