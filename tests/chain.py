@@ -51,14 +51,12 @@ class Chain(Points):
     """Points, classified by a few residual blocks; each micro-batch takes `step_seconds` more on every stage. Once the
     file `hang` is there the last block takes it away and sleeps for an hour."""
 
-    def __init__(
-        self, *, n_blocks: int = 4, dropout: float = 0.1, step_seconds: float = 0.0, width: int = 16, hang: str = ""
-    ) -> None:
-        super().__init__(width=width, step_seconds=step_seconds)
-        self.n_blocks, self.dropout, self.hang = n_blocks, dropout, hang
+    def __init__(self, *, step_seconds: float = 0.0, hang: str = "") -> None:
+        super().__init__(step_seconds=step_seconds)
+        self.hang = hang
 
     def build_model(self) -> nn.Module:
-        return Net(self.width, self.n_blocks, self.dropout, self.hang)
+        return Net(self.width, 4, 0.1, self.hang)
 
 
 class OwnGenerator(Dataset[Any]):
@@ -76,7 +74,7 @@ class OwnGenerator(Dataset[Any]):
 
 class Wrong(Chain):
     """A model or data that cannot be what it is asked to be; what: fork, empty, misnamed, own generator,
-    twice, twice in metrics, scalar."""
+    twice, twice in metrics."""
 
     def __init__(self, *, what: str = "fork") -> None:
         super().__init__()
@@ -85,10 +83,8 @@ class Wrong(Chain):
     def build_model(self) -> nn.Module:
         if self.what == "empty":
             return nn.Sequential(nn.Flatten(), nn.Flatten())
-        model = Net(self.width, self.n_blocks, 0.0)
+        model = Net(self.width, 4, 0.0)
         model.fork = self.what == "fork"
-        if self.what == "scalar":
-            model.scale = nn.Parameter(torch.tensor(1.0))
         return model
 
     def train_data(self) -> Any:

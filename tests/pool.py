@@ -140,7 +140,6 @@ def _collect(workers: list[_Worker], timeout: float) -> tuple[dict[int, Any], li
             late = f"did not end within {timeout:g} s, or {GRACE:g} s after another had failed"
             return results, failures + [f"--- rank {rank}\n{late}" for rank in waiting.values()]
         for pipe in ready:
-            assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)
             try:
                 ok, value = pickle.loads(pipe.recv_bytes())
@@ -166,9 +165,7 @@ def _serve(rank: int, pipe: Connection) -> None:
     import torch
     import torch.distributed
 
-    stacks = getattr(torch._C, "_set_print_stack_traces_on_fatal_signal", None)
-    if stacks is not None:
-        stacks(True)  # and of native threads
+    getattr(torch._C, "_set_print_stack_traces_on_fatal_signal", bool)(True)  # and of native threads
     torch.set_num_threads(1)
     environment, folder = dict(os.environ), os.getcwd()
     pipe.send_bytes(b"ready")

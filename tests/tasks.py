@@ -66,8 +66,7 @@ class Infinite(Points):
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         loss = super().loss(model, batch)
-        if model.training:
-            self.seen += 1
+        self.seen += model.training
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 1
         return loss * float("nan") if self.seen > self.good_steps and rank == 1 else loss
 
@@ -118,10 +117,7 @@ class WithoutLoss(Task):
 
 
 class Odd(Points):
-    """A task that is none; what: no loss, vector, ragged, stream, unevaluated."""
-
-    def __new__(cls, *, what: str) -> Any:
-        return WithoutLoss() if what == "no loss" else super().__new__(cls)
+    """A task that is none; what: vector, ragged, stream, unevaluated."""
 
     def __init__(self, *, what: str) -> None:
         super().__init__()

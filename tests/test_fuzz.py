@@ -63,8 +63,8 @@ def training(task: str, **arguments: Any) -> Callable[[Path, str], None]:
 def read_run(folder: Path, name: str) -> None:
     run = Run(Config(run=RunConfig(name=folder.name, storage=str(folder.parent))))
     run.lease.refuse_if_held(seconds=0.0)
-    made = [run.finished, run.folder, run.manifest.starts + 1, run.manifest.steps + 1, *run.manifest.summary]
-    assert len(made) >= 4 and isinstance(run.manifest.status, str) and isinstance(run.manifest.uid, str)
+    found = (run.finished, run.manifest.starts + run.manifest.steps, run.manifest.status + run.manifest.uid)
+    assert [*map(type, found), type(run.manifest.summary)] == [bool, int, str, dict]
 
 
 # --- good files -------------------------------------------------------------------------------------------------
@@ -169,6 +169,7 @@ def test_mutated_input_ends_in_a_sentence_or_a_good_reading(name: str, tmp_path:
 TENFOLD = [f"a{i}: &a{i} [" + ",".join([f"*a{i - 1}"] * 10) + "]" for i in range(1, 9)]
 FAR = saved(lambda f: np.savez(f, images=np.zeros((2, 2, 2), np.uint8), labels=np.array([0, 10**16])))
 LAUGHS = "\n".join(["a0: &a0 [x, x]", *TENFOLD]).encode()
+LOCAL = b"cluster_name: a\nprovider: {type: local, head_ip: 10.0.0.1, worker_ips: []}\nauth: {}\n"
 FOUND: list[tuple[str, str, bytes, str]] = [
     ("arguments", "arguments", b"task=a\ntrain.steps=${x}", "cannot be resolved"),
     ("arguments", "arguments", b"task=a\nresources_per_worker.CPU={a: {b: 1}}", "must be"),
@@ -178,6 +179,13 @@ FOUND: list[tuple[str, str, bytes, str]] = [
     ("cluster files", "laptop.yaml", b"a: &a\n  <<: *a\n", "contain itself"),
     ("cluster files", "laptop.yaml", b"a: " + b"[" * 3000 + b"]" * 3000, "nested too deeply"),
     ("cluster files", "laptop.yaml", LAUGHS, "more than 50,000 values"),
+    ("cluster files", "laptop.yaml", b"", "is empty"),
+    ("cluster files", "laptop.yaml", b"- a\n- b\n", "not a cluster file: it is a list"),
+    ("cluster files", "laptop.yaml", b"task: image_classification\n", "it has task, but neither cluster_name"),
+    ("cluster files", "laptop.yaml", b"cluster_name: [x\nprovider: {", "this is not YAML"),
+    ("cluster files", "laptop.yaml", b"cluster_name: b\n" + LOCAL, "written twice"),
+    ("cluster files", "laptop.yaml", LOCAL, "auth lacks the key 'ssh_user'"),
+    ("cluster files", "laptop.yaml", b"apiVersion: v1\nkind: Namespace\nmetadata: {name: x}\n", "make a Ray cluster"),
     ("tables", "table.csv", b"a,\xc0,y\n1,2,3\n", "is not UTF-8"),
     ("arrays", "a.npz", FAR, "label 1e\\+16"),
 ]

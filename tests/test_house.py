@@ -72,13 +72,13 @@ def test_fast_start_is_touched_from_one_place() -> None:
     assert found == {"cluster/connect.py"}
 
 
-def executed(tree: ast.AST) -> Iterable[ast.AST]:
-    """What runs when a module is imported: not functions, nor what is for types alone."""
+def executed(tree: ast.AST, functions: bool = False) -> Iterable[ast.AST]:
+    """What runs when a module is imported, or when its functions do, too: not what is for types alone."""
     for node in ast.iter_child_nodes(tree):
         is_typed = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        if not isinstance(node, ast.FunctionDef) and not is_typed:
+        if not is_typed and (functions or not isinstance(node, ast.FunctionDef)):
             yield node
-            yield from executed(node)
+            yield from executed(node, functions)
 
 
 def loaded(*modules: str) -> set[str]:
@@ -167,9 +167,7 @@ def test_no_circle_of_imports() -> None:
     anywhere in a file, also by a string, but not for its types alone."""
     files: dict[str, set[str]] = {}
     for module, name in KNOWN.items():
-        typed = [node for node in trees()[name] if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
-        skipped = {id(node) for block in typed for node in ast.walk(block)}
-        names = imported(node for node in trees()[name] if id(node) not in skipped)
+        names = imported(executed(trees()[name][0], functions=True))
         files[module] = {n if n in KNOWN else n.rpartition(".")[0] for n in names} & KNOWN.keys() - {module}
     graphlib.TopologicalSorter(files).prepare()  # an error of its own names a circle
 

@@ -30,7 +30,7 @@ ROWS: list[tuple[str, ...]] = [
     ("task_args.samples=0", "training data is empty"),
     ("checkpoint.metric=banana", "banana", "loss, accuracy"),
     ("task=tests.tasks:Odd task_args.what=unevaluated checkpoint.metric=accuracy", "accuracy", "no eval_data"),
-    ("task=tests.tasks:Odd 'task_args.what=no loss'", "WithoutLoss has no loss"),
+    ("task=tests.tasks:WithoutLoss", "WithoutLoss has no loss"),
     ("task=tests.tasks:Odd task_args.what=vector", "loss has shape ("),
     ("task=tests.tasks:Odd task_args.what=ragged", "do not make a batch"),
     ("task=tests.tasks:Odd task_args.what=stream", "Stream", "gives no sample"),

@@ -198,7 +198,6 @@ MAKES = "import time; from cluster.temporary import TemporaryFolder as T; print(
 def test_what_a_killed_command_has_left_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     other = subprocess.Popen([sys.executable, "-c", MAKES], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert other.stdout is not None
     theirs = Path(other.stdout.readline().strip())
     (theirs / "session").mkdir()
     own = TemporaryFolder()

@@ -17,7 +17,7 @@ import yaml
 from botocore.loaders import Loader
 
 from app.cli import COMMANDS
-from cluster import ClusterError, files, kuberay_rules
+from cluster import files, kuberay_rules
 from cluster.document import Document, Problem, dotted, mistaken, schemas
 from cluster.files import FOLDER, bootstrap_config, own_files, read_cluster, validate_file
 from tests.running import Ended, here
@@ -152,28 +152,6 @@ def test_a_planted_mistake_is_named_on_its_line(tmp_path: Path, name: str, befor
     line = text[: text.index(before)].count("\n") + 1
     elsewhere = before in (SHM, "medium: Memory", "[ReadWriteMany]")  # at what lacks it, or mounts it
     assert elsewhere or any(abs(problem.line - line) <= 5 for problem in named), (line, found)
-
-
-LOCAL = "cluster_name: a\nprovider: {type: local, head_ip: 10.0.0.1, worker_ips: []}\nauth: {}\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "is empty"),
-        ("- a\n- b\n", "not a cluster file: it is a list"),
-        ("task: image_classification\n", "it has task, but neither cluster_name"),
-        ("cluster_name: [x\nprovider: {", "this is not YAML"),
-        (f"cluster_name: b\n{LOCAL}", "written twice"),
-        (LOCAL, "auth lacks the key 'ssh_user'"),
-        ("apiVersion: v1\nkind: Namespace\nmetadata: {name: x}\n", "does not make a Ray cluster"),
-    ],
-)
-def test_what_is_no_cluster_file(tmp_path: Path, text: str, said: str) -> None:
-    file = tmp_path / "cluster.yaml"
-    file.write_text(text)
-    with pytest.raises(ClusterError, match=said):
-        read_cluster(file)
 
 
 RIGHT: list[tuple[str, dict[str, str]]] = [  # other values that are right

@@ -132,8 +132,9 @@ def site() -> Iterator[Site]:
 def test_the_cluster_is_up_and_says_so(site: Site) -> None:
     assert site.alive() == {site.lab.address(host) for host in range(3)}
     site.says("cluster", "up", site.file, code=2, has=f"Ray is running on {site.lab.address(HEAD)} already")
-    stranger = site.lab.run(DESK, ["curl", "-s", "-m", "3", f"http://{site.lab.address(HEAD)}:8265/api/version"])
-    assert stranger.returncode != 0, "the job server listens on the head's loopback only"
+    for host, address, answers in ((HEAD, "127.0.0.1", True), (DESK, site.lab.address(HEAD), False)):
+        asked = site.lab.run(host, ["timeout", "3", "bash", "-c", f"</dev/tcp/{address}/8265"])
+        assert (asked.returncode == 0) == answers, "the job server listens on the head's loopback only"
 
 
 def test_doctor_finds_nothing_in_a_sound_cluster_and_what_is_planted(site: Site) -> None:

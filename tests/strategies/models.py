@@ -1,6 +1,8 @@
-"""Small plain models, written as somebody would who never heard of strategies, trials over them, refusals, bytes."""
+"""Small plain models, written as somebody would who never heard of strategies, trials over them, what rows of tests ask
+for, refusals, bytes."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -14,11 +16,17 @@ from app.models.gpt import GPT
 from app.models.mixture import TENSOR_PLAN as MIXTURE_PLAN
 from app.models.mixture import MixtureGPT
 from experiments.parity.curves import Trial
-from experiments.parity.rows import ALL_FIVE, MIXTURES, ROWS
+from experiments.parity.rows import ALL_FIVE, MIXTURES, ROWS, Row
 from strategies.context.apply import ContextPlan
 from strategies.layout import LayoutError
 
 VOCABULARY, WIDTH, HEADS, SEQUENCE, BATCH = 30, 16, 4, 8, 8
+
+CPU = torch.device("cpu")
+DDP, FSDP, TENSOR = (Row(name, 2) for name in ("ddp", "fsdp", "tensor"))
+COMPILED = {"compile": True, "compile_backend": "aot_eager"}
+BF16 = {"precision": "bf16"}
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 GPT_PLAN = {"embed": "embedding", "norm": "sequence", "head": "head"}
 for _style, _names in (("sequence", "norm1 norm2"), ("colwise", "q k v up"), ("rowwise", "out down")):

@@ -16,16 +16,13 @@ from strategies.cpu_collectives import shared_memory as module
 from strategies.cpu_collectives.shared_memory import PIECE_BYTES, shared_memory
 from tests.pool import DistributedFailure, run_distributed
 from tests.running import environment, tree_without
-from tests.strategies.models import random
-
-CPU = torch.device("cpu")
+from tests.strategies.models import CPU, random
 
 
 def _averaged(rank: int, numbers: int, dtype: torch.dtype) -> tuple[Any, Any]:
     """The average in shared memory, and gloo's, as bits."""
     ours, gloo = (random(numbers, seed=rank).to(dtype) for _ in range(2))
     shared = shared_memory(None, CPU)
-    assert shared is not None
     shared.average_(ours)
     shared.close()
     dist.all_reduce(gloo.mul_(1 / dist.get_world_size()))
@@ -47,7 +44,6 @@ def test_all_ranks_get_the_same_bits_in_order_of_rank_and_two_get_gloos(ranks: i
 def _exchanged(rank: int, rows: list[list[int]], width: int) -> None:
     """rows[i][j]: how many rank i sends to rank j. What arrives is what gloo brings, the second time too."""
     shared = shared_memory(None, CPU)
-    assert shared is not None
     gives, takes = rows[rank], [sent[rank] for sent in rows]
     for seed in (rank, rank + 9):
         given = random((sum(gives), width), seed=seed)
@@ -69,7 +65,6 @@ def test_rows_are_exchanged_as_gloo_does(rows: list[list[int]], width: int) -> N
 
 def _left_alone(rank: int) -> None:
     shared = shared_memory(None, CPU)
-    assert shared is not None
     shared.average_(torch.ones(10))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

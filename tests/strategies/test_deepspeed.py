@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from experiments.parity import curves
 from experiments.parity.curves import Curve
@@ -14,9 +13,8 @@ from strategies import deepspeed, registry
 from strategies.layout import LayoutError
 from strategies.parallelize import Options, choose
 from tests.pool import run_distributed
-from tests.strategies.models import gpt_trial
+from tests.strategies.models import CPU, gpt_trial
 
-CPU = torch.device("cpu")
 HERE = importlib.util.find_spec("deepspeed") is not None
 DEEPSPEED, FSDP = choose("deepspeed", 2), choose("fsdp", 2)
 TRIAL: dict[str, Any] = {"tied": True, "micro_batches": 2, "clip": 0.5, "steps": 10}

@@ -23,7 +23,6 @@ def problems() -> Iterator[Ask]:
         pytest.skip(str(why))
     command = [sys.executable, "-m", "tests.strategies.fake_cuda"]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None
 
         def ask(number: int) -> list[str]:
             print(number, file=process.stdin, flush=True)

@@ -44,7 +44,6 @@ INTERLEAVED = {"schedule": "interleaved_1f1b", "chunks": 2}
 @pytest.mark.parametrize(
     ("words", "name", "workers", "degrees"),
     [
-        (["'fspd'", "fsdp"], "fspd", 2, {}),
         (["'dpp'", "did you mean ddp?"], "dpp", 2, {}),  # rather than dp
         (["3", "4 workers", "workers=3"], "ddp", 4, {"dp_replicate": 3}),
         (["tp 3", "4 workers"], "tensor", 4, {"tp": 3}),
@@ -70,7 +69,6 @@ def test_choose_refuses_in_one_sentence(words: list[str], name: str, workers: in
 @pytest.mark.parametrize(
     ("layout", "options", "facts", "words"),
     [
-        (FSDP_TENSOR, {}, {"heads": 3}, ["parallel.tp is 2", "3 heads", "1, 3"]),
         (choose("ddp", 4), {}, {"global_batch_size": 3}, ["train.global_batch_size is 3", "at least 4"]),
         (FSDP_TENSOR, {}, {"sequence_length": 7}, ["parallel.tp is 2", "7", "sequence_parallel=false"]),
         (FSDP_TENSOR, {"async_tp": True, "sequence_parallel": False}, {}, ["parallel.async_tp", "sequence"]),
@@ -84,7 +82,6 @@ def test_choose_refuses_in_one_sentence(words: list[str], name: str, workers: in
         (DEEPSPEED, {"precision": "fp16"}, {}, ["train.precision=fp16"]),
         (DEEPSPEED, {"deepspeed": {"train_batch_size": 8}}, {}, ["sets train_batch_size"]),
         (DEEPSPEED, {"deepspeed": {"zero_optimization": {"stage": 0}}}, {}, ["stage 0: write 1, 2 or 3"]),
-        (FOUR, {}, {"blocks": 3}, ["parallel.pp is 4", "only 3 blocks: write at most 3"]),
         (TWO, {}, {"blocks": 0}, ["no repeating blocks, too few", "name", "strategy=fsdp"]),
         (TWO, INTERLEAVED | {"chunks": 3}, {"blocks": 4}, ["2 with 3 chunks each", "4 repeating", "parallel.chunks"]),
         (FOUR, {"schedule": "zb_h2"}, {"micro_batches": 4}, ["at least 7 micro-batches", "are 4", "schedule=zb_h1"]),

@@ -23,22 +23,22 @@ from strategies.parallelize import Options
 from strategies.tensor.plan import make_plan
 from tests.layout_cost import layout_cost
 from tests.pool import run_distributed
-from tests.strategies.models import EVERY, LLAMA, ZOO, gpt_trial, masked_trial, mixture_trial, stored
+from tests.strategies import models
+from tests.strategies.models import BF16, COMPILED, CPU, DDP, FSDP, TENSOR, gpt_trial, slow
 
-CPU = torch.device("cpu")
 HARD: dict[str, Any] = {"steps": 2, "micro_batches": 2, "clip": 0.5}
 EVERYTHING = {**HARD, "layers": 2, "tied": True}
 """Accumulation, clipping and tying; the models of ZOO have none of them."""
-MODELS = ZOO | {"gpt without its plan": gpt_trial(plan=False, **EVERYTHING)}
+MODELS = models.ZOO | {"gpt without its plan": gpt_trial(plan=False, **EVERYTHING)}
 
 
 def _trial(row: Row, name: str = "") -> Trial:
     dims = row.layout.dims
     if name:
-        return LLAMA if name == "llama" else MODELS[name]
+        return models.LLAMA if name == "llama" else MODELS[name]
     if dims.ep > 1:
-        return mixture_trial(**HARD)
-    return masked_trial(**HARD) if dims.cp > 1 else gpt_trial(**EVERYTHING | {"layers": 4 if dims.pp > 1 else 2})
+        return models.mixture_trial(**HARD)
+    return models.masked_trial(**HARD) if dims.cp > 1 else gpt_trial(**EVERYTHING | {"layers": 4 if dims.pp > 1 else 2})
 
 
 def _train(_: int, row: Row, options: Options, name: str = "") -> tuple[Curve, list[int]]:
@@ -53,7 +53,8 @@ def _train(_: int, row: Row, options: Options, name: str = "") -> tuple[Curve, l
 
         def measure(*_: Any) -> None:
             states = [value for state in made.state.values() for value in state.values()]
-            held[:] = stored(own), stored(p.grad for p in own if p.grad is not None), stored(states)
+            gradients = (p.grad for p in own if p.grad is not None)
+            held[:] = (models.stored(tensors) for tensors in (own, gradients, states))
 
         made.register_step_post_hook(measure)
         return made
@@ -80,7 +81,7 @@ def _found(row: Row, name: str = "", **options: Any) -> tuple[Difference, list[i
     return curves.difference(_truths[trial], curve), held
 
 
-@pytest.mark.parametrize("row", EVERY)
+@pytest.mark.parametrize("row", models.EVERY)
 def test_row_trains_the_same_model_and_holds_what_it_costs_to_the_byte(row: Row) -> None:
     found, held = _found(row, activation_checkpointing="full")
     assert found.within(1e-6 if row.layout.dims.ep > 1 else row.tolerance), found
@@ -92,44 +93,40 @@ def test_row_trains_the_same_model_and_holds_what_it_costs_to_the_byte(row: Row)
         assert held == [cost.parameters, cost.gradients, cost.optimizer]
 
 
-_DDP, _FSDP, _TENSOR = (Row(name, 2) for name in ("ddp", "fsdp", "tensor"))
 _DDP_TENSOR, _FSDP_TENSOR = (Row(f"{name}+tensor", 4, {"tp": 2}) for name in ("ddp", "fsdp"))
 _TENSOR_IN_HALVES = Row("tensor+pipeline", 4, {"tp": 2, "pp": 2}, options={"schedule": "zb_h1"}, micro_batches=4)
 _RING, *_CONTEXTS = (Row("context", 2, options={"context": method}) for method in METHODS)
-WIDE = [_DDP, _FSDP_TENSOR, Row("pipeline", 2, {"pp": 2}, micro_batches=2)]
+WIDE = [DDP, _FSDP_TENSOR, Row("pipeline", 2, {"pp": 2}, micro_batches=2)]
 FULL, SELECTIVE = ({"activation_checkpointing": mode} for mode in ("full", "selective"))
-COMPILED = {"compile": True, "compile_backend": "aot_eager"}
-BF16 = {"precision": "bf16"}
-_slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
     ("row", "options"),
     [
-        (_DDP, SELECTIVE | {"bucket_mb": 0.01}),
-        (_FSDP, SELECTIVE),
-        (_TENSOR, SELECTIVE),
-        (_TENSOR, {}),  # unlike the rows above it gathers again in backward
-        _slow(_TENSOR_IN_HALVES, {}),
-        (_TENSOR, {"sequence_parallel": False}),
-        (_TENSOR, {"loss_parallel": False}),
-        (_TENSOR, {"async_tp": True} | SELECTIVE),
-        _slow(_TENSOR, {"async_tp": True} | COMPILED),
-        _slow(Row("fsdp+tensor+pipeline", 8, {"tp": 2, "pp": 2}), {"async_tp": True}),
+        (DDP, SELECTIVE | {"bucket_mb": 0.01}),
+        (FSDP, SELECTIVE),
+        (TENSOR, SELECTIVE),
+        (TENSOR, {}),  # unlike the rows above it gathers again in backward
+        slow(_TENSOR_IN_HALVES, {}),
+        (TENSOR, {"sequence_parallel": False}),
+        (TENSOR, {"loss_parallel": False}),
+        (TENSOR, {"async_tp": True} | SELECTIVE),
+        slow(TENSOR, {"async_tp": True} | COMPILED),
+        slow(Row("fsdp+tensor+pipeline", 8, {"tp": 2, "pp": 2}), {"async_tp": True}),
         (_FSDP_TENSOR, {"offload": True, "accumulate_sharded": True}),
-        _slow(_DDP_TENSOR, FULL | {"bucket_mb": 0.01}),
+        slow(_DDP_TENSOR, FULL | {"bucket_mb": 0.01}),
         (_RING, {}),
         *((row, SELECTIVE) for row in (_RING, *_CONTEXTS)),
-        _slow(Row("ddp+expert", 2, {"ep": 2}), COMPILED),
-        (_FSDP, COMPILED | FULL),
-        _slow(_TENSOR, COMPILED | SELECTIVE),
-        _slow(_RING, COMPILED | FULL),  # traced without what lets attention go across workers
-        _slow(_CONTEXTS[-1], COMPILED),
-        *((row, BF16) for row in (_DDP, _FSDP, _TENSOR)),
-        _slow(_FSDP_TENSOR, BF16),
-        (_DDP, {"reduce_dtype": "bf16"}),
-        (_FSDP, {"reduce_dtype": "bf16", "precision": "fp16"}),
-        _slow(_DDP_TENSOR, {"reduce_dtype": "bf16"}),
+        slow(Row("ddp+expert", 2, {"ep": 2}), COMPILED),
+        (FSDP, COMPILED | FULL),
+        slow(TENSOR, COMPILED | SELECTIVE),
+        slow(_RING, COMPILED | FULL),  # traced without what lets attention go across workers
+        slow(_CONTEXTS[-1], COMPILED),
+        *((row, BF16) for row in (DDP, FSDP, TENSOR)),
+        slow(_FSDP_TENSOR, BF16),
+        (DDP, {"reduce_dtype": "bf16"}),
+        (FSDP, {"reduce_dtype": "bf16", "precision": "fp16"}),
+        slow(_DDP_TENSOR, {"reduce_dtype": "bf16"}),
     ],
     ids=str,
 )
@@ -141,10 +138,10 @@ def test_options_change_no_number_but_by_the_rounding_of_sixteen_bits(row: Row, 
         assert found.within(row.tolerance), found
 
 
-@pytest.mark.parametrize("row", [Row("ddp+expert", 2, {"ep": 2}), _slow(Row("fsdp+expert", 4, {"ep": 2}))], ids=str)
+@pytest.mark.parametrize("row", [Row("ddp+expert", 2, {"ep": 2}), slow(Row("fsdp+expert", 4, {"ep": 2}))], ids=str)
 def test_experts_in_sixteen_bits_are_as_far_off_as_one_device_from_itself(row: Row) -> None:
     """In float32 they would be further off."""
-    trials = Trials(functools.partial(mixture_trial, **HARD), Options(), "cpu")
+    trials = Trials(functools.partial(models.mixture_trial, **HARD), Options(), "cpu")
     calls = [Call(SINGLE, "bf16", order, row.layout.dims.dp_shard > 1) for order in (None, *ORDERS)]
     curves_found = [matrix._trained(trials, call, CPU).curve for call in calls]
     truth, *others = [curve for curve in curves_found if curve is not None]
@@ -161,7 +158,7 @@ def test_a_block_of_hugging_faces_is_compiled_as_one_graph(row: Row) -> None:
     assert found.within(row.tolerance), found
 
 
-@pytest.mark.parametrize("row", [Row("model_parallel", 1), _DDP, _FSDP, _TENSOR], ids=str)
+@pytest.mark.parametrize("row", [Row("model_parallel", 1), DDP, FSDP, TENSOR], ids=str)
 def test_any_model_without_hints(row: Row) -> None:
     for name in MODELS:
         found, _ = _found(row, name)

@@ -18,9 +18,8 @@ from strategies.parallelize import Options, choose, parallelize
 from strategies.torch_internals import OperationMode
 from tests.pool import run_distributed
 from tests.strategies import models
-from tests.strategies.models import PlainGPT, SmallResNet, gpt_trial, mlp, random, seeded
+from tests.strategies.models import CPU, PlainGPT, SmallResNet, gpt_trial, mlp, random, seeded
 
-CPU = torch.device("cpu")
 SINGLE = choose("single", 1)
 
 

@@ -19,9 +19,8 @@ from experiments.parity.experiment import table
 from experiments.parity.matrix import EVERYTHING, Result, run
 from experiments.parity.rows import ROWS, THREE, Row
 from strategies.parallelize import LayoutError, Options
-from tests.strategies.models import gpt_trial, language_loss
+from tests.strategies.models import CPU, DDP, FSDP, TENSOR, gpt_trial, language_loss
 
-DDP, FSDP, TENSOR = Row("ddp", 2), Row("fsdp", 2), Row("tensor", 2)
 GOOD = Result(DDP, "plain", Difference(1e-7, 1e-6, 1e-6), 1.0)
 FAR = Result(FSDP, "plain", Difference(1e-3, 1e-6, 1e-6), 1.0)
 FAILED = Result(FSDP, "plain", error="ValueError: planted")
@@ -71,15 +70,15 @@ def test_a_row_that_raises_has_failed_and_the_next_ones_run() -> None:
 def test_a_trial_that_a_layout_cannot_train_is_one_sentence() -> None:
     few = dataclasses.replace(gpt_trial(steps=2), batch=lambda step: (torch.zeros(3, 8).long(),) * 2, micro_batches=2)
     with pytest.raises(LayoutError, match=r"a batch of 3 is not enough for 2 .* 2 micro-batches .*global_batch_size=4"):
-        curves.begin(few, DDP.layout, Options(), torch.device("cpu"))
+        curves.begin(few, DDP.layout, Options(), CPU)
     trial = dataclasses.replace(gpt_trial(), heads=2)
     with pytest.raises(LayoutError, match=r"parallel.tp is 4, which does not divide the model's 2 heads: write 1, 2"):
-        curves.begin(trial, Row("tensor", 4).layout, Options(), torch.device("cpu"))
+        curves.begin(trial, Row("tensor", 4).layout, Options(), CPU)
 
 
 CANNOT = Row("pipeline", 1)
-SHARDED = ("hsdp", "fsdp+tensor", "fsdp+pipeline", "tensor+context")
-FEW = [row for row in ROWS if row.workers <= 2 or row.name in SHARDED]
+OF_FOUR = ("hsdp", "fsdp+tensor", "fsdp+pipeline", "tensor+context")
+FEW = [row for row in ROWS if row.workers <= 2 or row.name in OF_FOUR]
 """All pairs of checkpoints of the whole matrix take more than half an hour (experiments/benchmarks/PARITY.md)."""
 
 

@@ -25,7 +25,6 @@ def test_the_law_finds_its_constants() -> None:
         gain = n / (1 + 0.05 * (n - 1) + 0.002 * n * (n - 1))
         speeds[n] = [100 * gain * (1 + draw.gauss(0, 0.01)) for _ in range(5)]
     law = answer.fit(speeds)
-    assert law is not None
     for name, true in (("sigma", 0.05), ("kappa", 0.002)):
         value, low, high = law[name]
         assert low <= value <= high and abs(value - true) < 0.3 * true, name

@@ -19,9 +19,7 @@ from strategies.layout import choose
 from strategies.parallelize import Options, ParallelDims, parallelize
 from tests.pool import run_distributed
 from tests.strategies import models
-from tests.strategies.models import assert_refused, language_loss, masked_trial, random, saved, seeded
-
-CPU = torch.device("cpu")
+from tests.strategies.models import CPU, assert_refused, language_loss, masked_trial, random, saved, seeded
 
 
 def _attentions(rank: int, name: str) -> list[float]:
@@ -85,7 +83,6 @@ def _metrics(rank: int, dims: dict[str, int]) -> tuple[float, float]:
     """Evaluation's mean, and a total over workers, of what each has."""
     parallel = parallelize(masked_trial().build, choose("auto", 4, **dims), device=CPU)
     value = parallel.forward(lambda model, own: {"loss": language_loss(model, own)}, models.masked_batch(0))
-    assert value is not None
     return float(parallel.total(value["loss"])), float(parallel.total(torch.tensor(3.0)))
 
 

@@ -50,7 +50,6 @@ def library() -> Path:
     if compiler is None:
         raise NoFakeCUDA("fake CUDA needs a C++ compiler, and there is none")
     found = importlib.util.find_spec("torch")
-    assert found is not None and found.origin is not None
     home, version = Path(found.origin).parent, importlib.metadata.version("torch")
     if Path(home, "lib", "libtorch_cuda.so").exists():
         raise NoFakeCUDA("fake CUDA needs a torch without CUDA of its own")

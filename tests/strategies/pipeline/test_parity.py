@@ -22,10 +22,9 @@ from strategies.pipeline.simulate import alive_by_formula
 from strategies.pipeline.weight_grad import DeferredWeightGrad, finish
 from strategies.torch_internals import OperationMode
 from tests.pool import run_distributed
-from tests.strategies.models import HEADS, WIDTH, Block, gpt_trial, language_batch, language_loss
+from tests.strategies.models import BF16, CPU, HEADS, WIDTH, Block, gpt_trial, language_batch, language_loss, slow
 from tests.strategies.pipeline.test_trace import CHAINS, chain_trial
 
-CPU = torch.device("cpu")
 TOLERANCE = 5e-6
 ALL: list[dict[str, Any]] = [{"schedule": name, "chunks": 2 if name == "interleaved_1f1b" else 1} for name in SCHEDULES]
 """Every schedule."""
@@ -36,7 +35,6 @@ OTHERWISE = [ZB_H1 | {"activation_checkpointing": "selective"}, ZB_H1 | {"precis
 OF_CHAINS = list(zip(CHAINS, itertools.cycle(({}, ZB_H1))))
 OVER_FOUR = [("skips", {}), ("t5", ZB_H1)]
 """A value skips ahead of several stages."""
-_slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def _trial(name: str = "") -> Trial:
@@ -59,9 +57,9 @@ def _train(_: int, name: str, workers: int, pp: int, asked: list[Any]) -> list[C
     ("name", "workers", "pp", "asked"),
     [
         pytest.param("pipeline", 2, 2, [("", options) for options in OTHERWISE], id="halves"),
-        _slow("fsdp+pipeline", 4, 2, [("", options) for options in IN_CHUNKS], id="sharded chunks"),
+        slow("fsdp+pipeline", 4, 2, [("", options) for options in IN_CHUNKS], id="sharded chunks"),
         pytest.param("pipeline", 2, 2, OF_CHAINS, id="chains"),
-        _slow("pipeline", 4, 4, OVER_FOUR, id="chains of 4"),
+        slow("pipeline", 4, 4, OVER_FOUR, id="chains of 4"),
     ],
 )
 def test_halves_sharded_chunks_and_any_chain_without_hints(name: str, workers: int, pp: int, asked: list[Any]) -> None:
@@ -206,16 +204,13 @@ def _types(_: int, name: str, workers: int, options: dict[str, Any]) -> tuple[in
     return max((times for at, times in casts.times.items() if at in own), default=0), found
 
 
-BF16 = {"precision": "bf16"}
-
-
 @pytest.mark.parametrize(
     ("name", "workers", "options", "reduced"),
     [
         ("pipeline", 2, {}, None),
         ("pipeline", 2, BF16, None),
-        _slow("tensor+pipeline", 4, BF16, None),
-        _slow("fsdp+pipeline", 4, BF16 | {"reduce_dtype": "fp32"}, torch.float32),
+        slow("tensor+pipeline", 4, BF16, None),
+        slow("fsdp+pipeline", 4, BF16 | {"reduce_dtype": "fp32"}, torch.float32),
         ("fsdp+pipeline", 4, BF16 | {"reduce_dtype": "bf16"}, torch.bfloat16),
     ],
     ids=str,

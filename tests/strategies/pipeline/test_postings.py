@@ -8,7 +8,6 @@ has asked for before is over. No device waits for more: it would have to wait fo
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from strategies.layout import LayoutError
-from strategies.pipeline import p2p, runtime, schedules
+from strategies.pipeline import p2p, runtime
 from strategies.pipeline.postings import Arrival, arrivals, connections, ends
 from strategies.pipeline.schedules import SCHEDULES, Op, Placement, Schedule
 from strategies.pipeline.simulate import Times, simulate
+from tests.strategies.pipeline.test_schedules import every, make
 
-make = schedules.make.__wrapped__
 CPU = torch.device("cpu")
 
 
@@ -93,32 +91,21 @@ def finishes(schedule: Schedule, orders: Any, steps: int = 1, rest: int = 0) -> 
     return not any(left)
 
 
-def _schedules(name: str) -> Iterator[Schedule]:
-    for stages, micro_batches, chunks in itertools.product((2, 3, 4, 7), (2, 3, 4, 5, 7, 8, 11, 12), (1, 2, 3)):
-        with contextlib.suppress(LayoutError):
-            if name != "zbv" or chunks == 2:
-                yield make(name, stages, micro_batches, chunks)
-
-
-def _usual(name: str, stages: int, micro_batches: int) -> Schedule:
-    return make(name, stages, micro_batches, 2 if name in ("interleaved_1f1b", "zbv") else 1)
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_stage_waits_for_what_depends_on_itself_but_would_if_it_asked_earlier(name: str) -> None:
     """In a first step: where shapes are known, less is waited for."""
-    for schedule in _schedules(name):
+    for schedule in every(name):
         micro_batches = schedule.micro_batches
         found = finishes(schedule, arrivals(schedule), 1 + (micro_batches == 4), micro_batches % 4 == 3)
         assert found, (name, schedule.stages, micro_batches, schedule.chunks)
-    schedule = _usual(name, 4, 8)
+    schedule = make(name, 4, 8, 2 if name in ("interleaved_1f1b", "zbv") else 1)
     early = [[replace(one, after=max(0, one.after - 2)) for one in coming] for coming in arrivals(schedule)]
     assert not finishes(schedule, early), "two instructions earlier"
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_what_is_sent_is_asked_for_once_in_order_and_with_equal_parts_in_time(name: str) -> None:
-    for schedule, transfer in itertools.product(itertools.islice(_schedules(name), 0, None, 3), (0.05, 0.2)):
+    for schedule, transfer in itertools.product(itertools.islice(every(name), 0, None, 3), (0.05, 0.2)):
         place, spans = schedule.placement, simulate(schedule, Times(1.0, 1.0, 1.0, transfer=transfer))
         ended = [[0.0, *(span.end for span in spans if span.stage == stage)] for stage in range(place.stages)]
         gave = {(s.kind, place.part(s.stage, s.chunk) - (s.kind == "B"), s.micro): s.end for s in spans}

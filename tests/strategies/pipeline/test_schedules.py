@@ -1,7 +1,7 @@
 """Schedules, cuts and simulated times: pure functions, no processes."""
 
+import contextlib
 import itertools
-import json
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,15 +11,7 @@ import pytest
 from strategies.layout import LayoutError
 from strategies.pipeline import partition, schedules
 from strategies.pipeline.schedules import FOLDED, SCHEDULES, SPLIT, Op, Placement, Schedule
-from strategies.pipeline.simulate import (
-    Times,
-    alive_by_formula,
-    bubble,
-    bubble_by_formula,
-    chrome_trace,
-    figures,
-    simulate,
-)
+from strategies.pipeline.simulate import Times, alive_by_formula, bubble, bubble_by_formula, figures, simulate
 
 make = schedules.make.__wrapped__
 """Without its cache, which `make mutants` would find filled by schedules that have no mutation."""
@@ -31,36 +23,32 @@ def alive(schedule: Schedule, stage: int) -> int:
     return max(itertools.accumulate((op.kind == "F") - (op.kind == release) for op in schedule.lists[stage]))
 
 
-def _all() -> Iterator[tuple[str, int, int, int]]:
-    for name, stages, factor in itertools.product(SCHEDULES, (2, 3, 4, 8), (1, 2, 5)):
-        for chunks in (2, 3) if name == "interleaved_1f1b" else (2,) if name in FOLDED else (1,):
-            try:
-                make(name, stages, factor * stages, chunks)
-            except LayoutError:
-                continue
-            yield name, stages, factor * stages, chunks
+def every(name: str) -> Iterator[Schedule]:
+    for stages, micro_batches, chunks in itertools.product((2, 3, 4, 7), (2, 3, 4, 5, 7, 8, 11, 12), (1, 2, 3)):
+        with contextlib.suppress(LayoutError):
+            if name != "zbv" or chunks == 2:
+                yield make(name, stages, micro_batches, chunks)
 
 
-@pytest.mark.parametrize(("name", "stages", "micro_batches", "chunks"), list(_all()))
-def test_each_does_everything_once_without_a_deadlock_and_holds_what_the_formula_says(
-    name: str, stages: int, micro_batches: int, chunks: int
-) -> None:
-    schedule = make(name, stages, micro_batches, chunks)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_each_does_everything_once_without_a_deadlock_and_holds_what_the_formula_says(name: str) -> None:
     kinds = "FBW" if name in SPLIT else "FB"
-    wanted = Counter(itertools.product(kinds, range(micro_batches), range(chunks)))
-    assert len(schedule.lists) == stages
-    placed = Placement.of(name, stages, 1 if name in FOLDED else chunks)  # they have two, whatever is written
-    owners = {part: stage for stage in range(stages) for part in placed.own(stage)}
-    assert placed == schedule.placement and owners == {part: placed.stage(part) for part in range(stages * chunks)}
-    simulate(schedule, Times(1.0, 1.0, 1.0))
-    rough = random.Random(stages)
-    uneven = Times(*([rough.uniform(0.5, 2) for _ in range(schedule.placement.parts)] for _ in range(3)), transfer=0.3)
-    spans = simulate(schedule, uneven)  # not even with uneven stages and slow links
-    for stage in range(stages):
-        own = sorted((span for span in spans if span.stage == stage), key=lambda span: span.start)
-        assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(own)), "a stage does one thing at a time"
-        assert Counter((op.kind, op.micro, op.chunk) for op in schedule.lists[stage]) == wanted
-        assert alive(schedule, stage) == alive_by_formula(schedule, stage)
+    for schedule in every(name):
+        stages, micro_batches, chunks = schedule.stages, schedule.micro_batches, schedule.chunks
+        this, wanted = str(schedule), Counter(itertools.product(kinds, range(micro_batches), range(chunks)))
+        assert len(schedule.lists) == stages
+        placed = Placement.of(name, stages, 1 if name in FOLDED else chunks)  # they have two, whatever is written
+        owners = {part: stage for stage in range(stages) for part in placed.own(stage)}
+        assert placed == schedule.placement and owners == {part: placed.stage(part) for part in range(stages * chunks)}
+        simulate(schedule, Times(1.0, 1.0, 1.0))
+        rough = random.Random(stages)
+        uneven = Times(*([rough.uniform(0.5, 2) for _ in range(placed.parts)] for _ in range(3)), transfer=0.3)
+        spans = simulate(schedule, uneven)  # not even with uneven stages and slow links
+        for stage in range(stages):
+            own = sorted((span for span in spans if span.stage == stage), key=lambda span: span.start)
+            assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(own)), "a stage does one thing at a time"
+            assert Counter((op.kind, op.micro, op.chunk) for op in schedule.lists[stage]) == wanted, this
+            assert alive(schedule, stage) == alive_by_formula(schedule, stage), this
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -100,8 +88,6 @@ def test_a_step_that_ran_as_simulated_has_the_simulated_bubble(name: str, chunks
     assert abs(found["pipeline/bubble"] - bubble(spans)) < 1e-9
     assert abs(found["pipeline/bubble_by_simulation"] - bubble(spans)) < 1e-9
     assert abs(found["pipeline/stage_1/compute_seconds"] - 8 * chunks * 0.03) < 1e-9
-    trace = json.loads(json.dumps(chrome_trace(spans)))["traceEvents"]
-    assert sum(event["ph"] == "X" for event in trace) == len(spans)
 
 
 # --- cuts -------------------------------------------------------------------------------------------------------

@@ -14,9 +14,7 @@ from strategies.parallel import Loss
 from strategies.pipeline.apply import plan_stages
 from strategies.pipeline.stage import Stage
 from tests.strategies import models
-from tests.strategies.models import HEADS, VOCABULARY, WIDTH, Block, PlainGPT, assert_refused, language_loss
-
-CPU = torch.device("cpu")
+from tests.strategies.models import CPU, HEADS, VOCABULARY, WIDTH, Block, PlainGPT, assert_refused, language_loss
 
 
 class Skips(nn.Module):
