@@ -27,7 +27,7 @@ HEAD = contextlib.ExitStack()
 LAST_IN_RAY = pytest.StashKey[pytest.Item | None]()
 ALONE = " and alone"
 """How the expression ends that chooses the second half of `make test`."""
-WHOLE = ("trireme", "torchrun", "start", "subprocess", "CliRunner", "Reader", "load_task", "mlflow", "ROWS")
+WHOLE = ("trireme", "torchrun", "start", "subprocess", "invoke", "CliRunner", "Reader", "load_task", "mlflow", "ROWS")
 """What a module's tests begin processes with, or whole commands, models and trainings."""
 
 

@@ -45,6 +45,11 @@ class Ended:
     def json(self) -> dict[str, Any]:
         return json.loads(self.out.strip().splitlines()[-1])
 
+    def expect(self, code: int = 0) -> Any:
+        """Itself; it must have ended with this code."""
+        assert self.code == code, self.out + self.err
+        return self
+
 
 def here(patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str], *words: str) -> Ended:
     """`trireme WORDS` in this process: for what is refused, or only printed, before anything starts."""
@@ -54,6 +59,17 @@ def here(patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str], *words:
     with pytest.raises(SystemExit) as ended:
         main()
     return Ended(int(ended.value.code or 0), *capture.readouterr())
+
+
+def invoke(*words: object, code: int = 0) -> Any:
+    """`trireme WORDS` in this process too, which ends with `code`: without what `main` does around commands."""
+    from click.testing import CliRunner  # not above: as there
+
+    from app.cli import group
+
+    result = CliRunner().invoke(group, [str(word) for word in words])
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -229,7 +245,7 @@ def same_bits(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 def assert_unbroken(storage: Path, truth: Path, ended: Ended) -> None:
     """No step is lost and none is there twice: to the last bit as in the run `truth`, which nothing has disturbed."""
-    assert ended.code == 0, ended.out + ended.err
+    ended.expect()
     assert same_bits(weights(storage / "run"), weights(truth))
     for metric in ("train/loss", "eval/loss"):
         assert curve(storage, "run", metric) == curve(truth.parent, truth.name, metric)
@@ -238,8 +254,7 @@ def assert_unbroken(storage: Path, truth: Path, ended: Ended) -> None:
 
 def kill_and_run_again(storage: Path, given: list[str]) -> Ended:
     """Both workers of `run` under torchrun, which continues; how `truth`, undisturbed, ended."""
-    truth = torchrun(*given, "run.name=truth")
-    assert truth.code == 0, truth.out + truth.err
+    truth = torchrun(*given, "run.name=truth").expect()
     process = start([*given, "run.name=run"], program=torchrun_program())
     wait_until(lambda: committed(storage / "run"))
     end_tree(process.pid)
@@ -324,8 +339,3 @@ def curve(storage: Path, name: str, metric: str = "train/loss") -> dict[int, flo
     steps = [point.step for point in history]
     assert len(steps) == len(set(steps)), f"{metric} was logged twice at a step: {steps}"
     return {point.step: point.value for point in history}
-
-
-def close(ours: dict[int, float], theirs: dict[int, float], tolerance: float = 1e-5) -> bool:
-    """Whether two curves are the same to rounding."""
-    return ours == pytest.approx(theirs, rel=tolerance, abs=0)

@@ -19,9 +19,7 @@ class Points(Task):
 
     step_seconds: that a step sleeps. slow_while: a file without which it does not."""
 
-    def __init__(
-        self, *, samples: int = 256, width: int = 16, step_seconds: float = 0.0, slow_while: str = "/"
-    ) -> None:
+    def __init__(self, *, samples: int = 256, width: int = 16, step_seconds: float = 0, slow_while: str = "/") -> None:
         self.samples, self.width, self.step_seconds, self.slow_while = samples, width, step_seconds, slow_while
 
     def build_model(self) -> nn.Module:
@@ -172,9 +170,7 @@ class Gan(Task):
     loss = judge
 
     def optimizer(self, parameters: list[tuple[str, nn.Parameter]]) -> dict[str, torch.optim.Optimizer]:
-        parts = {
-            name: [p for full, p in parameters if full.startswith(name)] for name in ("generator", "discriminator")
-        }
+        parts = {name: [p for n, p in parameters if n.startswith(name)] for name in ("generator", "discriminator")}
         return {name: torch.optim.Adam(own, (1 + (name[0] == "g")) * 1e-3) for name, own in parts.items()}
 
     def schedule(self, step: int, steps: int) -> float:

@@ -1,7 +1,5 @@
 """Imports run one way, the loop needs neither Ray nor MLflow; and the image, as far as can be told without Docker."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import graphlib

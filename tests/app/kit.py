@@ -17,15 +17,6 @@ from strategies.layout import choose
 from tests.app.checkpoint.kit import save
 
 
-class Listens(SilentChannel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[dict[str, Any]] = []
-
-    def emit(self, event: dict[str, Any]) -> None:
-        self.events.append(event)
-
-
 def nothing_kept(*_: Any) -> Any:
     does_nothing = dict.fromkeys(("keep_weights", "finish", "save", "check", "close"), lambda *_: None)
     return SimpleNamespace(resume=lambda progress: None, overdue=lambda: False, **does_nothing)
@@ -35,10 +26,10 @@ def training_of(
     config: Config, folder: str | Path, rank: int = 0, world: int = 1, strategy: str = "single"
 ) -> tuple[Training, list[dict[str, Any]]]:
     """A training that keeps nothing, and what it will tell its driver."""
-    assert config.train.steps is not None
-    channel = Listens()
+    channel, events = SilentChannel(), list[dict[str, Any]]()
+    channel.emit = events.append  # type: ignore[method-assign]
     job = Job(config, choose(strategy, world), str(folder), "attempt", "uid", config.train.steps, os.getcwd())
-    return Training(job, Place(rank, world, rank, torch.device("cpu")), channel, nothing_kept), channel.events
+    return Training(job, Place(rank, world, rank, torch.device("cpu")), channel, nothing_kept), events
 
 
 def a_run(folder: Path, task: str, task_args: dict[str, Any], steps: tuple[int, ...] = (1,)) -> list[Any]:

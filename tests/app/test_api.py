@@ -60,8 +60,7 @@ def test_a_scripts_own_task_trains_on_a_ray_that_stays(tmp_path: Path, ray_envir
     script = tmp_path / "script.py"
     script.write_text(f"import os; os.chdir({str(tmp_path)!r})\n{SCRIPT}")
     seed([f"run.storage={tmp_path}/runs"])
-    ended = finish(start([], env=ray_environment, program=[sys.executable, str(script)]))
-    assert ended.code == 0, ended.err
+    ended = finish(start([], env=ray_environment, program=[sys.executable, str(script)])).expect()
     said = json.loads(ended.out.splitlines()[-1])
     object_in_thread, own_class = said["curves"]
     assert set(own_class) == {"1", "4", "8", "12"} and said["again"] == "finished"

@@ -1,8 +1,6 @@
 """What a task adds to training: a step of its own, optimizers, losses by name, pictures, an early end; and the average
 of weights. The same under every layout, and to the last bit where workers are killed."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -46,7 +44,6 @@ def trained(rank: int, world: int, strategy: str, folder: str, *more: str) -> tu
             metrics.setdefault(event["step"], {}).update(event["values"])
     assert max(metrics) == summary["step"] == 6, "it ends at its third evaluation"
     weights = training.parallel.full_model_state()
-    assert training.average is not None
     with training.average.in_place():
         return metrics, weights, training.parallel.full_model_state()
 
@@ -79,7 +76,6 @@ def test_an_average_is_what_its_formula_says(tmp_path: Path) -> None:
         decay = min(0.9, (1 + step) / (10 + step))
         for name, p in training.parallel.named_parameters():
             expected[name] = decay * expected[name] + (1 - decay) * p.detach()
-    assert training.average is not None
     assert all(torch.allclose(training.average.values[name], expected[name], atol=1e-6) for name in expected)
 
 

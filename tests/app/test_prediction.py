@@ -21,9 +21,7 @@ from app.tracking.model import _signature
 def made(name: str, **arguments: Any) -> tuple[Any, Predictor]:
     task = load_task(name, arguments)
     torch.manual_seed(0)
-    asked = task.preprocessor()
-    assert asked is not None
-    return task, Predictor(task.build_model().eval(), asked)
+    return task, Predictor(task.build_model().eval(), task.preprocessor())
 
 
 @pytest.mark.parametrize("target", ["y", "kind"])

@@ -1,7 +1,5 @@
 """SECURITY.md, kept: no code from a file, no secret where others look, nothing that other users may open."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -47,7 +45,7 @@ class Attack:
     def __reduce__(self) -> Any:
         return os.mkdir, (str(self.file),)
 
-    def __deepcopy__(self, memo: Any) -> Attack:
+    def __deepcopy__(self, memo: Any) -> Any:
         return self
 
 
@@ -179,8 +177,7 @@ def test_planted_secrets_are_found_nowhere(tmp_path: Path) -> None:
         env = environment(HOME=str(home), RAY_AUTH_MODE="disabled", **PLANTED)
         words = ["submit", *POINTS, "train.steps=20", "run.name=kept", f"run.storage={tmp_path}/runs", "workers=2"]
         words += [f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", "--cluster", str(tmp_path / "c.yaml")]
-        ended = finish(start([*words, "--env", "HF_TOKEN", "--env", "AWS_SECRET_ACCESS_KEY"], env=env))
-        assert ended.code == 0, ended.out + ended.err
+        ended = finish(start([*words, "--env", "HF_TOKEN", "--env", "AWS_SECRET_ACCESS_KEY"], env=env)).expect()
         from ray.job_submission import JobSubmissionClient
 
         jobs = json.dumps([job.model_dump() for job in JobSubmissionClient(dashboard).list_jobs()], default=str)

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 from torch import nn
 
-from app.cli import group
 from app.errors import UserError
 from app.generate import Sampling, _PairsReader, _Reader, continuation, text_input
 from app.prediction import called, logits_of
@@ -20,29 +18,20 @@ from app.tasks import load_task
 from app.tasks.huggingface.inputs import PairsInput
 from app.tasks.language import TextInput
 from tests.app.kit import a_run
-from tests.app.tasks.test_tasks_huggingface import GPT2, SMALL
-from tests.running import flip, same_bits, weights
+from tests.app.tasks.test_tasks_huggingface import BART, GPT2, GROUPED, SMALL, T5
+from tests.running import flip, invoke, same_bits, weights
 
 POINTS = ("tests.tasks:Plain", {"width": 8})
 LOGITS = torch.log(torch.tensor([0.1, 0.6, 0.3]))
 OURS: dict[str, Any] = {"d_model": 16, "n_layers": 2, "n_heads": 2}
-LLAMA = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-T5 = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
-BART = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "max_position_embeddings": 16}
 
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-def trireme(*words: str | Path) -> Result:
-    return CliRunner().invoke(group, [*map(str, words)])
-
-
 def refused(*words: str | Path) -> str:
     """The sentence that the command ends with."""
-    result = trireme(*words)
-    assert result.exit_code == 2, result.output
-    sentence = result.stderr.strip()
+    sentence = invoke(*words, code=2).stderr.strip()
     assert sentence.startswith("trireme: ") and "\n" not in sentence and "Traceback" not in sentence
     return sentence
 
@@ -52,9 +41,7 @@ def test_transformers_load_the_model_with_its_tied_weights_once_and_its_tokenize
 
     args = {"model": "gpt2", "config": GPT2, "data": text, "sequence_length": 8}
     (trained,) = a_run(tmp_path / "gpt2", "huggingface", args, steps=(3,))
-    result = trireme("export", tmp_path / "gpt2", "--to", "huggingface", "--json")
-    assert result.exit_code == 0, result.output
-    done = json.loads(result.stdout)
+    done = json.loads(invoke("export", tmp_path / "gpt2", "--to", "huggingface", "--json").stdout)
     assert done["status"] == "complete" and done["step"] == 3
     folder = Path(done["folder"])
     assert folder == tmp_path / "gpt2" / "export" / "huggingface-step-00000003"
@@ -76,7 +63,7 @@ def test_classifier_keeps_its_classes_and_its_padding(tmp_path: Path) -> None:
     table.write_text("text,label\n" + "good day,yes\nbad day,no\n" * 10)
     (trained,) = a_run(tmp_path / "bert", "huggingface", {"model": "bert", "config": SMALL, "data": str(table)})
     export = ("export", tmp_path / "bert", "--to", "huggingface", "--out")
-    assert trireme(*export, out).exit_code == 0
+    invoke(*export, out)
     model = AutoModelForSequenceClassification.from_pretrained(out)
     assert model.config.id2label == {0: "no", 1: "yes"}
     texts = AutoTokenizer.from_pretrained(out)(["good", "a bad day"], padding=True, return_tensors="pt")
@@ -96,8 +83,7 @@ def test_of_any_task_the_newest_good_checkpoint_or_the_one_asked_for(tmp_path: P
     first, second = a_run(run, *POINTS, steps=(1, 2))
 
     def assert_exported(said: str, model: nn.Module, to: str, *more: str) -> None:
-        result = trireme("export", run, "--to", to, *more, "--out", tmp_path / said)
-        assert result.exit_code == 0 and said in result.stdout, result.output
+        assert said in invoke("export", run, "--to", to, *more, "--out", tmp_path / said).stdout
         (path,) = (tmp_path / said).iterdir()
         got = load_file(path) if to == "safetensors" else torch.load(path, weights_only=True)
         assert same_bits(got, model.state_dict())
@@ -170,8 +156,8 @@ def test_letters_of_several_bytes_come_whole_and_no_more_is_read_than_the_model_
     [
         ("language_modelling", OURS),
         ("language_modelling", OURS | {"mixture": {"n_experts": 2, "top_k": 1}}),
-        ("huggingface", {"model": "llama", "config": LLAMA}),
-        ("huggingface", {"model": "gpt2", "config": {"n_embd": 16, "n_layer": 2, "n_head": 2}}),
+        ("huggingface", {"model": "llama", "config": GROUPED}),
+        ("huggingface", {"model": "gpt2", "config": GPT2}),
     ],
 )
 def test_keys_and_values_that_are_kept_change_nothing(task: str, args: dict[str, Any], text: str) -> None:
@@ -187,7 +173,7 @@ def test_keys_and_values_that_are_kept_change_nothing(task: str, args: dict[str,
     assert torch.equal(found, whole), "nothing is kept any more"
 
 
-@pytest.mark.parametrize(("model", "config"), [("t5", T5), ("bart", BART)])
+@pytest.mark.parametrize(("model", "config"), [("t5", T5), ("bart", BART | {"max_position_embeddings": 16})])
 def test_of_a_text_a_model_with_an_encoder_makes_another(model: str, config: dict[str, Any], tmp_path: Path) -> None:
     pairs = tmp_path / "pairs.csv"
     pairs.write_text("text,target\n" + "".join(f"word {n},drow {n}\n" for n in range(40)))
@@ -207,13 +193,13 @@ def test_a_trained_run_continues_texts_and_others_say_why_not(tmp_path: Path, te
     known = ["launcher=local", "strategy=single", f"run.storage={tmp_path}", "tracking.enabled=false", "run.name=gpt"]
     sizes = f"task_args={{data: {text}, sequence_length: 16, d_model: 32, n_layers: 1, n_heads: 2}}"
     train = ["train.steps=100", "train.global_batch_size=16", "optimizer.lr=0.02"]
-    assert trireme("train", "task=language_modelling", sizes, *train, *known).exit_code == 0
+    invoke("train", "task=language_modelling", sizes, *train, *known)
     run, out = tmp_path / "gpt", tmp_path / "out"
-    said = trireme("generate", run, "saved is a penny ", "--max-tokens", "6", "--temperature", "0")
+    said = invoke("generate", run, "saved is a penny ", "--max-tokens", "6", "--temperature", "0")
     assert said.stdout == "saved is a penny earned\n", said.output
-    seeded = [trireme("generate", run, "a", "--seed", seed).stdout for seed in ("1", "1", "2")]
+    seeded = [invoke("generate", run, "a", "--seed", seed).stdout for seed in ("1", "1", "2")]
     assert seeded[0] == seeded[1] != seeded[2]
-    assert trireme("export", run, "--to", "torch", "--out", out).exit_code == 0
+    invoke("export", run, "--to", "torch", "--out", out)
     (file,) = out.iterdir()
     assert same_bits(torch.load(file, weights_only=True), weights(run))
     a_run(tmp_path / "points", *POINTS)

@@ -6,13 +6,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from app.cli import group
 from app.errors import UserError
 from experiments.report import page
 from experiments.report.runs import RunRecord, content, report
-from tests.running import POINTS, mlflow_run, mlflow_text, seed
+from tests.running import POINTS, invoke, mlflow_run, mlflow_text, seed
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or ""
 
@@ -24,8 +22,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     more = ["run.name=a", "optimizer.lr=0.01", "train.steps=30", "train.eval_every=10"]
     words = ["train", *POINTS, "launcher=local", f"run.storage={folder}", *more]
     seed(words)
-    ended = CliRunner().invoke(group, words)
-    assert ended.exit_code == 0, ended.output
+    invoke(*words)
     shutil.copytree(folder / "a", folder / "b")
     for file, old, new in (("run.json", '"name": "a"', '"name": "b"'), ("config.yaml", "lr: 0.01", "lr: 0.02")):
         (folder / "b" / file).write_text((folder / "a" / file).read_text().replace(old, new))
@@ -33,8 +30,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_and_two_runs(runs: Path, tmp_path: Path) -> None:
-    ended = CliRunner().invoke(group, ["report", str(runs / "a")])
-    assert ended.exit_code == 0, ended.output
+    invoke("report", runs / "a")
     out, _ = report([str(runs / "a"), str(runs / "b")], str(tmp_path / "both.html"))
     first, both = (runs / "a" / "report.html").read_text(), out.read_text()
     assert "accuracy" in first and "Where they differ" not in first

@@ -17,7 +17,7 @@ import pytest
 
 from tests.faults.host import PACE, RUN, TORCHRUN, TWO, Host, Started, kill, memory_group, reached
 from tests.lab import NEEDS_LAB, Lab
-from tests.running import close, committed, curve, flip, same_bits, weights
+from tests.running import committed, curve, flip, same_bits, weights
 
 pytestmark = NEEDS_LAB
 SEED = int(os.environ.get("SEED", "24"))
@@ -298,7 +298,7 @@ def test_hosts_are_cut_off_and_come_back(site: Site, launcher: str) -> None:
         assert run.wait() == 0, run.lines.text
         one = hosts[0].start(*words, "launcher=local", "task_args.step_seconds=0", f"run.storage={lab.shared / 'one'}")
         assert one.wait() == 0, one.lines.text
-        assert close(curve(storage, "run"), curve(lab.shared / "one", "run"), 1e-4)
+        assert curve(storage, "run") == pytest.approx(curve(lab.shared / "one", "run"), rel=1e-4, abs=0)
         workers = list(curve(storage, "run", "fault/workers").values())
         assert workers[:2] == [3.0, 2.0] and workers[-1] == 4.0, "the two that come may be taken one by one"
         site.row(f"hosts cut off from each other, {launcher}", run, storage, "same curve, with 4, 3, 2, 4 workers")

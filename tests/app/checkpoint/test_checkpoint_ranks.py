@@ -87,7 +87,6 @@ def _refused(rank: int, folder: str) -> tuple[str, int, list[str]]:
         flip(Path(folder, "step-00000002", "__1_0.distcp"))
     dist.barrier()
     good, skipped = checkpoint.latest_good(folder)
-    assert good is not None
     return str(caught.value), good.step, skipped
 
 
@@ -146,7 +145,6 @@ def _fail(rank: int, folder: Path) -> list[str]:
             if rank == bad:
                 patch.setattr(owner, name, Mock(side_effect=error))
             checkpointer.save(state_of(None, 2.0), meta={"step": 2})
-            assert checkpointer._pending is not None
             said.append(str(checkpointer._pending.exception(60)))
         # It is not forgotten by looking, and the next save tells it and begins nothing.
         again = partial(checkpointer.save, state_of(None), meta={"step": 3})
@@ -215,9 +213,8 @@ def _go_on(_: int, row: Row, folder: str, step: int) -> tuple[dict[str, torch.Te
     run_steps(trial, parallel, optimizer, range(step, step + 1))
     first = {name: tensor.clone() for name, tensor in parallel.full_model_state().items()}
     checkpointer = Checkpointer(folder)
-    checkpointer.save(
-        {"model": parallel.model_state(), "optimizer": parallel.optimizer_state(optimizer)}, meta={"step": step}
-    )
+    state = {"model": parallel.model_state(), "optimizer": parallel.optimizer_state(optimizer)}
+    checkpointer.save(state, meta={"step": step})
     run_steps(trial, parallel, optimizer, range(step + 1, step + 2))
     checkpointer.close()
     return first, parallel.full_model_state()

@@ -60,16 +60,14 @@ def idx(array: np.ndarray, kind: int = 8) -> bytes:
 IDX, IDX_LABELS = idx(PIXELS), idx(LABELS.astype(np.uint8))
 
 
-def idx_folder(
-    folder: Path, images: bytes = IDX, labels: bytes = IDX_LABELS, part: str = "train", pack: Any = None
-) -> Path:
+def idx_folder(at: Path, images: Any = IDX, labels: Any = IDX_LABELS, part: str = "train", pack: Any = None) -> Path:
     """Packed files have the other names that are in use."""
     for name, content in (("images-idx3-ubyte", images), ("labels-idx1-ubyte", labels)):
         if pack:
-            write(folder / f"{part}-{name.replace('-idx', '.idx')}.gz", pack(content))
+            write(at / f"{part}-{name.replace('-idx', '.idx')}.gz", pack(content))
         else:
-            write(folder / f"{part}-{name}", content)
-    return folder
+            write(at / f"{part}-{name}", content)
+    return at
 
 
 def assert_same(found: ImageSet | None, images: np.ndarray = PIXELS[:, None]) -> None:
@@ -309,9 +307,7 @@ BAD: list[tuple[Callable[[Any], Any], Callable[[Path], Any], str]] = [
 
 
 @pytest.mark.parametrize(("read", "make", "says"), BAD, ids=[says for *_, says in BAD])
-def test_bad_data_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Any], Any], make: Callable[[Path], Any], says: str
-) -> None:
+def test_bad_data_is_one_sentence(tmp_path: Path, monkeypatch: Any, read: Any, make: Any, says: str) -> None:
     monkeypatch.chdir(tmp_path)
     given = make(tmp_path)
     with pytest.raises(UserError, match=says) as raised:

@@ -1,7 +1,5 @@
 """Streams, data sets of Hugging Face's library and mixtures: the same samples whatever the workers and the resumes."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

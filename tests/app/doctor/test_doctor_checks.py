@@ -100,9 +100,7 @@ PLANTED: list[tuple[ClusterFacts, str, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("facts", "code", "where", "said"), PLANTED, ids=[f"{r[1]}-{i}" for i, r in enumerate(PLANTED)]
-)
+@pytest.mark.parametrize(("facts", "code", "where", "said"), PLANTED)
 def test_a_planted_fault_is_named(facts: ClusterFacts, code: str, where: str, said: str) -> None:
     found = judge(facts)
     assert {finding.code for finding in found} == {code}, "and nothing else is reported"

@@ -49,17 +49,13 @@ ON_B = failure(Kind.DIED, node="b", progressed=False)
         ([STILLBORN, failure(Kind.NO_CAPACITY, progressed=False)], 99, Action.RETRY, "it broke", 1),
     ],
 )
-def test_whether_and_when_to_start_again(
-    history: list[Failure], limit: int, action: Action, says: str, pause: float
-) -> None:
+def test_whether_and_when_to_start_again(history: Any, limit: int, action: Action, says: str, pause: float) -> None:
     decision = decide(history, Limits(limit))
     assert (decision.action, decision.pause) == (action, pause)
     assert decision.reason.startswith(history[-1].sentence) and decision.reason.endswith(says)
 
 
-def capacity(
-    workers: int, free: int, seconds: float = 0.0, valid: tuple[int, ...] = (1, 2, 4), **without: int
-) -> Capacity:
+def capacity(workers: int, free: int, seconds: float = 0.0, valid: Any = (1, 2, 4), **without: int) -> Capacity:
     return Capacity(workers, 4, free, valid, without, seconds)
 
 
@@ -89,9 +85,7 @@ SAYS = {Action.WAIT: ROOM, Action.RESIZE: ROOM, Action.EXCLUDE_NODE: EXCLUDED}
         ([ON_A, failure(Kind.DIED, node="a", at=3601.0)], ELASTIC, capacity(4, 4, a=4), Action.RETRY, 0),
     ],
 )
-def test_with_what_to_continue(
-    history: list[Failure], limits: Limits, found: Capacity, action: Action, workers: int
-) -> None:
+def test_with_what_to_continue(history: Any, limits: Limits, found: Capacity, action: Action, workers: int) -> None:
     decision = decide(history, limits, found)
     assert (decision.action, decision.workers) == (action, workers)
     assert decision.reason == "it broke" + SAYS.get(action, "")

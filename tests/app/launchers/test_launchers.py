@@ -1,6 +1,7 @@
 """Runs in Ray as a person starts them: stages on actors, what they wait for, what they leave there and find there. Runs
 of two workers, whatever launches them: test_resume.py; how they end: tests/faults."""
 
+import gzip
 import json
 import os
 from pathlib import Path
@@ -9,21 +10,39 @@ from unittest import mock
 import pytest
 import ray
 import torch
-from click.testing import CliRunner
 from ray.util import placement_group, placement_group_table
 from ray.util.placement_group import PlacementGroup
 
-from app.cli import group
 from app.config_io import load_config
 from app.launchers.room import groups_of_this_job, remove_groups_but
 from app.tracking.tracker import Tracker
 from tests.app.kit import training_of
-from tests.app.test_profiler import assert_profiled
-from tests.running import POINTS, close, committed, curve, mlflow_run, trireme, wait_until, weights
+from tests.running import POINTS, committed, curve, invoke, mlflow_run, mlflow_text, trireme, wait_until, weights
 
 GPT = ["experiments/gpt.yaml", "task_args.d_model=32", "task_args.n_layers=4", "task_args.sequence_length=32"]
 GPT += ["task_args.eval_samples=16", "train.steps=12", "train.global_batch_size=16", "train.eval_every=6"]
 GPT += ["train.log_every=1", "tracking.log_model=false"]
+
+
+def assert_profiled(storage: Path, name: str, first: int) -> None:
+    """Three steps of a run's ranks 0 and 1, from `first` on: in its folder, in MLflow and as they are shown."""
+    steps = f"steps-{first}-{first + 2}"
+    for rank in (0, 1):
+        packed = storage / name / "profile" / steps / f"rank-{rank}.trace.json.gz"
+        events = json.loads(gzip.decompress(packed.read_bytes()))["traceEvents"]
+        taken = {event["name"] for event in events if str(event.get("name")).startswith("ProfilerStep")}
+        assert len(taken) == 3, "those that were asked for, without the one to warm up"
+    ranks = json.loads(invoke("profile", storage / name, "--json").stdout)["ranks"]
+    assert [rank["rank"] for rank in ranks] == [0, 1]
+    for rank in ranks:
+        assert rank["communication_seconds"] > 0, "gradients or activations are sent in every step"
+        parts = [rank[f"{part}_seconds"] for part in ("computing", "exposed_communication", "idle")]
+        assert sum(parts) == pytest.approx(rank["step_seconds"], rel=0.01)
+        assert any(row["name"].startswith("aten::") and row["bytes"] > 0 for row in rank["operators"])
+    run = mlflow_run(storage, name)
+    assert run.data.metrics["profile/step_seconds"] == pytest.approx(ranks[0]["step_seconds"])
+    (table,) = mlflow_text(storage, run.info.run_id, f"profile/{steps}")
+    assert table in invoke("profile", storage / name).stdout
 
 
 def test_stages_train_as_one_device_and_what_they_leave(tmp_path: Path, ray_environment: dict[str, str]) -> None:
@@ -31,15 +50,13 @@ def test_stages_train_as_one_device_and_what_they_leave(tmp_path: Path, ray_envi
     more = ["strategy=pipeline", "parallel.pp=2", "parallel.profile_every=5", "parallel.trace_step=7"]
     more += ["profile.steps=[2,4]", "profile.ranks=[0,1]", "profile.memory=true", "fault.hang_seconds=100"]
     env = ray_environment | {"RAY_JOB_CONFIG_JSON_ENV_VAR": '{"runtime_env": {"env_vars": {"PYTHONPATH": "."}}}'}
-    two = trireme("train", *GPT, *more, "run.name=two", f"run.storage={tmp_path}", env=env)
-    assert two.code == 0, two.err
+    two = trireme("train", *GPT, *more, "run.name=two", f"run.storage={tmp_path}", env=env).expect()
     assert "8 micro-batches of 2 through 2 stages (1f1b)" in two.out, "what was decided is said"
     one, events = training_of(load_config(["experiments/gpt.yaml"], GPT[1:]), tmp_path / "one")
     one.run()
-    told = [event for event in events if event["type"] == "metrics"]
     for metric in ("train/loss", "train/grad_norm", "eval/loss", "eval/bits_per_byte"):
-        alone = {event["step"]: event["values"][metric] for event in told if metric in event["values"]}
-        assert len(alone) in (2, 12) and close(curve(tmp_path, "two", metric), alone, 2e-5), metric
+        alone = {e["step"]: e["values"][metric] for e in events if metric in e.get("values", ())}
+        assert len(alone) in (2, 12) and curve(tmp_path, "two", metric) == pytest.approx(alone, rel=2e-5, abs=0), metric
     ours, theirs = weights(tmp_path / "two"), one.parallel.full_model_state()
     assert ours.keys() == theirs.keys()
     assert all(torch.allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-5) for name in theirs)
@@ -90,12 +107,10 @@ def test_a_run_says_who_holds_what_it_waits_for_and_gets_no_worker_on_an_exclude
 ) -> None:
     assert placement_group([{"CPU": 3}]).wait(30), "until this process disconnects"
     run = ["train", *POINTS, "train.steps=4", f"run.storage={tmp_path}", "workers=2", "cluster.wait_seconds=4"]
-    ended = trireme(*run, "run.name=ends", env=ray_environment)
-    assert ended.code == 2, ended.out + ended.err
+    ended = trireme(*run, "run.name=ends", env=ray_environment).expect(2)
     assert "there is room for 1 of 2 workers after 4 s: bundle 2 of 2 (CPU 1) cannot be placed" in ended.err
     assert "3 of 4 CPU are held by job " in ended.err
-    smaller = trireme(*run, "run.name=shrinks", "cluster.when_pending=shrink", env=ray_environment)
-    assert smaller.code == 0, smaller.out + smaller.err
+    smaller = trireme(*run, "run.name=shrinks", "cluster.when_pending=shrink", env=ray_environment).expect()
     assert "continuing with 1 of 2 workers" in smaller.out
     (only,) = (node["NodeID"] for node in ray.nodes())
     ended = trireme(*run, "run.name=out", f"cluster.exclude_nodes=[{only}]", env=ray_environment)
@@ -106,8 +121,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     words = ["train", *POINTS, "task=tests.tasks:Infinite", "train.steps=20", "checkpoint.every_steps=2"]
     words += ["launcher=local", "run.name=run", f"run.storage={tmp_path}", "tracking.enabled=false"]
     with mock.patch.object(Tracker, "finish", autospec=True, side_effect=Tracker.finish) as finish:
-        ended = CliRunner().invoke(group, words)
-    assert ended.exit_code == 1
+        ended = invoke(*words, code=1)
     assert "not finite at step 6" in ended.stderr and "optimizer.lr" in ended.stderr
     assert committed(tmp_path / "run") == [2, 4], "the last good checkpoints are intact, and no bad one was made"
     assert finish.call_args.args[1] == "FAILED", "which MLflow is told"

@@ -10,35 +10,13 @@ from typing import Any
 
 import psutil
 import pytest
-from click.testing import CliRunner
 
-from app.cli import group
 from app.config_io import load_config
 from app.run.manifest import Run
 from cluster.remote import free_port
+from tests import running
 from tests.app.kit import training_of
-from tests.running import (
-    LONG,
-    Ended,
-    Lines,
-    assert_unbroken,
-    committed,
-    curve,
-    disturb,
-    end_tree,
-    environment,
-    finish,
-    mlflow_run,
-    mlflow_text,
-    same_bits,
-    start,
-    start_soon,
-    torchrun,
-    torchrun_program,
-    trireme,
-    wait_until,
-    weights,
-)
+from tests.running import LONG, Lines, assert_unbroken, committed, curve, mlflow_run, start, trireme, wait_until
 
 STEPS = 60
 OFTEN = [f"train.steps={STEPS}", "train.log_every=1", "checkpoint.every_steps=5", "tracking.log_model=false"]
@@ -59,15 +37,13 @@ def reached(folder: Path, step: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, running.Ended]:
     """Of two workers under torchrun."""
     storage = tmp_path_factory.mktemp("two")
-    return storage / "run", torchrun(*command(storage, *TWO, "task_args.slow_while=/no"))
+    return storage / "run", running.torchrun(*command(storage, *TWO, "task_args.slow_while=/no"))
 
 
-def test_one_process_is_killed_and_goes_on_and_what_mlflow_gets(
-    tmp_path: Path, ray_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_process_is_killed_and_goes_on_in_mlflow(tmp_path: Path, ray_environment: Any, monkeypatch: Any) -> None:
     """In half precision; to the last bit as a training in this process that nothing disturbs."""
     import mlflow
 
@@ -75,21 +51,18 @@ def test_one_process_is_killed_and_goes_on_and_what_mlflow_gets(
     slow, folder = tmp_path / "slow", tmp_path / "run"
     arguments = command(tmp_path, *LOCAL, f"task_args.slow_while={slow}", "tracking.log_model=true")
     slow.touch()
-    process = start_soon(arguments, env=ray_environment)
+    process = running.start_soon(arguments, env=ray_environment)
     wait_until(lambda: committed(folder))
     process.send_signal(signal.SIGKILL)
     process.wait(LONG)
     slow.unlink()
-    ended = trireme(*arguments, "--json", env=ray_environment)
-    assert ended.code == 0, ended.err
-    outcome = ended.json
+    outcome = trireme(*arguments, "--json", env=ray_environment).expect().json
     assert outcome["status"] == "finished" and outcome["mlflow"]["complete"] and outcome["summary"]["resumed_from"] > 0
     truth, events = training_of(load_config([], arguments[1:]), tmp_path / "truth")
     truth.run()
-    assert same_bits(weights(folder), truth.parallel.full_model_state())
-    told = [event for event in events if event["type"] == "metrics"]
+    assert running.same_bits(running.weights(folder), truth.parallel.full_model_state())
     for metric in ("train/loss", "eval/loss"):
-        alone = {event["step"]: event["values"][metric] for event in told if metric in event["values"]}
+        alone = {e["step"]: e["values"][metric] for e in events if metric in e.get("values", ())}
         assert STEPS in alone and curve(tmp_path, "run", metric) == alone
     run, losses = mlflow_run(tmp_path, "run"), curve(tmp_path, "run")
     assert run.info.status == "FINISHED" and run.info.run_id == outcome["mlflow"]["run_id"]
@@ -99,8 +72,8 @@ def test_one_process_is_killed_and_goes_on_and_what_mlflow_gets(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     (model,) = mlflow.search_logged_models([run.info.experiment_id], output_format="list")
     loaded = mlflow.pytorch.load_model(f"models:/{model.model_id}")
-    assert same_bits(loaded.state_dict(), weights(folder))
-    assert CliRunner().invoke(group, ["profile", str(folder)]).exit_code == 2, "it has none"
+    assert running.same_bits(loaded.state_dict(), running.weights(folder))
+    running.invoke("profile", folder, code=2)  # it has none
 
 
 @pytest.mark.parametrize(
@@ -113,26 +86,21 @@ def test_one_process_is_killed_and_goes_on_and_what_mlflow_gets(
     ],
 )
 def test_a_worker_is_killed_then_the_command_and_run_again(
-    tmp_path: Path,
-    two: tuple[Path, Ended],
-    ray_environment: dict[str, str],
-    more: list[str],
-    kill_worker: bool,
-    number: int,
+    tmp_path: Path, two: Any, ray_environment: dict[str, str], more: list[str], kill_worker: bool, number: int
 ) -> None:
     """To the last bit as the undisturbed run of another launcher. A Ray of the driver's own is killed with it, every
     process at once, and the run goes on in another."""
     slow, folder = tmp_path / "slow", tmp_path / "run"
     arguments = command(tmp_path, *more, f"task_args.slow_while={slow}")
     slow.touch()
-    process = start(arguments) if more is OWN_RAY else start_soon(arguments, env=ray_environment)
+    process = start(arguments) if more is OWN_RAY else running.start_soon(arguments, env=ray_environment)
     lines = Lines(process)
     wait_until(lambda: committed(folder))
     if kill_worker:
-        disturb(folder, 1, signal.SIGKILL)
+        running.disturb(folder, 1, signal.SIGKILL)
         lines.when("starting again from the last checkpoint")
         reached(folder, committed(folder)[-1] + 1)
-    end_tree(process.pid) if more is OWN_RAY else process.send_signal(number)
+    running.end_tree(process.pid) if more is OWN_RAY else process.send_signal(number)
     code, at = process.wait(LONG), committed(folder)[-1]
     if number != signal.SIGKILL:
         assert code == 130 and at < STEPS and "died after step" in lines.text, lines.text
@@ -151,13 +119,12 @@ def test_a_worker_is_killed_then_the_command_and_run_again(
 def test_a_run_is_trained_by_one_command_and_once_finished_trained_further(tmp_path: Path) -> None:
     quick = [*LOCAL, "train.steps=6", "task_args.step_seconds=0", "tracking.enabled=false"]
 
-    def train(*more: str) -> Any:
-        return CliRunner().invoke(group, [*command(tmp_path, *quick, *more), "--json"])
+    def train(*more: str, code: int = 0) -> Any:
+        return running.invoke(*command(tmp_path, *quick, *more), "--json", code=code)
 
     run = Run(load_config([], command(tmp_path, *quick)[1:]))
     run.open(run.config, 6)
-    second = train()
-    assert second.exit_code == 2 and f"process {os.getpid()}" in second.stderr
+    assert f"process {os.getpid()}" in train(code=2).stderr
     run.end("stopped")
     outcomes = [json.loads(train(*more).stdout) for more in ([], [], ["train.steps=8"], ["train.steps=5", "--again"])]
     assert [each["status"] for each in outcomes] == ["finished", "already_finished", "finished", "finished"]
@@ -182,32 +149,31 @@ STOP, KILL = signal.SIGSTOP, signal.SIGKILL
 def assert_stacks(storage: Path, hangs: int = 1) -> str:
     """What the ranks did when one of them was found to hang; all of it."""
     run = mlflow_run(storage, "run")
-    stacks = mlflow_text(storage, run.info.run_id, "hangs")
+    stacks = running.mlflow_text(storage, run.info.run_id, "hangs")
     assert len(stacks) == hangs and "does not answer" in stacks[0], "where rank 1 stood, nobody knows"
     assert "loop.py" in stacks[0] or "runtime.py" in stacks[0], "where the other one stood"
-    last = json.loads(mlflow_text(storage, run.info.run_id, "hangs", ".json")[0])["entries"][-1]
+    last = json.loads(running.mlflow_text(storage, run.info.run_id, "hangs", ".json")[0])["entries"][-1]
     assert last["profiling_name"].startswith("gloo:"), "the collective that rank 0 waits in; rank 1 cannot answer"
     return "".join(stacks)
 
 
 @SLOW
 @pytest.mark.parametrize(
-    ("more", "rank", "number"),
-    [(PLAIN, 1, STOP), (EXPERTS, 1, KILL), (SEQUENCE, 1, KILL), (SHARDED, 3, KILL)],
+    ("more", "rank", "number"), [(PLAIN, 1, STOP), (EXPERTS, 1, KILL), (SEQUENCE, 1, KILL), (SHARDED, 3, KILL)]
 )
 def test_torchrun_starts_again_by_itself(tmp_path: Path, more: list[str], rank: int, number: int) -> None:
     """Also with experts, and with sequences, of which each rank has half; and four ranks, two of them a sequence's."""
     ranks = f"--nproc-per-node={4 if more is SHARDED else 2}"
-    process = start(command(tmp_path, *more), program=torchrun_program(ranks, "--max-restarts=2"))
+    process = start(command(tmp_path, *more), program=running.torchrun_program(ranks, "--max-restarts=2"))
     lines, folder = Lines(process), tmp_path / "run"
     reached(folder, 10)
-    disturb(folder, rank, number)
+    running.disturb(folder, rank, number)
     assert process.wait(LONG) == 0 and "continuing after step" in lines.text, lines.text
     if number == STOP:
         assert "worker 1" in lines.text and "does not answer" in lines.text
         assert_stacks(tmp_path)
-    truth = start(command(tmp_path, *more, name="truth"), program=torchrun_program(ranks))
-    assert_unbroken(tmp_path, tmp_path / "truth", finish(truth))
+    truth = start(command(tmp_path, *more, name="truth"), program=running.torchrun_program(ranks))
+    assert_unbroken(tmp_path, tmp_path / "truth", running.finish(truth))
     if more is EXPERTS:
         metrics = mlflow_run(tmp_path, "run").data.metrics
         assert metrics["experts/dropped_tokens"] == 0 and 0 < metrics["experts/router_entropy"] <= 1
@@ -231,7 +197,7 @@ def test_one_after_another_the_processes_of_a_run_in_ray_are_stopped_and_killed(
     victim.send_signal(first)
     try:
         reached(folder, 10)
-        stopped = disturb(folder, 1, STOP)
+        stopped = running.disturb(folder, 1, STOP)
         assert lines.when("does not answer") - stopped >= 1.5
         assert "worker 1" in lines.text and "starting again from the last checkpoint" in lines.text
         reached(folder, 25)
@@ -266,7 +232,7 @@ def slurm(arguments: list[str]) -> list[Any]:
     """Two processes as srun would start them: no agent watches them."""
     own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLURM_NTASKS": "2"}
     ranks = ({"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in (0, 1))
-    return [start(arguments, env=environment(**own, SLURM_NTASKS_PER_NODE="2", **rank)) for rank in ranks]
+    return [start(arguments, env=running.environment(**own, SLURM_NTASKS_PER_NODE="2", **rank)) for rank in ranks]
 
 
 @SLOW
@@ -286,7 +252,7 @@ def test_a_stopped_rank_under_slurm_ends_all_and_the_same_command_goes_on(tmp_pa
     text = lines[1 - rank].text
     assert (f"process {both[1].pid} on" if rank else "worker 0 is stopped or cannot be reached") in text
     assert not rank or "does not answer" in text
-    said = [finish(process) for process in slurm(arguments)]
+    said = [running.finish(process) for process in slurm(arguments)]
     assert [ended.code for ended in said] == [0, 0], said[0].err + said[1].err
     assert "continuing after step" in said[0].out
-    assert_unbroken(tmp_path, tmp_path / "truth", torchrun(*command(tmp_path, *PLAIN, name="truth")))
+    assert_unbroken(tmp_path, tmp_path / "truth", running.torchrun(*command(tmp_path, *PLAIN, name="truth")))

@@ -1,7 +1,5 @@
 """The supervisor, and how many workers it continues with: workers and nodes are stand-ins, no process is started."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -55,7 +53,7 @@ class Scene:
         nodes = Nodes(is_alive=lambda node: node in self.nodes, oom_kills=lambda node: 0)
         self.supervisor = Supervisor(self, self.driver, self.elastic, nodes=nodes)  # type: ignore[arg-type]
 
-    def go(self, *attempts: Attempt) -> list[int]:
+    def go(self, *attempts: Any) -> list[int]:
         """Trains; the numbers of workers of all attempts."""
         self.left, self.sizes = iter(attempts), list[int]()
         self.supervisor.run(self.job)

@@ -71,6 +71,8 @@ def test_a_second_backward_is_an_error_and_without_gradients_nothing_is_written(
         value.backward()
     with torch.no_grad():
         assert loss(*example(9)).item() == pytest.approx(plain(*example(9)).item(), rel=1e-6)
+        cross_entropy(logits := torch.ones(5, WORDS), torch.zeros(5, dtype=torch.long))
+    assert torch.equal(logits, torch.ones(5, WORDS))
     small = cross_entropy(torch.randn(5, 256, requires_grad=True), torch.zeros(5, dtype=torch.long))
     assert "NllLoss" in type(small.grad_fn).__name__, "a small vocabulary is left to torch"
 

@@ -10,9 +10,7 @@ from unittest import mock
 
 import pytest
 import yaml
-from click.testing import CliRunner
 
-from app.cli import group
 from app.cli.plan import _fixed_by_file
 from app.config_io import load_config
 from app.errors import RunFailed, UserError
@@ -30,6 +28,7 @@ from cluster.files import read_cluster
 from cluster.hardware import HardwareError
 from cluster.shape import ClusterShape, NodeState, of_gpus, of_nodes
 from tests.app.planner.conftest import TINY, with_memory
+from tests.running import invoke
 
 
 def test_a_clusters_gpus_count_with_those_of_its_head() -> None:
@@ -150,8 +149,8 @@ def test_max_batch_writes_what_runs(tmp_path: Path, tiny: Reader, monkeypatch: p
 
     monkeypatch.setattr(trial, "run", run)
     command = ["plan", *TINY, "strategy=ddp", "--gpu", "cpu", "--gpus", "2", "--max-batch", "--write", str(file)]
-    result = CliRunner().invoke(group, command)
-    assert result.exit_code == 0 and "7 is the largest that runs" in result.output, result.output
+    result = invoke(*command)
+    assert "7 is the largest that runs" in result.output, result.output
     assert "8 does not (MemoryError)" in result.output
     assert load_config([file]).train.micro_batch_size == 7 and load_config([file]).strategy == "ddp"
     two = [min(64, 2 * 2 * each["micro_batch_size"]) for each in tried]

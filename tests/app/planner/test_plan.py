@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from app.cli import group
 from app.config import Config
 from app.config_io import load_config, with_values
 from app.planner.advice import NoLayoutFits, advice, choose_layout, predict, settings_text
@@ -32,6 +30,7 @@ from strategies.dims import NAMES, LayoutError, Options
 from strategies.layout import check, choose
 from strategies.pipeline.schedules import SCHEDULES
 from tests.app.planner.conftest import EXPERIMENT, TINY, gpus, plan_of, with_memory
+from tests.running import invoke
 
 BF16 = ("train.precision=bf16", "train.global_batch_size=64")
 FEWER = ("train.precision", "train.activation_checkpointing")
@@ -135,9 +134,8 @@ def test_recomputing_trades_time_for_memory(large: Reader) -> None:
 
 def test_asynchronous_tensor_parallelism_hides_no_more_than_products_take(large: Reader) -> None:
     def tensor(*changes: str, gpu: str = "h100-80gb") -> float:
-        return _predicted(large, "tensor", "train.micro_batch_size=1", *changes, machine=gpus(gpu=gpu)).seconds[
-            "tensor"
-        ]
+        found = _predicted(large, "tensor", "train.micro_batch_size=1", *changes, machine=gpus(gpu=gpu))
+        return found.seconds["tensor"]
 
     sync, beside, slow = tensor(), tensor("parallel.async_tp=true"), tensor("parallel.async_tp=true", gpu="t4")
     assert beside < 0.5 * sync < 0.9 * slow, "where links are slow, more of it is left"
@@ -223,8 +221,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Reader], Reader]:
     return take
 
 
-def _run(*arguments: str) -> Any:
-    return CliRunner().invoke(group, ["plan", EXPERIMENT, *arguments])
+def _run(*arguments: str, code: int = 0) -> Any:
+    return invoke("plan", EXPERIMENT, *arguments, code=code)
 
 
 def test_json_has_the_layouts_best_first(small: Reader, reads: Any, tmp_path: Path) -> None:
@@ -232,7 +230,6 @@ def test_json_has_the_layouts_best_first(small: Reader, reads: Any, tmp_path: Pa
     written = tmp_path / "best.yaml"
     fixed = ("train.precision=bf16", "train.activation_checkpointing=none")
     result = _run("--gpus", "8", "--gpu", "h100-80gb", "--json", *fixed, "--write", str(written))
-    assert result.exit_code == 0, result.output
     found = json.loads(result.stdout.splitlines()[0])
     layouts = found["layouts"]
     assert layouts and found["count"] >= len(layouts)
@@ -289,8 +286,8 @@ def test_a_picture_has_the_best_layout_of_each_number_and_where_nothing_fits(lar
 )
 def test_what_is_wrong_is_one_sentence(arguments: str, said: str, small: Reader, reads: Any) -> None:
     reads(small)
-    result = _run(*arguments.split())
-    assert result.exit_code == 2 and said in result.output
+    result = _run(*arguments.split(), code=2)
+    assert said in result.output
     lines = result.output.strip().removeprefix("reading the model; it is remembered\n").splitlines()
     assert len(lines) == 1 and len(result.output) < 400 and "Traceback" not in result.output
 

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from app.cli import group
 from app.config import Config, RunConfig, TrackingConfig, TrainConfig
 from app.errors import UserError
 from app.lease import LEASE_SECONDS, is_current, write_lease
@@ -21,6 +19,7 @@ from app.run.manifest import Run
 from app.run.progress import ProgressFile
 from app.tracking.settings import Settings
 from app.tracking.tracker import Tracker
+from tests.running import invoke
 
 
 def start(folder: Path, name: str = "kept", **more: Any) -> Run:
@@ -117,9 +116,9 @@ def test_a_run_is_starting_then_running_then_lost_or_finished_and_starting_again
 
 def test_runs_and_watch_say_how_it_is_and_what_is_not_there(tmp_path: Path) -> None:
     def say(*words: str, code: int = 0) -> str:
-        result = CliRunner().invoke(group, list(words))
-        assert result.exit_code == code and "Traceback" not in result.output
-        return result.output
+        said = invoke(*words, code=code).output
+        assert "Traceback" not in said
+        return said
 
     for name, end in (("gpt", ("failed",)), ("mnist", ("finished", {"step": 50, "metrics": {"eval/loss": 0.5}}))):
         run = begin(tmp_path, name)

@@ -4,10 +4,9 @@ names that the dashboard asks for, from a real Ray."""
 import contextlib
 import json
 import re
-import shutil
-import subprocess
 import urllib.request
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -20,18 +19,7 @@ from app.storage import Storage
 from cluster.remote import free_port
 from tests.cluster.test_pending import HEAD_NODE, SHAPE, node
 from tests.ray_heads import ray_head
-from tests.running import (
-    POINTS,
-    ROOT,
-    Lines,
-    committed,
-    environment,
-    mlflow_run,
-    start,
-    start_soon,
-    trireme,
-    wait_until,
-)
+from tests.running import POINTS, ROOT, Lines, committed, environment, mlflow_run, start, trireme, wait_until
 
 
 def test_the_rate_is_the_share_of_the_nodes() -> None:
@@ -51,9 +39,7 @@ def test_a_budget_is_stopped_before_it_is_overspent() -> None:
     assert must_stop(0.0095, 60.0, 0.01) and not must_stop(0.0, 60.0, 0.01), "but never more than a tenth"
 
 
-def test_the_meter_goes_on_over_starts_and_knows_what_was_wasted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_meter_goes_on_over_starts_and_knows_what_was_wasted(tmp_path: Path, monkeypatch: Any) -> None:
     now = [0.0]
     monkeypatch.setattr("app.run.cost.time.time", lambda: now[0])
 
@@ -86,7 +72,7 @@ def test_a_run_stops_when_its_budget_is_spent_with_a_checkpoint_if_it_has_begun(
     own = ["train", *POINTS, f"run.storage={tmp_path}", "strategy=ddp", f"launcher={launcher}"]
     run = [*own, "train.steps=1000000", "run.name=dear", "workers=2", f"cluster.file={file}", f"budget={budget}"]
     run += ["task_args.step_seconds=300", f"task_args.slow_while={slow}"]
-    process = start_soon(run, env=ray_environment)
+    process = start(run, env=ray_environment)
     lines = Lines(process)
     wait_until((folder / "run.json").exists)  # the driver has tried a step by then
     if starting:
@@ -101,8 +87,7 @@ def test_a_run_stops_when_its_budget_is_spent_with_a_checkpoint_if_it_has_begun(
     assert (metrics["cost/wasted_dollars"] == metrics["cost/dollars"]) == starting
     again = trireme(*run, env=ray_environment)
     assert again.code == 2 and "budget is spent" in again.err, again.err
-    after = trireme(*own, "train.steps=2", "run.name=next", "workers=4", env=ray_environment)
-    assert after.code == 0, f"all four CPUs are free again: {after.out + after.err}"
+    trireme(*own, "train.steps=2", "run.name=next", "workers=4", env=ray_environment).expect()  # all four CPUs are free
 
 
 # --- Prometheus -------------------------------------------------------------------------------------------------------
@@ -110,7 +95,7 @@ def test_a_run_stops_when_its_budget_is_spent_with_a_checkpoint_if_it_has_begun(
 PROGRESS = {"steps": 100, "loss": 0.5, "rate": 8.0, "unit": "samples", "mfu": None, "memory_bytes": 1e6}
 
 
-def test_the_dashboard_asks_for_what_there_is(tmp_path: Path) -> None:
+def test_the_dashboard_asks_for_what_there_is() -> None:
     board = json.loads((ROOT / "cluster" / "grafana.json").read_text())
     asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     series = rf'last_over_time\(ray_{metrics.PREFIX}(\w+)\{{run=~"\$run"\}}\[1m\]\)'
@@ -118,10 +103,6 @@ def test_the_dashboard_asks_for_what_there_is(tmp_path: Path) -> None:
     forms = {"value", "value / value", "value - value", "time() - value", "sum(value)"}
     assert {re.sub(series, "value", expression) for expression in asked} == forms
     assert board["templating"]["list"][1]["query"] == f"label_values(ray_{metrics.PREFIX}step, run)"
-    if shutil.which("promtool"):
-        rules = [{"record": f"panel_{number}", "expr": expression} for number, expression in enumerate(asked)]
-        (tmp_path / "rules.yml").write_text(json.dumps({"groups": [{"name": "panels", "rules": rules}]}))
-        subprocess.run(["promtool", "check", "rules", tmp_path / "rules.yml"], check=True)
 
 
 def test_goodput_counts_only_steps_that_were_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,9 +132,7 @@ def test_a_storage_that_is_away_fails_checkpoints_and_not_the_run_and_a_start_wa
     assert failed.endswith("training continues, and the next one is tried when it is due")
 
 
-def test_a_full_disk_is_waited_for_and_else_fails_the_last_checkpoint_in_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_waited_for_and_else_fails_the_last_checkpoint(tmp_path: Path, monkeypatch: Any) -> None:
     write, full = HashingStream.write, iter([True])
 
     def perhaps(self: HashingStream, data: Any) -> int:

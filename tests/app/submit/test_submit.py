@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -20,25 +20,13 @@ from app.submit import submission
 from app.submit.client import Server
 from app.submit.queue import Book, Entry, Row, State, expected, first, line, state_of, victims
 from tests.ray_heads import ray_head_with_jobs
-from tests.running import (
-    POINTS,
-    ROOT,
-    Ended,
-    committed,
-    environment,
-    finish,
-    here,
-    mlflow_run,
-    start,
-    trireme,
-    wait_until,
-)
+from tests.running import POINTS, ROOT, committed, environment, finish, here, mlflow_run, start, trireme, wait_until
 
 NOWHERE = ["--address", "http://127.0.0.1:9"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("words", "said"),
     [
         (["submit"], "no experiment is given"),
         (["submit", "{outside}"], f"experiment.yaml is not in {ROOT}"),
@@ -58,20 +46,16 @@ NOWHERE = ["--address", "http://127.0.0.1:9"]
         (["submit", *POINTS, "--adress", "x"], "No such option"),
     ],
 )
-def test_refused_before_anything_is_sent(
-    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refused_before_anything_is_sent(words: Any, said: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "sesame")
     outside = tmp_path / "experiment.yaml"
     outside.write_text("task: tabular\n")
-    ended = here(monkeypatch, capsys, *(word.format(outside=outside) for word in arguments))
+    ended = here(monkeypatch, capsys, *(word.format(outside=outside) for word in words))
     assert ended.code == 2 and said in ended.err and "Usage" not in ended.err
     assert not any(secret in ended.out + ended.err for secret in ("planted", "sesame"))
 
 
-def test_what_would_go_variables_by_name_and_secrets_apart(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_would_go_variables_by_name_and_secrets_apart(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     queued = here(monkeypatch, capsys, "submit", *POINTS, "--queue", "--dry-run", "--json").json
     assert queued["runs"].startswith("python -m app.submit queue enter --id queue-")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://somebody:pass@host:5000")
@@ -255,7 +239,7 @@ def test_a_job_is_followed_and_stopped_with_a_checkpoint_and_the_same_submit_goe
     with ray_head_with_jobs() as (_, dashboard):
         env = environment(RAY_ADDRESS=dashboard, RAY_AUTH_MODE="disabled")
 
-        def submit(name: str, *more: str) -> Ended:
+        def submit(name: str, *more: str) -> Any:
             own = ["workers=2", "train.log_every=1", "checkpoint.every_seconds=null", f"run.storage={tmp_path}"]
             return trireme("submit", *POINTS, *own, f"run.name={name}", *more, env=env)
 
@@ -294,17 +278,15 @@ def test_three_users_runs_on_one_cluster(tmp_path: Path) -> None:
     run = ["submit", *POINTS, storage, "workers=2", "resources_per_worker.CPU=2", "strategy=ddp", "launcher=actors"]
     run += ["train.steps=400", "checkpoint.every_seconds=5", "task_args.step_seconds=5", f"task_args.slow_while={slow}"]
 
-    def there(*words: str, **more: str) -> Ended:
+    def there(*words: str, **more: str) -> Any:
         return trireme(*words, env=environment(RAY_ADDRESS=dashboard, RAY_AUTH_MODE="disabled", **more))
 
     def submit(user: str, *more: str) -> None:
-        sent = there(*run, f"run.name={user}", "--queue", "--detach", *more, LOGNAME=user)
-        assert sent.code == 0, sent.err
+        there(*run, f"run.name={user}", "--queue", "--detach", *more, LOGNAME=user).expect()
 
     def queue() -> dict[str, Any]:
-        said = there("queue", "--storage", str(tmp_path), "--json")
-        assert said.code == 0, said.out + said.err
-        return {row["entry"]["run"]: row for row in cast(Any, said.json)}
+        said = there("queue", "--storage", str(tmp_path), "--json").expect().json
+        return {row["entry"]["run"]: row for row in said}
 
     with ray_head_with_jobs() as (_, dashboard):
         submit("ada")

@@ -13,12 +13,10 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
-from app.cli import group
 from app.data.loader import fetch
 from app.errors import UserError
 from app.export import export_run
@@ -30,42 +28,38 @@ from app.tasks.huggingface.task import HuggingFace
 from app.trained import trained
 from tests.app.tasks.test_tasks import built, one_batch
 from tests.app.tasks.test_tasks_huggingface import READS, SMALL, arguments, made
-from tests.running import LONG, Lines, committed, end_tree, flip, same_bits, start, trireme, wait_until, weights
+from tests.running import LONG, Lines, committed, end_tree, flip, invoke, same_bits, start, trireme, wait_until, weights
 
 
-@pytest.fixture
-def folder(base: Path) -> Path:
+def test_weights_of_a_folder_and_of_the_hubs_cache(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What somebody else saved: a Llama with weights and a tokenizer of its own."""
+    from transformers import AutoModelForCausalLM
+
+    folder = base / "base"
     words = {"<pad>": 0, "<s>": 1, "penny": 2, "a": 3, "good": 4, "bad": 5, "day": 6, "[UNK]": 7}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    (base / "base" / "tokenizer_config.json").unlink()
-    tokenizer.save(str(base / "base" / "tokenizer.json"))
-    return base / "base"
-
-
-def test_weights_of_a_folder_and_of_the_hubs_cache(folder: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import AutoModelForCausalLM
-
-    args: dict[str, Any] = {"model": str(folder), "data": str(data / "text.txt"), "sequence_length": 8}
+    (folder / "tokenizer_config.json").unlink()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    args: dict[str, Any] = {"model": str(folder), "data": str(base / "text.txt"), "sequence_length": 8}
     learnt = HuggingFace(**args, pretrained=True)
     assert learnt.kind == "causal_lm" and learnt.tokenizer.get_vocab()["penny"] == 2, "the folder's own"
     own = AutoModelForCausalLM.from_pretrained(folder)
     tokens, model = one_batch(learnt)[0], built(learnt)
     assert model.training and torch.equal(model(input_ids=tokens).logits, own(input_ids=tokens).logits)
     assert not torch.equal(built(HuggingFace(**args)).lm_head.weight, own.lm_head.weight)
-    task = HuggingFace(model=str(folder), data=str(data / "reviews.csv"), pretrained=True, **READS["reviews.csv"])
+    task = HuggingFace(model=str(folder), data=str(base / "reviews.csv"), pretrained=True, **READS["reviews.csv"])
     assert task.config.id2label == {0: "no", 1: "yes"} and next(task.structure().parameters()).is_meta
     heads = [built(task).score.weight for _ in range(2)]
     assert torch.equal(*heads) and heads[0].shape == (2, 16)
     (tokens, _), _ = one_batch(task)
     assert (tokens[:, 0] == 1).all() and task.config.pad_token_id == 0  # <s>, and the tokenizer's <pad>
-    cached = data / "models--somebody--tiny"
+    cached = base / "models--somebody--tiny"
     shutil.copytree(folder, cached / "snapshots" / "0123")
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("0123")
-    here = functools.partial(huggingface_hub.snapshot_download, cache_dir=data)
+    here = functools.partial(huggingface_hub.snapshot_download, cache_dir=base)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", here)
     of_the_hub = built(HuggingFace(**args | {"model": "somebody/tiny"}, pretrained=True))
     assert torch.equal(of_the_hub.lm_head.weight, own.lm_head.weight)
@@ -183,9 +177,7 @@ def test_frozen_weights_are_saved_once_and_adapters_are_exported(base: Path) -> 
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    words = command(base, "run", "train.steps=4", "launcher=local", "tracking.enabled=false")
-    ended = CliRunner().invoke(group, words)
-    assert ended.exit_code == 0, ended.output
+    invoke(*command(base, "run", "train.steps=4", "launcher=local", "tracking.enabled=false"))
     run = base / "run"
     (frozen,) = (run / "checkpoints" / "frozen").iterdir()
     steps = [*(run / "checkpoints").glob("step-*")]

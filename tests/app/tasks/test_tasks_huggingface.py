@@ -165,7 +165,7 @@ def test_experts_are_grouped_as_the_library_computes_them(kind: str) -> None:
     with torch.autocast("cpu", torch.bfloat16), mock.patch("app.tasks.huggingface.experts.grouped_linear", product):
         for experts in grouped:
             experts(torch.randn(3, 16), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2))
-    assert {call.args[0].dtype for call in product.mock_calls} <= {torch.bfloat16}
+    assert {call.args[0].dtype for call in product.mock_calls} == ({torch.bfloat16} if grouped else set())
 
 
 @pytest.mark.parametrize("name", ["bert", "llama classifier", "gpt2 classifier"])
@@ -292,10 +292,8 @@ PARITY = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "workers", "degrees", "names", "tolerance"), PARITY)
-def test_trains_the_same_model(
-    strategy: str, workers: int, degrees: dict[str, int], names: tuple[str, ...], tolerance: float, base: Path
-) -> None:
+@pytest.mark.parametrize(("strategy", "workers", "degrees", "names", "near"), PARITY)
+def test_trains_the_same_model(strategy: str, workers: int, degrees: Any, names: Any, near: float, base: Path) -> None:
     """Of an adapted one only adapters, and a new head, are sent to other workers."""
     given = ["task=huggingface", "train.global_batch_size=4", "train.clip_norm=1", "optimizer.lr=0.01"]
     rows = [to_dict(load_config([], [*given, f"task_args={json.dumps(arguments(name, base))}"])) for name in names]
@@ -304,7 +302,7 @@ def test_trains_the_same_model(
         if name not in ALONE:
             ((ALONE[name], _),) = _trained(0, [row], "single", 1, {})
         away = difference(ALONE[name], curve)
-        assert away.within(tolerance), f"{name}: {away}"
+        assert away.within(near), f"{name}: {away}"
         if name.startswith("lora") and strategy in ("ddp", "fsdp"):
             assert sent == 2 * sum(p.numel() for p in built(made(name, base)).parameters() if p.requires_grad)
 

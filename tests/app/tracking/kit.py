@@ -1,4 +1,4 @@
-"""What the tests of tracking share: a run's history read back, a driver to kill."""
+"""What the tests of tracking share: a tracker, and a run's history read back."""
 
 import sqlite3
 from pathlib import Path

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -72,7 +73,6 @@ if os.fork() == 0:
 time.sleep(60)
 """
     process = start([code, str(tmp_path)], program=[sys.executable, "-c"])
-    assert process.stdout
     child = int(process.stdout.readline())
     try:
         assert look_at_lock(tmp_path, "a") == (True, "mine") and take_lock(tmp_path, "a") is None
@@ -133,15 +133,8 @@ def test_configuration_before_environment_before_storage(tmp_path: Path, monkeyp
         assert resolve(uri).uri == uri
 
 
-NOT_ADDRESSES = (
-    "http://",
-    "postgresql://",
-    "sqlite://",
-    "http://127.0.0.1:port",
-    "http://[::1",
-    "htp://me:sesame@host",
-)
-SAYS = dict.fromkeys(NOT_ADDRESSES, "is not an address of MLflow's: write sqlite:///FOLDER/mlflow.db, http://HOST:PORT")
+NO_ADDRESS = ("http://", "postgresql://", "sqlite://", "http://127.0.0.1:port", "http://[::1", "htp://me:sesame@host")
+SAYS = dict.fromkeys(NO_ADDRESS, "is not an address of MLflow's: write sqlite:///FOLDER/mlflow.db, http://HOST:PORT")
 SAYS |= {
     "http://ho st": "not an address",
     "localhost:5000": "http://HOST:PORT",
@@ -176,13 +169,9 @@ def test_where_to_look(tmp_path: Path) -> None:
 
 def test_provenance_is_a_repositorys_and_never_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.py").write_text("1")
-    for command in (
-        "init -b trunk",
-        "add .",
-        "-c user.name=n -c user.email=e@example.org commit -m one",
-        "remote add origin https://me:sesame@example.org/x.git",
-    ):
-        subprocess.run(["git", *command.split()], cwd=tmp_path, check=True, capture_output=True)
+    made = "git init -b trunk && git add . && git -c user.name=n -c user.email=e@example.org commit -m one"
+    made += " && git remote add origin https://me:sesame@example.org/x.git"
+    subprocess.run(made, shell=True, cwd=tmp_path, check=True, capture_output=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     tags, git = provenance_tags(), "mlflow.source.git"
@@ -200,15 +189,10 @@ def test_provenance_is_a_repositorys_and_never_fails(tmp_path: Path, monkeypatch
 
 
 def test_a_gpu_tells_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = SimpleNamespace(
-        NVMLError=LookupError,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetCount=lambda: 2,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=20e9, total=80e9),
-        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=91 + handle),
-        nvmlDeviceGetPowerUsage=lambda handle: {}["no power"],
-    )
+    nvml = Mock(NVMLError=LookupError, nvmlDeviceGetPowerUsage=Mock(side_effect=LookupError("no power")))
+    nvml.nvmlDeviceGetCount.return_value, nvml.nvmlDeviceGetHandleByIndex = 2, int
+    nvml.nvmlDeviceGetMemoryInfo.return_value = SimpleNamespace(used=20e9, total=80e9)
+    nvml.nvmlDeviceGetUtilizationRates = lambda handle: SimpleNamespace(gpu=91 + handle)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     found = {key[6:]: value for key, value in Sample().take().items() if key.startswith("gpu_1_")}
     memory = {"memory_usage_percentage": 25.0, "memory_usage_megabytes": 20_000.0}

@@ -217,8 +217,7 @@ def test_workers_and_the_second_command_are_forks(tmp_path: Path, ray_environmen
     experiment = tmp_path / "points.yaml"
     experiment.write_text("task: tests.tasks:Points\n")
     words = ["train", str(experiment), *SLOW, "launcher=ray", f"run.storage={tmp_path}"]
-    first = trireme(*words, "run.name=first", "train.steps=2", env=ray_environment)
-    assert first.code == 0, first.err
+    trireme(*words, "run.name=first", "train.steps=2", env=ray_environment).expect()
     process = start([*words, "run.name=second"], env=ray_environment)
     forked = [is_forked(worker) for worker in wait_until(lambda: workers_of(tmp_path / "second"))]
     lease = json.loads((tmp_path / "second" / "lease.json").read_text())

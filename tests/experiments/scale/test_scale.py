@@ -6,9 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from app.cli import group
 from app.config import Config, ParallelConfig
 from app.config_io import load_config
 from app.console import Console
@@ -16,7 +14,7 @@ from app.job import Job
 from experiments.scale import answer, run
 from experiments.scale.point import Told, measured
 from experiments.scale.run import Plan
-from tests.running import POINTS, mlflow_run, trireme
+from tests.running import POINTS, invoke, mlflow_run, trireme
 
 
 def test_the_law_finds_its_constants() -> None:
@@ -82,8 +80,7 @@ BAD += [("0,1", "greater than 0"), ("1,2 --strategy dpd", "'dpd' is not known")]
 @pytest.mark.parametrize(("workers", "said"), BAD)
 def test_bad_input(tmp_path: Path, workers: str, said: str) -> None:
     arguments = [*POINTS, "train.steps=10", "run.name=x", f"run.storage={tmp_path}", "--workers", *workers.split()]
-    ended = CliRunner().invoke(group, ["scale", *arguments])
-    assert ended.exit_code == 2 and said in ended.output
+    assert said in invoke("scale", *arguments, code=2).output
 
 
 def test_what_a_study_says_of_its_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,8 +115,7 @@ def test_what_a_study_says_of_its_points(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_study(tmp_path: Path, ray_environment: dict[str, str]) -> None:
     quick = ["--workers", "1,2", "--repeats", "2", "--blocks", "2", "--steps", "3"]
     arguments = ["scale", *POINTS, "train.steps=10", "run.name=p", f"run.storage={tmp_path}", *quick, "--json"]
-    first = trireme(*arguments, env=ray_environment)
-    assert first.code == 0, first.err
+    first = trireme(*arguments, env=ray_environment).expect()
     points = first.json["points"]
     assert sorted((p["workers"], p["repeat"]) for p in points) == [(1, 0), (1, 1), (2, 0), (2, 1)]
     for p in points:

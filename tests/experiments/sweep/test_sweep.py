@@ -72,8 +72,7 @@ def test_killed_and_run_again(tmp_path: Path, ray_environment: dict[str, str]) -
     finish(first)
     begun = {index: t for index, t in trials(tmp_path).items() if t["status"] != "finished"}
     assert begun and begun.keys() != trials(tmp_path).keys(), "some had ended, and some were under way"
-    second = trireme(*arguments, "--json", env=ray_environment)
-    assert second.code == 0, second.err
+    second = trireme(*arguments, "--json", env=ray_environment).expect()
     assert second.json["trials"]["finished"] == 4
     for index, trial in trials(tmp_path).items():
         assert [r["step"] for r in trial["reports"]] == [10, 20, 30, 40, 50, 60], "nothing lost or told twice"
@@ -148,8 +147,7 @@ def test_schedulers_stop_trials_and_the_target_ends_them(tmp_path: Path, ray_env
     more = ["space.optimizer.lr={loguniform: [1.0e-4, 0.3]}", "searcher=random", "trials=8", "concurrent=1"]
     more += ["scheduler={name: asha, grace_period: 10, reduction_factor: 2}", "task_args.step_seconds=0"]
     more += ["train.steps=40", "reports=10", "tracking.enabled=false", "target=0.3"]
-    ended = trireme(*write(tmp_path), *more, "--json", env=ray_environment)
-    assert ended.code == 0, ended.err
+    ended = trireme(*write(tmp_path), *more, "--json", env=ray_environment).expect()
     counts = ended.json["trials"]
     assert sum(counts.values()) == 8 and counts["pruned"] and counts["reached"] and not counts["failed"]
     for trial in trials(tmp_path).values():

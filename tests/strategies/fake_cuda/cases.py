@@ -1,7 +1,5 @@
 """What is tried on fake CUDA devices, which waits of the host are known, and what cannot be tried."""
 
-from __future__ import annotations
-
 import time
 import traceback
 from collections.abc import Callable
