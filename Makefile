@@ -54,7 +54,7 @@ test-deepspeed: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests/strategies/test_deepspeed.py --timeout 600
 
 # Changes pure functions one place at a time (order, commits, failure policy, degrees, schedules, costs, the planner's
-# memory): `mutmut results` lists what no test noticed. A quarter of an hour.
+# memory): `mutmut results` lists what no test noticed. An hour.
 MUTATED := app.data.order.* app.checkpoint.commit.* app.launchers.failure_policy.* strategies.dims.* strategies.costs.* \
 	strategies.pipeline.schedules.* strategies.*.x_cost* strategies.*.x_collectives* strategies.fsdp.x__behaviour* \
 	strategies.fsdp.x_*_large* $(foreach f,_memory _on_stage _in_pipeline _at_worst _add_up _read_units,app.planner.estimate.*$(f)*)

@@ -113,3 +113,11 @@ def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
     frozen = (ParameterSize("a", (4,), trainable=False), ParameterSize("b", (4,)))
     found, _ = layout_cost(choose("fsdp", 2), frozen)
     assert (found.parameters, found.gradients, found.optimizer) == (16, 8, 20)
+
+
+def test_experts_are_split_over_shards_of_their_own() -> None:
+    given = (ParameterSize("few", (2, 8), is_expert=True), ParameterSize("many", (8, 2), is_expert=True))
+    others = (ParameterSize("w", (4, 4)), ParameterSize("frozen", (4, 4), trainable=False))
+    found = unit_size((*given, *others), 4, of_experts=2)
+    assert (found.sharded_parameters, found.sharded_gradients, found.whole_gradients) == (4 * 24, 4 * 20, 0)
+    assert found.gathered == 64 and unit_size(given, 4).sharded_parameters == 4 * (8 + 4)

@@ -59,7 +59,7 @@ INTERLEAVED = {"schedule": "interleaved_1f1b", "chunks": 2}
         (["0 workers"], "ddp", 0, {}),
         (["ddp+expert"], "expert", 2, {"ep": 2}),
         (["parallel.ep is 3", "4 data-parallel workers", "write 1, 2, 4"], "fsdp", 4, {"ep": 3}),
-        (["12 data-parallel", "write 1, 2, 4, 12"], "hsdp", 12, {"dp_shard": 4, "ep": 6}),
+        (["12 data-parallel", "write 1, 2, 4, 12"], "hsdp+context", 12, {"dp_shard": 2, "cp": 2, "ep": 6}),
     ],
 )
 def test_choose_refuses_in_one_sentence(words: list[str], name: str, workers: int, degrees: dict[str, Any]) -> None:
