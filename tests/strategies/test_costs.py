@@ -121,3 +121,4 @@ def test_experts_are_split_over_shards_of_their_own() -> None:
     found = unit_size((*given, *others), 4, of_experts=2)
     assert (found.sharded_parameters, found.sharded_gradients, found.whole_gradients) == (4 * 24, 4 * 20, 0)
     assert found.gathered == 64 and unit_size(given, 4).sharded_parameters == 4 * (8 + 4)
+    assert unit_size(given, 4, of_experts=4).sharded_parameters == 4 * (4 + 4), "few: along another dimension"
