@@ -24,7 +24,7 @@ def alive(schedule: Schedule, stage: int) -> int:
 
 
 def every(name: str) -> Iterator[Schedule]:
-    for stages, micro_batches, chunks in itertools.product((2, 3, 4, 7), (2, 3, 4, 5, 7, 8, 11, 12), (1, 2, 3)):
+    for stages, micro_batches, chunks in itertools.product((2, 3, 4, 7, 8), (2, 3, 4, 5, 7, 8, 11, 12, 16), (1, 2, 3)):
         with contextlib.suppress(LayoutError):
             if name != "zbv" or chunks == 2:
                 yield make(name, stages, micro_batches, chunks)
