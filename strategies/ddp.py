@@ -38,6 +38,7 @@ from strategies.collectives import shared_memory
 from strategies.costs import Collective, Cost, RankSize, StepShape, UnitSize, replicated
 from strategies.dims import Options
 from strategies.parallel import WholeStep
+from strategies.rehearsal import Trait
 from strategies.strategy import Applied, MicroStep, Setup, Strategy
 
 
@@ -150,4 +151,6 @@ STRATEGY = Strategy(
     degrees=("dp_replicate",),
     also=("cp", "tp", "pp", "ep"),
     averages=True,
+    # Every worker's forward changes its own copy, and a hook sees its own gradient instead of the average.
+    cannot_keep=frozenset({Trait.CHANGES_PARAMETERS_BY_DATA, Trait.GRADIENT_HOOK, Trait.PARAMETERS_VARY}),
 )

@@ -29,6 +29,7 @@ from torch import nn
 from strategies import fsdp
 from strategies.dims import Layout, LayoutError
 from strategies.parallel import Parallel
+from strategies.rehearsal import Trait
 from strategies.state import initialise, load_model_state, require_same
 from strategies.strategy import Applied, Setup, Strategy
 
@@ -88,6 +89,9 @@ STRATEGY = Strategy(
     check=lambda options: configuration(options.deepspeed),
     precisions=("fp32", "bf16"),
     reduce_dtype="is not for DeepSpeed: write communication_data_type in its JSON",
+    # Its engine has parameters and hooks of its own in place of the model's, and may keep only shards of them.
+    cannot_keep=fsdp.STRATEGY.cannot_keep
+    | {Trait.LOSS_READS_PARAMETERS, Trait.LISTS_PARAMETERS, Trait.PARAMETERS_VARY},
 )
 
 

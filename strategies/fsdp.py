@@ -62,6 +62,7 @@ from strategies.dims import Options
 from strategies.grad_sync import Named, local
 from strategies.mixtures import SplitExperts
 from strategies.parallel import WholeStep
+from strategies.rehearsal import CHANGING_OR_HOOKED, Trait
 from strategies.strategy import Applied, MicroStep, Setup, Strategy
 
 ROOM = 1 / 8
@@ -286,6 +287,15 @@ STRATEGY = Strategy(
     degrees=("dp_shard",),
     also=("dp_replicate", "cp", "tp", "pp", "ep"),
     is_sharded=True,
+    # Forward sees gathered copies, which are freed: what it writes into them is lost. A hook is on the parameter that
+    # the shard replaces. A block is gathered for its forward and its backward alone, and by all workers together.
+    cannot_keep=CHANGING_OR_HOOKED
+    | {
+        Trait.BLOCK_READ_FROM_OUTSIDE,
+        Trait.CHANGES_INPUT,
+        Trait.GRADIENT_IN_LOSS,
+        Trait.CALLS_VARY,
+    },
 )
 
 # --- its relatives ----------------------------------------------------------------------------------------------

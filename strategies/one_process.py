@@ -47,6 +47,7 @@ from strategies.costs import Collective, StepShape, UnitSize, replicated
 from strategies.dims import LayoutError
 from strategies.mixtures import find_mixtures
 from strategies.pipeline import partition
+from strategies.rehearsal import Trait
 from strategies.strategy import Applied, Setup, Strategy
 from strategies.tree import tree_map
 
@@ -148,6 +149,8 @@ DP = Strategy(
     one_process=True,
     several_devices=True,
     plannable=False,
+    # Forward sees copies of the parameters, one per GPU, which are made anew each time.
+    cannot_keep=frozenset({Trait.CHANGES_PARAMETERS, Trait.CHANGES_PARAMETERS_BY_DATA}),
     precisions=("fp32", "bf16", "fp16"),
     reduce_dtype="is not for DataParallel, which adds gradients in float32: leave it out, or write strategy=ddp",
 )

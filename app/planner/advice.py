@@ -1,11 +1,13 @@
 """Which layout: chosen for a run (`strategy: auto`), and advised to a person, with what would hold a model that fits
 nowhere."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from app.config import Config
 from app.errors import UserError
+from app.job import strategy_options
 from app.planner.device import device
 from app.planner.estimate import Estimate
 from app.planner.layouts import Candidate
@@ -14,7 +16,7 @@ from app.planner.plan import GIB, Plan, estimator_of, make_plan, ranked, reader_
 from app.planner.read import Reader
 from app.tasks.base import Task
 from cluster.hardware import all_instances
-from strategies.dims import DEGREES, Layout
+from strategies.dims import DEGREES, Layout, Options
 from strategies.layout import choose
 from strategies.pipeline.schedules import chunks_of
 
@@ -73,13 +75,19 @@ class Choice:
 
 
 def choose_layout(
-    config: Config, task: Task, workers: int, machine: Machine | None = None, per_node: int | None = None
+    config: Config,
+    task: Task,
+    workers: int,
+    machine: Machine | None = None,
+    per_node: int | None = None,
+    is_kept: Callable[[Layout, Options], bool] = lambda layout, options: True,
 ) -> Choice:
     """The layout that `strategy: auto` means, for a number of workers where they run, or on a machine.
 
     Degrees, micro-batch and precision that are written stay; activations are recomputed, pipelines used, and state
     kept in host memory, only if nothing fits otherwise. Where planning is impossible the layout is what the degrees
-    say, and the sentence says so. per_node: workers of one node, where that is known.
+    say, and the sentence says so. per_node: workers of one node, where that is known. is_kept: whether a layout trains
+    the model as one device would.
     Raises:
         NoLayoutFits: what is needed, what is there, and what would do.
     """
@@ -88,7 +96,7 @@ def choose_layout(
     if all(degrees[name] is not None for name in ("dp_replicate", "dp_shard", "tp", "pp")):
         return Choice(choose("auto", workers, **degrees))
     try:
-        return _planned(config, task, machine or running(workers, per_node), written)
+        return _planned(config, task, machine or running(workers, per_node), written, is_kept)
     except NoLayoutFits:
         raise
     except Exception as error:  # whatever is wrong with a plan, the run itself may be right
@@ -96,7 +104,9 @@ def choose_layout(
         return Choice(layout, f"strategy auto is {layout}, without a plan: {str(error) or type(error).__name__}")
 
 
-def _planned(config: Config, task: Task, machine: Machine, given: set[str]) -> Choice:
+def _planned(
+    config: Config, task: Task, machine: Machine, given: set[str], is_kept: Callable[[Layout, Options], bool]
+) -> Choice:
     train, cut = config.train, "parallel.pp" in given
     given |= {"train.precision"}
     given |= {"train.micro_batch_size"} if train.micro_batch_size is not None else set()
@@ -104,6 +114,13 @@ def _planned(config: Config, task: Task, machine: Machine, given: set[str]) -> C
     given |= {"parallel.offload"} if config.parallel.offload or machine.device.is_cpu else set()
     given |= {"parallel.schedule", "parallel.chunks"} if cut else set()
     plan = make_plan(config, task, machine, given=frozenset(given))
+    options = strategy_options(config)
+
+    def keeps(row: Estimate) -> bool:
+        mode = row.candidate.checkpointing
+        return is_kept(row.candidate.layout, replace(options, activation_checkpointing=mode))
+
+    plan.rows = [row for row in plan.rows if keeps(row)] or plan.rows
     row = _least_change(plan, cut)
     if row is None:
         raise NoLayoutFits("strategy auto finds no layout that fits. " + " ".join(infeasible(plan)))

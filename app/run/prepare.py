@@ -24,6 +24,7 @@ from app.errors import UserError
 from app.job import strategy_options
 from app.optimizer import optimizer_class
 from app.randomness import seed_everything
+from app.run.first_step import FirstStep, take_first_step
 from app.run.inputs import inputs
 from app.run.rehearse import rehearse, require_data, require_methods
 from app.tasks import load_task
@@ -76,7 +77,8 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
     Raises:
         UserError, LayoutError: one sentence.
     """
-    config, layout, planned, prediction = _layout(config, task, workers, devices_per_node)
+    first_step = _first_step(config, task, workers)
+    config, layout, planned, prediction = _layout(config, task, workers, devices_per_node, first_step)
     train = config.train
     registry.require_installed(layout)
     samples = length(task.train_data())
@@ -99,15 +101,27 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
         sequence_length=_split_length(task, layout, module),
         micro_batches=_count_micro_batches(config, layout.dims.dp),
     )
+    first_step.require_kept(layout, hooks.options(config, task))
     check_model(config, task, layout, module)
+    coupled = first_step.note(layout, _count_micro_batches(config, layout.dims.dp))
     notes = (
         *planned,
         *notes,
         *hooks.check(config, task, layout, logged),
+        *([coupled] if coupled else []),
         *_remarks(config, layout.dims, samples),
         *_randomness(config, task, layout.dims),
     )
     return Prepared(config, layout, train.steps_for(samples), samples, notes, prediction, tuple(inputs(config, task)))
+
+
+def _first_step(config: Config, task: Task, workers: int) -> FirstStep:
+    """What the task's first step shows; nothing where one device trains it in one piece, as it is written."""
+    train = config.train
+    in_pieces = train.micro_batch_size is not None and train.micro_batch_size < train.global_batch_size
+    if workers == 1 and not in_pieces and train.activation_checkpointing == "none" and not config.strategy.count("dp"):
+        return FirstStep()
+    return take_first_step(config, task)
 
 
 def _split_length(task: Task, layout: Layout, module: nn.Module | None) -> int | None:
@@ -134,7 +148,7 @@ def _split_sequences(
 
 
 def _layout(
-    config: Config, task: Task, workers: int, devices_per_node: int | None
+    config: Config, task: Task, workers: int, devices_per_node: int | None, first_step: FirstStep
 ) -> tuple[Config, Layout, tuple[str, ...], Estimate | None]:
     """The layout that the configuration means, remarks for the user, and what the planner expects of it.
 
@@ -143,7 +157,7 @@ def _layout(
     if config.strategy == "auto":
         from app.planner.advice import choose_layout
 
-        found = choose_layout(config, task, workers, per_node=devices_per_node)
+        found = choose_layout(config, task, workers, per_node=devices_per_node, is_kept=first_step.is_kept_by)
         said = (found.sentence,) if found.sentence else ()
         return with_values(config, found.values), found.layout, said, found.prediction
     wanted = config.parallel

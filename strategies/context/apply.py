@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from strategies.context import allgather, ring, ulysses
 from strategies.context.attention import ATTENTION, number_of
 from strategies.dims import LayoutError, Options, ParallelDims, own_group
+from strategies.rehearsal import Trait
 from strategies.strategy import Strategy
 from strategies.tree import tree_leaves, tree_map
 
@@ -60,6 +61,16 @@ STRATEGY = Strategy(
     degrees=("cp",),
     also=("dp_replicate", "dp_shard", "tp", "pp", "ep"),
     check=_check,
+    # Workers of one sequence have other tokens, and meet in every attention.
+    cannot_keep=frozenset(
+        {
+            Trait.CHANGES_PARAMETERS_BY_DATA,
+            Trait.GRADIENT_HOOK,
+            Trait.GRADIENT_IN_LOSS,
+            Trait.CALLS_VARY,
+            Trait.PARAMETERS_VARY,
+        }
+    ),
 )
 
 

@@ -32,6 +32,7 @@ from strategies.collectives import all_to_all
 from strategies.dims import LayoutError, ParallelDims, named_mesh, submesh
 from strategies.expert.exchange import Exchange
 from strategies.mixtures import Mixture, SplitExperts, find_mixtures, may_leave_weights_out, rename_counts
+from strategies.rehearsal import CHANGING_OR_HOOKED, Trait
 from strategies.strategy import Strategy
 
 
@@ -126,4 +127,12 @@ STRATEGY = Strategy(
     "a mixture's experts split over data-parallel workers",
     degrees=("ep",),
     also=("dp_replicate", "dp_shard", "cp", "tp", "pp"),
+    # A worker has some of the experts only, and tokens go to the others' while all run the same block.
+    cannot_keep=CHANGING_OR_HOOKED
+    | {
+        Trait.LOSS_READS_PARAMETERS,
+        Trait.LISTS_PARAMETERS,
+        Trait.GRADIENT_IN_LOSS,
+        Trait.CALLS_VARY,
+    },
 )

@@ -31,6 +31,7 @@ from strategies.pipeline.parallel import PipelineParallel
 from strategies.pipeline.runtime import Runtime
 from strategies.pipeline.stage import Stage, StageAssignment, assign, keep_own, require_chain
 from strategies.pipeline.trace import Trace, Tracer, traced_modules
+from strategies.rehearsal import CHANGING_OR_HOOKED, Trait
 from strategies.strategy import Setup, Strategy
 from strategies.tensor import apply as tensor_parallel
 from strategies.tensor.layers import SplitLayers
@@ -226,4 +227,15 @@ STRATEGY = Strategy(
     "blocks split into stages",
     degrees=("pp",),
     also=("dp_replicate", "dp_shard", "cp", "tp", "ep"),
+    # The loss is computed where the last block is, without the parameters of the other stages; forward of a stage
+    # begins at tensors that were sent to it, and gradients come back for all of them in every micro-batch.
+    cannot_keep=CHANGING_OR_HOOKED
+    | {
+        Trait.LOSS_READS_PARAMETERS,
+        Trait.LISTS_PARAMETERS,
+        Trait.CUTS_GRAPH,
+        Trait.CHANGES_INPUT,
+        Trait.GRADIENT_IN_LOSS,
+        Trait.CALLS_VARY,
+    },
 )

@@ -40,6 +40,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from strategies.dims import LayoutError, Options
 from strategies.grad_sync import all_reduce_, local
 from strategies.precision import Product
+from strategies.rehearsal import CHANGING_OR_HOOKED, Trait
 from strategies.strategy import Strategy
 from strategies.tensor import experts, ops
 from strategies.tensor.layers import SplitLayers
@@ -325,4 +326,7 @@ STRATEGY = Strategy(
     "each layer split",
     degrees=("tp",),
     also=("dp_replicate", "dp_shard", "cp", "pp", "ep"),
+    # A worker has a part of each matrix, in a parameter that replaces the model's own; a module reads it whole through
+    # its attribute, but a list of parameters holds the parts.
+    cannot_keep=CHANGING_OR_HOOKED | {Trait.LOSS_READS_PARAMETERS, Trait.LISTS_PARAMETERS, Trait.GRADIENT_IN_LOSS},
 )

@@ -1,0 +1,423 @@
+"""What a model does that some layouts cannot keep is seen in one step, and refused under these layouts alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from strategies import registry
+from strategies.blocks import find_blocks
+from strategies.dims import Options
+from strategies.layout import LayoutError, choose
+from strategies.rehearsal import Observation, Trait, observe, require_kept
+
+WIDTH = 8
+NAMES = ("ddp", "fsdp", "zero1", "hsdp", "tensor", "pipeline")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 16)
+        self.down = nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """A chain of blocks; each test changes one thing about it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.out = nn.Linear(WIDTH, 1)
+        self.change()
+
+    def change(self) -> None: ...
+
+    def before(self, x: Tensor) -> Tensor:
+        return x
+
+    def between(self, number: int, x: Tensor) -> Tensor:
+        return self.blocks[number](x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(self.before(x))
+        for number in range(len(self.blocks)):
+            x = self.between(number, x)
+        return self.out(x)
+
+
+def mean_square(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch), batch[:, :1])
+
+
+def _batches(device: str) -> list[Tensor]:
+    whole = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0)).to(device)
+    return [whole, whole[:2], whole[2:]]
+
+
+def seen(net: Callable[[], nn.Module], loss: Any = mean_square, device: str = "cpu") -> dict[Trait, tuple[str, ...]]:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        with torch.device(device):
+            return net()
+
+    batches = _batches(device)[: 1 if device == "meta" else 3]
+    observations = observe(build, find_blocks, loss, batches, torch.manual_seed)
+    return {observation.trait: observation.names for observation in observations}
+
+
+def refusing(traits: Any) -> set[str]:
+    """The strategies that refuse a model with these traits."""
+    observations = [Observation(trait, ("here",)) for trait in traits]
+    refused = set()
+    for name in NAMES:
+        layout = choose(name, 4, **({"dp_shard": 2} if name == "hsdp" else {}))
+        try:
+            require_kept(layout, registry.records(name), Options(), observations, [registry.find("ddp")])
+        except LayoutError:
+            refused.add(name)
+    return refused
+
+
+# --- parameters that the loss reads -----------------------------------------------------------------------------------
+
+
+def penalty_on_all(model: nn.Module, batch: Any) -> Tensor:
+    return mean_square(model, batch) + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+
+def penalty_on_one(model: Any, batch: Any) -> Tensor:
+    return mean_square(model, batch) + model.out.weight.abs().mean()
+
+
+def penalty_before(model: Any, batch: Any) -> Tensor:
+    reward = model.blocks[1].up.weight.norm()
+    return mean_square(model, batch) + reward
+
+
+def orthogonal(model: Any, batch: Any) -> Tensor:
+    weights = dict(model.named_parameters())["blocks.2.down.weight"]
+    return mean_square(model, batch) + (weights @ weights.mT).square().mean()
+
+
+def by_cosine(model: Any, batch: Any) -> Tensor:
+    features = model.inp(batch)
+    return 1 - F.cosine_similarity(features, model.out.weight).mean() + 0 * mean_square(model, batch)
+
+
+@pytest.mark.parametrize("loss", [penalty_on_all, penalty_on_one, penalty_before, orthogonal, by_cosine])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_parameters_that_the_loss_reads_are_seen(loss: Any, device: str) -> None:
+    traits = seen(Net, loss, device)
+    assert Trait.LOSS_READS_PARAMETERS in traits
+    assert {"tensor", "pipeline"} <= refusing(traits)
+    assert "ddp" not in refusing(traits)
+    in_block = loss in (penalty_on_all, penalty_before, orthogonal)
+    assert ("fsdp" in refusing(traits)) == in_block
+
+
+class ListsInForward(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(p.norm() for p in self.blocks.parameters())
+
+
+class AsksForTypes(Net):
+    """What many models do: asks its first parameter for type and device, and makes tensors like others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = next(self.parameters())
+        mask = torch.zeros_like(self.out.weight)
+        return super().forward(x.to(first.dtype).to(first.device)) + mask.sum() + first.dim() - first.numel()
+
+
+class Tied(Net):
+    def change(self) -> None:
+        self.out.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.inp.weight = self.out.weight
+        self.out.bias = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(x, self.inp.weight)[:, :1]
+
+
+def test_a_model_that_goes_through_its_parameters_is_told_from_one_that_asks_for_types() -> None:
+    assert Trait.LISTS_PARAMETERS in seen(ListsInForward)
+    for net in (Net, AsksForTypes, Tied):
+        assert seen(net) == {}, net
+
+
+# --- parameters that forward changes ----------------------------------------------------------------------------------
+
+
+class MomentumCopy(Net):
+    def change(self) -> None:
+        self.target = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def before(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for slow, fast in zip(self.target.parameters(), self.inp.parameters()):
+                slow.mul_(0.9).add_(fast, alpha=0.1)
+        return x + self.target(x)
+
+
+class Clamped(Net):
+    def before(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.out.weight.clamp_(-0.1, 0.1)
+        return x
+
+
+class ClampedData(Net):
+    """As the first implementations of Wasserstein critics did it."""
+
+    def before(self, x: Tensor) -> Tensor:
+        self.out.weight.data.clamp_(-0.1, 0.1)
+        return x
+
+
+class Assigned(Net):
+    def before(self, x: Tensor) -> Tensor:
+        self.blocks[3].up.weight.data = F.normalize(self.blocks[3].up.weight.data)
+        return x
+
+
+class ShrinksItsWeight(Net):
+    def between(self, number: int, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.blocks[number].up.weight *= 0.99
+        return super().between(number, x)
+
+
+class RunningMean(Net):
+    """A parameter used as a buffer."""
+
+    def change(self) -> None:
+        self.mean = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+
+    def before(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+        return x - self.mean
+
+
+class ShortRows(Net):
+    def change(self) -> None:
+        self.table = nn.Embedding(8, WIDTH, max_norm=0.5)
+
+    def before(self, x: Tensor) -> Tensor:
+        return x + self.table((x[:, 0] * 3 + 4).long().clamp(0, 7))
+
+
+class Buffer(Net):
+    """A counter in a buffer is nobody's loss."""
+
+    def change(self) -> None:
+        self.register_buffer("steps", torch.zeros(()))
+
+    def before(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return x
+
+
+@pytest.mark.parametrize("net", [MomentumCopy, Clamped, ClampedData, Assigned, ShrinksItsWeight])
+def test_parameters_that_forward_changes_alike_are_kept_by_replicas_alone(net: Any) -> None:
+    traits = seen(net)
+    assert Trait.CHANGES_PARAMETERS in traits and Trait.CHANGES_PARAMETERS_BY_DATA not in traits
+    assert refusing(traits) == set(NAMES) - {"ddp"}
+    assert {Trait.CHANGES_PARAMETERS, Trait.CHANGES_PARAMETERS_BY_DATA} & seen(net, device="meta").keys()
+
+
+@pytest.mark.parametrize("net", [RunningMean, ShortRows])
+def test_parameters_that_forward_changes_by_the_samples_are_kept_by_no_split(net: Any) -> None:
+    traits = seen(net)
+    assert Trait.CHANGES_PARAMETERS_BY_DATA in traits
+    assert refusing(traits) == set(NAMES)
+
+
+def test_a_buffer_may_be_changed() -> None:
+    assert seen(Buffer) == {}
+
+
+# --- hooks on parameters ----------------------------------------------------------------------------------------------
+
+
+def _hooked(hook: Any, after: bool = False) -> type[Net]:
+    class Hooked(Net):
+        def change(self) -> None:
+            weight = self.blocks[1].up.weight
+            weight.register_post_accumulate_grad_hook(hook) if after else weight.register_hook(hook)
+
+    return Hooked
+
+
+MASK = torch.arange(16).remainder(2).float().unsqueeze(1)
+
+
+def _nothing(_: Tensor) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("net", "trait", "kept"),
+    [
+        (_hooked(lambda gradient: gradient * 0.0), Trait.LINEAR_GRADIENT_HOOK, True),
+        (_hooked(lambda gradient: gradient * MASK.to(gradient.device)), Trait.LINEAR_GRADIENT_HOOK, True),
+        (_hooked(_nothing), Trait.LINEAR_GRADIENT_HOOK, True),
+        (_hooked(lambda gradient: gradient.clamp(-1e-3, 1e-3)), Trait.GRADIENT_HOOK, False),
+        (_hooked(lambda gradient: gradient / (gradient.norm() + 1e-6)), Trait.GRADIENT_HOOK, False),
+        (_hooked(_nothing, after=True), Trait.GRADIENT_HOOK, False),
+    ],
+)
+def test_hooks_on_parameters_are_seen_and_averaged_where_that_is_the_same(net: Any, trait: Trait, kept: bool) -> None:
+    traits = seen(net)
+    assert traits == {trait: ("blocks.1.up.weight",)}
+    assert refusing(traits) == set(NAMES) - ({"ddp"} if kept else set())
+
+
+# --- gradients that do not come back, or are taken in the loss --------------------------------------------------------
+
+
+class Detached(Net):
+    def between(self, number: int, x: Tensor) -> Tensor:
+        return super().between(number, x.detach() if number == 2 else x)
+
+
+class DetachedData(Net):
+    def between(self, number: int, x: Tensor) -> Tensor:
+        return super().between(number, x.data if number == 2 else x)
+
+
+class StraightThrough(Net):
+    """Rounds in forward; the gradient comes back all the same."""
+
+    def between(self, number: int, x: Tensor) -> Tensor:
+        x = super().between(number, x)
+        return x + (x.round() - x).detach()
+
+
+def test_a_cut_graph_is_seen() -> None:
+    for net in (Detached, DetachedData):
+        traits = seen(net)
+        assert traits == {Trait.CUTS_GRAPH: ("blocks.0", "blocks.1")}
+        assert refusing(traits) == {"pipeline"}
+    assert seen(StraightThrough) == {}
+
+
+def gradient_penalty(model: nn.Module, batch: Any) -> Tensor:
+    x = batch.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return (gradient.norm(dim=1) - 1).square().mean()
+
+
+def tangent_penalty(model: Any, batch: Any) -> Tensor:
+    _, tangent = torch.func.jvp(model, (batch,), (torch.ones_like(batch),))
+    return tangent.square().mean()
+
+
+def sharpness(model: Any, batch: Any) -> Tensor:
+    gradient = torch.func.grad(lambda x: model(x).sum())(batch)
+    return gradient.square().mean()
+
+
+@pytest.mark.parametrize("loss", [gradient_penalty, tangent_penalty, sharpness])
+def test_gradients_that_the_loss_takes_are_seen(loss: Any) -> None:
+    traits = seen(Net, loss)
+    assert Trait.GRADIENT_IN_LOSS in traits
+    assert refusing(traits) == set(NAMES) - {"ddp"}
+
+
+# --- blocks that change their input, or are not called every time -----------------------------------------------------
+
+
+class AddsToItsInput(Net):
+    def change(self) -> None:
+        for block in self.blocks:
+            block.forward = lambda x, block=block: x.add_(block.down(F.gelu(block.up(x.clone()))))
+
+
+class BeginsWithReLU(Net):
+    def change(self) -> None:
+        for block in self.blocks:
+            block.norm = nn.ReLU(inplace=True)
+
+
+class Recomputes(Net):
+    """Its blocks run a second time in backward."""
+
+    def between(self, number: int, x: Tensor) -> Tensor:
+        return checkpoint(self.blocks[number], x, use_reentrant=False)
+
+
+def test_blocks_that_change_their_input_are_seen_and_not_recomputed() -> None:
+    for net in (AddsToItsInput, BeginsWithReLU):
+        traits = seen(net)
+        assert traits == {Trait.CHANGES_INPUT: tuple(f"blocks.{i}" for i in range(4))}
+        assert refusing(traits) == {"fsdp", "zero1", "hsdp", "pipeline"}
+    assert seen(Recomputes) == {}
+    observation = Observation(Trait.CHANGES_INPUT, ("blocks.1",))
+    layout, options = choose("ddp", 2), Options(activation_checkpointing="full")
+    with pytest.raises(LayoutError, match=r"blocks\.1 changes its input.*write train\.activation_checkpointing=none"):
+        require_kept(layout, registry.records("ddp"), options, [observation], [])
+
+
+class SkipsBySample(Net):
+    def between(self, number: int, x: Tensor) -> Tensor:
+        return super().between(number, x) if number != 2 or x.sum() > 0 else x
+
+
+class DropsLayers(Net):
+    def between(self, number: int, x: Tensor) -> Tensor:
+        return super().between(number, x) if torch.rand(()) > 0.5 else x
+
+
+class OrderBySample(Net):
+    def before(self, x: Tensor) -> Tensor:
+        self.backwards = bool(x.sum() > 0)
+        return x
+
+    def between(self, number: int, x: Tensor) -> Tensor:
+        return super().between(3 - number if self.backwards else number, x)
+
+
+def test_ways_through_the_model_that_differ_are_seen() -> None:
+    for net in (SkipsBySample, DropsLayers):
+        traits = seen(net)
+        assert {Trait.CALLS_VARY, Trait.PARAMETERS_VARY} <= traits.keys()
+        assert refusing(traits) == set(NAMES) - {"tensor"}
+    assert Trait.PARAMETERS_VARY not in seen(OrderBySample)
+    assert refusing(seen(OrderBySample)) == {"fsdp", "zero1", "hsdp", "pipeline"}
+
+
+def test_ddp_may_leave_parameters_out_where_it_is_told_so() -> None:
+    observation = Observation(Trait.PARAMETERS_VARY, ("blocks.2.up.weight",))
+    layout, records = choose("ddp", 2), registry.records("ddp")
+    with pytest.raises(LayoutError, match=r"find_unused_parameters=true"):
+        require_kept(layout, records, Options(), [observation], [])
+    require_kept(layout, records, Options(find_unused_parameters=True), [observation], [])
+
+
+def test_the_sentence_says_what_where_and_what_to_write() -> None:
+    observation = Observation(Trait.LOSS_READS_PARAMETERS, ("out.weight", "out.bias"))
+    layout, records = choose("pipeline", 2, pp=2), registry.records("pipeline")
+    alternatives = [registry.find("ddp"), registry.find("fsdp")]
+    with pytest.raises(LayoutError) as error:
+        require_kept(layout, records, Options(), [observation], alternatives)
+    assert str(error.value) == (
+        "the loss reads out.weight and 1 more outside of the model's forward, and strategy pipeline cannot train such "
+        "a model as one device would: write strategy=ddp, or change the model: for a penalty on all weights there is "
+        "optimizer.weight_decay"
+    )
+    by_data = Observation(Trait.CHANGES_PARAMETERS_BY_DATA, ("table.weight",))
+    with pytest.raises(LayoutError, match="write strategy=single and workers=1"):
+        require_kept(layout, records, Options(), [by_data], alternatives)
