@@ -38,8 +38,8 @@ from strategies.collectives import shared_memory
 from strategies.costs import Collective, Cost, RankSize, StepShape, UnitSize, replicated
 from strategies.dims import Options
 from strategies.parallel import WholeStep
-from strategies.rehearsal import Trait
 from strategies.strategy import Applied, MicroStep, Setup, Strategy
+from strategies.traits import Trait
 
 
 def apply(setup: Setup) -> Applied:
@@ -152,5 +152,12 @@ STRATEGY = Strategy(
     also=("cp", "tp", "pp", "ep"),
     averages=True,
     # Every worker's forward changes its own copy, and a hook sees its own gradient instead of the average.
-    cannot_keep=frozenset({Trait.CHANGES_PARAMETERS_BY_DATA, Trait.GRADIENT_HOOK, Trait.PARAMETERS_VARY}),
+    cannot_keep=frozenset(
+        {
+            Trait.CHANGES_PARAMETERS_BY_DATA,
+            Trait.GRADIENT_HOOK,
+            Trait.ACTIVATION_HOOK,
+            Trait.PARAMETERS_VARY,
+        }
+    ),
 )

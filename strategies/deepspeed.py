@@ -29,9 +29,9 @@ from torch import nn
 from strategies import fsdp
 from strategies.dims import Layout, LayoutError
 from strategies.parallel import Parallel
-from strategies.rehearsal import Trait
 from strategies.state import initialise, load_model_state, require_same
 from strategies.strategy import Applied, Setup, Strategy
+from strategies.traits import Trait
 
 PACKAGE = "deepspeed"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")

@@ -62,8 +62,8 @@ from strategies.dims import Options
 from strategies.grad_sync import Named, local
 from strategies.mixtures import SplitExperts
 from strategies.parallel import WholeStep
-from strategies.rehearsal import CHANGING_OR_HOOKED, Trait
 from strategies.strategy import Applied, MicroStep, Setup, Strategy
+from strategies.traits import CHANGING_OR_HOOKED, Trait
 
 ROOM = 1 / 8
 """Of a GPU's memory, what may be spent on sending less."""
@@ -291,6 +291,7 @@ STRATEGY = Strategy(
     # the shard replaces. A block is gathered for its forward and its backward alone, and by all workers together.
     cannot_keep=CHANGING_OR_HOOKED
     | {
+        Trait.ACTIVATION_HOOK,
         Trait.BLOCK_READ_FROM_OUTSIDE,
         Trait.CHANGES_INPUT,
         Trait.GRADIENT_IN_LOSS,

@@ -47,8 +47,8 @@ from strategies.costs import Collective, StepShape, UnitSize, replicated
 from strategies.dims import LayoutError
 from strategies.mixtures import find_mixtures
 from strategies.pipeline import partition
-from strategies.rehearsal import Trait
 from strategies.strategy import Applied, Setup, Strategy
+from strategies.traits import Trait
 from strategies.tree import tree_map
 
 

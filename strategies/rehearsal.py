@@ -1,27 +1,20 @@
-"""One step of a model on one process, watched: what the model does that not every layout can keep.
+"""One step of a model on one process, watched: its traits (traits.py).
 
-A strategy keeps its promise, the same training as on one device, for models that read their parameters where they
-belong, change them in the optimizer alone, and call the same modules for every sample. Most do. A model that does
-otherwise trains a *different* model under some layouts, without an error: a worker of a pipeline has no other stage's
-parameters to penalise, a shard forgets what forward wrote into the gathered weight, and a hook on a parameter stays
-behind on the parameter that a sharded one replaced. So one small step is run before any worker starts, on one process,
-with real numbers where that is quick and on the meta device where it is not, and what it does is noted as *traits*.
-Each strategy's record says which traits it cannot keep (`Strategy.cannot_keep`); `require_kept` compares the two and
-says in one sentence what the model does, where, and what to write instead.
-
-On the meta device everything is seen but what depends on numbers: whether a change depends on the data, and whether
-two samples take different ways through the model.
+One small step is run before any worker starts, with real numbers where that is quick and on the meta device where it is
+not. What it does is seen in three ways: a mode that sees every call of torch knows which tensors are computed with, and
+by which module's forward; the versions and values of parameters and buffers say what forward has changed; and where
+gradients arrive says what they can come back through. On the meta device everything is seen but what depends on
+numbers: whether a change depends on the data, and whether two samples take different ways through the model.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,173 +22,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from strategies.blocks import separable
-from strategies.dims import Layout, LayoutError, Options
-from strategies.torch_internals import gradient_hooks, version_of
+from strategies.state import BATCH_NORMS
+from strategies.traits import Observation, Trait
 from strategies.tree import tree_leaves
 
-if TYPE_CHECKING:
-    from strategies.strategy import Strategy
-
 Loss = Callable[[nn.Module, Any], Tensor]
-
-
-class Trait(enum.Enum):
-    """Something that a model or its loss does and that some layout cannot keep."""
-
-    LOSS_READS_PARAMETERS = "the loss computes with parameters outside of the model's forward"
-    LISTS_PARAMETERS = "the step goes through the model's parameters and computes with them"
-    BLOCK_READ_FROM_OUTSIDE = "a block's parameter is used while the block's forward is not running"
-    CHANGES_PARAMETERS = "forward changes parameters, always in the same way"
-    CHANGES_PARAMETERS_BY_DATA = "forward changes parameters in a way that depends on the samples"
-    LINEAR_GRADIENT_HOOK = "a hook on a parameter replaces its gradient by a linear function of it"
-    GRADIENT_HOOK = "a hook on a parameter sees or changes its gradient in another way"
-    CUTS_GRAPH = "no gradient comes back through the output of a block"
-    CHANGES_INPUT = "a block changes its input in place"
-    GRADIENT_IN_LOSS = "the loss takes a gradient itself"
-    CALLS_VARY = "another sample, or another random number, takes another way through the model's blocks"
-    PARAMETERS_VARY = "another sample, or another random number, uses other parameters"
-
-
-CHANGING_OR_HOOKED = frozenset(
-    {
-        Trait.CHANGES_PARAMETERS,
-        Trait.CHANGES_PARAMETERS_BY_DATA,
-        Trait.LINEAR_GRADIENT_HOOK,
-        Trait.GRADIENT_HOOK,
-    }
-)
-"""What no layout keeps that replaces the model's parameters by others."""
-
-_SENTENCES: dict[Trait, tuple[str, str]] = {
-    Trait.LOSS_READS_PARAMETERS: (
-        "the loss reads {where} outside of the model's forward",
-        "for a penalty on all weights there is optimizer.weight_decay",
-    ),
-    Trait.LISTS_PARAMETERS: (
-        "forward or the loss goes through the model's parameters and computes with {where}",
-        "for a penalty on all weights there is optimizer.weight_decay",
-    ),
-    Trait.BLOCK_READ_FROM_OUTSIDE: (
-        "{where} is used while the forward of its block is not running",
-        "call the block itself, or use its parameters inside its forward",
-    ),
-    Trait.CHANGES_PARAMETERS: (
-        "forward changes {where}",
-        "keep what forward changes in buffers",
-    ),
-    Trait.CHANGES_PARAMETERS_BY_DATA: (
-        "forward changes {where} in a way that depends on the samples it is given",
-        "change parameters after the optimizer's step, not in forward",
-    ),
-    Trait.LINEAR_GRADIENT_HOOK: (
-        "{where} has a hook that changes its gradient",
-        "set requires_grad to False for what is not to be trained, or multiply the parameter by its mask in forward",
-    ),
-    Trait.GRADIENT_HOOK: (
-        "{where} has a hook that sees or changes its gradient before it is averaged over the workers",
-        "clip by train.clip_norm, or leave the hook out",
-    ),
-    Trait.CUTS_GRAPH: (
-        "no gradient comes back to {where}, because what follows detaches its output",
-        "set requires_grad to False for the parameters before it, so that they are not in the optimizer",
-    ),
-    Trait.CHANGES_INPUT: (
-        "{where} changes its input in place",
-        "write x = x + y instead of x += y, and inplace=False where a block begins with it",
-    ),
-    Trait.GRADIENT_IN_LOSS: (
-        "{where} takes a gradient inside of forward or of the loss (torch.autograd.grad, torch.func)",
-        "",
-    ),
-    Trait.CALLS_VARY: (
-        "{where} is called for some samples or random numbers and not for others",
-        "call every block in every forward, and multiply what is to be left out by zero",
-    ),
-    Trait.PARAMETERS_VARY: (
-        "{where} is used for some samples or random numbers and not for others",
-        "write parallel.find_unused_parameters=true",
-    ),
-}
-"""Of each trait what the model does, and what to write instead of it."""
-
-
-@dataclass(frozen=True)
-class Observation:
-    """A trait, and where it was seen: names of parameters or modules, in order."""
-
-    trait: Trait
-    names: tuple[str, ...]
-
-    @property
-    def sentence(self) -> str:
-        """What the model does, without a full stop."""
-        others = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
-        return _SENTENCES[self.trait][0].format(where=f"{self.names[0]}{others}")
-
-    @property
-    def instead(self) -> str:
-        """How to write the model so that every layout keeps it; "" where there is no such way."""
-        return _SENTENCES[self.trait][1]
-
-
-# --- what a layout cannot keep ----------------------------------------------------------------------------------------
-
-
-def broken_by(
-    records: Iterable[Strategy], options: Options, observations: Sequence[Observation], *, data_workers: int
-) -> list[Observation]:
-    """The observations that a layout made of these strategies cannot keep.
-
-    Args:
-        records: the strategies that the layout combines.
-        options: recomputing a block, for instance, has conditions of its own.
-        observations: of the model.
-        data_workers: workers with samples of their own; with one, nothing is averaged.
-    """
-    cannot_keep = frozenset[Trait]().union(*(record.cannot_keep for record in records))
-    if options.activation_checkpointing != "none":
-        cannot_keep |= {Trait.CHANGES_INPUT, Trait.CHANGES_PARAMETERS, Trait.CHANGES_PARAMETERS_BY_DATA}
-    if options.find_unused_parameters or data_workers == 1:
-        cannot_keep -= {Trait.PARAMETERS_VARY}
-    return [observation for observation in observations if observation.trait in cannot_keep]
-
-
-def require_kept(
-    layout: Layout,
-    records: Sequence[Strategy],
-    options: Options,
-    observations: Sequence[Observation],
-    alternatives: Sequence[Strategy],
-) -> None:
-    """Raises LayoutError, one sentence, for the first observation that the layout cannot keep.
-
-    Args:
-        layout: what is to be trained under.
-        records: its strategies.
-        options: how they behave.
-        observations: of the model.
-        alternatives: strategies to name instead, the best first; the first that keeps all observations is named.
-    """
-    broken = broken_by(records, options, observations, data_workers=layout.dims.dp_cp)
-    if not broken:
-        return
-    by_recomputing = not broken_by(records, Options(), broken, data_workers=layout.dims.dp_cp)
-    if by_recomputing:
-        what = f"train.activation_checkpointing={options.activation_checkpointing} runs forward twice"
-        advice = "write train.activation_checkpointing=none"
-    else:
-        what = f"strategy {layout.name} cannot train such a model as one device would"
-        keeping = [
-            record.name
-            for record in alternatives
-            if not broken_by([record], options, observations, data_workers=layout.dims.world_size)
-        ]
-        advice = f"write strategy={keeping[0]}" if keeping else "write strategy=single and workers=1"
-    instead = f", or change the model: {broken[0].instead}" if broken[0].instead else ""
-    raise LayoutError(f"{broken[0].sentence}, and {what}: {advice}{instead}")
-
-
-# --- watching ---------------------------------------------------------------------------------------------------------
 
 
 def observe(
@@ -218,14 +49,24 @@ def observe(
     """
     watches = []
     for number, batch in enumerate(batches):
-        module = build().train()
-        watch = _Watch(module, find_blocks(module))
+        with _Hooks() as hooks:
+            module = build().train()
+        watch = _Watch(module, find_blocks(module), hooks)
         seed(number)
         watch.step(loss, batch, backward=number == 0)
         watches.append(watch)
     return [
         *watches[0].observations(),
-        *_changed_parameters([watch.changes for watch in watches]),
+        *_changed(
+            [watch.changes for watch in watches],
+            alike=Trait.CHANGES_PARAMETERS,
+            by_data=Trait.CHANGES_PARAMETERS_BY_DATA,
+        ),
+        *_changed(
+            [watch.changed_buffers for watch in watches],
+            alike=Trait.CHANGES_BUFFERS,
+            by_data=Trait.CHANGES_BUFFERS_BY_DATA,
+        ),
         *_varying([watch.route for watch in watches]),
     ]
 
@@ -238,12 +79,55 @@ class _Route:
     parameters: set[str] = field(default_factory=set)
 
 
+class _Hooks(TorchFunctionMode):
+    """Notes the hooks that are put on gradients, of tensors and of modules, while it is the current mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_tensors: list[tuple[Tensor, Callable[..., Any]]] = []
+        self.after_accumulation: list[Tensor] = []
+        self.of_modules: list[tuple[nn.Module, Callable[..., Any]]] = []
+
+    def __enter__(self) -> _Hooks:
+        super().__enter__()
+        self._registering = {name: getattr(nn.Module, name) for name in _MODULE_HOOKS}
+        for name, register in self._registering.items():
+            setattr(nn.Module, name, self._noting(register))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for name, register in self._registering.items():
+            setattr(nn.Module, name, register)
+        super().__exit__(*error)
+
+    def _noting(self, register: Callable[..., Any]) -> Callable[..., Any]:
+        def registered(module: nn.Module, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self.of_modules.append((module, hook))
+            return register(module, hook, *args, **kwargs)
+
+        return registered
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "register_hook":
+            self.of_tensors.append((args[0], args[1]))
+        elif name == "register_post_accumulate_grad_hook":
+            self.after_accumulation.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+_MODULE_HOOKS = ("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook")
+
+
 class _Watch(TorchFunctionMode):
     """Sees every call of torch while it is the current mode, and which of the model's modules are running."""
 
-    def __init__(self, module: nn.Module, blocks: Sequence[str]) -> None:
+    def __init__(self, module: nn.Module, blocks: Sequence[str], hooks: _Hooks) -> None:
         super().__init__()
-        self.module, self.blocks = module, frozenset(blocks)
+        self.module = module
+        self.blocks = frozenset(blocks)
+        self.hooks = hooks
+        self.backward_hooks = list(hooks.of_modules)
         self.modules = {id(part): name for name, part in module.named_modules()}
         self.named = dict(module.named_parameters())
         self.names = {id(parameter): name for name, parameter in self.named.items()}
@@ -255,13 +139,17 @@ class _Watch(TorchFunctionMode):
         self.running: list[str] = []
         self.route = _Route()
         self.reads_outside: list[str] = []
+        self.activation_hooks: list[str] = []
         self.block_reads: list[str] = []
         self.listed: list[str] = []
         self.gradients_taken: list[str] = []
         self.changed_inputs: list[str] = []
         self.changes: dict[str, Tensor] = {}
-        self.assigned: set[str] = set()
-        """Parameters to whose `data` something was assigned."""
+        """Parameters that forward has changed, as they are then."""
+        self.buffers = dict(_buffers_of_others_than_batch_norm(module))
+        self.changed_buffers: dict[str, Tensor] = {}
+        self.written: set[str] = set()
+        """Parameters that a call of torch wrote into, or into whose `data`."""
         self.without_gradient: list[str] = []
         self._outputs: list[tuple[str, Tensor]] = []
         """What blocks put out and a gradient can come back to, by block."""
@@ -270,25 +158,31 @@ class _Watch(TorchFunctionMode):
         self._reached: set[int] = set()
         """Of those, what a gradient came back to, by identity."""
         self._listed_parameters: set[int] = set()
-        self._data: dict[str, list[tuple[Tensor, int]]] = {}
-        """Of each parameter its `data` as it was read, which has a version of its own."""
-        self._inputs: list[list[tuple[Tensor, int]]] = []
+        self._same_memory: dict[int, tuple[str, Tensor]] = {}
+        """Other tensors in a parameter's memory, by identity: its name, and the tensor, so that it stays."""
+        self._inputs: list[list[tuple[Tensor, Tensor]]] = []
+        """Of the blocks that are running, what each was given, and a copy of it."""
+        self._written_inputs: set[int] = set()
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def step(self, loss: Loss, batch: Any, *, backward: bool) -> None:
         """Runs the loss, and its backward, while watching."""
         before = {name: parameter.detach().clone() for name, parameter in self.named.items()}
-        versions = {name: version_of(parameter) for name, parameter in self.named.items()}
-        with self._module_hooks(), self._listing_seen(), self:
+        buffers_before = {name: buffer.detach().clone() for name, buffer in self.buffers.items()}
+        hooked = _unique_modules(self.backward_hooks)
+        handles = [part.register_full_backward_hook(self._module_gradients) for part in hooked]
+        with self._module_hooks(), self._listing_seen(), self.hooks, self:
             value = loss(self.module, batch)
         self.changes = {
             name: parameter.detach().clone()
             for name, parameter in self.named.items()
-            if version_of(parameter) != versions[name]
-            or name in self.assigned
-            or any(version_of(data) != version for data, version in self._data.get(name, ()))
-            or not (parameter.is_meta or torch.equal(parameter, before[name]))
+            if name in self.written or _differ(parameter, before[name])
+        }
+        self.changed_buffers = {
+            name: buffer.detach().clone()
+            for name, buffer in _buffers_of_others_than_batch_norm(self.module)
+            if name in buffers_before and _differ(buffer, buffers_before[name])
         }
         if backward and isinstance(value, Tensor) and value.requires_grad:
             for _, output in self._outputs:
@@ -297,6 +191,19 @@ class _Watch(TorchFunctionMode):
             cut = self._used - self._reached
             self.without_gradient = [name for name, output in self._outputs if id(output) in cut]
         self._outputs.clear()
+        for handle in handles:
+            handle.remove()
+
+    def _module_gradients(self, module: nn.Module, inward: Any, outward: Any) -> None:
+        """Of a module with hooks on its backward, whether they change gradients by more than a linear function."""
+        for hook in [hook for owner, hook in self.backward_hooks if owner is module]:
+            for at, gradient in enumerate(inward):
+                if gradient is None:
+                    continue
+                changed = _of_one_gradient(hook, module, inward, outward, at)
+                if not _is_linear(changed, gradient):
+                    self.activation_hooks.append(self.modules[id(module)] or "the model")
+                    return
 
     def _gradient_reached(self, output: int, gradient: Tensor) -> None:
         self._reached.add(output)
@@ -307,14 +214,20 @@ class _Watch(TorchFunctionMode):
             (Trait.LOSS_READS_PARAMETERS, self.reads_outside),
             (Trait.LISTS_PARAMETERS, self.listed),
             (Trait.BLOCK_READ_FROM_OUTSIDE, self.block_reads),
+            (Trait.ACTIVATION_HOOK, self.activation_hooks),
+            (Trait.BACKWARD_HOOK, [self.modules.get(id(part), "a module") for part, _ in self.backward_hooks]),
             (Trait.CUTS_GRAPH, self.without_gradient),
             (Trait.CHANGES_INPUT, self.changed_inputs),
             (Trait.GRADIENT_IN_LOSS, self.gradients_taken),
         ]
         by_hooks: dict[Trait, list[str]] = {}
-        for name, parameter in self.named.items():
-            for trait in _hook_traits(parameter):
+        for tensor, hook in self.hooks.of_tensors:
+            if (name := self.names.get(id(tensor))) is not None:
+                linear = _is_linear(hook, tensor)
+                trait = Trait.LINEAR_GRADIENT_HOOK if linear else Trait.GRADIENT_HOOK
                 by_hooks.setdefault(trait, []).append(name)
+        for tensor in self.hooks.after_accumulation:
+            by_hooks.setdefault(Trait.GRADIENT_HOOK, []).append(self.names.get(id(tensor), "a parameter"))
         return [Observation(trait, _unique(names)) for trait, names in [*seen, *by_hooks.items()] if names]
 
     # --- modules ----------------------------------------------------------------------------------------------------
@@ -339,7 +252,7 @@ class _Watch(TorchFunctionMode):
         if name in self.blocks:
             self.route.calls.append(name)
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-            self._inputs.append([(tensor, version_of(tensor)) for tensor in tensors if tensor.requires_grad])
+            self._inputs.append([(t, t.detach().clone()) for t in tensors if t.requires_grad])
 
     def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
         name = self.modules.get(id(module))
@@ -347,8 +260,9 @@ class _Watch(TorchFunctionMode):
             return
         self.running.pop()
         if name in self.blocks:
-            if any(version_of(tensor) != version for tensor, version in self._inputs.pop()):
-                self.changed_inputs.append(name)
+            for tensor, copy in self._inputs.pop():
+                if id(tensor) in self._written_inputs or _differ(tensor, copy):
+                    self.changed_inputs.append(name)
             leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
             self._outputs += [(name, leaf) for leaf in leaves if leaf.requires_grad]
 
@@ -376,9 +290,15 @@ class _Watch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
             name = f"{name} {getattr(func.__self__, '__name__', '')}"
-            self._data_access(name, args[0], answer)
+        where = (self.running[-1] or "the model") if self.running else "the loss"
+        for tensor in _written(name, args, kwargs or {}):
+            self._write(tensor)
+        if name in _SAME_MEMORY and (parameter := self._parameter_of(args[0])) is not None:
+            self._same_memory[id(answer)] = (parameter, answer)
         if func in _TAKES_GRADIENT or name == "_make_dual":
-            self.gradients_taken.append(self.running[-1] or "the model" if self.running else "the loss")
+            self.gradients_taken.append(where)
+        elif name == "register_hook" and id(args[0]) not in self.names and not _is_linear(args[1], args[0]):
+            self.activation_hooks.append(where)
         elif _computes(name, answer):
             for leaf in tree_leaves((args, kwargs or {})):
                 if id(leaf) in self.names:
@@ -387,14 +307,16 @@ class _Watch(TorchFunctionMode):
                     self._used.add(id(leaf))
         return answer
 
-    def _data_access(self, name: str, tensor: Any, answer: Any) -> None:
-        parameter = self.names.get(id(tensor))
-        if parameter is None:
-            return
-        if name == "__get__ data":
-            self._data.setdefault(parameter, []).append((answer, version_of(answer)))
-        elif name == "__set__ data":
-            self.assigned.add(parameter)
+    def _parameter_of(self, tensor: Any) -> str | None:
+        """The parameter that a tensor is, or whose memory it is in."""
+        name, _ = self._same_memory.get(id(tensor), (None, None))
+        return self.names.get(id(tensor), name)
+
+    def _write(self, tensor: Tensor) -> None:
+        if (name := self._parameter_of(tensor)) is not None:
+            self.written.add(name)
+        if any(tensor is given for inputs in self._inputs for given, _ in inputs):
+            self._written_inputs.add(id(tensor))
 
     def _read(self, parameter: Tensor) -> None:
         name = self.names[id(parameter)]
@@ -414,8 +336,36 @@ _SHAPES_ALONE = {"requires_grad_", "type_as", "expand_as", "view_as", "reshape_a
 """Calls that answer with a tensor and use of the other argument its shape or type alone, or none of its numbers."""
 _ATTRIBUTES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 """Attributes of a tensor that have its numbers."""
+_SAME_MEMORY = {"__get__ data", "detach", "view", "flatten", "t", "__get__ T", "__getitem__", "select", "narrow"}
+"""Calls that answer with a tensor in the memory of the first argument."""
+_ONLY_NAMED_SO = {"requires_grad_", "share_memory_", "rename_", "retains_grad_"}
+"""Calls whose names end as those do that write into their first argument."""
 _ANSWERS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "__array__"}
 """Calls that answer with numbers of Python's or NumPy's."""
+
+
+def _written(name: str, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a call of torch writes into, as far as its name and arguments say."""
+    in_place = name.endswith("_") and not name.endswith("__") and name not in _ONLY_NAMED_SO
+    by_operator = name in ("__setitem__", "__set__ data") or (name.startswith("__i") and name in _OPERATORS)
+    targets: list[Any] = []
+    if in_place or by_operator or kwargs.get("inplace"):
+        targets.append(args[0])
+    if name in ("embedding", "embedding_bag"):
+        max_norm = args[3] if len(args) > 3 else kwargs.get("max_norm")
+        targets.append(args[1] if max_norm is not None else None)
+    targets.append(kwargs.get("out"))
+    return [leaf for leaf in tree_leaves(targets) if isinstance(leaf, Tensor)]
+
+
+_OPERATORS = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have other numbers; on meta they have none."""
+    if one.is_meta or one.shape != other.shape:
+        return False
+    return not torch.equal(one.detach().nan_to_num(), other.nan_to_num())
 
 
 def _computes(name: str, answer: Any) -> bool:
@@ -429,21 +379,12 @@ def _computes(name: str, answer: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in tree_leaves(answer))
 
 
-def _hook_traits(parameter: nn.Parameter) -> Iterator[Trait]:
-    """What a parameter's hooks on its gradient are."""
-    on_gradient, after_accumulation = gradient_hooks(parameter)
-    if after_accumulation:
-        yield Trait.GRADIENT_HOOK
-    for hook in on_gradient:
-        yield Trait.LINEAR_GRADIENT_HOOK if _is_linear(hook, parameter) else Trait.GRADIENT_HOOK
-
-
-def _is_linear(hook: Callable[[Tensor], Tensor | None], parameter: nn.Parameter) -> bool:
+def _is_linear(hook: Callable[[Tensor], Tensor | None], tensor: Tensor) -> bool:
     """Whether a hook of a sum of gradients gives the sum of what it gives of each."""
-    if parameter.is_meta:
+    if tensor.is_meta:
         return False
     generator = torch.Generator().manual_seed(0)
-    shape, dtype = parameter.shape, parameter.dtype
+    shape, dtype = tensor.shape, tensor.dtype
     one, other = (torch.randn(shape, generator=generator, dtype=dtype) for _ in range(2))
 
     def changed(gradient: Tensor) -> Tensor:
@@ -456,22 +397,46 @@ def _is_linear(hook: Callable[[Tensor], Tensor | None], parameter: nn.Parameter)
         return False
 
 
-def _changed_parameters(by_batch: list[dict[str, Tensor]]) -> list[Observation]:
-    """Parameters that forward has changed, and whether alike for every batch."""
+def _of_one_gradient(
+    hook: Callable[..., Any], module: nn.Module, inward: tuple[Any, ...], outward: tuple[Any, ...], at: int
+) -> Callable[[Tensor], Tensor | None]:
+    """A module's backward hook as a function of the gradient of one of its inputs."""
+
+    def changed(gradient: Tensor) -> Tensor | None:
+        replaced = hook(module, (*inward[:at], gradient, *inward[at + 1 :]), outward)
+        return replaced if replaced is None or isinstance(replaced, Tensor) else replaced[at]
+
+    return changed
+
+
+def _changed(by_batch: list[dict[str, Tensor]], *, alike: Trait, by_data: Trait) -> list[Observation]:
+    """Tensors that forward has changed, told apart by whether every batch changes them to the same.
+
+    Args:
+        by_batch: for each batch, what was changed, with its new values.
+        alike: the trait of a change that is the same for every batch.
+        by_data: the trait of one that is not, or of which that is not known.
+    """
     names = _unique(name for changes in by_batch for name in changes)
 
     def depends(name: str) -> bool:
         values = [changes.get(name) for changes in by_batch]
         first = values[0]
-        return any(value is None or first is None or not torch.equal(value, first) for value in values)
+        if len(values) == 1 or first is None or first.is_meta:
+            return True
+        return any(value is None or not torch.equal(value, first) for value in values)
 
-    if not names:
-        return []
-    on_meta = any(value.is_meta for changes in by_batch for value in changes.values())
-    by_data = tuple(name for name in names if on_meta or len(by_batch) == 1 or depends(name))
-    alike = tuple(name for name in names if name not in by_data)
-    found = [(Trait.CHANGES_PARAMETERS_BY_DATA, by_data), (Trait.CHANGES_PARAMETERS, alike)]
-    return [Observation(trait, where) for trait, where in found if where]
+    dependent = tuple(name for name in names if depends(name))
+    others = tuple(name for name in names if name not in dependent)
+    return [Observation(trait, where) for trait, where in ((by_data, dependent), (alike, others)) if where]
+
+
+def _buffers_of_others_than_batch_norm(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers by name. (What batch normalisation keeps of a batch has a note of its own: state.py.)"""
+    for path, owner in module.named_modules():
+        if not isinstance(owner, BATCH_NORMS):
+            for name, buffer in owner.named_buffers(recurse=False):
+                yield f"{path}.{name}".lstrip("."), buffer
 
 
 def _varying(routes: list[_Route]) -> list[Observation]:
@@ -486,6 +451,10 @@ def _varying(routes: list[_Route]) -> list[Observation]:
     if sometimes := set[str]().union(*used) - used[0].intersection(*used):
         observations.append(Observation(Trait.PARAMETERS_VARY, tuple(sorted(sometimes))))
     return observations
+
+
+def _unique_modules(hooked: list[tuple[nn.Module, Callable[..., Any]]]) -> list[nn.Module]:
+    return list({id(module): module for module, _ in hooked}.values())
 
 
 def _unique(names: Iterable[str]) -> tuple[str, ...]:

@@ -9,8 +9,8 @@ unit of the model, and when. `StepShape.reshard_after_forward` and `reduce_scatt
 `Strategy.reshards` and `Strategy.reduces_each`, which know what the strategy does by itself where the person has not
 written it. Activations and the time that overlaps are not a strategy's, but the planner's.
 
-**Models.** `cannot_keep` names what a model may do on one device and not under this strategy; what a model does is
-found out by rehearsal.py.
+**Models.** `cannot_keep` names what a model may do on one device and not under this strategy (traits.py); what a model
+does is found out by rehearsal.py.
 
 **Applying.** `apply(setup)` of a data strategy puts it on `setup.module`, on which tensor parallelism, recomputation
 and compilation are already. It calls `setup.load()` once, which gives the parameters memory and their initial values: a
@@ -29,7 +29,7 @@ import torch
 
 from strategies.costs import Collective, Cost, Number, RankSize, StepShape, UnitSize, replicated
 from strategies.dims import BESIDE_DATA, PRECISIONS, Layout, Options
-from strategies.rehearsal import Trait
+from strategies.traits import Trait
 
 if TYPE_CHECKING:
     from torch import nn
@@ -120,7 +120,7 @@ class Strategy:
     reduce_scatter_each_microbatch: bool | None = None
     """The same for parallel.accumulate_sharded."""
     cannot_keep: frozenset[Trait] = frozenset()
-    """What a model may do on one device and would train another model by under this strategy (rehearsal.py)."""
+    """What a model may do on one device and would train another model by under this strategy (traits.py)."""
     alias_of: str = ""
 
     @property

@@ -46,27 +46,6 @@ all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def version_of(tensor: Tensor) -> int:
-    """A number that grows whenever the tensor is changed in place.
-
-    Why: torch counts it for autograd, and has no documented name for it; to compare values would take a copy of every
-    parameter, and on the meta device there are none. Missing: always 0, and what a model changes in its forward is not
-    noticed before it trains.
-    """
-    return int(getattr(tensor, "_version", 0))
-
-
-def gradient_hooks(parameter: Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
-    """(hooks on the parameter's gradient, hooks for after it has been accumulated).
-
-    Why: hooks can be registered and removed in documented ways, but not listed. Missing: none, and a hook that a layout
-    cannot keep is not noticed before it trains.
-    """
-    on_gradient = getattr(parameter, "_backward_hooks", None) or {}
-    after_accumulation = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return list(on_gradient.values()), list(after_accumulation.values())
-
-
 def functional_collectives() -> tuple[Callable, Callable, Callable, tuple[Any, ...]]:
     """(all_reduce(x, "sum" or "max", group), all_gather(x, group) along dimension 0, reduce_scatter(x, group) along
     dimension 0, the operators behind those that sum), each giving a new tensor.

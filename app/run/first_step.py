@@ -8,7 +8,7 @@ an application knows is here: how samples are read, and whether the loss of a ba
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,8 @@ from app.tasks.base import Task
 from strategies import registry
 from strategies.blocks import find_blocks
 from strategies.dims import Layout, Options
-from strategies.rehearsal import Observation, broken_by, observe, require_kept
+from strategies.rehearsal import observe
+from strategies.traits import Observation, Trait, broken_by, require_kept
 
 SAMPLES = 4
 """In the batch that is looked at; two halves of it must have two samples each, for BatchNorm."""
@@ -73,25 +74,35 @@ class FirstStep:
             registry.records(layout.name),
             options,
             self.observations,
-            alternatives=[registry.STRATEGIES[name] for name in ("ddp", "fsdp")],
+            alternatives=[registry.by_degrees("dp_replicate"), registry.by_degrees("dp_shard")],
         )
 
-    def note(self, layout: Layout, micro_batches: int) -> str:
-        """What to say of a loss that couples samples, under a layout that splits a batch; "" where there is nothing.
+    def notes(self, layout: Layout, micro_batches: int) -> Iterator[str]:
+        """What to say of a model that a layout which splits a batch trains otherwise than one device.
 
         Args:
             layout: what is trained under.
             micro_batches: of one worker's share of a step.
         """
         parts = layout.dims.dp * micro_batches
-        if not self.couples_samples or self.losses is None or parts == 1:
-            return ""
-        whole, halves = self.losses
-        return (
-            f"the loss of {SAMPLES} samples is {whole:.4g}, and the mean of its halves {halves:.4g}, so samples of a "
-            f"batch depend on one another, and this run, which splits each batch into {parts}, does not train what "
-            "one device with the whole batch would"
-        )
+        if parts == 1:
+            return
+        if self.couples_samples and self.losses is not None:
+            whole, halves = self.losses
+            yield (
+                f"the loss of {SAMPLES} samples is {whole:.4g}, and the mean of its halves {halves:.4g}, so samples of "
+                f"a batch depend on one another, and this run, which splits each batch into {parts}, does not train "
+                "what one device with the whole batch would"
+            )
+        for observation in self.observations:
+            by_data = observation.trait is Trait.CHANGES_BUFFERS_BY_DATA
+            if by_data:
+                yield (
+                    f"{observation.sentence}: each of the {parts} parts of a batch changes it by its own samples, and "
+                    "rank 0's is saved, so this run differs from one device with the whole batch"
+                )
+            elif observation.trait is Trait.CHANGES_BUFFERS and micro_batches > 1:
+                yield f"{observation.sentence} once in each of the {micro_batches} micro-batches of a step"
 
 
 def take_first_step(config: Config, task: Task) -> FirstStep:

@@ -92,6 +92,7 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
     module = looked_at(task, layout)
     if layout.dims.cp > 1:
         config = _split_sequences(config, task, layout, module, devices_per_node)
+    micro_batches = _count_micro_batches(config, layout.dims.dp)
     check(
         layout,
         strategy_options(config),
@@ -99,16 +100,15 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
         heads=task.heads(),
         blocks=len(find_blocks(module, task.blocks(module))) if module is not None and layout.dims.pp > 1 else None,
         sequence_length=_split_length(task, layout, module),
-        micro_batches=_count_micro_batches(config, layout.dims.dp),
+        micro_batches=micro_batches,
     )
     first_step.require_kept(layout, hooks.options(config, task))
     check_model(config, task, layout, module)
-    coupled = first_step.note(layout, _count_micro_batches(config, layout.dims.dp))
     notes = (
         *planned,
         *notes,
         *hooks.check(config, task, layout, logged),
-        *([coupled] if coupled else []),
+        *first_step.notes(layout, micro_batches),
         *_remarks(config, layout.dims, samples),
         *_randomness(config, task, layout.dims),
     )
@@ -119,7 +119,9 @@ def _first_step(config: Config, task: Task, workers: int) -> FirstStep:
     """What the task's first step shows; nothing where one device trains it in one piece, as it is written."""
     train = config.train
     in_pieces = train.micro_batch_size is not None and train.micro_batch_size < train.global_batch_size
-    if workers == 1 and not in_pieces and train.activation_checkpointing == "none" and not config.strategy.count("dp"):
+    recomputes = train.activation_checkpointing != "none"
+    copies = config.strategy != "auto" and any(record.cannot_keep for record in registry.records(config.strategy))
+    if workers == 1 and not (in_pieces or recomputes or copies):
         return FirstStep()
     return take_first_step(config, task)
 

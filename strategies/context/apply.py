@@ -36,8 +36,8 @@ from torch import Tensor, nn
 from strategies.context import allgather, ring, ulysses
 from strategies.context.attention import ATTENTION, number_of
 from strategies.dims import LayoutError, Options, ParallelDims, own_group
-from strategies.rehearsal import Trait
 from strategies.strategy import Strategy
+from strategies.traits import Trait
 from strategies.tree import tree_leaves, tree_map
 
 METHODS: dict[str, ModuleType] = {"ring": ring, "allgather": allgather, "ulysses": ulysses}
@@ -66,6 +66,7 @@ STRATEGY = Strategy(
         {
             Trait.CHANGES_PARAMETERS_BY_DATA,
             Trait.GRADIENT_HOOK,
+            Trait.ACTIVATION_HOOK,
             Trait.GRADIENT_IN_LOSS,
             Trait.CALLS_VARY,
             Trait.PARAMETERS_VARY,

@@ -32,8 +32,8 @@ from strategies.collectives import all_to_all
 from strategies.dims import LayoutError, ParallelDims, named_mesh, submesh
 from strategies.expert.exchange import Exchange
 from strategies.mixtures import Mixture, SplitExperts, find_mixtures, may_leave_weights_out, rename_counts
-from strategies.rehearsal import CHANGING_OR_HOOKED, Trait
 from strategies.strategy import Strategy
+from strategies.traits import CHANGING_OR_HOOKED, Trait
 
 
 def apply(module: nn.Module, dims: ParallelDims, sharded: bool, device_type: str) -> SplitExperts:

@@ -31,10 +31,10 @@ from strategies.pipeline.parallel import PipelineParallel
 from strategies.pipeline.runtime import Runtime
 from strategies.pipeline.stage import Stage, StageAssignment, assign, keep_own, require_chain
 from strategies.pipeline.trace import Trace, Tracer, traced_modules
-from strategies.rehearsal import CHANGING_OR_HOOKED, Trait
 from strategies.strategy import Setup, Strategy
 from strategies.tensor import apply as tensor_parallel
 from strategies.tensor.layers import SplitLayers
+from strategies.traits import CHANGING_OR_HOOKED, Trait
 from strategies.tree import tree_map
 
 Example = tuple[Loss, Any]
@@ -231,6 +231,8 @@ STRATEGY = Strategy(
     # begins at tensors that were sent to it, and gradients come back for all of them in every micro-batch.
     cannot_keep=CHANGING_OR_HOOKED
     | {
+        Trait.ACTIVATION_HOOK,
+        Trait.BACKWARD_HOOK,
         Trait.LOSS_READS_PARAMETERS,
         Trait.LISTS_PARAMETERS,
         Trait.CUTS_GRAPH,

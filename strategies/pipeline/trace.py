@@ -32,6 +32,8 @@ from strategies.tree import tree_leaves, tree_map
 META = torch.device("meta")
 _VALUES = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
 _DEVICES = {"cpu", "cuda"}
+_HOOKS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
+"""What asks for a gradient, which a value of another stage does not get here: its own stage does it."""
 
 ELEMENT = 50.0
 """What reading or writing one number outside of matrix products counts, in floating-point operations: on two CPU cores
@@ -83,6 +85,8 @@ class PlaceholderTensor(Tensor):
             )
         elif name in _DEVICES:
             return found[0]
+        elif name in _HOOKS:
+            return _NoHook()
         sources = frozenset().union(*(leaf.sources for leaf in found))
         if cls._used is not None:
             cls._used |= sources
@@ -90,6 +94,12 @@ class PlaceholderTensor(Tensor):
         with torch.no_grad():
             output = func(*args, **kwargs)
         return tree_map(lambda o: PlaceholderTensor.make(o, sources, place) if isinstance(o, Tensor) else o, output)
+
+
+class _NoHook:
+    """The handle of a hook that was not registered."""
+
+    def remove(self) -> None: ...
 
 
 def _to_meta(value: Any) -> Any:

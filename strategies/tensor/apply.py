@@ -40,13 +40,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from strategies.dims import LayoutError, Options
 from strategies.grad_sync import all_reduce_, local
 from strategies.precision import Product
-from strategies.rehearsal import CHANGING_OR_HOOKED, Trait
 from strategies.strategy import Strategy
 from strategies.tensor import experts, ops
 from strategies.tensor.layers import SplitLayers
 from strategies.tensor.loss import VocabularyLogits
 from strategies.tensor.plan import Plan, is_transposed_linear, make_plan, out_features
 from strategies.torch_internals import rnn_reading_its_parameters
+from strategies.traits import CHANGING_OR_HOOKED, Trait
 
 WITH_PRODUCT = ("colwise", "colwise_gather", "head", "rowwise")
 """Styles of layers whose product fp8 may replace (precision.py)."""

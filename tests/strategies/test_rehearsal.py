@@ -13,7 +13,8 @@ from strategies import registry
 from strategies.blocks import find_blocks
 from strategies.dims import Options
 from strategies.layout import LayoutError, choose
-from strategies.rehearsal import Observation, Trait, observe, require_kept
+from strategies.rehearsal import observe
+from strategies.traits import Observation, Trait, require_kept
 
 WIDTH = 8
 NAMES = ("ddp", "fsdp", "zero1", "hsdp", "tensor", "pipeline")
@@ -246,8 +247,44 @@ def test_parameters_that_forward_changes_by_the_samples_are_kept_by_no_split(net
     assert refusing(traits) == set(NAMES)
 
 
-def test_a_buffer_may_be_changed() -> None:
-    assert seen(Buffer) == {}
+class MeanInABuffer(Net):
+    def change(self) -> None:
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def before(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+class Queue(Net):
+    """Negatives of earlier batches, as momentum contrast keeps them."""
+
+    def change(self) -> None:
+        self.register_buffer("queue", torch.zeros(16, WIDTH))
+
+    def before(self, x: Tensor) -> Tensor:
+        x = x + self.queue.mean(0)
+        with torch.no_grad():
+            self.queue.copy_(torch.cat([x, self.queue])[:16])
+        return x
+
+
+class Normalised(Net):
+    """What BatchNorm keeps has a note of its own."""
+
+    def change(self) -> None:
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def before(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+def test_buffers_may_be_changed_and_are_told_apart() -> None:
+    assert seen(Buffer) == {Trait.CHANGES_BUFFERS: ("steps",)}
+    assert seen(MeanInABuffer) == {Trait.CHANGES_BUFFERS_BY_DATA: ("mean",)}
+    assert seen(Queue) == {Trait.CHANGES_BUFFERS_BY_DATA: ("queue",)}
+    assert seen(Normalised) == {}
+    assert refusing([Trait.CHANGES_BUFFERS, Trait.CHANGES_BUFFERS_BY_DATA]) == set()
 
 
 # --- hooks on parameters ----------------------------------------------------------------------------------------------
@@ -283,6 +320,43 @@ def test_hooks_on_parameters_are_seen_and_averaged_where_that_is_the_same(net: A
     traits = seen(net)
     assert traits == {trait: ("blocks.1.up.weight",)}
     assert refusing(traits) == set(NAMES) - ({"ddp"} if kept else set())
+
+
+class HooksItsActivation(Net):
+    factor: Any = staticmethod(lambda gradient: gradient * 0.5)
+
+    def between(self, number: int, x: Tensor) -> Tensor:
+        if number == 1 and x.requires_grad:
+            x.register_hook(self.factor)
+        return super().between(number, x)
+
+
+class ClampsItsActivation(HooksItsActivation):
+    factor = staticmethod(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+def _hooked_backward(hook: Any) -> type[Net]:
+    class HookedBackward(Net):
+        def change(self) -> None:
+            self.blocks[2].register_full_backward_hook(hook)
+
+    return HookedBackward
+
+
+def test_hooks_on_activations_are_seen_where_they_depend_on_the_batch() -> None:
+    assert seen(HooksItsActivation) == {}
+    traits = seen(ClampsItsActivation)
+    assert traits == {Trait.ACTIVATION_HOOK: ("the model",)}
+    assert refusing(traits) == set(NAMES) - {"tensor"}
+
+
+def test_hooks_on_the_backward_of_a_module_are_seen() -> None:
+    halved = seen(_hooked_backward(lambda module, inward, outward: (inward[0] * 0.5,)))
+    assert halved == {Trait.BACKWARD_HOOK: ("blocks.2",)}
+    assert refusing(halved) == {"pipeline"}
+    clamped = seen(_hooked_backward(lambda module, inward, outward: (inward[0].clamp(-1e-3, 1e-3),)))
+    assert clamped == {Trait.BACKWARD_HOOK: ("blocks.2",), Trait.ACTIVATION_HOOK: ("blocks.2",)}
+    assert refusing(clamped) == set(NAMES) - {"tensor"}
 
 
 # --- gradients that do not come back, or are taken in the loss --------------------------------------------------------

@@ -13,7 +13,7 @@ from app.run import first_step
 from app.run.first_step import take_first_step
 from app.run.prepare import Prepared, prepare, read_task
 from strategies.layout import LayoutError
-from strategies.rehearsal import Trait
+from strategies.traits import Trait
 from tests.chain import Chain, config
 
 HERE = "tests.app.run.test_first_step"

@@ -1,0 +1,196 @@
+"""What a model may do on one device that not every layout can keep, and the sentence that says so.
+
+A strategy keeps its promise, the same training as on one device, for models that read their parameters where they
+belong, change them in the optimizer alone, and call the same modules for every sample. Most do. A model that does
+otherwise trains a *different* model under some layouts, without an error: a worker of a pipeline has no other stage's
+parameters to penalise, a shard forgets what forward wrote into the gathered weight, and a hook on a parameter stays
+behind on the parameter that a sharded one replaced. Each such thing is a *trait*; rehearsal.py finds a model's in one
+small step, each strategy's record says which it cannot keep (`Strategy.cannot_keep`), and `require_kept` compares the
+two and says in one sentence what the model does, where, and what to write instead.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from strategies.dims import Layout, LayoutError, Options
+
+if TYPE_CHECKING:
+    from strategies.strategy import Strategy
+
+
+class Trait(enum.Enum):
+    """Something that a model or its loss does and that some layout cannot keep."""
+
+    LOSS_READS_PARAMETERS = "the loss computes with parameters outside of the model's forward"
+    LISTS_PARAMETERS = "the step goes through the model's parameters and computes with them"
+    BLOCK_READ_FROM_OUTSIDE = "a block's parameter is used while the block's forward is not running"
+    CHANGES_PARAMETERS = "forward changes parameters, always in the same way"
+    CHANGES_PARAMETERS_BY_DATA = "forward changes parameters in a way that depends on the samples"
+    CHANGES_BUFFERS = "forward changes buffers, always in the same way"
+    CHANGES_BUFFERS_BY_DATA = "forward changes buffers in a way that depends on the samples"
+    LINEAR_GRADIENT_HOOK = "a hook on a parameter replaces its gradient by a linear function of it"
+    GRADIENT_HOOK = "a hook on a parameter sees or changes its gradient in another way"
+    ACTIVATION_HOOK = "a hook on an activation changes its gradient by more than a linear function of it"
+    BACKWARD_HOOK = "a module has a hook on its backward"
+    CUTS_GRAPH = "no gradient comes back through the output of a block"
+    CHANGES_INPUT = "a block changes its input in place"
+    GRADIENT_IN_LOSS = "the loss takes a gradient itself"
+    CALLS_VARY = "another sample, or another random number, takes another way through the model's blocks"
+    PARAMETERS_VARY = "another sample, or another random number, uses other parameters"
+
+
+CHANGING_OR_HOOKED = frozenset(
+    {
+        Trait.CHANGES_PARAMETERS,
+        Trait.CHANGES_PARAMETERS_BY_DATA,
+        Trait.LINEAR_GRADIENT_HOOK,
+        Trait.GRADIENT_HOOK,
+    }
+)
+"""What no layout keeps that replaces the model's parameters by others."""
+
+_SENTENCES: dict[Trait, tuple[str, str]] = {
+    Trait.LOSS_READS_PARAMETERS: (
+        "the loss reads {where} outside of the model's forward",
+        "for a penalty on all weights there is optimizer.weight_decay",
+    ),
+    Trait.LISTS_PARAMETERS: (
+        "forward or the loss goes through the model's parameters and computes with {where}",
+        "for a penalty on all weights there is optimizer.weight_decay",
+    ),
+    Trait.BLOCK_READ_FROM_OUTSIDE: (
+        "{where} is used while the forward of its block is not running",
+        "call the block itself, or use its parameters inside its forward",
+    ),
+    Trait.CHANGES_PARAMETERS: (
+        "forward changes {where}",
+        "keep what forward changes in buffers",
+    ),
+    Trait.CHANGES_PARAMETERS_BY_DATA: (
+        "forward changes {where} in a way that depends on the samples it is given",
+        "change parameters after the optimizer's step, not in forward",
+    ),
+    Trait.CHANGES_BUFFERS: ("forward changes the buffer {where}", ""),
+    Trait.CHANGES_BUFFERS_BY_DATA: (
+        "forward changes the buffer {where} in a way that depends on the samples it is given",
+        "",
+    ),
+    Trait.LINEAR_GRADIENT_HOOK: (
+        "{where} has a hook that changes its gradient",
+        "set requires_grad to False for what is not to be trained, or multiply the parameter by its mask in forward",
+    ),
+    Trait.GRADIENT_HOOK: (
+        "{where} has a hook that sees or changes its gradient before it is averaged over the workers",
+        "clip by train.clip_norm, or leave the hook out",
+    ),
+    Trait.ACTIVATION_HOOK: (
+        "{where} puts a hook on an activation that changes its gradient in a way that depends on how many samples a "
+        "batch has",
+        "clip by train.clip_norm, or leave the hook out",
+    ),
+    Trait.BACKWARD_HOOK: (
+        "{where} has a hook on its backward (register_full_backward_hook)",
+        "put the hook on a tensor in forward instead (x.register_hook)",
+    ),
+    Trait.CUTS_GRAPH: (
+        "no gradient comes back to {where}, because what follows detaches its output",
+        "set requires_grad to False for the parameters before it, so that they are not in the optimizer",
+    ),
+    Trait.CHANGES_INPUT: (
+        "{where} changes its input in place",
+        "write x = x + y instead of x += y, and inplace=False where a block begins with it",
+    ),
+    Trait.GRADIENT_IN_LOSS: (
+        "{where} takes a gradient inside of forward or of the loss (torch.autograd.grad, torch.func)",
+        "",
+    ),
+    Trait.CALLS_VARY: (
+        "{where} is called for some samples or random numbers and not for others",
+        "call every block in every forward, and multiply what is to be left out by zero",
+    ),
+    Trait.PARAMETERS_VARY: (
+        "{where} is used for some samples or random numbers and not for others",
+        "write parallel.find_unused_parameters=true",
+    ),
+}
+"""Of each trait what the model does, and what to write instead of it."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A trait, and where it was seen: names of parameters or modules, in order."""
+
+    trait: Trait
+    names: tuple[str, ...]
+
+    @property
+    def sentence(self) -> str:
+        """What the model does, without a full stop."""
+        others = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
+        return _SENTENCES[self.trait][0].format(where=f"{self.names[0]}{others}")
+
+    @property
+    def instead(self) -> str:
+        """How to write the model so that every layout keeps it; "" where there is no such way."""
+        return _SENTENCES[self.trait][1]
+
+
+# --- what a layout cannot keep ----------------------------------------------------------------------------------------
+
+
+def broken_by(
+    records: Iterable[Strategy], options: Options, observations: Sequence[Observation], *, data_workers: int
+) -> list[Observation]:
+    """The observations that a layout made of these strategies cannot keep.
+
+    Args:
+        records: the strategies that the layout combines.
+        options: recomputing a block, for instance, has conditions of its own.
+        observations: of the model.
+        data_workers: workers with samples of their own; with one, nothing is averaged.
+    """
+    cannot_keep = frozenset[Trait]().union(*(record.cannot_keep for record in records))
+    if options.activation_checkpointing != "none":
+        cannot_keep |= {Trait.CHANGES_INPUT, Trait.CHANGES_PARAMETERS, Trait.CHANGES_PARAMETERS_BY_DATA}
+    if options.find_unused_parameters or data_workers == 1:
+        cannot_keep -= {Trait.PARAMETERS_VARY}
+    return [observation for observation in observations if observation.trait in cannot_keep]
+
+
+def require_kept(
+    layout: Layout,
+    records: Sequence[Strategy],
+    options: Options,
+    observations: Sequence[Observation],
+    alternatives: Sequence[Strategy],
+) -> None:
+    """Raises LayoutError, one sentence, for the first observation that the layout cannot keep.
+
+    Args:
+        layout: what is to be trained under.
+        records: its strategies.
+        options: how they behave.
+        observations: of the model.
+        alternatives: strategies to name instead, the best first; the first that keeps all observations is named.
+    """
+    broken = broken_by(records, options, observations, data_workers=layout.dims.dp_cp)
+    if not broken:
+        return
+    by_recomputing = not broken_by(records, Options(), broken, data_workers=layout.dims.dp_cp)
+    if by_recomputing:
+        what = f"train.activation_checkpointing={options.activation_checkpointing} runs forward twice"
+        advice = "write train.activation_checkpointing=none"
+    else:
+        what = f"strategy {layout.name} cannot train such a model as one device would"
+        keeping = [
+            record.name
+            for record in alternatives
+            if not broken_by([record], options, observations, data_workers=layout.dims.world_size)
+        ]
+        advice = f"write strategy={keeping[0]}" if keeping else "write strategy=single and workers=1"
+    instead = f", or change the model: {broken[0].instead}" if broken[0].instead else ""
+    raise LayoutError(f"{broken[0].sentence}, and {what}: {advice}{instead}")
